@@ -1,0 +1,29 @@
+"""The errors that end a run on purpose; `toolkit.cli` turns each into one message, an exit code and status.json."""
+
+from collections.abc import Iterable
+
+
+class BadInput(Exception):
+    """Something the user gave cannot be used. Exit code 2.
+
+    Args:
+        problems: one sentence or several, each saying what is wrong, where, what was expected and what to do.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class StoppedByGuard(Exception):
+    """The NaN guard ended the run before a non-finite value reached the weights. Exit code 3."""
+
+    exit_code = 3
+
+
+class Preempted(Exception):
+    """A signal ended the run after its state was saved; `--run.resume latest` goes on. Exit code 85."""
+
+    exit_code = 85
