@@ -1,0 +1,1 @@
+"""Evaluation: COCO numbers by image id, the loop that makes predictions, pictures and the report."""

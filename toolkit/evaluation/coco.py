@@ -1,0 +1,222 @@
+"""COCO detection metrics of predictions kept by image id; numbers equal pycocotools', speed is faster-coco-eval's.
+
+The definition is that of COCO (Lin et al. 2014, https://cocodataset.org/#detection-eval), crowds and the area ranges of
+`area` included. `max_dets` counts detections per image *and class*, highest scores first, as pycocotools does.
+Of equal scores the one that comes first wins: images in the order of the table, detections as the detector gave them.
+"""
+
+import contextlib
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from faster_coco_eval import COCO as FasterCOCO
+from faster_coco_eval import COCOeval_faster
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from toolkit.errors import BadInput
+from toolkit.evaluation.arrays import BoxArrays, drop_unusable, ground_truth_arrays, prediction_arrays
+from toolkit.evaluation.explain import explain_zero_ap
+
+__all__ = [
+    "CocoEvaluator",
+    "check_ground_truth",
+    "class_keys",
+    "explain_zero_ap",
+    "ground_truth_as_predictions",
+    "per_class_table",
+]
+
+BACKENDS = {"faster": (FasterCOCO, COCOeval_faster), "pycocotools": (COCO, COCOeval)}
+
+
+class CocoEvaluator:
+    """The twelve COCO box metrics and those of each class, for one dataset.
+
+    Args:
+        table: the `DetectionTable` with the ground truth; read once, here.
+        backend: "faster" (faster-coco-eval) or "pycocotools"; both give the same numbers.
+        max_dets: detections per image and class that count, ascending; AP uses the last one.
+
+    Raises:
+        BadInput: unknown backend.
+    """
+
+    def __init__(self, table, backend: str = "faster", max_dets: Sequence[int] = (1, 10, 100)):
+        if backend not in BACKENDS:
+            raise BadInput(f"eval.backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
+        self.image_ids = table.image_ids().tolist()
+        self.class_keys = class_keys(table)
+        self.max_dets = sorted(max_dets)
+        self._coco, self._eval = BACKENDS[backend]
+        self._ground_truth = _coco_of(self._coco, self.image_ids, len(self.class_keys), ground_truth_arrays(table))
+
+    def evaluate(self, predictions: Mapping) -> dict[str, float | None]:
+        """Metrics of a full set of predictions.
+
+        Args:
+            predictions: for every image id of the table `boxes (K, 4)` xyxy in original pixels, `scores (K,)`,
+                `labels (K,)` int from 0; K = 0 is ordinary.
+
+        Returns:
+            `bbox_AP, bbox_AP50, bbox_AP75, bbox_APs, bbox_APm, bbox_APl, bbox_AR1, bbox_AR10, bbox_AR100, bbox_ARs,
+            bbox_ARm, bbox_ARl` (the AR numbers follow `max_dets`) and `AP/<class>`, `AP50/<class>`, `AR100/<class>`;
+            from 0 to 1. None where there is no ground truth to find (pycocotools says -1): undefined is not 0.
+
+        Raises:
+            BadInput: image ids of predictions and table differ.
+        """
+        detections = prediction_arrays(predictions, self.image_ids)
+        detections = drop_unusable(detections, len(self.class_keys), self.image_ids)
+        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools reports its progress there
+            found = _coco_of(self._coco, self.image_ids, len(self.class_keys), detections)
+            run = self._eval(self._ground_truth, found, iouType="bbox")
+            run.params.maxDets = list(self.max_dets)
+            run.evaluate()
+            run.accumulate()
+        return self._summary(run)
+
+    def _summary(self, run) -> dict[str, float | None]:
+        """COCOeval.summarize() without its printing and with the classes; `precision` is (T, R, K, A, M)."""
+        precision, recall = np.asarray(run.eval["precision"]), np.asarray(run.eval["recall"])
+        half, three_quarters = (int(np.argmin(abs(run.params.iouThrs - t))) for t in (0.5, 0.75))
+        areas = {"": 0, "s": 1, "m": 2, "l": 3}  # all, small, medium, large
+        result = {f"bbox_AP{a}": _mean(precision[:, :, :, i, -1]) for a, i in areas.items()}
+        result["bbox_AP50"] = _mean(precision[half, :, :, 0, -1])
+        result["bbox_AP75"] = _mean(precision[three_quarters, :, :, 0, -1])
+        result |= {f"bbox_AR{m}": _mean(recall[:, :, 0, i]) for i, m in enumerate(self.max_dets)}
+        result |= {f"bbox_AR{a}": _mean(recall[:, :, i, -1]) for a, i in areas.items() if a}
+        order = ["", "50", "75", "s", "m", "l"]
+        result = {f"bbox_AP{a}": result[f"bbox_AP{a}"] for a in order} | result  # the order of pycocotools
+        most = self.max_dets[-1]
+        for k, name in enumerate(self.class_keys):
+            result[f"AP/{name}"] = _mean(precision[:, :, k, 0, -1])
+            result[f"AP50/{name}"] = _mean(precision[half, :, k, 0, -1])
+            result[f"AR{most}/{name}"] = _mean(recall[:, k, 0, -1])
+        return result
+
+
+def _mean(values: np.ndarray) -> float | None:
+    defined = values[values > -1]
+    return float(defined.mean()) if defined.size else None
+
+
+def _coco_of(coco_class, image_ids: Sequence, num_classes: int, boxes: BoxArrays):
+    """A COCO object of either package; image ids are positions in the table, so that strings are fine too.
+
+    Annotation ids count from 1: the evaluation marks "not matched" with 0, so the box with id 0 would never be found.
+    """
+    xywh, area = boxes.xywh().tolist(), boxes.area.tolist()
+    columns = (boxes.image_index.tolist(), boxes.labels.tolist(), xywh, area, boxes.iscrowd.tolist(), boxes.scores)
+    coco = coco_class()
+    coco.dataset = {
+        "images": [{"id": i} for i in range(len(image_ids))],
+        "categories": [{"id": k} for k in range(num_classes)],
+        "annotations": [
+            {"id": n, "image_id": i, "category_id": k, "bbox": b, "area": a, "iscrowd": c, "score": s}
+            for n, (i, k, b, a, c, s) in enumerate(zip(*columns[:-1], boxes.scores.tolist(), strict=True), start=1)
+        ],
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco.createIndex()
+    return coco
+
+
+def class_keys(table) -> list[str]:
+    """Class names as used in metric names; a name that several classes share gets the original id added."""
+    counts = Counter(c.name for c in table.categories)
+    return [c.name if counts[c.name] == 1 else f"{c.name} ({c.id})" for c in table.categories]
+
+
+def ground_truth_as_predictions(table) -> dict:
+    """The table's boxes, crowds left out, as predictions with score 1: what a perfect detector would say."""
+    truth = ground_truth_arrays(table)
+    truth = truth[truth.iscrowd == 0]
+    ends = np.searchsorted(truth.image_index, np.arange(len(table.rows)), side="right")
+    starts = np.concatenate([[0], ends[:-1]])
+    return {
+        image_id: {
+            "boxes": torch.from_numpy(truth.boxes_xyxy[a:b]),
+            "scores": torch.ones(b - a),
+            "labels": torch.from_numpy(truth.labels[a:b]),
+        }
+        for image_id, a, b in zip(table.image_ids().tolist(), starts.tolist(), ends.tolist(), strict=True)
+    }
+
+
+def check_ground_truth(table, name: str = "the validation data") -> list[str]:
+    """Evaluate the ground truth as if it were predictions: anything below AP 1.0 is a fault of data or evaluation.
+
+    Returns:
+        Notes, in words, on what the metrics can then not say: classes without boxes, images with more boxes than count.
+
+    Raises:
+        BadInput: AP is below 1.0; names the classes and the boxes that cannot be found.
+    """
+    truth = ground_truth_arrays(table)
+    if not (truth.iscrowd == 0).any():
+        return [f"{name}: no boxes to find in {len(table.rows)} images; every AP will be undefined (null)"]
+    most = _most_per_image_and_class(truth, len(table.categories))
+    result = CocoEvaluator(table, max_dets=(1, 10, max(100, most))).evaluate(ground_truth_as_predictions(table))
+    keys = class_keys(table)
+    if result["bbox_AP"] is None or result["bbox_AP"] < 1 - 1e-6:
+        raise BadInput([
+            f"{name}: its own boxes, taken as predictions, give AP {result['bbox_AP']} instead of 1.0",
+            *(f"class {k!r}: AP {result[f'AP/{k}']:.4f}" for k in keys if (result[f"AP/{k}"] or 1) < 1 - 1e-6),
+            *_impossible_boxes(truth, table),
+        ])
+    notes = []
+    empty = [k for k in keys if result[f"AP/{k}"] is None]
+    if empty:
+        notes.append(f"{name}: no boxes of {len(empty)} of {len(keys)} classes ({', '.join(empty[:5])}"
+                     f"{', ...' if len(empty) > 5 else ''}); their AP is undefined (null) and left out of the mean")
+    if most > 100:
+        notes.append(f"{name}: up to {most} boxes of one class in one image; COCO counts 100 detections per image and "
+                     "class, so that even a perfect detector stays below AP 1.0")
+    return notes
+
+
+def _most_per_image_and_class(truth: BoxArrays, num_classes: int) -> int:
+    return int(np.unique(truth.image_index * num_classes + truth.labels, return_counts=True)[1].max())
+
+
+def _impossible_boxes(truth: BoxArrays, table) -> list[str]:
+    """Annotations without width, height or class, in words (at most ten)."""
+    ids, classes = table.image_ids().tolist(), len(table.categories)
+    sides = truth.boxes_xyxy[:, 2:] - truth.boxes_xyxy[:, :2]
+    bad = ~(sides > 0).all(axis=1) | (truth.labels < 0) | (truth.labels >= classes)
+    return [
+        f"image {ids[truth.image_index[i]]!r}: box {truth.boxes_xyxy[i].tolist()} (x1, y1, x2, y2) of class "
+        f"{truth.labels[i]}; expected x2 > x1, y2 > y1 and a class in 0..{classes - 1}"
+        for i in np.flatnonzero(bad)[:10]
+    ]
+
+
+def per_class_table(result: Mapping, table) -> str:
+    """Text table, one line a class: images and boxes (crowds left out) it has, AP, AP50 and AR; `-` is undefined."""
+    truth = ground_truth_arrays(table)
+    truth = truth[truth.iscrowd == 0]
+    recall = next((k.split("/")[0] for k in result if k.startswith("AR") and "/" in k), "AR100")
+    rows = [("class", "images", "boxes", "AP", "AP50", recall)]
+    for k, name in enumerate(class_keys(table)):
+        images = truth.image_index[truth.labels == k]
+        numbers = (_number(result.get(f"{metric}/{name}")) for metric in ("AP", "AP50", recall))
+        rows.append((name, str(len(np.unique(images))), str(len(images)), *numbers))
+    overall = (_number(result.get(m)) for m in ("bbox_AP", "bbox_AP50", f"bbox_{recall}"))
+    rows.append(("all", str(len(np.unique(truth.image_index))), str(len(truth)), *overall))
+    return align(rows)
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text as lines with aligned columns: the first to the left, the others to the right."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *(v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True))])
+             for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,175 @@
+"""Why is AP 0? Looks at predictions and ground truth for the mistakes that people make, and names those it sees.
+
+Every cause is a change of the predictions (another box format, another scale, labels moved by one). A cause is named
+when predictions changed that way find the objects and the predictions as they are do not.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torchvision.ops import box_iou
+
+from toolkit.evaluation.arrays import BoxArrays, ground_truth_arrays, prediction_arrays
+
+log = logging.getLogger(__name__)
+
+FOUND = 0.3  # share of objects that a changed reading must find before it is named
+MAX_IMAGES = 64  # enough to see a systematic mistake
+
+
+def explain_zero_ap(predictions: Mapping, table) -> list[str]:
+    """Likely causes of an AP of (nearly) 0, most telling first; never empty.
+
+    Args:
+        predictions: by image id, as for `CocoEvaluator.evaluate`.
+        table: the `DetectionTable` they were evaluated on.
+
+    Returns:
+        One sentence per cause with the numbers behind it.
+    """
+    truth = ground_truth_arrays(table)
+    truth = truth[truth.iscrowd == 0]
+    if not len(truth):
+        return ["the data have no ground-truth boxes (crowds do not count), so AP is undefined"]
+    found = prediction_arrays(predictions, table.image_ids().tolist())
+    if not len(found):
+        return ["no image has a single prediction: score threshold too high, or post-processing keeps nothing"]
+    causes = _about_numbers(found, truth, len(table.categories))
+    usable = found[np.isfinite(found.boxes_xyxy).all(axis=1) & np.isfinite(found.scores)]
+    chosen = _with_both(usable, truth)
+    if chosen:
+        sizes = table.sizes_hw()
+        causes += _about_boxes(usable, truth, sizes, chosen) or _about_labels(usable, truth, sizes, chosen)
+    return causes or [_nothing_wrong(usable, truth, chosen)]
+
+
+def _about_numbers(found: BoxArrays, truth: BoxArrays, num_classes: int) -> list[str]:
+    """Causes that the predictions show by themselves."""
+    causes = []
+    unfinite = ~(np.isfinite(found.boxes_xyxy).all(axis=1) & np.isfinite(found.scores))
+    if unfinite.any():
+        causes.append(f"{unfinite.sum()} of {len(found)} predictions have a box or score that is not finite")
+    found = found[~unfinite]
+    if not len(found):
+        return causes
+    if found.scores.max() <= 0:
+        causes.append("no score is above 0: the scores carry no ranking (sigmoid or softmax missing or saturated?)")
+    elif len(found) > 1 and np.ptp(found.scores) == 0:
+        causes.append(f"all {len(found)} scores are equal ({found.scores[0]:.4g}): they carry no ranking")
+    sides = found.boxes_xyxy[:, 2:] - found.boxes_xyxy[:, :2]
+    degenerate = ~(sides > 0).all(axis=1)
+    if degenerate.mean() > 0.5:
+        causes.append(f"{degenerate.mean():.0%} of the boxes have no width or height (x2 <= x1 or y2 <= y1)")
+    outside = ~((found.labels >= 0) & (found.labels < num_classes))
+    if outside.any():
+        causes.append(f"{outside.mean():.0%} of the labels are outside 0..{num_classes - 1}, "
+                      f"they go from {found.labels.min()} to {found.labels.max()} (labels counted from 1?)")
+    if len(np.unique(found.labels)) == 1 and len(np.unique(truth.labels)) > 1:
+        causes.append(f"all predictions have label {found.labels[0]}, the ground truth has "
+                      f"{len(np.unique(truth.labels))} classes: the classifier has collapsed to one class")
+    return causes
+
+
+def _about_boxes(found: BoxArrays, truth: BoxArrays, sizes_hw: np.ndarray, chosen: np.ndarray) -> list[str]:
+    """Other readings of the boxes: formats, units and scales. Labels are ignored here."""
+    as_is = _recall(found, truth, chosen)
+    if as_is >= FOUND:
+        return []
+    causes = []
+    inside = _clipped_area(found, sizes_hw)
+    if (inside <= 0).mean() > 0.5 and found.area.max() > 0:
+        causes.append(f"{(inside <= 0).mean():.0%} of the boxes lie outside their image or are empty")
+    readings = [(_recall(replace(found, boxes_xyxy=boxes), truth, chosen), words)
+                for boxes, words in _readings(found, sizes_hw)]
+    recall, words = max(readings, key=lambda reading: reading[0])
+    if recall >= max(FOUND, 2 * as_is):
+        return [f"{words}: read that way they find {recall:.0%} of the objects at IoU 0.5, as they are {as_is:.0%}"]
+    recall, words = max((_recall(replace(found, boxes_xyxy=boxes), truth, chosen[:16]), words)
+                        for boxes, words in _scales(found, sizes_hw))
+    if recall >= max(FOUND, 2 * as_is):
+        return [f"boxes are in another scale than the original image: {words} they find {recall:.0%} of the objects "
+                f"at IoU 0.5, as they are {as_is:.0%} (size given to the model mistaken for the original size?)"]
+    ratio = np.median(np.maximum(found.area, 0)) / np.median(truth.area)
+    if abs(found.boxes_xyxy).max() <= 2:
+        causes.append("no coordinate is above 2: normalised boxes (0..1) where pixels are expected?")
+    elif ratio < 0.01:
+        causes.append(f"boxes are tiny: their median area is {ratio:.2g} of that of the objects")
+    elif ratio > 100:
+        causes.append(f"boxes are huge: their median area is {ratio:.2g} times that of the objects")
+    return causes
+
+
+def _readings(found: BoxArrays, sizes_hw: np.ndarray):
+    """(boxes as xyxy pixels, in words) for each format that the numbers could be in."""
+    a, b, c, d = found.boxes_xyxy.T
+    size = sizes_hw[found.image_index][:, [1, 0, 1, 0]]  # width, height, width, height
+    formats = {
+        "xyxy": found.boxes_xyxy,
+        "xywh (left, top, width, height)": np.stack([a, b, a + c, b + d], axis=1),
+        "cxcywh (centre, width, height)": np.stack([a - c / 2, b - d / 2, a + c / 2, b + d / 2], axis=1),
+        "yxyx (y before x)": np.stack([b, a, d, c], axis=1),
+    }
+    for name, boxes in formats.items():
+        if name != "xyxy":
+            yield boxes, f"boxes look like {name}, expected xyxy"
+        yield boxes * size, f"boxes look normalised (0..1, {name}), expected pixels of the original image, xyxy"
+
+
+def _scales(found: BoxArrays, sizes_hw: np.ndarray):
+    """(boxes rescaled, in words) for constant factors and for boxes left in the size given to the model."""
+    height_width = sizes_hw[found.image_index].astype(float)
+    for factor in 2.0 ** (np.arange(-48, 49) / 16):
+        yield found.boxes_xyxy * factor, f"multiplied by {factor:.2f}"
+    for side in range(64, 1345, 32):
+        yield found.boxes_xyxy * (height_width[:, [1, 0, 1, 0]] / side), f"taken as pixels of a {side} x {side} image"
+        shorter = height_width.min(axis=1, keepdims=True)
+        yield found.boxes_xyxy * (shorter / side), f"taken as pixels of an image with shorter side {side}"
+
+
+def _about_labels(found: BoxArrays, truth: BoxArrays, sizes_hw: np.ndarray, chosen: np.ndarray) -> list[str]:
+    """Boxes are found, their labels are not those of the objects: moved by one, or mixed up."""
+    any_class, same_class = _recall(found, truth, chosen), _recall(found, truth, chosen, labels=True)
+    if any_class < FOUND or same_class > any_class / 2:
+        return []
+    for shift in (-1, 1):
+        moved = _recall(replace(found, labels=found.labels + shift), truth, chosen, labels=True)
+        if moved >= max(FOUND, 2 * same_class):
+            return [f"labels are off by one: with {shift:+d} added {moved:.0%} of the objects are found with their "
+                    f"class, as they are {same_class:.0%}"]
+    return [f"{any_class:.0%} of the objects are found at IoU 0.5, but only {same_class:.0%} with their class: "
+            "classes are in another order than in the ground truth, or the classifier has not learned"]
+
+
+def _nothing_wrong(found: BoxArrays, truth: BoxArrays, chosen: np.ndarray) -> str:
+    recall = _recall(found, truth, chosen) if len(chosen) else 0.0
+    return (f"no known mistake: boxes find {recall:.0%} of the objects at IoU 0.5 whatever their class; "
+            f"{len(found)} predictions, highest score {found.scores.max() if len(found) else 0:.3g}; "
+            "most likely the detector has not been trained long enough")
+
+
+def _with_both(found: BoxArrays, truth: BoxArrays) -> np.ndarray:
+    """Positions of at most MAX_IMAGES images, evenly spread, that have objects and predictions."""
+    both = np.intersect1d(found.image_index, truth.image_index)
+    return both[np.linspace(0, len(both) - 1, min(len(both), MAX_IMAGES)).astype(int)] if len(both) else both
+
+
+def _recall(found: BoxArrays, truth: BoxArrays, images: np.ndarray, labels: bool = False) -> float:
+    """Share of the objects in `images` that some prediction overlaps with IoU >= 0.5 (and has the label of)."""
+    hits = total = 0
+    for image in images.tolist():
+        f = slice(*np.searchsorted(found.image_index, [image, image + 1]))
+        t = slice(*np.searchsorted(truth.image_index, [image, image + 1]))
+        iou = box_iou(torch.from_numpy(truth.boxes_xyxy[t]), torch.from_numpy(found.boxes_xyxy[f])).nan_to_num(0)
+        if labels:
+            iou = iou * torch.from_numpy(truth.labels[t, None] == found.labels[None, f])
+        hits, total = hits + int((iou.amax(dim=1) >= 0.5).sum()), total + len(iou)
+    return hits / total
+
+
+def _clipped_area(found: BoxArrays, sizes_hw: np.ndarray) -> np.ndarray:
+    size = sizes_hw[found.image_index][:, [1, 0]]  # width, height
+    low, high = np.clip(found.boxes_xyxy[:, :2], 0, size), np.clip(found.boxes_xyxy[:, 2:], 0, size)
+    return np.prod(np.maximum(high - low, 0), axis=1)
