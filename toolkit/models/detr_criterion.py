@@ -1,0 +1,241 @@
+"""DETR's matcher and criterion (facebookresearch/detr `models/matcher.py`, `models/detr.py`), all layers at once.
+
+The original matches and computes the losses one decoder layer after another. Here one cost tensor covers all layers
+and images, goes to the host in one copy, and one small index tensor comes back; the losses of all layers are then a
+handful of batched operations. Pairs across images are never computed. The numbers are the original's.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from toolkit.boxes import (
+    cxcywh_to_xyxy,
+    generalized_box_iou,
+    normalize_boxes,
+    pairwise_generalized_iou,
+    xyxy_to_cxcywh,
+)
+
+# A cost no real pair reaches (class, L1 and GIoU costs are of the order of 10). Non-finite costs become this, so that
+# scipy does not raise on one rank alone: the loss itself is then NaN and the guard stops all ranks together.
+UNUSABLE_COST = 1e8
+
+
+class PaddedTargets(NamedTuple):
+    """Targets of B images, padded to the T of the fullest one. `valid` is False for padding and crowd regions."""
+
+    labels: Tensor  # (B, T) int64, 0 where not valid
+    boxes_cxcywh: Tensor  # (B, T, 4) fractions of the image without padding
+    valid: Tensor  # (B, T) bool
+
+
+class Matches(NamedTuple):
+    """Matched pairs of all layers and images, each `(N,)` int64, ordered by layer, then image, then query."""
+
+    layer: Tensor
+    image: Tensor
+    query: Tensor
+    target: Tensor
+
+
+def pad_targets(targets: Sequence[Mapping[str, Tensor]], device: torch.device, dtype: torch.dtype) -> PaddedTargets:
+    """Stack the targets of a batch without reading anything back from the device.
+
+    Args:
+        targets: per image `boxes (N, 4)` xyxy pixels, `labels (N,)`, `size (2,)` hw and, if known, `iscrowd (N,)`.
+        dtype: dtype of the boxes returned, that of the loss.
+
+    Crowd regions (`iscrowd` 1) are not objects to be found one by one: DETR drops them when it loads the data.
+    """
+    sizes_hw = torch.stack([t["size"].to(device, non_blocking=True) for t in targets])
+    boxes_xyxy = _pad([t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets])
+    labels = _pad([t["labels"].to(device, non_blocking=True) for t in targets])
+    counts = [len(t["labels"]) for t in targets]
+    valid = torch.arange(labels.shape[1])[None] < torch.tensor(counts)[:, None]
+    valid = valid.to(device, non_blocking=True)
+    if any("iscrowd" in t for t in targets):
+        crowd = [t.get("iscrowd", torch.zeros_like(t["labels"])).to(device, non_blocking=True) for t in targets]
+        valid = valid & (_pad(crowd) == 0)
+    return PaddedTargets(labels, xyxy_to_cxcywh(normalize_boxes(boxes_xyxy, sizes_hw)), valid)
+
+
+def _pad(tensors: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+
+def count_objects(targets: Sequence[Mapping[str, Tensor]]) -> list[int]:
+    """Objects per image, crowd regions not counted. Call it with CPU targets: on a GPU it would synchronise."""
+    return [len(t["labels"]) - (int(t["iscrowd"].sum()) if "iscrowd" in t else 0) for t in targets]
+
+
+class MatchingCosts(NamedTuple):
+    """Weights of the three terms of the matching cost; the paper's by default."""
+
+    class_cost: float = 1.0
+    bbox_cost: float = 5.0
+    giou_cost: float = 2.0
+
+
+@torch.no_grad()
+def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts) -> Matches:
+    """Cheapest one-to-one assignment of queries to targets, for every layer and image, with one copy to the host.
+
+    Args:
+        class_costs: `(L, B, Q, T)` unweighted class term, e.g. minus the probability of the target's class.
+        boxes_cxcywh: `(L, B, Q, 4)` predicted boxes, fractions of the image.
+
+    For each layer and image exactly min(Q, number of valid targets) pairs come back, none with an invalid target.
+    """
+    num_layers, batch_size, _, num_targets = class_costs.shape
+    device = class_costs.device
+    if num_targets == 0:
+        return Matches(*torch.zeros(4, 0, dtype=torch.int64, device=device))
+    target_boxes = targets.boxes_cxcywh.to(boxes_cxcywh.dtype)
+    l1 = _pairwise_l1(boxes_cxcywh, target_boxes)
+    giou = pairwise_generalized_iou(cxcywh_to_xyxy(boxes_cxcywh), cxcywh_to_xyxy(target_boxes))
+    total = costs.bbox_cost * l1 + costs.class_cost * class_costs - costs.giou_cost * giou
+    total = total.nan_to_num_(nan=UNUSABLE_COST, posinf=UNUSABLE_COST, neginf=-UNUSABLE_COST)
+    # Infinity now marks invalid targets only, so the mask travels inside the one copy.
+    total.masked_fill_(~targets.valid[:, None, :], torch.inf)
+    on_host = total.cpu().numpy()
+
+    pairs = []
+    for image in range(batch_size):
+        usable = (on_host[0, image, 0] != float("inf")).nonzero()[0]
+        for layer in range(num_layers if len(usable) else 0):
+            queries, columns = linear_sum_assignment(on_host[layer, image][:, usable])
+            pairs += [(layer, image, query, target) for query, target in zip(queries, usable[columns], strict=True)]
+    pairs.sort()
+    return Matches(*torch.tensor(pairs, dtype=torch.int64).reshape(-1, 4).T.contiguous().to(device, non_blocking=True))
+
+
+def _pairwise_l1(boxes: Tensor, target_boxes: Tensor) -> Tensor:
+    """`(L, B, Q, 4)`, `(B, T, 4)` -> `(L, B, Q, T)`, one coordinate at a time to keep the intermediate small."""
+    planes = zip(boxes.unbind(-1), target_boxes.unbind(-1), strict=True)
+    return sum((queries[..., None] - targets[:, None, :]).abs() for queries, targets in planes)
+
+
+class DetrCriterion(nn.Module):
+    """DETR's set loss for all decoder layers.
+
+    Losses: `loss_ce` (cross-entropy over all queries, weight `eos_coef` for no-object), `loss_bbox` (L1 of normalised
+    cxcywh), `loss_giou` (1 - GIoU); the last decoder layer has the plain name, auxiliary layer i the suffix `_i`.
+
+    Args:
+        num_classes: object classes C; the logits have C + 1 columns, the last is no-object.
+        num_layers: decoder layers that get a loss (1 without auxiliary losses).
+        eos_coef: weight of the no-object class.
+        matching_costs: weights of class, box L1 and GIoU in the matching cost.
+    """
+
+    denominator_names = ("boxes", "class_weights")
+
+    def __init__(
+        self, num_classes: int, num_layers: int, eos_coef: float = 0.1, matching_costs: Sequence[float] = (1, 5, 2)
+    ):
+        super().__init__()
+        self.num_classes, self.num_layers = num_classes, num_layers
+        self.matching_costs = MatchingCosts(*matching_costs)
+        # The last layer first, without suffix, then the auxiliary ones in the order of the decoder.
+        self.suffixes = ("", *(f"_{i}" for i in range(num_layers - 1)))
+        self.loss_names = tuple(f"{name}{s}" for s in self.suffixes for name in ("loss_ce", "loss_bbox", "loss_giou"))
+        self.metric_names = ("class_error", *(f"cardinality_error{s}" for s in self.suffixes))
+        class_weights = torch.ones(num_classes + 1)
+        class_weights[-1] = eos_coef
+        # The weight as float32 holds it, so that numerator and denominator agree in float64 too.
+        self.eos_weight = class_weights[-1].item()
+        self.register_buffer("class_weights", class_weights, persistent=False)
+
+    def denominators(self, targets: Sequence[Mapping[str, Tensor]], num_queries: int) -> dict[str, float]:
+        """What this batch adds to the denominators, from CPU targets alone.
+
+        `boxes`: objects, also those beyond the number of queries, as in the original. `class_weights`: the sum of the
+        class weights over all queries, which is what `F.cross_entropy(weight=...)` divides by.
+        """
+        objects = count_objects(targets)
+        matched = sum(min(n, num_queries) for n in objects)
+        return {
+            "boxes": float(sum(objects)),
+            "class_weights": matched + self.eos_weight * (num_queries * len(objects) - matched),
+        }
+
+    def forward(
+        self,
+        logits: Tensor,
+        boxes_cxcywh: Tensor,
+        targets: Sequence[Mapping[str, Tensor]],
+        denominators: Mapping[str, Tensor | float],
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """Losses and metrics of a batch.
+
+        Args:
+            logits: `(L, B, Q, C + 1)`; first decoder layer first, the last layer is the main output.
+            boxes_cxcywh: `(L, B, Q, 4)` fractions of the image without padding.
+            targets: per image, see `pad_targets`; on any device.
+            denominators: `boxes` and `class_weights`, what the sums are divided by.
+
+        Returns:
+            losses: name -> scalar, float32 (float64 for float64 input), whatever autocast says.
+            metrics: name -> (sum, count): `class_error` in percent over matched queries of the last layer,
+                `cardinality_error` (of every layer) in boxes per image.
+        """
+        with torch.autocast(logits.device.type, enabled=False):
+            if logits.dtype in (torch.float16, torch.bfloat16):
+                logits = logits.float()
+            boxes_cxcywh = boxes_cxcywh.to(logits.dtype)
+            padded = pad_targets(targets, logits.device, logits.dtype)
+            matches = self.match(logits, boxes_cxcywh, padded)
+            losses = self._losses(logits, boxes_cxcywh, padded, matches, denominators)
+            return losses, self._metrics(logits.detach(), padded, matches)
+
+    def match(self, logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> Matches:
+        """The assignment of all layers; shapes as in `forward`."""
+        labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)  # (L, B, Q, T)
+        probabilities = logits.detach().softmax(-1)
+        return match(-probabilities.gather(-1, labels), boxes_cxcywh.detach(), targets, self.matching_costs)
+
+    def _losses(self, logits, boxes_cxcywh, targets, matches, denominators) -> dict[str, Tensor]:
+        num_layers = len(logits)
+        classes = torch.full(logits.shape[:3], self.num_classes, dtype=torch.int64, device=logits.device)
+        classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
+        class_weights = self.class_weights.to(logits.dtype)
+        ce = F.cross_entropy(logits.flatten(0, 2), classes.flatten(), class_weights, reduction="none")
+
+        predicted = boxes_cxcywh[matches.layer, matches.image, matches.query]  # (N, 4)
+        wanted = targets.boxes_cxcywh[matches.image, matches.target]
+        l1 = (predicted - wanted).abs().sum(-1)
+        giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(wanted))
+        # Every layer matches the same number of pairs, so sums by layer are sums of rows.
+        per_layer = {
+            "loss_ce": ce.view(num_layers, -1).sum(1) / denominators["class_weights"],
+            "loss_bbox": l1.view(num_layers, len(l1) // num_layers).sum(1) / denominators["boxes"],
+            "loss_giou": (1 - giou).view(num_layers, len(l1) // num_layers).sum(1) / denominators["boxes"],
+        }
+        return self._named(per_layer)
+
+    @torch.no_grad()
+    def _metrics(self, logits, targets, matches) -> dict[str, tuple[Tensor, Tensor]]:
+        num_layers, batch_size = logits.shape[:2]
+        predicted = logits.argmax(-1)  # (L, B, Q)
+        main = slice(len(matches.layer) // num_layers * (num_layers - 1), None)
+        hits = predicted[-1, matches.image[main], matches.query[main]]
+        wrong = (hits != targets.labels[matches.image[main], matches.target[main]]).sum()
+        matched = torch.full_like(wrong, len(hits))
+        objects_found = (predicted != self.num_classes).sum(-1)  # (L, B)
+        cardinality = (objects_found - targets.valid.sum(-1)).abs().sum(-1)  # (L,)
+        images = torch.full_like(wrong, batch_size)
+        return {"class_error": (100.0 * wrong, matched)} | {
+            name: (value, images) for name, value in self._named({"cardinality_error": cardinality}).items()
+        }
+
+    def _named(self, per_layer: dict[str, Tensor]) -> dict[str, Tensor]:
+        """{name: (L,)} -> {name, name_0, ...}: the last layer has no suffix."""
+        named = {}
+        for position, suffix in enumerate(self.suffixes):
+            named |= {f"{name}{suffix}": values[position - 1] for name, values in per_layer.items()}
+        return named
