@@ -1,0 +1,89 @@
+"""Signals that ask a run to stop: noted, agreed between the ranks by the caller, answered with a checkpoint."""
+
+import os
+import signal
+import threading
+import time
+
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")  # those that this platform has are caught
+# Some launchers hand one Ctrl-C on although the terminal has sent it to the whole group already.
+SAME_INTERRUPT_S = 0.25
+
+
+class StopSignals:
+    """Notes SIGTERM, SIGUSR1 (Slurm's `--signal`) and SIGINT while entered; the earlier handlers come back on exit.
+
+        with StopSignals() as stop:
+            for batch in loader:
+                ...
+                if agree_max(stop.received): ...   # goes into the step's one collective; save and leave
+
+    `received` is the number of the first signal, 0 while there was none. A second SIGINT raises KeyboardInterrupt at
+    once, wherever the program is. Outside the main thread, where Python allows no handlers, nothing is caught and
+    `received` stays 0.
+    """
+
+    def __init__(self):
+        self.received = 0
+        self._interrupted_at: float | None = None
+        self._previous: dict[int, object] = {}
+
+    @property
+    def name(self) -> str:
+        """Name of the signal received, such as "SIGTERM"; "" while there was none."""
+        return signal_name(self.received)
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for name in STOP_SIGNALS:
+                if hasattr(signal, name):
+                    number = getattr(signal, name)
+                    self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._previous.items():
+            # None: the handler was not set from Python, and cannot be set back from it either.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _note(self, number: int, frame) -> None:
+        # Only assignments: a handler runs between any two bytecodes, also in the middle of a print.
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted_at is not None and now - self._interrupted_at >= SAME_INTERRUPT_S:
+                raise KeyboardInterrupt
+            self._interrupted_at = self._interrupted_at or now
+        self.received = self.received or number
+
+
+def signal_name(number: int) -> str:
+    """"SIGTERM" for 15; "" for 0, "signal N" for a number this platform does not name."""
+    if not number:
+        return ""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def ignore_in_worker(worker_id: int = 0) -> None:
+    """Let a DataLoader worker outlive the signals that ask its trainer to stop; for `worker_init_fn`.
+
+    Terminals and launchers signal the whole process group. A worker that died of it would raise in the trainer before
+    its checkpoint is written. SIGINT and SIGUSR1 are ignored; SIGTERM ends the worker only when its own trainer sends
+    it, which is how DataLoader ends a worker that hangs. A worker whose trainer is gone ends by DataLoader's watchdog.
+    """
+    for name in ("SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS, where SIGTERM keeps torch's handler
+        # Blocked in every thread, so that the one which waits for it, and can see the sender, gets it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_trainer_asks, name="sigterm", daemon=True).start()
+
+
+def _end_when_trainer_asks() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
