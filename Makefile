@@ -1,0 +1,35 @@
+# make train   set up and train a detector on the bundled data, minutes on two CPU cores
+# make test    set up and run the tests; make test-slow runs the long ones too
+# make lint    ruff;  make bench   ratios against plain programs, measured in one run
+
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: train test test-slow lint bench clean
+.DELETE_ON_ERROR:
+
+.venv/installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 train")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+train: .venv/installed
+	$(BIN)/accelerate launch scripts/train_detr.py $(ARGS)
+
+# One thread a process: two test processes share two cores without getting in each other's way.
+test: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-slow: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow or not slow' $(ARGS)
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+
+bench: .venv/installed
+	$(BIN)/python scripts/benchmark.py $(ARGS)
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,68 @@
+"""How a script starts and ends: settings, one message instead of a traceback, exit code, status.json."""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from toolkit.config import parse_config
+from toolkit.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.runfolder import write_status
+
+STATES = {BadInput: "bad_input", StoppedByGuard: "stopped_by_guard", Preempted: "preempted"}
+
+
+def run_script(main: Callable, cls: type, default_config: Path | None = None, argv: list[str] | None = None) -> int:
+    """Parses the settings, runs `main(config)` and returns the exit code of docs/design.md.
+
+    A mistake of the user, a stop by the guard and a preemption end with one message; anything else is a defect of
+    the program and keeps its traceback.
+    """
+    try:
+        main(parse_config(cls, argv, default_config))
+    except tuple(STATES) as error:
+        rank = os.environ.get("RANK", "0")
+        word = "error" if isinstance(error, BadInput) else "stopped"
+        print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+@contextmanager
+def run_status(folder: Path, is_main: bool, progress: Callable[[], dict]) -> Iterator[None]:
+    """Keeps `status.json` true: running while the block runs, then done or why not.
+
+    Args:
+        folder: the run folder.
+        is_main: only the main process writes.
+        progress: gives step and epoch at the end.
+    """
+
+    def write(state: str, reason: str, exit_code: int | None) -> None:
+        if is_main:
+            write_status(folder, state, reason, exit_code=exit_code, **progress())
+
+    write("running", "", None)
+    try:
+        yield
+    except BaseException as error:  # whatever ends the run is recorded, and goes on its way
+        state = next((state for kind, state in STATES.items() if isinstance(error, kind)), "failed")
+        try:
+            write(state, str(error) or type(error).__name__, getattr(error, "exit_code", 1))
+        except OSError as unwritable:  # a full disk must not hide the error that ended the run
+            warnings.warn(f"status.json could not be written: {unwritable}", stacklevel=2)
+        raise
+    write("done", "", 0)
+
+
+def warn_about_launcher(world_size: int) -> None:
+    """Says how many processes there really are; `accelerate launch --cpu --num_processes 2` quietly starts one."""
+    print(f"processes: {world_size}", flush=True)
+    if world_size == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        warnings.warn(
+            "the launcher was asked for several processes and started one. On CPU start them with "
+            "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/...`.",
+            stacklevel=2,
+        )

@@ -1,0 +1,236 @@
+"""Settings shared by the five scripts, one dataclass per topic, and the parser of `--config FILE --group.key value`.
+
+Every default stands here or in a script's own `ModelConfig`, nowhere else; a YAML file states only what differs.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from toolkit.errors import BadInput
+
+Config = TypeVar("Config")
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+@dataclass
+class RunConfig:
+    """The run: where it writes, how long it goes, when it logs, evaluates, saves and stops."""
+
+    output_dir: str = "runs"
+    """Folder that holds the run folders."""
+    name: str = "run"
+    """Name of this run's folder."""
+    seed: int = 0
+    """Seed of the weights, the data order, the augmentation and dropout."""
+    epochs: PositiveInt = 10
+    """Passes over the training data."""
+    max_steps: PositiveInt | None = None
+    """Optimizer steps after which training ends, if that is sooner than `epochs`."""
+    max_minutes: PositiveFloat | None = None
+    """Minutes of training (evaluation and saving not counted); turned once into a number of steps, from the measured
+    speed of the first ones."""
+    log_every: PositiveInt = 10
+    """Optimizer steps between two rows of metrics.jsonl."""
+    eval_every: int | str = "1 epoch"
+    """Optimizer steps, or "N epochs", between two evaluations; 0: only at the end."""
+    save_every: int | str = "1 epoch"
+    """Optimizer steps, or "N epochs", between two checkpoints; 0: only at the end."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept, beside `best`."""
+    resume: str = "never"
+    """never | latest | PATH of a checkpoint or run folder."""
+    resume_schedule: Literal["saved", "new"] = "saved"
+    """On resume, go by the learning-rate schedule (and length) of the checkpoint, or by that of this command."""
+    tracker: str = "none"
+    """none | wandb | tensorboard | another tracker that Accelerate knows."""
+    project: str = "detection-toolkit"
+    """Project name given to the tracker."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What the guard does when a loss, gradient or buffer is NaN or infinite, always before the update."""
+    max_skips: NonNegativeInt = 10
+    """Windows skipped one after the other before the guard stops the run."""
+    max_rollbacks: NonNegativeInt = 3
+    """Rollbacks before the guard stops the run."""
+    rollback_lr_factor: PositiveFloat = 1.0
+    """Factor on every learning rate after a rollback."""
+    precision: Literal["no", "fp16", "bf16"] | None = None
+    """Autocast precision; none given: what `accelerate launch` was told. The criterion is always float32."""
+    deterministic: bool = False
+    """Deterministic algorithms; operations that have none are named once in a warning."""
+    probe_memory: bool = False
+    """Before step 0, run the largest batch and one evaluation batch, so that memory runs out now or never."""
+    eval_only: bool = False
+    """Evaluate the weights (of `resume`) and stop."""
+
+
+@dataclass
+class DataConfig:
+    """The data, and how images become batches."""
+
+    train: str = "train"
+    """Annotation file, folder, or name of a split."""
+    val: str = "val"
+    """Annotation file, folder, or name of a split."""
+    image_dir: str | None = None
+    """Folder of the images; none given: looked for beside the annotation file."""
+    format: Literal["auto", "shapes", "coco", "hub"] = "auto"
+    """How to read `train` and `val`; shapes is the bundled data."""
+    name: str | None = None
+    """Hub name or local folder of a `datasets` dataset; `train` and `val` are then its splits."""
+    workers: NonNegativeInt = 2
+    """Loader processes per device."""
+    batch_size_per_device: PositiveInt = 16
+    """Images of one micro-batch on one device."""
+    image_size: PositiveInt = 128
+    """Side in pixels of the square that images are resized to, where `scales` is empty."""
+    scales: list[int] = field(default_factory=list)
+    """Lengths in pixels of the shorter side, one drawn per image (the last one in evaluation); empty: `image_size`."""
+    max_size: PositiveInt = 1333
+    """Longest side in pixels, with `scales`."""
+    crop: bool = True
+    """With `scales`: on every other image the random crop of DETR."""
+    flip: bool = True
+    """Flip half of the training images left to right."""
+    photometric: bool = False
+    """Vary brightness, contrast, saturation and hue of training images."""
+    group_by_aspect_ratio: bool = False
+    """Batches of either wide or tall images."""
+    cache_images: bool = False
+    """Keep decoded images in memory; for small datasets."""
+    on_error: Literal["raise", "drop"] = "raise"
+    """Stop at faulty records, naming all, or leave them out, listing them in the run folder."""
+    max_train_images: PositiveInt | None = None
+    """Use only the first images of the training data."""
+    overfit_batches: PositiveInt | None = None
+    """Train on the first K batches only, unaugmented, and evaluate on them: a sound model learns them by heart."""
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer step."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """Update rule."""
+    lr: NonNegativeFloat = 1e-4
+    """Learning rate of everything but the backbone."""
+    backbone_lr: NonNegativeFloat | None = None
+    """Learning rate of the backbone; none given: `lr`."""
+    weight_decay: NonNegativeFloat = 1e-4
+    """Weight decay."""
+    no_weight_decay_on_norm_and_bias: bool = False
+    """No weight decay on norm layers and biases."""
+    lr_multipliers: dict[str, float] = field(default_factory=dict)
+    """Factor on the learning rate by prefix of the parameter name."""
+    momentum: NonNegativeFloat = 0.9
+    """Momentum of SGD."""
+    max_norm: NonNegativeFloat = 0.1
+    """Total gradient norm that gradients are clipped to; 0: no clipping."""
+    accumulation_steps: PositiveInt = 1
+    """Micro-batches of one optimizer step."""
+    ema_decay: ClosedUnitInterval = 0.0
+    """Decay of the moving average of the weights; 0: none."""
+    compile: bool = False
+    """torch.compile the model."""
+
+
+@dataclass
+class ScheduleConfig:
+    """The learning rate as a function of the optimizer step."""
+
+    name: Literal["constant", "step", "multistep", "cosine", "poly", "linear"] = "constant"
+    """Shape after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises linearly."""
+    warmup_factor: NonNegativeFloat = 0.001
+    """Factor on the rate at the first step of the warm-up."""
+    milestones: list[int | str] = field(default_factory=list)
+    """multistep: steps, or "N epochs", after which the rate is multiplied by `gamma`."""
+    step_size: int | str = "200 epochs"
+    """step: period of the decay."""
+    gamma: PositiveFloat = 0.1
+    """Factor of step and multistep."""
+    power: PositiveFloat = 0.9
+    """Exponent of poly."""
+    final_factor: NonNegativeFloat = 0.0
+    """Factor on the rate that cosine, poly and linear end at."""
+
+
+@dataclass
+class LossConfig:
+    """The weights of the losses and what they are divided by."""
+
+    weights: dict[str, float | str | list] = field(default_factory=dict)
+    """By announced name: a number, "learned", or [[step, value], ...]; names not given keep the detector's default."""
+    denominators: Literal["global", "original"] = "global"
+    """Sums over the accumulation window and all ranks, or the rule of the original program."""
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation."""
+
+    backend: Literal["faster", "pycocotools"] = "faster"
+    """Package that computes the COCO numbers; both give the same ones."""
+    metric_for_best: str = "bbox_AP"
+    """Metric that `best` and early stopping go by; "ema/bbox_AP" takes that of the averaged weights."""
+    early_stopping_patience: PositiveInt | None = None
+    """Evaluations without a better metric after which training stops."""
+    batch_size_per_device: PositiveInt = 32
+    """Images of one evaluation batch on one device."""
+    score_threshold: ClosedUnitInterval = 0.0
+    """Detections below this score are left out of the evaluation."""
+    pictures: NonNegativeInt = 8
+    """Validation images drawn at each evaluation."""
+
+
+def parse_config(cls: type[Config], argv: list[str] | None = None, default_config: Path | None = None) -> Config:
+    """Reads `[--config FILE.yaml] [--group.key value ...]` into the dataclass `cls`; later arguments win.
+
+    Args:
+        cls: dataclass whose fields are dataclasses, one per group.
+        argv: arguments; None: those of the process.
+        default_config: YAML file that applies where no `--config` is given.
+
+    Raises:
+        BadInput: unknown key, wrong type, missing or malformed file.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if default_config is not None and not any(arg.split("=")[0] == "--config" for arg in argv):
+        argv = ["--config", str(default_config), *argv]
+    parser = ArgumentParser(exit_on_error=False, description=cls.__doc__)
+    parser.add_argument("--config", action="config", help="YAML file with any of the keys below; may be repeated.")
+    parser.add_class_arguments(cls)
+    try:
+        parsed = parser.parse_args(argv)
+    except ArgumentError as error:
+        raise BadInput(f"the settings cannot be used: {error}. `--help` lists every key with its type.") from error
+    groups = parser.instantiate(parsed)
+    return cls(**{group.name: groups[group.name] for group in fields(cls)})
+
+
+def save_config(config: object, path: Path) -> None:
+    """Writes the resolved settings, all keys, as YAML that `--config` reads again."""
+    plain = json.loads(json.dumps(asdict(config)))  # the checked number types are unknown to YAML
+    path.write_text(yaml.safe_dump(plain, sort_keys=False))
+
+
+def load_config_dict(path: Path) -> dict:
+    """The resolved settings of a run folder as nested dicts.
+
+    Raises:
+        BadInput: the file is missing or no mapping.
+    """
+    try:
+        groups = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise BadInput(f"{path}: cannot be read as the settings of a run: {error}") from error
+    if not isinstance(groups, dict):
+        raise BadInput(f"{path}: expected the settings of a run, a mapping of groups")
+    return groups
