@@ -1,0 +1,161 @@
+"""Loading for DETR at 800 px: this toolkit against Pillow, one core each.
+
+Both read the same JPEG files and do the same geometry (flip; resize, or resize, crop and resize), boxes and padded
+batches included. The Pillow side is facebookresearch/detr `datasets/transforms.py` and `util/misc.py` written plainly:
+its workers decode, normalise and pad in float32. Ours hands over uint8, and the device normalises.
+"""
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+from torchvision.transforms import functional as F
+
+from toolkit.data.dataset import DetectionDataset
+from toolkit.data.loaders import collate
+from toolkit.data.samplers import SampleKey
+from toolkit.data.table import Category, DetectionTable, write_table
+from toolkit.data.transforms import DETR_SCALES, detr_train_transform, shorter_side_size
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def bench_loading(num_images: int = 96, batch_size: int = 8, repeats: int = 5, seed: int = 0) -> list[dict]:
+    """Images per second of one core: medians over `repeats` interleaved rounds of `num_images` images.
+
+    Rows with `name`, `value` and `unit`: ours, Pillow, their ratio, and ours against itself (the noise).
+    The ratio is the median of the rounds' ratios.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            table = write_photographs(Path(folder), num_images, seed)
+            ours = DetectionDataset(table, detr_train_transform(), seed)
+
+            def load_ours(epoch: int) -> None:
+                for first in range(0, num_images, batch_size):
+                    collate([ours[SampleKey(epoch, i)] for i in range(first, min(first + batch_size, num_images))])
+
+            def load_pillow(epoch: int) -> None:
+                random.seed(f"{seed} {epoch}")
+                for first in range(0, num_images, batch_size):
+                    last = min(first + batch_size, num_images)
+                    pillow_collate([pillow_sample(table, i) for i in range(first, last)])
+
+            rounds = [_round((load_ours, load_pillow, load_ours), epoch) for epoch in range(repeats + 1)][1:]
+    finally:
+        torch.set_num_threads(threads)
+    speeds = [[num_images / seconds for seconds in times] for times in rounds]
+    return [
+        {"name": "loading, ours", "value": statistics.median(s[0] for s in speeds), "unit": "images/s/core"},
+        {"name": "loading, Pillow", "value": statistics.median(s[1] for s in speeds), "unit": "images/s/core"},
+        {"name": "loading, ours / Pillow", "value": statistics.median(s[0] / s[1] for s in speeds), "unit": "x"},
+        {"name": "loading, ours / ours (noise)", "value": statistics.median(s[0] / s[2] for s in speeds), "unit": "x"},
+    ]
+
+
+def _round(loads: Sequence[Callable[[int], None]], epoch: int) -> list[float]:
+    """Seconds of each, one after the other on the same images."""
+    seconds = []
+    for load in loads:
+        start = time.perf_counter()
+        load(epoch)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def write_photographs(folder: Path, count: int, seed: int) -> DetectionTable:
+    """640 x 480 JPEGs of quality 90 with the file size of photographs in COCO (about 160 kB), 7 boxes each."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(count):
+        boxes = _write_photograph(folder / f"{i}.jpg", rng)
+        width, height = (boxes[:, 2:] - boxes[:, :2]).T
+        objects = {"id": range(len(boxes)), "bbox": boxes.tolist(), "category": [0] * len(boxes),
+                   "area": (width * height).tolist(), "iscrowd": [0] * len(boxes)}  # fmt: skip
+        relations = {"subject": [], "object": [], "predicate": []}
+        rows.append({"image_id": i, "file_name": f"{i}.jpg", "width": 640, "height": 480, "objects": objects,
+                     "relations": relations})  # fmt: skip
+    return write_table(rows, cache_file=folder / "table.json", categories=[Category(1, "thing")], image_root=folder)
+
+
+def _write_photograph(path: Path, rng: np.random.Generator) -> np.ndarray:
+    """Noise on every scale from the whole picture to the pixel, under filled ellipses; boxes (7, 4) float32 xyxy."""
+    pixels = np.zeros((480, 640, 3), dtype=np.float32)
+    for octave in range(1, 8):
+        shape = (max(480 >> (7 - octave), 2), max(640 >> (7 - octave), 2), 3)
+        noise = Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8))
+        noise = noise.resize((640, 480), Image.Resampling.BICUBIC)
+        pixels += (np.asarray(noise, dtype=np.float32) - 128) * 0.8**octave
+    image = Image.fromarray((pixels * 0.7 + 128).clip(0, 255).astype(np.uint8))
+    corners = rng.uniform((0, 0), (540, 380), (7, 2))
+    boxes = np.concatenate([corners, corners + rng.uniform(20, 100, (7, 2))], axis=1).astype(np.float32)
+    draw = ImageDraw.Draw(image)
+    for box in boxes:
+        draw.ellipse(box.tolist(), outline=tuple(rng.integers(0, 256, 3).tolist()), width=4)
+    image.save(path, quality=90)
+    return boxes
+
+
+# ---- the Pillow pipeline ---------------------------------------------------------------------------------------------
+
+
+def pillow_sample(table: DetectionTable, index: int) -> tuple[Tensor, dict]:
+    """One augmented, normalised float32 image (3, H, W) with its target, boxes normalised cxcywh, as DETR does it."""
+    row = table.row(index)
+    image = Image.open(table.image_source(row)).convert("RGB")
+    objects = row["objects"]
+    target = {"boxes": torch.as_tensor(objects["bbox"]), "labels": torch.as_tensor(objects["category"]),
+              "area": torch.as_tensor(objects["area"]), "iscrowd": torch.as_tensor(objects["iscrowd"])}  # fmt: skip
+    if random.random() < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        boxes = target["boxes"][:, [2, 1, 0, 3]] * torch.tensor([-1, 1, -1, 1])
+        target["boxes"] = boxes + torch.tensor([image.width, 0, image.width, 0])
+    if random.random() < 0.5:
+        image, target = _pillow_resize(image, target, random.choice((400, 500, 600)), None)
+        image, target = _pillow_crop(image, target)
+    image, target = _pillow_resize(image, target, random.choice(DETR_SCALES), 1333)
+    pixels = F.normalize(F.to_tensor(image), MEAN, STD)
+    x_min, y_min, x_max, y_max = target["boxes"].unbind(-1)
+    boxes = torch.stack([(x_min + x_max) / 2, (y_min + y_max) / 2, x_max - x_min, y_max - y_min], dim=-1)
+    size = torch.tensor([image.width, image.height, image.width, image.height], dtype=torch.float32)
+    return pixels, {**target, "boxes": boxes / size}
+
+
+def _pillow_resize(image: Image.Image, target: dict, size: int, max_size: int | None) -> tuple[Image.Image, dict]:
+    height, width = shorter_side_size((image.height, image.width), size, max_size)
+    x, y = width / image.width, height / image.height
+    boxes = target["boxes"] * torch.as_tensor([x, y, x, y])
+    resized = image.resize((width, height), Image.Resampling.BILINEAR)
+    return resized, {**target, "boxes": boxes, "area": target["area"] * (x * y)}
+
+
+def _pillow_crop(image: Image.Image, target: dict) -> tuple[Image.Image, dict]:
+    width, height = random.randint(384, min(image.width, 600)), random.randint(384, min(image.height, 600))
+    top, left = random.randint(0, image.height - height), random.randint(0, image.width - width)
+    boxes = target["boxes"] - torch.as_tensor([left, top, left, top])
+    boxes = torch.min(boxes.reshape(-1, 2, 2), torch.as_tensor([width, height], dtype=torch.float32)).clamp(min=0)
+    area = (boxes[:, 1] - boxes[:, 0]).prod(dim=1)
+    keep = (boxes[:, 1] > boxes[:, 0]).all(dim=1)
+    target = {**target, "boxes": boxes.reshape(-1, 4), "area": area}
+    return image.crop((left, top, left + width, top + height)), {name: v[keep] for name, v in target.items()}
+
+
+def pillow_collate(samples: Sequence[tuple[Tensor, dict]]) -> tuple[Tensor, Tensor, list[dict]]:
+    """Images padded with zeros, the mask of the padding, targets: DETR's `nested_tensor_from_tensor_list`."""
+    images = [image for image, _ in samples]
+    height, width = max(i.shape[1] for i in images), max(i.shape[2] for i in images)
+    padded = torch.zeros(len(images), 3, height, width)
+    mask = torch.ones(len(images), height, width, dtype=torch.bool)
+    for image, into, padding in zip(images, padded, mask, strict=True):
+        into[:, : image.shape[1], : image.shape[2]].copy_(image)
+        padding[: image.shape[1], : image.shape[2]] = False
+    return padded, mask, [target for _, target in samples]

@@ -1,0 +1,73 @@
+"""From a row of the table to an augmented sample: the same sample for the same (seed, epoch, index), anywhere."""
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.data.images import ImageError, decode_image
+from toolkit.data.samplers import SampleKey
+from toolkit.data.table import DetectionTable
+from toolkit.data.transforms import Target, Transform, recheck_boxes
+from toolkit.errors import BadInput
+
+
+def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
+    """A generator that depends on these three numbers only; 64 bits of a hash, so neighbours have nothing in common."""
+    digest = hashlib.blake2b(f"{seed} {epoch} {index}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def row_target(row: dict, size_hw: tuple[int, int]) -> Target:
+    """The target of a table row, for its image of `size_hw` as decoded.
+
+    image_id; boxes (N, 4) float32 xyxy; labels (N,) int64; area (N,) float32; iscrowd (N,) int64; relations (R, 3)
+    int64 subject, object, predicate; orig_size and size (2,) int64 (h, w).
+    """
+    objects, relations = row["objects"], row["relations"]
+    ends = [relations[name] for name in ("subject", "object", "predicate")]
+    return {
+        "image_id": row["image_id"],
+        "boxes": torch.from_numpy(objects["bbox"]),
+        "labels": torch.from_numpy(objects["category"]),
+        "area": torch.from_numpy(objects["area"]),
+        "iscrowd": torch.from_numpy(objects["iscrowd"]),
+        "relations": torch.from_numpy(np.stack(ends, axis=1)),
+        "orig_size": torch.tensor(size_hw),
+        "size": torch.tensor(size_hw),
+    }
+
+
+class DetectionDataset(torch.utils.data.Dataset):
+    """Samples of a table: `dataset[SampleKey(epoch, index)]` is (image uint8 (3, H, W), target).
+
+    Args:
+        table: the images and their boxes.
+        transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms`.
+        seed: with epoch and index the only thing the augmentation depends on; neither workers nor resuming matter.
+        cache_images: decode every image now and keep it as uint8; for sets of a few thousand small images. Workers
+            that are forked share the memory.
+
+    Raises BadInput naming file and image id when an image cannot be decoded.
+    """
+
+    def __init__(self, table: DetectionTable, transform: Transform, seed: int = 0, cache_images: bool = False):
+        self.table, self.transform, self.seed = table, transform, seed
+        self._cache = [self._decode(table.row(i)) for i in range(len(table))] if cache_images else None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, key: SampleKey) -> tuple[Tensor, Target]:
+        row = self.table.row(key.index)
+        image = self._decode(row) if self._cache is None else self._cache[key.index]
+        target = row_target(row, tuple(image.shape[-2:]))
+        image, target = self.transform(image, target, sample_generator(self.seed, *key))
+        return image, recheck_boxes(image, target)
+
+    def _decode(self, row: dict) -> Tensor:
+        try:
+            return decode_image(self.table.image_source(row))
+        except ImageError as error:
+            raise BadInput(f"{row['file_name']}: image id {row['image_id']} cannot be read: {error}") from error
