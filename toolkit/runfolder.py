@@ -1,4 +1,4 @@
-"""The run folder: made, described (`environment.json`) and kept informed (`status.json`); every JSON written atomically.
+"""The run folder: made, described (`environment.json`), kept informed (`status.json`); every JSON written atomically.
 
     runs/<name>/  config.yaml  environment.json  status.json  metrics.jsonl  checkpoints/  nan/  report/  final/
 """
@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -28,6 +30,7 @@ EXIT_CODES = {
     "stopped_by_guard": StoppedByGuard.exit_code,
     "preempted": Preempted.exit_code,
 }
+_NONFINITE = "__nonfinite__"  # key of the encoded form of a float that strict JSON lacks
 PACKAGES = ("torch", "torchvision", "accelerate", "transformers", "timm", "datasets", "wandb", "pycocotools",
             "faster-coco-eval", "jsonargparse", "safetensors", "scipy", "numpy", "tensorboard")  # fmt: skip
 
@@ -82,6 +85,38 @@ def replace_nonfinite(obj):
     if isinstance(obj, list | tuple):
         return [replace_nonfinite(value) for value in obj]
     return obj
+
+
+def encode_json(value, where: str = "value"):
+    """Strict JSON form of `value` from which `decode_json` gives it back: floats to the last bit, NaN and infinities.
+
+    Tuples come back as lists, NumPy scalars as Python's.
+
+    Raises:
+        TypeError: something JSON has no form for (tensors, keys other than strings); says where, starting from `where`.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_NONFINITE: repr(value)}
+    if isinstance(value, list | tuple):
+        return [encode_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value) and _NONFINITE not in value:
+        return {key: encode_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, Mapping):
+        raise TypeError(f"{where} has keys other than strings ({list(value)[:5]}), which JSON cannot keep")
+    raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot keep")
+
+
+def decode_json(value):
+    """Inverse of `encode_json`."""
+    if isinstance(value, dict):
+        if value.keys() == {_NONFINITE}:
+            return float(value[_NONFINITE])
+        return {key: decode_json(item) for key, item in value.items()}
+    return [decode_json(item) for item in value] if isinstance(value, list) else value
 
 
 def prepare_run_folder(output_dir: Path | str, name: str, resume: str = "never") -> Path:

@@ -1,5 +1,6 @@
 """Signals that ask a run to stop: noted, agreed between the ranks by the caller, answered with a checkpoint."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -84,6 +85,7 @@ def ignore_in_worker(worker_id: int = 0) -> None:
 
 
 def _end_when_trainer_asks() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+    trainer = multiprocessing.parent_process().pid  # not getppid(): under forkserver that is the server
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
         pass
     os._exit(0)
