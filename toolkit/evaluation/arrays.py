@@ -46,10 +46,11 @@ class BoxArrays:
 def ground_truth_arrays(table) -> BoxArrays:
     """All annotations of a `DetectionTable`, straight from Arrow: no Python object per box."""
     objects = table.rows.select_columns(["objects"]).with_format("arrow")[:].column("objects").combine_chunks()
-    counts = pc.list_value_length(objects.field("category")).fill_null(0).to_numpy(zero_copy_only=False)
+    lists = dict(zip((field.name for field in objects.type), objects.flatten(), strict=True))
+    counts = pc.list_value_length(lists["category"]).to_numpy(zero_copy_only=False)
 
     def flat(name: str, dtype) -> np.ndarray:
-        values = objects.field(name).flatten()
+        values = lists[name].flatten()
         if name == "bbox":  # a list of four numbers per box
             values = values.flatten()
         return values.to_numpy(zero_copy_only=False).astype(dtype)

@@ -81,16 +81,20 @@ class CocoEvaluator:
 
     def _summary(self, run) -> dict[str, float | None]:
         """COCOeval.summarize() without its printing and with the classes; `precision` is (T, R, K, A, M)."""
-        precision, recall = np.asarray(run.eval["precision"]), np.asarray(run.eval["recall"])
+        precision, recall = np.array(run.eval["precision"]), np.asarray(run.eval["recall"])
+        # pycocotools adds an epsilon to what it divides by, so that one detection out of one is 1 - 2e-16, not 1;
+        # faster-coco-eval does not. Both become 1.
+        precision[precision > 1 - 1e-15] = 1
         half, three_quarters = (int(np.argmin(abs(run.params.iouThrs - t))) for t in (0.5, 0.75))
-        areas = {"": 0, "s": 1, "m": 2, "l": 3}  # all, small, medium, large
-        result = {f"bbox_AP{a}": _mean(precision[:, :, :, i, -1]) for a, i in areas.items()}
-        result["bbox_AP50"] = _mean(precision[half, :, :, 0, -1])
-        result["bbox_AP75"] = _mean(precision[three_quarters, :, :, 0, -1])
+        areas = {"s": 1, "m": 2, "l": 3}  # small, medium, large; 0 is all
+        result = {
+            "bbox_AP": _mean(precision[:, :, :, 0, -1]),
+            "bbox_AP50": _mean(precision[half, :, :, 0, -1]),
+            "bbox_AP75": _mean(precision[three_quarters, :, :, 0, -1]),
+        }
+        result |= {f"bbox_AP{a}": _mean(precision[:, :, :, i, -1]) for a, i in areas.items()}
         result |= {f"bbox_AR{m}": _mean(recall[:, :, 0, i]) for i, m in enumerate(self.max_dets)}
-        result |= {f"bbox_AR{a}": _mean(recall[:, :, i, -1]) for a, i in areas.items() if a}
-        order = ["", "50", "75", "s", "m", "l"]
-        result = {f"bbox_AP{a}": result[f"bbox_AP{a}"] for a in order} | result  # the order of pycocotools
+        result |= {f"bbox_AR{a}": _mean(recall[:, :, i, -1]) for a, i in areas.items()}
         most = self.max_dets[-1]
         for k, name in enumerate(self.class_keys):
             result[f"AP/{name}"] = _mean(precision[:, :, k, 0, -1])
@@ -109,15 +113,15 @@ def _coco_of(coco_class, image_ids: Sequence, num_classes: int, boxes: BoxArrays
 
     Annotation ids count from 1: the evaluation marks "not matched" with 0, so the box with id 0 would never be found.
     """
-    xywh, area = boxes.xywh().tolist(), boxes.area.tolist()
-    columns = (boxes.image_index.tolist(), boxes.labels.tolist(), xywh, area, boxes.iscrowd.tolist(), boxes.scores)
+    columns = (boxes.image_index, boxes.labels, boxes.xywh(), boxes.area, boxes.iscrowd, boxes.scores)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
     coco = coco_class()
     coco.dataset = {
         "images": [{"id": i} for i in range(len(image_ids))],
         "categories": [{"id": k} for k in range(num_classes)],
         "annotations": [
             {"id": n, "image_id": i, "category_id": k, "bbox": b, "area": a, "iscrowd": c, "score": s}
-            for n, (i, k, b, a, c, s) in enumerate(zip(*columns[:-1], boxes.scores.tolist(), strict=True), start=1)
+            for n, (i, k, b, a, c, s) in enumerate(rows, start=1)
         ],
     }
     with contextlib.redirect_stdout(io.StringIO()):

@@ -1,0 +1,168 @@
+"""Predictions of a detector for a whole dataset, by image id, with the validation loss; on one rank or many."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from toolkit.distributed import agree_max, gather_by_image, world
+
+
+class Predictions(NamedTuple):
+    """What one pass over a dataset gives, the same on every rank.
+
+    by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64, on the CPU.
+    losses: `loss`, `<loss name>` (weighted), `<loss name>_unscaled` and the detector's metrics, over the whole dataset;
+        empty without loss weights.
+    interrupted: 0, or the largest number that `stop` returned on any rank; `by_image` and `losses` are then empty.
+    """
+
+    by_image: dict
+    losses: dict[str, float]
+    interrupted: int
+
+
+@contextlib.contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every submodule has the mode it had (frozen parts stay in evaluation mode)."""
+    modes = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, training in modes:
+            m.training = training
+
+
+@torch.no_grad()  # not inference_mode: what a model caches in it (anchors, position codes) could not be trained with
+def predict_dataset(
+    detector: nn.Module,
+    loader,
+    device: torch.device | str,
+    *,
+    loss_weights: nn.Module | None = None,
+    step: int = 0,
+    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    stop: Callable[[], int] = int,
+    score_threshold: float = 0.0,
+    top_k: int = 100,
+    description: str = "evaluation",
+) -> Predictions:
+    """Run a detector over a dataset.
+
+    Args:
+        detector: unwrapped (not DistributedDataParallel, whose forward broadcasts buffers: ranks with an empty batch
+            would be missed there); for EMA weights the EMA module itself.
+        loader: batches of an `EvalSampler`: the same number on every rank, some possibly without images.
+        loss_weights: `LossWeights`; None leaves the validation loss out.
+        step: optimizer step, for weights on a schedule.
+        autocast: context for the forward pass; criterion and post-processing run outside of it.
+        stop: polled after each batch; a number above 0 on any rank ends the evaluation on all of them.
+
+    Returns:
+        `Predictions`. The losses are sums over the dataset divided by denominators of the dataset, so that they depend
+        neither on batch size nor on the number of ranks. Terms that exist in training only (denoising) are left out.
+    """
+    items, sums = [], LossSums(detector)
+    with eval_mode(detector):
+        for batch in tqdm(loader, desc=description, leave=False, delay=2, disable=_no_bar()):
+            if len(batch.targets):
+                moved = batch.to(device, non_blocking=True)
+                with autocast():
+                    outputs = detector(moved.images, moved.sizes)
+                orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
+                found = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
+                items += zip((t["image_id"] for t in batch.targets), _on_host(found), strict=True)
+                if loss_weights is not None:
+                    sums.add(outputs, moved.targets, detector.denominators(batch.targets))
+            interrupted = agree_max(stop())
+            if interrupted:
+                return Predictions({}, {}, interrupted)
+    losses = {} if loss_weights is None else _weighted(sums.over_all_ranks(), loss_weights, step)
+    return Predictions(gather_by_image(items), losses, 0)
+
+
+class LossSums:
+    """Adds up losses and metrics over batches, to be divided once, by the denominators of the whole dataset.
+
+    The criterion divides each loss by one of the detector's denominators; given ones, it returns the plain sums.
+    Which loss belongs to which denominator is asked from the criterion too: given a different power of two for each
+    denominator, every loss shrinks by exactly the power of its own.
+    """
+
+    def __init__(self, detector: nn.Module):
+        self.detector = detector
+        self.names = tuple(detector.denominator_names)
+        self.ones = dict.fromkeys(self.names, 1.0)
+        self.sums: dict[str, Tensor] = {}
+        self.metrics: dict[str, Tensor] = {}  # (2,) sum and count
+        self.denominators = dict.fromkeys(self.names, 0.0)
+        self.divided_by: dict[str, str] = {}
+
+    def add(self, outputs, targets: list[dict], denominators: Mapping[str, float]) -> None:
+        """One batch: outputs of the detector, its targets on the device, its raw denominators."""
+        losses, metrics = self.detector.criterion(outputs, targets, self.ones)
+        if not losses.keys() <= self.divided_by.keys():
+            self._find_denominators(losses, outputs, targets)
+        for name, value in losses.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value.double()
+        for name, (value, count) in metrics.items():
+            pair = torch.stack([torch.as_tensor(v).double().to(value.device) for v in (value, count)])
+            self.metrics[name] = self.metrics.get(name, 0.0) + pair
+        for name, value in denominators.items():
+            self.denominators[name] += float(value)
+
+    def _find_denominators(self, losses: Mapping[str, Tensor], outputs, targets: list[dict]) -> None:
+        powers = {name: 2.0 ** (i + 1) for i, name in enumerate(self.names)}
+        shrunk, _ = self.detector.criterion(outputs, targets, powers)
+        for loss, value in losses.items():
+            if float(value) != 0:  # a loss that is 0 here tells nothing; one that stays 0 needs no denominator
+                by = float(value) / float(shrunk[loss])
+                self.divided_by[loss] = min(powers, key=lambda name, by=by: abs(powers[name] - by))
+
+    def over_all_ranks(self) -> tuple[dict[str, float], dict[str, float]]:
+        """(losses, metrics) of the dataset; a collective."""
+        mine = {
+            "sums": {k: float(v) for k, v in self.sums.items()},
+            "metrics": {k: v.tolist() for k, v in self.metrics.items()},
+            "denominators": self.denominators,
+            "divided_by": self.divided_by,
+        }
+        parts = [part for _, part in sorted(gather_by_image([(world()[0], mine)]).items())]
+        divided_by = {k: v for part in parts for k, v in part["divided_by"].items()}
+        denominators = {n: sum(part["denominators"][n] for part in parts) for n in self.names}
+        losses = {}
+        for name in {k: None for part in parts for k in part["sums"]}:
+            total = sum(part["sums"].get(name, 0.0) for part in parts)
+            losses[name] = total / max(denominators[divided_by[name]], 1e-12) if name in divided_by else 0.0
+        metrics = {}
+        for name in {k: None for part in parts for k in part["metrics"]}:
+            value, count = map(sum, zip(*(part["metrics"].get(name, (0, 0)) for part in parts), strict=True))
+            if count:
+                metrics[name] = value / count
+        return losses, metrics
+
+
+def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn.Module, step: int) -> dict[str, float]:
+    losses, metrics = parts
+    weighted = loss_weights({k: torch.tensor(v, dtype=torch.float64) for k, v in losses.items()}, step)
+    result = {"loss": float(weighted.total)}
+    result |= {k: float(v) for k, v in weighted.weighted.items() if k in losses}
+    result |= {f"{k}_unscaled": v for k, v in losses.items()}
+    return result | metrics
+
+
+def _on_host(found: list[dict]) -> list[dict]:
+    """Predictions of a batch on the CPU: one copy for each of boxes, scores and labels instead of three per image."""
+    counts = [len(p["scores"]) for p in found]
+    columns = {k: torch.cat([p[k] for p in found]).cpu().split(counts) for k in ("boxes", "scores", "labels")}
+    # clone: a slice would keep (and send to the other ranks) the whole batch
+    return [{k: parts[i].clone() for k, parts in columns.items()} for i in range(len(found))]
+
+
+def _no_bar() -> bool | None:
+    """None lets tqdm show its bar on a terminal only."""
+    return None if world()[0] == 0 else True
