@@ -1,0 +1,192 @@
+"""What several processes must agree on; with one process (torch.distributed not initialised) everything still works.
+
+Every function here but `world` and `seed_step` is a collective: all ranks call it, in the same order.
+"""
+
+import random
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.errors import BadInput, Preempted, StoppedByGuard
+
+Result = TypeVar("Result")
+
+
+class UnannouncedName(BadInput):
+    """A value was reported under a name that was not announced; raised on every rank, whichever reported it."""
+
+
+def world() -> tuple[int, int]:
+    """(rank, number of processes); (0, 1) when torch.distributed is not initialised."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def all_reduce(values: Tensor, op: str = "sum") -> Tensor:
+    """Sum, mean or maximum of `values` over the ranks, on the device of `values`, without a host read on NCCL.
+
+    op: "sum", "mean" or "max". The input is left as it is.
+    """
+    _, world_size = world()
+    if world_size > 1:
+        # gloo may hold CPU tensors only, and NCCL device tensors only, wherever the values happen to be
+        reduced = values.to(_collective_device(), copy=True)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        values = reduced.to(values.device)
+    return values / world_size if op == "mean" else values
+
+
+def reduce_dict(
+    values: Mapping[str, Tensor | float], names: Sequence[str], unknown: Iterable[str] = (), op: str = "mean"
+) -> dict[str, float]:
+    """Values of all ranks by name: one collective and one host read for all of them, whatever their number.
+
+    Args:
+        values: scalars of this rank (Tensors on any device, or numbers); a name that is missing counts 0.
+        names: the announced names, the same set on every rank. Their sorted order is the layout of the message, so a
+            rank with other keys, or keys in another order, cannot shift the values of its neighbours.
+        unknown: further names that this rank met without announcement.
+        op: "mean", "sum" or "max" over all ranks. A NaN on one rank makes the mean and sum NaN on every rank.
+
+    Returns:
+        {name: value} for the sorted `names`, equal on every rank.
+
+    Raises:
+        UnannouncedName: on every rank, when any rank had a key that is not in `names`, or an `unknown` one.
+    """
+    layout = sorted(set(names))
+    strangers = sorted({*unknown, *(set(values) - set(layout))})
+    # The count of strangers travels in a slot of its own: the ranks learn of it without a second message.
+    vector = stack_scalars([*(values.get(name, 0.0) for name in layout), float(len(strangers))])
+    *reduced, stranger_count = all_reduce(vector, op).tolist()
+    if stranger_count > 0:
+        _raise_unannounced(strangers, layout)
+    return dict(zip(layout, reduced, strict=True))
+
+
+def stack_scalars(values: Sequence[Tensor | float]) -> Tensor:
+    """One float64 vector (float32 where the device has no float64) on the device of the tensors among `values`."""
+    device = next((v.device for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), torch.device("cpu"))
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    numbers = [i for i, v in enumerate(values) if not isinstance(v, Tensor)]
+    scalars: list[Tensor] = [v.detach().to(device, dtype) if isinstance(v, Tensor) else v for v in values]
+    if numbers:  # all plain numbers in one copy to the device
+        copied = torch.tensor([values[i] for i in numbers], dtype=dtype).to(device, non_blocking=True)
+        for i, number in zip(numbers, copied.unbind(), strict=True):
+            scalars[i] = number
+    return torch.stack(scalars)
+
+
+def gather_by_image(items: Iterable[tuple[int | str, dict]]) -> dict[int | str, dict]:
+    """Predictions of all ranks by image id, on every rank.
+
+    items: (image id, prediction), a prediction being a dict whose tensors are moved to the CPU first. The lists of
+    different images are never joined. An image that several ranks (or batches) had is kept once: the first in the
+    order of ranks, so all ranks hold the same.
+    """
+    own = [(image_id, _to_cpu(prediction)) for image_id, prediction in items]
+    gathered: dict[int | str, dict] = {}
+    for rank_items in gather_objects(own):
+        for image_id, prediction in rank_items:
+            gathered.setdefault(image_id, prediction)
+    return gathered
+
+
+def gather_objects(own: Result) -> list[Result]:
+    """The `own` of every rank, in the order of ranks, on every rank."""
+    _, world_size = world()
+    if world_size == 1:
+        return [own]
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
+def broadcast_object(value: Result) -> Result:
+    """The `value` of rank 0, on every rank."""
+    _, world_size = world()
+    if world_size == 1:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0, device=_collective_device())
+    return holder[0]
+
+
+def run_on_main(function: Callable[[], Result]) -> Result:
+    """Calls `function` on rank 0 and returns its result on every rank.
+
+    Raises:
+        What `function` raises, on every rank: the same built-in or toolkit exception; an exception of another package
+        becomes a RuntimeError on the ranks that may not be able to rebuild it.
+    """
+    rank, world_size = world()
+    if world_size == 1:
+        return function()
+    if rank == 0:
+        try:
+            result = function()
+        except BaseException as error:
+            broadcast_object((None, _portable(error)))  # the others wait for a word, whatever happened
+            raise
+        broadcast_object((result, None))
+        return result
+    result, error = broadcast_object(None)
+    if error is not None:
+        raise error
+    return result
+
+
+def agree_max(value: int) -> int:
+    """The largest `value` of all ranks (a signal number, say: 0 where none came)."""
+    return int(all_reduce(torch.tensor(value), "max"))
+
+
+def wait_for_all() -> None:
+    """Returns when every rank has called it."""
+    agree_max(0)
+
+
+def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
+    """Seeds torch (CPU and accelerators), NumPy and Python as a pure function of the four numbers (all >= 0).
+
+    Called before each forward, it leaves no generator state to save: a resumed run draws what the uninterrupted one
+    drew, and the ranks draw different numbers.
+    """
+    words = np.random.SeedSequence((seed, step, rank, micro)).generate_state(4, np.uint32)
+    torch.manual_seed(int(words[0]) << 32 | int(words[1]))
+    np.random.seed(words[2:])
+    random.seed(int(words[2]) << 32 | int(words[3]))
+
+
+def _collective_device() -> torch.device:
+    if dist.get_backend() in ("gloo", "mpi"):
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+
+
+def _raise_unannounced(strangers: list[str], layout: list[str]) -> None:
+    problems = [
+        f"rank {rank}: value {name!r} was not announced; announced are: {', '.join(layout)}. "
+        "A model names all its losses and metrics when it is built (`loss_names`, `metric_names`)."
+        for rank, names in enumerate(gather_objects(strangers))
+        for name in names
+    ]
+    raise UnannouncedName(problems)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """An exception that unpickles on another process; those of other packages often do not."""
+    if type(error).__module__ == "builtins" or type(error) in (BadInput, StoppedByGuard, Preempted, UnannouncedName):
+        return error
+    return RuntimeError(f"on rank 0: {type(error).__name__}: {error}")
+
+
+def _to_cpu(prediction: Mapping[Hashable, Any]) -> dict:
+    # clone: a view would send its whole base tensor, the batch's predictions, once per image
+    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in prediction.items()}

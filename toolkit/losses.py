@@ -1,0 +1,229 @@
+"""Weights of named losses, and the denominators that make accumulation and several ranks equal to one big batch."""
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.distributed import all_reduce, world
+from toolkit.errors import BadInput
+
+# Endings by which the DETR family names the copies of a loss: decoder layers, encoder, denoising.
+_AUXILIARY = re.compile(r"(_(\d+|aux|enc|dn|pre))+")
+
+Weight = float | str | Sequence[Sequence[float]]
+
+
+@dataclass
+class WeightedLosses:
+    """Losses of one micro-batch.
+
+    total: scalar to call `backward` on, float32 (float64 when a loss is).
+    weighted, unweighted: detached scalars by name, for logging.
+    unknown: names that were not announced; neither weighted nor part of the total. Give them to `reduce_dict`, which
+        raises on every rank: raised here, on one rank, they would leave the others waiting.
+    """
+
+    total: Tensor
+    weighted: dict[str, Tensor]
+    unweighted: dict[str, Tensor]
+    unknown: list[str]
+
+
+class LossWeights(nn.Module):
+    """Weighted sum of named losses, with constant, scheduled and learned weights.
+
+    A weight given for `loss_ce` also covers the layers `loss_ce_0`, `loss_ce_enc`, `loss_ce_aux_0`, `loss_ce_dn_0`; one
+    given for an exact name overrides it.
+
+    Args:
+        names: the losses that the model announces.
+        weights: by name, each a number; or [[step, value], ...], linear between the steps and constant beyond them; or
+            "learned": exp(-s) * loss + s with one trained s per entry, shared by the layers it covers, starting where
+            exp(-s) is the default weight (homoscedastic uncertainty, Kendall et al., CVPR 2018, with L of any kind).
+        default_weights: the model's own, for what `weights` does not cover.
+
+    Raises:
+        BadInput: an announced name without a weight, a weight without an announced name, a value that is no weight;
+            all of them at once.
+    """
+
+    def __init__(self, names: Sequence[str], weights: Mapping[str, Weight], default_weights: Mapping[str, float]):
+        super().__init__()
+        self.names = tuple(names)
+        given = {key: _parse(value) for key, value in weights.items()}
+        defaults = {key: float(value) for key, value in default_weights.items()}
+        # An entry of `weights` wins over any default, an exact or longer name over a shorter one.
+        owners = {name: _owner(name, given) or _owner(name, defaults) for name in self.names}
+        _check(owners, given, {**defaults, **given}, weights)
+        self._entries = {name: given.get(owner, defaults.get(owner)) for name, owner in owners.items()}
+        self._learned = {name: owner for name, owner in owners.items() if self._entries[name] == "learned"}
+        starts = {owner: defaults.get(_owner(owner, defaults) or "", 1.0) for owner in self._learned.values()}
+        initial = {owner: -math.log(start) if start > 0 else 0.0 for owner, start in starts.items()}
+        self.log_variances = nn.ParameterDict({owner: nn.Parameter(torch.tensor(s)) for owner, s in initial.items()})
+        self._cached: tuple[object, Tensor] | None = None
+
+    def forward(self, losses: Mapping[str, Tensor], step: int, micro_batches: int = 1) -> WeightedLosses:
+        """Weighs the scalars in `losses`; an announced loss that is missing counts 0.
+
+        step: optimizer step, for scheduled weights.
+        micro_batches: number of micro-batches of this optimizer step. The term s of learned weights is divided by it,
+            so that it is counted once per step.
+        """
+        names = [name for name in self.names if name in losses]
+        if not names:
+            raise ValueError(f"none of the announced losses {self.names} came out of the criterion: {list(losses)}")
+        device = losses[names[0]].device
+        with torch.autocast(device.type, enabled=False):
+            wide = torch.float64 if any(losses[n].dtype == torch.float64 for n in names) else torch.float32
+            values = torch.stack([losses[name].to(device, wide) for name in names])
+            weighted = values * self._weight_vector(names, step, device, wide)
+            total = weighted.sum()
+            if self.log_variances:
+                total = total + sum(s.to(wide) for s in self.log_variances.values()) / micro_batches
+        return WeightedLosses(
+            total,
+            dict(zip(names, weighted.detach().unbind(), strict=True)),
+            dict(zip(names, values.detach().unbind(), strict=True)),
+            sorted(set(losses) - set(self.names)),
+        )
+
+    def values(self, step: int) -> dict[str, float]:
+        """The weight of every announced loss at an optimizer step (reads the learned ones on the host)."""
+        return {
+            name: math.exp(-float(self.log_variances[self._learned[name]])) if entry == "learned" else _at(entry, step)
+            for name, entry in self._entries.items()
+        }
+
+    def average_gradients(self) -> None:
+        """Averages the gradients of the learned weights over the ranks; nothing to do without learned weights.
+
+        DDP averages those of the model it wraps. Call this after the last backward of a step. All ranks together.
+        """
+        parameters = list(self.log_variances.values())
+        if parameters and world()[1] > 1:
+            own = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+            for parameter, gradient in zip(parameters, all_reduce(own, "mean").unbind(), strict=True):
+                parameter.grad = gradient.clone()
+
+    def _weight_vector(self, names: list[str], step: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        constants = tuple(1.0 if self._entries[n] == "learned" else _at(self._entries[n], step) for n in names)
+        key = (constants, device, dtype)
+        if self._cached is None or self._cached[0] != key:  # copied to the device only when a weight changes
+            self._cached = key, torch.tensor(constants, dtype=dtype).to(device, non_blocking=True)
+        vector = self._cached[1]
+        if not self._learned:
+            return vector
+        learned = [self.log_variances[self._learned[n]].to(dtype) if n in self._learned else None for n in names]
+        return vector * torch.stack([vector.new_ones(()) if s is None else torch.exp(-s) for s in learned])
+
+
+def global_denominators(
+    local: Mapping[str, float],
+    device: torch.device | str,
+    mode: str = "global",
+    averaged: Collection[str] = (),
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """`window_denominators` of one entry: `local` holds the sums of the whole window (or of its only micro-batch)."""
+    return window_denominators([local], device, mode, averaged, dtype)[0]
+
+
+def window_denominators(
+    local: Sequence[Mapping[str, float]],
+    device: torch.device | str,
+    mode: str = "global",
+    averaged: Collection[str] = (),
+    dtype: torch.dtype = torch.float32,
+) -> list[dict[str, Tensor]]:
+    """What the criterion divides the sums of each micro-batch by, so that gradients averaged over ranks are right.
+
+    Args:
+        local: per micro-batch of the window, what this rank counts by name (boxes, class weights, images, ...); the
+            same names and number of micro-batches on every rank.
+        mode: "global": the total over window and ranks, divided by the number of ranks because DDP averages the
+            gradients. The mean over ranks of the summed losses is then that of the one big batch.
+            "original": each micro-batch and rank by itself. Names in `averaged` are totalled over the ranks and divided
+            by their number, at least 1 (DETR's number of boxes); the others stay local (its class weights). Times the
+            number of micro-batches, so that the window is the mean of its micro-batches.
+        averaged: see "original".
+
+    Returns:
+        Per micro-batch {name: 0-dim tensor on `device`}. A total of 0 becomes 1: nothing is divided by it but zeros.
+        One all-reduce in either mode, no host read.
+    """
+    _, world_size = world()
+    names = sorted(local[0])
+    counts = torch.tensor([[float(micro[name]) for name in names] for micro in local], dtype=torch.float64)
+    if mode == "global":
+        total = all_reduce(_on(counts.sum(0), device))
+        denominators = (torch.where(total > 0, total, 1.0) / world_size).expand(len(local), -1)
+    elif mode == "original":
+        own = _on(counts, device)
+        means = all_reduce(own, "mean").clamp(min=1.0)
+        is_averaged = _on(torch.tensor([float(name in averaged) for name in names]), device) > 0
+        denominators = torch.where(is_averaged, means, torch.where(own > 0, own, 1.0)) * len(local)
+    else:
+        raise BadInput(f"loss.denominators is {mode!r}; expected global or original")
+    return [dict(zip(names, row.unbind(), strict=True)) for row in denominators.to(dtype)]
+
+
+def _on(counts: Tensor, device: torch.device | str) -> Tensor:
+    dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
+    return counts.to(device, dtype, non_blocking=True)
+
+
+def _owner(name: str, keys: Collection[str]) -> str | None:
+    """The longest key that is `name` or the name of the loss that `name` is a layer of."""
+    owning = [key for key in keys if name == key or name.startswith(key) and _AUXILIARY.fullmatch(name[len(key) :])]
+    return max(owning, key=len, default=None)
+
+
+def _parse(value: Weight) -> float | str | tuple[tuple[float, float], ...] | None:
+    """The weight in a plain form; None for what is none."""
+    if value == "learned":
+        return "learned"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Sequence) and not isinstance(value, str) and value:
+        try:
+            points = tuple((float(step), float(weight)) for step, weight in value)
+        except (TypeError, ValueError):
+            return None
+        steps = [step for step, _ in points]
+        if steps == sorted(set(steps)) and all(math.isfinite(x) for point in points for x in point):
+            return points
+    return None
+
+
+def _check(owners: dict[str, str | None], given: dict, known: dict, raw: Mapping[str, Weight]) -> None:
+    announced = ", ".join(owners)
+    problems = [
+        f"loss.weights.{key}: {raw[key]!r} is no weight; expected a number, \"learned\", or [[step, value], ...] with "
+        "increasing steps"
+        for key, value in given.items()
+        if value is None
+    ]
+    unweighted = [name for name, owner in owners.items() if owner is None]
+    if unweighted:
+        problems.append(f"losses without a weight: {', '.join(unweighted)}; weights are given for: {', '.join(known)}")
+    unused = [key for key in known if not any(_owner(name, [key]) for name in owners)]
+    if unused:
+        problems.append(f"weights without a loss: {', '.join(unused)}; the model announces: {announced}")
+    if problems:
+        raise BadInput(problems)
+
+
+def _at(entry: float | tuple[tuple[float, float], ...], step: int) -> float:
+    """The weight at an optimizer step: linear between the points, constant before the first and after the last."""
+    if isinstance(entry, float):
+        return entry
+    after = bisect_right(entry, step, key=lambda point: point[0])
+    if after == 0 or after == len(entry):
+        return entry[max(after - 1, 0)][1]
+    (start, low), (end, high) = entry[after - 1], entry[after]
+    return low + (high - low) * (step - start) / (end - start)

@@ -1,0 +1,212 @@
+"""Smoothed numbers for people: windows, running averages, and where the time of a step goes.
+
+Feed them the values that `reduce_dict` returned: those are equal on every rank, so the meters are too, and need no
+synchronising of their own.
+"""
+
+import math
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+
+
+class SmoothedValue:
+    """A series of numbers, by its last `window_size` and by all of them. As in facebookresearch/detr `util/misc.py`.
+
+    Every statistic of an empty series is NaN.
+
+    Args:
+        window_size: values that `median`, `avg` and `max` look at.
+        fmt: how `str` shows it, from the fields median, avg, global_avg, max and value.
+    """
+
+    def __init__(self, window_size: int = 20, fmt: str = "{median:.4f} ({global_avg:.4f})"):
+        self.fmt = fmt
+        self.window: deque[float] = deque(maxlen=window_size)
+        self.total = 0.0
+        self.count = 0
+
+    def update(self, value: float, n: int = 1) -> None:
+        """Adds a value that stands for `n` items; `n` weighs in `global_avg` only."""
+        value = float(value)
+        self.window.append(value)
+        self.count += n
+        self.total += value * n
+
+    @property
+    def median(self) -> float:
+        """Middle of the window; the lower one of the two middle values, as torch.median has it."""
+        return sorted(self.window)[(len(self.window) - 1) // 2] if self.window else math.nan
+
+    @property
+    def avg(self) -> float:
+        """Mean of the window."""
+        return math.fsum(self.window) / len(self.window) if self.window else math.nan
+
+    @property
+    def global_avg(self) -> float:
+        """Mean of all values."""
+        return self.total / self.count if self.count else math.nan
+
+    @property
+    def max(self) -> float:
+        """Largest of the window."""
+        return max(self.window, default=math.nan)
+
+    @property
+    def value(self) -> float:
+        """The last one."""
+        return self.window[-1] if self.window else math.nan
+
+    def __str__(self) -> str:
+        return self.fmt.format(
+            median=self.median, avg=self.avg, global_avg=self.global_avg, max=self.max, value=self.value
+        )
+
+    def state_dict(self) -> dict:
+        """JSON-able and exact: a Python float survives JSON to the last bit."""
+        return {"window": list(self.window), "total": self.total, "count": self.count}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self.window = deque(state["window"], maxlen=self.window.maxlen)
+        self.total, self.count = state["total"], state["count"]
+
+
+class MomentumMeter:
+    """Average in which each value counts `momentum` times as much as the next. As seamseg's `AverageMeter`.
+
+    mean = sum_i momentum^(n-i) value_i / sum_i momentum^(n-i); momentum 1 is the plain average. NaN when empty.
+    """
+
+    def __init__(self, momentum: float = 1.0, fmt: str = "{value:.4f} ({mean:.4f})"):
+        self.momentum, self.fmt = momentum, fmt
+        self.value, self.sum, self.count = math.nan, 0.0, 0.0
+
+    def update(self, value: float) -> None:
+        self.value = float(value)
+        self.sum = self.sum * self.momentum + self.value
+        self.count = self.count * self.momentum + 1.0
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count if self.count else math.nan
+
+    def __str__(self) -> str:
+        return self.fmt.format(value=self.value, mean=self.mean)
+
+    def state_dict(self) -> dict:
+        return {"value": self.value, "sum": self.sum, "count": self.count}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self.value, self.sum, self.count = state["value"], state["sum"], state["count"]
+
+
+class Meters(dict[str, SmoothedValue | MomentumMeter]):
+    """Meters by name, made on first use; `str` joins them as DETR's `MetricLogger` does."""
+
+    def update(self, values: Mapping[str, float] | None = None, **more: float) -> None:
+        """Adds one value to the meter of each name."""
+        for name, value in {**(values or {}), **more}.items():
+            self.setdefault(name, SmoothedValue()).update(value)
+
+    def averages(self) -> dict[str, float]:
+        """Mean of all values by name: what DETR logs at the end of an epoch."""
+        return {name: m.global_avg if isinstance(m, SmoothedValue) else m.mean for name, m in self.items()}
+
+    def __str__(self) -> str:
+        return "  ".join(f"{name}: {meter}" for name, meter in self.items())
+
+    def state_dict(self) -> dict:
+        return {name: meter.state_dict() for name, meter in self.items()}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Restores the meters of `state`, and forgets others that were made on first use since."""
+        for name in set(self) - set(state):
+            del self[name]
+        for name, meter_state in state.items():
+            if name not in self:
+                self[name] = SmoothedValue() if "window" in meter_state else MomentumMeter()
+            self[name].load_state_dict(meter_state)
+
+
+class StepTimer:
+    """Where the time of an optimizer step goes; the clock runs from one `step_done` to the next.
+
+        timer.start()                  # again after an evaluation or a save, which then do not count
+        for window in windows:
+            timer.data_ready()         # the wait for data ends here
+            ...
+            timer.step_done(images)
+
+    Each step reads one number from the device, so the wall clock is right on a GPU too.
+    """
+
+    def __init__(self, window_size: int = 50, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._data, self._step, self._images = (SmoothedValue(window_size) for _ in range(3))
+        self.start()
+
+    def start(self) -> None:
+        """Starts the clock; what passed since the last step is not counted."""
+        self._begin = self._ready = self._clock()
+
+    def data_ready(self) -> None:
+        """The window of micro-batches is here."""
+        self._ready = self._clock()
+
+    def step_done(self, images: int) -> float:
+        """The step over `images` images (of all ranks) is done; returns its seconds, data included."""
+        now = self._clock()
+        self._data.update(self._ready - self._begin)
+        self._step.update(now - self._begin)
+        self._images.update(images)
+        self._begin = self._ready = now
+        return self._step.value
+
+    @property
+    def data_s(self) -> float:
+        """Seconds a step waits for data; mean of the last steps."""
+        return self._data.avg
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, waiting for data included; mean of the last steps."""
+        return self._step.avg
+
+    @property
+    def images_per_s(self) -> float:
+        return self._images.avg / self._step.avg if self._step.avg else math.nan
+
+    def eta_s(self, steps_left: int) -> float:
+        """Seconds of training left, evaluation and saving not counted; NaN before the first step."""
+        return self.step_s * steps_left
+
+    def eta(self, steps_left: int) -> str:
+        """`eta_s` as text: 0:12:05, or "?" before the first step."""
+        seconds = self.eta_s(steps_left)
+        return "?" if math.isnan(seconds) else str(timedelta(seconds=round(seconds)))
+
+    def row(self, steps_left: int) -> dict[str, float]:
+        """The numbers as columns of metrics.jsonl; empty before the first step."""
+        if math.isnan(self.step_s):
+            return {}
+        return {
+            "time/data_s": self.data_s,
+            "time/step_s": self.step_s,
+            "time/images_per_s": self.images_per_s,
+            "time/eta_s": self.eta_s(steps_left),
+            "mem/peak_mb": peak_memory_mb(),
+        }
+
+
+def peak_memory_mb() -> float:
+    """Most memory in use so far, in MiB: allocated by torch on the CUDA device, else resident memory."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes there, KiB on Linux

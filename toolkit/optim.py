@@ -1,0 +1,131 @@
+"""Parameter groups and the optimizer."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from toolkit.errors import BadInput
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    backbone_lr: float | None = None,
+    no_decay_on_norm_and_bias: bool = False,
+    multipliers: Mapping[str, float] | None = None,
+    backbone_prefix: str | None = None,
+) -> list[dict]:
+    """Groups of an optimizer: every parameter that requires a gradient, in exactly one.
+
+    Args:
+        model: the unwrapped model (and, as a child or merged afterwards, nothing else that trains).
+        lr, weight_decay: of everything that nothing below applies to.
+        backbone_lr: learning rate of the backbone.
+        no_decay_on_norm_and_bias: no weight decay on parameters of norm layers (found by the type of the module, not by
+            a pattern on names) and on biases.
+        multipliers: factor on the learning rate by prefix of the parameter name; the longest prefix counts.
+        backbone_prefix: prefix of the backbone's parameters; None: a part of the name that reads "backbone".
+
+    Returns:
+        [{name, params, param_names, lr, weight_decay}], in the order of their first parameter. Names, for
+        `train/lr/<name>`: "main" or "backbone", then "/no_decay", then "/<prefix>" of a multiplier.
+
+    Raises:
+        BadInput: a multiplier that matches no parameter, a backbone rate without a backbone, nothing that trains.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    multipliers = dict(multipliers or {})
+    _check(trained, multipliers, backbone_lr, backbone_prefix)
+    undecayed = _norms_and_biases(model) if no_decay_on_norm_and_bias else set()
+    groups: dict[str, dict] = {}
+    for name, parameter in trained:
+        in_backbone = backbone_lr is not None and _in_backbone(name, backbone_prefix)
+        decays = name not in undecayed
+        prefix = max((p for p in multipliers if _below(name, p)), key=len, default=None)
+        group_name = "backbone" if in_backbone else "main"
+        group_name += ("" if decays else "/no_decay") + ("" if prefix is None else f"/{prefix}")
+        group_lr = (backbone_lr if in_backbone else lr) * (1.0 if prefix is None else multipliers[prefix])
+        group = groups.setdefault(
+            group_name,
+            {
+                "name": group_name,
+                "params": [],
+                "param_names": [],
+                "lr": group_lr,
+                "weight_decay": weight_decay if decays else 0.0,
+            },
+        )
+        group["params"].append(parameter)
+        group["param_names"].append(name)
+    return list(groups.values())
+
+
+def build_optimizer(
+    name: str,
+    groups: Iterable[dict],
+    *,
+    momentum: float = 0.9,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    fused: bool | None = None,
+) -> torch.optim.Optimizer:
+    """"adamw", "adam" (L2 penalty in the gradient) or "sgd" over `parameter_groups`.
+
+    fused: one kernel for the whole update; None: torch's own choice (foreach on a GPU). All are deterministic.
+    """
+    groups = list(groups)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=fused)
+    if name == "adam":
+        return torch.optim.Adam(groups, betas=betas, eps=eps, fused=fused)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=groups[0]["lr"], momentum=momentum, fused=fused)
+    raise BadInput(f"optim.name is {name!r}; expected adamw, adam or sgd")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm layer: of torch, torchvision, timm or transformers, frozen or not.
+
+    Their classes have "Norm" in their names (in-place ABN has not). Containers such as timm's ConvNormAct have too, but
+    own no parameters themselves: their children do.
+    """
+    return any("Norm" in cls.__name__ or cls.__name__ == "InplaceAbn" for cls in type(module).__mro__)
+
+
+def _norms_and_biases(model: nn.Module) -> set[str]:
+    names = set()
+    for module_name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            # in_proj_bias of attention is a bias; relative_position_bias_table, a 2-d table, is not
+            is_bias = parameter.ndim == 1 and (leaf == "bias" or leaf.endswith("_bias"))
+            if is_bias or is_norm(module):
+                names.add(f"{module_name}.{leaf}" if module_name else leaf)
+    return names
+
+
+def _in_backbone(name: str, prefix: str | None) -> bool:
+    return "backbone" in name.split(".") if prefix is None else _below(name, prefix)
+
+
+def _below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def _check(trained: list, multipliers: dict[str, float], backbone_lr: float | None, backbone_prefix: str | None) -> None:
+    names = [name for name, _ in trained]
+    prefixes = sorted({".".join(name.split(".")[:depth]) for name in names for depth in (1, 2, 3)})
+    problems = [
+        f"optim.lr_multipliers.{prefix}: no trained parameter has this prefix; some that exist: {', '.join(prefixes)}"
+        for prefix in multipliers
+        if not any(_below(name, prefix) for name in names)
+    ]
+    if backbone_lr is not None and not any(_in_backbone(name, backbone_prefix) for name in names):
+        wanted = "a part named backbone" if backbone_prefix is None else f"the prefix {backbone_prefix}"
+        problems.append(f"optim.backbone_lr: no trained parameter has {wanted}; prefixes: {', '.join(prefixes)}")
+    if not trained:
+        problems.append("no parameter requires a gradient: everything is frozen")
+    if problems:
+        raise BadInput(problems)

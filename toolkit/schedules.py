@@ -1,0 +1,195 @@
+"""Learning rates and times as functions of the optimizer step.
+
+`step` is the number of updates made so far. Update number `step` (from 0) uses factor(step); `total_steps` updates are
+0 .. total_steps - 1. Nothing here counts calls, so 1 and 2 processes, accumulation and resuming give the same rates.
+"""
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from toolkit.errors import BadInput
+
+SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear")
+
+
+def lr_factor(
+    step: int,
+    name: str = "constant",
+    *,
+    total_steps: int | None = None,
+    warmup_steps: int = 0,
+    warmup_factor: float = 0.001,
+    milestones: Sequence[int] = (),
+    step_size: int = 0,
+    gamma: float = 0.1,
+    power: float = 0.9,
+    final_factor: float = 0.0,
+) -> float:
+    """Factor on the initial learning rate at a step.
+
+    Args:
+        name: constant: 1. step: gamma^(step // step_size). multistep: gamma^(milestones reached; the update at a
+            milestone is the first with the lower rate). With p = (step - warmup_steps) / (total_steps - warmup_steps),
+            from 0 to 1, and f = final_factor: cosine: f + (1 - f) (1 + cos(pi p)) / 2. linear: f + (1 - f) (1 - p).
+            poly: f + (1 - f) (1 - p)^power. They reach f at `total_steps`, after the last update, whose rate is thus
+            not 0. Without `total_steps` (not known yet) they stay at p = 0.
+        warmup_steps: over these the factor is multiplied by warmup_factor + (1 - warmup_factor) step / warmup_steps,
+            which meets the schedule at `warmup_steps` without a jump.
+        milestones, step_size: in steps, counted from step 0.
+    """
+    warm = warmup_factor + (1.0 - warmup_factor) * step / warmup_steps if step < warmup_steps else 1.0
+    if name == "constant":
+        return warm
+    if name == "step":
+        return warm * gamma ** (step // step_size)
+    if name == "multistep":
+        return warm * gamma ** bisect_right(milestones, step)
+    done = 0.0 if total_steps is None else (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    done = min(max(done, 0.0), 1.0)
+    if name == "cosine":
+        left = (1.0 + math.cos(math.pi * done)) / 2.0
+    else:
+        left = (1.0 - done) ** (power if name == "poly" else 1.0)
+    return warm * (final_factor + (1.0 - final_factor) * left)
+
+
+class Schedule:
+    """Writes lr = initial_lr * factor(step) into an optimizer's groups.
+
+    Args:
+        optimizer: its groups' present lr is taken as initial_lr, unless they have one.
+        name, total_steps, options: see `lr_factor`. `total_steps` may be set later.
+
+    Raises:
+        BadInput: unknown name, values that make no sense; all of them at once.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, name: str = "constant", total_steps: int | None = None, **options
+    ):
+        _check(name, options)
+        self.optimizer, self.name, self.total_steps, self.options = optimizer, name, total_steps, options
+        self.scale = 1.0  # a further factor on all rates: that of the guard's rollbacks
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))
+        self.set(0)
+
+    def set(self, step: int) -> None:
+        """Sets the rates of update number `step`: call it before the update, or after it with step + 1."""
+        factor = self.scale * lr_factor(step, self.name, total_steps=self.total_steps, **self.options)
+        for group in self.optimizer.param_groups:
+            lr = group["initial_lr"] * factor
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def set_total(self, total_steps: int) -> None:
+        """Fixes the length; takes effect at the next `set`."""
+        self.total_steps = total_steps
+
+    def rates(self) -> dict[str, float]:
+        """The present rate by group name."""
+        return {g.get("name", str(i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
+
+    def state_dict(self) -> dict:
+        """JSON-able; the initial rates belong to the optimizer's own state."""
+        return {"name": self.name, "total_steps": self.total_steps, "scale": self.scale, "options": dict(self.options)}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Goes by the saved schedule from here on, whatever this one was made with."""
+        self.name, self.total_steps, self.scale = state["name"], state["total_steps"], state["scale"]
+        self.options = dict(state["options"])
+
+
+class StepBudget:
+    """A number of steps from a number of minutes, fixed once from the speed of the first steps.
+
+    Everything that depends on the length of training is then a function of the step again. Every rank does
+
+        budget.add(timer.step_done(images))                     # seconds of training only
+        if budget.total_steps is None:
+            budget.fix(broadcast_object(budget.propose()))      # rank 0's clock counts
+
+    Args:
+        max_minutes: of training.
+        skip_steps: first steps that are no measure of the speed (compilation, caches); their time counts all the same.
+        measure_steps: steps that the speed is measured on; fewer when they would take over a fifth of the minutes.
+    """
+
+    def __init__(self, max_minutes: float, skip_steps: int = 3, measure_steps: int = 20):
+        self.max_minutes, self.skip_steps, self.measure_steps = max_minutes, skip_steps, measure_steps
+        self.total_steps: int | None = None
+        self.steps, self.elapsed_s, self.measured_s = 0, 0.0, 0.0
+
+    def add(self, step_s: float) -> None:
+        """One more step took `step_s` seconds."""
+        self.steps += 1
+        self.elapsed_s += step_s
+        if self.steps > self.skip_steps:
+            self.measured_s += step_s
+
+    def propose(self) -> int | None:
+        """The number of steps that fit into the minutes, the ones made included; None while it is too early to say."""
+        budget_s, measured = 60.0 * self.max_minutes, self.steps - self.skip_steps
+        spent = self.elapsed_s >= budget_s
+        if measured < 1:
+            return self.steps if spent else None
+        if measured < self.measure_steps and self.elapsed_s < budget_s / 5:
+            return None
+        return self.steps + max(0, int((budget_s - self.elapsed_s) / (self.measured_s / measured)))
+
+    def fix(self, total_steps: int | None) -> None:
+        """Takes what the ranks agreed on, once; None: not yet."""
+        if self.total_steps is None and total_steps is not None:
+            self.total_steps = total_steps
+
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name) for name in ("total_steps", "steps", "elapsed_s", "measured_s")}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        for name in ("total_steps", "steps", "elapsed_s", "measured_s"):
+            setattr(self, name, state[name])
+
+
+def steps_from(value: int | str, steps_per_epoch: int) -> int:
+    """Optimizer steps of 500, "500", "500 steps", "1 epoch" or "0.5 epochs" (rounded up).
+
+    Raises:
+        BadInput: anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(steps?|epochs?)?\s*", str(value))
+    if match is None or isinstance(value, bool):
+        raise BadInput(f"{value!r} is no time; expected optimizer steps (500) or epochs (\"2 epochs\")")
+    number, unit = match.groups()
+    if unit and unit.startswith("epoch"):
+        return math.ceil(float(number) * steps_per_epoch)
+    if "." in number:
+        raise BadInput(f"{value!r} is no whole number of optimizer steps")
+    return int(number)
+
+
+def is_time(step: int, every: int, last: int | None = None) -> bool:
+    """Whether something done every `every` steps (0: only at the end) is due after `step` updates, or at the `last`."""
+    return step > 0 and (step == last or every > 0 and step % every == 0)
+
+
+def _check(name: str, options: Mapping) -> None:
+    problems = []
+    if name not in SHAPES:
+        problems.append(f"schedule.name is {name!r}; expected one of {', '.join(SHAPES)}")
+    milestones = list(options.get("milestones", ()))
+    if milestones != sorted(milestones):
+        problems.append(f"schedule.milestones are {milestones}; expected increasing steps")
+    if name == "multistep" and not milestones:
+        problems.append("schedule.milestones is empty; multistep needs the steps at which the rate drops")
+    if name == "step" and options.get("step_size", 0) <= 0:
+        problems.append(f"schedule.step_size is {options.get('step_size', 0)}; expected a positive number of steps")
+    if options.get("warmup_steps", 0) < 0:
+        problems.append(f"schedule.warmup_steps is {options['warmup_steps']}; expected 0 or more")
+    if problems:
+        raise BadInput(problems)
