@@ -171,7 +171,8 @@ class _Chunk:
         order = np.lexsort((predicate, chosen_pair, -chosen_scores))
         rank = np.broadcast_to(np.arange(order.shape[1]), order.shape)
         kept = np.take_along_axis(chosen_scores, order, 1) > -np.inf
-        return np.take_along_axis(chosen_pair, order, 1)[kept], np.take_along_axis(predicate, order, 1)[kept], rank[kept]
+        chosen_pair, predicate = (np.take_along_axis(values, order, 1) for values in (chosen_pair, predicate))
+        return chosen_pair[kept], predicate[kept], rank[kept]
 
     def _annotated_pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """(P,) is the predicted pair an annotated pair, and its rank among those of its image."""

@@ -1,0 +1,108 @@
+"""Scene graph metrics at their edges. Run: python -m pytest tests/test_scene_graph.py"""
+
+import json
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from toolkit.errors import BadInput
+from toolkit.evaluation.scene_graph import evaluate_scene_graphs
+
+STATS = Path(__file__).parent / "data" / "vg150_stats"
+BENCH = Path(__file__).parents[1] / "scripts" / "benches" / "scene_graph.py"
+BOXES = np.asarray([[0, 0, 20, 20], [50, 50, 80, 80], [0, 60, 30, 90]], np.float32)
+
+
+def truth(relations, boxes=BOXES, labels=None):
+    labels = np.arange(len(boxes)) if labels is None else labels
+    return {"boxes": boxes, "labels": labels, "relations": np.asarray(relations, np.int64).reshape(-1, 3)}
+
+
+def prediction(pairs, predicates, num_predicates=4, boxes=BOXES, labels=None):
+    """One confident predicate per pair."""
+    scores = np.full((len(pairs), num_predicates), 0.01, np.float32)
+    scores[np.arange(len(pairs)), predicates] = np.linspace(0.9, 0.5, len(pairs))
+    labels = np.arange(len(boxes)) if labels is None else labels
+    pred = {"boxes": boxes, "labels": labels, "scores": np.ones(len(boxes), np.float32)}
+    return pred | {"pairs": np.asarray(pairs, np.int64).reshape(-1, 2), "predicate_scores": scores}
+
+
+def test_equals_the_plain_evaluation():
+    bench = runpy.run_path(str(BENCH))
+    for shape in ((1, 2, 2, 1), (70, 9, 60, 7), (5, 20, 380, 50)):
+        bench["bench_evaluator"](*shape)
+
+
+def test_strict_counts_images_without_pairs_and_leaves_absent_predicates_out():
+    truths = [truth([[0, 1, 2]]), truth([[0, 1, 2]]), truth([])]
+    predictions = [prediction([[0, 1]], [2]), prediction([], []), prediction([[0, 1]], [0])]
+    original = evaluate_scene_graphs(truths, predictions, "sgdet", 4)
+    strict = evaluate_scene_graphs(truths, predictions, "sgdet", 4, protocol="strict")
+    assert original.evaluated_images.tolist() == [0]
+    assert strict.evaluated_images.tolist() == [0, 1]
+    assert original.values["R"].tolist() == [1.0] * 3
+    assert original.values["mR"].tolist() == [0.25] * 3
+    assert strict.values["R"].tolist() == strict.values["mR"].tolist() == [0.5] * 3
+
+
+def test_nothing_to_evaluate():
+    for truths, predictions in (([], []), ([truth([])], [prediction([[0, 1]], [0])])):
+        metrics = evaluate_scene_graphs(truths, predictions, "sgcls", 4)
+        assert np.isnan(metrics.values["R"]).all() and (metrics.values["mR"] == 0).all()
+        assert np.isnan(metrics.values["zR"]).all() and np.isnan(metrics.values["A"]).all()
+        row = metrics.as_row(["a", "b", "c", "d"])
+        assert row["R@20"] is None and row["mR@100/c"] == 0.0
+        assert json.loads(json.dumps(row, allow_nan=False)) == row
+
+
+def test_accuracy_ranks_annotated_pairs_only():
+    """The annotated pair comes second: missed by R@1, found by A@1."""
+    metrics = evaluate_scene_graphs([truth([[1, 0, 3]])], [prediction([[0, 2], [1, 0]], [0, 3])], "sgcls", 4, top=(1,))
+    assert metrics.values["R"].tolist() == [0.0]
+    assert metrics.values["A"].tolist() == [1.0]
+
+
+def test_zero_shot_triplets_name_classes_not_boxes():
+    truths, predictions = [truth([[0, 1, 2], [1, 2, 3]], labels=np.asarray([7, 5, 6]))], None
+    predictions = [prediction([[0, 1]], [2], labels=np.asarray([7, 5, 6]))]
+    unseen = np.asarray([[5, 6, 3], [0, 1, 2]])
+    metrics = evaluate_scene_graphs(truths, predictions, "sgdet", 4, zero_shot=unseen)
+    assert metrics.values["zR"].tolist() == [0.0] * 3 and metrics.values["R"].tolist() == [0.5] * 3
+
+
+def test_lost_boxes_match_nothing():
+    """Late NMS gives a box that lost every class the label -1."""
+    pred = prediction([[0, 1]], [2], labels=np.asarray([-1, 1, 2]))
+    assert evaluate_scene_graphs([truth([[0, 1, 2]])], [pred], "sgdet", 4).values["R"].max() == 0
+
+
+def test_real_examples_have_the_documented_recall():
+    examples = json.loads((STATS / "examples.json").read_text())["images"]
+    truths, predictions = [], []
+    for image in examples:
+        corner = np.arange(len(image["objects"]), dtype=np.float32)[:, None] * 30
+        boxes = np.concatenate([corner, corner, corner + 20, corner + 20], 1)
+        truths.append(truth(np.asarray(image["gt_relations"]) - [0, 0, 1], boxes, np.asarray(image["objects"])))
+        rows = np.asarray(image["pred_relations"])
+        labels = np.asarray([label or -1 for label in image["pred_objects"]])
+        predictions.append(prediction(rows[:, :2], rows[:, 2] - 1, 50, boxes, labels))
+    metrics = evaluate_scene_graphs(truths, predictions, "sgcls", 50, top=(1, 5, 10, 20), protocol="strict")
+    np.testing.assert_allclose(metrics.values["R"], [0, 0.29, 0.33, 0.37], atol=1e-9)
+    np.testing.assert_allclose(metrics.values["mR"], [0, 0.1429, 0.2143, 0.2381], atol=5e-5)
+    np.testing.assert_allclose(metrics.per_image["R"][-1], [0.6, 0.25, 0, 0, 1], atol=1e-9)
+    unseen = np.loadtxt(STATS / "zeroshot_triplets.csv", delimiter=",", skiprows=1, dtype=np.int64)
+    assert unseen.shape == (5971, 3)
+    zero = evaluate_scene_graphs(truths, predictions, "sgcls", 50, zero_shot=unseen - [0, 0, 1])
+    assert zero.zero_shot_images.tolist() == [1] and zero.values["zR"].tolist() == [0.0] * 3
+
+
+def test_every_mistake_is_named_at_once():
+    bad = prediction([[0, 9]], [1]) | {"predicate_scores": np.zeros((1, 3), np.float32)}
+    with pytest.raises(BadInput) as caught:
+        evaluate_scene_graphs([truth([])], [bad], "sgdt", 4, protocol="lax")
+    text = str(caught.value)
+    assert all(part in text for part in ("sgdt", "lax", "image 0", "box 9", "(1, 3)", "(1, 4)"))
+    with pytest.raises(BadInput, match="one per image"):
+        evaluate_scene_graphs([truth([])], [], "sgdet", 4)
