@@ -1,0 +1,284 @@
+"""The bundled data: textured scenes of shapes with boxes and relations, drawn by formula.
+
+    python -m toolkit.data.shapes --out DIR [--train-images 1000 --val-images 200 --image-size 128 --seed 0]
+
+writes an ordinary COCO data set: DIR/train/*.jpg, DIR/val/*.jpg, DIR/annotations/{train,val}.json, the JSON with
+`rel_categories` and `rel_annotations` beside the usual keys.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from colorsys import hsv_to_rgb
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+from toolkit.data.table import cache_root
+from toolkit.errors import BadInput
+
+VERSION = 1  # part of the cache folder's name: raise it when the pictures change
+CLASSES = ("circle", "square", "triangle", "star", "cross")
+PREDICATES = ("left of", "right of", "above", "below", "inside", "contains", "overlaps", "larger than")
+SPLITS = ("train", "val")
+MAX_OBJECTS = 6
+MIN_VISIBLE = 0.35  # of an object's pixels; a placement that would hide more of an earlier one is drawn again
+PLACEMENTS = 12
+RADIUS = (0.07, 0.24)  # of the image side
+
+
+def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tuple[np.ndarray, list[dict], list[tuple]]:
+    """One picture, a function of its arguments alone.
+
+    Returns uint8 (image_size, image_size, 3); objects {category: 0-based, bbox: xywh of the visible pixels, area:
+    number of visible pixels}; relations (subject, object, predicate), rows of the objects and of PREDICATES.
+    """
+    rng = np.random.default_rng([seed, SPLITS.index(split), index])
+    canvas = _background(rng, image_size)
+    owner = np.full((image_size, image_size), -1, np.int8)  # which object shows at each pixel
+    full_areas: list[int] = []
+    categories: list[int] = []
+    for _ in range(int(rng.integers(1, MAX_OBJECTS + 1))):
+        for _ in range(PLACEMENTS):
+            category = int(rng.integers(len(CLASSES)))
+            coverage, local = _place(rng, CLASSES[category], image_size)
+            mask = coverage > 0.5
+            if mask.any() and _all_visible(owner, mask, full_areas):
+                _paint(rng, canvas, coverage, local)
+                owner[mask] = len(categories)
+                full_areas.append(int(mask.sum()))
+                categories.append(category)
+                break
+    canvas += rng.normal(0, rng.uniform(2, 9), canvas.shape).astype(np.float32)
+    objects = [_visible(owner == row, category) for row, category in enumerate(categories)]
+    return canvas.clip(0, 255).astype(np.uint8), objects, _relations(objects)
+
+
+def make_shapes(
+    out: Path | str, train_images: int = 1000, val_images: int = 200, image_size: int = 128, seed: int = 0
+) -> None:
+    """Writes the data set to `out`. Raises BadInput when `out` holds something already or a number makes no sense."""
+    out = Path(out).expanduser()
+    if train_images < 1 or val_images < 1 or image_size < 32 or seed < 0:
+        raise BadInput(f"{train_images} + {val_images} images of {image_size} px, seed {seed}: expected at least one "
+                       "image of each split, 32 px, and a seed from 0")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadInput(f"{out}: not an empty folder; give a new one")
+    (out / "annotations").mkdir(parents=True)
+    for split, count in zip(SPLITS, (train_images, val_images), strict=True):
+        _write_split(out, split, count, image_size, seed)
+
+
+def ensure_shapes(
+    cache_dir: Path | str | None = None,
+    train_images: int = 1000,
+    val_images: int = 200,
+    image_size: int = 128,
+    seed: int = 0,
+) -> Path:
+    """The data set's folder in the cache, made on the first call (seconds). Safe with several processes at once."""
+    root = cache_root(cache_dir)
+    folder = root / f"shapes-v{VERSION}-{train_images}-{val_images}-{image_size}px-seed{seed}"
+    if folder.exists():
+        return folder
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=root, prefix="shapes-"))
+    except OSError as error:
+        raise BadInput(f"{root}: cannot be written ({error.strerror}); set DETECTION_TOOLKIT_CACHE to a folder that "
+                       "can") from error
+    try:
+        made = temporary / "made"
+        make_shapes(made, train_images, val_images, image_size, seed)
+        os.rename(made, folder)
+    except OSError:
+        if not folder.exists():  # not merely another process that was first
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) -> None:
+    images, annotations, relations = [], [], []
+    (out / split).mkdir()
+    for index in tqdm(range(count), f"drawing {split}", delay=2, leave=False):
+        pixels, objects, triples = draw_scene(seed, split, index, image_size)
+        name, image_id, first = f"{index:06d}.jpg", index + 1, len(annotations) + 1
+        Image.fromarray(pixels).save(out / split / name, quality=92)
+        images.append({"id": image_id, "file_name": name, "width": image_size, "height": image_size})
+        for row, item in enumerate(objects):
+            annotations.append({"id": first + row, "image_id": image_id, "category_id": item["category"] + 1,
+                                "bbox": item["bbox"], "area": item["area"], "iscrowd": 0})
+        for subject, object_, predicate in triples:
+            relations.append({"id": len(relations) + 1, "image_id": image_id, "subject_id": first + subject,
+                              "object_id": first + object_, "predicate_id": predicate + 1})
+    document = {
+        "info": {"description": f"textured shapes v{VERSION}, {split}, seed {seed}"},
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": row + 1, "name": name} for row, name in enumerate(CLASSES)],
+        "rel_categories": [{"id": row + 1, "name": name} for row, name in enumerate(PREDICATES)],
+        "rel_annotations": relations,
+    }
+    (out / "annotations" / f"{split}.json").write_text(json.dumps(document))
+
+
+def _background(rng: np.random.Generator, size: int) -> np.ndarray:
+    """(size, size, 3) float32: a gradient between two muted colours under smooth blotches."""
+    value = rng.uniform(0.25, 0.8)
+    first, second = (_colour(rng, (0.05, 0.45), (value - 0.12, value + 0.12)) for _ in range(2))
+    angle = rng.uniform(0, 2 * np.pi)
+    y, x = np.mgrid[0:size, 0:size].astype(np.float32) / size - 0.5
+    ramp = (np.cos(angle) * x + np.sin(angle) * y + 0.5).clip(0, 1)[..., None]
+    canvas = first * (1 - ramp) + second * ramp
+    for cells, strength in ((int(rng.integers(3, 7)), 22), (int(rng.integers(10, 24)), 12)):
+        canvas = canvas + strength * _smooth_noise(rng, size, cells)[..., None]
+    return canvas.astype(np.float32)
+
+
+def _smooth_noise(rng: np.random.Generator, size: int, cells: int) -> np.ndarray:
+    """(size, size): normal noise on a cells x cells grid, interpolated."""
+    position = np.linspace(0, cells - 1, size)
+    low = np.minimum(position.astype(int), cells - 2)
+    part = position - low
+    part = part * part * (3 - 2 * part)
+    weights = np.zeros((size, cells))
+    weights[np.arange(size), low] = 1 - part
+    weights[np.arange(size), low + 1] = part
+    return weights @ rng.normal(size=(cells, cells)) @ weights.T
+
+
+def _colour(rng: np.random.Generator, saturation: tuple, value: tuple) -> np.ndarray:
+    return 255 * np.array(hsv_to_rgb(rng.uniform(), rng.uniform(*saturation), rng.uniform(*value)), np.float32)
+
+
+def _place(rng: np.random.Generator, name: str, size: int) -> tuple[np.ndarray, tuple]:
+    """(coverage of each pixel 0..1, (u, v, distance inside, radius)): a shape of random size, place and angle."""
+    radius = size * np.exp(rng.uniform(*np.log(RADIUS)))
+    margin = 0.6 * radius  # so that some shapes are cut by the border
+    centre_x, centre_y = rng.uniform(margin, size - margin, 2)
+    angle = rng.uniform(0, 2 * np.pi)
+    y, x = np.mgrid[0:size, 0:size].astype(np.float32) + 0.5
+    x, y = x - np.float32(centre_x), y - np.float32(centre_y)
+    u = (np.cos(angle) * x + np.sin(angle) * y).astype(np.float32)
+    v = (np.cos(angle) * y - np.sin(angle) * x).astype(np.float32)
+    inside = _distance_inside(name, u, v, radius)
+    return (inside + 0.5).clip(0, 1), (u, v, inside, radius)
+
+
+def _distance_inside(name: str, u: np.ndarray, v: np.ndarray, radius: float) -> np.ndarray:
+    """Pixels from the outline, positive inside (exact on the straight edges, which is all that is needed)."""
+    if name == "circle":
+        return 0.9 * radius - np.hypot(u, v)
+    if name == "square":
+        return 0.8 * radius - np.maximum(abs(u), abs(v))
+    if name == "cross":
+        long, short = 0.95 * radius, 0.32 * radius
+        return np.maximum(np.minimum(long - abs(u), short - abs(v)), np.minimum(short - abs(u), long - abs(v)))
+    corners = 3 if name == "triangle" else 5
+    sector = 2 * np.pi / corners
+    # fold the plane into one half sector, where the outline is one straight edge from a corner to a notch
+    theta = abs(np.mod(np.arctan2(v, u) + sector / 2, sector) - sector / 2)
+    distance = np.hypot(u, v)
+    notch = 0.5 * radius * (1.0 if name == "triangle" else 0.86)
+    dent_x, dent_y = notch * np.cos(sector / 2), notch * np.sin(sector / 2)
+    length = np.hypot(dent_x - radius, dent_y)
+    edge_x, edge_y = (dent_x - radius) / length, dent_y / length
+    return edge_x * distance * np.sin(theta) - edge_y * (distance * np.cos(theta) - radius)
+
+
+def _all_visible(owner: np.ndarray, mask: np.ndarray, full_areas: list[int]) -> bool:
+    shown = np.bincount(owner[(owner >= 0) & ~mask], minlength=len(full_areas))
+    return bool((shown >= MIN_VISIBLE * np.array(full_areas)).all()) if full_areas else True
+
+
+def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, local: tuple) -> None:
+    """Blends a textured shape with a dark or light rim into `canvas`."""
+    u, v, inside, radius = local
+    under = canvas[coverage > 0.5].mean(axis=0)
+    colours = [_colour(rng, (0.35, 1.0), (0.35, 1.0)) for _ in range(8)]
+    colour = max(colours[: int(rng.integers(2, 9))], key=lambda c: float(abs(c - under).sum()))
+    period = rng.uniform(3.5, 8)
+    kind = rng.integers(5)
+    if kind == 0:  # stripes
+        pattern = np.sin(2 * np.pi * u / period)
+    elif kind == 1:  # checks
+        pattern = np.sign(np.sin(2 * np.pi * u / period) * np.sin(2 * np.pi * v / period))
+    elif kind == 2:  # rings
+        pattern = np.cos(2 * np.pi * inside / period)
+    elif kind == 3:  # shading across the shape
+        pattern = u / radius
+    else:  # blotches
+        pattern = _smooth_noise(rng, len(u), max(4, int(len(u) / period)))
+    strength = rng.uniform(8, 32)
+    paint = colour + (strength * pattern)[..., None]
+    rim = ((1.5 - inside).clip(0, 1) * rng.uniform(0.2, 0.55))[..., None]
+    paint = paint * (1 - rim)
+    canvas += coverage[..., None] * (paint - canvas)
+
+
+def _visible(mask: np.ndarray, category: int) -> dict:
+    columns, rows = np.flatnonzero(mask.any(axis=0)), np.flatnonzero(mask.any(axis=1))
+    x, y = int(columns[0]), int(rows[0])
+    return {
+        "category": category,
+        "bbox": [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y],
+        "area": int(mask.sum()),
+    }
+
+
+def _relations(objects: list[dict]) -> list[tuple[int, int, int]]:
+    """One spatial predicate for each ordered pair that touches or lies in one line; "larger than" besides."""
+    boxes = np.array([item["bbox"] for item in objects], float)
+    low, high = boxes[:, :2], boxes[:, :2] + boxes[:, 2:]
+    centre = (low + high) / 2
+    triples = []
+    for s in range(len(objects)):
+        for o in range(len(objects)):
+            if s == o:
+                continue
+            predicate = None
+            if (low[s] >= low[o]).all() and (high[s] <= high[o]).all():
+                predicate = "inside"
+            elif (low[o] >= low[s]).all() and (high[o] <= high[s]).all():
+                predicate = "contains"
+            elif (np.minimum(high[s], high[o]) > np.maximum(low[s], low[o])).all():
+                predicate = "overlaps"
+            else:
+                dx, dy = centre[s] - centre[o]
+                if abs(dx) > 2 * abs(dy):
+                    predicate = "left of" if dx < 0 else "right of"
+                elif abs(dy) > 2 * abs(dx):
+                    predicate = "above" if dy < 0 else "below"
+            if predicate:
+                triples.append((s, o, PREDICATES.index(predicate)))
+            if objects[s]["area"] > 3 * objects[o]["area"]:
+                triples.append((s, o, PREDICATES.index("larger than")))
+    return triples
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Writes the bundled shapes as a COCO data set.")
+    parser.add_argument("--out", type=Path, required=True, help="new or empty folder")
+    parser.add_argument("--train-images", type=int, default=1000)
+    parser.add_argument("--val-images", type=int, default=200)
+    parser.add_argument("--image-size", type=int, default=128, help="pixels, both sides")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    try:
+        make_shapes(options.out, options.train_images, options.val_images, options.image_size, options.seed)
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(f"{options.out}: {options.train_images} training and {options.val_images} validation images")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,288 @@
+"""Every data format becomes one Arrow table: memory-mapped, cached, shared by all workers without copies."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+TABLE_VERSION = 1  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
+
+OBJECT_TYPES = {
+    "id": pa.int64(),
+    "bbox": pa.list_(pa.float32(), 4),  # xyxy, absolute pixels of the upright image
+    "category": pa.int64(),  # 0-based row of `categories`
+    "area": pa.float32(),  # square pixels
+    "iscrowd": pa.int8(),
+}
+RELATION_TYPES = {"subject": pa.int64(), "object": pa.int64(), "predicate": pa.int64()}  # rows of this image's objects
+BATCH_ROWS = 16384
+BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
+
+
+@dataclass(frozen=True)
+class Category:
+    """A class: `id` as the annotation file has it, so that predictions can be written in the user's own ids."""
+
+    id: int | str
+    name: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One defect of a data set.
+
+    severity: "error" (the record cannot be used), "warning" (repaired as the message says) or "note".
+    file: the image file as the annotation file names it, or the annotation file.
+    """
+
+    severity: str
+    file: str
+    image_id: int | str | None
+    annotation_id: int | str | None
+    message: str
+
+    def __str__(self) -> str:
+        ids = []
+        if self.image_id is not None:
+            ids.append(f"image {self.image_id}")
+        if self.annotation_id is not None:
+            ids.append(f"annotation {self.annotation_id}")
+        where = f"{self.file} ({', '.join(ids)})" if ids else self.file
+        return f"{self.severity}: {where}: {self.message}"
+
+
+@dataclass(eq=False)
+class DetectionTable:
+    """Images with their boxes, one row per image.
+
+    rows: columns `image_id` (int64 or string), `file_name`, `image` (encoded bytes; only when embedded), `width`,
+        `height`, `objects {id, bbox (xyxy float32, absolute), category (0-based), area, iscrowd}` and
+        `relations {subject, object, predicate}` (rows of the image's objects and of `predicates`).
+    image_root: folder that `file_name` is relative to; None when the images are embedded.
+    problems: what validation found and repaired or dropped.
+    fingerprint: hash of rows and categories, whatever folder they were read from.
+    """
+
+    rows: datasets.Dataset
+    categories: tuple[Category, ...]
+    predicates: tuple[str, ...] = ()
+    image_root: Path | None = None
+    problems: list[Problem] = field(default_factory=list)
+    name: str = ""
+    fingerprint: str = ""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> dict:
+        """One image: the columns of `rows` with `objects` and `relations` as dicts of own (writable) NumPy arrays.
+
+        `bbox` is (N, 4) float32, `area` float32, everything else int64. Raises IndexError outside 0 <= index < len.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of a table of {len(self)} images")
+        position = bisect_right(self._starts, index) - 1
+        return self._batches[position].row(index - self._starts[position])
+
+    def image_source(self, row: Mapping) -> Path | bytes:
+        """What `decode_image` takes for a row: the encoded bytes, or the path of the image file."""
+        return row["image"] if self.image_root is None else self.image_root / row["file_name"]
+
+    def image_ids(self) -> np.ndarray:
+        """(len,) int64, or object (str) when the ids are strings."""
+        return np.concatenate([batch.image_ids() for batch in self._batches] or [np.zeros(0, np.int64)])
+
+    def sizes_hw(self) -> np.ndarray:
+        """(len, 2) int64: height and width in pixels."""
+        return np.concatenate([batch.sizes_hw for batch in self._batches] or [np.zeros((0, 2), np.int64)])
+
+    def num_boxes(self) -> np.ndarray:
+        """(len,) int64: objects per image, crowd regions included."""
+        counts = [np.diff(batch.objects["id"][0]).astype(np.int64) for batch in self._batches]
+        return np.concatenate(counts or [np.zeros(0, np.int64)])
+
+    @property
+    def class_names(self) -> list[str]:
+        return [category.name for category in self.categories]
+
+    def head(self, count: int) -> "DetectionTable":
+        """The first `count` images, still memory-mapped."""
+        if count >= len(self):
+            return self
+        return dataclasses.replace(
+            self, rows=self.rows.select(range(count)), fingerprint=f"{self.fingerprint}-head{count}"
+        )
+
+    @functools.cached_property
+    def _batches(self) -> list["_Batch"]:
+        return [_Batch(batch) for batch in self.rows.with_format("arrow")[:].to_batches() if batch.num_rows]
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [0, *np.cumsum([batch.num_rows for batch in self._batches]).tolist()[:-1]]
+
+    def __getstate__(self) -> dict:
+        """Pickled for a spawned worker without the views: `rows` then travels as the path of its file."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("_batches", "_starts")}
+
+
+class _Batch:
+    """NumPy views on one Arrow record batch: a row costs a few slices instead of a conversion to Python objects."""
+
+    def __init__(self, batch: pa.RecordBatch):
+        self.num_rows = batch.num_rows
+        self.batch = batch
+        ids = batch.column("image_id")
+        self.int_ids = ids.to_numpy() if pa.types.is_integer(ids.type) else None
+        self.sizes_hw = np.stack([batch.column(name).to_numpy().astype(np.int64) for name in ("height", "width")], 1)
+        self.objects = {name: _list_view(batch.column("objects").field(name)) for name in OBJECT_TYPES}
+        self.relations = {name: _list_view(batch.column("relations").field(name)) for name in RELATION_TYPES}
+
+    def image_ids(self) -> np.ndarray:
+        if self.int_ids is not None:
+            return self.int_ids
+        return np.array(self.batch.column("image_id").to_pylist(), dtype=object)
+
+    def row(self, index: int) -> dict:
+        image_id = int(self.int_ids[index]) if self.int_ids is not None else self.batch["image_id"][index].as_py()
+        row = {"image_id": image_id, "file_name": self.batch["file_name"][index].as_py()}
+        if "image" in self.batch.schema.names:
+            row["image"] = self.batch["image"][index].as_py()
+        row["height"], row["width"] = self.sizes_hw[index].tolist()
+        row["objects"] = _cut(self.objects, index)
+        row["relations"] = _cut(self.relations, index)
+        return row
+
+
+def _list_view(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    """(offsets, values) of a list column as views on the mapped file; lists of 4 become rows of an (N, 4) array."""
+    values = column.values
+    if isinstance(values, pa.FixedSizeListArray):
+        return column.offsets.to_numpy(), values.values.to_numpy().reshape(-1, values.type.list_size)
+    return column.offsets.to_numpy(), values.to_numpy()
+
+
+def _cut(views: Mapping[str, tuple[np.ndarray, np.ndarray]], index: int) -> dict[str, np.ndarray]:
+    cut = {}
+    for name, (offsets, values) in views.items():
+        part = values[offsets[index] : offsets[index + 1]]
+        # astype and copy both give an array of our own: one that a transform may write to, and that maps no file
+        cut[name] = part.copy() if part.dtype == np.float32 else part.astype(np.int64)
+    return cut
+
+
+def cache_root(cache_dir: str | Path | None = None) -> Path:
+    """`cache_dir`, else $DETECTION_TOOLKIT_CACHE, else ~/.cache/detection-toolkit."""
+    chosen = cache_dir or os.environ.get("DETECTION_TOOLKIT_CACHE") or "~/.cache/detection-toolkit"
+    return Path(chosen).expanduser()
+
+
+def write_table(
+    rows: Iterable[Mapping],
+    *,
+    cache_file: Path,
+    categories: Sequence[Category],
+    predicates: Sequence[str] = (),
+    image_root: Path | None = None,
+    problems: Sequence[Problem] = (),
+    name: str = "",
+    checked: Mapping[str, str] | None = None,
+) -> DetectionTable:
+    """Writes `rows` (dicts with the columns of DetectionTable) and opens them again, memory-mapped.
+
+    Two files: an Arrow stream named after its content, and `cache_file` (JSON: classes, problems, name of the Arrow
+    file), which is put in place last and in one step. A reader never meets half a table; of two writers one wins.
+    checked: whatever the caller wants back from `open_table` to decide whether the cache still holds.
+    """
+    cache_file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=cache_file.parent, suffix=".tmp")
+    os.close(descriptor)
+    _write_stream(rows, Path(temporary))
+    described = [[category.id, category.name] for category in categories]
+    with open(temporary, "rb") as stream:
+        digest = hashlib.file_digest(stream, hashlib.blake2b)
+    digest.update(json.dumps([described, list(predicates)]).encode())
+    fingerprint = digest.hexdigest()[:32]
+    arrow_file = cache_file.with_name(f"{fingerprint}.arrow")
+    os.replace(temporary, arrow_file)
+    info = {
+        "version": TABLE_VERSION,
+        "arrow": arrow_file.name,
+        "fingerprint": fingerprint,
+        "categories": described,
+        "predicates": list(predicates),
+        "image_root": None if image_root is None else str(image_root),
+        "problems": [dataclasses.astuple(problem) for problem in problems],
+        "name": name,
+        "checked": dict(checked or {}),
+    }
+    write_json(cache_file, info)
+    return _from_info(cache_file, info)
+
+
+def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None:
+    """The cached table and its `checked`, or None when there is none of this version."""
+    try:
+        info = json.loads(cache_file.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if info.get("version") != TABLE_VERSION or not cache_file.with_name(info["arrow"]).exists():
+        return None
+    return _from_info(cache_file, info), info["checked"]
+
+
+def write_json(path: Path, content: object) -> None:
+    """Writes JSON beside `path` and renames it: other processes see the old file or the new one."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        json.dump(content, file)
+    os.replace(file.name, path)
+
+
+def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
+    return DetectionTable(
+        rows=datasets.Dataset.from_file(str(cache_file.with_name(info["arrow"]))),
+        categories=tuple(Category(*category) for category in info["categories"]),
+        predicates=tuple(info["predicates"]),
+        image_root=None if info["image_root"] is None else Path(info["image_root"]),
+        problems=[Problem(*problem) for problem in info["problems"]],
+        name=info["name"],
+        fingerprint=info["fingerprint"],
+    )
+
+
+def _schema(first: Mapping | None) -> pa.Schema:
+    string_ids = first is not None and isinstance(first["image_id"], str)
+    fields = {"image_id": pa.string() if string_ids else pa.int64(), "file_name": pa.string()}
+    if first is not None and "image" in first:
+        fields["image"] = pa.binary()
+    fields |= {"width": pa.int64(), "height": pa.int64()}
+    for name, types in (("objects", OBJECT_TYPES), ("relations", RELATION_TYPES)):
+        fields[name] = pa.struct({key: pa.list_(type_) for key, type_ in types.items()})
+    return pa.schema(fields)
+
+
+def _write_stream(rows: Iterable[Mapping], path: Path) -> None:
+    rows = iter(rows)
+    first = next(rows, None)
+    schema = _schema(first)
+    batch, size = [], 0
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for row in chain([] if first is None else [first], rows):
+            batch.append(row)
+            size += len(row.get("image") or b"")
+            if len(batch) >= BATCH_ROWS or size >= BATCH_BYTES:
+                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
+                batch, size = [], 0
+        if batch:
+            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
