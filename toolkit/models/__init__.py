@@ -1,0 +1,35 @@
+"""Detectors. `build_detector` is the one place that training, evaluation and prediction make a model in."""
+
+import difflib
+from collections.abc import Sequence
+
+from torch import nn
+
+from toolkit.errors import BadInput
+from toolkit.models.detr import Detr
+from toolkit.models.rt_detr import RTDetrV2
+
+ARCHITECTURES = ("detr", "rt_detr_v2")
+
+
+def build_detector(architecture: str, *, class_names: Sequence[str], **options) -> nn.Module:
+    """A detector, with the interface described in docs/design.md.
+
+    Args:
+        architecture: one of `ARCHITECTURES`.
+        class_names: one name per class, in the order of the labels.
+        options: keyword arguments of that detector's class, all of them plain numbers, strings and lists, so that a
+            run's `config.yaml` builds the same model again; an unknown one is a TypeError.
+
+    Raises:
+        BadInput: unknown architecture, no classes, or options that cannot be met (unknown backbone, no weights, ...).
+    """
+    if not class_names:
+        raise BadInput("the data names no classes; a detector needs at least one.")
+    if architecture == "detr":
+        return Detr(class_names=class_names, **options)
+    if architecture == "rt_detr_v2":
+        return RTDetrV2(class_names=class_names, **options)
+    similar = difflib.get_close_matches(str(architecture), ARCHITECTURES, n=1)
+    hint = f"; did you mean {similar[0]!r}?" if similar else ""
+    raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(ARCHITECTURES)}{hint}")

@@ -1,0 +1,111 @@
+"""timm backbones inside transformers detectors: names checked, weights as timm makes them, freezing spelt out.
+
+transformers replaces every `nn.BatchNorm2d` of a DETR backbone, also timm's `BatchNormAct2d`, which holds the
+activation as well: a MobileNet loses its non-linearities. Its config's `freeze_batch_norm_2d` lets timm do the replacement, which
+keeps them, and travels in `config.json`, so the saved model is rebuilt the same way.
+"""
+
+import difflib
+from pathlib import Path
+
+import timm
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.utils.model import unfreeze_batch_norm_2d
+from torch import nn
+from transformers import TimmBackboneConfig
+
+from toolkit.errors import BadInput
+
+FREEZE_CHOICES = ("paper", "norms", "none")
+
+
+def feature_strides(name: str) -> list[int]:
+    """Strides in pixels of the feature maps that timm backbone `name` offers, first to last.
+
+    Raises:
+        BadInput: timm has no such model (similar names are listed), or it gives no feature maps.
+    """
+    if not timm.is_model(name):
+        similar = difflib.get_close_matches(name, timm.list_models(), n=5, cutoff=0.5)
+        hint = f"similar names: {', '.join(similar)}" if similar else "`timm.list_models()` lists them all"
+        raise BadInput(f"model.backbone: timm has no backbone {name!r}; {hint}.")
+    try:
+        with torch.device("meta"):  # only the shapes are wanted
+            return list(timm.create_model(name, features_only=True).feature_info.reduction())
+    except (RuntimeError, AttributeError, AssertionError) as error:
+        raise BadInput(f"model.backbone: {name!r} gives no feature maps ({error}); choose another one.") from error
+
+
+def image_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of the RGB values in [0, 1] that backbone `name` was trained with."""
+    cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    if cfg is None:
+        return IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    return tuple(cfg.mean), tuple(cfg.std)
+
+
+def backbone_config(name: str, out_indices: list[int], frozen_norms: bool, output_stride: int | None = None):
+    """The part of a transformers detector's config that describes its timm backbone."""
+    return TimmBackboneConfig(
+        backbone=name, out_indices=out_indices, freeze_batch_norm_2d=frozen_norms, output_stride=output_stride
+    )
+
+
+def load_backbone_weights(backbone: nn.Module, config: TimmBackboneConfig, pretrained: bool | str) -> None:
+    """Give `backbone` (a timm feature extractor made from `config`) the weights timm makes it with.
+
+    transformers would initialise the convolutions as N(0, 0.02), in which a deep network without norms dies out.
+
+    Args:
+        pretrained: True: timm's pretrained weights; a path: a local file of such weights; False: timm's random ones.
+
+    Raises:
+        BadInput: the weights cannot be fetched, or the file is missing or does not fit.
+    """
+    options = {"features_only": True, "out_indices": tuple(config.out_indices), "output_stride": config.output_stride}
+    if isinstance(pretrained, str):
+        if not Path(pretrained).is_file():
+            raise BadInput(f"model.pretrained: there is no file {pretrained}; give a file, true or false.")
+        options["pretrained_cfg_overlay"] = {"file": pretrained}
+    try:
+        source = timm.create_model(config.backbone, pretrained=bool(pretrained), **options)
+    except (OSError, RuntimeError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise BadInput(
+            f"model.pretrained: no pretrained weights for backbone {config.backbone!r} ({first_line}); connect to the "
+            "network once, or set model.pretrained to a file of weights, or to false to start from random ones."
+        ) from error
+    backbone.load_state_dict(source.state_dict())
+
+
+def freeze_backbone(backbone: nn.Module, name: str, freeze: str) -> None:
+    """Freeze parts of a timm feature extractor whose batch norms are frozen buffers already.
+
+    Args:
+        freeze: "paper": batch norms, and everything before the first feature map of stride 8 (in a ResNet: stem and
+            layer1), as facebookresearch/detr does; "norms": batch norms only; "none": nothing, batch norms learn.
+
+    Raises:
+        BadInput: an unknown choice, or "paper" for a backbone without such a feature map.
+    """
+    if freeze not in FREEZE_CHOICES:
+        raise BadInput(f"model.freeze: {freeze!r} is not one of {', '.join(FREEZE_CHOICES)}.")
+    if freeze == "none":
+        unfreeze_batch_norm_2d(backbone)
+    if freeze == "paper":
+        for parameter in _parameters_before_stride_8(backbone, name):
+            parameter.requires_grad_(False)
+
+
+def _parameters_before_stride_8(backbone: nn.Module, name: str) -> list[nn.Parameter]:
+    with torch.device("meta"):
+        info = timm.create_model(name, features_only=True).feature_info.get_dicts(keys=["module", "reduction"])
+    deeper = [feature["module"] for feature in info if feature["reduction"] > 4]
+    # timm flattens nested stages: module "stages.1" holds the parameters "stages_1.…".
+    prefixes = (f"{deeper[0]}.", f"{deeper[0].replace('.', '_')}.") if deeper else ()
+    names = [key for key, _ in backbone.named_parameters()]
+    first = next((i for i, key in enumerate(names) if key.startswith(prefixes)), 0) if prefixes else 0
+    if first == 0:
+        raise BadInput(f"model.freeze: 'paper' has no meaning for backbone {name!r}; use 'norms' or 'none'.")
+    return list(backbone.parameters())[:first]

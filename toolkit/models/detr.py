@@ -1,0 +1,210 @@
+"""DETR as published (Carion et al., ECCV 2020) on any timm backbone: transformers' model, our losses.
+
+transformers' own auxiliary outputs (`auxiliary_loss=True`) feed the normalised state into the next decoder layer and
+normalise the last one twice. Here the model always runs with `auxiliary_loss=False`, and the decoder's final norm is
+applied to a copy of every layer's state, as in facebookresearch/detr.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import DetrConfig, DetrForObjectDetection, DetrImageProcessor
+
+from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.data.loaders import normalize_images, pixel_mask
+from toolkit.models.backbones import (
+    backbone_config,
+    feature_strides,
+    freeze_backbone,
+    image_statistics,
+    load_backbone_weights,
+)
+from toolkit.models.detr_criterion import DetrCriterion
+from toolkit.models.final import save_transformers_folder
+
+
+class Detr(nn.Module):
+    """A detector (see docs/design.md) around `transformers.DetrForObjectDetection`.
+
+    Args:
+        class_names: one name per class, in the order of the labels.
+        backbone: name of a timm model; its last feature map is used.
+        pretrained: backbone weights: True (timm's, downloaded once), False (random), or the path of a file.
+        freeze: "paper" (stem, first stage and all batch norms), "norms" or "none"; see `freeze_backbone`.
+        dilation: the last backbone stage is dilated instead of strided (DC5).
+        d_model, heads, encoder_layers, decoder_layers, ffn_dim, num_queries, dropout: the transformer; the paper's by
+            default.
+        aux_loss: losses on every decoder layer, not on the last one alone.
+        eos_coef: weight of the no-object class in `loss_ce`.
+        class_cost, bbox_cost, giou_cost: weights in the matching cost.
+        mean, std: of RGB values in [0, 1]; None: those the backbone was trained with.
+
+    Raises:
+        BadInput: unknown backbone or `freeze`, weights that cannot be had.
+    """
+
+    default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    denominator_names = DetrCriterion.denominator_names
+    fixed_size = False
+    stride = 1
+
+    def __init__(
+        self,
+        *,
+        class_names: Sequence[str],
+        backbone: str = "resnet50",
+        pretrained: bool | str = True,
+        freeze: str = "paper",
+        dilation: bool = False,
+        d_model: int = 256,
+        heads: int = 8,
+        encoder_layers: int = 6,
+        decoder_layers: int = 6,
+        ffn_dim: int = 2048,
+        num_queries: int = 100,
+        dropout: float = 0.1,
+        aux_loss: bool = True,
+        eos_coef: float = 0.1,
+        class_cost: float = 1.0,
+        bbox_cost: float = 5.0,
+        giou_cost: float = 2.0,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ):
+        super().__init__()
+        last_feature = len(feature_strides(backbone)) - 1
+        config = DetrConfig(
+            backbone_config=backbone_config(backbone, [last_feature], True, output_stride=16 if dilation else None),
+            dilation=dilation,
+            d_model=d_model,
+            encoder_attention_heads=heads,
+            decoder_attention_heads=heads,
+            encoder_layers=encoder_layers,
+            decoder_layers=decoder_layers,
+            encoder_ffn_dim=ffn_dim,
+            decoder_ffn_dim=ffn_dim,
+            num_queries=num_queries,
+            dropout=dropout,
+            eos_coefficient=eos_coef,
+            id2label=dict(enumerate(class_names)),
+            auxiliary_loss=False,
+        )
+        self.model = DetrForObjectDetection(config)
+        initialise_as_published_(self.model)
+        load_backbone_weights(self.model.model.backbone.model, config.backbone_config, pretrained)
+        freeze_backbone(self.model.model.backbone.model, backbone, freeze)
+        self.aux_loss = aux_loss
+        self.set_loss = DetrCriterion(
+            len(class_names), decoder_layers if aux_loss else 1, eos_coef, (class_cost, bbox_cost, giou_cost)
+        )
+        self.loss_names, self.metric_names = self.set_loss.loss_names, self.set_loss.metric_names
+        own_mean, own_std = image_statistics(backbone)
+        self.mean, self.std = tuple(mean or own_mean), tuple(std or own_std)
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
+        """Class logits and boxes of every decoder layer.
+
+        Args:
+            images: `(B, 3, H, W)` uint8, padded on the right and below.
+            sizes: `(B, 2)` int64, height and width of each image without padding.
+            targets: not needed.
+
+        Returns:
+            `logits (L, B, Q, C + 1)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding; L is
+            the number of decoder layers, 1 without auxiliary losses; the last one is the detector's answer.
+        """
+        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        mask = pixel_mask(sizes, images.shape[-2:])
+        outputs = self.model.model(pixels, pixel_mask=mask, output_hidden_states=self.aux_loss)
+        states = outputs.last_hidden_state[None]
+        if self.aux_loss:
+            # decoder_hidden_states: the queries, the raw state after each layer but the last, the normed last state.
+            raw = outputs.decoder_hidden_states[1:-1]
+            states = torch.cat([*(self.model.model.decoder.layernorm(state)[None] for state in raw), states])
+        # The heads are small; in half precision a box would be known to 1/256 of the image only.
+        with torch.autocast(images.device.type, enabled=False):
+            states = states.to(self.model.dtype)
+            logits = self.model.class_labels_classifier(states)
+            return {"logits": logits, "boxes": self.model.bbox_predictor(states).sigmoid()}
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """This batch's share of the denominators, from CPU targets; see `DetrCriterion.denominators`."""
+        return self.set_loss.denominators(targets, self.model.config.num_queries)
+
+    def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
+        """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `DetrCriterion.forward`."""
+        return self.set_loss(outputs["logits"], outputs["boxes"], targets, denominators)
+
+    def postprocess(
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float = 0.0,
+        top_k: int = 100,
+    ) -> list[dict[str, Tensor]]:
+        """Detections of the last decoder layer, in pixels of the original images; see `detr_detections`."""
+        logits, boxes = outputs["logits"][-1], outputs["boxes"][-1]
+        return detr_detections(logits, boxes, orig_sizes, score_threshold, top_k)
+
+    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
+        """Write a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads.
+
+        Args:
+            categories: the classes in the order of the labels, with original `id` and `name`.
+            processor_size: what the image processor resizes to, as transformers spells it, e.g.
+                `{"shortest_edge": 800, "longest_edge": 1333}`; None: it does not resize.
+        """
+        processor = DetrImageProcessor(
+            image_mean=list(self.mean), image_std=list(self.std), do_resize=processor_size is not None
+        )
+        save_transformers_folder(self.model, processor, processor_size, folder, categories)
+
+
+def detr_detections(
+    logits: Tensor, boxes_cxcywh: Tensor, sizes_hw: Tensor, score_threshold: float = 0.0, top_k: int = 100
+) -> list[dict[str, Tensor]]:
+    """One detection per query: its most probable class, no-object left out (DETR `PostProcess`).
+
+    Args:
+        logits: `(B, Q, C + 1)`, the last column is no-object.
+        boxes_cxcywh: `(B, Q, 4)` fractions of the image.
+        sizes_hw: `(B, 2)` pixels of the images that the boxes are wanted in.
+        score_threshold: keep scores above it; negative: keep all.
+        top_k: keep at most so many, the highest scores; the order of the queries is kept when none is dropped.
+
+    Returns:
+        per image `boxes (K, 4)` xyxy pixels, not clipped, float32; `scores (K,)` float32; `labels (K,)` int64.
+    """
+    scores, labels = logits.float().softmax(-1)[..., :-1].max(-1)
+    boxes = denormalize_boxes(cxcywh_to_xyxy(boxes_cxcywh.float()), sizes_hw)
+    if top_k < scores.shape[1]:
+        scores, chosen = scores.topk(top_k, dim=1)
+        labels = labels.gather(1, chosen)
+        boxes = boxes.gather(1, chosen[..., None].expand(-1, -1, 4))
+    keep = scores > score_threshold
+    return [
+        {"boxes": b[k], "scores": s[k], "labels": c[k]} for b, s, c, k in zip(boxes, scores, labels, keep, strict=True)
+    ]
+
+
+@torch.no_grad()
+def initialise_as_published_(model: DetrForObjectDetection) -> None:
+    """Random weights as facebookresearch/detr draws them; transformers draws N(0, 0.02), which trains more slowly.
+
+    Transformer matrices are Xavier uniform, query, key and value as the one matrix they are there; heads and input
+    projection are PyTorch's default, queries N(0, 1). The backbone is left alone.
+    """
+    for module in (model.model.input_projection, model.class_labels_classifier, *model.bbox_predictor.layers):
+        module.reset_parameters()
+    model.model.query_position_embeddings.reset_parameters()
+    for name, module in (*model.model.encoder.named_modules(), *model.model.decoder.named_modules()):
+        if isinstance(module, nn.Linear):
+            fused = name.endswith(("q_proj", "k_proj", "v_proj"))
+            module.reset_parameters()
+            nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if fused else 1.0)
+            if fused or name.endswith("o_proj"):
+                nn.init.zeros_(module.bias)
