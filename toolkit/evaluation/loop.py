@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from toolkit.distributed import agree_max, gather_by_image, world
+from toolkit.distributed import agree_max, gather_by_image, gather_objects, world
 
 
 class Predictions(NamedTuple):
     """What one pass over a dataset gives, the same on every rank.
 
-    by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64, on the CPU.
+    by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64, on CPU.
     losses: `loss`, `<loss name>` (weighted), `<loss name>_unscaled` and the detector's metrics, over the whole dataset;
         empty without loss weights.
     interrupted: 0, or the largest number that `stop` returned on any rank; `by_image` and `losses` are then empty.
@@ -131,7 +131,7 @@ class LossSums:
             "denominators": self.denominators,
             "divided_by": self.divided_by,
         }
-        parts = [part for _, part in sorted(gather_by_image([(world()[0], mine)]).items())]
+        parts = gather_objects(mine)
         divided_by = {k: v for part in parts for k, v in part["divided_by"].items()}
         denominators = {n: sum(part["denominators"][n] for part in parts) for n in self.names}
         losses = {}
@@ -148,6 +148,8 @@ class LossSums:
 
 def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn.Module, step: int) -> dict[str, float]:
     losses, metrics = parts
+    if not losses:  # a dataset without images
+        return metrics
     weighted = loss_weights({k: torch.tensor(v, dtype=torch.float64) for k, v in losses.items()}, step)
     result = {"loss": float(weighted.total)}
     result |= {k: float(v) for k, v in weighted.weighted.items() if k in losses}
@@ -159,8 +161,7 @@ def _on_host(found: list[dict]) -> list[dict]:
     """Predictions of a batch on the CPU: one copy for each of boxes, scores and labels instead of three per image."""
     counts = [len(p["scores"]) for p in found]
     columns = {k: torch.cat([p[k] for p in found]).cpu().split(counts) for k in ("boxes", "scores", "labels")}
-    # clone: a slice would keep (and send to the other ranks) the whole batch
-    return [{k: parts[i].clone() for k, parts in columns.items()} for i in range(len(found))]
+    return [{k: parts[i] for k, parts in columns.items()} for i in range(len(found))]
 
 
 def _no_bar() -> bool | None:

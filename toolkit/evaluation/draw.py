@@ -1,0 +1,149 @@
+"""Pictures of detections: ground truth and predictions side by side, many images in one PNG."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from toolkit.data.images import decode_image
+
+# Okabe & Ito (2008), told apart with every kind of colour vision; without black, plus three of Tol's.
+COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")
+PANEL = 384  # longest side of an image in the grid, in pixels
+BAR, GAP = 24, 10
+BACKGROUND, TEXT = "#FFFFFF", "#222222"
+
+
+def choose_images(table, count: int) -> list[int]:
+    """Positions of `count` images spread evenly over those with boxes (over all when none has): the same every time."""
+    candidates = np.flatnonzero(table.num_boxes() > 0)
+    if not len(candidates):
+        candidates = np.arange(len(table))
+    return candidates[np.linspace(0, len(candidates) - 1, min(count, len(candidates))).astype(int)].tolist()
+
+
+def grid_samples(table, predictions: Mapping, positions: Sequence[int]) -> list[tuple[Tensor, dict, dict]]:
+    """(original image uint8 (3, H, W), predictions, ground truth) for `draw_grid`, from a table and its predictions."""
+    samples = []
+    for position in positions:
+        row = table.row(position)
+        objects = row["objects"]
+        truth = {
+            "image_id": row["image_id"],
+            "boxes": torch.as_tensor(np.array(objects["bbox"], dtype=np.float32)).reshape(-1, 4),
+            "labels": torch.as_tensor(np.array(objects["category"], dtype=np.int64)),
+            "iscrowd": torch.as_tensor(np.array(objects["iscrowd"], dtype=np.int64)),
+        }
+        samples.append((decode_image(table.image_source(row)), predictions[row["image_id"]], truth))
+    return samples
+
+
+def draw_grid(
+    samples: Sequence[tuple[Tensor, Mapping, Mapping]],
+    class_names: Sequence[str],
+    path: Path,
+    score_threshold: float = 0.3,
+    columns: int = 2,
+) -> Path:
+    """One PNG with a pair of panels per image: its ground truth (crowds dashed) left, its predictions right.
+
+    Args:
+        samples: (image uint8 (3, H, W), predictions {boxes (K, 4), scores, labels}, ground truth {image_id, boxes
+            (N, 4), labels, optional iscrowd}); boxes xyxy in pixels of that image, tensors on any device.
+        path: file to write; its folder is made.
+        score_threshold: weaker predictions are not drawn.
+        columns: pairs beside each other.
+
+    Returns:
+        `path`.
+    """
+    tiles = [_tile(*sample, class_names, score_threshold) for sample in samples]
+    columns = max(1, min(columns, len(tiles)))
+    width = max((t.width for t in tiles), default=PANEL)
+    rows = [tiles[i : i + columns] for i in range(0, len(tiles), columns)]
+    heights = [max(t.height for t in row) for row in rows]
+    size = (columns * (width + 2 * GAP), sum(heights) + 2 * GAP * len(rows)) if rows else (PANEL, BAR)
+    grid = Image.new("RGB", size, BACKGROUND)
+    top = GAP
+    for row, height in zip(rows, heights, strict=True):
+        for column, tile in enumerate(row):
+            grid.paste(tile, (GAP + column * (width + 2 * GAP), top))
+        top += height + 2 * GAP
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    grid.save(path)
+    return path
+
+
+def _tile(image: Tensor, predictions: Mapping, truth: Mapping, class_names: Sequence[str], threshold: float):
+    found = {k: predictions[k].detach().cpu() for k in ("boxes", "scores", "labels")}
+    shown = found["scores"] >= threshold
+    order = found["scores"][shown].argsort(stable=True)  # best on top
+    found = {k: v[shown][order] for k, v in found.items()}
+    picture = Image.fromarray(image.detach().cpu().permute(1, 2, 0).contiguous().numpy())
+    scale = PANEL / max(picture.size)
+    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    picture = picture.resize(size, Image.Resampling.BICUBIC)
+
+    left, right = picture.copy(), picture.copy()
+    crowd = truth["iscrowd"].tolist() if "iscrowd" in truth else [0] * len(truth["labels"])
+    _draw_boxes(left, truth["boxes"] * scale, truth["labels"], [None] * len(crowd), crowd, class_names)
+    _draw_boxes(right, found["boxes"] * scale, found["labels"], found["scores"].tolist(), [0] * len(order), class_names)
+
+    tile = Image.new("RGB", (2 * size[0] + 4, size[1] + BAR), BACKGROUND)
+    tile.paste(left, (0, BAR))
+    tile.paste(right, (size[0] + 4, BAR))
+    draw, font = ImageDraw.Draw(tile), ImageFont.load_default(15)
+    objects, detections = len(truth["labels"]), len(order)
+    title = f"{truth.get('image_id', '')}:  {objects} object{'s' * (objects != 1)}"
+    draw.text((2, 2), _shortened(title, size[0], draw, font), fill=TEXT, font=font)
+    caption = f"{detections} prediction{'s' * (detections != 1)} ≥ {threshold:g}"
+    draw.text((size[0] + 6, 2), _shortened(caption, size[0], draw, font), fill=TEXT, font=font)
+    return tile
+
+
+def _draw_boxes(picture: Image.Image, boxes: Tensor, labels: Tensor, scores: list, dashed: list, class_names) -> None:
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(13)
+    limit = torch.tensor([picture.width - 1, picture.height - 1] * 2)
+    boxes = torch.minimum(boxes.detach().cpu().float().nan_to_num(0).clamp(min=0), limit)
+    tags = []
+    for box, label, score, is_dashed in zip(boxes.tolist(), labels.tolist(), scores, dashed, strict=True):
+        x1, y1, x2, y2 = min(box[0], box[2]), min(box[1], box[3]), max(box[0], box[2]), max(box[1], box[3])
+        colour = COLOURS[label % len(COLOURS)]
+        if is_dashed:
+            _dashed(draw, (x1, y1, x2, y2), colour)
+        else:
+            draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline="#000000", width=4)  # seen on any background
+            draw.rectangle((x1, y1, x2, y2), outline=colour, width=2)
+        name = class_names[label] if 0 <= label < len(class_names) else f"label {label}?"
+        tags.append((x1, y1, name if score is None else f"{name} {score:.2f}", colour))
+    for x1, y1, text, colour in tags:  # after all boxes, so that no line crosses a text
+        width, height = draw.textlength(text, font=font) + 6, 16
+        x = max(0, min(x1 - 1, picture.width - width))
+        y = y1 - height if y1 >= height else y1
+        draw.rectangle((x, y, x + width, y + height), fill=colour)
+        draw.text((x + 3, y + 1), text, fill=_contrast(colour), font=font)
+
+
+def _dashed(draw: ImageDraw.ImageDraw, box: tuple, colour: str, dash: int = 8) -> None:
+    x1, y1, x2, y2 = box
+    for a in np.arange(x1, x2, 2 * dash):
+        draw.line((a, y1, min(a + dash, x2), y1), fill=colour, width=2)
+        draw.line((a, y2, min(a + dash, x2), y2), fill=colour, width=2)
+    for b in np.arange(y1, y2, 2 * dash):
+        draw.line((x1, b, x1, min(b + dash, y2)), fill=colour, width=2)
+        draw.line((x2, b, x2, min(b + dash, y2)), fill=colour, width=2)
+
+
+def _contrast(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#FFFFFF"
+
+
+def _shortened(text: str, width: int, draw: ImageDraw.ImageDraw, font) -> str:
+    while text and draw.textlength(text, font=font) > width - 4:
+        text = text[:-2] + "…" if len(text) > 2 else ""
+    return text

@@ -1,0 +1,198 @@
+"""Curves and the report of a run, made from its files alone: `metrics.jsonl`, `config.yaml`, `environment.json`."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from toolkit.evaluation.draw import COLOURS
+
+BOX_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+_LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.losses
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Rows of a metrics.jsonl; none when there is no file. A last line cut off by a crash is left out.
+
+    Raises:
+        ValueError: a broken line elsewhere; names file and line.
+    """
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+    return rows
+
+
+def series(rows: Sequence[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) of the rows that have a number for `key`."""
+    pairs = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+    steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
+    return steps, values
+
+
+def smoothed(values: np.ndarray, share: float = 0.05) -> np.ndarray:
+    """Mean over a centred window of `share` of the points (at least 5), shorter at both ends; non-finite ones skipped."""
+    half = max(2, int(len(values) * share) // 2)
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    low, high = np.maximum(np.arange(len(values)) - half, 0), np.minimum(np.arange(len(values)) + half + 1, len(values))
+    with np.errstate(invalid="ignore"):
+        return (sums[high] - sums[low]) / (counts[high] - counts[low])
+
+
+def plot_curves(metrics_jsonl: Path, out_folder: Path) -> list[Path]:
+    """`curves.png` (losses, learning rates, gradient norm) and `ap.png` (AP, AP50, AP by class; raw and EMA).
+
+    Columns that are missing leave their panel out; a picture without any panel is not written.
+
+    Returns:
+        The files written.
+    """
+    rows = read_metrics(metrics_jsonl)
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    panels = [_loss_panel, _terms_panel, _auxiliary_panel, _lr_panel, _norm_panel]
+    written = [
+        _picture(rows, names, panels, Path(out_folder) / "curves.png"),
+        _picture(rows, names, [_ap_panel, _class_panel], Path(out_folder) / "ap.png"),
+    ]
+    return [path for path in written if path is not None]
+
+
+def _picture(rows: list[dict], names: list[str], panels: Sequence, path: Path) -> Path | None:
+    """Draw the panels that have something to show below each other, two in a row."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    shown = [panel for panel in panels if panel(figure.add_subplot(), rows, names)]
+    if not shown:
+        return None
+    columns = min(2, len(shown))
+    lines = -(-len(shown) // columns)
+    figure = Figure(figsize=(6.5 * columns, 4 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    for i, panel in enumerate(shown, start=1):
+        axes = figure.add_subplot(lines, columns, i)
+        panel(axes, rows, names)
+        axes.set_xlabel("optimizer step")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _line(axes, rows, key: str, label: str, colour: str, raw: bool = True, **style) -> bool:
+    """A smoothed line over its faint raw values; short series are drawn as they are."""
+    steps, values = series(rows, key)
+    if not len(steps):
+        return False
+    if len(steps) >= 20:
+        if raw:
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+        values = smoothed(values)
+    axes.plot(steps, values, color=colour, label=label, **style)
+    return True
+
+
+def _loss_panel(axes, rows, names) -> bool:
+    drawn = _line(axes, rows, "train/loss", "training", COLOURS[4])
+    for key, label, colour in (("val/loss", "validation", COLOURS[5]), ("val/ema/loss", "validation, EMA", COLOURS[2])):
+        drawn |= _line(axes, rows, key, label, colour, marker="o", markersize=3)
+    axes.set_title("total loss")
+    return _legend(axes, drawn)
+
+
+def _terms(names: Sequence[str]) -> list[str]:
+    """Weighted losses: `train/<name>` with an unweighted partner."""
+    present = set(names)
+    return [n for n in names if n.startswith("train/") and f"{n}_unscaled" in present and n != "train/loss"]
+
+
+def _terms_panel(axes, rows, names) -> bool:
+    main = [n for n in _terms(names) if not _LAYER.search(n)]
+    for i, name in enumerate(main):
+        _line(axes, rows, name, name.removeprefix("train/"), COLOURS[i % len(COLOURS)])
+    axes.set_title("weighted loss terms" + (", last layer" if len(main) < len(_terms(names)) else ""))
+    return _legend(axes, bool(main))
+
+
+def _auxiliary_panel(axes, rows, names) -> bool:
+    layers = [n for n in _terms(names) if _LAYER.search(n)]
+    bases = list(dict.fromkeys(_LAYER.sub("", n) for n in layers))
+    seen = set()
+    for name in layers:
+        base = _LAYER.sub("", name)
+        label = None if base in seen else f"{base.removeprefix('train/')}_*"
+        seen.add(base)
+        colour = COLOURS[bases.index(base) % len(COLOURS)]
+        _line(axes, rows, name, label, colour, raw=False, linewidth=0.9, alpha=0.8)
+    axes.set_title("weighted loss terms, auxiliary layers")
+    return _legend(axes, bool(layers))
+
+
+def _lr_panel(axes, rows, names) -> bool:
+    groups = [n for n in names if n.startswith("train/lr/")]
+    drawn = False
+    for i, name in enumerate(groups):
+        steps, values = series(rows, name)
+        style = ("-", "--", ":", "-.")[i % 4]  # groups often share a learning rate
+        axes.plot(steps, values, style, color=COLOURS[i % len(COLOURS)], label=name.removeprefix("train/lr/"))
+        drawn |= bool(len(steps))
+    axes.set_title("learning rate")
+    axes.set_ylim(bottom=0)
+    return _legend(axes, drawn)
+
+
+def _norm_panel(axes, rows, names) -> bool:
+    drawn = _line(axes, rows, "train/grad_norm", "before clipping", COLOURS[4])
+    values = series(rows, "train/grad_norm")[1]
+    if drawn and (values > 0).any():
+        axes.set_yscale("log")
+    axes.set_title("gradient norm")
+    return drawn
+
+
+def _ap_panel(axes, rows, names) -> bool:
+    drawn = False
+    for metric, colour in (("bbox_AP", COLOURS[4]), ("bbox_AP50", COLOURS[5])):
+        for prefix, label, style in (("val/", "", "-"), ("val/ema/", ", EMA", "--")):
+            steps, values = series(rows, prefix + metric)
+            axes.plot(steps, values, style, marker="o", markersize=3, color=colour, label=metric[5:] + label)
+            drawn |= bool(len(steps))
+    axes.set_title("COCO AP on the validation data")
+    axes.set_ylim(0, 1)
+    return _legend(axes, drawn)
+
+
+def _class_panel(axes, rows, names) -> bool:
+    """AP of at most ten classes, the best at the end first; the legend in that order."""
+    prefix = "val/ema/AP/" if any(n.startswith("val/ema/AP/") for n in names) else "val/AP/"
+    curves = {n.removeprefix(prefix): series(rows, n) for n in names if n.startswith(prefix)}
+    curves = {name: curve for name, curve in curves.items() if len(curve[0])}
+    chosen = sorted(curves, key=lambda name: -curves[name][1][-1])
+    if len(chosen) > 10:
+        chosen = chosen[:5] + chosen[-5:]
+    for i, name in enumerate(chosen):
+        axes.plot(*curves[name], marker="o", markersize=3, color=COLOURS[i], label=name)
+    many = " (five best and five worst)" if len(curves) > 10 else ""
+    axes.set_title(f"AP by class{', EMA' if 'ema' in prefix else ''}{many}")
+    axes.set_ylim(0, 1)
+    return _legend(axes, bool(chosen))
+
+
+def _legend(axes, drawn: bool) -> bool:
+    if drawn:
+        axes.legend(frameon=False, fontsize=8, ncols=2 if len(axes.get_legend_handles_labels()[1]) > 6 else 1)
+    return drawn
