@@ -41,6 +41,12 @@ def grid_samples(table, predictions: Mapping, positions: Sequence[int]) -> list[
     return samples
 
 
+def draw_predictions(table, predictions: Mapping, count: int, path: Path, score_threshold: float = 0.3) -> Path:
+    """`draw_grid` of `count` images of a table, the same ones every time; predictions by image id."""
+    samples = grid_samples(table, predictions, choose_images(table, count))
+    return draw_grid(samples, table.class_names, path, score_threshold)
+
+
 def draw_grid(
     samples: Sequence[tuple[Tensor, Mapping, Mapping]],
     class_names: Sequence[str],

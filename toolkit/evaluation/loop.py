@@ -71,8 +71,8 @@ def predict_dataset(
         for batch in tqdm(loader, desc=description, leave=False, delay=2, disable=_no_bar()):
             if len(batch.targets):
                 moved = batch.to(device, non_blocking=True)
-                with autocast():
-                    outputs = detector(moved.images, moved.sizes)
+                with autocast():  # targets: some models give what their loss needs only when they see them
+                    outputs = detector(moved.images, moved.sizes, None if loss_weights is None else moved.targets)
                 orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
                 found = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
                 items += zip((t["image_id"] for t in batch.targets), _on_host(found), strict=True)
@@ -116,6 +116,9 @@ class LossSums:
             self.denominators[name] += float(value)
 
     def _find_denominators(self, losses: Mapping[str, Tensor], outputs, targets: list[dict]) -> None:
+        if len(self.names) == 1:
+            self.divided_by = dict.fromkeys([*self.divided_by, *losses], self.names[0])
+            return
         powers = {name: 2.0 ** (i + 1) for i, name in enumerate(self.names)}
         shrunk, _ = self.detector.criterion(outputs, targets, powers)
         for loss, value in losses.items():

@@ -43,7 +43,7 @@ def series(rows: Sequence[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smoothed(values: np.ndarray, share: float = 0.05) -> np.ndarray:
-    """Mean over a centred window of `share` of the points (at least 5), shorter at both ends; non-finite ones skipped."""
+    """Mean over a centred window of `share` of the points (at least 5), shorter at both ends, of what is finite."""
     half = max(2, int(len(values) * share) // 2)
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
@@ -196,3 +196,88 @@ def _legend(axes, drawn: bool) -> bool:
     if drawn:
         axes.legend(frameon=False, fontsize=8, ncols=2 if len(axes.get_legend_handles_labels()[1]) > 6 else 1)
     return drawn
+
+
+def write_report(run_folder: Path) -> Path:
+    """`report/README.md` with curves, the final numbers, the newest pictures, settings and surroundings of a run.
+
+    Made from the files of the run folder; whatever is missing there is missing in the report. Made anew each time.
+
+    Returns:
+        The README.
+    """
+    run_folder = Path(run_folder)
+    report = run_folder / "report"
+    report.mkdir(parents=True, exist_ok=True)
+    rows = read_metrics(run_folder / "metrics.jsonl")
+    curves = plot_curves(run_folder / "metrics.jsonl", report)
+    parts = [f"# {run_folder.name}", *_state(run_folder, rows), *_numbers(rows)]
+    parts += [f"![{path.stem}]({path.name})" for path in reversed(curves)]
+    if pictures := sorted(report.glob("pictures/*.png")):
+        newest = pictures[-1].relative_to(report).as_posix()
+        parts += [f"## Predictions\n\nGround truth left, predictions right ({pictures[-1].stem}).", f"![]({newest})"]
+    parts += _settings(run_folder)
+    readme = report / "README.md"
+    readme.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return readme
+
+
+def _state(run_folder: Path, rows: list[dict]) -> list[str]:
+    status = _json(run_folder / "status.json")
+    last = rows[-1] if rows else {}
+    facts = [f"{key} {status[key]}" for key in ("state", "reason") if status.get(key)]
+    facts += [f"step {last['step']}"] if "step" in last else ["no step yet"]
+    facts += [f"epoch {last['epoch']}"] if "epoch" in last else []
+    facts += [f"{last['time_s'] / 60:.1f} minutes"] if "time_s" in last else []
+    return [", ".join(facts)]
+
+
+def _numbers(rows: list[dict]) -> list[str]:
+    """Markdown tables of the twelve numbers and of the classes: last and best evaluation, raw and EMA."""
+    columns = {}
+    for prefix, name in (("val/", "raw"), ("val/ema/", "EMA")):
+        evaluated = [row for row in rows if row.get(f"{prefix}bbox_AP") is not None]
+        if evaluated:
+            best = max(evaluated, key=lambda row: row[f"{prefix}bbox_AP"])
+            columns[f"{name}, last (step {evaluated[-1]['step']})"] = (prefix, evaluated[-1])
+            columns[f"{name}, best (step {best['step']})"] = (prefix, best)
+    if not columns:
+        return ["There is no evaluation with ground truth yet."]
+    metrics = [f"bbox_{name}" for name in BOX_METRICS] + ["loss"]
+    parts = ["## Numbers", _markdown(["metric", *columns], [_cells(m, columns) for m in metrics])]
+    classes = list(dict.fromkeys(
+        key.split("/AP/", 1)[1] for prefix, row in columns.values() for key in row if key.startswith(f"{prefix}AP/")
+    ))  # fmt: skip
+    if classes:
+        cells = [[name, *_cells(f"AP/{name}", columns)[1:]] for name in classes]
+        parts += ["## AP by class", _markdown(["class", *columns], cells)]
+    return parts
+
+
+def _cells(metric: str, columns: dict) -> list[str]:
+    return [metric, *(_number(row.get(prefix + metric)) for prefix, row in columns.values())]
+
+
+def _settings(run_folder: Path) -> list[str]:
+    parts = []
+    config = run_folder / "config.yaml"
+    if config.exists():
+        parts += ["## Settings", f"```yaml\n{config.read_text(encoding='utf-8').rstrip()}\n```"]
+    environment = _json(run_folder / "environment.json")
+    if environment:
+        text = json.dumps(environment, indent=2, ensure_ascii=False)
+        parts += ["## Environment", f"```json\n{text}\n```"]
+    return parts
+
+
+def _json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
