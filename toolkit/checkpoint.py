@@ -217,7 +217,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: missing, incomplete, changed, of another format, or holding a pickle or anything that would
             have to be unpickled; nothing of the kind is ever run.
     """
-    path = Path(path)
+    path = Path(path).resolve() if Path(path).is_symlink() else Path(path)
     manifest = _read_manifest(path)
     problems = _check_files(path, manifest)
     if problems:

@@ -1,0 +1,398 @@
+"""Where the numbers of a run go: metrics.jsonl first and always, then a tracker through Accelerate, then the console.
+
+A tracker may fail, or have no network: one warning, and training goes on without it. What it missed it is sent from
+metrics.jsonl when the run is resumed.
+"""
+
+import json
+import math
+import os
+import re
+import struct
+import sys
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from PIL import Image
+from tqdm import tqdm
+
+from toolkit.errors import BadInput
+from toolkit.runfolder import write_text_atomic
+
+WANDB_INIT_TIMEOUT_S = 30
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one strict JSON object a line, flushed as it is written; for the main process only.
+
+    A NaN or infinite value is written as null, and named in the row's `"nonfinite": {name: "nan"}`.
+
+    Args:
+        path: the file.
+        keep_rows: how many of an earlier file's rows stay: on resume, as many as there were when the checkpoint was
+            written. A count, because rows of one step may lie on both sides of it.
+
+    Raises:
+        BadInput: the file cannot be written, or is no metrics.jsonl.
+    """
+
+    def __init__(self, path: Path, keep_rows: int = 0):
+        self.path = Path(path)
+        kept = read_metrics(self.path)[:keep_rows] if keep_rows else []
+        try:
+            write_text_atomic(self.path, "".join(_line(row) for row in kept))
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self.rows = len(kept)
+
+    def write(self, row: Mapping) -> None:
+        """Append `row`. Raises TypeError for what JSON has no form for, BadInput when the disk does not take it."""
+        line = _line(row)
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self.rows += 1
+
+    def _unwritable(self, error: OSError) -> BadInput:
+        return BadInput(f"{self.path} cannot be written ({error.strerror}). Make room or make it writable, then go on "
+                        "with --run.resume latest.")  # fmt: skip
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl as they were logged, NaN and infinity included; empty when there is no such file.
+
+    A torn last line, which a kill leaves behind, is left out.
+
+    Raises:
+        BadInput: another line is no JSON object with a `step`; names it.
+    """
+    if not Path(path).exists():
+        return []
+    rows, lines = [], Path(path).read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line or number == len(lines):  # what follows the last newline is torn or empty
+            continue
+        try:
+            row = json.loads(line)
+            row.update({name: float(text) for name, text in row.pop("nonfinite", {}).items()})
+            rows.append(row | {"step": int(row["step"])})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadInput(f"{path}, line {number}: not a row of metrics ({error}); mend or remove it.") from error
+    return rows
+
+
+def _line(row: Mapping) -> str:
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
+    nonfinite = {k: repr(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    values |= dict.fromkeys(nonfinite)
+    return json.dumps(values | ({"nonfinite": nonfinite} if nonfinite else {}), allow_nan=False) + "\n"
+
+
+# ---------------------------------------------------------------- trackers
+
+
+def tracker_kwargs(tracker: str, folder: Path) -> dict:
+    """Arguments for `Accelerator(...)` that let it use `tracker` and keep its files in the run folder.
+
+    Raises:
+        BadInput: no such tracker, or not installed; lists those that are.
+    """
+    if tracker == "none":
+        return {}
+    available = sorted({str(name) for name in get_available_trackers()})
+    if tracker not in LOGGER_TYPE_TO_CLASS:
+        raise BadInput(f"--run.tracker {tracker}: no such tracker. Installed are: {', '.join(['none', *available])}.")
+    if tracker not in available:
+        raise BadInput(
+            f"--run.tracker {tracker}: its package is not installed. Installed are: {', '.join(['none', *available])}."
+        )
+    return {"log_with": [tracker], "project_dir": str(folder)}
+
+
+class RunWriter:
+    """Writes the rows and pictures of one run; on other processes than the main one every method does nothing.
+
+    Args:
+        folder: the run folder.
+        accelerator: built with `tracker_kwargs`; needed unless `tracker` is "none".
+        tracker: a name that Accelerate knows, or "none".
+        project: of the tracker. run_name: shown by the tracker; the folder's name when None.
+        config: the resolved settings, nested as they are.
+        is_main: this is the main process.
+        resume_state: `state_dict()` out of the checkpoint that is resumed; None for a fresh start.
+
+    The tracker's run id and the steps it was sent stand in `tracker.json`. A step is noted there before it is sent, so
+    that a kill between the two cannot have it sent again; W&B is asked, or its offline files are, what it has.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        accelerator: Accelerator | None = None,
+        tracker: str = "none",
+        project: str = "detection-toolkit",
+        run_name: str | None = None,
+        config: Mapping | None = None,
+        is_main: bool = True,
+        resume_state: Mapping | None = None,
+    ):
+        self.folder = Path(folder)
+        self.tracker = tracker if is_main else "none"
+        self.run_id: str | None = None
+        self._is_main = is_main
+        self._accelerator = accelerator
+        self._sent: dict[str, int] = {}  # kind of row -> last step sent
+        self._floor = -1  # W&B has every step up to this one
+        if not is_main:
+            return
+        continues = resume_state is not None and (self.folder / "metrics.jsonl").exists()  # else a fork, or fresh
+        self._metrics = MetricsLog(self.folder / "metrics.jsonl", resume_state["rows"] if continues else 0)
+        if self.tracker != "none":
+            self._start(project, run_name or self.folder.name, _flat(config or {}), resume_state if continues else None)
+            for row in read_metrics(self._metrics.path):
+                self._send(row)
+
+    def state_dict(self) -> dict:
+        """JSON values for the checkpoint: rows written so far, tracker, run id; the same keys on every process."""
+        rows = self._metrics.rows if self._is_main else 0
+        return {"rows": rows, "tracker": self.tracker, "run_id": self.run_id}
+
+    def log(self, row: Mapping[str, float | int | str | None]) -> None:
+        """Write one row: metrics.jsonl first, then the tracker. `row` has `step`, `epoch`, `time_s` and values."""
+        if self._is_main:
+            self._metrics.write(row)
+            self._send(row)
+
+    def log_images(self, images: Mapping[str, Path], step: int) -> None:
+        """Show picture files (any format PIL reads) in the tracker under their names, unless it has this step's."""
+        if self._is_main and self.tracker != "none" and self._note("images", step):
+            self._guarded(self._show, images, step)
+
+    def close(self) -> None:
+        """Close the file and let the tracker finish; the process group stays."""
+        if self._is_main:
+            self._metrics.close()
+        if self.tracker != "none":
+            self._guarded(self._finish)
+
+    # Below: main process, tracker other than "none".
+
+    def _start(self, project: str, run_name: str, config: dict, resume_state: Mapping | None) -> None:
+        saved = _read_json(self.folder / "tracker.json") if resume_state is not None else {}
+        if resume_state is not None and saved.get("tracker") == self.tracker:
+            self._sent = {kind: int(step) for kind, step in saved.get("sent", {}).items()}
+            self.run_id = saved.get("run_id")
+        elif resume_state is not None and resume_state.get("tracker") == self.tracker:
+            self.run_id = resume_state.get("run_id")
+        if self.tracker == "wandb":
+            self._guarded(self._start_wandb, project, run_name, config)
+            return
+        # Only a new run gets TensorBoard's table of settings; purging hides an attempt that left no checkpoint.
+        kwargs = {"tensorboard": {"purge_step": 0} if resume_state is None else {}}
+        first_config = config if resume_state is None or self.tracker != "tensorboard" else None
+        name = "tensorboard" if self.tracker == "tensorboard" else project  # its folder in the run folder
+        self._guarded(self._accelerator.init_trackers, name, first_config, kwargs)
+
+    def _start_wandb(self, project: str, run_name: str, config: dict) -> None:
+        import wandb  # half a second that only its users pay
+
+        resumed, self.run_id = self.run_id is not None, self.run_id or uuid.uuid4().hex[:8]
+        settings = wandb.Settings(init_timeout=WANDB_INIT_TIMEOUT_S)
+        options = {"id": self.run_id, "name": run_name, "dir": str(self.folder), "settings": settings}
+        online = {} if os.environ.get("WANDB_MODE") == "offline" else {"resume": "allow"}
+        try:
+            with _no_prompts():
+                self._accelerator.init_trackers(project, config, {"wandb": options | online})
+        except (wandb.errors.UsageError, wandb.errors.CommError) as error:  # no key; no network
+            self._accelerator.trackers.clear()
+            warnings.warn(
+                f"W&B cannot be reached ({_first_line(error)}); logging offline. Send it later with "
+                f"`wandb sync {self.folder}/wandb/offline-run-*`.",
+                stacklevel=2,
+            )
+            self._accelerator.init_trackers(project, config, {"wandb": options | {"mode": "offline"}})
+        run = self._accelerator.get_tracker("wandb", unwrap=True)
+        self._sent = {}
+        if resumed:
+            self._floor = max(run.step - 1, last_offline_step(self.folder, self.run_id))
+        self._save()
+
+    def _send(self, row: Mapping) -> None:
+        if self.tracker == "none":
+            return
+        step = row["step"]
+        values = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float | np.number)}
+        if self._note("train" if any(k.startswith("train/") for k in values) else "val", step):
+            self._guarded(self._accelerator.log, values, step)
+
+    def _note(self, kind: str, step: int) -> bool:
+        """Note that the tracker gets this step's row of this kind; False if it has it already."""
+        if step <= max(self._floor, self._sent.get(kind, -1)):
+            return False
+        self._sent[kind] = step
+        self._guarded(self._save)
+        return True
+
+    def _save(self) -> None:
+        # Replaced at each row, so without the flushes to the disk that survive a power cut.
+        path = self.folder / "tracker.json"
+        temp = path.with_name(".tmp-tracker.json")
+        temp.write_text(json.dumps({"tracker": self.tracker, "run_id": self.run_id, "sent": self._sent}), "utf-8")
+        os.replace(temp, path)
+
+    def _show(self, images: Mapping[str, Path], step: int) -> None:
+        for name, path in images.items():
+            with Image.open(path) as image:
+                picture = np.asarray(image.convert("RGB"))[None]  # (1, H, W, 3)
+            for tracker in self._accelerator.trackers:
+                if hasattr(tracker, "log_images"):
+                    layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+                    tracker.log_images({name: picture}, step=step, **layout)
+
+    def _finish(self) -> None:
+        # Not Accelerator.end_training, which ends the process group too, and needs every process.
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+        self._accelerator.trackers.clear()
+
+    def _guarded(self, call, *args) -> None:
+        """Call into the tracker; what it raises costs one warning and the tracker, never the training."""
+        try:
+            call(*args)
+        except Exception as error:  # noqa: BLE001  trackers raise what they like: their own, requests', protobuf's
+            warnings.warn(
+                f"The tracker {self.tracker} failed and is switched off ({type(error).__name__}: "
+                f"{_first_line(error)}). Training goes on; {self.folder}/metrics.jsonl has every row.",
+                stacklevel=3,
+            )
+            self.tracker = "none"
+            self._accelerator.trackers.clear()
+
+
+def last_offline_step(folder: Path, run_id: str) -> int:
+    """Last step that the offline W&B files of `run_id` under `folder` hold; -1 without any. Raises OSError."""
+    files = Path(folder).glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")
+    return max((record.history.step.num for file in files for record in read_offline_wandb(file)
+                if record.HasField("history")), default=-1)  # fmt: skip
+
+
+def read_offline_wandb(path: Path) -> Iterator:
+    """The protobuf `Record`s of a `.wandb` file, up to where it was cut off.
+
+    The file is a LevelDB log (github.com/google/leveldb, doc/log_format.md) behind seven bytes of its own: blocks of
+    32 KiB; chunks of crc32, length and type (1 whole, 2 first, 3 middle, 4 last).
+    """
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, parts = Path(path).read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:  # padding at the end of a block
+            position += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        part = data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind not in (1, 2, 3, 4) or len(part) < length:
+            return
+        parts = part if kind in (1, 2) else parts + part
+        if kind in (1, 4):
+            try:
+                yield Record.FromString(parts)
+            except DecodeError:
+                return
+
+
+@contextmanager
+def _no_prompts() -> Iterator[None]:
+    """W&B asks for an account when it has no key and a terminal; nobody may be there to answer."""
+    stdin = sys.stdin
+    with open(os.devnull, encoding="utf-8") as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = stdin
+
+
+def _flat(config: Mapping, prefix: str = "") -> dict:
+    """Nested settings as {"optim.lr": 1e-4}; what is no number or text becomes text, which every tracker takes."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
+# ---------------------------------------------------------------- console
+
+_LAYER = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
+
+
+def console_line(row: Mapping, total_steps: int | None = None) -> str:
+    """A training row as one line for people; losses of auxiliary layers are left to metrics.jsonl.
+
+    Args:
+        row: as for `RunWriter.log`; what it lacks is left out.
+        total_steps: of the run.
+    """
+
+    def show(key: str, label: str, form: str) -> list[str]:
+        value = row.get(key)
+        return [] if value is None else [f"{label} {value:{form}}".strip()]
+
+    names = [k.removeprefix("train/") for k in row if k.startswith("train/loss_")]
+    losses = " ".join(f"{n.removeprefix('loss_')} {row[f'train/{n}']:.4g}" for n in names if not _LAYER.search(n))
+    rates = " ".join(f"{k.removeprefix('train/lr/')} {row[k]:.3g}" for k in row if k.startswith("train/lr/"))
+    eta = row.get("time/eta_s")
+    parts = [f"step {row['step']}" + (f"/{total_steps}" if total_steps else "")]
+    parts += show("epoch", "epoch", ".4g")
+    parts += [f"eta {timedelta(seconds=round(eta))}"] if eta is not None and math.isfinite(eta) else []
+    parts += show("train/loss", "loss", ".4f")
+    parts += [f"({losses})"] if losses else []
+    parts += [f"lr {rates}"] if rates else []
+    parts += show("train/grad_norm", "grad_norm", ".3g")
+    parts += show("time/data_s", "data", ".3f") + show("time/step_s", "step", ".3f") + show("mem/peak_mb", "mem", ".0f")
+    units = {"data": " s", "step": " s", "mem": " MiB"}
+    return "  ".join(part + units.get(part.split()[0], "") if i else part for i, part in enumerate(parts))
+
+
+def progress(total: int, initial: int = 0, enabled: bool = True) -> tqdm:
+    """A bar over optimizer steps with the time left, on a terminal; elsewhere it stays silent.
+
+    `bar.update()` at each step; `bar.write(line)` prints a line above the bar, or plainly where there is none.
+
+    Args:
+        total: steps of the run. initial: steps done before.
+        enabled: this is the main process.
+    """
+    shown = enabled and sys.stderr is not None and sys.stderr.isatty()
+    return tqdm(total=total, initial=initial, disable=not shown, unit="step", dynamic_ncols=True, smoothing=0.1)
