@@ -82,7 +82,7 @@ def parallel(check: Callable[[Mapping], list[Problem]], rows: Sequence[Mapping],
     """`check` of every row, in order, by as many threads as there are cores; a progress bar when it takes long."""
     with ThreadPoolExecutor(max_workers=min(32, len(os.sched_getaffinity(0)))) as pool:
         found = pool.map(check, rows)
-        bar = tqdm(found, what, len(rows), delay=2, unit="image", leave=False)
+        bar = tqdm(found, what, len(rows), delay=2, unit="image", leave=False, disable=None)
         return [problem for problems in bar for problem in problems]
 
 

@@ -23,13 +23,14 @@ from toolkit.data.table import cache_root
 from toolkit.errors import BadInput
 
 VERSION = 1  # part of the cache folder's name: raise it when the pictures change
-CLASSES = ("circle", "square", "triangle", "star", "cross")
+CLASSES = ("circle", "square", "triangle", "star")
 PREDICATES = ("left of", "right of", "above", "below", "inside", "contains", "overlaps", "larger than")
 SPLITS = ("train", "val")
 MAX_OBJECTS = 6
-MIN_VISIBLE = 0.35  # of an object's pixels; a placement that would hide more of an earlier one is drawn again
+MIN_VISIBLE = 0.45  # of an object's pixels; a placement that would hide more of an earlier one is drawn again
 PLACEMENTS = 12
-RADIUS = (0.07, 0.24)  # of the image side
+RADIUS = (0.09, 0.25)  # of the image side
+NESTED = 0.2  # how often a shape is put on the middle of an earlier, larger one
 
 
 def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tuple[np.ndarray, list[dict], list[tuple]]:
@@ -43,16 +44,19 @@ def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tupl
     owner = np.full((image_size, image_size), -1, np.int8)  # which object shows at each pixel
     full_areas: list[int] = []
     categories: list[int] = []
+    circles: list[tuple[float, float, float]] = []  # centre x, centre y, radius of each shape
     for _ in range(int(rng.integers(1, MAX_OBJECTS + 1))):
         for _ in range(PLACEMENTS):
             category = int(rng.integers(len(CLASSES)))
-            coverage, local = _place(rng, CLASSES[category], image_size)
+            circle = _place(rng, image_size, circles)
+            coverage, local = _cover(rng, CLASSES[category], image_size, *circle)
             mask = coverage > 0.5
             if mask.any() and _all_visible(owner, mask, full_areas):
                 _paint(rng, canvas, coverage, local)
                 owner[mask] = len(categories)
                 full_areas.append(int(mask.sum()))
                 categories.append(category)
+                circles.append(circle)
                 break
     canvas += rng.normal(0, rng.uniform(2, 9), canvas.shape).astype(np.float32)
     objects = [_visible(owner == row, category) for row, category in enumerate(categories)]
@@ -107,7 +111,7 @@ def ensure_shapes(
 def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) -> None:
     images, annotations, relations = [], [], []
     (out / split).mkdir()
-    for index in tqdm(range(count), f"drawing {split}", delay=2, leave=False):
+    for index in tqdm(range(count), f"drawing {split}", delay=2, leave=False, disable=None):
         pixels, objects, triples = draw_scene(seed, split, index, image_size)
         name, image_id, first = f"{index:06d}.jpg", index + 1, len(annotations) + 1
         Image.fromarray(pixels).save(out / split / name, quality=92)
@@ -158,11 +162,24 @@ def _colour(rng: np.random.Generator, saturation: tuple, value: tuple) -> np.nda
     return 255 * np.array(hsv_to_rgb(rng.uniform(), rng.uniform(*saturation), rng.uniform(*value)), np.float32)
 
 
-def _place(rng: np.random.Generator, name: str, size: int) -> tuple[np.ndarray, tuple]:
-    """(coverage of each pixel 0..1, (u, v, distance inside, radius)): a shape of random size, place and angle."""
+def _place(rng: np.random.Generator, size: int, circles: list) -> tuple[float, float, float]:
+    """(centre x, centre y, radius in pixels), sometimes within an earlier shape that has the room."""
+    smallest = RADIUS[0] * size
+    hosts = [circle for circle in circles if circle[2] > 2 * smallest]
+    if hosts and rng.uniform() < NESTED:
+        x, y, radius = hosts[int(rng.integers(len(hosts)))]
+        shift_x, shift_y = rng.uniform(-0.1, 0.1, 2) * radius
+        return x + shift_x, y + shift_y, rng.uniform(smallest, 0.5 * radius)
     radius = size * np.exp(rng.uniform(*np.log(RADIUS)))
     margin = 0.6 * radius  # so that some shapes are cut by the border
-    centre_x, centre_y = rng.uniform(margin, size - margin, 2)
+    x, y = rng.uniform(margin, size - margin, 2)
+    return x, y, radius
+
+
+def _cover(
+    rng: np.random.Generator, name: str, size: int, centre_x: float, centre_y: float, radius: float
+) -> tuple[np.ndarray, tuple]:
+    """(coverage of each pixel 0..1, (u, v, distance inside, radius)): the shape at a random angle."""
     angle = rng.uniform(0, 2 * np.pi)
     y, x = np.mgrid[0:size, 0:size].astype(np.float32) + 0.5
     x, y = x - np.float32(centre_x), y - np.float32(centre_y)
@@ -178,9 +195,6 @@ def _distance_inside(name: str, u: np.ndarray, v: np.ndarray, radius: float) -> 
         return 0.9 * radius - np.hypot(u, v)
     if name == "square":
         return 0.8 * radius - np.maximum(abs(u), abs(v))
-    if name == "cross":
-        long, short = 0.95 * radius, 0.32 * radius
-        return np.maximum(np.minimum(long - abs(u), short - abs(v)), np.minimum(short - abs(u), long - abs(v)))
     corners = 3 if name == "triangle" else 5
     sector = 2 * np.pi / corners
     # fold the plane into one half sector, where the outline is one straight edge from a corner to a notch
