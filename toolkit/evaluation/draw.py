@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from toolkit.data.images import decode_image
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")
 PANEL = 384  # longest side of an image in the grid, in pixels
 BAR, GAP = 24, 10
+FONT = font_manager.findfont("DejaVu Sans")  # comes with matplotlib; Pillow's own has few letters beyond ASCII
 BACKGROUND, TEXT = "#FFFFFF", "#222222"
 
 
@@ -102,7 +104,7 @@ def _tile(image: Tensor, predictions: Mapping, truth: Mapping, class_names: Sequ
     tile = Image.new("RGB", (2 * size[0] + 4, size[1] + BAR), BACKGROUND)
     tile.paste(left, (0, BAR))
     tile.paste(right, (size[0] + 4, BAR))
-    draw, font = ImageDraw.Draw(tile), ImageFont.load_default(15)
+    draw, font = ImageDraw.Draw(tile), ImageFont.truetype(FONT, 14)
     objects, detections = len(truth["labels"]), len(order)
     title = f"{truth.get('image_id', '')}:  {objects} object{'s' * (objects != 1)}"
     draw.text((2, 2), _shortened(title, size[0], draw, font), fill=TEXT, font=font)
@@ -112,7 +114,7 @@ def _tile(image: Tensor, predictions: Mapping, truth: Mapping, class_names: Sequ
 
 
 def _draw_boxes(picture: Image.Image, boxes: Tensor, labels: Tensor, scores: list, dashed: list, class_names) -> None:
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(13)
+    draw, font = ImageDraw.Draw(picture), ImageFont.truetype(FONT, 12)
     limit = torch.tensor([picture.width - 1, picture.height - 1] * 2)
     boxes = torch.minimum(boxes.detach().cpu().float().nan_to_num(0).clamp(min=0), limit)
     tags = []

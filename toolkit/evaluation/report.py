@@ -11,6 +11,9 @@ from matplotlib.figure import Figure
 
 from toolkit.evaluation.draw import COLOURS
 
+LINES = tuple(c for c in COLOURS if c not in ("#F0E442", "#DDCC77"))  # without the yellows: the paper is white
+STYLES = ("-", "--", ":", "-.")
+BLUE, VERMILION, GREEN = COLOURS[4], COLOURS[5], COLOURS[2]
 BOX_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 _LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.losses
 
@@ -107,8 +110,8 @@ def _line(axes, rows, key: str, label: str, colour: str, raw: bool = True, **sty
 
 
 def _loss_panel(axes, rows, names) -> bool:
-    drawn = _line(axes, rows, "train/loss", "training", COLOURS[4])
-    for key, label, colour in (("val/loss", "validation", COLOURS[5]), ("val/ema/loss", "validation, EMA", COLOURS[2])):
+    drawn = _line(axes, rows, "train/loss", "training", BLUE)
+    for key, label, colour in (("val/loss", "validation", VERMILION), ("val/ema/loss", "validation, EMA", GREEN)):
         drawn |= _line(axes, rows, key, label, colour, marker="o", markersize=3)
     axes.set_title("total loss")
     return _legend(axes, drawn)
@@ -123,7 +126,7 @@ def _terms(names: Sequence[str]) -> list[str]:
 def _terms_panel(axes, rows, names) -> bool:
     main = [n for n in _terms(names) if not _LAYER.search(n)]
     for i, name in enumerate(main):
-        _line(axes, rows, name, name.removeprefix("train/"), COLOURS[i % len(COLOURS)])
+        _line(axes, rows, name, name.removeprefix("train/"), LINES[i % len(LINES)])
     axes.set_title("weighted loss terms" + (", last layer" if len(main) < len(_terms(names)) else ""))
     return _legend(axes, bool(main))
 
@@ -136,7 +139,7 @@ def _auxiliary_panel(axes, rows, names) -> bool:
         base = _LAYER.sub("", name)
         label = None if base in seen else f"{base.removeprefix('train/')}_*"
         seen.add(base)
-        colour = COLOURS[bases.index(base) % len(COLOURS)]
+        colour = LINES[bases.index(base) % len(LINES)]
         _line(axes, rows, name, label, colour, raw=False, linewidth=0.9, alpha=0.8)
     axes.set_title("weighted loss terms, auxiliary layers")
     return _legend(axes, bool(layers))
@@ -147,16 +150,17 @@ def _lr_panel(axes, rows, names) -> bool:
     drawn = False
     for i, name in enumerate(groups):
         steps, values = series(rows, name)
-        style = ("-", "--", ":", "-.")[i % 4]  # groups often share a learning rate
-        axes.plot(steps, values, style, color=COLOURS[i % len(COLOURS)], label=name.removeprefix("train/lr/"))
+        axes.plot(steps, values, STYLES[i % 4],  # groups often share a learning rate
+                  color=LINES[i % len(LINES)], label=name.removeprefix("train/lr/"))
         drawn |= bool(len(steps))
     axes.set_title("learning rate")
     axes.set_ylim(bottom=0)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     return _legend(axes, drawn)
 
 
 def _norm_panel(axes, rows, names) -> bool:
-    drawn = _line(axes, rows, "train/grad_norm", "before clipping", COLOURS[4])
+    drawn = _line(axes, rows, "train/grad_norm", "before clipping", BLUE)
     values = series(rows, "train/grad_norm")[1]
     if drawn and (values > 0).any():
         axes.set_yscale("log")
@@ -166,13 +170,13 @@ def _norm_panel(axes, rows, names) -> bool:
 
 def _ap_panel(axes, rows, names) -> bool:
     drawn = False
-    for metric, colour in (("bbox_AP", COLOURS[4]), ("bbox_AP50", COLOURS[5])):
+    for metric, colour in (("bbox_AP", BLUE), ("bbox_AP50", VERMILION)):
         for prefix, label, style in (("val/", "", "-"), ("val/ema/", ", EMA", "--")):
             steps, values = series(rows, prefix + metric)
             axes.plot(steps, values, style, marker="o", markersize=3, color=colour, label=metric[5:] + label)
             drawn |= bool(len(steps))
     axes.set_title("COCO AP on the validation data")
-    axes.set_ylim(0, 1)
+    _share_of_one(axes)
     return _legend(axes, drawn)
 
 
@@ -185,11 +189,17 @@ def _class_panel(axes, rows, names) -> bool:
     if len(chosen) > 10:
         chosen = chosen[:5] + chosen[-5:]
     for i, name in enumerate(chosen):
-        axes.plot(*curves[name], marker="o", markersize=3, color=COLOURS[i], label=name)
+        style = {"color": LINES[i % len(LINES)], "linestyle": STYLES[i // len(LINES)]}
+        axes.plot(*curves[name], marker="o", markersize=3, label=name, **style)
     many = " (five best and five worst)" if len(curves) > 10 else ""
     axes.set_title(f"AP by class{', EMA' if 'ema' in prefix else ''}{many}")
-    axes.set_ylim(0, 1)
+    _share_of_one(axes)
     return _legend(axes, bool(chosen))
+
+
+def _share_of_one(axes) -> None:
+    """From 0 to somewhat above the highest point, at most 1: low AP stays readable."""
+    axes.set_ylim(0, min(1.0, max(0.05, 1.15 * axes.dataLim.y1)) if np.isfinite(axes.dataLim.y1) else 1.0)
 
 
 def _legend(axes, drawn: bool) -> bool:
