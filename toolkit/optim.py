@@ -114,7 +114,12 @@ def _below(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
 
 
-def _check(trained: list, multipliers: dict[str, float], backbone_lr: float | None, backbone_prefix: str | None) -> None:
+def _check(
+    trained: list[tuple[str, nn.Parameter]],
+    multipliers: Mapping[str, float],
+    backbone_lr: float | None,
+    backbone_prefix: str | None,
+) -> None:
     names = [name for name, _ in trained]
     prefixes = sorted({".".join(name.split(".")[:depth]) for name in names for depth in (1, 2, 3)})
     problems = [

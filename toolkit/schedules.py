@@ -4,6 +4,7 @@
 0 .. total_steps - 1. Nothing here counts calls, so 1 and 2 processes, accumulation and resuming give the same rates.
 """
 
+import copy
 import math
 import re
 from bisect import bisect_right
@@ -61,12 +62,14 @@ class Schedule:
     """Writes lr = initial_lr * factor(step) into an optimizer's groups.
 
     Args:
-        optimizer: its groups' present lr is taken as initial_lr, unless they have one.
+        optimizer: the present lr of its groups is their initial_lr.
         name, total_steps, options: see `lr_factor`. `total_steps` may be set later.
 
     Raises:
         BadInput: unknown name, values that make no sense; all of them at once.
     """
+
+    _STATE = ("name", "total_steps", "scale", "initial_lrs", "options")
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, name: str = "constant", total_steps: int | None = None, **options
@@ -74,15 +77,14 @@ class Schedule:
         _check(name, options)
         self.optimizer, self.name, self.total_steps, self.options = optimizer, name, total_steps, options
         self.scale = 1.0  # a further factor on all rates: that of the guard's rollbacks
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))
+        self.initial_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.set(0)
 
     def set(self, step: int) -> None:
         """Sets the rates of update number `step`: call it before the update, or after it with step + 1."""
         factor = self.scale * lr_factor(step, self.name, total_steps=self.total_steps, **self.options)
-        for group in self.optimizer.param_groups:
-            lr = group["initial_lr"] * factor
+        for group, initial_lr in zip(self.optimizer.param_groups, self.initial_lrs, strict=True):
+            lr = initial_lr * factor
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -97,13 +99,13 @@ class Schedule:
         return {g.get("name", str(i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
 
     def state_dict(self) -> dict:
-        """JSON-able; the initial rates belong to the optimizer's own state."""
-        return {"name": self.name, "total_steps": self.total_steps, "scale": self.scale, "options": dict(self.options)}
+        """JSON-able. Not loading it on resume is how a new schedule, initial rates included, takes over."""
+        return {key: copy.copy(getattr(self, key)) for key in self._STATE}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Goes by the saved schedule from here on, whatever this one was made with."""
-        self.name, self.total_steps, self.scale = state["name"], state["total_steps"], state["scale"]
-        self.options = dict(state["options"])
+        """Goes by the saved schedule from the next `set` on, whatever this one was made with."""
+        for key in self._STATE:
+            setattr(self, key, copy.copy(state[key]))
 
 
 class StepBudget:
@@ -120,6 +122,8 @@ class StepBudget:
         skip_steps: first steps that are no measure of the speed (compilation, caches); their time counts all the same.
         measure_steps: steps that the speed is measured on; fewer when they would take over a fifth of the minutes.
     """
+
+    _STATE = ("total_steps", "steps", "elapsed_s", "measured_s")
 
     def __init__(self, max_minutes: float, skip_steps: int = 3, measure_steps: int = 20):
         self.max_minutes, self.skip_steps, self.measure_steps = max_minutes, skip_steps, measure_steps
@@ -149,10 +153,10 @@ class StepBudget:
             self.total_steps = total_steps
 
     def state_dict(self) -> dict:
-        return {name: getattr(self, name) for name in ("total_steps", "steps", "elapsed_s", "measured_s")}
+        return {name: getattr(self, name) for name in self._STATE}
 
     def load_state_dict(self, state: Mapping) -> None:
-        for name in ("total_steps", "steps", "elapsed_s", "measured_s"):
+        for name in self._STATE:
             setattr(self, name, state[name])
 
 
