@@ -51,15 +51,12 @@ class Batch:
     def __getstate__(self) -> dict:
         # A worker sends each tensor as a shared-memory file of its own: hundreds per batch with targets, which is slow
         # and runs into the limit of open files. As NumPy arrays the small ones travel inside the message itself.
-        targets = [{k: v.numpy() if isinstance(v, Tensor) else v for k, v in t.items()} for t in self.targets]
-        return {"images": self.images, "sizes": self.sizes.numpy(), "targets": targets}
+        targets = [{name: _as_array(value) for name, value in target.items()} for target in self.targets]
+        return {"images": self.images, "sizes": _as_array(self.sizes), "targets": targets}
 
     def __setstate__(self, state: dict) -> None:
-        self.images, self.sizes = state["images"], torch.from_numpy(state["sizes"])
-        self.targets = [
-            {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in target.items()}
-            for target in state["targets"]
-        ]
+        self.images, self.sizes = state["images"], _as_tensor(state["sizes"])
+        self.targets = [{name: _as_tensor(value) for name, value in target.items()} for target in state["targets"]]
 
 
 def collate(
@@ -169,6 +166,14 @@ class _Loader(DataLoader):
     def __iter__(self) -> Iterator[Batch]:
         items = super().__iter__()  # now, so that the sampler is asked where it stands when iter() is called
         return (item.raised() if isinstance(item, _Failure) else item for item in items)
+
+
+def _as_array(value: object) -> object:
+    return value.numpy() if isinstance(value, Tensor) and value.device.type == "cpu" else value
+
+
+def _as_tensor(value: object) -> object:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def _check_fixed(images: list[Tensor], targets: list[Target], fixed_hw: tuple[int, int]) -> None:
