@@ -10,10 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
+from toolkit.models.relation import frequency, geometry, losses, postprocess, sampling
+from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects
 
 
 @cache
@@ -37,8 +40,18 @@ def rows_of(values: np.ndarray, ptr: np.ndarray, i: int) -> np.ndarray:
 
 def pytest_generate_tests(metafunc):
     folder = metafunc.config.getoption("golden")
-    if "evaluator_group" in metafunc.fixturenames:
-        metafunc.parametrize("evaluator_group", prefixes(folder, "evaluator"))
+    cases = {
+        "evaluator_group": lambda: prefixes(folder, "evaluator"),
+        "sampling_image": lambda: [
+            n for n in prefixes(folder, "sampling", 2) if not n.startswith("test_pairs") and not n.endswith("params")
+        ],
+        "postprocess_case": lambda: list(
+            dict.fromkeys(key.split(".img")[0] for key in arrays(folder, "postprocess") if ".img" in key)
+        ),
+    }
+    for name, values in cases.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, values())
 
 
 @pytest.fixture(scope="session")
@@ -151,3 +164,215 @@ def test_box_ap_counts_the_first_box(golden, evaluator_group):
     np.testing.assert_allclose(ours, case["coco_stats_ids_from_1"], rtol=0, atol=1e-9)
     original = coco_stats(truths, predictions, num_classes, first_id=0)
     np.testing.assert_allclose(original, case["coco_stats"], rtol=0, atol=1e-9)
+
+
+# Geometry, frequency bias, losses
+
+
+def tensors(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {key: torch.from_numpy(value) for key, value in values.items() if value.dtype.kind in "iufb"}
+
+
+def close(actual, expected, tolerance: float = 1e-6, name: str = "") -> None:
+    """Within `tolerance`, relative or absolute, whichever is looser."""
+    actual = actual.detach().numpy() if isinstance(actual, torch.Tensor) else np.asarray(actual)
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def per_object(values: torch.Tensor, num_objects: list[int]) -> torch.Tensor:
+    return values.repeat_interleave(torch.tensor(num_objects), 0)
+
+
+def test_geometry(golden):
+    data = tensors(arrays(golden, "geometry"))
+    counts = data["num_boxes"].tolist()
+    sizes_hw = per_object(data["image_size_wh"].flip(1), counts)
+    boxes = data["boxes"]
+    close(geometry.box_numbers(boxes, sizes_hw), data["encode_box_info"])
+    scaled = geometry.scaled_box_numbers(boxes, sizes_hw)
+    close(scaled, data["box_info_normalised"])
+    pairs = data["pair_info_pairs_img0"].long()
+    close(geometry.pair_numbers(scaled[pairs[:, 0]], scaled[pairs[:, 1]]), data["pair_info_img0"])
+    close(geometry.union_boxes(boxes[pairs[:, 0]], boxes[pairs[:, 1]]), data["union_boxes_img0"])
+    first = boxes[: counts[0]]
+    close(geometry.iou_plus_one(first[:, None], first[None]), data["iou_img0"])
+    mask = object_mask(counts, boxes.device)
+    close(geometry.overlap_numbers(pad_objects(boxes, counts), mask)[mask], data["overlap_info"])
+    order, inverse, sizes = geometry.reading_order(boxes, counts)
+    for ours, key in ((order, "sort_perm"), (inverse, "sort_inv_perm"), (sizes, "sort_batch_sizes")):
+        assert torch.equal(ours, data[key])
+    num_classes = data["onehot_out"].shape[1]
+    assert torch.equal(geometry.certain_logits(data["onehot_in"], num_classes), data["onehot_out"])
+    masks = [
+        geometry.rectangle_masks(boxes[pairs[:, end]], sizes_hw[pairs[:, end]], int(data["rect_size"]))
+        for end in (0, 1)
+    ]
+    assert torch.equal(torch.stack(masks, 1).byte(), data["rect_masks_img0"])
+
+
+def test_frequency_bias(golden):
+    data = arrays(golden, "freq_bias")
+    images = [
+        {
+            "boxes": rows_of(data["boxes_1024_xyxy"], data["box_ptr"], i),
+            "labels": rows_of(data["classes"], data["box_ptr"], i),
+            "relations": rows_of(data["rels"], data["rel_ptr"], i),
+        }
+        for i in range(len(data["image_ids"]))
+    ]
+    for i, image in enumerate(images):
+        pairs = frequency.candidate_pairs(image["boxes"])
+        np.testing.assert_array_equal(pairs, rows_of(data["bg_pairs"], data["bg_pair_ptr"], i))
+    num_classes, _, num_predicates = data["fg_count"].shape
+    relations, candidates = frequency.count_predicates(images, num_classes, num_predicates)
+    np.testing.assert_array_equal(relations, data["fg_count"])
+    np.testing.assert_array_equal(candidates, data["bg_count_must_overlap"])
+    log_frequency = frequency.log_frequencies(relations, candidates)
+    close(log_frequency, data["pred_dist"])
+    bias = frequency.FrequencyBias(log_frequency)
+    close(bias.table.weight, data["embedding_weight"])
+    labels = torch.from_numpy(data["pair_labels"])
+    close(bias(labels[:, 0], labels[:, 1]), data["bias_for_labels"])
+    probability = torch.from_numpy(data["pair_prob"])
+    close(bias.expected(probability[..., 0], probability[..., 1]), data["bias_for_prob"])
+
+
+def test_candidate_pairs(golden):
+    data = group(arrays(golden, "freq_bias"), "box_filter")
+    for name in {key.split(".")[0] for key in data}:
+        pairs = frequency.candidate_pairs(data[f"{name}.boxes"])
+        np.testing.assert_array_equal(pairs, data[f"{name}.pairs"], err_msg=name)
+
+
+def test_losses(golden):
+    data = arrays(golden, "loss")
+    given = tensors(data)
+    for key, value in data.items():
+        if not key.endswith(("loss_rel", "loss_refine_obj")):
+            continue
+        smoothing = float(key.split("_")[2].rsplit(".", 1)[0]) if key.startswith("label_smoothing") else 0.0
+        kind = "rel" if key.endswith("loss_rel") else "obj"
+        loss = losses.predicate_loss if kind == "rel" else losses.object_loss
+        total, count = loss(given[f"{kind}_logits"], given[f"{kind}_labels"], smoothing)
+        close(losses.mean(total, count), value, name=key)
+    for key in (key for key in data if key.endswith("_none")):
+        smoothing = float(key.split("_")[2])
+        rows = [
+            losses.predicate_loss(given["rel_logits"][i : i + 1], given["rel_labels"][i : i + 1], smoothing)[0]
+            for i in range(len(given["rel_labels"]))
+        ]
+        close(torch.stack(rows), data[key], name=key)
+    targets, has_any = losses.attribute_targets(given["attributes"], given["att_logits"].shape[1])
+    assert torch.equal(targets, given["attribute_targets"])
+    assert torch.equal(has_any.long(), given["attribute_fg"])
+    total, count = losses.attribute_loss(given["att_logits"], given["attributes"])
+    close(losses.mean(total, count), data["with_attributes_no_sampling.loss_refine_att"])
+
+
+# Sampling
+
+
+def sample(case: dict[str, torch.Tensor], params: np.ndarray, generator: torch.Generator) -> sampling.SampledPairs:
+    fg_iou, require_overlap, per_relation, batch_size, fraction, given_boxes, _ = params.tolist()
+    if given_boxes:
+        return sampling.sample_given_boxes(case["target_relation"], int(batch_size), fraction, generator)
+    boxes = [case[key] for key in ("proposal_boxes", "proposal_labels", "target_boxes", "target_labels")]
+    options = {"fg_iou": fg_iou, "require_overlap": bool(require_overlap), "per_relation": int(per_relation)}
+    options |= {"batch_size": int(batch_size), "positive_fraction": fraction, "generator": generator}
+    return sampling.sample_detected_boxes(*boxes, case["target_relation"], **options)
+
+
+def as_set(rows) -> set[tuple[int, ...]]:
+    return {tuple(row) for row in rows.tolist()}
+
+
+def test_sampling(golden, sampling_image):
+    """Counts and candidate sets; the file lists what 20 draws of the original happened to bring up."""
+    data = arrays(golden, "sampling")
+    case = tensors(group(data, sampling_image))
+    params = data[f"{sampling_image.split('.')[0]}.params"]
+    fixed = bool(case["fg_fixed"]) and bool(case["bg_set_fixed"])
+    seen = {"fg": set(), "bg": set()}
+    for seed in range(3 if fixed else 200):
+        drawn = sample(case, params, torch.Generator().manual_seed(seed))
+        rows = torch.cat([drawn.pairs, drawn.labels[:, None]], 1)
+        split = {"fg": rows[rows[:, 2] > 0], "bg": rows[rows[:, 2] == 0]}
+        assert torch.equal(rows, torch.cat([split["fg"], split["bg"]])), "foreground comes first"
+        assert torch.equal(drawn.related.long(), case["binary_rel"])
+        assert drawn.related[split["fg"][:, 0], split["fg"][:, 1]].all()
+        for kind, kind_rows in split.items():
+            assert len(kind_rows) == case[f"num_{kind}"]
+            seen[kind] |= as_set(kind_rows)
+    for kind, is_fixed in (("fg", case["fg_fixed"]), ("bg", case["bg_set_fixed"])):
+        listed = as_set(case[f"{kind}_union_over_draws"])
+        assert seen[kind] == listed if is_fixed else seen[kind] >= listed
+
+
+def test_sampling_of_given_boxes_draws_the_same_rows(golden):
+    """The given-box rows use torch's generator only, so even the draws are those of the original."""
+    data = arrays(golden, "sampling")
+    for name in (key[: -len(".params")] for key in data if key.endswith(".params")):
+        if not data[f"{name}.params"][5]:
+            continue
+        images = [image for image in prefixes(golden, "sampling", 2) if image.startswith(f"{name}.img")]
+        for seed in (0, 1):
+            generator = torch.Generator().manual_seed(seed)
+            for image in images:
+                drawn = sample(tensors(group(data, image)), data[f"{name}.params"], generator)
+                rows = torch.cat([drawn.pairs, drawn.labels[:, None]], 1)
+                np.testing.assert_array_equal(rows, data[f"{image}.out_seed{seed}"], err_msg=image)
+
+
+def test_pairs_to_ask(golden):
+    data = group(arrays(golden, "sampling"), "test_pairs")
+    checked = 0
+    for key in (key for key in data if key.endswith(".pairs")):
+        given, overlap = ("use_gt_box_True" in key), ("require_overlap_True" in key)
+        boxes = torch.from_numpy(data[f"{key.split('.')[2]}.boxes"])
+        np.testing.assert_array_equal(sampling.pairs_to_ask(boxes, overlap and not given), data[key], err_msg=key)
+        checked += 1
+    assert checked
+
+
+# Post-processing
+
+
+def test_postprocess(golden, postprocess_case):
+    case = group(arrays(golden, "postprocess"), postprocess_case)
+    names = sorted({key.split(".")[0] for key in case if key.startswith("img")}, key=lambda name: int(name[3:]))
+    images = [tensors(group(case, name)) for name in names]
+    graphs = postprocess.rank_triplets(
+        RelationOutput(*(torch.cat([im[key] for im in images]) for key in ("obj_logits", "rel_logits")), None),
+        concatenated(images, "rel_pair_idxs_in"),
+        given_boxes=bool(case["use_gt_box"]),
+        nms_threshold=float(case["later_nms_pred_thres"]),
+    )
+    for graph, expected in zip(graphs, images, strict=True):
+        close(graph["boxes"], expected["out_boxes"])
+        assert torch.equal(graph["labels"] + 1, expected["pred_labels"])
+        close(graph["scores"], expected["pred_scores"])
+        close(graph["triplet_scores"], expected["triple_scores"])
+        ranked = expected["triple_scores"] > 0  # the order of triplets that score 0 is not defined
+        for key, ours in (("rel_pair_idxs", graph["pairs"]), ("pred_rel_labels", graph["predicates"] + 1)):
+            assert torch.equal(ours[ranked], expected[key][ranked]), key
+        close(graph["predicate_scores"][ranked], expected["pred_rel_scores"][ranked, 1:])
+
+
+def concatenated(images: list[dict[str, torch.Tensor]], pairs: str, **features: torch.Tensor) -> RelationBatch:
+    counts = [len(image["boxes"]) for image in images]
+    starts = np.cumsum([0, *counts])
+    return RelationBatch(
+        boxes_xyxy=torch.cat([image["boxes"] for image in images]),
+        sizes_hw=torch.zeros(len(images), 2),
+        num_objects=counts,
+        pairs=torch.cat([image[pairs] + start for image, start in zip(images, starts, strict=False)]),
+        num_pairs=[len(image[pairs]) for image in images],
+        roi_features=torch.zeros(0),
+        boxes_per_class=torch.cat([image["boxes_per_cls"] for image in images]),
+    )
+
+
+def test_overlaps_per_class(golden):
+    data = tensors(group(arrays(golden, "postprocess"), "nms_overlaps"))
+    boxes = data["boxes_per_cls"]
+    close(geometry.iou_plus_one(boxes[:, None], boxes[None]), data["iou"])

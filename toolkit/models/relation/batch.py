@@ -1,0 +1,67 @@
+"""What a relation head takes and gives. Class 0 is background and predicate 0 "no relation" everywhere in this package;
+tables and evaluation count both from 0 without them."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+MODES = ("predcls", "sgcls", "sgdet")  # boxes and labels given; boxes given; nothing given
+
+
+@dataclass
+class RelationBatch:
+    """The objects and candidate pairs of B images, concatenated: N objects, R pairs, C classes, P predicates.
+
+    boxes_xyxy: (N, 4) float32 pixels. sizes_hw: (B, 2). num_objects, num_pairs: per image, on the host.
+    pairs: (R, 2) int64 subject and object, rows of the concatenated objects.
+    labels: (N,) int64 from 1, known in predcls and in training (0: a proposal without an object).
+    logits: (N, C) of the detector, for sgcls and sgdet. boxes_per_class: (N, C, 4) boxes regressed for each class,
+        for sgdet in evaluation.
+    roi_features: (N, D). union_features: (R, U) of the union boxes.
+    relation_labels: (R,) predicates, in training. related: (N, N_max) bool, is there a relation to or from the i-th
+        object of the same image; in training, for VCTree only.
+    """
+
+    boxes_xyxy: Tensor
+    sizes_hw: Tensor
+    num_objects: list[int]
+    pairs: Tensor
+    num_pairs: list[int]
+    roi_features: Tensor
+    union_features: Tensor | None = None
+    labels: Tensor | None = None
+    logits: Tensor | None = None
+    boxes_per_class: Tensor | None = None
+    relation_labels: Tensor | None = None
+    related: Tensor | None = None
+
+    @property
+    def image(self) -> Tensor:
+        """(N,) image of each object."""
+        counts = torch.as_tensor(self.num_objects, device=self.boxes_xyxy.device)
+        images = torch.arange(len(self.num_objects), device=counts.device)
+        return images.repeat_interleave(counts, output_size=len(self.boxes_xyxy))
+
+
+@dataclass
+class RelationOutput:
+    """object_logits (N, C), relation_logits (R, P), object_labels (N,) int64 the labels a head committed to,
+    context (N, hidden) of the objects, extra_losses: scalar means by name, in training."""
+
+    object_logits: Tensor
+    relation_logits: Tensor
+    object_labels: Tensor
+    context: Tensor | None = None
+    extra_losses: dict[str, Tensor] = field(default_factory=dict)
+
+
+def pad_objects(values: Tensor, num_objects: list[int], fill: float = 0.0) -> Tensor:
+    """(N, ...) concatenated -> (B, N_max, ...), padded with `fill`."""
+    return torch.nn.utils.rnn.pad_sequence(list(values.split(num_objects)), batch_first=True, padding_value=fill)
+
+
+def object_mask(num_objects: list[int], device: torch.device) -> Tensor:
+    """(B, N_max) bool: true where there is an object; `padded[mask]` concatenates again."""
+    counts = torch.as_tensor(num_objects, device=device)
+    return torch.arange(max(num_objects, default=0), device=device) < counts[:, None]

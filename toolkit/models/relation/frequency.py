@@ -1,0 +1,101 @@
+"""How often a predicate joins two classes: counts of the training split, the bias made of them, and the baseline
+that predicts from nothing else (Zellers et al., Neural Motifs, 2018)."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from toolkit.models.relation.batch import RelationBatch, RelationOutput
+from toolkit.models.relation.geometry import certain_logits
+
+
+def candidate_pairs(boxes_xyxy: np.ndarray) -> np.ndarray:
+    """(K, 2) ordered pairs of one image whose boxes share area; all ordered pairs when none does."""
+    left_top = np.maximum(boxes_xyxy[:, None, :2], boxes_xyxy[None, :, :2])
+    right_bottom = np.minimum(boxes_xyxy[:, None, 2:], boxes_xyxy[None, :, 2:])
+    overlaps = (right_bottom > left_top).all(-1)
+    other = ~np.eye(len(boxes_xyxy), dtype=bool)
+    pairs = np.argwhere(overlaps & other)
+    return pairs if len(pairs) else np.argwhere(other)
+
+
+def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: int) -> tuple[np.ndarray, np.ndarray]:
+    """Count the relations and the candidate pairs of the training split by class of subject and object.
+
+    Args:
+        images: per image `boxes` (N, 4) xyxy, `labels` (N,) from 1, `relations` (R, 3) subject, object, predicate
+            from 1; relations between boxes that do not overlap already removed, duplicates kept.
+        num_classes, num_predicates: with background.
+
+    Returns (C, C, P) int64 relations and (C, C) int64 candidate pairs. Candidates include pairs with a relation.
+    """
+    relations = np.zeros((num_classes, num_classes, num_predicates), np.int64)
+    candidates = np.zeros((num_classes, num_classes), np.int64)
+    for image in images:
+        labels, rows = np.asarray(image["labels"]), np.asarray(image["relations"]).reshape(-1, 3)
+        np.add.at(relations, (labels[rows[:, 0]], labels[rows[:, 1]], rows[:, 2]), 1)
+        pairs = candidate_pairs(np.asarray(image["boxes"]))
+        np.add.at(candidates, (labels[pairs[:, 0]], labels[pairs[:, 1]]), 1)
+    return relations, candidates
+
+
+def log_frequencies(relations: np.ndarray, candidates: np.ndarray) -> Tensor:
+    """(C, C, P) float32 log(share + 1e-3); predicate 0 is counted by the candidate pairs + 1."""
+    counts = relations.copy()
+    counts[:, :, 0] = candidates + 1
+    return torch.from_numpy(np.log(counts / counts.sum(2, keepdims=True) + 1e-3)).float()
+
+
+def predicate_weights(relations: np.ndarray, power: float = 0.5) -> Tensor:
+    """(P,) float32 weights for the predicate loss that grow as predicates get rarer; background keeps weight 1.
+
+    weight = (most frequent / count) ** power for predicates with at least one relation, scaled so that the weighted
+    number of relations stays what it was; a predicate without relation keeps weight 1.
+    """
+    counts = relations.sum((0, 1)).astype(np.float64)
+    counts[0] = 0
+    seen = counts > 0
+    weights = np.ones(len(counts))
+    if seen.any():
+        weights[seen] = (counts.max() / counts[seen]) ** power
+        weights[seen] *= counts.sum() / (weights * counts).sum()
+    return torch.from_numpy(weights).float()
+
+
+class FrequencyBias(nn.Module):
+    """A trainable table of predicate logits by class of subject and object, started from `log_frequencies`."""
+
+    def __init__(self, log_frequency: Tensor):
+        """log_frequency: (C, C, P)."""
+        super().__init__()
+        self.num_classes, _, num_predicates = log_frequency.shape
+        self.table = nn.Embedding.from_pretrained(log_frequency.reshape(-1, num_predicates).clone(), freeze=False)
+
+    def forward(self, subjects: Tensor, objects: Tensor) -> Tensor:
+        """(R,) labels of each side -> (R, P)."""
+        return self.table(subjects * self.num_classes + objects)
+
+    def expected(self, subjects: Tensor, objects: Tensor) -> Tensor:
+        """(R, C) class probabilities of each side -> (R, P) mean of the table over both."""
+        joint = subjects[:, :, None] * objects[:, None, :]
+        return joint.flatten(1) @ self.table.weight
+
+
+class FrequencyHead(nn.Module):
+    """The baseline: predicates from the counts alone. The detector's labels in sgcls and sgdet; nothing to train."""
+
+    loss_names = ()
+
+    def __init__(self, mode: str, log_frequency: Tensor):
+        super().__init__()
+        self.mode = mode
+        self.frequency = FrequencyBias(log_frequency).requires_grad_(False)
+
+    def forward(self, batch: RelationBatch) -> RelationOutput:
+        if self.mode == "predcls":
+            logits, labels = certain_logits(batch.labels, self.frequency.num_classes), batch.labels
+        else:
+            logits, labels = batch.logits, batch.logits[:, 1:].argmax(1) + 1
+        return RelationOutput(logits, self.frequency(*labels[batch.pairs].unbind(1)), labels)

@@ -1,0 +1,46 @@
+"""Losses of relation heads, as sums with their denominators, so that windows and ranks can be normalised exactly."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def predicate_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0, weights: Tensor | None = None):
+    """Sum and denominator of `loss_rel`: cross entropy over all sampled pairs, "no relation" included.
+
+    logits: (R, P), labels: (R,). weights: (P,) per predicate; the denominator is then the sum of the weights of the
+    labels (the number of pairs without). smoothing: e / P to every predicate, 1 - e to the right one.
+    """
+    labels = labels.long()
+    loss = F.cross_entropy(logits, labels, weight=weights, reduction="sum", label_smoothing=smoothing)
+    count = weights[labels].sum() if weights is not None else loss.new_tensor(float(len(labels)))
+    return loss, count
+
+
+def object_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Sum and denominator (objects) of `loss_refine_obj`: cross entropy of the refined labels."""
+    return predicate_loss(logits, labels, smoothing)
+
+
+def attribute_targets(attributes: Tensor, num_attributes: int) -> tuple[Tensor, Tensor]:
+    """(N, A) attribute ids from 1, ended by 0 -> (N, num_attributes) float32 0/1 and (N,) bool "has any"."""
+    listed = (attributes > 0).cumprod(1)
+    targets = torch.zeros(len(attributes), num_attributes, device=attributes.device)
+    targets.scatter_(1, attributes * listed, 1.0)  # what comes after the end is written to column 0 ...
+    targets[:, 0] = 0.0  # ... which is background and never a target
+    return targets, attributes.sum(1) > 0
+
+
+def attribute_loss(logits: Tensor, attributes: Tensor, scale: float = 20.0) -> tuple[Tensor, Tensor]:
+    """Sum and denominator (entries) of `loss_refine_att`: binary cross entropy over the objects with attributes.
+
+    logits: (N, num_attributes), attributes: (N, A). The published weight is num_attributes / `scale`.
+    """
+    targets, has_any = attribute_targets(attributes, logits.shape[1])
+    loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(1)
+    return (loss * has_any).sum() * (logits.shape[1] / scale), (has_any.sum() * logits.shape[1]).to(loss)
+
+
+def mean(total: Tensor, count: Tensor) -> Tensor:
+    """total / count; `total`, which is then an exact zero with gradient, when nothing was counted."""
+    return total / torch.where(count > 0, count, 1)
