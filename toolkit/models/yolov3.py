@@ -82,6 +82,7 @@ class YOLOv3(nn.Module):
     loss_names = ("loss_obj", "loss_center", "loss_scale", "loss_cls")
     metric_names = ("class_error", "box_iou")
     denominator_names = ("images",)
+    averaged_denominators = ()  # by rank, in the original
     fixed_size = True  # no mask is looked at: padding would be seen as black picture
     stride = 32
 

@@ -1,0 +1,707 @@
+"""YOLOv3 against the numbers of GluonCV on MXNet; every case, size and parameter comes from the files.
+
+Run: python -m pytest tests/golden/test_yolov3.py [--golden DIR]
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from toolkit.data.mixup import mixup
+from toolkit.models.yolov3 import YOLOv3, build_yolov3, class_nms, class_scores
+from toolkit.models.yolov3_targets import (
+    DEFAULT_ANCHORS,
+    STRIDES,
+    Assignment,
+    assign_boxes,
+    class_targets,
+    decode_boxes,
+    make_grid,
+    objectness_targets,
+    yolov3_losses,
+)
+from toolkit.optim import parameter_groups
+from toolkit.schedules import lr_factor
+
+LOSSES = YOLOv3.loss_names
+LEAVES = {"gamma": "weight", "beta": "bias"}
+# The README fixes these for the whole network; the files do not carry them.
+NETWORK_NMS = {"nms_iou": 0.45, "topk": 400, "min_score": 0.01}
+IGNORE_IOU = 0.7
+
+
+@cache
+def arrays(folder: Path, topic: str) -> dict[str, np.ndarray]:
+    with np.load(folder / f"yolov3_{topic}.npz", allow_pickle=False) as file:
+        return dict(file)
+
+
+def tensors(folder: Path, topic: str, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The arrays whose name starts with `prefix`, without it."""
+    items = arrays(folder, topic).items()
+    return {k.removeprefix(prefix): torch.from_numpy(v) for k, v in items if k.startswith(prefix) and v.dtype.kind != "U"}
+
+
+def cases(folder: Path, topic: str, suffix: str) -> list[str]:
+    return [key.removesuffix(suffix) for key in arrays(folder, topic) if key.endswith(suffix)]
+
+
+def pytest_generate_tests(metafunc):
+    folder = metafunc.config.getoption("golden")
+    topics = {
+        "targets_case": ("targets", "_gt_boxes"),
+        "merger_case": ("merger", "_gt_boxes"),
+        "loss_case": ("loss", "_num_class"),
+        "nms_case": ("decode", "_params"),
+        "lr_case": ("lr", "_params"),
+        "trajectory": ("trajectory", "_config_json"),
+    }
+    for fixture, (topic, suffix) in topics.items():
+        if fixture in metafunc.fixturenames:
+            metafunc.parametrize(fixture, cases(folder, topic, suffix))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def golden(request) -> Path:
+    return request.config.getoption("golden")
+
+
+def targets_of(boxes: torch.Tensor, ids: torch.Tensor, ratios: torch.Tensor | None) -> list[dict]:
+    """Our targets of padded ground truth (B, M, 4): rows up to the first with a negative coordinate."""
+    targets = []
+    for b in range(len(boxes)):
+        n = int((boxes[b] >= 0).all(dim=1).long().cumprod(dim=0).sum())
+        target = {"boxes": boxes[b, :n], "labels": ids[b, :n, 0].long()}
+        targets.append(target if ratios is None else target | {"mixup": ratios[b, :n, 0]})
+    return targets
+
+
+def sizes_of(image_hw: torch.Tensor, batch: int) -> torch.Tensor:
+    return image_hw.long().expand(batch, 2)
+
+
+def dense(assigned: Assignment, predictions: int, classes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Our assignment of boxes as GluonCV's arrays over all predictions."""
+    kept, places = assigned.kept, (assigned.image[assigned.kept], assigned.index[assigned.kept])
+    shape = (len(assigned.counts), predictions)
+    result = {
+        "objectness": (torch.zeros(*shape, 1), assigned.ratio[:, None]),
+        "center": (torch.zeros(*shape, 2), assigned.center),
+        "scale": (torch.zeros(*shape, 2), assigned.scale),
+        "weights": (torch.zeros(*shape, 2), assigned.weight[:, None].expand(-1, 2)),
+        "class": (torch.full((*shape, classes.shape[1]), -1.0), classes),
+    }
+    for values, at_boxes in result.values():
+        values[places] = at_boxes[kept]
+    return {name: values for name, (values, _) in result.items()}
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, rtol: float = 0.0, atol: float = 0.0, message: str = "") -> None:
+    torch.testing.assert_close(
+        ours.double(), theirs.double(), rtol=rtol, atol=atol, msg=lambda text: f"{message}: {text}"
+    )
+
+
+def relative_to_largest(ours: torch.Tensor, theirs: torch.Tensor, floor: float = 0.0) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=floor))
+
+
+# ---- targets, merging, losses --------------------------------------------------------------------------------------
+
+
+def test_targets(golden, targets_case):
+    g = tensors(golden, "targets", f"{targets_case}_")
+    anchors = g["anchors"].view(3, -1, 2)
+    grid = make_grid(tuple(g["image_hw"].tolist()), anchors)
+    per_cell = anchors.shape[1]
+    close(grid.cells_xy[::per_cell], g["offsets"])
+    assert [tuple(hw) for hw in g["level_hw"].tolist()] == [tuple((g["image_hw"] // s).tolist()) for s in STRIDES]
+
+    targets = targets_of(g["gt_boxes"], g["gt_ids"], g.get("gt_mixratio"))
+    assigned = assign_boxes(targets, sizes_of(g["image_hw"], len(targets)), anchors, grid)
+    classes = class_targets(assigned.labels, g["class"].shape[2], False)
+    for name, ours in dense(assigned, g["objectness"].shape[1], classes).items():
+        close(ours, g[name], atol=1e-5, message=name)
+    positive = torch.stack((assigned.image, assigned.index), dim=1)[assigned.ratio > 0]
+    assert sorted(positive.tolist()) == sorted(g["positive_index"].tolist())
+
+
+@pytest.mark.parametrize("smoothing", ["hard", "smooth"])
+def test_merger(golden, merger_case, smoothing):
+    g = tensors(golden, "merger", f"{merger_case}_")
+    image_hw, num_classes = g["image_hw"], int(g["num_class"])
+    anchors = torch.tensor(DEFAULT_ANCHORS, dtype=torch.float32)
+    grid = make_grid(tuple(image_hw.tolist()), anchors)
+    targets = targets_of(g["gt_boxes"], g["gt_ids"], g.get("gt_mixratio"))
+    sizes = sizes_of(image_hw, len(targets))
+    assigned = assign_boxes(targets, sizes, anchors, grid)
+
+    objectness = objectness_targets(g["box_preds"], assigned, sizes, grid, IGNORE_IOU)
+    assert torch.equal(objectness[..., None], g[f"{smoothing}_objectness"])
+    assert torch.equal(objectness < 0, (g["iou_max"] > IGNORE_IOU) & (g["prefetch_objectness"][..., 0] <= 0))
+    classes = class_targets(assigned.labels, num_classes, smoothing == "smooth")
+    ours = dense(assigned, objectness.shape[1], classes)
+    for name in ("center", "scale", "weights", "class"):
+        close(ours[name], g[f"{smoothing}_{name}"], atol=1e-6, message=name)
+    mask = (objectness > 0)[..., None].expand(-1, -1, num_classes).float()
+    assert torch.equal(mask, g[f"{smoothing}_class_mask"])
+
+
+def test_label_smoothing_table(golden):
+    for num_classes, positive, other, *_ in arrays(golden, "merger")["smooth_table"].tolist():
+        ours = class_targets(torch.tensor([0]), int(num_classes), True)[0].tolist()
+        assert ours[0] == pytest.approx(positive, abs=1e-6)
+        assert ours[1:] == pytest.approx([other] * (int(num_classes) - 1), abs=1e-6)
+
+
+def test_losses_and_gradients(golden, loss_case):
+    g = tensors(golden, "loss", f"{loss_case}_")
+    parts = ("centers", "scales", "objness", "cls")
+    predictions = torch.cat([g[f"pred_{part}"] for part in parts], dim=2).requires_grad_()
+    objectness = g["target_objectness"][..., 0]
+    image, index = (objectness > 0).nonzero(as_tuple=True)
+    classes = g["target_class"][image, index]
+    labels, smoothing = classes.argmax(dim=1), bool((classes.max(dim=1).values < 1).any())
+    close(class_targets(labels, int(g["num_class"]), smoothing), classes, atol=1e-6, message="classes are one-hot")
+    assert torch.equal(g["target_class_mask"][..., 0] > 0, objectness > 0)
+
+    def losses_of(images: slice) -> dict[str, torch.Tensor]:
+        inside = (image >= (images.start or 0)) & (image < (images.stop or len(objectness)))
+        i, n = image[inside], index[inside]
+        assigned = Assignment(
+            image=i - (images.start or 0),
+            index=n,
+            kept=torch.ones_like(n, dtype=torch.bool),
+            ratio=objectness[i, n],
+            center=g["target_center"][i, n],
+            scale=g["target_scale"][i, n],
+            weight=g["target_weights"][i, n, 0],
+            boxes=torch.zeros(len(n), 4),
+            labels=labels[inside],
+            crowd=torch.zeros_like(n, dtype=torch.bool),
+            counts=(),
+        )
+        return yolov3_losses(predictions[images], objectness[images], assigned, smoothing)
+
+    for b in range(len(objectness)):
+        for name, loss in losses_of(slice(b, b + 1)).items():
+            close(loss, g[name][b], rtol=1e-5, message=f"{name} of image {b}")
+    total = losses_of(slice(None))
+    for name, loss in total.items():
+        close(loss, g[name].double().sum(), rtol=1e-5, message=name)
+    (gradient,) = torch.autograd.grad(sum(total.values()), predictions)
+    for part, ours in zip(parts, gradient.split([2, 2, 1, int(g["num_class"])], dim=2), strict=True):
+        close(ours, g[f"grad_{part}"], atol=1e-5, message=part)
+
+
+# ---- decoding and suppression --------------------------------------------------------------------------------------
+
+
+class Taps(nn.Module):
+    """Convolutions of stride 2 as a timm features_only backbone: `stages` of (in, out) channels, a tap after each."""
+
+    def __init__(self, stages: list[list[tuple[int, int]]]):
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                *(
+                    nn.Sequential(nn.Conv2d(i, o, 3, 2, 1, bias=False), nn.BatchNorm2d(o), nn.LeakyReLU(0.1))
+                    for i, o in stage
+                )
+            )
+            for stage in stages
+        )
+        self.feature_info = SimpleNamespace(channels=lambda: [stage[-1][1] for stage in stages])
+
+    def forward(self, x):
+        taps = []
+        for stage in self.stages:
+            taps.append(x := stage(x))
+        return taps
+
+
+def decoded(golden: Path):
+    """Our predictions, grid, boxes and scores of the raw maps of the file, and its levels' prefixes, deep to shallow."""
+    g = tensors(golden, "decode")
+    levels = sorted((name[: -len("raw")] for name in g if name.endswith("_raw")), key=lambda p: -int(g[f"{p}stride"]))
+    anchors = torch.stack([g[f"{p}anchors"] for p in levels])
+    channels = g[f"{levels[0]}raw"].shape[1]
+    detector = YOLOv3(
+        Taps([[(3, 4), (4, 4), (4, 4)], [(4, 4)], [(4, 4)]]), channels // anchors.shape[1] - 5, anchors=anchors.tolist()
+    )
+    predictions, grid = detector.flat_predictions([g[f"{p}raw"] for p in levels])
+    return g, levels, predictions, grid, decode_boxes(predictions, grid), class_scores(predictions)
+
+
+def test_decode(golden):
+    g, levels, predictions, grid, boxes, scores = decoded(golden)
+    counts = [g[f"{p}boxes"].shape[1] for p in levels]
+    values = zip(levels, *(v.split(counts, dim=1) for v in (predictions, boxes, scores)), strict=True)
+    for p, raw, level_boxes, level_scores in values:
+        close(level_boxes, g[f"{p}boxes"], rtol=1e-5, atol=1e-3, message=f"{p}boxes")
+        close(level_scores.transpose(1, 2), g[f"{p}scores"], atol=1e-6, message=f"{p}scores")
+        flat = torch.cat([g[f"{p}raw_{part}"] for part in ("centers", "scales", "objness", "cls")], dim=2)
+        assert torch.equal(raw, flat)
+    strides = [int(g[f"{p}stride"]) for p in levels]
+    cells = [c[:: grid.anchors_wh.shape[0] // len(grid.cells_xy) * 3] for c in grid.cells_xy.split(counts)]
+    assert strides == list(STRIDES)
+    for p, ours in zip(levels, cells, strict=True):
+        close(ours, g[f"{p}offsets"])
+
+
+def rows_of(boxes, scores, labels, keep, count: int) -> torch.Tensor:
+    """GluonCV's rows (class, score, box), padded with -1 to `count`."""
+    batch = []
+    for b in range(len(boxes)):
+        rows = torch.cat((labels[b, :, None].float(), scores[b, :, None], boxes[b]), dim=1)[keep[b]][:count]
+        batch.append(torch.cat((rows, rows.new_full((count - len(rows), 6), -1.0))))
+    return torch.stack(batch)
+
+
+def test_nms(golden, nms_case):
+    g, _, _, grid, boxes, scores = decoded(golden)
+    nms_iou, topk, count, min_score = g[f"{nms_case}_params"].tolist()
+    ours = rows_of(*class_nms(boxes, scores, grid, nms_iou, int(topk), min_score), int(count))
+    assert torch.equal(ours[..., 0], g[nms_case][..., 0])
+    close(ours[..., 1], g[nms_case][..., 1], atol=1e-6)
+    close(ours[..., 2:], g[nms_case][..., 2:], rtol=1e-5, atol=1e-3)
+
+
+# ---- network -------------------------------------------------------------------------------------------------------
+
+
+def parameter_names(detector: YOLOv3, originals: list[str]) -> dict[str, str]:
+    """Name in GluonCV -> name in our state dict. Backbones have their tensors in the same order, under other names."""
+    backbone = [f"backbone.{k}" for k in detector.backbone.state_dict() if not k.endswith("num_batches_tracked")]
+    stages = [name for name in originals if name.startswith("stages.")]
+    assert len(stages) == len(backbone)
+    names = dict(zip(stages, backbone, strict=True))
+    for name in originals:
+        if name not in names:
+            stem, leaf = name.rsplit(".", 1)
+            stem = stem.replace("yolo_blocks", "blocks")
+            if stem.startswith("yolo_outputs"):
+                stem = f"predictions.{stem.split('.')[1]}"
+            names[name] = f"{stem}.{LEAVES.get(leaf, leaf)}"
+    for original, ours in names.items():
+        leaf = original.rsplit(".", 1)[1]
+        assert ours.endswith(f".{LEAVES.get(leaf, leaf)}"), (original, ours)
+    return names
+
+
+def load_values(detector: YOLOv3, names: dict[str, str], values: dict[str, np.ndarray]) -> None:
+    state = {names[k]: torch.as_tensor(np.asarray(v)) for k, v in values.items()}
+    expected = {k: v.shape for k, v in detector.state_dict().items() if not k.endswith("num_batches_tracked")}
+    assert {k: v.shape for k, v in state.items()} == expected
+    detector.load_state_dict(state, strict=False)
+
+
+def formula_value(name: str, shape: list[int], seed: int) -> np.ndarray:
+    random, leaf = np.random.RandomState(seed), name.rsplit(".", 1)[1]
+    if leaf == "weight":
+        return (random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
+    if leaf == "gamma":
+        return random.uniform(0.9, 1.1, shape).astype(np.float32)
+    if leaf == "running_var":
+        return random.uniform(0.5, 1.5, shape).astype(np.float32)
+    return (0.1 * random.standard_normal(shape)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def network_json(golden) -> dict:
+    return json.loads((golden / "yolov3_network.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def darknet(golden, network_json) -> tuple[YOLOv3, dict[str, str]]:
+    """Our Darknet-53 detector as it starts, and the map of parameter names."""
+    torch.manual_seed(0)
+    detector = build_yolov3([str(c) for c in range(network_json["yolo3_darknet53"]["num_class"])], "darknet53")
+    return detector, parameter_names(detector, [name for _, name, _ in network_json["parameter_list"]])
+
+
+def test_network_structure(darknet, network_json):
+    detector, names = darknet
+    state = detector.state_dict()
+    assert {name: list(state[names[name]].shape) for _, name, _ in network_json["parameter_list"]} == {
+        name: shape for _, name, shape in network_json["parameter_list"]
+    }
+    for shapes in network_json["heads"].values():
+        for name, shape in shapes:
+            assert list(state[names[name]].shape) == shape
+    counts = network_json["yolo3_darknet53"]
+    assert sum(p.numel() for p in detector.parameters()) == counts["learnable_parameters"]
+    assert len(list(detector.parameters())) == counts["learnable_tensors"]
+    assert sum(p.numel() for p in detector.backbone.parameters()) == counts["backbone_learnable"]
+    assert sum(isinstance(m, nn.Conv2d) for m in detector.modules()) == counts["n_conv"]
+    norms = [m for m in detector.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(norms) == counts["n_bn"]
+    assert {(m.eps, m.momentum) for m in norms} == {(1e-5, 0.1)}
+    assert {m.negative_slope for m in detector.modules() if isinstance(m, nn.LeakyReLU)} == {0.1}
+
+
+def test_heads_start_as_in_gluoncv_and_the_backbone_as_in_timm(darknet, network_json):
+    detector, names = darknet
+    state, values = detector.state_dict(), network_json["initial_values"]
+    low, high = values["weight"]["min"], values["weight"]["max"]
+    for original, ours in names.items():
+        if not original.startswith("stages."):
+            leaf = original.rsplit(".", 1)[1]
+            if leaf == "weight":
+                assert low <= state[ours].min() < 0.9 * low < 0.9 * high < state[ours].max() <= high
+            else:
+                assert (state[ours] == values[leaf]["mean"]).all(), original
+    # The difference: timm's kaiming start, with a last norm of 0 in each residual branch, where GluonCV is U(-0.07, 0.07).
+    backbone = {ours for original, ours in names.items() if original.startswith("stages.")}
+    assert any((state[name] == 0).all() for name in backbone if name.endswith("bn.weight"))
+    assert any(state[name].abs().max() > high for name in backbone if name.endswith("conv.weight"))
+
+
+@pytest.fixture(scope="module")
+def filled(golden, darknet, network_json) -> YOLOv3:
+    detector, names = darknet
+    seed = int(arrays(golden, "network")["fill_seed"])
+    parameters = network_json["parameter_list"]
+    load_values(detector, names, {name: formula_value(name, shape, seed + i) for i, name, shape in parameters})
+    return detector.eval()
+
+
+def test_network_taps_maps_and_detections(golden, filled):
+    g = tensors(golden, "network")
+    with torch.no_grad():
+        taps = dict(zip(STRIDES[::-1], filled.backbone(g["input"]), strict=True))
+        maps = filled.raw_maps(g["input"])
+    for stride, tap in taps.items():
+        assert list(tap.shape) == g[f"tap_stride{stride}_shape"].tolist()
+        every = tap.shape[1] // g[f"tap_stride{stride}_sample"].shape[1]
+        assert relative_to_largest(tap[:, ::every], g[f"tap_stride{stride}_sample"]) < 1e-5
+        assert relative_to_largest(tap.mean(dim=(0, 2, 3)), g[f"tap_stride{stride}_mean_per_channel"]) < 1e-5
+    for stride, ours in zip(STRIDES, maps, strict=True):
+        assert relative_to_largest(ours, g[f"raw_stride{stride}"]) < 2e-5
+
+    predictions, grid = filled.flat_predictions(maps)
+    boxes, scores = decode_boxes(predictions, grid), class_scores(predictions)
+    ours = rows_of(*class_nms(boxes, scores, grid, **NETWORK_NMS), g["detections"].shape[1])
+    assert torch.equal(ours[..., 0], g["detections"][..., 0])
+    assert relative_to_largest(ours, g["detections"]) < 1e-4
+
+
+def test_postprocess_gives_the_same_detections(golden, filled):
+    """The detector's own interface: the same rows, clipped to the image, which the original leaves to its evaluation."""
+    g = tensors(golden, "network")
+    sizes = sizes_of(torch.tensor(g["input"].shape[2:]), len(g["input"]))
+    with torch.no_grad():
+        outputs = {f"raw_stride{s}": m for s, m in zip(STRIDES, filled.raw_maps(g["input"]), strict=True)}
+    found = filled.postprocess(outputs, sizes, sizes, top_k=g["detections"].shape[1])
+    for b, rows in enumerate(g["detections"]):
+        rows = rows[rows[:, 0] >= 0]
+        assert found[b]["labels"].tolist() == rows[:, 0].tolist()
+        close(found[b]["scores"], rows[:, 1], atol=1e-4)
+        limits = sizes[b].flip(0).repeat(2).float()
+        close(found[b]["boxes"], rows[:, 2:].clamp(min=0).minimum(limits), atol=1e-4 * float(rows.abs().max()))
+
+
+def test_the_leaky_slope_of_timm_would_change_the_taps(golden, filled):
+    g = tensors(golden, "network")
+    leaky = [m for m in filled.backbone.modules() if isinstance(m, nn.LeakyReLU)]
+    for module in leaky:
+        module.negative_slope = 0.01
+    with torch.no_grad():
+        taps = dict(zip(STRIDES[::-1], filled.backbone(g["input"]), strict=True))
+    for module in leaky:
+        module.negative_slope = 0.1
+    for stride, tap in taps.items():
+        every = tap.shape[1] // g[f"tap_stride{stride}_sample"].shape[1]
+        assert relative_to_largest(tap[:, ::every], g[f"tap_stride{stride}_sample"]) > 0.1
+
+
+def test_weight_decay_exclusion(golden, darknet):
+    detector, names = darknet
+    g = json.loads((golden / "yolov3_wd.json").read_text())
+    groups = parameter_groups(detector, lr=1.0, weight_decay=0.5, no_decay_on_norm_and_bias=True)
+    undecayed = [n for group in groups if group["weight_decay"] == 0 for n in group["param_names"]]
+    decayed = [n for group in groups if group["weight_decay"] > 0 for n in group["param_names"]]
+    assert sorted(undecayed) == sorted(names[original] for original in g["excluded_structural_names"])
+    assert (len(undecayed), len(decayed)) == (g["excluded_count"], g["decayed_count"])
+    parameters = dict(detector.named_parameters())
+    assert sum(parameters[n].numel() for n in undecayed) == g["excluded_elements"]
+    assert sum(parameters[n].numel() for n in decayed) == g["decayed_elements"]
+    # Without the switch everything decays, as there without --no-wd.
+    everything = parameter_groups(detector, lr=1.0, weight_decay=0.5)
+    assert {group["weight_decay"] for group in everything} == {0.5 * m for m in g["default_wd_mult_of_every_parameter"]}
+
+
+# ---- learning rates ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["step", "cosine", "poly"])
+def test_learning_rates(golden, lr_case, mode):
+    """GluonCV's curve is ours with another origin and end in each part; asserted exactly, then the differences."""
+    g = arrays(golden, "lr")
+    lr, warmup, epochs, iterations, gamma, power = g[f"{lr_case}_params"].tolist()
+    warm, total = int(warmup * iterations), int(epochs * iterations)
+    milestones = [int(e * iterations) for e in g[f"{lr_case}_step_epochs"].tolist()]
+    schedule, applied = g[f"{lr_case}_{mode}_schedule"], g[f"{lr_case}_{mode}_applied"]
+    name = {"step": "multistep"}.get(mode, mode)
+    options = {"gamma": gamma, "power": power}
+
+    def theirs(t: int) -> float:
+        if t < warm:  # reaches the peak at its last iteration, where ours reaches it at the first one after
+            return lr * lr_factor(t, "constant", warmup_steps=warm - 1, warmup_factor=0.0)
+        last = total - warm - 1  # ends one iteration early
+        shifted = [m - warm for m in milestones]
+        return lr * lr_factor(t - warm, name, total_steps=last, milestones=shifted, **options)
+
+    np.testing.assert_allclose([theirs(t) for t in range(len(schedule))], schedule, rtol=1e-9, atol=1e-15)
+    # The optimizer there counts before it asks: update k has schedule(k + 1), the last two of cosine and poly have 0.
+    np.testing.assert_allclose(applied, schedule[1 : len(applied) + 1], rtol=1e-6, atol=1e-12)
+    ours = [
+        lr * lr_factor(k, name, total_steps=total, warmup_steps=warm, warmup_factor=0.0, milestones=milestones, **options)
+        for k in range(total)
+    ]
+    # Ours at update k is within one step of theirs at k: the curves are offset by one to two updates, not different.
+    steepest = max(np.abs(np.diff(schedule[:warm], prepend=0.0)).max() if warm else 0, np.abs(np.diff(ours[warm:])).max())
+    if mode == "step":
+        drops = [k for k in range(total) if k + 1 in milestones]
+        for k in range(warm, total):
+            assert ours[k] == pytest.approx(applied[k] / gamma if k in drops else applied[k], rel=1e-6)
+    else:
+        assert applied[total - 2 : total].tolist() == [0.0, 0.0]
+        assert min(ours[-2:]) > 0
+        assert np.abs(np.array(ours) - applied[:total]).max() <= 3 * steepest
+    assert ours[warm] == pytest.approx(lr)
+
+
+# ---- mixup ---------------------------------------------------------------------------------------------------------
+
+
+def test_mixup(golden):
+    g = arrays(golden, "mixup")
+    samples = []
+    for i in range(sum(key.startswith("image") for key in g)):
+        label = torch.from_numpy(g[f"label{i}"])
+        target = {"boxes": label[:, :4].float(), "labels": label[:, 4].long(), "iscrowd": label[:, 5].long()}
+        samples.append((torch.from_numpy(g[f"image{i}"]).permute(2, 0, 1), target | {"image_id": i}))
+    mixed = [key.removesuffix("_image") for key in g if key.startswith("first") and key.endswith("_image")]
+    assert mixed
+    for key in mixed:
+        first, k = (int(part.strip("firstlambda")) for part in key.split("_"))
+        image, target = mixup(samples[first], samples[1 - first], g["lambdas"][k])
+        assert np.array_equal(image.permute(1, 2, 0).numpy(), g[f"{key}_image"]), key
+        ours = torch.cat(
+            [target["boxes"]] + [target[n][:, None].float() for n in ("labels", "iscrowd", "mixup")], dim=1
+        )
+        np.testing.assert_allclose(ours, g[f"{key}_label"], rtol=1e-7, atol=1e-12, err_msg=key)  # weights are float32
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def small_detector(values: dict[str, np.ndarray], num_classes: int, smoothing: bool) -> tuple[YOLOv3, dict[str, str]]:
+    """The trajectory's network from the shapes of its parameters, with their values."""
+    convolutions = {n.split("."): v.shape for n, v in ()}
+    stages: dict[str, list] = {}
+    for name, value in values.items():
+        parts = name.split(".")
+        if parts[0] == "stages" and parts[-1] == "weight":
+            stages.setdefault(parts[1], []).append((value.shape[1], value.shape[0]))
+    del convolutions
+    heads = [v.shape[0] for n, v in values.items() if n.startswith("yolo_blocks.") and n.endswith(".body.0.0.weight")]
+    detector = YOLOv3(
+        Taps(list(stages.values())), num_classes, head_channels=heads, label_smoothing=smoothing, ignore_iou=IGNORE_IOU
+    )
+    names = parameter_names(detector, list(values))
+    load_values(detector, names, values)
+    return detector, names
+
+
+def image_losses(detector: YOLOv3, maps: list[torch.Tensor], targets: list[dict], hw: torch.Tensor) -> torch.Tensor:
+    """(4, B): the losses of each image, through the detector's criterion."""
+    columns = []
+    for b, target in enumerate(targets):
+        outputs = {f"raw_stride{s}": m[b : b + 1] for s, m in zip(STRIDES, maps, strict=True)} | {"sizes": hw[None]}
+        losses, _ = detector.criterion(outputs, [target], {"images": 1.0})
+        columns.append(torch.stack([losses[name] for name in LOSSES]))
+    return torch.stack(columns, dim=1)
+
+
+def train_step(detector: YOLOv3, optimizer, pixels: torch.Tensor, targets: list[dict]) -> torch.Tensor:
+    """One update by the mean over images of the sum of the four losses; (4, B) losses before it."""
+    maps, hw = detector.raw_maps(pixels), torch.tensor(pixels.shape[2:])
+    outputs = {f"raw_stride{s}": m for s, m in zip(STRIDES, maps, strict=True)} | {"sizes": hw.expand(len(pixels), 2)}
+    losses, _ = detector.criterion(outputs, targets, detector.denominators(targets))
+    optimizer.zero_grad()
+    sum(losses.values()).backward()
+    with torch.no_grad():
+        rows = image_losses(detector, maps, targets, hw)
+    close(torch.stack([losses[name] for name in LOSSES]), rows.mean(dim=1), rtol=1e-5, message="sum of images / images")
+    optimizer.step()
+    return rows
+
+
+def running_var_elements(detector: YOLOv3, pixels: torch.Tensor) -> dict[str, int]:
+    """How many values each norm's variance is taken over, by the name of its running variance."""
+    counts, handles = {}, []
+    for name, module in detector.named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            def count(_, inputs, __, name=name):
+                counts[f"{name}.running_var"] = inputs[0].numel() // inputs[0].shape[1]
+
+            handles.append(module.register_forward_hook(count))
+    was_training = detector.training
+    with torch.no_grad():
+        detector.eval().raw_maps(pixels)
+    detector.train(was_training)
+    for handle in handles:
+        handle.remove()
+    return counts
+
+
+def run_trajectory(golden: Path, case: str, rate_in_momentum: bool) -> SimpleNamespace:
+    """Trains as the file says with torch.optim.SGD.
+
+    rate_in_momentum: MXNet's v = m v - lr g, w += v. Rescaling torch's momentum by lr_before / lr gives just that.
+    """
+    g, config = tensors(golden, "trajectory", f"{case}_"), arrays(golden, "trajectory")[f"{case}_config_json"]
+    config = json.loads(str(config))
+    initial = {k.removeprefix("init/"): v.numpy() for k, v in g.items() if k.startswith("init/")}
+    detector, names = small_detector(initial, config["C"], config["smooth"])
+    groups = parameter_groups(
+        detector, lr=1.0, weight_decay=config["wd"], no_decay_on_norm_and_bias=config["no_wd"]
+    )
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=config["momentum"])
+    losses, first_gradients, rates = [], {}, g["lr"].tolist()
+    for step, rate in enumerate(rates):
+        batch = step if config["distinct"] else 0
+        ratios = g["gt_mixratio"][batch] if config["mixed"] else None
+        targets = targets_of(g["gt_boxes"][batch], g["gt_ids"][batch], ratios)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if rate_in_momentum and step:
+            for state in optimizer.state.values():
+                state["momentum_buffer"] *= rates[step - 1] / rate
+        losses.append(train_step(detector, optimizer, g["input"][batch], targets))
+        if step == 0:
+            scale = len(targets)  # theirs is of the sum over the batch
+            first_gradients = {n: p.grad.norm().item() * scale for n, p in detector.named_parameters()}
+    return SimpleNamespace(
+        g=g, config=config, detector=detector, names=names, losses=torch.stack(losses), gradients=first_gradients
+    )
+
+
+def with_biased_variance(run: SimpleNamespace) -> dict[str, torch.Tensor]:
+    """Our state with each running variance as it would be from biased batch variances, as MXNet keeps it.
+
+    PyTorch's holds 0.9^k * start + n / (n - 1) * (the biased part); nothing else of the training depends on it.
+    """
+    state = {k: v.clone() for k, v in run.detector.state_dict().items()}
+    kept = 0.9 ** len(run.losses)
+    originals = {ours: original for original, ours in run.names.items()}
+    for name, n in running_var_elements(run.detector, run.g["input"][0]).items():
+        start = run.g[f"init/{originals[name]}"]
+        state[name] = kept * start + (state[name] - kept * start) * (n - 1) / n
+    return state
+
+
+def check_end(run: SimpleNamespace) -> None:
+    g, state = run.g, with_biased_variance(run)
+    for original, ours in run.names.items():
+        assert relative_to_largest(state[ours], g[f"final/{original}"], floor=1e-3) < 5e-5, original
+        if f"grad_norm_step1/{original}" in g and not original.endswith(("running_mean", "running_var")):
+            assert run.gradients[ours] == pytest.approx(float(g[f"grad_norm_step1/{original}"]), rel=1e-4), original
+    run.detector.load_state_dict(state)
+    with torch.no_grad():
+        predictions, grid = run.detector.eval().flat_predictions(run.detector.raw_maps(g["input"][0]))
+    close(class_scores(predictions).transpose(1, 2), g["final_scores"], atol=1e-5)
+    close(decode_boxes(predictions, grid), g["final_boxes"], atol=1e-2)
+
+
+def test_trajectory(golden, trajectory):
+    """Losses of every step, first gradients, final parameters and predictions, with the rate inside the momentum.
+
+    At a constant rate this is torch.optim.SGD itself: the rescaling is by 1.
+    """
+    run = run_trajectory(golden, trajectory, rate_in_momentum=True)
+    for step, (ours, theirs) in enumerate(zip(run.losses, run.g["losses"], strict=True)):
+        close(ours, theirs, rtol=1e-4, message=f"losses before update {step}")
+    check_end(run)
+
+
+def test_running_variance_is_pytorchs(golden, trajectory):
+    """The difference: PyTorch's running variance takes the unbiased batch variance, MXNet's the biased one."""
+    run = run_trajectory(golden, trajectory, rate_in_momentum=True)
+    worst = max(
+        relative_to_largest(run.detector.state_dict()[ours], run.g[f"final/{original}"])
+        for original, ours in run.names.items()
+        if original.endswith("running_var")
+    )
+    assert 1e-3 < worst < 2e-2
+
+
+def test_trajectory_of_torch_sgd(golden, trajectory):
+    """torch.optim.SGD keeps the rate outside the momentum: w -= lr (m v + g). The two agree as long as the rate does not
+    change: in all steps of a constant rate; in warm-up in the losses before updates 0 and 1, and no longer after."""
+    run = run_trajectory(golden, trajectory, rate_in_momentum=False)
+    rates = run.g["lr"].tolist()
+    same = next((i for i in range(1, len(rates)) if rates[i] != rates[i - 1]), len(rates)) + 1
+    error = ((run.losses - run.g["losses"]).abs() / run.g["losses"].abs()).amax(dim=(1, 2))
+    assert (error[:same] < 1e-4).all()
+    assert (error[same:] > 1e-2).all()
+    if same > len(rates):
+        check_end(run)
+
+
+@pytest.mark.slow
+def test_trajectory_of_the_full_darknet(golden, network_json):
+    g = arrays(golden, "trajectory_full")
+    config, originals = json.loads(str(g["config_json"])), [str(name) for name in g["param_names"]]
+    shapes = {name: shape for _, name, shape in network_json["parameter_list"]}
+    detector = build_yolov3([str(c) for c in range(config["C"])], "darknet53", label_smoothing=config["smooth"])
+    names = parameter_names(detector, originals)
+
+    def start(i: int, name: str) -> np.ndarray:
+        leaf = name.rsplit(".", 1)[1]
+        if leaf == "weight":
+            random = np.random.RandomState(config["fill_seed"] + i)
+            return random.uniform(-0.07, 0.07, shapes[name]).astype(np.float32)
+        return np.full(shapes[name], float(leaf in ("gamma", "running_var")), dtype=np.float32)
+
+    load_values(detector, names, {name: start(i, name) for i, name in enumerate(originals)})
+    groups = parameter_groups(
+        detector, lr=config["lr"], weight_decay=config["wd"], no_decay_on_norm_and_bias=config["no_wd"]
+    )
+    optimizer = torch.optim.SGD(groups, lr=config["lr"], momentum=config["momentum"])
+    boxes, ids, pixels = (torch.from_numpy(g[key]) for key in ("gt_boxes", "gt_ids", "input"))
+    targets = targets_of(boxes, ids, torch.from_numpy(g["gt_mixratio"]) if config["mixed"] else None)
+
+    def check_norms(expected: np.ndarray) -> None:
+        state = detector.state_dict()
+        for name, norm in zip(originals, expected.tolist(), strict=True):
+            if not name.endswith("running_var"):  # biased there, see test_running_variance_is_pytorchs
+                assert state[names[name]].norm().item() == pytest.approx(norm, rel=1e-3, abs=1e-9), name
+
+    for step, theirs in enumerate(torch.from_numpy(g["losses"])):
+        ours = train_step(detector, optimizer, pixels, targets)
+        close(ours, theirs, rtol=1e-4 if step == 0 else 3e-3, message=f"losses before update {step}")
+        if step == 0:
+            parameters = dict(detector.named_parameters())
+            for name, norm in zip(originals, g["grad_norm_step1"].tolist(), strict=True):
+                if not np.isnan(norm):
+                    gradient = parameters[names[name]].grad.norm().item() * len(targets)
+                    assert gradient == pytest.approx(norm, rel=1e-2), name
+            check_norms(g["param_norm_after_step1"])
+    check_norms(g["param_norm_after_step5"])
