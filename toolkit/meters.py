@@ -41,12 +41,15 @@ class SmoothedValue:
     @property
     def median(self) -> float:
         """Middle of the window; the lower one of the two middle values, as torch.median has it."""
-        return sorted(self.window)[(len(self.window) - 1) // 2] if self.window else math.nan
+        return self._window().median().item() if self.window else math.nan
 
     @property
     def avg(self) -> float:
         """Mean of the window."""
-        return math.fsum(self.window) / len(self.window) if self.window else math.nan
+        return self._window().mean().item() if self.window else math.nan
+
+    def _window(self) -> torch.Tensor:
+        return torch.tensor(self.window, dtype=torch.float32)  # rounded as in DETR, so that the texts are the same
 
     @property
     def global_avg(self) -> float:
@@ -70,11 +73,12 @@ class SmoothedValue:
 
     def state_dict(self) -> dict:
         """JSON-able and exact: a Python float survives JSON to the last bit."""
-        return {"window": list(self.window), "total": self.total, "count": self.count}
+        window = {"window_size": self.window.maxlen, "window": list(self.window)}
+        return {"fmt": self.fmt, **window, "total": self.total, "count": self.count}
 
     def load_state_dict(self, state: Mapping) -> None:
-        self.window = deque(state["window"], maxlen=self.window.maxlen)
-        self.total, self.count = state["total"], state["count"]
+        self.window = deque(state["window"], maxlen=state["window_size"])
+        self.fmt, self.total, self.count = state["fmt"], state["total"], state["count"]
 
 
 class MomentumMeter:
@@ -82,6 +86,8 @@ class MomentumMeter:
 
     mean = sum_i momentum^(n-i) value_i / sum_i momentum^(n-i); momentum 1 is the plain average. NaN when empty.
     """
+
+    _STATE = ("fmt", "momentum", "value", "sum", "count")
 
     def __init__(self, momentum: float = 1.0, fmt: str = "{value:.4f} ({mean:.4f})"):
         self.momentum, self.fmt = momentum, fmt
@@ -100,10 +106,11 @@ class MomentumMeter:
         return self.fmt.format(value=self.value, mean=self.mean)
 
     def state_dict(self) -> dict:
-        return {"value": self.value, "sum": self.sum, "count": self.count}
+        return {key: getattr(self, key) for key in self._STATE}
 
     def load_state_dict(self, state: Mapping) -> None:
-        self.value, self.sum, self.count = state["value"], state["sum"], state["count"]
+        for key in self._STATE:
+            setattr(self, key, state[key])
 
 
 class Meters(dict[str, SmoothedValue | MomentumMeter]):
@@ -125,12 +132,10 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         return {name: meter.state_dict() for name, meter in self.items()}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restores the meters of `state`, and forgets others that were made on first use since."""
-        for name in set(self) - set(state):
-            del self[name]
+        """Restores the meters of `state`, and nothing but those, in their order."""
+        self.clear()
         for name, meter_state in state.items():
-            if name not in self:
-                self[name] = SmoothedValue() if "window" in meter_state else MomentumMeter()
+            self[name] = SmoothedValue() if "window" in meter_state else MomentumMeter()
             self[name].load_state_dict(meter_state)
 
 
@@ -177,6 +182,11 @@ class StepTimer:
     def step_s(self) -> float:
         """Seconds of a step, waiting for data included; mean of the last steps."""
         return self._step.avg
+
+    @property
+    def last_step_s(self) -> float:
+        """Seconds of the last step alone; 0 before the first."""
+        return self._step.value if self._step.count else 0.0
 
     @property
     def images_per_s(self) -> float:

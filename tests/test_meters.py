@@ -1,0 +1,79 @@
+"""pytest tests/test_meters.py"""
+
+import json
+import math
+
+import pytest
+
+from toolkit.meters import Meters, MomentumMeter, SmoothedValue, StepTimer, peak_memory_mb
+
+
+def test_an_empty_meter_is_nan_and_can_be_shown():
+    # timm met the division by zero in the same class; DETR's original still has it
+    for meter in (SmoothedValue(), MomentumMeter(0.9)):
+        assert "nan" in str(meter)
+    assert all(math.isnan(getattr(SmoothedValue(), name)) for name in ("median", "avg", "global_avg", "max", "value"))
+    assert math.isnan(MomentumMeter().mean)
+    assert StepTimer().row(10) == {} and StepTimer().eta(10) == "?"
+
+
+def test_window_statistics_forget_and_global_average_does_not():
+    meter = SmoothedValue(window_size=4, fmt="{median} {avg} {max} {value} {global_avg}")
+    for value in (100.0, 1.0, 4.0, 2.0, 3.0):
+        meter.update(value)
+    assert str(meter) == "2.0 2.5 4.0 3.0 22.0"  # of 1 2 3 4 the lower middle is 2
+
+
+def test_n_weighs_in_the_global_average_only():
+    meter = SmoothedValue()
+    meter.update(1.0, n=3)
+    meter.update(5.0, n=1)
+    assert (meter.global_avg, meter.avg, meter.count) == (2.0, 3.0, 4)
+
+
+def test_momentum_mean_is_the_weighted_mean_of_all_values():
+    meter, values = MomentumMeter(0.5), [8.0, 4.0, 2.0]
+    for value in values:
+        meter.update(value)
+    assert meter.mean == pytest.approx((0.25 * 8 + 0.5 * 4 + 2) / 1.75)
+
+
+def test_meters_continue_from_json_as_if_never_stopped():
+    whole, first = Meters(), Meters()
+    for meters in (whole, first):
+        meters["lr"] = SmoothedValue(window_size=1, fmt="{value:.6f}")
+        meters["smooth"] = MomentumMeter(0.98)
+    values = [{"loss": 1 / (i + 3), "lr": 0.1**i, "smooth": i / 7} for i in range(30)]
+    for row in values:
+        whole.update(row)
+    for row in values[:13]:
+        first.update(row)
+    second = Meters(stale=SmoothedValue())
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for row in values[13:]:
+        second.update(**row)
+    assert second.state_dict() == whole.state_dict()
+    assert str(second) == str(whole)
+    assert second.averages() == whole.averages()
+
+
+def test_timer_splits_waiting_from_work_and_leaves_evaluation_out():
+    now = 0.0
+    timer = StepTimer(window_size=2, clock=lambda: now)
+    for wait, work in ((5.0, 5.0), (1.0, 3.0), (1.0, 1.0)):
+        now += 1000.0  # an evaluation
+        timer.start()
+        now += wait
+        timer.data_ready()
+        now += work
+        assert timer.step_done(images=12) == wait + work
+    assert (timer.data_s, timer.step_s, timer.images_per_s) == (1.0, 3.0, 4.0)
+    assert timer.eta_s(100) == 300.0 and timer.eta(100) == "0:05:00"
+    row = timer.row(100)
+    assert row["time/step_s"] == 3.0 and row["mem/peak_mb"] > 1.0
+
+
+def test_peak_memory_grows_with_what_is_held():
+    before = peak_memory_mb()
+    held = bytearray(int((before + 64) * 2**20))
+    assert peak_memory_mb() > before and held

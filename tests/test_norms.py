@@ -1,0 +1,164 @@
+"""pytest tests/test_norms.py"""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from toolkit.errors import BadInput
+from toolkit.norms import (
+    FrozenBatchNorm2d,
+    bn_momentum,
+    freeze,
+    freeze_batch_norms,
+    freeze_prefixes,
+    set_bn_momentum,
+)
+
+
+def net():
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    return nn.ModuleDict({"backbone": backbone, "neck": nn.Conv2d(4, 4, 1), "norm": nn.BatchNorm2d(4)})
+
+
+def forward(model, x):
+    return model["norm"](model["neck"](model["backbone"](x)))
+
+
+def trained(model, steps=3):
+    """Statistics and affine parameters away from their initial values."""
+    generator = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(generator=generator)
+            module.running_var.uniform_(0.5, 2.0, generator=generator)
+            if module.affine:
+                nn.init.normal_(module.weight, generator=generator)
+                nn.init.normal_(module.bias, generator=generator)
+    return model
+
+
+def copies(model):
+    return {
+        "itself": model,
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),  # noqa: S301 (what was pickled just now)
+    }
+
+
+def test_freezing_survives_train_in_copies_too():
+    model = net()
+    assert freeze(model["backbone"]) is model["backbone"]
+    x = torch.randn(2, 3, 6, 6)
+    for kind, this in copies(model).items():
+        before = copy.deepcopy(this["backbone"].state_dict())
+        assert this.train() is this
+        assert this.training and this["norm"].training
+        assert not any(module.training for module in this["backbone"].modules()), kind
+        forward(this, x).sum().backward()
+        assert all(p.grad is None for p in this["backbone"].parameters())
+        assert all(torch.equal(v, before[k]) for k, v in this["backbone"].state_dict().items())
+        assert this["norm"].num_batches_tracked == 1 and this["neck"].weight.grad is not None
+        assert not this.eval().training and this.train()["backbone"][1].training is False
+
+
+def test_a_copy_answers_for_itself_not_for_the_original():
+    model = net()
+    freeze(model["backbone"])
+    other = copy.deepcopy(model)
+    other["backbone"][2].training = True  # as if someone had meddled
+    model.train()
+    assert other["backbone"][2].training
+    other.train()
+    assert not other["backbone"][2].training
+
+
+def test_frozen_parts_compile():
+    model = net()
+    freeze(model["backbone"])
+    model.train()
+    compiled = torch.compile(model["backbone"], backend="eager", fullgraph=True)
+    compiled.train()
+    x = torch.randn(2, 3, 6, 6)
+    torch.testing.assert_close(compiled(x), model["backbone"](x))
+    assert not model["backbone"].training
+
+
+def test_freezing_by_name():
+    model = net()
+    frozen = freeze_prefixes(model, ["backbone.1", "neck.bias"])
+    assert frozen == ["backbone.1.weight", "backbone.1.bias", "neck.bias"]
+    model.train()
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == frozen
+    assert not model["backbone"][1].training and model["backbone"][2].training and model["neck"].training
+
+
+def test_a_prefix_that_is_nothing_names_its_neighbours():
+    with pytest.raises(BadInput) as error:
+        freeze_prefixes(net(), ["backbon", "backbone.9", "neck"])
+    first, second = error.value.problems
+    assert "backbone, neck, norm" in first and "backbone.0, backbone.1, backbone.2" in second
+    assert all(p.requires_grad for p in net().parameters())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_frozen_batch_norm_is_eval_mode_batch_norm(affine):
+    norm = trained(nn.BatchNorm2d(5, eps=1e-3, affine=affine)).eval()
+    frozen = freeze_batch_norms(norm)
+    x = torch.randn(2, 5, 4, 3, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    weights = torch.randn(2, 5, 4, 3)
+    (norm(x) * weights).sum().backward()
+    (frozen.train()(y) * weights).sum().backward()
+    torch.testing.assert_close(frozen(y), norm(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(y.grad, x.grad, rtol=1e-5, atol=1e-6)
+    assert not list(frozen.parameters()) and isinstance(frozen, FrozenBatchNorm2d)
+
+
+def test_frozen_batch_norm_agrees_with_torchvisions_and_keeps_the_dtype():
+    ours, theirs = FrozenBatchNorm2d(5), torchvision.ops.FrozenBatchNorm2d(5)
+    state = trained(nn.BatchNorm2d(5)).state_dict()
+    theirs.load_state_dict({k: v for k, v in state.items() if k != "num_batches_tracked"})
+    ours.load_state_dict(state)  # a checkpoint of the norm before it was frozen
+    assert set(ours.state_dict()) == set(theirs.state_dict())
+    x = torch.randn(2, 5, 4, 4)
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert ours(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(ours(x.bfloat16()).float(), theirs(x), rtol=0.05, atol=0.05)
+
+
+def test_whole_backbone_with_activations_inside_its_norms():
+    # mobilenetv3 and resnets with BatchNormAct2d keep their activation inside the norm layer
+    model = trained(timm.create_model("mobilenetv3_small_050", pretrained=False, features_only=True)).eval()
+    x = torch.randn(1, 3, 32, 32)
+    before, names = model(x), set(model.state_dict())
+    assert freeze_batch_norms(model) is model
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+    for new, old in zip(model.train()(x), before, strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4)
+    assert set(model.state_dict()) == {n for n in names if not n.endswith("num_batches_tracked")}
+    assert all(parameter.ndim != 1 or name.endswith("bias") for name, parameter in model.named_parameters())
+
+
+def test_a_norm_without_statistics_stays():
+    norm = nn.BatchNorm2d(3, track_running_stats=False)
+    assert freeze_batch_norms(norm) is norm
+
+
+def test_momentum_of_batch_norms():
+    assert [bn_momentum(s, 60, 0.1, 0.0, 10, "linear") for s in (0, 10, 35, 60, 99)] == pytest.approx(
+        [0.1, 0.1, 0.05, 0.0, 0.0]
+    )
+    assert bn_momentum(35, 60, 0.1, 0.02, 10, "cosine") == pytest.approx(0.06)
+    assert bn_momentum(10, 60, warmup_steps=10) == pytest.approx(0.1)
+    with pytest.raises(BadInput, match="cosine or linear"):
+        bn_momentum(1, 2, shape="cubic")
+    model = net()
+    freeze(model["backbone"])
+    set_bn_momentum(model.train(), 0.03)
+    assert (model["norm"].momentum, model["backbone"][1].momentum) == (0.03, 0.1)

@@ -1,0 +1,140 @@
+"""pytest tests/test_optim.py"""
+
+import pytest
+import timm
+import torch
+import torchvision
+import transformers
+from torch import nn
+
+from toolkit.errors import BadInput
+from toolkit.optim import build_optimizer, is_norm, parameter_groups
+
+
+class Detector(nn.Module):
+    """A backbone whose names hide its norms ("bn" of D-FINE's pattern), and a transformer head with tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        self.model = nn.ModuleDict({"backbone": stem, "encoder": nn.TransformerEncoderLayer(8, 2, 16)})
+        self.class_embed = nn.Linear(8, 3)
+        self.tied = self.class_embed
+        self.bias_table = nn.Parameter(torch.zeros(4, 4))
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+
+def by_group(groups):
+    return {group["name"]: set(group["param_names"]) for group in groups}
+
+
+def assert_each_once(model, groups):
+    held = [id(p) for group in groups for p in group["params"]]
+    assert len(held) == len(set(held))
+    assert set(held) == {id(p) for p in model.parameters() if p.requires_grad}
+    names = dict(model.named_parameters())
+    assert all(names[n] is p for g in groups for n, p in zip(g["param_names"], g["params"], strict=True))
+
+
+def test_detr_has_two_groups_with_weight_decay_on_everything():
+    groups = parameter_groups(Detector(), lr=1e-4, weight_decay=1e-2, backbone_lr=1e-5)
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [
+        ("main", 1e-4, 1e-2),
+        ("backbone", 1e-5, 1e-2),
+    ]
+    assert all(".backbone." in f".{name}" for name in groups[1]["param_names"]) and len(groups[1]["params"]) == 4
+
+
+def test_no_decay_goes_by_the_type_of_the_module():
+    model = Detector()
+    groups = parameter_groups(model, lr=1.0, weight_decay=0.1, no_decay_on_norm_and_bias=True)
+    assert_each_once(model, groups)
+    decayed = by_group(groups)["main"]
+    encoder = "model.encoder"
+    assert decayed == {
+        "model.backbone.0.weight",
+        f"{encoder}.self_attn.in_proj_weight",
+        f"{encoder}.self_attn.out_proj.weight",
+        f"{encoder}.linear1.weight",
+        f"{encoder}.linear2.weight",
+        "class_embed.weight",
+        "bias_table",
+    }
+    assert {g["weight_decay"] for g in groups if "no_decay" in g["name"]} == {0.0}
+
+
+def test_multipliers_take_the_longest_prefix_and_multiply_the_backbones_rate():
+    model = Detector()
+    multipliers = {"model": 2.0, "model.backbone.0": 10.0, "class_embed.bias": 0.5}
+    groups = parameter_groups(
+        model, lr=1.0, weight_decay=0.1, backbone_lr=0.1, multipliers=multipliers, no_decay_on_norm_and_bias=True
+    )
+    assert_each_once(model, groups)
+    rates = {name: group["lr"] for group in groups for name in group["param_names"]}
+    assert rates["model.backbone.0.weight"] == 1.0 and rates["model.backbone.1.weight"] == 0.2
+    assert rates["model.encoder.linear1.bias"] == 2.0
+    assert (rates["class_embed.weight"], rates["class_embed.bias"]) == (1.0, 0.5)
+    assert len({group["name"] for group in groups}) == len(groups)
+
+
+def test_faults_name_what_exists():
+    with pytest.raises(BadInput) as error:
+        parameter_groups(Detector(), lr=1.0, weight_decay=0.0, multipliers={"clas_embed": 2.0, "model.back": 1.0})
+    assert len(error.value.problems) == 2
+    assert "clas_embed" in str(error.value) and "class_embed" in error.value.problems[0]
+    with pytest.raises(BadInput, match="backbone_lr"):
+        parameter_groups(nn.Linear(2, 2), lr=1.0, weight_decay=0.0, backbone_lr=0.1)
+    with pytest.raises(BadInput, match="backbone_lr"):
+        parameter_groups(Detector(), lr=1.0, weight_decay=0.0, backbone_lr=0.1, backbone_prefix="model.bones")
+    with pytest.raises(BadInput, match="frozen"):
+        parameter_groups(nn.Linear(2, 2).requires_grad_(False), lr=1.0, weight_decay=0.0)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(2),
+        nn.SyncBatchNorm(2),
+        nn.GroupNorm(1, 2),
+        nn.LayerNorm(2),
+        nn.InstanceNorm2d(2),
+        nn.RMSNorm(2),
+        torchvision.ops.FrozenBatchNorm2d(2),
+        timm.layers.BatchNormAct2d(2),
+        timm.layers.LayerNorm2d(2),
+        timm.layers.norm_act.FrozenBatchNormAct2d(2),
+        transformers.models.rt_detr.modeling_rt_detr.RTDetrFrozenBatchNorm2d(2),
+        transformers.models.t5.modeling_t5.T5LayerNorm(2),
+    ],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_norms_of_every_library_are_known(norm):
+    assert is_norm(norm)
+
+
+def test_a_real_backbone_loses_decay_on_exactly_its_vectors():
+    model = timm.create_model("resnet18", pretrained=False)
+    groups = by_group(parameter_groups(model, lr=1.0, weight_decay=0.1, no_decay_on_norm_and_bias=True))
+    assert groups["main/no_decay"] == {n for n, p in model.named_parameters() if p.ndim == 1}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_optimizers_step_and_their_state_returns(name):
+    torch.manual_seed(0)
+    model = Detector()
+    optimizer = build_optimizer(name, parameter_groups(model, lr=0.1, weight_decay=0.1, backbone_lr=0.01))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+    before = [p.clone() for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old) != parameter.requires_grad
+    again = build_optimizer(name, parameter_groups(model, lr=0.1, weight_decay=0.1, backbone_lr=0.01))
+    again.load_state_dict(optimizer.state_dict())
+    assert again.param_groups[1]["name"] == "backbone"
+
+
+def test_an_unknown_optimizer():
+    with pytest.raises(BadInput, match="adamw, adam or sgd"):
+        build_optimizer("lion", parameter_groups(nn.Linear(1, 1), lr=1.0, weight_decay=0.0))

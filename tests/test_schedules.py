@@ -1,0 +1,153 @@
+"""pytest tests/test_schedules.py"""
+
+import json
+import math
+
+import pytest
+import torch
+
+from toolkit.errors import BadInput
+from toolkit.schedules import SHAPES, Schedule, StepBudget, is_time, lr_factor, steps_from
+
+OPTIONS = {"multistep": {"milestones": [30, 60]}, "step": {"step_size": 40}}
+
+
+def optimizer(*rates):
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_warm_up_rises_to_the_schedule_without_a_jump(name):
+    factors = [
+        lr_factor(s, name, total_steps=100, warmup_steps=10, warmup_factor=0.1, **OPTIONS.get(name, {}))
+        for s in range(100)
+    ]
+    assert factors[0] == pytest.approx(0.1) and factors[10] == pytest.approx(1.0)
+    rises = [b - a for a, b in zip(factors[:10], factors[1:11], strict=True)]
+    assert rises == pytest.approx([0.09] * 10)
+    assert all(b <= a for a, b in zip(factors[10:], factors[11:], strict=False))
+
+
+@pytest.mark.parametrize("name", ["cosine", "poly", "linear"])
+def test_the_end_value_is_reached_after_the_last_update_which_is_not_wasted(name):
+    assert lr_factor(50, name, total_steps=50, final_factor=0.0) == 0.0
+    assert lr_factor(49, name, total_steps=50, final_factor=0.0) > 1e-4
+    assert lr_factor(50, name, total_steps=50, final_factor=0.2) == pytest.approx(0.2)
+    assert lr_factor(70, name, total_steps=50, final_factor=0.2) == pytest.approx(0.2)
+    assert lr_factor(40, name, total_steps=None) == 1.0
+
+
+def test_shapes_by_hand():
+    assert lr_factor(25, "cosine", total_steps=100) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert lr_factor(25, "poly", total_steps=100, power=0.9) == pytest.approx(0.75**0.9)
+    assert lr_factor(25, "linear", total_steps=100, final_factor=0.2) == pytest.approx(0.8)
+    assert [lr_factor(s, "multistep", milestones=[3, 5]) for s in (2, 3, 4, 5)] == pytest.approx([1, 0.1, 0.1, 0.01])
+
+
+def test_drop_of_detr_after_200_epochs_equals_torchs_step_lr():
+    per_epoch, drop = 7, 3
+    reference = optimizer(1e-4, 1e-5)
+    torch_schedule = torch.optim.lr_scheduler.StepLR(reference, drop)
+    ours = optimizer(1e-4, 1e-5)
+    schedule = Schedule(ours, "step", step_size=steps_from(f"{drop} epochs", per_epoch))
+    for step in range(8 * per_epoch):
+        schedule.set(step)
+        assert list(schedule.rates().values()) == pytest.approx([g["lr"] for g in reference.param_groups], rel=1e-12)
+        if (step + 1) % per_epoch == 0:
+            reference.step()
+            torch_schedule.step()
+
+
+def test_rates_depend_on_the_step_alone():
+    schedule = Schedule(optimizer(0.5, 0.05), "cosine", 100, warmup_steps=7)
+    trace = []
+    for step in range(100):
+        schedule.set(step)
+        trace.append(list(schedule.rates().values()))
+    for step in (99, 3, 50):  # any order, any number of calls
+        schedule.set(step)
+        schedule.set(step)
+        assert list(schedule.rates().values()) == trace[step]
+
+
+def test_resume_takes_the_saved_schedule_or_the_new_one():
+    saved = Schedule(optimizer(0.5), "multistep", 100, milestones=[10], gamma=0.5)
+    saved.scale = 0.25
+    state = json.loads(json.dumps(saved.state_dict()))
+    resumed = Schedule(optimizer(7.0), "cosine", 30)
+    resumed.set(15)
+    assert resumed.rates() == {"0": pytest.approx(3.5)}  # new: not loaded
+    resumed.load_state_dict(state)
+    resumed.set(12)
+    assert resumed.rates() == {"0": 0.5 * 0.25 * 0.5} and resumed.total_steps == 100
+
+
+def test_total_steps_may_be_fixed_later():
+    schedule = Schedule(optimizer(1.0), "linear")
+    schedule.set(5)
+    assert schedule.rates() == {"0": 1.0}
+    schedule.set_total(10)
+    schedule.set(5)
+    assert schedule.rates() == {"0": 0.5}
+
+
+def test_learning_rates_kept_in_a_tensor_are_written_in_place():
+    rate = torch.tensor(2.0)
+    schedule = Schedule(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate, foreach=False), "linear", 4)
+    schedule.set(1)
+    assert rate.item() == 1.5
+
+
+def test_all_faults_of_a_schedule_at_once():
+    with pytest.raises(BadInput) as error:
+        Schedule(optimizer(1.0), "cosin", milestones=[5, 3], warmup_steps=-1)
+    assert len(error.value.problems) == 3 and "multistep" in str(error.value)
+    for name in ("step", "multistep"):
+        with pytest.raises(BadInput):
+            Schedule(optimizer(1.0), name)
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"),
+    [(500, 500), ("500", 500), ("500 steps", 500), ("1 step", 1), ("1 epoch", 7), ("2 epochs", 14), ("0.5 epochs", 4), (0, 0)],
+)
+def test_times(value, steps):
+    assert steps_from(value, 7) == steps
+
+
+@pytest.mark.parametrize("value", ["", "epoch", "-1", "1.5", "1 eposh", "3 days", True, None])
+def test_what_is_no_time(value):
+    with pytest.raises(BadInput, match="epochs|whole"):
+        steps_from(value, 7)
+
+
+def test_when_it_is_time():
+    assert [s for s in range(11) if is_time(s, 4, last=10)] == [4, 8, 10]
+    assert [s for s in range(11) if is_time(s, 0, last=10)] == [10]
+    assert [s for s in range(11) if is_time(s, 5)] == [5, 10]
+
+
+def test_a_budget_is_fixed_once_from_the_steps_after_the_first():
+    budget = StepBudget(max_minutes=1.0, skip_steps=2, measure_steps=4)
+    for seconds in (5.0, 1.0, 0.5, 0.5, 0.5):
+        budget.add(seconds)
+        assert budget.propose() is None
+    budget.add(0.5)
+    assert budget.propose() == 6 + (60 - 8) / 0.5
+    budget.fix(budget.propose())
+    budget.add(30.0)  # whatever comes later
+    budget.fix(budget.propose())
+    assert budget.total_steps == 110
+    restored = StepBudget(99.0)
+    restored.load_state_dict(json.loads(json.dumps(budget.state_dict())))
+    assert restored.total_steps == 110
+
+
+def test_a_budget_that_the_first_steps_use_up():
+    slow = StepBudget(max_minutes=1.0, skip_steps=3, measure_steps=20)
+    for _ in range(4):
+        slow.add(10.0)
+    assert slow.propose() == 4 + 2
+    slow = StepBudget(max_minutes=0.1, skip_steps=3)
+    slow.add(10.0)
+    assert slow.propose() == 1
