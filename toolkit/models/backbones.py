@@ -1,8 +1,8 @@
 """timm backbones inside transformers detectors: names checked, weights as timm makes them, freezing spelt out.
 
 transformers replaces every `nn.BatchNorm2d` of a DETR backbone, also timm's `BatchNormAct2d`, which holds the
-activation as well: a MobileNet loses its non-linearities. Its config's `freeze_batch_norm_2d` lets timm do the replacement, which
-keeps them, and travels in `config.json`, so the saved model is rebuilt the same way.
+activation as well: a MobileNet loses its non-linearities. Its config's `freeze_batch_norm_2d` lets timm do the
+replacement, which keeps them, and travels in `config.json`, so the saved model is rebuilt the same way.
 """
 
 import difflib
@@ -66,15 +66,15 @@ def load_backbone_weights(backbone: nn.Module, config: TimmBackboneConfig, pretr
     options = {"features_only": True, "out_indices": tuple(config.out_indices), "output_stride": config.output_stride}
     if isinstance(pretrained, str):
         if not Path(pretrained).is_file():
-            raise BadInput(f"model.pretrained: there is no file {pretrained}; give a file, true or false.")
+            raise BadInput(f"model.pretrained_backbone: there is no file {pretrained}; give a file, true or false.")
         options["pretrained_cfg_overlay"] = {"file": pretrained}
     try:
         source = timm.create_model(config.backbone, pretrained=bool(pretrained), **options)
     except (OSError, RuntimeError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise BadInput(
-            f"model.pretrained: no pretrained weights for backbone {config.backbone!r} ({first_line}); connect to the "
-            "network once, or set model.pretrained to a file of weights, or to false to start from random ones."
+            f"model.pretrained_backbone: no pretrained weights for {config.backbone!r} ({first_line}); connect to the "
+            "network once, set it to a file of weights, or to false to start from random ones."
         ) from error
     backbone.load_state_dict(source.state_dict())
 

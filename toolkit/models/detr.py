@@ -32,7 +32,7 @@ class Detr(nn.Module):
     Args:
         class_names: one name per class, in the order of the labels.
         backbone: name of a timm model; its last feature map is used.
-        pretrained: backbone weights: True (timm's, downloaded once), False (random), or the path of a file.
+        pretrained_backbone: True (timm's, downloaded once), False (random), or the path of a file.
         freeze: "paper" (stem, first stage and all batch norms), "norms" or "none"; see `freeze_backbone`.
         dilation: the last backbone stage is dilated instead of strided (DC5).
         d_model, heads, encoder_layers, decoder_layers, ffn_dim, num_queries, dropout: the transformer; the paper's by
@@ -48,6 +48,7 @@ class Detr(nn.Module):
 
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     denominator_names = DetrCriterion.denominator_names
+    averaged_denominators = ("boxes",)  # by rank, in the original
     fixed_size = False
     stride = 1
 
@@ -56,7 +57,7 @@ class Detr(nn.Module):
         *,
         class_names: Sequence[str],
         backbone: str = "resnet50",
-        pretrained: bool | str = True,
+        pretrained_backbone: bool | str = False,
         freeze: str = "paper",
         dilation: bool = False,
         d_model: int = 256,
@@ -94,7 +95,7 @@ class Detr(nn.Module):
         )
         self.model = DetrForObjectDetection(config)
         initialise_as_published_(self.model)
-        load_backbone_weights(self.model.model.backbone.model, config.backbone_config, pretrained)
+        load_backbone_weights(self.model.model.backbone.model, config.backbone_config, pretrained_backbone)
         freeze_backbone(self.model.model.backbone.model, backbone, freeze)
         self.aux_loss = aux_loss
         self.set_loss = DetrCriterion(

@@ -40,7 +40,7 @@ class RTDetrV2(nn.Module):
     Args:
         class_names: one name per class, in the order of the labels.
         backbone: name of a timm model with feature maps of stride 8, 16 and 32.
-        pretrained: backbone weights: True (timm's, downloaded once), False (random), or the path of a file.
+        pretrained_backbone: True (timm's, downloaded once), False (random), or the path of a file.
         freeze: "none" (batch norms learn), "norms", or "paper" (also stem and first stage); see `freeze_backbone`.
         d_model: width of encoder and decoder.
         num_queries: detections per image; at most the number of positions in the three feature maps.
@@ -55,6 +55,7 @@ class RTDetrV2(nn.Module):
 
     default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     denominator_names = ("boxes",)
+    averaged_denominators = ("boxes",)  # by rank, in the original
     metric_names = ()
     fixed_size = True
     stride = 32
@@ -64,7 +65,7 @@ class RTDetrV2(nn.Module):
         *,
         class_names: Sequence[str],
         backbone: str = "resnet18d",
-        pretrained: bool | str = True,
+        pretrained_backbone: bool | str = False,
         freeze: str = "norms",
         d_model: int = 256,
         heads: int = 8,
@@ -101,7 +102,7 @@ class RTDetrV2(nn.Module):
         )
         self.model = AutoModelForObjectDetection.from_config(config)
         timm_backbone = self.model.model.backbone.model._backbone
-        load_backbone_weights(timm_backbone, config.backbone_config, pretrained)
+        load_backbone_weights(timm_backbone, config.backbone_config, pretrained_backbone)
         freeze_backbone(timm_backbone, backbone, freeze)
         self.model.loss_function = _no_loss_in_forward
         self._loss_config = copy.deepcopy(config)
