@@ -1,6 +1,7 @@
 """COCO annotation files (also with relations) to the Arrow table, and back."""
 
 import dataclasses
+import gc
 import hashlib
 import json
 from pathlib import Path
@@ -42,7 +43,7 @@ def read_coco(
         table = dataclasses.replace(cached[0], name=str(annotation_file))
     else:
         table = _read(annotation_file, image_dir, check_images, cache_file)
-    settle(table.problems, on_error, str(annotation_file))
+    settle(table.problems, on_error if len(table) else "raise", str(annotation_file))
     if not len(table):
         raise BadInput(f"{annotation_file}: not one usable image")
     return table
@@ -84,9 +85,15 @@ def _cache_file(annotation_file: Path, image_dir: Path | None, check_images: boo
 
 
 def _read(annotation_file: Path, image_dir: Path | None, check_images: bool | str, cache_file: Path) -> DetectionTable:
-    document, notes = _parse(annotation_file)
-    valid = validate_document(document, str(annotation_file))
-    del document  # gigabytes of dicts, in a large set
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would walk through the millions of dicts of a large set again and again: half of the time
+    try:
+        document, notes = _parse(annotation_file)
+        valid = validate_document(document, str(annotation_file))
+        del document
+    finally:
+        if was_enabled:
+            gc.enable()
     image_root = image_dir or find_image_root(annotation_file, [row["file_name"] for row in valid.rows])
     problems, checked = notes + valid.problems, {}
     rows = valid.rows

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -78,7 +79,7 @@ def check_image(row: Mapping, source: Path | bytes, full: bool) -> list[Problem]
     return problems
 
 
-def parallel(check: Callable[[Mapping], list[Problem]], rows: Sequence[Mapping], what: str) -> list[Problem]:
+def parallel(check: Callable[[Any], list[Problem]], rows: Sequence, what: str) -> list[Problem]:
     """`check` of every row, in order, by as many threads as there are cores; a progress bar when it takes long."""
     with ThreadPoolExecutor(max_workers=min(32, len(os.sched_getaffinity(0)))) as pool:
         found = pool.map(check, rows)

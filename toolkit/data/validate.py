@@ -202,6 +202,7 @@ def _annotations(entries: list, file: str, rows: dict, labels: dict, problems: l
         if isinstance(entry, Mapping) and isinstance(entry.get("id"), int):
             times[entry["id"]] = times.get(entry["id"], 0) + 1
     places: dict[int, tuple[int | str, int]] = {}
+    bereft: dict[int | str, int] = {}  # image id -> annotations dropped
     for number, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
             problems.append(Problem("error", file, None, None, f"annotation entry {number}: {entry!r} is no object"))
@@ -212,7 +213,8 @@ def _annotations(entries: list, file: str, rows: dict, labels: dict, problems: l
         if not isinstance(id_, int) or isinstance(id_, bool):
             faults.append(f"annotation entry {number}: {_wrong_id(entry, 'id').replace(' or a string', '')}")
         elif times[id_] > 1:
-            faults.append(f"annotation id {id_} used {'twice' if times[id_] == 2 else f'{times[id_]} times'}")
+            often = "twice" if times[id_] == 2 else f"{times[id_]} times"
+            faults.append(f"annotation id {id_} used {often}; this one has bbox {entry.get('bbox')}")
         if row is None:
             faults.append(f"image {image_id!r} does not exist" if _is_id(image_id) else _wrong_id(entry, "image_id"))
         category = entry.get("category_id")
@@ -227,7 +229,10 @@ def _annotations(entries: list, file: str, rows: dict, labels: dict, problems: l
             for severity, messages in (("error", faults), ("warning", repairs)):
                 problems.extend(Problem(severity, shown, image_id, id_, message) for message in messages)
         if faults:
-            places[id_] = (image_id, -1)
+            if row is not None:
+                bereft[image_id] = bereft.get(image_id, 0) + 1
+            if isinstance(id_, int):
+                places[id_] = (image_id, -1)
             continue
         objects = row["objects"]
         places[id_] = (image_id, len(objects["id"]))
@@ -236,6 +241,10 @@ def _annotations(entries: list, file: str, rows: dict, labels: dict, problems: l
         objects["category"].append(labels[category])
         objects["area"].append(_area(entry, box, bool(repairs)))
         objects["iscrowd"].append(int(entry.get("iscrowd", 0)))
+    for image_id, count in bereft.items():
+        if not rows[image_id]["objects"]["id"]:
+            message = f"none of its {count} annotations is usable; with on_error drop it becomes a background image"
+            problems.append(Problem("warning", str(rows[image_id]["file_name"]), image_id, None, message))
     return places
 
 
