@@ -96,7 +96,7 @@ def save_checkpoint(
             with open(temp / OPTIMIZER, "wb") as file:
                 torch.save(optimizer, file)
         (temp / STATE).write_text(text, encoding="utf-8")
-        _seal(temp, step, _next_sequence(folder))
+        _seal(temp, step, sequence=1 + max(_by_age(folder)[0].values(), default=0))
         path = _put_in_place(temp, folder / f"step_{step:06d}")
         _point(folder / "latest", path)
         if best:
@@ -127,11 +127,6 @@ def _storable(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(memory)
         storable[name] = tensor
     return storable
-
-
-def _next_sequence(folder: Path) -> int:
-    newest = _by_age(folder)[0][:1]
-    return 1 + _read_manifest(newest[0])["sequence"] if newest else 1
 
 
 def _seal(temp: Path, step: int, sequence: int) -> None:
@@ -193,7 +188,7 @@ def _clean(folder: Path) -> None:
 def _prune(folder: Path, keep: int) -> None:
     """Delete all but the newest `keep`, `best` and `latest`. What has no readable manifest is left for a person."""
     kept = {linked(folder, "best"), linked(folder, "latest")}
-    for path in _by_age(folder)[0][keep:]:
+    for path in list(_by_age(folder)[0])[keep:]:
         if path not in kept:
             # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.
             doomed = path.with_name(f".tmp-deleted-{path.name}")
@@ -234,10 +229,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     # What a foreign file makes these readers raise is not a closed list: torch alone lets out UnpicklingError,
     # RuntimeError, EOFError, KeyError and TypeError.
     except Exception as error:  # noqa: BLE001
-        reason = "holds Python objects, which are never run" if _is_unsafe_pickle(error) else "cannot be read"
-        raise CheckpointError(
-            f"Checkpoint {path}: {name} {reason} ({_first_line(error)}). Use another checkpoint of the run."
-        ) from error
+        unsafe = "Weights only load failed" in str(error)
+        reason = "holds Python objects, which are never run" if unsafe else "cannot be read"
+        raise CheckpointError(f"Checkpoint {path}: {name} {reason} ({_first_line(error)}).") from error
     return Checkpoint(path, manifest["step"], tensors, optimizer, state)
 
 
@@ -285,11 +279,13 @@ def resolve_resume(value: str, run_folder: Path) -> tuple[Checkpoint | None, lis
         messages = [f"Passed over {reason}" for reason in passed_over]
         if found is None:
             return None, [*messages, f"No checkpoint in {run_folder}: starting fresh."]
-        return found, [*messages, f"Resuming from {found.path} (step {found.step})."]
+        return found, [*messages, _resuming(found)]
     found, passed_over = _at_path(Path(value).expanduser())
-    return found, [f"Passed over {reason}" for reason in passed_over] + [
-        f"Resuming from {found.path} (step {found.step})."
-    ]
+    return found, [f"Passed over {reason}" for reason in passed_over] + [_resuming(found)]
+
+
+def _resuming(found: Checkpoint) -> str:
+    return f"Resuming from {found.path} (step {found.step})."
 
 
 def _at_path(path: Path) -> tuple[Checkpoint, list[str]]:
@@ -317,10 +313,8 @@ def _read_manifest(path: Path) -> dict:
         raise CheckpointError(f"Checkpoint {path}: {reason}.") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST} cannot be read ({_first_line(error)}).") from error
-    if isinstance(manifest, dict) and manifest.get("format") not in (None, FORMAT):
-        raise CheckpointError(
-            f"Checkpoint {path}: format {manifest['format']}, this version reads {FORMAT}; use the one that wrote it."
-        )
+    if isinstance(manifest, dict) and manifest.get("format", FORMAT) != FORMAT:
+        raise CheckpointError(f"Checkpoint {path} has format {manifest['format']}; this version reads {FORMAT}.")
     if not _well_formed(manifest):
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST} is not what this toolkit writes.")
     return manifest
@@ -358,21 +352,18 @@ def _check_files(path: Path, manifest: dict) -> list[str]:
     return problems
 
 
-# ---------------------------------------------------------------- small helpers
-
-
-def _by_age(folder: Path) -> tuple[list[Path], list[str]]:
-    """The step folders with a readable manifest, newest first, and the reason against each of the others."""
-    found, reasons = [], []
+def _by_age(folder: Path) -> tuple[dict[Path, int], list[str]]:
+    """The step folders with a readable manifest, newest first, with their sequence; and what is against the others."""
+    found, reasons = {}, []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith(".tmp-step_"):
             reasons.append(f"{path}: left by a save that was cut short")
         elif _STEP_FOLDER.fullmatch(path.name) and not path.is_symlink():
             try:
-                found.append((_read_manifest(path)["sequence"], path))
+                found[path] = _read_manifest(path)["sequence"]
             except CheckpointError as error:
                 reasons.append(str(error))
-    return [path for _, path in sorted(found, reverse=True)], reasons
+    return dict(sorted(found.items(), key=lambda item: item[1], reverse=True)), reasons
 
 
 def _bytes_needed(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict | None) -> int:
@@ -394,22 +385,14 @@ def _os_errno(error: BaseException | None) -> int | None:
 
 
 def _cannot_write(folder: Path, number: int, needed: int) -> str:
-    saved = "The earlier checkpoints are untouched."
+    remedy = "Make the folder writable"
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(folder).free
-        return (
-            f"No space for a checkpoint in {folder} ({os.strerror(number)}): it needs about {needed / 1e6:.1f} MB, "
-            f"{free / 1e6:.1f} MB are free. {saved} Free some space or lower --run.keep, then go on with "
-            "--run.resume latest."
-        )
+        remedy = f"It needs about {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free: make room or lower --run.keep"
     return (
-        f"A checkpoint cannot be written in {folder} ({os.strerror(number)}). {saved} Make the folder writable, "
-        "then go on with --run.resume latest."
+        f"No checkpoint can be written in {folder} ({os.strerror(number)}). {remedy}, then go on with "
+        "--run.resume latest; the earlier checkpoints are untouched."
     )
-
-
-def _is_unsafe_pickle(error: Exception) -> bool:
-    return "weights_only" in str(error) or "Weights only" in str(error)
 
 
 def _first_line(error: Exception) -> str:

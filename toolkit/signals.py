@@ -59,7 +59,7 @@ class StopSignals:
 
 
 def signal_name(number: int) -> str:
-    """"SIGTERM" for 15; "" for 0, "signal N" for a number this platform does not name."""
+    """Name of a signal, such as SIGTERM for 15; empty for 0; "signal N" for one this platform does not name."""
     if not number:
         return ""
     try:
