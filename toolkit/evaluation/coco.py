@@ -158,7 +158,8 @@ def check_ground_truth(table, name: str = "the validation data") -> list[str]:
         Notes, in words, on what the metrics can then not say: classes without boxes, images with more boxes than count.
 
     Raises:
-        BadInput: AP is below 1.0; names the classes and the boxes that cannot be found.
+        BadInput: AP is below 1.0, or boxes without width, height, area or class hide in it (COCO passes over them);
+            names the classes and the boxes.
     """
     truth = ground_truth_arrays(table)
     if not (truth.iscrowd == 0).any():
@@ -166,11 +167,13 @@ def check_ground_truth(table, name: str = "the validation data") -> list[str]:
     most = _most_per_image_and_class(truth, len(table.categories))
     result = CocoEvaluator(table, max_dets=(1, 10, max(100, most))).evaluate(ground_truth_as_predictions(table))
     keys = class_keys(table)
-    if result["bbox_AP"] is None or result["bbox_AP"] < 1 - 1e-6:
+    impossible = _impossible_boxes(truth, table)
+    lost = [k for k in keys if result[f"AP/{k}"] is not None and result[f"AP/{k}"] < 1 - 1e-6]
+    if lost or impossible:
         raise BadInput([
-            f"{name}: its own boxes, taken as predictions, give AP {result['bbox_AP']} instead of 1.0",
-            *(f"class {k!r}: AP {result[f'AP/{k}']:.4f}" for k in keys if (result[f"AP/{k}"] or 1) < 1 - 1e-6),
-            *_impossible_boxes(truth, table),
+            f"{name}: its own boxes, taken as predictions, are not all found (AP {result['bbox_AP']}, expected 1.0)",
+            *(f"class {k!r}: AP {result[f'AP/{k}']:.4f}" for k in lost),
+            *impossible,
         ])
     notes = []
     empty = [k for k in keys if result[f"AP/{k}"] is None]
@@ -188,13 +191,13 @@ def _most_per_image_and_class(truth: BoxArrays, num_classes: int) -> int:
 
 
 def _impossible_boxes(truth: BoxArrays, table) -> list[str]:
-    """Annotations without width, height or class, in words (at most ten)."""
+    """Annotations without width, height, area or class, in words (at most ten)."""
     ids, classes = table.image_ids().tolist(), len(table.categories)
     sides = truth.boxes_xyxy[:, 2:] - truth.boxes_xyxy[:, :2]
-    bad = ~(sides > 0).all(axis=1) | (truth.labels < 0) | (truth.labels >= classes)
+    bad = ~(sides > 0).all(axis=1) | ~(truth.area >= 0) | (truth.labels < 0) | (truth.labels >= classes)
     return [
         f"image {ids[truth.image_index[i]]!r}: box {truth.boxes_xyxy[i].tolist()} (x1, y1, x2, y2) of class "
-        f"{truth.labels[i]}; expected x2 > x1, y2 > y1 and a class in 0..{classes - 1}"
+        f"{truth.labels[i]}, area {truth.area[i]:g}; expected x2 > x1, y2 > y1, a class in 0..{classes - 1}, area >= 0"
         for i in np.flatnonzero(bad)[:10]
     ]
 

@@ -40,7 +40,7 @@ def explain_zero_ap(predictions: Mapping, table) -> list[str]:
     causes = _about_numbers(found, truth, len(table.categories))
     usable = found[np.isfinite(found.boxes_xyxy).all(axis=1) & np.isfinite(found.scores)]
     chosen = _with_both(usable, truth)
-    if chosen:
+    if len(chosen):
         sizes = table.sizes_hw()
         causes += _about_boxes(usable, truth, sizes, chosen) or _about_labels(usable, truth, sizes, chosen)
     return causes or [_nothing_wrong(usable, truth, chosen)]
@@ -136,7 +136,7 @@ def _about_labels(found: BoxArrays, truth: BoxArrays, sizes_hw: np.ndarray, chos
         return []
     for shift in (-1, 1):
         moved = _recall(replace(found, labels=found.labels + shift), truth, chosen, labels=True)
-        if moved >= max(FOUND, 2 * same_class):
+        if moved >= 0.8 * any_class:
             return [f"labels are off by one: with {shift:+d} added {moved:.0%} of the objects are found with their "
                     f"class, as they are {same_class:.0%}"]
     return [f"{any_class:.0%} of the objects are found at IoU 0.5, but only {same_class:.0%} with their class: "

@@ -1,0 +1,429 @@
+"""pytest tests/test_evaluation.py"""
+
+import contextlib
+import io
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from torch import nn
+
+from toolkit.data.loaders import Batch
+from toolkit.data.samplers import EvalSampler
+from toolkit.data.table import Category, write_table
+from toolkit.errors import BadInput
+from toolkit.evaluation.coco import (
+    CocoEvaluator,
+    check_ground_truth,
+    ground_truth_as_predictions,
+    per_class_table,
+)
+from toolkit.evaluation.explain import explain_zero_ap
+from toolkit.evaluation.loop import predict_dataset
+from toolkit.losses import LossWeights
+from toolkit.models.detr_criterion import DetrCriterion
+
+NAMES = ["bbox_AP", "bbox_AP50", "bbox_AP75", "bbox_APs", "bbox_APm", "bbox_APl",
+         "bbox_AR1", "bbox_AR10", "bbox_AR100", "bbox_ARs", "bbox_ARm", "bbox_ARl"]  # fmt: skip
+HEIGHT, WIDTH = 480, 640
+
+
+def make_table(folder, images, num_classes=3, string_ids=False):
+    """images: per image (boxes xyxy, labels) or (boxes, labels, iscrowd); ids are 7, 10, 13, ... or 'img7', ..."""
+    rows, boxes_so_far = [], 0
+    for i, (boxes, labels, *crowd) in enumerate(images):
+        boxes = np.asarray(boxes, np.float32).reshape(-1, 4)
+        sides = boxes[:, 2:] - boxes[:, :2]
+        rows.append({
+            "image_id": f"img{7 + 3 * i}" if string_ids else 7 + 3 * i,
+            "file_name": f"{i}.jpg",
+            "width": WIDTH,
+            "height": HEIGHT,
+            "objects": {
+                "id": list(range(boxes_so_far, boxes_so_far + len(boxes))),
+                "bbox": boxes.tolist(),
+                "category": list(labels),
+                "area": (sides[:, 0] * sides[:, 1]).tolist(),
+                "iscrowd": list(crowd[0]) if crowd else [0] * len(boxes),
+            },
+            "relations": {"subject": [], "object": [], "predicate": []},
+        })
+        boxes_so_far += len(boxes)
+    categories = [Category(2 * k + 1, f"class{k}") for k in range(num_classes)]
+    return write_table(rows, cache_file=folder / f"{len(list(folder.iterdir()))}.json", categories=categories)
+
+
+def random_boxes(rng, count):
+    corners = rng.uniform(0, 300, (count, 2))
+    return np.concatenate([corners, corners + rng.uniform(4, 180, (count, 2))], axis=1).astype(np.float32)
+
+
+def random_case(folder, seed, num_images=12, num_classes=3, max_found=30):
+    """Table and predictions with crowds, images without boxes, without predictions, and many equal scores."""
+    rng = np.random.default_rng(seed)
+    images = []
+    for _ in range(num_images):
+        count = int(rng.integers(0, 9)) * int(rng.random() > 0.2)
+        crowd = (rng.random(count) < 0.15).astype(int).tolist()
+        images.append((random_boxes(rng, count), rng.integers(0, num_classes, count).tolist(), crowd))
+    table = make_table(folder, images, num_classes)
+    predictions = {}
+    for image_id, (boxes, labels, _) in zip(table.image_ids().tolist(), images, strict=True):
+        count = int(rng.integers(0, max_found)) * int(rng.random() > 0.2)
+        found = np.concatenate([boxes + rng.normal(0, 4, boxes.shape), random_boxes(rng, count)]).astype(np.float32)
+        classes = np.concatenate([labels, rng.integers(0, num_classes, count)]).astype(np.int64)
+        order = rng.permutation(len(found)) if rng.random() > 0.2 else []
+        predictions[image_id] = {
+            "boxes": torch.from_numpy(found[order].reshape(-1, 4)),
+            "scores": torch.from_numpy(rng.integers(0, 10, len(order)) / 10).float(),
+            "labels": torch.from_numpy(classes[order].reshape(-1)),
+        }
+    return table, predictions
+
+
+def plain_pycocotools(table, predictions):
+    """The twelve numbers as anybody would get them, with loadRes; None for its -1."""
+    annotations, results = [], []
+    for i in range(len(table)):
+        row = table.row(i)
+        for box, label, area, crowd in zip(*(row["objects"][k] for k in ("bbox", "category", "area", "iscrowd")),
+                                           strict=True):  # fmt: skip
+            x1, y1, x2, y2 = box.astype(float).tolist()
+            annotations.append({"id": len(annotations) + 1, "image_id": row["image_id"], "category_id": int(label),
+                                "bbox": [x1, y1, x2 - x1, y2 - y1], "area": float(area), "iscrowd": int(crowd)})
+        found = predictions[row["image_id"]]
+        for box, score, label in zip(*(found[k].tolist() for k in ("boxes", "scores", "labels")), strict=True):
+            x1, y1, x2, y2 = box
+            results.append({"image_id": row["image_id"], "category_id": label, "score": score,
+                            "bbox": [x1, y1, x2 - x1, y2 - y1]})
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO()
+        truth.dataset = {"images": [{"id": i} for i in table.image_ids().tolist()], "annotations": annotations,
+                         "categories": [{"id": k} for k in range(len(table.categories))]}
+        truth.createIndex()
+        run = COCOeval(truth, truth.loadRes(results), "bbox")
+        run.evaluate()
+        run.accumulate()
+        run.summarize()
+    return {name: None if v == -1 else float(v) for name, v in zip(NAMES, run.stats, strict=True)}
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), num_classes=st.integers(1, 4))
+def test_both_backends_and_plain_pycocotools_agree(tmp_path_factory, seed, num_classes):
+    table, predictions = random_case(tmp_path_factory.mktemp("random"), seed, num_classes=num_classes)
+    faster = CocoEvaluator(table, "faster").evaluate(predictions)
+    assert faster == CocoEvaluator(table, "pycocotools").evaluate(predictions)  # to the last bit, classes included
+    assert list(faster)[:12] == NAMES
+    if any(len(p["scores"]) for p in predictions.values()):  # loadRes cannot load an empty list
+        plain = plain_pycocotools(table, predictions)
+        assert {k: faster[k] for k in NAMES} == pytest.approx(plain, abs=1e-14)
+
+
+def test_more_than_a_hundred_detections(tmp_path):
+    """500 objects of one class, found in the order of their scores: a hundred count, as in pycocotools."""
+    rng = np.random.default_rng(0)
+    boxes = random_boxes(rng, 500)
+    table = make_table(tmp_path, [(boxes, [0] * 500), (boxes[:3], [1, 1, 1])])
+    predictions = ground_truth_as_predictions(table)
+    predictions[7]["scores"] = torch.linspace(1, 0.1, 500)
+    result = CocoEvaluator(table).evaluate(predictions)
+    assert result == CocoEvaluator(table, "pycocotools").evaluate(predictions)
+    assert {k: result[k] for k in NAMES} == pytest.approx(plain_pycocotools(table, predictions), abs=1e-14)
+    assert result["AR100/class0"] == pytest.approx(0.2)  # 100 of 500
+    assert CocoEvaluator(table, max_dets=(1, 10, 500)).evaluate(predictions)["bbox_AR500"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("backend", ["faster", "pycocotools"])
+def test_edges(tmp_path, backend, capsys):
+    box, other = [10, 10, 60, 60], [100, 100, 220, 260]
+    nothing = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
+    found = {"boxes": torch.tensor([box]), "scores": torch.tensor([0.5]), "labels": torch.tensor([0])}
+
+    no_predictions = CocoEvaluator(make_table(tmp_path, [([box], [0]), ([], [])]), backend)
+    result = no_predictions.evaluate({7: nothing, 10: nothing})
+    assert result["bbox_AP"] == result["bbox_AR100"] == result["AP/class0"] == 0
+    assert result["AP/class1"] is None and result["bbox_APl"] is None
+
+    no_boxes = CocoEvaluator(make_table(tmp_path, [([], [])]), backend)
+    assert set(no_boxes.evaluate({7: nothing}).values()) == {None}
+    assert set(no_boxes.evaluate({7: found}).values()) == {None}
+
+    only_crowd = CocoEvaluator(make_table(tmp_path, [([box], [0], [1])]), backend)
+    assert set(only_crowd.evaluate({7: found}).values()) == {None}
+
+    # class 0 is perfect and alone in the mean: class 2 has no ground truth, and is not 0
+    table = make_table(tmp_path, [([box], [0]), ([other], [0], [1])])
+    wrong_class = {"boxes": torch.tensor([other]), "scores": torch.tensor([0.9]), "labels": torch.tensor([2])}
+    result = CocoEvaluator(table, backend).evaluate({7: found, 10: wrong_class})
+    assert result["bbox_AP"] == result["AP/class0"] == 1.0 and result["AP/class2"] is None
+    assert capsys.readouterr() == ("", "")  # no progress of the packages
+
+    by_name = CocoEvaluator(make_table(tmp_path, [([box], [0])], num_classes=1, string_ids=True), backend)
+    assert by_name.evaluate({"img7": found})["bbox_AP"] == 1.0
+
+
+def test_image_ids_must_match(tmp_path):
+    table = make_table(tmp_path, [([], [])] * 8)
+    predictions = ground_truth_as_predictions(table)
+    del predictions[7]
+    predictions["stranger"] = predictions[10]
+    with pytest.raises(BadInput) as error:
+        CocoEvaluator(table).evaluate(predictions)
+    assert "1 of 8 images have no prediction, among them 7" in str(error.value)
+    assert "'stranger'" in str(error.value)
+    uneven = {"boxes": torch.zeros(2, 4), "scores": torch.zeros(1), "labels": torch.zeros(0)}
+    with pytest.raises(BadInput, match="13: 2 boxes, 1 scores, 0 labels"):
+        CocoEvaluator(table).evaluate(ground_truth_as_predictions(table) | {13: uneven})
+    with pytest.raises(BadInput, match="pycocotools"):
+        CocoEvaluator(table, backend="fast")
+
+
+def test_unusable_predictions_are_left_out_with_a_warning(tmp_path, caplog):
+    table = make_table(tmp_path, [([[10, 10, 60, 60]], [0])])
+    good = ground_truth_as_predictions(table)
+    box = good[7]["boxes"]
+    bad = {
+        "boxes": torch.cat([box, box, box * float("nan")]),
+        "scores": torch.tensor([0.5, 0.9, 0.9]),
+        "labels": torch.tensor([0, 3, 0]),
+    }
+    assert CocoEvaluator(table).evaluate({7: bad}) == CocoEvaluator(table).evaluate(good)
+    assert "1 predictions have a box or score that is not finite" in caplog.text
+    assert "1 predictions have a label outside 0..2" in caplog.text
+
+
+def test_ground_truth_gives_ap_one(tmp_path):
+    rng = np.random.default_rng(1)
+    boxes = random_boxes(rng, 8)
+    twins = np.concatenate([boxes, boxes[:2]])  # exact duplicates are found too
+    table = make_table(tmp_path, [(twins, [0] * 5 + [1] * 5, [0, 1] * 5), ([], []), (boxes, [1] * 8)])
+    assert CocoEvaluator(table).evaluate(ground_truth_as_predictions(table))["bbox_AP"] == 1.0
+    notes = check_ground_truth(table)
+    assert len(notes) == 1 and "class2" in notes[0]
+
+    crowded = make_table(tmp_path, [(random_boxes(rng, 120), [0] * 120)], num_classes=1)
+    assert any("up to 120 boxes" in note for note in check_ground_truth(crowded))
+    assert "no boxes to find in 2 images" in check_ground_truth(make_table(tmp_path, [([], [])] * 2))[0]
+
+
+def test_ground_truth_that_cannot_be_found_is_an_error(tmp_path):
+    table = make_table(tmp_path, [([[10, 10, 60, 60], [90, 90, 70, 120]], [0, 1])])
+    with pytest.raises(BadInput) as error:
+        check_ground_truth(table)
+    assert "not all found" in str(error.value)
+    assert "image 7: box [90.0, 90.0, 70.0, 120.0]" in str(error.value)
+
+
+def test_per_class_table(tmp_path):
+    table = make_table(tmp_path, [([[10, 10, 60, 60]] * 2, [0, 1], [0, 1]), ([[0, 0, 30, 30]], [0])])
+    result = CocoEvaluator(table).evaluate(ground_truth_as_predictions(table))
+    lines = per_class_table(result, table).splitlines()
+    assert lines[0].split() == ["class", "images", "boxes", "AP", "AP50", "AR100"]
+    assert lines[2].split() == ["class0", "2", "2", "1.000", "1.000", "1.000"]
+    assert lines[3].split() == ["class1", "0", "0", "-", "-", "-"]  # its only box is a crowd
+    assert lines[-1].split()[:4] == ["all", "2", "2", "1.000"]
+    assert len({len(line) for line in lines}) == 1
+
+
+# ---- AP of 0 explained
+
+
+@pytest.fixture(scope="module")
+def zero_case(tmp_path_factory):
+    rng = np.random.default_rng(3)
+    images = [(random_boxes(rng, 5), rng.integers(0, 2, 5).tolist()) for _ in range(10)]
+    return make_table(tmp_path_factory.mktemp("zero"), images)
+
+
+SIZE = torch.tensor([WIDTH, HEIGHT, WIDTH, HEIGHT])
+
+
+def to_xywh(b):
+    return torch.cat([b[:, :2], b[:, 2:] - b[:, :2]], 1)
+
+
+def to_cxcywh(b):
+    return torch.cat([(b[:, :2] + b[:, 2:]) / 2, b[:, 2:] - b[:, :2]], 1)
+
+
+CORRUPTIONS = {
+    "normalised (0..1, xyxy)": {"boxes": lambda b: b / SIZE},
+    "normalised (0..1, cxcywh": {"boxes": lambda b: to_cxcywh(b) / SIZE},
+    "look like xywh": {"boxes": to_xywh},
+    "look like cxcywh": {"boxes": to_cxcywh},
+    "look like yxyx": {"boxes": lambda b: b[:, [1, 0, 3, 2]]},
+    "another scale": {"boxes": lambda b: b * 0.37},
+    "512 x 512": {"boxes": lambda b: b * 512 / SIZE},
+    "have no width or height": {"boxes": lambda b: b[:, [2, 3, 0, 1]]},
+    "outside their image": {"boxes": lambda b: b + 5000 * (1 + torch.arange(len(b)))[:, None]},
+    "boxes are tiny": {"boxes": lambda b: b[:, [0, 1, 0, 1]] + torch.tensor([0, 0, 2.0, 2.0])},
+    "not finite": {"boxes": lambda b: b * float("nan")},
+    "no score is above 0": {"scores": torch.zeros_like},
+    "scores are equal": {"scores": lambda s: s * 0 + 0.3, "boxes": lambda b: b[:, [1, 0, 3, 2]]},
+    "off by one": {"labels": lambda c: c + 1},
+    "labels are outside": {"labels": lambda c: c + 3},
+    "collapsed to one class": {"labels": torch.zeros_like, "boxes": lambda b: b[:, [1, 0, 3, 2]]},
+    "only 0% with their class": {"labels": lambda c: 1 - c},
+    "not been trained long enough": {
+        "boxes": lambda b: torch.from_numpy(random_boxes(np.random.default_rng(len(b)), len(b)))
+    },
+}
+
+
+@pytest.mark.parametrize("words", CORRUPTIONS)
+def test_a_corruption_is_named(zero_case, words):
+    predictions = ground_truth_as_predictions(zero_case)
+    rng = np.random.default_rng(0)
+    for found in predictions.values():
+        found["scores"] = torch.from_numpy(rng.uniform(0.1, 0.9, len(found["scores"])))
+        found["boxes"] = found["boxes"] + torch.from_numpy(rng.normal(0, 1.0, found["boxes"].shape))
+        for key, change in CORRUPTIONS[words].items():
+            found[key] = change(found[key])
+    causes = explain_zero_ap(predictions, zero_case)
+    assert any(words in cause for cause in causes), causes
+    assert len(causes) <= 3
+
+
+def test_nothing_to_explain_with(zero_case, tmp_path):
+    empty = {i: {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
+             for i in zero_case.image_ids().tolist()}  # fmt: skip
+    assert "no image has a single prediction" in explain_zero_ap(empty, zero_case)[0]
+    assert "no ground-truth boxes" in explain_zero_ap({7: empty[7]}, make_table(tmp_path, [([], [])]))[0]
+
+
+# ---- the loop
+
+
+class TinyDetector(nn.Module):
+    """A detector in small: four queries from the mean colour of the image, with DETR's real criterion."""
+
+    denominator_names, metric_names = DetrCriterion.denominator_names, ("class_error",)
+
+    def __init__(self, num_classes=3, num_queries=4):
+        super().__init__()
+        self.num_queries = num_queries
+        self.head = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Tanh())
+        self.frozen = nn.BatchNorm1d(16).eval()
+        self.classes = nn.Linear(16, num_queries * (num_classes + 1))
+        self.places = nn.Linear(16, num_queries * 4)
+        self.loss = DetrCriterion(num_classes, num_layers=1)
+        self.loss_names = self.loss.loss_names
+
+    def forward(self, images, sizes, targets=None):
+        assert not self.training
+        assert len(images)  # an empty batch never gets here
+        hidden = self.frozen(self.head(images.float().mean((2, 3)) / 255))
+        logits = self.classes(hidden).unflatten(1, (self.num_queries, -1))
+        return {"logits": logits, "boxes": self.places(hidden).unflatten(1, (self.num_queries, 4)).sigmoid()}
+
+    def criterion(self, outputs, targets, denominators):
+        return self.loss(outputs["logits"][None], outputs["boxes"][None], targets, denominators)
+
+    def denominators(self, targets):
+        return self.loss.denominators(targets, self.num_queries)
+
+    def postprocess(self, outputs, sizes, orig_sizes, score_threshold=0.0, top_k=100):
+        scores, labels = outputs["logits"].softmax(-1)[..., :-1].max(-1)
+        boxes = outputs["boxes"] * orig_sizes[:, [1, 0, 1, 0]][:, None]
+        return [{"boxes": b, "scores": s, "labels": c} for b, s, c in zip(boxes, scores, labels, strict=True)]
+
+
+def tiny_batches(batch_size, rank=0, world_size=1, num_images=7):
+    """The batches of one rank of a dataset of seven 8 x 8 images, the sixth and seventh without boxes."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (num_images, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    corners = torch.rand(num_images, 5, 2, generator=generator) * 4
+    targets = []
+    for i in range(num_images):
+        count = max(0, 5 - i)
+        boxes = torch.cat([corners[i, :count], corners[i, :count] + 2], 1)
+        targets.append({"image_id": 7 + 3 * i, "boxes": boxes, "labels": torch.arange(count) % 3,
+                        "iscrowd": torch.zeros(count, dtype=torch.int64), "size": torch.tensor([8, 8]),
+                        "orig_size": torch.tensor([HEIGHT, WIDTH])})  # fmt: skip
+    batches = []
+    for keys in EvalSampler(num_images, batch_size, rank, world_size):
+        chosen = [key.index for key in keys]
+        batches.append(Batch(images[chosen], torch.tensor([[8, 8]] * len(chosen)), [targets[i] for i in chosen]))
+    return batches
+
+
+def tiny_detector():
+    torch.manual_seed(0)
+    detector = TinyDetector()
+    detector.train()
+    detector.frozen.eval()
+    return detector, LossWeights(detector.loss_names, {}, {"loss_ce": 1, "loss_bbox": 5, "loss_giou": 2})
+
+
+def test_validation_loss_is_that_of_the_dataset_as_one_batch():
+    detector, weights = tiny_detector()
+    whole, single = (predict_dataset(detector, tiny_batches(b), "cpu", loss_weights=weights) for b in (7, 1))
+    assert detector.training and detector.head.training and not detector.frozen.training
+    assert whole.interrupted == single.interrupted == 0
+    assert list(whole.by_image) == list(single.by_image) == [7 + 3 * i for i in range(7)]
+    assert all(p["boxes"].shape == (4, 4) and not p["boxes"].requires_grad for p in single.by_image.values())
+    assert single.losses == pytest.approx(whole.losses, rel=1e-6)
+
+    (batch,) = tiny_batches(7)
+    detector.eval()
+    with torch.no_grad():
+        expected, metrics = detector.criterion(
+            detector(batch.images, batch.sizes), batch.targets, detector.denominators(batch.targets)
+        )
+    total = expected["loss_ce"] + 5 * expected["loss_bbox"] + 2 * expected["loss_giou"]
+    assert single.losses["loss"] == pytest.approx(float(total), rel=1e-6)
+    assert single.losses["loss_bbox"] == pytest.approx(5 * float(expected["loss_bbox"]), rel=1e-6)
+    assert single.losses["loss_bbox_unscaled"] == pytest.approx(float(expected["loss_bbox"]), rel=1e-6)
+    assert single.losses["class_error"] == pytest.approx(float(metrics["class_error"][0] / metrics["class_error"][1]))
+
+    # eleven batches without a single box: losses that stay 0 have no denominator to be found
+    background = [b for b in tiny_batches(1) if not len(b.targets[0]["labels"])]
+    losses = predict_dataset(detector, background, "cpu", loss_weights=weights).losses
+    assert losses["loss_bbox"] == losses["loss_giou"] == 0 and losses["loss_ce"] > 0 and "class_error" not in losses
+
+
+def test_a_signal_ends_the_evaluation():
+    detector, _ = tiny_detector()
+    polled = []
+
+    def stop():
+        polled.append(len(polled))
+        return 15 if len(polled) == 3 else 0
+
+    assert predict_dataset(detector, tiny_batches(1), "cpu", stop=stop) == ({}, {}, 15)
+    assert len(polled) == 3 and detector.training
+
+
+def _on_rank(rank, world_size, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
+    detector, weights = tiny_detector()
+    batches = tiny_batches(2, rank, world_size)
+    result = predict_dataset(detector, batches, "cpu", loss_weights=weights)
+    stopped = predict_dataset(detector, batches, "cpu", stop=lambda: 12 * rank)
+    torch.save({"by_image": result.by_image, "losses": result.losses, "batches": [len(b) for b in batches],
+                "stopped": tuple(stopped)}, f"{folder}/{rank}.pt")  # fmt: skip
+    dist.destroy_process_group()
+
+
+def test_two_ranks_give_what_one_gives(tmp_path):
+    """Seven images over two ranks in batches of two: uneven, one batch empty on one rank."""
+    mp.spawn(_on_rank, args=(2, str(tmp_path)), nprocs=2)
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    detector, weights = tiny_detector()
+    alone = predict_dataset(detector, tiny_batches(2), "cpu", loss_weights=weights)
+    assert [len(r["batches"]) for r in results] == [2, 2] and sum(results[0]["batches"] + results[1]["batches"]) == 7
+    for result in results:
+        assert set(result["by_image"]) == set(alone.by_image)
+        for image_id, expected in alone.by_image.items():
+            torch.testing.assert_close(result["by_image"][image_id], expected)
+        assert result["losses"] == pytest.approx(alone.losses, rel=1e-6)
+        assert result["stopped"] == ({}, {}, 12)
+    assert results[0]["losses"] == results[1]["losses"]  # to the last bit

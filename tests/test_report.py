@@ -1,0 +1,166 @@
+"""pytest tests/test_report.py"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from toolkit.data.table import Category, write_table
+from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions
+from toolkit.evaluation.report import plot_curves, read_metrics, series, smoothed, write_report
+
+
+def write_metrics(path, rows, cut_off=False):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + ('{"step": 9' if cut_off else ""))
+
+
+def full_run(folder):
+    """A run folder as training leaves it: forty training rows, four evaluations, raw and EMA, two classes."""
+    rows = []
+    for step in range(1, 41):
+        losses = {"loss_ce": 1 / step, "loss_ce_0": 2 / step, "loss_bbox": 3 / step}
+        row = {"step": step, "epoch": 0, "time_s": 60.0 * step, "train/loss": sum(losses.values())}
+        row["train/grad_norm"] = 1.0
+        row |= {f"train/{k}": v for k, v in losses.items()} | {f"train/{k}_unscaled": v / 5 for k, v in losses.items()}
+        rows.append(row | {"train/lr/backbone": 1e-5, "train/lr/head": 1e-4})
+        if step % 10 == 0:
+            ap = {10: 0.1, 20: 0.3, 30: 0.25, 40: 0.2}[step]
+            row = {"step": step, "epoch": 0, "time_s": 60.0 * step, "val/loss": 1.0, "val/bbox_APl": None}
+            for prefix, bonus in (("val/", 0), ("val/ema/", 0.05)):
+                row |= {f"{prefix}bbox_AP": ap + bonus, f"{prefix}bbox_AP50": 2 * ap}
+                row |= {f"{prefix}AP/cat": ap, f"{prefix}AP/dog|wolf": None}
+            rows.append(row)
+    write_metrics(folder / "metrics.jsonl", rows, cut_off=True)
+    (folder / "config.yaml").write_text("optim:\n  lr: 0.0001\n")
+    (folder / "environment.json").write_text(json.dumps({"python": "3.11", "seed": 7}))
+    (folder / "status.json").write_text(json.dumps({"state": "done", "exit_code": 0, "reason": ""}))
+    return rows
+
+
+def test_metrics_are_read_up_to_a_line_cut_off_by_a_crash(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    write_metrics(path, [{"step": 1, "a": 1.0}, {"step": 2, "a": None}, {"step": 3, "a": 3}], cut_off=True)
+    rows = read_metrics(path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    steps, values = series(rows, "a")
+    assert steps.tolist() == [1, 3] and values.tolist() == [1, 3]
+    assert [len(part) for part in series(rows, "missing")] == [0, 0]
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_metrics(path)
+
+
+def test_smoothing_is_a_mean_and_passes_over_nan():
+    assert smoothed(np.full(50, 3.0)).tolist() == [3.0] * 50
+    line = np.arange(50.0)
+    assert smoothed(line)[5:45] == pytest.approx(line[5:45])
+    line[20] = np.nan
+    assert np.isfinite(smoothed(line)).all()
+
+
+def test_curves_of_a_full_run_and_of_less(tmp_path):
+    rows = full_run(tmp_path / "run")
+    written = plot_curves(tmp_path / "run/metrics.jsonl", tmp_path / "report")
+    assert [path.name for path in written] == ["curves.png", "ap.png"]
+    for path in written:
+        assert np.asarray(Image.open(path)).std() > 5  # something is drawn
+    # no evaluation yet; no training row; nothing at all
+    for name, some, expected in (
+        ("a", [r for r in rows if "train/loss" in r], ["curves.png"]),
+        ("b", [r for r in rows if "val/bbox_AP" in r and r.pop("val/loss")], ["ap.png"]),
+        ("c", [], []),
+        ("d", [{"step": 1, "epoch": 0, "time_s": 0.0}], []),
+    ):
+        write_metrics(tmp_path / name / "metrics.jsonl", some)
+        written = plot_curves(tmp_path / name / "metrics.jsonl", tmp_path / name)
+        assert [path.name for path in written] == expected
+        assert sorted(p.name for p in (tmp_path / name).glob("*.png")) == sorted(expected)
+
+
+def test_the_report_of_a_run(tmp_path):
+    run = tmp_path / "my_run"
+    full_run(run)
+    (run / "report/pictures").mkdir(parents=True)
+    for step in (20, 40):
+        Image.new("RGB", (4, 4)).save(run / f"report/pictures/step_{step:06d}.png")
+    text = write_report(run).read_text()
+    assert text.startswith("# my_run\n\nstate done, step 40, epoch 0, 40.0 minutes")
+    assert "| metric | raw, last (step 40) | raw, best (step 20) | EMA, last (step 40) | EMA, best (step 20) |" in text
+    assert "| bbox_AP | 0.2000 | 0.3000 | 0.2500 | 0.3500 |" in text
+    assert "| bbox_APl | - | - | - | - |" in text
+    assert "| cat | 0.2000 | 0.3000 | 0.2000 | 0.3000 |" in text and "| dog\\|wolf | - |" in text
+    assert "  lr: 0.0001" in text and '"seed": 7' in text
+    for link in ("curves.png", "ap.png", "pictures/step_000040.png"):
+        assert f"({link})" in text and (run / "report" / link).exists()
+    assert write_report(run).read_text() == text
+
+
+def test_the_report_of_an_empty_run(tmp_path):
+    text = write_report(tmp_path / "run").read_text()
+    assert "no step yet" in text and "no evaluation" in text and "png" not in text
+
+
+# ---- pictures
+
+
+def prediction(boxes, scores, labels):
+    return {"boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), "scores": torch.tensor(scores),
+            "labels": torch.tensor(labels, dtype=torch.int64)}  # fmt: skip
+
+
+def pixels(path):
+    return np.asarray(Image.open(path).convert("RGB")).astype(int)
+
+
+def has_colour(picture, colour):
+    return (abs(picture - [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).sum(-1) == 0).sum() > 50
+
+
+def test_predictions_stand_beside_the_ground_truth(tmp_path):
+    image = torch.full((3, 96, 128), 90, dtype=torch.uint8)
+    truth = {"image_id": "a very long name of an image " * 5, "boxes": torch.tensor([[20.0, 20, 60, 60]]),
+             "labels": torch.tensor([0]), "iscrowd": torch.tensor([0])}  # fmt: skip
+    found = prediction([[10, 10, 50, 50], [60, 30, 110, 80], [0, 0, 9, 9]], [0.9, 0.31, 0.2], [1, 2, 3])
+    picture = pixels(draw_grid([(image, found, truth)], ["zero", "one", "two", "three"], tmp_path / "a/b.png"))
+    half = picture.shape[1] // 2
+    left, right = picture[:, :half], picture[:, half:]
+    assert has_colour(left, COLOURS[0]) and not has_colour(left, COLOURS[1])
+    assert has_colour(right, COLOURS[1]) and has_colour(right, COLOURS[2])
+    assert not has_colour(right, COLOURS[3]) and not has_colour(right, COLOURS[0])  # 0.2 is below the threshold
+    assert picture.shape[1] > 2 * 384  # small images are drawn larger
+
+
+def test_odd_images_and_boxes_are_drawn(tmp_path):
+    """No boxes, boxes outside, flipped and not finite, a label without name, a crowd; tall, wide and tiny images."""
+    odd = prediction([[-50, -50, 900, 900], [40, 40, 10, 10], [float("nan")] * 4], [0.9, 0.8, 0.7], [0, 25, 1])
+    truth = {"image_id": 1, "boxes": torch.tensor([[1.0, 1, 5, 5]]), "labels": torch.tensor([0]),
+             "iscrowd": torch.tensor([1])}  # fmt: skip
+    empty = {"image_id": 2, "boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
+    samples = [
+        (torch.zeros(3, 300, 20, dtype=torch.uint8), odd, truth),
+        (torch.zeros(3, 20, 2000, dtype=torch.uint8), prediction([], [], []), empty),
+        (torch.zeros(3, 1, 1, dtype=torch.uint8), odd, truth),
+    ]
+    assert pixels(draw_grid(samples, ["only"], tmp_path / "odd.png")).shape[2] == 3
+    assert pixels(draw_grid([], ["only"], tmp_path / "none.png")).size
+
+
+def test_the_same_images_every_time(tmp_path):
+    rows = []
+    for i in range(10):
+        Image.new("RGB", (40, 30), (i * 20, 0, 0)).save(tmp_path / f"{i}.png")
+        boxes = [[1, 1, 20, 20]] if i % 2 else []
+        objects = {"id": [i] * len(boxes), "bbox": boxes, "category": [0] * len(boxes), "area": [361.0] * len(boxes),
+                   "iscrowd": [0] * len(boxes)}  # fmt: skip
+        rows.append({"image_id": i, "file_name": f"{i}.png", "width": 40, "height": 30, "objects": objects,
+                     "relations": {"subject": [], "object": [], "predicate": []}})  # fmt: skip
+    table = write_table(rows, cache_file=tmp_path / "c/t.json", categories=[Category(1, "thing")], image_root=tmp_path)
+    assert choose_images(table, 3) == [1, 5, 9]  # those with boxes
+    assert choose_images(table, 50) == [1, 3, 5, 7, 9]
+    nothing = {i: prediction([], [], []) for i in range(10)}
+    first, second = (draw_predictions(table, nothing, 4, tmp_path / "out" / name).read_bytes() for name in ("1.png", "2.png"))
+    assert first == second
