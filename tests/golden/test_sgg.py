@@ -5,15 +5,18 @@ Run: python -m pytest tests/golden/test_sgg.py [--golden DIR]
 
 import contextlib
 import io
+import json
 from functools import cache
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from toolkit.data import visual_genome as vg
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
 from toolkit.models.relation import frequency, geometry, losses, postprocess, sampling
 from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects
@@ -41,6 +44,9 @@ def rows_of(values: np.ndarray, ptr: np.ndarray, i: int) -> np.ndarray:
 def pytest_generate_tests(metafunc):
     folder = metafunc.config.getoption("golden")
     cases = {
+        "dataset_split": lambda: list(
+            dict.fromkeys(k.rsplit(".", 1)[0] for k in arrays(folder, "dataset") if k.endswith(".split_mask"))
+        ),
         "evaluator_group": lambda: prefixes(folder, "evaluator"),
         "sampling_image": lambda: [
             n for n in prefixes(folder, "sampling", 2) if not n.startswith("test_pairs") and not n.endswith("params")
@@ -376,3 +382,107 @@ def test_overlaps_per_class(golden):
     data = tensors(group(arrays(golden, "postprocess"), "nms_overlaps"))
     boxes = data["boxes_per_cls"]
     close(geometry.iou_plus_one(boxes[:, None], boxes[None]), data["iou"])
+
+
+# Data set
+
+
+@pytest.fixture(scope="session")
+def vg_folder(golden, tmp_path_factory) -> Path:
+    """The files of the data set, written from their arrays."""
+    folder = tmp_path_factory.mktemp("vg")
+    data = arrays(golden, "dataset")
+    with h5py.File(folder / "VG-SGG-with-attri.h5", "w") as file:
+        for key, value in group(data, "h5").items():
+            file[key] = value
+    columns = group(data, "image_data")
+    entries = [
+        dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)
+    ]
+    (folder / "image_data.json").write_text(json.dumps(entries))
+    names = {"label": data["ind_to_classes"].tolist()[1:], "predicate": data["ind_to_predicates"].tolist()[1:]}
+    info = {f"{kind}_to_idx": {name: n + 1 for n, name in enumerate(listed)} for kind, listed in names.items()}
+    (folder / "VG-SGG-dicts-with-attri.json").write_text(json.dumps(info | {"attribute_to_idx": {"red": 1}}))
+    (folder / "images").mkdir()
+    for entry in entries:
+        if entry["image_id"] not in data["image_ids_without_file"]:
+            (folder / "images" / f"{entry['image_id']}.jpg").touch()
+    return folder
+
+
+def split_options(name: str, data: dict[str, np.ndarray]) -> tuple[str, dict]:
+    split, empty, overlap = name.split(".")
+    return split, {
+        "num_val_images": int(data["num_val_im"]),
+        "keep_images_without_relations": empty == "emptyrels_kept",
+        "drop_non_overlapping": split == "train" and overlap == "nonoverlap_dropped",
+    }
+
+
+def test_dataset(golden, vg_folder, dataset_split):
+    data = arrays(golden, "dataset")
+    case = group(data, dataset_split)
+    split, options = split_options(dataset_split, data)
+    graphs = vg.load_graphs(vg_folder / "VG-SGG-with-attri.h5", split, **options)
+    images = vg.load_image_list(vg_folder / "image_data.json", vg_folder / "images", len(data["h5.split"]))
+    np.testing.assert_array_equal(graphs.index, np.flatnonzero(case["split_mask"]))
+    assert [images[i]["image_id"] for i in graphs.index] == case["image_ids"].tolist()
+    np.testing.assert_array_equal(np.concatenate(graphs.boxes), case["boxes_1024_xyxy"])
+    np.testing.assert_array_equal(np.concatenate(graphs.labels), case["classes"])
+    np.testing.assert_array_equal(np.concatenate(graphs.relations), case["rels"])
+    np.testing.assert_array_equal(np.cumsum([0, *map(len, graphs.boxes)]), case["box_ptr"])
+    np.testing.assert_array_equal(np.cumsum([0, *map(len, graphs.relations)]), case["rel_ptr"])
+    sizes = [(images[i]["width"], images[i]["height"]) for i in graphs.index]
+    scaled = [vg.scale_boxes(boxes, size) for boxes, size in zip(graphs.boxes, sizes, strict=True)]
+    clipped = [vg.clip_boxes(boxes, size) for boxes, size in zip(scaled, sizes, strict=True)]
+    if "eval_boxes_xyxy" in case:
+        close(np.concatenate(clipped), case["eval_boxes_xyxy"], 1e-4)
+        np.testing.assert_array_equal(np.concatenate(graphs.relations), case["eval_relation_tuple"])
+        return
+    if "train_boxes_xyxy" not in case:
+        return
+    kept = [vg.drop_empty(boxes, rels)[0] for boxes, rels in zip(clipped, graphs.relations, strict=True)]
+    close(np.concatenate([b[k] for b, k in zip(clipped, kept, strict=True)]), case["train_boxes_xyxy"], 1e-4)
+    np.testing.assert_array_equal(np.cumsum([0, *(k.sum() for k in kept)]), case["train_box_ptr"])
+    labels = [labels[k] for labels, k in zip(graphs.labels, kept, strict=True)]
+    np.testing.assert_array_equal(np.concatenate(labels), case["train_labels"])
+    flipped = [vg.clip_boxes(mirrored(boxes, size), size) for boxes, size in zip(scaled, sizes, strict=True)]
+    flipped = [boxes[vg.drop_empty(boxes, np.zeros((0, 3), int))[0]] for boxes in flipped]
+    close(np.concatenate(flipped), case["train_boxes_flipped_xyxy"], 1e-4)
+    np.testing.assert_array_equal(np.cumsum([0, *map(len, flipped)]), case["train_flipped_box_ptr"])
+
+
+def mirrored(boxes: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
+    return np.stack([size_wh[0] - boxes[:, 2], boxes[:, 1], size_wh[0] - boxes[:, 0], boxes[:, 3]], 1)
+
+
+def test_relation_matrices(golden, vg_folder, dataset_split):
+    """One predicate per pair and draw: those always drawn are always drawn, the others take turns."""
+    data = arrays(golden, "dataset")
+    case = group(data, dataset_split)
+    key = "train_relation_map_values_over_40_draws"
+    if key not in case:
+        pytest.skip("not a training case")
+    split, options = split_options(dataset_split, data)
+    table = vg.read_visual_genome(
+        vg_folder, vg_folder / "images", split, check_images=False, cache_dir=vg_folder / "cache", **options
+    )
+    assert [table.row(i)["image_id"] for i in range(len(table))] == case["image_ids"].tolist()
+    draws = 40
+    for i in range(len(table)):
+        row = table.row(i)
+        rows = torch.from_numpy(np.stack([row["relations"][k] for k in ("subject", "object", "predicate")], 1))
+        expected = {tuple(r[1:4]): r[4] for r in case[key].tolist() if r[0] == i}
+        for one_of_each in (True, False):
+            seen = {}
+            for seed in range(draws):
+                generator = torch.Generator().manual_seed(seed)
+                matrix = sampling.relation_matrix(
+                    rows + torch.tensor([0, 0, 1]), len(row["objects"]["bbox"]), one_of_each, generator
+                )
+                for subject, obj in matrix.nonzero().tolist():
+                    cell = (subject, obj, int(matrix[subject, obj]))
+                    seen[cell] = seen.get(cell, 0) + 1
+            assert set(seen) == set(expected)
+            for cell, count in expected.items():
+                assert (seen[cell] == draws) == (count == draws), cell

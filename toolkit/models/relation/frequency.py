@@ -1,14 +1,15 @@
 """How often a predicate joins two classes: counts of the training split, the bias made of them, and the baseline
 that predicts from nothing else (Zellers et al., Neural Motifs, 2018)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from toolkit.data.table import DetectionTable
 from toolkit.models.relation.batch import RelationBatch, RelationOutput
-from toolkit.models.relation.geometry import certain_logits
+from toolkit.models.relation.geometry import certain_logits, intersection_areas
 
 
 def candidate_pairs(boxes_xyxy: np.ndarray) -> np.ndarray:
@@ -39,6 +40,34 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
         pairs = candidate_pairs(np.asarray(image["boxes"]))
         np.add.at(candidates, (labels[pairs[:, 0]], labels[pairs[:, 1]]), 1)
     return relations, candidates
+
+
+def table_graphs(table: DetectionTable) -> Iterator[dict]:
+    """The images of a training table as `count_predicates` wants them: relations between boxes that do not overlap
+    (+1 widths) are left out, and so are images without any other."""
+    for i in range(len(table)):
+        row = table.row(i)
+        boxes = row["objects"]["bbox"]
+        relations = np.stack([row["relations"][key] for key in ("subject", "object", "predicate")], 1) + [0, 0, 1]
+        ends = torch.from_numpy(boxes[relations[:, :2]])
+        relations = relations[(intersection_areas(ends[:, 0], ends[:, 1]) > 0).numpy()]
+        if len(relations):
+            yield {"boxes": boxes, "labels": row["objects"]["category"] + 1, "relations": relations}
+
+
+def unseen_triplets(train: DetectionTable, other: DetectionTable) -> np.ndarray:
+    """(Z, 3) int64 subject class, object class, predicate, from 0, that occur in `other` but not in `train`."""
+    seen, found = (_triplets(table) for table in (train, other))
+    return np.asarray(sorted(found - seen), np.int64).reshape(-1, 3)
+
+
+def _triplets(table: DetectionTable) -> set[tuple[int, int, int]]:
+    triplets = set()
+    for i in range(len(table)):
+        row = table.row(i)
+        ends = (row["objects"]["category"][row["relations"][key]].tolist() for key in ("subject", "object"))
+        triplets.update(zip(*ends, row["relations"]["predicate"].tolist(), strict=True))
+    return triplets
 
 
 def log_frequencies(relations: np.ndarray, candidates: np.ndarray) -> Tensor:
