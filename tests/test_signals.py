@@ -1,0 +1,128 @@
+"""Stop signals are noted, a second Ctrl-C is not, and DataLoader workers outlive both.
+
+    python -m pytest tests/test_signals.py
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from toolkit import signals
+from toolkit.signals import StopSignals, ignore_in_worker, signal_name
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_is_noted_and_handlers_come_back(name):
+    before = signal.getsignal(getattr(signal, name))
+    with StopSignals() as stop:
+        assert stop.received == 0 and stop.name == ""
+        signal.raise_signal(getattr(signal, name))
+        assert stop.received == getattr(signal, name) and stop.name == name
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.name == name  # the first one is the reason
+    assert signal.getsignal(getattr(signal, name)) is before
+
+
+def test_handlers_come_back_after_an_exception():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError), StopSignals():
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_interrupt_stops_at_once(monkeypatch):
+    monkeypatch.setattr(signals, "SAME_INTERRUPT_S", 0.0)
+    with pytest.raises(KeyboardInterrupt), StopSignals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.name == "SIGINT"
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_one_interrupt_delivered_twice_is_one(monkeypatch):
+    monkeypatch.setattr(signals, "SAME_INTERRUPT_S", 3600.0)
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.name == "SIGINT"
+
+
+def test_an_interrupt_after_sigterm_does_not_raise():
+    """Launchers send both on one Ctrl-C; only a second SIGINT is a person's."""
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.name == "SIGTERM"
+
+
+def test_outside_the_main_thread_nothing_is_caught():
+    before, inside = signal.getsignal(signal.SIGTERM), []
+
+    def run():
+        with StopSignals() as stop:
+            inside.append((signal.getsignal(signal.SIGTERM), stop.received))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert inside == [(before, 0)] and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_names():
+    assert [signal_name(n) for n in (0, 15, 10_000)] == ["", "SIGTERM", "signal 10000"]
+
+
+# ---------------------------------------------------------------- a whole process group is signalled
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return index
+
+
+def read_all_despite_signals() -> None:
+    """Be signalled as a group, as terminals and torchrun do it, in the middle of an epoch; then read on to its end."""
+    torch.set_num_threads(1)
+    loader = torch.utils.data.DataLoader(
+        Numbers(), batch_size=2, num_workers=2, worker_init_fn=ignore_in_worker, timeout=30
+    )
+    read = []
+    with StopSignals() as stop:
+        for number, batch in enumerate(loader):
+            read += batch.tolist()
+            if number == 3:
+                print("signal me", flush=True)
+                sys.stdin.readline()
+    assert stop.name in ("SIGTERM", "SIGUSR1", "SIGINT") and read == list(range(40))
+    print("read all", flush=True)
+
+    # A worker that hangs is still ended by its own trainer's SIGTERM.
+    iterator = iter(loader)
+    next(iterator)
+    worker = iterator._workers[0]
+    worker.terminate()
+    worker.join(30)
+    assert worker.exitcode == 0, worker.exitcode
+    print("worker ended", flush=True)
+
+
+def test_workers_outlive_signals_to_the_group_but_not_their_trainer():
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, __file__], **pipes, text=True, start_new_session=True) as trainer:
+        assert trainer.stdout.readline() == "signal me\n", trainer.stderr.read()
+        for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
+            os.killpg(trainer.pid, getattr(signal, name))
+        out, err = trainer.communicate("go on\n", timeout=120)
+    assert out.split() == ["read", "all", "worker", "ended"], err
+    assert "Traceback" not in err
+
+
+if __name__ == "__main__":
+    read_all_despite_signals()
