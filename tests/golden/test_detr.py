@@ -1,0 +1,387 @@
+"""DETR against numbers of the original program (facebookresearch/detr), whose README defines every quantity.
+
+    pytest tests/golden/test_detr.py --golden DIR
+
+Every shape, weight and cost comes from the files in DIR.
+"""
+
+import copy
+import json
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from toolkit.boxes import cxcywh_to_xyxy
+from toolkit.data.loaders import collate
+from toolkit.distributed import reduce_dict
+from toolkit.losses import LossWeights, global_denominators
+from toolkit.meters import Meters, SmoothedValue
+from toolkit.models import build_detector
+from toolkit.models.detr import detr_detections
+from toolkit.models.detr_criterion import DetrCriterion, pad_targets
+
+sys.path.append(str(Path(__file__).parents[1]))
+from processes import run_on_ranks  # noqa: E402
+
+
+def load(folder: Path, name: str) -> dict[str, np.ndarray]:
+    path = folder / name
+    if not path.is_file():
+        pytest.fail(f"{path} is missing: --golden takes the folder with the reference numbers")
+    with np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def group(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """The arrays named `prefix/...`, without the prefix."""
+    return {key.removeprefix(f"{prefix}/"): value for key, value in arrays.items() if key.startswith(f"{prefix}/")}
+
+
+@pytest.fixture
+def golden(request) -> Path:
+    return request.config.getoption("--golden")
+
+
+# --- criterion --------------------------------------------------------------------------------------------------------
+
+
+def targets_of(labels: np.ndarray, boxes_cxcywh: np.ndarray, counts: np.ndarray) -> list[dict]:
+    """Targets of images of 1x1 px, in which pixels are the fractions that the original's targets are given in."""
+    return [
+        {
+            "boxes": cxcywh_to_xyxy(torch.from_numpy(image_boxes[:n])),
+            "labels": torch.from_numpy(image_labels[:n]),
+            "size": torch.tensor([1, 1]),
+        }
+        for image_labels, image_boxes, n in zip(labels, boxes_cxcywh, counts, strict=True)
+    ]
+
+
+def run_case(case: dict[str, np.ndarray], dtype: torch.dtype, denominators: str = "original") -> dict:
+    """The criterion on one case: losses, metrics, total, gradients and matches, as the file names them."""
+    logits = torch.tensor(case["logits"], dtype=dtype, requires_grad=True)
+    boxes = torch.tensor(case["boxes"], dtype=dtype, requires_grad=True)
+    costs = case["matcher_costs_class_bbox_giou"].tolist()
+    criterion = DetrCriterion(int(case["num_classes"]), len(logits), float(case["eos_coef"]), costs)
+    targets = targets_of(case["target_labels"], case["target_boxes"], case["num_targets"])
+    local = criterion.denominators(targets, logits.shape[2])
+    shared = global_denominators(local, "cpu", denominators, averaged=("boxes",), dtype=dtype)
+    losses, metrics = criterion(logits, boxes, targets, shared)
+    weights = LossWeights(criterion.loss_names, {}, {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0})
+    total = weights(losses, step=0).total
+    total.backward()
+    matches = criterion.match(logits, boxes, pad_targets(targets, logits.device, dtype))
+    return {
+        "losses": {name: value.item() for name, value in losses.items()},
+        "metrics": {name: (float(value), float(count)) for name, (value, count) in metrics.items()},
+        "total": total.item(),
+        "grad_logits": logits.grad.numpy(),
+        "grad_boxes": boxes.grad.numpy(),
+        "match": np.stack([part.numpy() for part in matches]),
+    }
+
+
+def assert_equals_original(result: dict, case: dict[str, np.ndarray], dtype: torch.dtype) -> None:
+    double = dtype == torch.float64
+    rtol, wanted = (1e-9, group(case, "loss")) if double else (1e-5, group(case, "loss_f32"))
+    assert set(result["losses"]) | set(result["metrics"]) == set(wanted)
+    for name, value in result["losses"].items():
+        np.testing.assert_allclose(value, wanted[name], rtol=rtol, err_msg=name)
+    for name, (value, count) in result["metrics"].items():
+        if count == 0:  # the original says 100; a batch without objects has no class error
+            assert name == "class_error" and wanted[name] == 100
+        else:
+            np.testing.assert_allclose(value / count, wanted[name], atol=1e-4, err_msg=name)
+    np.testing.assert_allclose(result["total"], case["total" if double else "total_f32"], rtol=rtol)
+    if double:
+        np.testing.assert_allclose(result["grad_logits"], case["grad_logits"], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(result["grad_boxes"], case["grad_boxes"], rtol=1e-6, atol=1e-9)
+    np.testing.assert_array_equal(result["match"], original_matches(case["match"]))
+
+
+def original_matches(match: np.ndarray) -> np.ndarray:
+    """`(layers, B, 2, T)` padded with -1 to our rows layer, image, query, target."""
+    layer, image, column = np.nonzero(match[:, :, 0] >= 0)
+    return np.stack([layer, image, match[layer, image, 0, column], match[layer, image, 1, column]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_criterion_equals_the_original(golden, dtype):
+    arrays = load(golden, "detr_criterion.npz")
+    cases = sorted({key.split("/")[0] for key in arrays})
+    assert cases
+    for name in cases:
+        case = group(arrays, name)
+        assert_equals_original(run_case(case, dtype), case, dtype)
+
+
+def criterion_on_rank(path: str) -> dict:
+    arrays = load(Path(path).parent, Path(path).name)
+    rank = torch.distributed.get_rank()
+    results = {dtype: run_case(group(arrays, f"rank{rank}"), dtype) for dtype in (torch.float64, torch.float32)}
+    double = results[torch.float64]
+    values = double["losses"] | {name: value / max(count, 1) for name, (value, count) in double["metrics"].items()}
+    return {"results": results, "reduced": reduce_dict(values, list(values))}
+
+
+def test_criterion_on_several_ranks_equals_the_original(golden):
+    """`original` denominators: boxes shared over the ranks, class weights by rank; then the mean over the ranks."""
+    files = sorted(golden.glob("detr_criterion_ranks*.npz"))
+    assert files, f"no detr_criterion_ranks*.npz in {golden}"
+    for path in files:
+        arrays = load(golden, path.name)
+        ranks = run_on_ranks(criterion_on_rank, int(arrays["world_size"]), str(path))
+        for rank, outcome in enumerate(ranks):
+            case = group(arrays, f"rank{rank}")
+            for dtype, result in outcome["results"].items():
+                assert_equals_original(result, case, dtype)
+            for name, value in group(arrays, "reduced").items():
+                atol = 1e-4 if "error" in name else 0
+                np.testing.assert_allclose(outcome["reduced"][name], value, rtol=1e-9, atol=atol, err_msg=name)
+
+
+# --- post-processing and meters ---------------------------------------------------------------------------------------
+
+
+def test_postprocess_equals_the_original(golden):
+    arrays = {key: torch.from_numpy(value) for key, value in load(golden, "detr_postprocess.npz").items()}
+    detections = detr_detections(arrays["logits"], arrays["boxes"], arrays["target_sizes_hw"], score_threshold=-1.0)
+    for image, detection in enumerate(detections):
+        torch.testing.assert_close(detection["scores"], arrays["scores"][image], rtol=1e-5, atol=0)
+        assert detection["labels"].tolist() == arrays["labels"][image].tolist()
+        torch.testing.assert_close(detection["boxes"], arrays["out_boxes_xyxy"][image], rtol=1e-5, atol=1e-4)
+
+
+def test_meters_equal_the_original(golden):
+    reference = json.loads((golden / "detr_meters.json").read_text())
+    for trace in reference["traces"]:
+        meter = SmoothedValue(trace["window_size"], trace["fmt"])
+        for i, (value, n) in enumerate(zip(reference["sequence"], reference["n"], strict=True)):
+            meter.update(value, n)
+            for statistic, tolerance in (
+                ("median", 1e-6), ("avg", 1e-6), ("global_avg", 1e-12), ("max", 1e-12), ("value", 1e-12)
+            ):  # fmt: skip
+                assert getattr(meter, statistic) == pytest.approx(trace[statistic][i], abs=tolerance, rel=0)
+            assert str(meter) == trace["str"][i]
+
+
+def test_lines_of_meters_equal_the_original(golden):
+    reference = json.loads((golden / "detr_meters.json").read_text())
+    wanted = reference["metric_logger"]["str_after_each"]
+    meters = Meters(lr=SmoothedValue(1, "{value:.6f}"), class_error=SmoothedValue(1, "{value:.2f}"))
+    for i, line in enumerate(wanted):
+        loss = reference["sequence"][i]
+        meters.update(loss=loss, loss_ce=np.float32(0.5 * loss).item(), count=i)
+        meters.update(class_error=100 * (i % 3) / 3)
+        meters.update(lr=1e-4 if i <= 5 else 1e-5)
+        assert str(meters) == line
+    for name, value in reference["metric_logger"]["global_avg"].items():
+        assert meters.averages()[name] == pytest.approx(value, abs=1e-12)
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+def build_from(arrays: dict[str, np.ndarray]) -> nn.Module:
+    """The detector of a trajectory file, with weights yet to be loaded."""
+    config = {key: value.item() for key, value in group(arrays, "config").items()}
+    return build_detector(
+        "detr",
+        class_names=[str(i) for i in range(config["num_classes"])],
+        backbone="resnet18",
+        pretrained_backbone=False,
+        freeze="paper",
+        d_model=config["hidden_dim"],
+        heads=config["nheads"],
+        encoder_layers=config["enc_layers"],
+        decoder_layers=config["dec_layers"],
+        ffn_dim=config["dim_feedforward"],
+        num_queries=config["num_queries"],
+        eos_coef=config["eos_coef"],
+        dropout=0.0,
+    )
+
+
+def recipe_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+    """The README's formula: weights that depend on the parameter's name and the seed alone."""
+    weights = {}
+    for name, shape in shapes.items():
+        state = np.random.RandomState((zlib.crc32(name.encode()) + seed) % 2**32)
+        u = state.random_sample(int(np.prod(shape))).reshape(shape)
+        in_backbone = name.startswith("model.backbone.")
+        if in_backbone and len(shape) == 4:
+            value = (2 * u - 1) * np.sqrt(6 / np.prod(shape[1:]))
+        elif in_backbone:
+            scale, offset = {"weight": (0.4, 0.4), "running_var": (1.0, 0.5)}.get(name.split(".")[-1], (0.2, -0.1))
+            value = offset + scale * u
+        elif "layer_norm." in name or "layernorm." in name:
+            value = np.full(shape, float(name.endswith("weight")))
+        elif name == "model.query_position_embeddings.weight":
+            value = 1.7 * (2 * u - 1)
+        elif len(shape) >= 2:
+            value = (2 * u - 1) * np.sqrt(6 / (shape[0] + np.prod(shape[1:])))
+        else:
+            value = -0.05 + 0.1 * u
+        weights[name] = torch.from_numpy(value.astype(np.float32))
+    return weights
+
+
+def load_recipe(detector: nn.Module, seed: int) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in detector.model.state_dict().items()}
+    detector.model.load_state_dict(recipe_weights(shapes, seed))
+
+
+def samples_of(arrays: dict[str, np.ndarray]) -> list[tuple[torch.Tensor, dict]]:
+    """Images (uint8, cropped to their size) and targets, in the order of the file."""
+    samples = []
+    for i, (height, width) in enumerate(arrays["image_sizes_hw"].tolist()):
+        n = arrays["num_targets"][i]
+        scale = torch.tensor([width, height, width, height])
+        size = torch.tensor([height, width])
+        target = {
+            "image_id": i,
+            "boxes": cxcywh_to_xyxy(torch.from_numpy(arrays["target_boxes_cxcywh"][i, :n])) * scale,
+            "labels": torch.from_numpy(arrays["target_labels"][i, :n]),
+            "iscrowd": torch.zeros(n, dtype=torch.int64),
+            "size": size,
+            "orig_size": size,
+        }
+        samples.append((torch.from_numpy(arrays["images_uint8"][i, :, :height, :width]).contiguous(), target))
+    return samples
+
+
+def batches_of(arrays: dict[str, np.ndarray]) -> list:
+    """One epoch's batches: consecutive images, padded to the largest of the batch."""
+    samples, size = samples_of(arrays), int(arrays["config/batch_size"])
+    return [collate(samples[start : start + size]) for start in range(0, len(samples), size)]
+
+
+def predictions(detector: nn.Module, batches: list) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (N, Q, C + 1) and boxes (N, Q, 4) of the last layer, for all images, in evaluation mode."""
+    detector.eval()
+    with torch.no_grad():
+        outputs = [detector(batch.images, batch.sizes) for batch in batches]
+    return tuple(torch.cat([output[key][-1] for output in outputs]) for key in ("logits", "boxes"))
+
+
+def assert_state(detector: nn.Module, arrays: dict[str, np.ndarray], when: str, rtol: float) -> None:
+    """Norm of every tensor of the model as in the original, `when` = init or final; what trains is what trained."""
+    state = {name: t for name, t in detector.model.state_dict().items() if not name.endswith("num_batches_tracked")}
+    assert sorted(state) == sorted(arrays["param_names_hf"].tolist())
+    trainable = {name for name, parameter in detector.model.named_parameters() if parameter.requires_grad}
+    for i, name in enumerate(arrays["param_names_hf"].tolist()):
+        norm = state[name].double().norm().item()
+        np.testing.assert_allclose(norm, arrays[f"param_norm_{when}"][i], rtol=rtol, atol=1e-12, err_msg=name)
+        assert (name in trainable) == arrays["param_requires_grad"][i], name
+
+
+def test_auxiliary_outputs_follow_the_original_where_transformers_does_not(golden):
+    """With LayerNorms that are no longer 1 and 0, transformers' `auxiliary_loss=True` computes another model."""
+    arrays, norms = load(golden, "detr_trajectory_recipe.npz"), load(golden, "detr_decoder_norm.npz")
+    detector = build_from(arrays)
+    load_recipe(detector, int(norms["recipe_seed"]))
+    detector.model.load_state_dict({k: torch.from_numpy(v) for k, v in group(norms, "ln").items()}, strict=False)
+    batch = batches_of(arrays)[0]
+
+    detector.eval()
+    outputs = detector(batch.images, batch.sizes)
+    np.testing.assert_allclose(outputs["logits"].detach(), norms["logits"], atol=1e-4)
+    np.testing.assert_allclose(outputs["boxes"].detach(), norms["boxes"], atol=1e-4)
+    assert np.abs(norms["transformers_aux_true_logits"] - norms["logits"][-1]).max() > 0.1
+
+    shared = global_denominators(detector.denominators(batch.targets), "cpu")
+    losses, metrics = detector.criterion(outputs, batch.targets, shared)
+    values = {**losses, **{name: value / count for name, (value, count) in metrics.items()}}
+    for name, value in group(norms, "loss").items():
+        np.testing.assert_allclose(values[name].item(), value, rtol=1e-4, err_msg=name)
+    total = LossWeights(detector.loss_names, {}, detector.default_weights)(losses, step=0).total
+    np.testing.assert_allclose(total.item(), norms["total_loss"], rtol=1e-4)
+
+
+# --- trajectories -----------------------------------------------------------------------------------------------------
+
+NAMES_IN_TRANSFORMERS = {
+    "linear1": "mlp.fc1", "linear2": "mlp.fc2", "out_proj": "o_proj", "multihead_attn": "encoder_attn",
+}  # fmt: skip
+NORMS_IN_TRANSFORMERS = {
+    "encoder": {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"},
+    "decoder": {"norm1": "self_attn_layer_norm", "norm2": "encoder_attn_layer_norm", "norm3": "final_layer_norm"},
+}
+
+
+def original_random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
+    """The state that facebookresearch/detr starts from after `torch.manual_seed(seed)`, by transformers' names.
+
+    Its modules are made here in its order, so that they draw the same numbers: backbone, transformer (one layer each of
+    encoder and decoder, then copied), Xavier over their matrices, heads, queries, projection.
+    """
+    d_model, heads, ffn = config["hidden_dim"], config["nheads"], config["dim_feedforward"]
+    torch.manual_seed(seed)
+    backbone = torchvision.models.resnet18()
+    layers = {"encoder": nn.TransformerEncoderLayer(d_model, heads, ffn)}
+    layers["decoder"] = nn.TransformerDecoderLayer(d_model, heads, ffn)
+    stacks = {
+        part: nn.ModuleList(copy.deepcopy(layer) for _ in range(config[f"{part[:3]}_layers"]))
+        for part, layer in layers.items()
+    }
+    for parameter in (*stacks["encoder"].parameters(), *stacks["decoder"].parameters()):
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+    rest = {"class_labels_classifier": nn.Linear(d_model, config["num_classes"] + 1)}
+    for i, outputs in enumerate((d_model, d_model, 4)):
+        rest[f"bbox_predictor.layers.{i}"] = nn.Linear(d_model, outputs)
+    rest["model.query_position_embeddings"] = nn.Embedding(config["num_queries"], d_model)
+    rest["model.input_projection"] = nn.Conv2d(backbone.fc.in_features, d_model, kernel_size=1)
+    rest["model.decoder.layernorm"] = nn.LayerNorm(d_model)
+
+    weights = {f"model.backbone.model.{k}": v for k, v in backbone.state_dict().items() if not k.startswith("fc.")}
+    for prefix, module in rest.items():
+        weights |= {f"{prefix}.{key}": value for key, value in module.state_dict().items()}
+    for part, stack in stacks.items():
+        for key, value in stack.state_dict().items():
+            weights |= in_transformers(part, key, value)
+    return {name: value for name, value in weights.items() if not name.endswith("num_batches_tracked")}
+
+
+def in_transformers(part: str, key: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor of the original's encoder or decoder under its name(s) in transformers; q, k, v are one tensor there."""
+    names = NAMES_IN_TRANSFORMERS | NORMS_IN_TRANSFORMERS[part]
+    path = ".".join(names.get(piece, piece) for piece in key.split("."))
+    if "in_proj_" not in path:
+        return {f"model.{part}.layers.{path}": value}
+    stem, kind = path.split("in_proj_")
+    thirds = zip("qkv", value.chunk(3), strict=True)
+    return {f"model.{part}.layers.{stem}{letter}_proj.{kind}": third for letter, third in thirds}
+
+
+def start_of_trajectory(arrays: dict[str, np.ndarray]) -> nn.Module:
+    """The detector with the original's initial weights: those of the formula, or drawn as the original draws them."""
+    detector = build_from(arrays)
+    if "config/recipe_seed" in arrays:
+        load_recipe(detector, int(arrays["config/recipe_seed"]))
+    else:
+        config = {key: value.item() for key, value in group(arrays, "config").items()}
+        detector.model.load_state_dict(original_random_weights(config, seed=5))
+    return detector
+
+
+@pytest.fixture(params=["detr_trajectory_recipe.npz", "detr_trajectory.npz"])
+def trajectory(request, golden) -> dict[str, np.ndarray]:
+    return load(golden, request.param)
+
+
+def test_trajectories_start_where_the_original_starts(trajectory):
+    detector = start_of_trajectory(trajectory)
+    assert_state(detector, trajectory, "init", rtol=1e-6)
+    state = detector.model.state_dict()
+    sums = [state[name].double().sum().item() for name in trajectory["param_names_hf"].tolist()]
+    np.testing.assert_allclose(sums, trajectory["param_sum_init"], rtol=1e-5, atol=1e-5)
+    logits, boxes = predictions(detector, batches_of(trajectory))
+    np.testing.assert_allclose(logits, trajectory["init_logits"], atol=1e-4)
+    np.testing.assert_allclose(boxes, trajectory["init_boxes"], atol=1e-4)
