@@ -63,7 +63,8 @@ def test_averaged_model_is_apart_in_eval_mode_and_without_gradients():
     model = Net().train()
     ema = Ema(model, 0.5)
     assert not ema.module.training and model.training
-    assert not any(p.requires_grad for p in ema.module.parameters()) and all(p.requires_grad for p in model.parameters())
+    assert not any(p.requires_grad for p in ema.module.parameters())
+    assert all(p.requires_grad for p in model.parameters())
     before = ema.module.conv.weight.clone()
     with torch.no_grad():
         model.conv.weight += 1.0

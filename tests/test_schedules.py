@@ -109,7 +109,7 @@ def test_all_faults_of_a_schedule_at_once():
 
 @pytest.mark.parametrize(
     ("value", "steps"),
-    [(500, 500), ("500", 500), ("500 steps", 500), ("1 step", 1), ("1 epoch", 7), ("2 epochs", 14), ("0.5 epochs", 4), (0, 0)],
+    [(500, 500), ("500", 500), ("500 steps", 500), ("1 step", 1), ("1 epoch", 7), ("2 epochs", 14), ("0.5 epochs", 4)],
 )
 def test_times(value, steps):
     assert steps_from(value, 7) == steps

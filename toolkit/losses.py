@@ -95,9 +95,15 @@ class LossWeights(nn.Module):
     def values(self, step: int) -> dict[str, float]:
         """The weight of every announced loss at an optimizer step (reads the learned ones on the host)."""
         return {
-            name: math.exp(-float(self.log_variances[self._learned[name]])) if entry == "learned" else _at(entry, step)
+            name: math.exp(-self.log_variances[self._learned[name]].item()) if entry == "learned" else _at(entry, step)
             for name, entry in self._entries.items()
         }
+
+    def parameter_groups(self, lr: float) -> list[dict]:
+        """The optimizer group of the learned weights, without decay; none when no weight is learned."""
+        learned = dict(self.log_variances.items())
+        group = {"name": "loss_weights", "params": list(learned.values()), "param_names": list(learned)}
+        return [{**group, "lr": lr, "weight_decay": 0.0}] if learned else []
 
     def average_gradients(self) -> None:
         """Averages the gradients of the learned weights over the ranks; nothing to do without learned weights.

@@ -1,0 +1,161 @@
+"""pytest tests/test_distributed.py"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from processes import run_on_ranks
+
+from toolkit.distributed import (
+    UnannouncedName,
+    agree_max,
+    all_reduce,
+    broadcast_object,
+    gather_by_image,
+    reduce_dict,
+    run_on_main,
+    seed_step,
+    wait_for_all,
+    world,
+)
+from toolkit.errors import BadInput
+
+
+def message_of(function, *args, **kwargs):
+    try:
+        return function(*args, **kwargs)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, is what is tested)
+        return f"{type(error).__name__}: {error}"
+
+
+def everything_between_ranks():
+    rank, world_size = world()
+    calls = []
+
+    def only_main():
+        calls.append(rank)
+        return {"answer": 42}
+
+    # each rank reports its keys in an order of its own, and rank 0 lacks one
+    values = {"b": torch.tensor(100.0 + rank), "a": float(rank)} if rank else {"a": 0.0}
+    result = {
+        "world": (rank, world_size),
+        "mean": reduce_dict(values, ["b", "a"]),
+        "sum": reduce_dict(dict(reversed(values.items())), ["a", "b"], op="sum"),
+        "max": reduce_dict(values, ["a", "b"], op="max"),
+        "nan": reduce_dict({"a": torch.tensor(float("nan") if rank == 1 else 1.0)}, ["a"]),
+        "unannounced": message_of(reduce_dict, {"a": 1.0, **({"c": 2.0} if rank == 1 else {})}, ["a"]),
+        "unknown": message_of(reduce_dict, {"a": 1.0}, ["a"], unknown=["x", "y"] if rank == 0 else []),
+        "after": reduce_dict({"a": 1.0}, ["a"]),
+        "images": gather_by_image(
+            (i, {"boxes": torch.full((i % 3, 4), float(i)), "from": rank}) for i in range(rank, 7 + rank)
+        ),
+        "main": run_on_main(only_main),
+        "calls": calls,
+        "agreed": agree_max(15 if rank == world_size - 1 else 0),
+        "told": broadcast_object({"rank": rank}),
+        "vector": all_reduce(torch.tensor([1.0, rank]), "mean").tolist(),
+    }
+    for name, error in {
+        "bad": BadInput(["one", "two"]),
+        "os": OSError(28, "No space left"),
+        "interrupt": KeyboardInterrupt(),
+        "foreign": Foreign(1, 2),
+    }.items():
+
+        def fail(error=error):
+            raise error
+
+        result[name] = message_of(run_on_main, fail)
+    wait_for_all()
+    return result
+
+
+class Foreign(ValueError):
+    """Unpickling it fails: its constructor takes other arguments than it passes on."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request):
+    return run_on_ranks(everything_between_ranks, request.param)
+
+
+def test_reduction_is_by_name_and_equal_on_every_rank(ranks):
+    n = len(ranks)
+    total = {"a": float(sum(range(n))), "b": 100.0 * (n - 1) + sum(range(n))}
+    for result in ranks:
+        assert result["sum"] == total
+        assert result["mean"] == pytest.approx({k: v / n for k, v in total.items()})
+        assert result["mean"] == ranks[0]["mean"] and list(result["mean"]) == ["a", "b"]
+        assert result["max"] == {"a": n - 1.0, "b": 99.0 + n}
+        assert np.isnan(result["nan"]["a"])
+
+
+def test_an_unannounced_key_on_one_rank_is_an_error_on_every_rank_that_names_it(ranks):
+    for result in ranks:
+        assert result["unannounced"].startswith("UnannouncedName: rank 1: value 'c' was not announced; announced are:")
+        assert "rank 0: value 'x'" in result["unknown"] and "rank 0: value 'y'" in result["unknown"]
+        assert result["after"] == {"a": 1.0}  # and the ranks are still in step
+
+
+def test_predictions_are_gathered_by_image_once_and_unmixed(ranks):
+    for result in ranks:
+        images = result["images"]
+        assert sorted(images) == list(range(7 + len(ranks) - 1))
+        for image_id, prediction in images.items():
+            assert torch.equal(prediction["boxes"], torch.full((image_id % 3, 4), float(image_id)))
+            assert prediction["from"] == max(0, image_id - 6)  # the first rank that had it
+
+
+def test_main_works_for_all(ranks):
+    for rank, result in enumerate(ranks):
+        assert result["main"] == {"answer": 42} and result["calls"] == ([0] if rank == 0 else [])
+        assert result["bad"] == "BadInput: one\ntwo"
+        assert result["os"] == "OSError: [Errno 28] No space left"
+        assert result["interrupt"].startswith("KeyboardInterrupt")
+        assert "1 and 2" in result["foreign"] and result["foreign"].startswith("RuntimeError" if rank else "Foreign")
+
+
+def test_agreement(ranks):
+    for result in ranks:
+        assert result["agreed"] == 15 and result["told"] == {"rank": 0}
+        assert result["vector"] == pytest.approx([1.0, (len(ranks) - 1) / 2])
+
+
+def test_one_process_without_torch_distributed():
+    assert world() == (0, 1)
+    assert reduce_dict({"a": torch.tensor(2.0), "b": 3}, ["b", "a", "c"], op="sum") == {"a": 2.0, "b": 3.0, "c": 0.0}
+    with pytest.raises(UnannouncedName, match="rank 0: value 'z'"):
+        reduce_dict({"z": 1.0}, ["a"])
+    assert gather_by_image([("x.png", {"n": 1}), ("x.png", {"n": 2})]) == {"x.png": {"n": 1}}
+    assert (agree_max(3), broadcast_object("y"), run_on_main(lambda: 5)) == (3, "y", 5)
+
+
+def test_reduced_values_keep_float32_exactly():
+    value = torch.rand(())
+    assert reduce_dict({"a": value}, ["a"])["a"] == value.item()
+
+
+def test_a_prediction_is_cut_out_of_its_batch():
+    # a view would carry the storage of the whole batch to every rank
+    batch = torch.zeros(1000, 4)
+    assert gather_by_image([(1, {"boxes": batch[:2]})])[1]["boxes"].untyped_storage().nbytes() == 32
+
+
+def draws():
+    return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
+
+
+def test_random_numbers_are_a_function_of_seed_step_rank_and_micro_batch():
+    seen = {}
+    for key in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (2**40, 10**7, 63, 5)]:
+        seed_step(*key)
+        seen[key] = draws()
+    assert len({str(numbers) for numbers in seen.values()}) == len(seen)
+    for key, numbers in reversed(seen.items()):
+        seed_step(*key)
+        assert draws() == numbers
