@@ -19,7 +19,7 @@ from torch import Tensor
 from torchvision.transforms import functional as F
 
 from toolkit.data.dataset import DetectionDataset
-from toolkit.data.loaders import collate
+from toolkit.data.loaders import Batch, collate, normalize_images
 from toolkit.data.samplers import SampleKey
 from toolkit.data.table import Category, DetectionTable, write_table
 from toolkit.data.transforms import DETR_SCALES, detr_train_transform, shorter_side_size
@@ -27,49 +27,55 @@ from toolkit.data.transforms import DETR_SCALES, detr_train_transform, shorter_s
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def bench_loading(num_images: int = 96, batch_size: int = 8, repeats: int = 5, seed: int = 0) -> list[dict]:
+def bench_loading(num_images: int = 64, batch_size: int = 8, repeats: int = 5, seed: int = 0) -> list[dict]:
     """Images per second of one core: medians over `repeats` interleaved rounds of `num_images` images.
 
-    Rows with `name`, `value` and `unit`: ours, Pillow, their ratio, and ours against itself (the noise).
-    The ratio is the median of the rounds' ratios.
+    Rows with `name`, `value` and `unit`: images/s of ours, of ours with the normalisation done on the same core too
+    (which is the device's work), and of Pillow; the ratios of both to Pillow, and ours against itself (the noise).
+    Ratios are medians of the rounds' ratios.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as folder:
             table = write_photographs(Path(folder), num_images, seed)
-            ours = DetectionDataset(table, detr_train_transform(), seed)
+            dataset = DetectionDataset(table, detr_train_transform(), seed)
 
-            def load_ours(epoch: int) -> None:
-                for first in range(0, num_images, batch_size):
-                    collate([ours[SampleKey(epoch, i)] for i in range(first, min(first + batch_size, num_images))])
+            def ours(epoch: int, indices: Sequence[int]) -> Batch:
+                return collate([dataset[SampleKey(epoch, i)] for i in indices])
 
-            def load_pillow(epoch: int) -> None:
-                random.seed(f"{seed} {epoch}")
-                for first in range(0, num_images, batch_size):
-                    last = min(first + batch_size, num_images)
-                    pillow_collate([pillow_sample(table, i) for i in range(first, last)])
+            def ours_normalized(epoch: int, indices: Sequence[int]) -> Tensor:
+                batch = ours(epoch, indices)
+                return normalize_images(batch.images, batch.sizes, MEAN, STD)
 
-            rounds = [_round((load_ours, load_pillow, load_ours), epoch) for epoch in range(repeats + 1)][1:]
+            def pillow(epoch: int, indices: Sequence[int]) -> tuple:
+                random.seed(f"{seed} {epoch} {indices[0]}")
+                return pillow_collate([pillow_sample(table, i) for i in indices])
+
+            batches = [range(i, min(i + batch_size, num_images)) for i in range(0, num_images, batch_size)]
+            rounds = [[num_images / _seconds(load, epoch, batches) for load in (ours, pillow, ours_normalized, ours)]
+                      for epoch in range(repeats + 1)][1:]  # fmt: skip
     finally:
         torch.set_num_threads(threads)
-    speeds = [[num_images / seconds for seconds in times] for times in rounds]
+    measured = {
+        "ours": ("images/s/core", [ours for ours, _, _, _ in rounds]),
+        "ours, normalised on the core": ("images/s/core", [normalized for _, _, normalized, _ in rounds]),
+        "Pillow": ("images/s/core", [pillow for _, pillow, _, _ in rounds]),
+        "ours / Pillow": ("x", [ours / pillow for ours, pillow, _, _ in rounds]),
+        "ours, normalised on the core / Pillow": ("x", [normalized / pillow for _, pillow, normalized, _ in rounds]),
+        "ours / ours (noise)": ("x", [ours / again for ours, _, _, again in rounds]),
+    }
     return [
-        {"name": "loading, ours", "value": statistics.median(s[0] for s in speeds), "unit": "images/s/core"},
-        {"name": "loading, Pillow", "value": statistics.median(s[1] for s in speeds), "unit": "images/s/core"},
-        {"name": "loading, ours / Pillow", "value": statistics.median(s[0] / s[1] for s in speeds), "unit": "x"},
-        {"name": "loading, ours / ours (noise)", "value": statistics.median(s[0] / s[2] for s in speeds), "unit": "x"},
+        {"name": f"loading: {name}", "value": statistics.median(values), "unit": unit}
+        for name, (unit, values) in measured.items()
     ]
 
 
-def _round(loads: Sequence[Callable[[int], None]], epoch: int) -> list[float]:
-    """Seconds of each, one after the other on the same images."""
-    seconds = []
-    for load in loads:
-        start = time.perf_counter()
-        load(epoch)
-        seconds.append(time.perf_counter() - start)
-    return seconds
+def _seconds(load: Callable[[int, Sequence[int]], object], epoch: int, batches: Sequence[Sequence[int]]) -> float:
+    start = time.perf_counter()
+    for indices in batches:
+        load(epoch, indices)
+    return time.perf_counter() - start
 
 
 def write_photographs(folder: Path, count: int, seed: int) -> DetectionTable:
