@@ -78,6 +78,7 @@ def test_resume_takes_the_saved_schedule_or_the_new_one():
     resumed.set(15)
     assert resumed.rates() == {"0": pytest.approx(3.5)}  # new: not loaded
     resumed.load_state_dict(state)
+    resumed.optimizer.load_state_dict(saved.optimizer.state_dict())
     resumed.set(12)
     assert resumed.rates() == {"0": 0.5 * 0.25 * 0.5} and resumed.total_steps == 100
 

@@ -35,7 +35,8 @@ class Action(Enum):
     SKIP = "skip"
     """Restore the buffers, drop the gradients, go on with the next window."""
     ROLLBACK = "rollback"
-    """Load the last good checkpoint (all but the guard's own state), apply `lr_scale`, go on from there."""
+    """Load weights and optimizer of the last good checkpoint, not the guard's own state, and apply `lr_scale`. Go on
+    with the data after this window: from the same weights the same data would break again."""
     STOP = "stop"
     """Restore the buffers, drop the gradients, raise StoppedByGuard."""
 
@@ -44,8 +45,7 @@ class NanGuard:
     """Decides about each window; keeps the buffers as they were before it.
 
     Args:
-        policy: "stop", "skip" or "rollback". A rollback repeats the same computation unless `lr_factor` changes it, so
-            with `lr_factor` 1 a window that fails again after a rollback is skipped.
+        policy: "stop", "skip" or "rollback".
         max_skips: windows skipped in succession; the next one that fails stops the run.
         max_rollbacks: rollbacks in the whole run; the next failure stops it.
         lr_factor: factor on every learning rate per rollback, see `lr_scale`.
@@ -70,7 +70,6 @@ class NanGuard:
         self.policy, self.max_skips, self.max_rollbacks, self.lr_factor = policy, max_skips, max_rollbacks, lr_factor
         self.min_scale, self.max_calibrations = min_scale, max_calibrations
         self.skips = self.calibrations = self.rollbacks = 0
-        self.rolled_back: list[int] = []  # steps whose window made a rollback
         self.reason = ""
         self._model: nn.Module | None = None
 
@@ -85,7 +84,7 @@ class NanGuard:
         """The same answer on every rank, given the reduced values of a window.
 
         Args:
-            step: updates made so far; the number of the update that this window is for.
+            step: updates made so far, for `reason`.
             losses: by name.
             grad_norm: total norm of the gradients (without the loss scale).
             scale: loss scale; None without an fp16 scaler.
@@ -100,27 +99,24 @@ class NanGuard:
         if not broken:
             self.skips = self.calibrations = 0
             return Action.STEP
-        self.reason = ", ".join(broken)
+        self.reason = f"at step {step} {', '.join(broken)}"
         if scale is not None and not forward_broken and scale > self.min_scale:
             self.calibrations += 1
             if self.calibrations <= self.max_calibrations:
                 return Action.CALIBRATE
         self.calibrations = 0
-        return self._answer(step)
+        return self._answer()
 
-    def _answer(self, step: int) -> Action:
+    def _answer(self) -> Action:
         if self.policy == "stop":
             return Action.STOP
-        if self.policy == "rollback" and not (self.lr_factor == 1.0 and step in self.rolled_back):
-            if self.rollbacks == self.max_rollbacks:
-                return Action.STOP
+        if self.policy == "skip" and self.skips < self.max_skips:
+            self.skips += 1
+            return Action.SKIP
+        if self.policy == "rollback" and self.rollbacks < self.max_rollbacks:
             self.rollbacks += 1
-            self.rolled_back.append(step)
             return Action.ROLLBACK
-        if self.skips == self.max_skips:
-            return Action.STOP
-        self.skips += 1
-        return Action.SKIP
+        return Action.STOP
 
     @property
     def lr_scale(self) -> float:
@@ -170,13 +166,10 @@ class NanGuard:
 
     def state_dict(self) -> dict:
         """JSON-able. Load it on resume, but not in a rollback, which it has to outlive."""
-        return {key: getattr(self, key) for key in ("skips", "calibrations", "rollbacks")} | {
-            "rolled_back": list(self.rolled_back)
-        }
+        return {"skips": self.skips, "calibrations": self.calibrations, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state: Mapping) -> None:
         self.skips, self.calibrations, self.rollbacks = state["skips"], state["calibrations"], state["rollbacks"]
-        self.rolled_back = list(state["rolled_back"])
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], scale: Tensor | float | None = None) -> Tensor:

@@ -71,7 +71,7 @@ def investigate(
         report["image_ids"] = [[target["image_id"] for target in batch.targets] for batch in batches]
         path = write_report(run_folder, report, batches, model.state_dict())
     lines = gather_objects(f"  rank {rank}: {_sentence(finding)} Report: {path}")
-    return f"step {facts['step']}: {guard.reason}\n" + "\n".join(lines[r] for r in broken_ranks)
+    return f"{guard.reason}\n" + "\n".join(lines[r] for r in broken_ranks)
 
 
 def diagnose(model: nn.Module, run_window: Callable[[], Sequence[Mapping[str, Tensor]]]) -> dict:
@@ -353,7 +353,7 @@ def _text(report: Mapping[str, Any], folder: Path) -> str:
     ids = [", ".join(map(str, micro)) for micro in report["image_ids"]]
     gradients = report["nonfinite_gradients"]
     lines = [
-        f"Step {report['step']} (epoch {report.get('epoch')}), rank {report['rank']}: no update was made, because",
+        f"Rank {report['rank']}, epoch {report.get('epoch')}. No update was made, because",
         f"  {report['reason']}.",
         f"Where: {_sentence(report)}",
         f"What to do: {ADVICE[report['where']]}",

@@ -62,14 +62,14 @@ class Schedule:
     """Writes lr = initial_lr * factor(step) into an optimizer's groups.
 
     Args:
-        optimizer: the present lr of its groups is their initial_lr.
+        optimizer: the lr of its groups becomes their `initial_lr`, unless they have one already.
         name, total_steps, options: see `lr_factor`. `total_steps` may be set later.
 
     Raises:
         BadInput: unknown name, values that make no sense; all of them at once.
     """
 
-    _STATE = ("name", "total_steps", "scale", "initial_lrs", "options")
+    _STATE = ("name", "total_steps", "scale", "options")
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, name: str = "constant", total_steps: int | None = None, **options
@@ -77,14 +77,15 @@ class Schedule:
         _check(name, options)
         self.optimizer, self.name, self.total_steps, self.options = optimizer, name, total_steps, options
         self.scale = 1.0  # a further factor on all rates: that of the guard's rollbacks
-        self.initial_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))
         self.set(0)
 
     def set(self, step: int) -> None:
         """Sets the rates of update number `step`: call it before the update, or after it with step + 1."""
         factor = self.scale * lr_factor(step, self.name, total_steps=self.total_steps, **self.options)
-        for group, initial_lr in zip(self.optimizer.param_groups, self.initial_lrs, strict=True):
-            lr = initial_lr * factor
+        for group in self.optimizer.param_groups:
+            lr = group["initial_lr"] * factor
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -99,7 +100,7 @@ class Schedule:
         return {g.get("name", str(i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
 
     def state_dict(self) -> dict:
-        """JSON-able. Not loading it on resume is how a new schedule, initial rates included, takes over."""
+        """JSON-able; the initial rates belong to the optimizer's own state (`group["initial_lr"]`)."""
         return {key: copy.copy(getattr(self, key)) for key in self._STATE}
 
     def load_state_dict(self, state: Mapping) -> None:
