@@ -135,7 +135,7 @@ class RunWriter:
         resume_state: `state_dict()` out of the checkpoint that is resumed; None for a fresh start.
 
     The tracker's run id and the steps it was sent stand in `tracker.json`. A step is noted there before it is sent, so
-    that a kill between the two cannot have it sent again; W&B is asked, or its offline files are, what it has.
+    that a kill between the two cannot have it sent again; after a kill, W&B's server or offline files tell what it has.
     """
 
     def __init__(
@@ -157,6 +157,7 @@ class RunWriter:
         self._accelerator = accelerator
         self._sent: dict[str, int] = {}  # kind of row -> last step sent
         self._floor = -1  # W&B has every step up to this one
+        self._finished = False  # the tracker has all that it was sent
         if not is_main:
             return
         continues = resume_state is not None and (self.folder / "metrics.jsonl").exists()  # else a fork, or fresh
@@ -195,7 +196,7 @@ class RunWriter:
         saved = _read_json(self.folder / "tracker.json") if resume_state is not None else {}
         if resume_state is not None and saved.get("tracker") == self.tracker:
             self._sent = {kind: int(step) for kind, step in saved.get("sent", {}).items()}
-            self.run_id = saved.get("run_id")
+            self.run_id, self._finished = saved.get("run_id"), saved.get("finished", False)
         elif resume_state is not None and resume_state.get("tracker") == self.tracker:
             self.run_id = resume_state.get("run_id")
         if self.tracker == "wandb":
@@ -224,11 +225,12 @@ class RunWriter:
                 f"`wandb sync {self.folder}/wandb/offline-run-*`.",
                 stacklevel=2,
             )
+            wandb.teardown()  # or it holds the failed attempt's id to be in use
             self._accelerator.init_trackers(project, config, {"wandb": options | {"mode": "offline"}})
         run = self._accelerator.get_tracker("wandb", unwrap=True)
-        self._sent = {}
-        if resumed:
-            self._floor = max(run.step - 1, last_offline_step(self.folder, self.run_id))
+        if resumed and not self._finished:  # killed: what was sent last may never have reached the server or a file
+            self._sent, self._floor = {}, max(run.step - 1, last_offline_step(self.folder, self.run_id))
+        self._finished = False
         self._save()
 
     def _send(self, row: Mapping) -> None:
@@ -251,7 +253,8 @@ class RunWriter:
         # Replaced at each row, so without the flushes to the disk that survive a power cut.
         path = self.folder / "tracker.json"
         temp = path.with_name(".tmp-tracker.json")
-        temp.write_text(json.dumps({"tracker": self.tracker, "run_id": self.run_id, "sent": self._sent}), "utf-8")
+        state = {"tracker": self.tracker, "run_id": self.run_id, "sent": self._sent, "finished": self._finished}
+        temp.write_text(json.dumps(state), "utf-8")
         os.replace(temp, path)
 
     def _show(self, images: Mapping[str, Path], step: int) -> None:
@@ -268,6 +271,8 @@ class RunWriter:
         for tracker in self._accelerator.trackers:
             tracker.finish()
         self._accelerator.trackers.clear()
+        self._finished = True
+        self._save()
 
     def _guarded(self, call, *args) -> None:
         """Call into the tracker; what it raises costs one warning and the tracker, never the training."""

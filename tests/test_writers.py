@@ -1,0 +1,370 @@
+"""What metrics.jsonl, TensorBoard and an offline W&B run really hold, over kills and resumes.
+
+    python -m pytest tests/test_writers.py
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from toolkit import writers
+from toolkit.errors import BadInput
+from toolkit.writers import (
+    MetricsLog,
+    RunWriter,
+    console_line,
+    progress,
+    read_metrics,
+    read_offline_wandb,
+    tracker_kwargs,
+)
+
+
+def train_row(step: int, **values) -> dict:
+    return {"step": step, "epoch": 0, "time_s": float(step), "train/loss": 1 / step, "train/lr/main": 1e-4} | values
+
+
+def val_row(step: int) -> dict:
+    return {"step": step, "epoch": 0, "time_s": float(step), "val/bbox_AP": step / 100, "val/AP/ring": None}
+
+
+# ---------------------------------------------------------------- metrics.jsonl
+
+
+@given(st.dictionaries(st.text(min_size=1).filter(lambda k: k != "nonfinite"), st.floats() | st.integers() | st.none()))
+def test_rows_are_strict_json_and_come_back(tmp_path_factory, values):
+    row = values | {"step": 3}
+    path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.write(row)
+    log.close()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    (line,) = path.read_text().splitlines()
+    json.loads(line, parse_constant=refuse)
+    assert repr(sorted(read_metrics(path)[0].items())) == repr(sorted(row.items()))
+
+
+def test_nonfinite_values_are_null_and_named(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write({"step": 1, "a": math.nan, "b": -math.inf, "c": np.float32(0.5), "d": None})
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())  # flushed: read before it is closed
+    assert row == {"step": 1, "a": None, "b": None, "c": 0.5, "d": None, "nonfinite": {"a": "nan", "b": "-inf"}}
+
+
+def test_resume_keeps_as_many_rows_as_the_checkpoint_knew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for row in (train_row(5), train_row(10)):
+        log.write(row)
+    known = log.rows  # the checkpoint of step 10 is written between the step's two rows
+    for row in (val_row(10), train_row(15)):
+        log.write(row)
+    log.close()
+    with open(path, "a") as file:
+        file.write('{"step": 20, "tr')  # torn by a kill
+    assert [row["step"] for row in read_metrics(path)] == [5, 10, 10, 15]
+    log = MetricsLog(path, keep_rows=known)
+    log.write(val_row(10))
+    log.close()
+    assert read_metrics(path) == [train_row(5), train_row(10), val_row(10)]
+    MetricsLog(path).close()
+    assert path.read_text() == ""
+
+
+def test_bad_metrics_file_is_bad_input(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"epoch": 2}\n')
+    with pytest.raises(BadInput, match="line 2"):
+        MetricsLog(tmp_path / "metrics.jsonl", keep_rows=2)
+    with pytest.raises(BadInput, match="missing.*cannot be written"):
+        MetricsLog(tmp_path / "missing" / "metrics.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_full_disk_is_bad_input(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log._file = open("/dev/full", "a")  # noqa: SIM115
+    with pytest.raises(BadInput, match="No space left.*--run.resume latest"):
+        log.write(train_row(1))
+
+
+# ---------------------------------------------------------------- trackers
+
+
+def test_tracker_names(tmp_path):
+    assert tracker_kwargs("none", tmp_path) == {}
+    assert tracker_kwargs("wandb", tmp_path) == {"log_with": ["wandb"], "project_dir": str(tmp_path)}
+    with pytest.raises(BadInput, match="wnadb: no such tracker.*none, .*tensorboard.*wandb"):
+        tracker_kwargs("wnadb", tmp_path)
+    with pytest.raises(BadInput, match="aim: its package is not installed"):
+        tracker_kwargs("aim", tmp_path)
+
+
+def open_writer(folder: Path, tracker: str, **options) -> RunWriter:
+    accelerator = Accelerator(cpu=True, **tracker_kwargs(tracker, folder))
+    config = {"optim": {"lr": 1e-4, "name": None}, "data": {"sizes": [1, 2]}}
+    return RunWriter(folder, accelerator=accelerator, tracker=tracker, config=config, **options)
+
+
+def run_and_resume(folder: Path, tracker: str) -> None:
+    """Rows 1 to 7, a checkpoint after 5, then a second writer that takes up that checkpoint and goes on to 9."""
+    picture = folder / "picture.png"
+    Image.new("RGB", (8, 6), (255, 0, 0)).save(picture)
+    writer = open_writer(folder, tracker)
+    for step in range(1, 8):
+        if step == 6:
+            writer.log(val_row(5))
+            writer.log_images({"val/pictures": picture}, step=5)
+            state = json.loads(json.dumps(writer.state_dict()))
+        writer.log(train_row(step))
+    writer.close()
+    writer = open_writer(folder, tracker, resume_state=state)
+    writer.log_images({"val/pictures": picture}, step=5)  # shown already
+    for step in range(6, 10):
+        writer.log(train_row(step))
+    writer.log(val_row(9))
+    writer.close()
+    assert writer.state_dict() == {"rows": 11, "tracker": tracker, "run_id": state["run_id"]}
+    assert read_metrics(folder / "metrics.jsonl") == [
+        *map(train_row, range(1, 6)), val_row(5), *map(train_row, range(6, 10)), val_row(9)
+    ]  # fmt: skip
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=False).Reload()  # everything written
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_gets_every_row_once(tmp_path):
+    run_and_resume(tmp_path, "tensorboard")
+    found = scalars(tmp_path)
+    assert found["train/loss"] == [(step, pytest.approx(1 / step)) for step in range(1, 10)]
+    assert found["val/bbox_AP"] == [(5, pytest.approx(0.05)), (9, pytest.approx(0.09))]
+    assert "val/AP/ring" not in found
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    images = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("val/pictures")
+    assert [(image.step, image.width, image.height) for image in images] == [(5, 8, 6)]
+
+
+def test_a_tracker_switched_on_later_gets_the_earlier_rows(tmp_path):
+    writer = open_writer(tmp_path, "none")
+    for step in (1, 2):
+        writer.log(train_row(step))
+    writer.close()
+    writer = open_writer(tmp_path, "tensorboard", resume_state=writer.state_dict())
+    writer.log(train_row(3))
+    writer.close()
+    assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [1, 2, 3]
+
+
+def test_only_the_main_process_writes(tmp_path):
+    writer = RunWriter(tmp_path, tracker="tensorboard", is_main=False)
+    writer.log(train_row(1))
+    writer.log_images({"a": tmp_path / "missing.png"}, step=1)
+    writer.close()
+    assert list(tmp_path.iterdir()) == [] and writer.state_dict().keys() == {"rows", "tracker", "run_id"}
+
+
+def test_a_failing_tracker_costs_one_warning(tmp_path, monkeypatch):
+    writer = open_writer(tmp_path, "tensorboard")
+    writer.log(train_row(1))
+
+    def fail(*args, **kwargs):
+        raise ConnectionError("the server is gone")
+
+    monkeypatch.setattr(writer._accelerator.trackers[0], "log", fail)
+    with pytest.warns(UserWarning, match="tensorboard failed and is switched off.*server is gone") as caught:
+        for step in (2, 3):
+            writer.log(train_row(step))
+        writer.log_images({"a": tmp_path / "missing.png"}, step=3)
+        writer.close()
+    assert len(caught) == 1 and writer.tracker == "none"
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path):
+    (tmp_path / "tensorboard").write_text("in the way")
+    with pytest.warns(UserWarning, match="tensorboard failed") as caught:
+        writer = open_writer(tmp_path, "tensorboard")
+        writer.log(train_row(1))
+        writer.close()
+    assert len(caught) == 1 and len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+# ---------------------------------------------------------------- W&B
+
+
+@pytest.fixture
+def wandb_home(tmp_path, monkeypatch):
+    """No account of the machine, no files outside the test; W&B reads its environment once per session."""
+    import wandb
+
+    wandb.teardown()
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "run").mkdir()
+    yield tmp_path / "run"
+    wandb.teardown()
+
+
+def history(folder: Path) -> list[tuple[str, int, dict]]:
+    """Run id, step and values of each row in the run's offline files, in the order in which they were written."""
+    import wandb
+
+    wandb.teardown()  # waits until everything is in the files
+    rows = []
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        run_id = None
+        for record in read_offline_wandb(file):
+            run_id = record.run.run_id if record.HasField("run") else run_id
+            if record.HasField("history"):
+                items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+                rows.append((run_id, record.history.step.num, items))
+    return rows
+
+
+def test_offline_wandb_gets_every_row_once_under_one_id(wandb_home, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_and_resume(wandb_home, "wandb")
+    assert [str(w.message) for w in caught if "tracker" in str(w.message) or "W&B" in str(w.message)] == []
+    rows = history(wandb_home)
+    assert len({run_id for run_id, _, _ in rows}) == 1
+    assert rows[0][0] == json.loads((wandb_home / "tracker.json").read_text())["run_id"]
+    assert [step for _, step, _ in rows] == list(range(1, 10))
+    assert [values["train/loss"] for _, _, values in rows] == [pytest.approx(1 / step) for step in range(1, 10)]
+    assert {step: values["val/bbox_AP"] for _, step, values in rows if "val/bbox_AP" in values} == {5: 0.05, 9: 0.09}
+    pictures = {step: values["val/pictures/filenames"] for _, step, values in rows if "val/pictures/count" in values}
+    assert pictures.keys() == {5} and len(pictures[5]) == 1
+    assert len(list(wandb_home.glob(f"wandb/offline-run-*/files/{pictures[5][0]}"))) == 1
+
+
+def killed_run(folder: Path) -> None:
+    """Logs ten rows, has a checkpoint after the eighth, and is killed before W&B has written anything down."""
+    writer = open_writer(folder, "wandb")
+    for step in range(1, 11):
+        writer.log(train_row(step))
+        if step == 8:
+            (folder / "state.json").write_text(json.dumps(writer.state_dict()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_rows_that_wandb_lost_in_a_kill_are_sent_again(wandb_home, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    killed = subprocess.run([sys.executable, __file__, str(wandb_home)], capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(history(wandb_home)) < 8  # else this test shows nothing
+    state = json.loads((wandb_home / "state.json").read_text())
+    writer = open_writer(wandb_home, "wandb", resume_state=state)
+    for step in range(9, 13):
+        writer.log(train_row(step))
+    writer.close()
+    assert [(run_id, step) for run_id, step, _ in history(wandb_home)] == [(state["run_id"], s) for s in range(1, 13)]
+
+
+def test_another_folder_gets_another_run(wandb_home, monkeypatch):
+    """A run that starts from another run's checkpoint is not that run."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    writer = open_writer(wandb_home, "wandb", resume_state={"rows": 5, "tracker": "wandb", "run_id": "abcd1234"})
+    writer.log(train_row(6))
+    writer.close()
+    assert writer.run_id != "abcd1234" and [step for _, step, _ in history(wandb_home)] == [6]
+
+
+@pytest.mark.parametrize("key", [None, "0" * 40])
+def test_wandb_without_account_or_network_goes_offline_with_one_warning(wandb_home, monkeypatch, key):
+    monkeypatch.setattr(writers, "WANDB_INIT_TIMEOUT_S", 1)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
+    with pytest.warns(UserWarning, match="W&B cannot be reached.*wandb sync") as caught:
+        writer = open_writer(wandb_home, "wandb")
+        for step in (1, 2):
+            writer.log(train_row(step))
+        writer.close()
+    assert len([w for w in caught if w.category is UserWarning]) == 1
+    assert [step for _, step, _ in history(wandb_home)] == [1, 2]
+
+
+def test_offline_file_is_read_to_where_it_was_cut_off(wandb_home, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    writer = open_writer(wandb_home, "wandb")
+    for step in range(1, 201):
+        writer.log(train_row(step, **{f"train/loss_{i}": step + i / 7 for i in range(20)}))
+    writer.close()
+    (file,) = wandb_home.glob("wandb/offline-run-*/*.wandb")
+    size = file.stat().st_size
+    assert size > 3 * 32768  # rows that cross a block
+    assert [step for _, step, _ in history(wandb_home)] == list(range(1, 201))
+    for cut in (size - 1000, 65536, 65540, 40000, 7, 3, 0):
+        os.truncate(file, cut)
+        found = [step for _, step, _ in history(wandb_home)]
+        assert found == list(range(1, len(found) + 1)) and len(found) <= cut / 300
+
+
+# ---------------------------------------------------------------- console
+
+
+def test_console_line():
+    row = {
+        "step": 120, "epoch": 3, "train/loss": 2.34567, "train/loss_ce": 1.2, "train/loss_ce_unscaled": 0.6,
+        "train/loss_ce_0": 9.0, "train/loss_ce_dn_0": 9.0, "train/loss_giou_enc": 9.0, "train/loss_bbox": 0.5,
+        "train/class_error": 12.0, "train/lr/main": 1e-4, "train/lr/backbone": 1e-5, "train/grad_norm": 0.123,
+        "time/data_s": 0.0123, "time/step_s": 0.4567, "time/eta_s": 3725.0, "mem/peak_mb": 1234.5,
+    }  # fmt: skip
+    assert console_line(row, 4000) == (
+        "step 120/4000  epoch 3  eta 1:02:05  loss 2.3457  (ce 1.2 bbox 0.5)  lr main 0.0001 backbone 1e-05  "
+        "grad_norm 0.123  data 0.012 s  step 0.457 s  mem 1234 MiB"
+    )
+
+
+def test_console_line_of_torchvision_names_and_missing_values():
+    row = {"step": 1, "train/loss": math.nan, "train/loss_rpn_box_reg": 1.0, "time/eta_s": math.nan}
+    assert console_line(row) == "step 1  loss nan  (rpn_box_reg 1)"
+
+
+def test_progress_is_silent_without_a_terminal(capsys):
+    bar = progress(10, initial=3)
+    bar.update(2)
+    bar.write("a line")
+    bar.close()
+    out, err = capsys.readouterr()
+    assert out == "a line\n" and err == ""
+
+
+def test_progress_shows_a_bar_with_the_time_left_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for enabled in (False, True):
+        bar = progress(10, initial=3, enabled=enabled)
+        bar.update(2)
+        bar.refresh()
+        bar.close()
+        err = capsys.readouterr().err
+        assert ("5/10" in err and "<" in err) if enabled else err == ""
+
+
+if __name__ == "__main__":
+    killed_run(Path(sys.argv[1]))
