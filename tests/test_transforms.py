@@ -228,6 +228,9 @@ def test_choice_and_flip_frequencies():
                 for _ in range(600))]  # fmt: skip
     for outcome in ((8, 0.0), (8, 6.0), (4, 0.0)):
         assert 150 < outcomes.count(outcome) < 250
+    for probability in (0.0, 1.0):
+        recipe = detr_train_transform((8,), first_scales=(8,), crop_sizes=(8, 8), flip_probability=probability)
+        assert recipe(image, target, source)[1]["boxes"][0, 0].item() == 6.0 * probability
     flips = sum(RandomFlip(0.25)(image, target, source)[1]["boxes"][0, 0].item() == 6.0 for _ in range(800))
     assert 150 < flips < 250
 

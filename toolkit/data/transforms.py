@@ -261,11 +261,12 @@ def detr_train_transform(
     max_longer: int = 1333,
     first_scales: Sequence[int] = (400, 500, 600),
     crop_sizes: tuple[int, int] = (384, 600),
+    flip_probability: float = 0.5,
 ) -> Transform:
     """DETR's training recipe: flip, then either a resize, or a resize, a crop and a resize (`make_coco_transforms`)."""
     multi_scale = ResizeShorter(tuple(scales), max_longer)
     cropped = ResizeCropResize(ResizeShorter(tuple(first_scales)), RandomSizeCrop(*crop_sizes), multi_scale)
-    return Compose((RandomFlip(), RandomChoice((multi_scale, cropped))))
+    return Compose((RandomFlip(flip_probability), RandomChoice((multi_scale, cropped))))
 
 
 def square_transform(size: int, flip_probability: float = 0.0) -> Transform:
