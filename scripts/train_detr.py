@@ -13,36 +13,89 @@ settings, rows, checkpoints and the report. `--run.resume latest` goes on where 
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import set_seed
 
-from toolkit import cli, data, evaluation, training
+from toolkit import cli
 from toolkit.checkpoint import resolve_resume
-from toolkit.config import (
-    DataConfig,
-    EvalConfig,
-    LossConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-    save_config,
+from toolkit.config import DataConfig, EvalConfig, LossConfig, OptimConfig, RunConfig, ScheduleConfig, save_config
+from toolkit.data.loading import (
+    check_same_classes,
+    open_split,
+    train_transform,
+    training_loader,
+    val_transform,
+    validation_loader,
 )
 from toolkit.determinism import be_deterministic
-from toolkit.distributed import reduce_dict
+from toolkit.distributed import reduce_dict, run_on_main, seed_step
 from toolkit.ema import Ema
-from toolkit.errors import Preempted
-from toolkit.guards import Action, NanGuard, buffers_finite, gradient_norm
+from toolkit.errors import BadInput, Preempted
+from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth
+from toolkit.evaluation.report import write_report
+from toolkit.guards import Action, NanGuard, gradient_norm
 from toolkit.losses import LossWeights, window_denominators
-from toolkit.memory import naming_the_batch
+from toolkit.memory import naming_the_batch, probe_memory
 from toolkit.models import build_detector
 from toolkit.optim import build_optimizer, parameter_groups
-from toolkit.schedules import Schedule, is_time, steps_from
+from toolkit.runfolder import prepare_run_folder, write_environment
+from toolkit.schedules import Schedule, StepBudget, is_time, steps_from
 from toolkit.signals import StopSignals
-from toolkit.training import Training, add_up, training_row
+from toolkit.training import Training, add_up
+from toolkit.validation import finish, validate
+from toolkit.writers import RunWriter, tracker_kwargs
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "detr" / "shapes.yaml"
+
+
+@dataclass
+class ModelConfig:
+    """The detector. A key that is not given keeps the architecture's published value; see toolkit/models/."""
+
+    architecture: Literal["detr", "rt_detr_v2"] = "rt_detr_v2"
+    """detr: Carion et al. 2020; rt_detr_v2: Lv et al. 2024."""
+    backbone: str | None = None
+    """Name of a timm model."""
+    pretrained_backbone: bool | str = False
+    """timm's weights for the backbone (downloaded once), or a file of them."""
+    freeze: Literal["paper", "norms", "none"] | None = None
+    """What of the backbone is not trained."""
+    dilation: bool | None = None
+    """detr: last backbone stage dilated instead of strided (DC5)."""
+    d_model: int | None = None
+    """Width of the transformer."""
+    heads: int | None = None
+    """Attention heads."""
+    encoder_layers: int | None = None
+    """Encoder layers."""
+    decoder_layers: int | None = None
+    """Decoder layers."""
+    ffn_dim: int | None = None
+    """detr: width of the feed-forward layers."""
+    encoder_ffn_dim: int | None = None
+    """rt_detr_v2: width of the encoder's feed-forward layers."""
+    decoder_ffn_dim: int | None = None
+    """rt_detr_v2: width of the decoder's feed-forward layers."""
+    num_queries: int | None = None
+    """Detections per image at most."""
+    num_denoising: int | None = None
+    """rt_detr_v2: denoising queries in training."""
+    hidden_expansion: float | None = None
+    """rt_detr_v2: width of the encoder's convolution blocks as a fraction of d_model."""
+    dropout: float | None = None
+    """Dropout in the transformer."""
+    aux_loss: bool | None = None
+    """detr: losses on every decoder layer."""
+    eos_coef: float | None = None
+    """detr: weight of the no-object class."""
+    class_cost: float | None = None
+    """detr: weight of the class probability in the matching."""
+    bbox_cost: float | None = None
+    """detr: weight of the L1 distance in the matching."""
+    giou_cost: float | None = None
+    """detr: weight of the generalised IoU in the matching."""
 
 
 @dataclass
@@ -51,6 +104,7 @@ class Config:
 
     run: RunConfig = field(default_factory=lambda: RunConfig(name="detr"))
     data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -58,11 +112,14 @@ class Config:
 
 
 def train_one_epoch(config: Config, t: Training) -> None:
-    """One pass over the training data, from where the sampler stands, or up to the last step of the run."""
+    """What is left of the epoch, or up to the last step of the run. Order of one step: see docs/design.md."""
     t.model.train()
-    for window in t.timer.fetch(data.windows(t.loader, config.optim.accumulation_steps)):
+    for window in t.windows(config.optim.accumulation_steps):
         t.guard.snapshot(t.detector)
-        denominators = window_denominators(t.detector, window, t.accelerator.device, config.loss.denominators)
+        counts = [t.detector.denominators(batch.targets) for batch in window]
+        denominators = window_denominators(
+            counts, t.accelerator.device, config.loss.denominators, t.detector.averaged_denominators
+        )
         sums, unknown = {}, []
         with naming_the_batch(window):
             for micro, batch in enumerate(window):
@@ -71,40 +128,149 @@ def train_one_epoch(config: Config, t: Training) -> None:
                 with t.without_sync(more_to_come=micro < len(window) - 1):
                     with t.accelerator.autocast():
                         outputs = t.model(batch.images, batch.sizes, batch.targets)
-                    losses, metrics = t.detector.criterion(outputs, batch.targets, denominators[micro])  # float32
-                    weighted = t.weights(losses, t.step)
+                    losses, metrics = t.detector.criterion(outputs, batch.targets, denominators[micro])  # in float32
+                    weighted = t.weights(losses, t.step, len(window))
                     t.accelerator.backward(weighted.total)
                 add_up(sums, weighted, metrics)
                 unknown += weighted.unknown
+        t.weights.average_gradients()
 
-        # One collective and one read by the host for everything the step must know; then every rank decides alike.
+        # One collective and one host read for all that the step must know; then every rank decides alike.
         t.accelerator.unscale_gradients()
         grad_norm = gradient_norm(t.trained_parameters)
-        flags = {"buffers_finite": buffers_finite(t.detector), "signal": t.signals.received, "time_s": t.timer.step_s}
-        reduced = reduce_dict({**sums, "grad_norm": grad_norm, **flags}, t.names(), unknown)
-        action = t.guard.decide(reduced)
+        sums |= {"grad_norm": grad_norm, "buffers_finite": t.guard.buffers_finite()}
+        sums |= {"signal": t.signals.received, "time_s": t.timer.last_step_s}
+        reduced = reduce_dict(sums, t.names(), unknown)
+        action = t.decide(reduced)
         t.sampler.advance_batches(len(window))
         if action is not Action.STEP:
-            t.recover(action, window, denominators, reduced, sums)
+            t.recover(action, window, denominators, reduced)
             continue
 
         if config.optim.max_norm:
             torch.nn.utils.clip_grads_with_norm_(t.trained_parameters, config.optim.max_norm, grad_norm)
-        row = training_row(t, reduced)
         t.optimizer.step()
         t.optimizer.zero_grad()
         t.step += 1
+        t.note_step(reduced, images=t.images_in(window))
         t.schedule.set(t.step)
         if t.ema is not None:
             t.ema.update(t.detector)
 
-        t.note_step(row, images=sum(len(batch.targets) for batch in window))
-        better = is_time(t.step, t.eval_every) and evaluate(config, t)
+        better = is_time(t.step, t.eval_every) and validate(t)
         if better or is_time(t.step, t.save_every):
             t.save(best=better)
         if reduced["signal"]:
             t.save()
-            raise Preempted(f"signal at step {t.step}, saved; `--run.resume latest` goes on")
+            raise Preempted(f"signal at step {t.step}; saved, `--run.resume latest` goes on")
         if t.finished:
             return
     t.sampler.set_epoch(t.sampler.epoch + 1)
+
+
+def build(config: Config, accelerator: Accelerator, folder: Path, signals: StopSignals) -> Training:
+    """Data, model, optimizer and the rest of a run, in this order."""
+    c, options = config, vars(config.data)
+    reading = {key: options[key] for key in ("image_dir", "format", "name", "on_error")}
+    sizes = {key: options[key] for key in ("image_size", "scales", "max_size")}
+    table = open_split(c.data.train, listing=folder / "data_problems_train.txt", **reading)
+    val_table = open_split(c.data.val, listing=folder / "data_problems_val.txt", **reading)
+    check_same_classes(table, val_table)
+    table = table.head(c.data.max_train_images or len(table))
+    transform = train_transform(**sizes, flip=c.data.flip, photometric=c.data.photometric)
+    if c.data.overfit_batches:
+        table = table.head(c.data.overfit_batches * c.data.batch_size_per_device * accelerator.num_processes)
+        val_table, transform = table, val_transform(**sizes)
+    for note in check_ground_truth(val_table):
+        accelerator.print(note)
+
+    seed_step(c.run.seed, 0, 0)  # the same weights on every rank
+    chosen = {key: value for key, value in vars(c.model).items() if value is not None}
+    detector = build_detector(**chosen, class_names=table.class_names)
+    if detector.fixed_size and c.data.scales:
+        raise BadInput(f"{c.model.architecture} needs images of one size: leave data.scales empty, set data.image_size")
+    weights = LossWeights(detector.loss_names, c.loss.weights, detector.default_weights).to(accelerator.device)
+
+    sampler, loader = training_loader(
+        table, transform, batch_size_per_device=c.data.batch_size_per_device, workers=c.data.workers, seed=c.run.seed,
+        stride=detector.stride, by_aspect_ratio=c.data.group_by_aspect_ratio, cache_images=c.data.cache_images,
+    )  # fmt: skip
+    val_loader = validation_loader(
+        val_table, val_transform(**sizes), batch_size_per_device=c.eval.batch_size_per_device, workers=c.data.workers,
+        stride=detector.stride,
+    )  # fmt: skip
+    steps_per_epoch = -(-len(sampler) // c.optim.accumulation_steps)
+    total_steps = min(c.run.epochs * steps_per_epoch, c.run.max_steps or c.run.epochs * steps_per_epoch)
+
+    ema = Ema(detector.to(accelerator.device), c.optim.ema_decay) if c.optim.ema_decay else None
+    if c.optim.compile:
+        detector.compile()
+    groups = parameter_groups(
+        detector, lr=c.optim.lr, backbone_lr=c.optim.backbone_lr, weight_decay=c.optim.weight_decay,
+        no_decay_on_norm_and_bias=c.optim.no_weight_decay_on_norm_and_bias, multipliers=c.optim.lr_multipliers,
+    )  # fmt: skip
+    groups += weights.parameter_groups(c.optim.lr)
+    model, optimizer = accelerator.prepare(detector, build_optimizer(c.optim.name, groups, momentum=c.optim.momentum))
+    schedule = Schedule(
+        optimizer, c.schedule.name, total_steps, warmup_steps=c.schedule.warmup_steps,
+        warmup_factor=c.schedule.warmup_factor, gamma=c.schedule.gamma, power=c.schedule.power,
+        milestones=[steps_from(milestone, steps_per_epoch) for milestone in c.schedule.milestones],
+        step_size=steps_from(c.schedule.step_size, steps_per_epoch), final_factor=c.schedule.final_factor,
+    )  # fmt: skip
+    return Training(
+        accelerator=accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer,
+        schedule=schedule, ema=ema, sampler=sampler, loader=loader, val_table=val_table, val_loader=val_loader,
+        evaluator=CocoEvaluator(val_table, c.eval.backend), signals=signals, folder=folder, seed=c.run.seed,
+        guard=NanGuard(c.run.on_nonfinite, c.run.max_skips, c.run.max_rollbacks, c.run.rollback_lr_factor),
+        budget=StepBudget(c.run.max_minutes) if c.run.max_minutes else None, total_steps=total_steps,
+        log_every=c.run.log_every, eval_every=steps_from(c.run.eval_every, steps_per_epoch),
+        save_every=steps_from(c.run.save_every, steps_per_epoch), keep=c.run.keep,
+        metric_for_best=c.eval.metric_for_best, patience=c.eval.early_stopping_patience,
+        score_threshold=c.eval.score_threshold, pictures=c.eval.pictures,
+    )  # fmt: skip
+
+
+def main(config: Config) -> dict[str, float]:
+    """Trains as `config` says and returns the last evaluation. Notebooks call this with a Config of their own."""
+    run = config.run
+    accelerator = Accelerator(
+        mixed_precision=run.precision,
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+        **tracker_kwargs(run.tracker, Path(run.output_dir) / run.name),
+    )
+    is_main = accelerator.is_main_process
+    folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume))
+    with StopSignals() as signals, cli.run_status(folder, is_main) as status:
+        checkpoint, messages = run_on_main(lambda: resolve_resume(run.resume, folder))
+        cli.announce(accelerator.num_processes, is_main, folder, messages)
+        if run.deterministic:
+            be_deterministic()
+        if is_main:
+            save_config(config, folder / "config.yaml")
+            write_environment(folder, run.seed, accelerator.num_processes)
+        t = build(config, accelerator, folder, signals)
+        for note in t.load(checkpoint, run.resume_schedule == "saved") if checkpoint is not None else []:
+            t.say(note)
+        writer = RunWriter(
+            folder, accelerator=accelerator, tracker=run.tracker, project=run.project, config=asdict(config),
+            is_main=is_main, resume_state=checkpoint.state["writer"] if checkpoint is not None else None,
+        )  # fmt: skip
+        t.start(writer, status)
+        if run.probe_memory:
+            probe_memory(t)
+        if checkpoint is not None and is_time(t.step, t.eval_every) and t.evaluated_step != t.step:
+            validate(t)  # a signal had interrupted it
+        while not (t.finished or run.eval_only):
+            train_one_epoch(config, t)
+        finish(t)
+        if is_main:
+            size, scales = config.data.image_size, config.data.scales
+            resize = {"shortest_edge": scales[-1], "longest_edge": config.data.max_size} if scales else {"height": size, "width": size}
+            t.detector.save_final(folder / "final", t.val_table.categories, resize)
+        t.close()
+    run_on_main(lambda: write_report(folder))
+    return t.last_row
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_script(main, Config, DEFAULT_CONFIG))

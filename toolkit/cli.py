@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,37 +31,38 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
 
 
 @contextmanager
-def run_status(folder: Path, is_main: bool, progress: Callable[[], dict]) -> Iterator[None]:
-    """Keeps `status.json` true: running while the block runs, then done or why not.
+def run_status(folder: Path, is_main: bool) -> Iterator[dict]:
+    """Keeps `status.json` true: running while the block runs, then done or why not; the main process writes.
 
-    Args:
-        folder: the run folder.
-        is_main: only the main process writes.
-        progress: gives step and epoch at the end.
+    Yields:
+        A dict; what the script puts in (its step) stands in the file at the end.
     """
+    details: dict = {}
 
-    def write(state: str, reason: str, exit_code: int | None) -> None:
+    def write(state: str, reason: str = "") -> None:
         if is_main:
-            write_status(folder, state, reason, exit_code=exit_code, **progress())
+            write_status(folder, state, reason, **details)
 
-    write("running", "", None)
+    write("running")
     try:
-        yield
+        yield details
     except BaseException as error:  # whatever ends the run is recorded, and goes on its way
         state = next((state for kind, state in STATES.items() if isinstance(error, kind)), "failed")
         try:
-            write(state, str(error) or type(error).__name__, getattr(error, "exit_code", 1))
+            write(state, str(error) or type(error).__name__)
         except OSError as unwritable:  # a full disk must not hide the error that ended the run
             warnings.warn(f"status.json could not be written: {unwritable}", stacklevel=2)
         raise
-    write("done", "", 0)
+    write("done")
 
 
-def warn_about_launcher(world_size: int) -> None:
-    """Says how many processes there really are; `accelerate launch --cpu --num_processes 2` quietly starts one."""
-    print(f"processes: {world_size}", flush=True)
+def announce(world_size: int, is_main: bool, folder: Path, messages: Iterable[str]) -> None:
+    """First lines of a run: how many processes there really are, where it writes, where it goes on from."""
+    if not is_main:
+        return
+    print(f"processes: {world_size}\nrun folder: {folder}", *messages, sep="\n", flush=True)
     if world_size == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        warnings.warn(
+        warnings.warn(  # `accelerate launch --cpu --num_processes 2` does this
             "the launcher was asked for several processes and started one. On CPU start them with "
             "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/...`.",
             stacklevel=2,

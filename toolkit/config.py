@@ -91,11 +91,10 @@ class DataConfig:
     image_size: PositiveInt = 128
     """Side in pixels of the square that images are resized to, where `scales` is empty."""
     scales: list[int] = field(default_factory=list)
-    """Lengths in pixels of the shorter side, one drawn per image (the last one in evaluation); empty: `image_size`."""
+    """DETR's augmentation with these lengths in pixels of the shorter side (the last one in evaluation) and its random
+    crop; empty: `image_size`."""
     max_size: PositiveInt = 1333
     """Longest side in pixels, with `scales`."""
-    crop: bool = True
-    """With `scales`: on every other image the random crop of DETR."""
     flip: bool = True
     """Flip half of the training images left to right."""
     photometric: bool = False

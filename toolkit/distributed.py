@@ -142,6 +142,15 @@ def run_on_main(function: Callable[[], Result]) -> Result:
     return result
 
 
+def broadcast_buffers(module: torch.nn.Module) -> None:
+    """Gives every rank the buffers of rank 0 (running statistics, which each rank gathers from its own images)."""
+    _, world_size = world()
+    for buffer in module.buffers() if world_size > 1 else ():
+        shared = buffer.detach().to(_collective_device(), copy=True)
+        dist.broadcast(shared, src=0)
+        buffer.copy_(shared)
+
+
 def agree_max(value: int) -> int:
     """The largest `value` of all ranks (a signal number, say: 0 where none came)."""
     return int(all_reduce(torch.tensor(value), "max"))
@@ -182,7 +191,9 @@ def _raise_unannounced(strangers: list[str], layout: list[str]) -> None:
 
 def _portable(error: BaseException) -> BaseException:
     """An exception that unpickles on another process; those of other packages often do not."""
-    if type(error).__module__ == "builtins" or type(error) in (BadInput, StoppedByGuard, Preempted, UnannouncedName):
+    if isinstance(error, BadInput):
+        return BadInput(error.problems)
+    if type(error).__module__ == "builtins" or type(error) in (StoppedByGuard, Preempted):
         return error
     return RuntimeError(f"on rank 0: {type(error).__name__}: {error}")
 

@@ -45,3 +45,11 @@ def largest_samples(sizes_hw, num_boxes, count: int) -> list[int]:
     order = sorted(range(len(num_boxes)), key=lambda i: (-int(sizes_hw[i][0]) * int(sizes_hw[i][1]), -num_boxes[i]))
     crowded = sorted(range(len(num_boxes)), key=lambda i: -num_boxes[i])
     return list(dict.fromkeys(crowded[: count // 2] + order))[:count]
+
+
+def probe_memory(t, worst: Sequence[Batch]) -> None:
+    """Runs forward and backward of the batches that need most memory, and one evaluation batch, changing nothing.
+
+    Raises:
+        BadInput: memory runs out; the message names the batch.
+    """

@@ -3,10 +3,11 @@
 The loop itself stands in each script. Nothing here reads settings; the scripts hand in what they built.
 """
 
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,17 +15,20 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from toolkit.checkpoint import Checkpoint, newest_valid, save_checkpoint
-from toolkit.data.loaders import Batch
+from toolkit.data.loaders import Batch, windows
 from toolkit.data.samplers import EpochSampler
-from toolkit.distributed import broadcast_object, run_on_main, seed_step
+from toolkit.data.table import DetectionTable
+from toolkit.distributed import run_on_main, seed_step
 from toolkit.ema import Ema
 from toolkit.errors import BadInput, StoppedByGuard
-from toolkit.guards import Action, NanGuard, diagnose, write_report
+from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.guards import Action, NanGuard, drop_gradients
 from toolkit.losses import LossWeights, WeightedLosses
 from toolkit.meters import Meters, StepTimer
-from toolkit.schedules import Schedule, StepBudget
+from toolkit.nan_report import investigate, rerun_window
+from toolkit.schedules import Schedule, StepBudget, is_time
 from toolkit.signals import StopSignals
-from toolkit.writers import RunWriter
+from toolkit.writers import RunWriter, console_line, progress
 
 
 @dataclass
@@ -40,23 +44,36 @@ class Training:
     guard: NanGuard
     sampler: EpochSampler
     loader: torch.utils.data.DataLoader
-    writer: RunWriter
+    val_table: DetectionTable
+    val_loader: torch.utils.data.DataLoader
+    evaluator: CocoEvaluator
     signals: StopSignals
     folder: Path
     seed: int
     total_steps: int
-    categories: list[dict]
-    ema: Ema | None = None
-    budget: StepBudget | None = None
+    log_every: int = 10
+    eval_every: int = 0
+    save_every: int = 0
     keep: int = 2
     metric_for_best: str = "bbox_AP"
     patience: int | None = None
+    score_threshold: float = 0.0
+    pictures: int = 8
+    ema: Ema | None = None
+    budget: StepBudget | None = None
     meters: Meters = field(default_factory=Meters)
     timer: StepTimer = field(default_factory=StepTimer)
     step: int = 0
     best: float | None = None
     evaluations_without_better: int = 0
     evaluated_step: int = -1
+    saved_step: int = -1
+    elapsed_s: float = 0.0
+    last_row: dict[str, float | None] = field(default_factory=dict)
+    writer: RunWriter | None = None
+
+    def __post_init__(self):
+        self._began, self._bar = time.monotonic(), None
 
     @property
     def finished(self) -> bool:
@@ -75,6 +92,18 @@ class Training:
         metrics = [f"{name}/{part}" for name in self.detector.metric_names for part in ("sum", "count")]
         return ["loss", *losses, *metrics, "grad_norm", "buffers_finite", "signal", "time_s"]
 
+    def windows(self, accumulation_steps: int) -> Iterator[list[Batch]]:
+        """The accumulation windows of what is left of the epoch; the waiting is timed, evaluating and saving not."""
+        self.timer.start()
+        for window in windows(self.loader, accumulation_steps):
+            self.timer.data_ready()
+            yield window
+            self.timer.start()
+
+    def images_in(self, window: Sequence[Batch]) -> int:
+        """Images of a window over all ranks, as good as: the others' last batch may have one image less or more."""
+        return sum(len(batch.targets) for batch in window) * self.accelerator.num_processes
+
     def seed_micro_batch(self, micro: int) -> None:
         """Dropout and denoising noise become functions of (seed, step, rank, micro-batch): nothing to save."""
         seed_step(self.seed, self.step, self.accelerator.process_index, micro)
@@ -83,13 +112,65 @@ class Training:
         """Gradients are averaged over ranks once per window, at its last micro-batch."""
         return self.accelerator.no_sync(self.model) if more_to_come else nullcontext()
 
+    def note_step(self, reduced: Mapping[str, float], images: int) -> None:
+        """After an update: meters, the row of metrics when it is time, the progress bar, the budget of minutes."""
+        self.timer.step_done(images)
+        row = training_row(self, reduced)
+        self.meters.update({name.removeprefix("train/"): value for name, value in row.items() if "/lr/" not in name})
+        self._bar.update(self.step - self._bar.n)
+        self.status["step"] = self.step
+        left = self.total_steps - self.step
+        if is_time(self.step, self.log_every, last=self.total_steps):
+            self.log({**row, **self.timer.row(left)})
+        if self.budget is not None and self.budget.total_steps is None:
+            self.budget.add(reduced["time_s"])
+            self.budget.fix(self.budget.propose())
+            if self.budget.total_steps is not None:
+                self.set_length(min(self.total_steps, self.budget.total_steps))
+
+    def set_length(self, total_steps: int) -> None:
+        """Fixes the number of steps that training and its schedule go by."""
+        self.total_steps = self._bar.total = total_steps
+        self.schedule.set_total(total_steps)
+        self.say(f"training takes {total_steps} steps")
+
+    def start(self, writer: RunWriter, status: dict) -> None:
+        """Takes the writer, once a checkpoint was loaded or not, and shows the progress bar.
+
+        status: gets `step` at every step, for status.json.
+        """
+        self.writer, self.status = writer, status
+        self._bar = progress(self.total_steps, self.step, self.accelerator.is_main_process)
+        if self.guard.policy == "rollback" and self.step == 0:
+            self.save()  # something to roll back to
+
+    def log(self, values: Mapping[str, float | None]) -> None:
+        """A row of metrics.jsonl and of the tracker; a training row is printed too where there is no bar."""
+        elapsed_s = round(self.elapsed_s + time.monotonic() - self._began, 3)
+        row = {"step": self.step, "epoch": self.sampler.epoch, "time_s": elapsed_s, **values}
+        self.writer.log(row)
+        if "train/loss" in row:
+            self.say(console_line(row, self.total_steps))
+
+    def say(self, text: str) -> None:
+        """Prints on the main process, above the progress bar where there is one."""
+        if self.accelerator.is_main_process:
+            self._bar.write(text, file=sys.stdout) if self._bar is not None else print(text, flush=True)
+
+    def close(self) -> None:
+        """Ends the bar, the rows and the tracker."""
+        if self._bar is not None:
+            self._bar.close()
+        if self.writer is not None:
+            self.writer.close()
+
     def note_metric(self, row: Mapping[str, float]) -> bool:
         """Takes the metric for best from an evaluation row; True if it is the best so far.
 
         Raises:
             BadInput: the row has no such metric; the message lists those it has.
         """
-        self.evaluated_step = self.step
+        self.evaluated_step, self.last_row = self.step, dict(row)
         key = f"val/{self.metric_for_best}"
         if key not in row:
             known = ", ".join(sorted(name.removeprefix("val/") for name in row if name.startswith("val/")))
@@ -110,12 +191,12 @@ class Training:
         scaler = self.accelerator.scaler
         state = {
             "step": self.step,
-            "categories": self.categories,
+            "categories": [asdict(category) for category in self.val_table.categories],
             "sampler": self.sampler.state_dict(),
             "schedule": self.schedule.state_dict(),
             "total_steps": self.total_steps,
             "scaler": scaler.state_dict() if scaler is not None else None,
-            "ema_updates": self.ema.updates if self.ema is not None else None,
+            "ema": self.ema.state_dict() if self.ema is not None else None,
             "guard": self.guard.state_dict(),
             "meters": self.meters.state_dict(),
             "budget": self.budget.state_dict() if self.budget is not None else None,
@@ -123,8 +204,10 @@ class Training:
             "evaluations_without_better": self.evaluations_without_better,
             "evaluated_step": self.evaluated_step,
             "metric_for_best": self.metric_for_best,
-            "tracker": self.writer.state_dict(),
+            "elapsed_s": self.elapsed_s + time.monotonic() - self._began,
+            "writer": self.writer.state_dict(),
         }
+        self.saved_step = self.step
         run_on_main(
             lambda: save_checkpoint(
                 self.folder / "checkpoints",
@@ -144,15 +227,20 @@ class Training:
             checkpoint: verified by its manifest.
             keep_schedule: False: keep this command's learning-rate schedule and length.
         """
+        rates = [(group["initial_lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
         self.load_weights(checkpoint)
         state = checkpoint.state
-        self.step = state["step"]
+        self.step = self.saved_step = state["step"]
+        self.elapsed_s = state["elapsed_s"]
         notes = self.sampler.load_state_dict(state["sampler"])
         if keep_schedule:
             self.schedule.load_state_dict(state["schedule"])
             self.total_steps = state["total_steps"]
             if self.budget is not None and state["budget"] is not None:
                 self.budget.load_state_dict(state["budget"])
+        else:
+            for group, (initial_lr, weight_decay) in zip(self.optimizer.param_groups, rates, strict=True):
+                group.update(initial_lr=initial_lr, weight_decay=weight_decay)
         self.schedule.set(self.step)
         self.guard.load_state_dict(state["guard"])
         self.meters.load_state_dict(state["meters"])
@@ -170,92 +258,66 @@ class Training:
             self.weights.load_state_dict(checkpoint.tensors["loss_weights"])
         if self.ema is not None and "ema" in checkpoint.tensors:
             self.ema.module.load_state_dict(checkpoint.tensors["ema"])
-            self.ema.updates = checkpoint.state["ema_updates"]
+            self.ema.load_state_dict(checkpoint.state["ema"])
         elif self.ema is not None:
             self.ema.module.load_state_dict(checkpoint.tensors["model"])
         self.optimizer.load_state_dict(checkpoint.optimizer)
         if self.accelerator.scaler is not None and checkpoint.state["scaler"]:
             self.accelerator.scaler.load_state_dict(checkpoint.state["scaler"])
 
+    def decide(self, reduced: Mapping[str, float]) -> Action:
+        """The guard's answer to a window, from values that are equal on every rank."""
+        scaler = self.accelerator.scaler
+        losses = {name: reduced[name] for name in ("loss", *self.detector.loss_names)}
+        scale = scaler.get_scale() if scaler is not None else None
+        return self.guard.decide(self.step, losses, reduced["grad_norm"], scale, reduced["buffers_finite"])
+
     def recover(
-        self, action: Action, window: Sequence[Batch], denominators: Sequence[Mapping], reduced: Mapping, sums: Mapping
+        self, action: Action, window: Sequence[Batch], denominators: Sequence[Mapping], reduced: Mapping[str, float]
     ) -> None:
-        """What follows a non-finite step, every rank alike: report, undo what the forward did, then as decided.
+        """What follows a window that the guard refused, every rank alike: report, undo the forward, then as decided.
 
         Raises:
-            StoppedByGuard: the policy says so; weights and state are those before the step, and saved.
+            StoppedByGuard: the policy says so; weights and state are those before the window, and saved.
         """
         if action is Action.CALIBRATE:  # the fp16 scaler looks for its scale: it skips this update by itself
             self.optimizer.step()
             self.optimizer.zero_grad()
             return
-        self.guard.restore(self.detector)
-        report = self._write_report(action, window, denominators, reduced, sums)
-        self.guard.restore(self.detector)  # the report ran the forward again
-        self.optimizer.zero_grad()
-        where = f"step {self.step + 1}: a loss, gradient or buffer is not finite; the report is in {report}"
+        message = self._report_nan(action, window, denominators, reduced)
+        drop_gradients(self.weights)
         if action is Action.STOP:
             self.save()
-            raise StoppedByGuard(f"{where}. The weights before that step are saved; replay it with "
-                                 f"`python scripts/replay.py {report}`")  # fmt: skip
+            raise StoppedByGuard(f"{message}\nThe weights before that step are saved.")
         if action is Action.ROLLBACK:
-            path, passed_over = newest_valid(self.folder / "checkpoints")
-            if path is None:
-                raise StoppedByGuard(f"{where}. No checkpoint to roll back to: {passed_over}")
-            self.load_weights(path)
-            self.step = path.step
-            self.schedule.scale(self.guard.lr_factor)
+            # The data goes on after the window that broke: run again from the same weights it would break again.
+            checkpoint, passed_over = run_on_main(lambda: newest_valid(self.folder / "checkpoints"))
+            if checkpoint is None:
+                raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
+            self.load_weights(checkpoint)
+            self.step, self.schedule.scale = checkpoint.step, self.guard.lr_scale
             self.schedule.set(self.step)
-            where += f"; back at step {self.step}, going on with the data after it"
-        if self.accelerator.is_main_process:
-            print(f"guard: {where}", flush=True)
+        self.say(f"guard: {message}\n{action.value}: goes on from step {self.step} with the next data.")
 
-    def _write_report(self, action, window, denominators, reduced, sums) -> Path:
-        """The report folder of this rank; returns that of the lowest rank that broke."""
-        rank = self.accelerator.process_index
-        bad = [name for name, value in sums.items() if isinstance(value, Tensor) and not value.isfinite().all()]
-        gradients = [
-            name for name, p in self.detector.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
-        ]
+    def _report_nan(self, action, window, denominators, reduced) -> str:
+        scaler, rank = self.accelerator.scaler, self.accelerator.process_index
+        precision = self.accelerator.mixed_precision
+        scale = scaler.get_scale() if scaler is not None else 1.0
+        where = {"step": self.step, "seed": self.seed, "rank": rank, "precision": precision, "scale": scale}
+        facts = {
+            "epoch": self.sampler.epoch,
+            "losses": {name: reduced[name] for name in ("loss", *self.detector.loss_names)},
+            "grad_norm": reduced["grad_norm"],
+            "lr": self.schedule.rates(),
+            "denominators": denominators,
+            "action": action.value,
+            "categories": [asdict(category) for category in self.val_table.categories],
+        }
 
-        def rerun() -> None:
-            for micro, batch in enumerate(window):
-                forward_loss(self, batch.to(self.accelerator.device), denominators[micro], micro)
+        def run_again() -> list[dict]:
+            return rerun_window(self.detector, self.weights, window, denominators, **where)
 
-        found = diagnose(self.detector, rerun)
-        broke = bool(bad) or found.get("first_nonfinite_module") is not None
-        ranks = [r for r, b in enumerate(_gather(broke)) if b] or list(range(self.accelerator.num_processes))
-        folder = self.folder / "nan" / f"step_{self.step + 1:06d}"
-        if rank in ranks:
-            write_report(
-                folder,
-                step=self.step,
-                epoch=self.sampler.epoch,
-                rank=rank,
-                seed=self.seed,
-                losses=dict(reduced),
-                bad_terms=bad,
-                lr={group["name"]: group["lr"] for group in self.optimizer.param_groups},
-                scale=self.accelerator.scaler.get_scale() if self.accelerator.scaler is not None else None,
-                module=found,
-                parameters=gradients,
-                window=window,
-                denominators=denominators,
-                model_state=self.detector.state_dict(),
-                policy=self.guard.policy,
-                action=action.name,
-            )
-        self.accelerator.wait_for_everyone()
-        return folder / f"rank{ranks[0]}"
-
-
-def forward_loss(t: Training, batch: Batch, denominators: Mapping, micro: int) -> WeightedLosses:
-    """Forward and weighted losses of one micro-batch, as the scripts' loops have them; for diagnosis and replay."""
-    t.seed_micro_batch(micro)
-    with t.accelerator.autocast():
-        outputs = t.detector(batch.images, batch.sizes, batch.targets)
-    losses, _ = t.detector.criterion(outputs, batch.targets, denominators)
-    return t.weights(losses, t.step)
+        return investigate(self.guard, self.detector, run_again, self.folder, window, where | facts)
 
 
 def add_up(sums: dict[str, Tensor], weighted: WeightedLosses, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -280,12 +342,3 @@ def training_row(t: Training, reduced: Mapping[str, float]) -> dict[str, float]:
     row |= {f"train/lr/{group['name']}": group["lr"] for group in t.optimizer.param_groups}
     row["train/grad_norm"] = reduced["grad_norm"]
     return row
-
-
-def _gather(value):
-    """`value` of every rank, in rank order."""
-    if not torch.distributed.is_initialized():
-        return [value]
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values

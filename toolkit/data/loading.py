@@ -1,0 +1,90 @@
+"""From the name of a split to its batches: what every script does with its `data` settings."""
+
+from pathlib import Path
+
+import torch
+
+from toolkit.data import open_dataset
+from toolkit.data.dataset import DetectionDataset
+from toolkit.data.loaders import make_loader
+from toolkit.data.photometric import PhotometricDistortion
+from toolkit.data.samplers import EpochSampler, EvalSampler, aspect_ratio_groups
+from toolkit.data.table import DetectionTable
+from toolkit.data.transforms import (
+    Compose,
+    Transform,
+    detr_train_transform,
+    eval_transform,
+    square_transform,
+)
+from toolkit.distributed import run_on_main, world
+from toolkit.errors import BadInput
+
+
+def open_split(source: str, listing: Path | None = None, **options) -> DetectionTable:
+    """`open_dataset` on every rank, the main process first, so that one validates and the others open the cache.
+
+    listing: file that what was left out or repaired is written to, one problem a line.
+    """
+    run_on_main(lambda: open_dataset(source, **options) and None)
+    table = open_dataset(source, **options)
+    if world()[0] == 0 and table.problems and listing is not None:
+        listing.parent.mkdir(parents=True, exist_ok=True)
+        listing.write_text("".join(f"{problem}\n" for problem in table.problems), encoding="utf-8")
+        errors = sum(problem.severity == "error" for problem in table.problems)
+        print(f"{source}: {errors} records left out, {len(table.problems) - errors} repaired or noted; see {listing}")
+    return table
+
+
+def check_same_classes(train: DetectionTable, val: DetectionTable) -> None:
+    """Raises BadInput when training and validation data do not have the same classes in the same order."""
+    ours, theirs = [c.name for c in train.categories], [c.name for c in val.categories]
+    if ours != theirs:
+        raise BadInput(
+            f"training data has {len(ours)} classes {ours}, validation data {len(theirs)} {theirs}: give both files the "
+            "same categories in the same order"
+        )
+
+
+def train_transform(image_size: int, scales: list[int], max_size: int, flip: bool, photometric: bool) -> Transform:
+    """Training augmentation: a square of `image_size`, or DETR's recipe where `scales` are given; lengths in pixels."""
+    probability = 0.5 if flip else 0.0
+    geometry = (
+        detr_train_transform(scales, max_size, flip_probability=probability)
+        if scales
+        else square_transform(image_size, probability)
+    )
+    return Compose((geometry, PhotometricDistortion())) if photometric else geometry
+
+
+def val_transform(image_size: int, scales: list[int], max_size: int) -> Transform:
+    """What validation images go through; nothing random."""
+    return eval_transform(scales[-1], max_size) if scales else square_transform(image_size)
+
+
+def training_loader(
+    table: DetectionTable,
+    transform: Transform,
+    *,
+    batch_size_per_device: int,
+    workers: int,
+    seed: int,
+    stride: int,
+    by_aspect_ratio: bool = False,
+    cache_images: bool = False,
+    shuffle: bool = True,
+) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
+    """This rank's sampler and loader of the training data."""
+    rank, world_size = world()
+    groups = aspect_ratio_groups(table.sizes_hw()) if by_aspect_ratio else None
+    sampler = EpochSampler(len(table), batch_size_per_device, rank, world_size, seed, groups, shuffle)
+    dataset = DetectionDataset(table, transform, seed, cache_images)
+    return sampler, make_loader(dataset, sampler, workers, stride, pin=torch.cuda.is_available())
+
+
+def validation_loader(
+    table: DetectionTable, transform: Transform, *, batch_size_per_device: int, workers: int, stride: int
+) -> torch.utils.data.DataLoader:
+    """This rank's loader of the validation data."""
+    sampler = EvalSampler(len(table), batch_size_per_device, *world())
+    return make_loader(DetectionDataset(table, transform), sampler, workers, stride, pin=torch.cuda.is_available())

@@ -1,0 +1,83 @@
+"""One evaluation during training: raw and averaged weights, numbers, pictures, and whether it is the best so far."""
+
+from functools import partial
+
+from toolkit.checkpoint import linked, load_checkpoint
+from toolkit.distributed import broadcast_buffers, run_on_main
+from toolkit.errors import Preempted
+from toolkit.evaluation import draw
+from toolkit.evaluation.coco import explain_zero_ap, per_class_table
+from toolkit.evaluation.loop import predict_dataset
+from toolkit.training import Training
+
+
+def validate(t: Training) -> bool:
+    """Evaluates the detector (and its moving average) on the validation data; every rank takes part.
+
+    Writes a row of metrics (`val/bbox_AP`, `val/loss`, `val/AP/<class>`, the same below `val/ema/`), prints the table
+    and draws pictures.
+
+    Returns:
+        True if the metric for best is the best so far.
+
+    Raises:
+        Preempted: a signal came; the state is saved, and the resumed run evaluates again.
+    """
+    modules = {"val/": t.detector}
+    if t.ema is not None:
+        modules["val/ema/"] = t.ema.module
+    row, shown = {}, {}
+    for prefix, module in modules.items():
+        broadcast_buffers(module)  # batch norms saw other images on other ranks; those of rank 0 count
+        found = predict_dataset(
+            module,
+            t.val_loader,
+            t.accelerator.device,
+            loss_weights=t.weights,
+            step=t.step,
+            autocast=t.accelerator.autocast,
+            stop=lambda: t.signals.received,
+            score_threshold=t.score_threshold,
+            description=f"evaluation at step {t.step}",
+        )
+        if found.interrupted:
+            t.save()
+            raise Preempted(f"signal during the evaluation at step {t.step}; saved, `--run.resume latest` goes on")
+        shown = run_on_main(partial(t.evaluator.evaluate, found.by_image))
+        row |= {f"{prefix}{name}": value for name, value in {**shown, **found.losses}.items()}
+    better = t.note_metric(row)
+    t.log(row)
+    run_on_main(lambda: _show(t, found.by_image, shown, better))
+    t.timer.start()
+    return better
+
+
+def finish(t: Training) -> None:
+    """The last evaluation and checkpoint, if they are not there yet; then the detector holds the best weights.
+
+    Best goes by the metric for best: the averaged weights where that is one of "ema/...".
+    """
+    better = t.evaluated_step != t.step and validate(t)
+    if better or t.saved_step != t.step:
+        t.save(best=better)
+    best = linked(t.folder / "checkpoints", "best")
+    if best is not None:
+        averaged = t.metric_for_best.startswith("ema/")
+        checkpoint = run_on_main(lambda: load_checkpoint(best))
+        t.detector.load_state_dict(checkpoint.tensors["ema" if averaged else "model"])
+        t.say(f"best {t.metric_for_best}: {t.best:.4f} at step {checkpoint.step}")
+
+
+def _show(t: Training, predictions: dict, scores: dict, better: bool) -> None:
+    """The table on the console, why an AP is 0, and the pictures, on the main process."""
+    if not t.accelerator.is_main_process:
+        return
+    t.say(f"evaluation at step {t.step}{' (best so far)' if better else ''}\n{per_class_table(scores, t.val_table)}")
+    if not scores["bbox_AP"]:
+        for reason in explain_zero_ap(predictions, t.val_table):
+            t.say(f"AP is 0: {reason}")
+    if t.pictures:
+        path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"
+        samples = draw.grid_samples(t.val_table, predictions, draw.choose_images(t.val_table, t.pictures))
+        draw.draw_grid(samples, t.val_table.class_names, path)
+        t.writer.log_images({"val/predictions": path}, t.step)
