@@ -6,6 +6,7 @@ Run: python -m pytest tests/golden/test_sgg.py [--golden DIR]
 import contextlib
 import io
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from pycocotools.cocoeval import COCOeval
 
 from toolkit.data import visual_genome as vg
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
-from toolkit.models.relation import frequency, geometry, losses, postprocess, sampling
+from toolkit.models.relation import HeadSizes, build_relation_head, frequency, geometry, losses, postprocess, sampling
 from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects
+from toolkit.models.relation.layers import label_embedding
 
 
 @cache
@@ -44,6 +46,7 @@ def rows_of(values: np.ndarray, ptr: np.ndarray, i: int) -> np.ndarray:
 def pytest_generate_tests(metafunc):
     folder = metafunc.config.getoption("golden")
     cases = {
+        "head": lambda: sorted(path.stem.removeprefix("sgg_head_") for path in folder.glob("sgg_head_*.npz")),
         "dataset_split": lambda: list(
             dict.fromkeys(k.rsplit(".", 1)[0] for k in arrays(folder, "dataset") if k.endswith(".split_mask"))
         ),
@@ -486,3 +489,306 @@ def test_relation_matrices(golden, vg_folder, dataset_split):
             assert set(seen) == set(expected)
             for cell, count in expected.items():
                 assert (seen[cell] == draws) == (count == draws), cell
+
+
+# Heads
+
+DEAD = ["untreated_conv_spt", "avg_post_ctx", "untreated_feat"]  # buffers that nothing reads
+DEAD_UNLESS_VTRANSE = "context_layer.untreated_obj_feat"
+NAMES = [  # of the original -> ours, applied in order to "<head>:<name>"
+    (r"context_layer\.untreated_dcd_feat", "context.mean_decoder_input.value"),
+    (r"context_layer\.untreated_obj_feat", "context.mean_object_input.value"),
+    (r"context_layer\.untreated_edg_feat", "context.mean_edge_input.value"),
+    (r"untreated_spt", "mean_positions.value"),
+    (r"context_layer\.(obj_fc)", "object_out"),
+    (r"context_layer\.(rel_fc)", "pair_out"),
+    (r"context_layer\.obj_unary", "object_in"),
+    (r"context_layer\.edge_unary", "pair_in"),
+    (r"context_layer\.node_gru", "object_gru"),
+    (r"context_layer\.edge_gru", "pair_gru"),
+    (r"context_layer\.sub_vert_w_fc\.0", "from_subject"),
+    (r"context_layer\.obj_vert_w_fc\.0", "from_object"),
+    (r"context_layer\.out_edge_w_fc\.0", "to_subject"),
+    (r"context_layer\.in_edge_w_fc\.0", "to_object"),
+    (r"transformer:context_layer\.", "transformer:"),
+    (r"context_layer\.", "context."),
+    (r"context_obj\.layer_stack", "object_encoder"),
+    (r"context_edge\.layer_stack", "edge_encoder"),
+    (r"slf_attn\.w_qs", "query"),
+    (r"slf_attn\.w_ks", "key"),
+    (r"slf_attn\.w_vs", "value"),
+    (r"slf_attn\.fc", "out"),
+    (r"slf_attn\.layer_norm", "attention_norm"),
+    (r"pos_ffn\.w_1", "inner_in"),
+    (r"pos_ffn\.w_2", "inner_out"),
+    (r"pos_ffn\.layer_norm", "inner_norm"),
+    (r"obj_embed1", "embed_in"),
+    (r"obj_embed2", "embed_out"),
+    (r"bbox_embed|pos_embed", "position"),
+    (r"lin_obj_h", "object_out"),
+    (r"lin_edge_h", "edge_out"),
+    (r"lin_obj", "object_in"),
+    (r"lin_edge", "edge_in"),
+    (r"decoder_rnn\.obj_embed", "decoder.embed"),
+    (r"decoder_rnn\.decoderLSTM\.px", "decoder.lstm.direct"),
+    (r"decoder_rnn\.decoderLSTM\.iofux", "decoder.lstm.input"),
+    (r"decoder_rnn\.decoderLSTM\.iofuh", "decoder.lstm.state"),
+    (r"decoder_rnn\.decoderLSTM\..*", "-"),  # the shared embedding and output, listed a second time
+    (r"decoder_rnn\.input_linearity", "decoder.input"),
+    (r"decoder_rnn\.state_linearity", "decoder.state"),
+    (r"decoder_rnn\.out(_obj)?", "decoder.out"),
+    (r"out_obj", "object_out"),
+    (r"(obj|edge)_ctx_rnn\.multi_layer_lstm\.0\.treeLSTM_foreward\.treeLSTM", r"\1_lstm.up"),
+    (r"(obj|edge)_ctx_rnn\.multi_layer_lstm\.0\.treeLSTM_backward\.treeLSTM", r"\1_lstm.down"),
+    (r"\.px\.", ".direct."),
+    (r"\.(ioffux|iofux)\.", ".input."),
+    (r"\.ioffuh_(left|right)\.", r".\1."),
+    (r"\.iofuh\.", ".state."),
+    (r"obj_lstm|obj_ctx_rnn", "object_lstm"),
+    (r"edge_ctx_rnn", "edge_lstm"),
+    (r"context\.bi_freq_prior", "context.scores.prior"),
+    (r"context\.overlap_embed", "context.scores.overlap"),
+    (r"context\.box_embed", "context.scores.box"),
+    (r"context\.obj_reduce", "context.scores.roi"),
+    (r"context\.emb_reduce", "context.scores.word"),
+    (r"context\.score_pre", "context.scores.joined"),
+    (r"context\.score_sub", "context.scores.subject"),
+    (r"context\.score_obj", "context.scores.object"),
+    (r"context\.vision_prior", "context.scores.vision"),
+    (r"context\.pred_layer", "context.object_out"),
+    (r"context\.fc_layer", "context.edge_out"),
+    (r"post_emb", "split"),
+    (r"post_cat(\.0)?", "join"),
+    (r"spt_emb", "positions"),
+    (r"ctx_gate_fc", "gate"),
+    (r"vis_compress", "visual_out"),
+    (r"(causal\w*|transformer):ctx_compress", r"\1:context_out"),
+    (r"transformer:rel_compress", "transformer:visual_out"),
+    (r"ctx_compress|rel_compress", "out"),
+    (r"freq_bias\.obj_baseline", "frequency.table"),
+    (r"up_dim", "union"),
+]
+
+
+def our_name(head: str, name: str) -> str | None:
+    """None for what we do not have: buffers that nothing reads, and shared parameters listed twice."""
+    if name in DEAD or (name == DEAD_UNLESS_VTRANSE and "vtranse" not in head):
+        return None
+    name = f"{head}:{name}"
+    for pattern, ours in NAMES:
+        name = re.sub(pattern, ours, name)
+    name = name.split(":", 1)[1]
+    return None if name.endswith("-") else name
+
+
+def head_sizes(head: str, data: dict[str, np.ndarray]) -> HeadSizes:
+    given, state = group(data, "in"), group(data, "state")
+    num_classes, _, num_predicates = given["pred_dist"].shape
+    hidden_of = {"imp": ("context_layer.obj_unary.weight", 0)}
+    name, axis = hidden_of.get(head, ("post_emb.weight", 1))
+    pooling = {"imp": ("context_layer.edge_unary.weight", 1), "transformer": ("rel_compress.weight", 1)}
+    pooled, pooled_axis = pooling.get(head, ("rel_compress.weight" if head == "motif" else "ctx_compress.weight", 1))
+    return HeadSizes(
+        num_classes,
+        num_predicates,
+        roi_dim=given["roi_features"].shape[1],
+        union_dim=given["union_features"].shape[1],
+        hidden_dim=state[name].shape[axis],
+        pooling_dim=state[pooled].shape[pooled_axis],
+        embed_dim=given["word_vectors_start_then_classes"].shape[1],
+    )
+
+
+def transformer_options(state: dict[str, np.ndarray]) -> dict:
+    layers = [k for k in state if k.endswith("slf_attn.w_qs.weight")]
+    first = layers[0].removesuffix("w_qs.weight")
+    heads = 2  # the only size that no shape tells
+    return {
+        "object_layers": sum("context_obj" in k for k in layers),
+        "edge_layers": sum("context_edge" in k for k in layers),
+        "heads": heads,
+        "key_dim": len(state[f"{first}w_qs.weight"]) // heads,
+        "value_dim": len(state[f"{first}w_vs.weight"]) // heads,
+        "inner_dim": len(state[f"{layers[0].split('slf_attn')[0]}pos_ffn.w_1.weight"]),
+    }
+
+
+def build_head(head: str, mode: str, data: dict[str, np.ndarray]) -> torch.nn.Module:
+    given, state = tensors(group(data, "in")), group(data, "state")
+    kind, options = {"motif": "motifs"}.get(head, head.split("_")[0]), {}
+    if kind == "causal":
+        _, context, fusion = head.split("_")
+        options = {"context": context, "fusion": fusion, "use_positions": any("spt_emb" in k for k in state)}
+    if kind == "transformer":
+        options = transformer_options(state)
+    if kind != "imp":
+        options |= {"dropout": 0.0}
+    if kind in ("motifs", "transformer", "causal"):
+        options |= {"nms_threshold": 0.5}
+    vectors = given["word_vectors_start_then_classes"]
+    module = build_relation_head(kind, mode, head_sizes(head, data), given["pred_dist"], vectors, **options)
+    mapped = {our_name(head, name): torch.from_numpy(value) for name, value in state.items()}
+    mapped.pop(None, None)
+    own = module.state_dict()
+    for name, value in mapped.items():
+        assert name in own, f"{name} is not a name of ours"
+        mapped[name] = value.reshape(own[name].shape)  # Conv1d of width 1 -> Linear
+    module.load_state_dict(mapped)
+    return module
+
+
+def head_batch(data: dict[str, np.ndarray], mode: str, image: int | None = None, train: bool = False) -> RelationBatch:
+    """All images, or one."""
+    given = tensors(group(data, "in"))
+    counts, pair_counts = given["num_objs"].tolist(), given["num_rels"].tolist()
+    chosen = range(len(counts)) if image is None else [image]
+
+    def rows(key: str, lengths: list[int]) -> torch.Tensor:
+        parts = given[key].split(lengths)
+        return torch.cat([parts[i] for i in chosen])
+
+    counts_kept = [counts[i] for i in chosen]
+    starts = np.cumsum([0, *counts_kept])
+    pairs = [given["rel_pair_idxs"].split(pair_counts)[i] + start for i, start in zip(chosen, starts, strict=False)]
+    related = [related_objects(given, i, max(counts_kept)) for i in chosen]
+    return RelationBatch(
+        boxes_xyxy=rows("boxes", counts),
+        sizes_hw=given["image_size_wh"].flip(1)[list(chosen)],
+        num_objects=counts_kept,
+        pairs=torch.cat(pairs).long(),
+        num_pairs=[pair_counts[i] for i in chosen],
+        roi_features=rows("roi_features", counts),
+        union_features=rows("union_features", pair_counts),
+        labels=rows("labels", counts) if train or mode == "predcls" else None,
+        logits=rows("predict_logits", counts) if mode != "predcls" else None,
+        boxes_per_class=rows("boxes_per_cls", counts) if mode == "sgdet" else None,
+        relation_labels=rows("rel_labels", pair_counts) if train else None,
+        related=torch.cat(related) if train else None,
+    )
+
+
+def related_objects(given: dict[str, torch.Tensor], image: int, width: int) -> torch.Tensor:
+    """(n, width) what relation sampling says about the image."""
+    counts, pair_counts = given["num_objs"].tolist(), given["num_rels"].tolist()
+    pairs = given["rel_pair_idxs"].split(pair_counts)[image]
+    labels = given["rel_labels"].split(pair_counts)[image]
+    related = torch.zeros(counts[image], width, dtype=torch.bool)
+    for subject, obj in pairs[labels > 0].tolist():
+        related[subject, obj] = related[obj, subject] = True
+    return related
+
+
+def within(actual: torch.Tensor, expected: np.ndarray, share: float, name: str) -> None:
+    """Absolute difference at most `share` of the largest absolute value."""
+    scale = max(float(np.abs(expected).max(initial=0)), 1e-12)
+    np.testing.assert_allclose(actual.detach().numpy(), expected, rtol=0, atol=share * scale, err_msg=name)
+
+
+def cases_of(data: dict[str, np.ndarray], kind: str) -> list[str]:
+    """`<mode>.eval[.<effect>].<img0|batch>` or `<mode>.train`."""
+    found = (re.match(rf"(\w+\.{kind}(?:\.\w+)*)\.rel_dists$", key) for key in data)
+    return [match[1] for match in found if match]
+
+
+def test_head_logits(golden, head):
+    data = arrays(golden, f"head_{head}")
+    modules = {}
+    cases = cases_of(data, "eval")
+    assert cases
+    for case in cases:
+        mode, _, *effect, images = case.split(".")
+        module = modules.setdefault(mode, build_head(head, mode, data).eval())
+        if effect or "causal" in head:
+            module.effect = effect[0] if effect else "none"
+        image = None if images == "batch" else int(images.removeprefix("img"))
+        with torch.no_grad():
+            output = module(head_batch(data, mode, image))
+        share = 1e-5 if not effect or effect[0] == "none" else 5e-4
+        within(output.relation_logits, data[f"{case}.rel_dists"], share, case)
+        within(output.object_logits, data[f"{case}.obj_dists"], 1e-5, case)
+        if f"{case}.obj_preds" in data:
+            np.testing.assert_array_equal(output.object_labels, data[f"{case}.obj_preds"], err_msg=case)
+            within(output.context, data[f"{case}.edge_ctx"], 1e-5, case)
+
+
+def test_images_together_equal_images_alone(golden, head):
+    """The original asserts one image per batch where labels are decoded; here the batch gives the same."""
+    data = arrays(golden, f"head_{head}")
+    for case in cases_of(data, "eval"):
+        mode, _, *effect, image = case.split(".")
+        if image != "img0":
+            continue
+        module = build_head(head, mode, data).eval()
+        if effect:
+            module.effect = effect[0]
+        with torch.no_grad():
+            output = module(head_batch(data, mode))
+        expected = [data[f"{case[:-4]}img{i}.rel_dists"] for i in range(len(data["in.num_objs"]))]
+        share = 1e-5 if not effect or effect[0] == "none" else 5e-4
+        within(output.relation_logits, np.concatenate(expected), share, case)
+
+
+def test_head_trees(golden, head):
+    data = arrays(golden, f"head_{head}")
+    cases = [key.removesuffix(".tree_root") for key in data if key.endswith(".tree_root")]
+    if not cases:
+        pytest.skip("no trees in this head")
+    for case in cases:
+        mode, image = case.split(".")[0], int(case.rsplit("img", 1)[1])
+        module = build_head(head, mode, data).eval()
+        batch = head_batch(data, mode, image)
+        with torch.no_grad():
+            forest, _ = module.context.plant(batch, label_embedding(module.context.embed_in, batch, mode))
+        assert forest.levels[0].tolist() == [data[f"{case}.tree_root"]]
+        for ours, key in ((forest.parent, "tree_parent"), (forest.left, "bitree_left"), (forest.right, "bitree_right")):
+            np.testing.assert_array_equal(ours, data[f"{case}.{key}"], err_msg=f"{case} {key}")
+
+
+def gradient_norms(module: torch.nn.Module) -> dict[str, float]:
+    return {
+        name: float(parameter.grad.double().norm())
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def test_head_training(golden, head):
+    """Logits, losses and gradients of the first step, then four SGD steps on the same batch."""
+    data = arrays(golden, f"head_{head}")
+    for case in cases_of(data, "train"):
+        mode = case.split(".")[0]
+        module = build_head(head, mode, data).train()
+        lr, momentum = data["train.lr_momentum"].tolist()
+        optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
+        batch = head_batch(data, mode, train=True)
+        names = data[f"{case}.loss_names"].tolist()
+        assert set(module.loss_names) == set(names) - {"total_grad_norm"}
+        for step, expected in enumerate(data[f"{case}.losses_per_step"]):
+            output = module(batch)
+            values = {n: losses.mean(*pair) for n, pair in losses.head_losses(output, batch).items()}
+            optimizer.zero_grad()
+            sum(values.values()).backward()
+            norms = gradient_norms(module)
+            if step == 0:
+                within(output.relation_logits, data[f"{case}.rel_dists"], 1e-5, case)
+                within(output.object_logits, data[f"{case}.obj_dists"], 1e-5, case)
+                check_first_gradients(head, case, data, norms)
+            values["total_grad_norm"] = sum(norm**2 for norm in norms.values()) ** 0.5
+            tolerance = 1e-4 if step == 0 else 1e-3
+            ours = [float(torch.as_tensor(values[name]).detach()) for name in names]
+            np.testing.assert_allclose(ours, expected, rtol=tolerance, atol=1e-6, err_msg=f"{case} step {step}")
+            optimizer.step()
+        buffers = dict(module.named_buffers())
+        for name, total in zip(data[f"{case}.buffer_names"].tolist(), data[f"{case}.final_buffers_sum"], strict=True):
+            if (ours := our_name(head, name)) is not None:
+                close(float(buffers[ours].double().sum()), total, 1e-4, f"{case} {name}")
+
+
+def check_first_gradients(head: str, case: str, data: dict[str, np.ndarray], norms: dict[str, float]) -> None:
+    names, expected = data[f"{case}.grad_norm_names"].tolist(), data[f"{case}.grad_norms"]
+    largest = float(expected.max())
+    for name, norm in zip(names, expected, strict=True):
+        ours = our_name(head, name)
+        assert ours is not None and abs(norms[ours] - norm) <= 1e-4 * norm + 1e-6 * largest, f"{case} {name}"
+    without = {our_name(head, name) for name in data[f"{case}.params_without_grad"].tolist()}
+    assert not {name for name in without if norms.get(name)}, f"{case}: the original has no gradient there"

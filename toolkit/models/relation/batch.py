@@ -46,14 +46,17 @@ class RelationBatch:
 
 @dataclass
 class RelationOutput:
-    """object_logits (N, C), relation_logits (R, P), object_labels (N,) int64 the labels a head committed to,
-    context (N, hidden) of the objects, extra_losses: scalar means by name, in training."""
+    """What a head predicts.
+
+    object_logits: (N, C). relation_logits: (R, P). object_labels: (N,) int64, the labels the head committed to.
+    context: (N, hidden) of the objects. extra_losses: (sum, denominator) by name, in training.
+    """
 
     object_logits: Tensor
     relation_logits: Tensor
     object_labels: Tensor
     context: Tensor | None = None
-    extra_losses: dict[str, Tensor] = field(default_factory=dict)
+    extra_losses: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def pad_objects(values: Tensor, num_objects: list[int], fill: float = 0.0) -> Tensor:

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask
+
 
 def predicate_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0, weights: Tensor | None = None):
     """Sum and denominator of `loss_rel`: cross entropy over all sampled pairs, "no relation" included.
@@ -15,6 +17,29 @@ def predicate_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0, weigh
     loss = F.cross_entropy(logits, labels, weight=weights, reduction="sum", label_smoothing=smoothing)
     count = weights[labels].sum() if weights is not None else loss.new_tensor(float(len(labels)))
     return loss, count
+
+
+def head_losses(
+    output: RelationOutput, batch: RelationBatch, smoothing: float = 0.0, weights: Tensor | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(sum, denominator) of every loss of a head in training, by name: `loss_rel`, `loss_refine_obj` and its extras."""
+    losses = {
+        "loss_rel": predicate_loss(output.relation_logits.float(), batch.relation_labels, smoothing, weights),
+        "loss_refine_obj": object_loss(output.object_logits.float(), batch.labels, smoothing),
+    }
+    return losses | output.extra_losses
+
+
+def relatedness_loss(logits: Tensor, related: Tensor, num_objects: list[int]) -> tuple[Tensor, Tensor]:
+    """Sum over images and number of images of VCTree's `binary_loss`; images without objects do not count.
+
+    logits, related: (B, N_max, N_max) padded. Per image the mean binary cross entropy over all ordered pairs.
+    """
+    counts = torch.as_tensor(num_objects, device=logits.device)
+    mask = object_mask(num_objects, logits.device)
+    loss = F.binary_cross_entropy_with_logits(logits.float(), related.float(), reduction="none")
+    loss = (loss * (mask[:, :, None] & mask[:, None])).sum((1, 2)) / counts.clamp(min=1) ** 2
+    return loss.sum(), (counts > 0).sum().to(loss)
 
 
 def object_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,133 @@
+"""Pieces that several relation heads share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from toolkit.errors import BadInput
+from toolkit.models.relation.batch import MODES, RelationBatch, RelationOutput
+from toolkit.models.relation.geometry import box_numbers, certain_logits
+
+AVERAGE_RATIO = 0.0005  # of the running means that stand for "no evidence" in causal effects
+POSITION_DIM = 128
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Sizes of a relation head; defaults are the published ones.
+
+    num_classes, num_predicates: with background. roi_dim, union_dim: features of objects and of union boxes.
+    """
+
+    num_classes: int
+    num_predicates: int
+    roi_dim: int = 4096
+    union_dim: int = 4096
+    hidden_dim: int = 512
+    pooling_dim: int = 4096
+    embed_dim: int = 200
+
+
+def check_mode(mode: str) -> str:
+    if mode not in MODES:
+        raise BadInput(f"relation mode is {mode!r}; expected {', '.join(MODES)}")
+    return mode
+
+
+def class_embedding(num_classes: int, embed_dim: int, vectors: Tensor | None) -> nn.Embedding:
+    """Trainable vectors of the classes, started from `vectors` (num_classes, embed_dim) or drawn from N(0, 1)."""
+    embedding = nn.Embedding(num_classes, embed_dim)
+    if vectors is not None:
+        if tuple(vectors.shape) != (num_classes, embed_dim):
+            raise BadInput(f"word vectors are {tuple(vectors.shape)}; expected {(num_classes, embed_dim)}")
+        with torch.no_grad():
+            embedding.weight.copy_(vectors)
+    return embedding
+
+
+class ObjectBatchNorm(nn.BatchNorm1d):
+    """Batch norm over objects that takes the running statistics for a batch of a single object, which has none."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and len(input) < 2:
+            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return super().forward(input)
+
+
+def position_embedding() -> nn.Sequential:
+    """(N, 9) `box_numbers` -> (N, 128)."""
+    norm = ObjectBatchNorm(32, momentum=0.001)
+    return nn.Sequential(nn.Linear(9, 32), norm, nn.Linear(32, POSITION_DIM), nn.ReLU())
+
+
+def batch_box_numbers(batch: RelationBatch) -> Tensor:
+    return box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
+
+
+def label_embedding(embedding: nn.Embedding, batch: RelationBatch, mode: str) -> Tensor:
+    """(N, E): of the given label in predcls, else the mean over the detector's class probabilities."""
+    if mode == "predcls":
+        return embedding(batch.labels)
+    return batch.logits.detach().softmax(1) @ embedding.weight
+
+
+def given_labels(batch: RelationBatch, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Logits and labels of predcls."""
+    return certain_logits(batch.labels, num_classes), batch.labels
+
+
+def empty_output(sizes: HeadSizes, parameters: Sequence[nn.Parameter]) -> RelationOutput:
+    """What a head returns for a batch without objects: nothing, but part of the graph, so that backward works."""
+    zero = sum(parameter.sum() for parameter in parameters) * 0.0
+    device = zero.device
+    shapes = ((0, sizes.num_classes), (0, sizes.num_predicates))
+    logits = [torch.zeros(shape, device=device) + zero for shape in shapes]
+    labels = torch.zeros(0, dtype=torch.int64, device=device)
+    return RelationOutput(*logits, labels, torch.zeros(0, sizes.hidden_dim, device=device))
+
+
+def paired(context: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, 2 D) features with a half for each role -> (R, D) of the subjects and (R, D) of the objects."""
+    as_subject, as_object = context.chunk(2, -1)
+    return as_subject[pairs[:, 0]], as_object[pairs[:, 1]]
+
+
+def split_layer(hidden_dim: int, out_dim: int) -> nn.Linear:
+    """The layer that makes the two roles; wide initial weights, as published."""
+    layer = nn.Linear(hidden_dim, out_dim)
+    nn.init.normal_(layer.weight, std=10.0 * hidden_dim**-0.5)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def xavier_linear(in_dim: int, out_dim: int) -> nn.Linear:
+    layer = nn.Linear(in_dim, out_dim)
+    nn.init.xavier_normal_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def union_projection(sizes: HeadSizes) -> nn.Module:
+    """Brings union features to the pooled size; nothing when they have it."""
+    same = sizes.union_dim == sizes.pooling_dim
+    return nn.Identity() if same else xavier_linear(sizes.union_dim, sizes.pooling_dim)
+
+
+class RunningMean(nn.Module):
+    """The slowly moving mean of feature rows, started at 0; a batch without rows leaves it alone."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.register_buffer("value", torch.zeros(dim))
+
+    @torch.no_grad()
+    def update(self, rows: Tensor) -> None:
+        if len(rows):
+            self.value.mul_(1 - AVERAGE_RATIO).add_(rows.float().mean(0), alpha=AVERAGE_RATIO)
+
+    def expanded(self, count: int) -> Tensor:
+        """(count, dim)."""
+        return self.value.expand(count, -1)

@@ -1,0 +1,184 @@
+"""Neural Motifs (Zellers et al., CVPR 2018): bidirectional LSTMs over the objects from right to left."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from toolkit.models.relation.batch import RelationBatch, RelationOutput
+from toolkit.models.relation.frequency import FrequencyBias
+from toolkit.models.relation.geometry import reading_order
+from toolkit.models.relation.layers import (
+    POSITION_DIM,
+    HeadSizes,
+    RunningMean,
+    batch_box_numbers,
+    check_mode,
+    class_embedding,
+    empty_output,
+    given_labels,
+    label_embedding,
+    paired,
+    position_embedding,
+    split_layer,
+    union_projection,
+    xavier_linear,
+)
+from toolkit.models.relation.postprocess import late_nms
+
+
+class LabelDecoder(nn.Module):
+    """A highway LSTM that labels the objects one after the other and is told the label before."""
+
+    def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float, word_vectors: Tensor | None = None):
+        """word_vectors: (1 + C, E), first the one that stands for "nothing before"."""
+        super().__init__()
+        self.in_dim, self.hidden_dim, self.dropout = in_dim, sizes.hidden_dim, dropout
+        self.embed = class_embedding(sizes.num_classes + 1, sizes.embed_dim, word_vectors)
+        self.input = nn.Linear(in_dim + sizes.embed_dim, 6 * sizes.hidden_dim)
+        self.state = nn.Linear(sizes.hidden_dim, 5 * sizes.hidden_dim)
+        self.out = nn.Linear(sizes.hidden_dim, sizes.num_classes)
+        nn.init.zeros_(self.input.bias)
+        nn.init.zeros_(self.state.bias)
+
+    def forward(self, features: Tensor, batch_sizes: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits (N, C) and labels (N,) of packed features (N, in_dim).
+
+        labels: (N,) packed, in training: the next object is told these, and the best guess where the label is 0;
+        None tells it the best guess above background throughout. Those are the labels returned.
+        """
+        # What the input layer makes of the features is known for all steps, and of a label for all labels.
+        from_features = F.linear(features, self.input.weight[:, : self.in_dim], self.input.bias).split(
+            batch_sizes.tolist()
+        )
+        from_label = F.linear(self.embed.weight, self.input.weight[:, self.in_dim :])
+        told = None if labels is None else labels.split(batch_sizes.tolist())
+        state = memory = features.new_zeros(int(batch_sizes[0]), self.hidden_dim)
+        kept = self._dropout_mask(state)
+        before = torch.zeros(len(state), dtype=torch.int64, device=features.device)
+        all_logits, all_labels = [], []
+        for step, projected in enumerate(from_features):
+            count = len(projected)  # the images still running come first
+            state, memory = self._step(projected + from_label[before[:count]], state[:count], memory[:count])
+            state = state * kept[:count]
+            logits = self.out(state)
+            label = logits[:, 1:].argmax(1) + 1
+            if told is not None:
+                label = torch.where(told[step] == 0, label, told[step])
+            before = label + 1
+            all_logits.append(logits)
+            all_labels.append(label)
+        return torch.cat(all_logits), torch.cat(all_labels)
+
+    def _step(self, projected: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        *gates, direct = projected.chunk(6, 1)
+        into, forget, new, out, highway = (a + b for a, b in zip(gates, self.state(state).chunk(5, 1), strict=True))
+        memory = into.sigmoid() * new.tanh() + forget.sigmoid() * memory
+        highway = highway.sigmoid()
+        return highway * out.sigmoid() * memory.tanh() + (1 - highway) * direct, memory
+
+    def _dropout_mask(self, state: Tensor) -> Tensor:
+        """One mask for all steps (Gal and Ghahramani, 2016)."""
+        return F.dropout(torch.ones_like(state), self.dropout, self.training)
+
+
+class MotifsContext(nn.Module):
+    """Labels the objects and gives each a context feature."""
+
+    def __init__(
+        self,
+        mode: str,
+        sizes: HeadSizes,
+        dropout: float = 0.2,
+        nms_threshold: float = 0.5,
+        word_vectors: Tensor | None = None,
+        keep_averages: bool = False,
+    ):
+        """word_vectors: (1 + C, E), start token first. keep_averages: for causal effects, see `causal`."""
+        super().__init__()
+        self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
+        vectors = None if word_vectors is None else word_vectors[1:]
+        self.embed_in = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
+        self.embed_out = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
+        self.position = position_embedding()
+        object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
+        edge_dim = sizes.embed_dim + sizes.roi_dim
+        hidden = sizes.hidden_dim
+        self.object_lstm = nn.LSTM(object_dim, hidden, bidirectional=True)
+        self.object_out = nn.Linear(2 * hidden, hidden)
+        self.decoder = LabelDecoder(object_dim + hidden, sizes, dropout, word_vectors)
+        self.edge_lstm = nn.LSTM(edge_dim + hidden, hidden, bidirectional=True)
+        self.edge_out = nn.Linear(2 * hidden, hidden)
+        self.mean_decoder_input = RunningMean(object_dim + hidden) if keep_averages else None
+        self.mean_edge_input = RunningMean(edge_dim) if keep_averages else None
+
+    def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Object logits (N, C), labels (N,), context (N, hidden), None.
+
+        from_averages: what decoder and edge LSTM would make of objects without evidence of their own.
+        """
+        order, inverse, batch_sizes = reading_order(batch.boxes_xyxy, batch.num_objects)
+        embedded = label_embedding(self.embed_in, batch, self.mode)
+        features = torch.cat([batch.roi_features, embedded, self.position(batch_box_numbers(batch))], 1)[order]
+        context = self.object_out(_run(self.object_lstm, features, batch_sizes))
+        decoder_input = torch.cat([features, context], 1)
+        if self.training and self.mean_decoder_input is not None:
+            self.mean_decoder_input.update(decoder_input)
+        if from_averages:
+            decoder_input = self.mean_decoder_input.expanded(len(decoder_input))
+        logits, labels = self._labels(batch, decoder_input, order, inverse, batch_sizes)
+        edge_input = torch.cat([self.embed_out(labels), batch.roi_features], 1)
+        if self.training and self.mean_edge_input is not None:
+            self.mean_edge_input.update(edge_input)
+        if from_averages:
+            edge_input = self.mean_edge_input.expanded(len(edge_input))
+        edge_input = torch.cat([edge_input[order], context], 1)
+        edges = self.edge_out(_run(self.edge_lstm, edge_input, batch_sizes))
+        return logits, labels, edges[inverse], None
+
+    def _labels(self, batch, decoder_input, order, inverse, batch_sizes) -> tuple[Tensor, Tensor]:
+        if self.mode == "predcls":
+            return given_labels(batch, self.sizes.num_classes)
+        told = batch.labels[order] if self.training else None
+        logits, labels = (out[inverse] for out in self.decoder(decoder_input, batch_sizes, told))
+        if self.mode == "sgdet" and not self.training:
+            labels = late_nms(batch.boxes_per_class, logits, batch.num_objects, self.nms_threshold)
+        return logits, labels
+
+
+def _run(lstm: nn.LSTM, packed: Tensor, batch_sizes: Tensor) -> Tensor:
+    return lstm(PackedSequence(packed, batch_sizes))[0].data
+
+
+class MotifsHead(nn.Module):
+    """Predicates from the contexts of both objects, the union features and the frequency bias."""
+
+    loss_names = ("loss_rel", "loss_refine_obj")
+
+    def __init__(
+        self,
+        mode: str,
+        sizes: HeadSizes,
+        log_frequency: Tensor | None = None,
+        dropout: float = 0.2,
+        nms_threshold: float = 0.5,
+        word_vectors: Tensor | None = None,
+    ):
+        super().__init__()
+        self.sizes = sizes
+        self.context = MotifsContext(mode, sizes, dropout, nms_threshold, word_vectors)
+        self.split = split_layer(sizes.hidden_dim, 2 * sizes.hidden_dim)
+        self.join = xavier_linear(2 * sizes.hidden_dim, sizes.pooling_dim)
+        self.union = union_projection(sizes)
+        self.out = xavier_linear(sizes.pooling_dim, sizes.num_predicates)
+        self.frequency = None if log_frequency is None else FrequencyBias(log_frequency)
+
+    def forward(self, batch: RelationBatch) -> RelationOutput:
+        if not len(batch.boxes_xyxy):
+            return empty_output(self.sizes, [self.out.weight])
+        logits, labels, context, _ = self.context(batch)
+        joined = self.join(torch.cat(paired(self.split(context), batch.pairs), 1))
+        relation_logits = self.out(joined * self.union(batch.union_features))
+        if self.frequency is not None:
+            relation_logits = relation_logits + self.frequency(*labels[batch.pairs].unbind(1))
+        return RelationOutput(logits, relation_logits, labels, context)

@@ -1,0 +1,212 @@
+"""VCTree (Tang et al., CVPR 2019): a tree over the objects of each image, and LSTMs that run along it."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects
+from toolkit.models.relation.frequency import FrequencyBias
+from toolkit.models.relation.geometry import overlap_numbers
+from toolkit.models.relation.layers import (
+    POSITION_DIM,
+    HeadSizes,
+    ObjectBatchNorm,
+    RunningMean,
+    batch_box_numbers,
+    check_mode,
+    class_embedding,
+    empty_output,
+    given_labels,
+    label_embedding,
+    paired,
+    position_embedding,
+    split_layer,
+    union_projection,
+    xavier_linear,
+)
+from toolkit.models.relation.losses import relatedness_loss
+from toolkit.models.relation.trees import DownwardLSTM, Forest, TreeLSTM, grow_trees, image_dropout
+
+SCORE_DIM = 128
+
+
+class PairScores(nn.Module):
+    """How likely two objects of an image are related: what vision says, times what the frequencies say."""
+
+    def __init__(self, sizes: HeadSizes, log_frequency: Tensor):
+        super().__init__()
+        hidden, num_classes = sizes.hidden_dim, sizes.num_classes
+        together = log_frequency.sum(-1)
+        self.prior = nn.Linear(num_classes**2, 1, bias=False)
+        with torch.no_grad():
+            self.prior.weight.copy_((together + together.T).reshape(1, -1))
+        self.overlap = self._numbers(6)
+        self.box = self._numbers(9)
+        self.roi = xavier_linear(sizes.roi_dim, SCORE_DIM)
+        self.word = xavier_linear(sizes.embed_dim, SCORE_DIM)
+        self.joined = xavier_linear(4 * SCORE_DIM, hidden)
+        self.subject, self.object = xavier_linear(hidden, hidden), xavier_linear(hidden, hidden)
+        self.vision = nn.Linear(3 * hidden + 1, 1)
+
+    @staticmethod
+    def _numbers(count: int) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(count, SCORE_DIM), ObjectBatchNorm(SCORE_DIM, momentum=0.001), nn.ReLU())
+
+    def forward(self, batch: RelationBatch, embedded: Tensor, logits: Tensor) -> Tensor:
+        """(B, N_max, N_max) logits of object row (as object) and column (as subject), padded.
+
+        embedded: (N, E) label embedding, logits: (N, C). Neither they nor the RoI features get a gradient from here.
+        """
+        mask = object_mask(batch.num_objects, embedded.device)
+        overlaps = overlap_numbers(pad_objects(batch.boxes_xyxy, batch.num_objects), mask)[mask]
+        words, rois = self.word(embedded.detach()), self.roi(batch.roi_features.detach())
+        joined = torch.cat([rois, words, self.box(batch_box_numbers(batch)), self.overlap(overlaps)], 1)
+        joined = self.joined(joined).relu()
+        subject = pad_objects(self.subject(joined).relu(), batch.num_objects)
+        obj = pad_objects(self.object(joined).relu(), batch.num_objects)
+        classes = pad_objects(logits.detach().float().softmax(1), batch.num_objects)
+        # The published code expands N x N x C^2 and N x N x 3 hidden; both layers are bilinear, so this is the same.
+        num_classes = classes.shape[-1]
+        prior = classes @ self.prior.weight.view(num_classes, num_classes).to(classes) @ classes.transpose(1, 2)
+        product, as_subject, as_object = self.vision.weight[0, :-1].chunk(3)
+        vision = (obj * product) @ subject.transpose(1, 2)
+        vision = vision + (subject @ as_subject)[:, None] + (obj @ as_object)[:, :, None]
+        vision = vision + self.vision.weight[0, -1] * prior + self.vision.bias
+        return vision.sigmoid() * prior
+
+
+class TreeDecoder(nn.Module):
+    """Labels the objects from the roots to the leaves; each is told the label of its parent."""
+
+    def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float, word_vectors: Tensor | None = None):
+        super().__init__()
+        self.in_dim, self.dropout = in_dim, dropout
+        self.embed = class_embedding(sizes.num_classes + 1, sizes.embed_dim, word_vectors)
+        self.lstm = DownwardLSTM(in_dim + sizes.embed_dim, sizes.hidden_dim)
+        self.out = nn.Linear(sizes.hidden_dim, sizes.num_classes)
+
+    def forward(self, features: Tensor, forest: Forest, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (N, C) and the best labels above background (N,). In training parents tell a drawn label."""
+        direct, from_parent_direct = self._project(self.lstm.direct, features)
+        projected, from_parent = self._project(self.lstm.input, features)
+        kept = image_dropout(image, self.lstm.dim, self.dropout, self.training, features)
+        state = memory = features.new_zeros(len(features), self.lstm.dim)
+        told = torch.zeros(len(features), dtype=torch.int64, device=features.device)
+        all_logits, all_labels = [], []
+        for depth, (level, up) in enumerate(zip(forest.levels, forest.up_place, strict=True)):
+            if depth == 0:
+                up = torch.arange(len(level), device=level.device)  # zeros and the start token
+            told = told[up]
+            sums = direct[level] + from_parent_direct[told], projected[level] + from_parent[told]
+            state, memory = self.lstm.cell(*sums, state[up], memory[up])
+            state = state * kept[level]
+            logits = self.out(state)
+            label = logits[:, 1:].argmax(1) + 1
+            drawn = logits.float().softmax(1)[:, 1:].multinomial(1)[:, 0] + 1 if self.training else label
+            told = drawn + 1
+            all_logits.append(logits)
+            all_labels.append(label)
+        return torch.cat(all_logits)[forest.inverse], torch.cat(all_labels)[forest.inverse]
+
+    def _project(self, layer: nn.Linear, features: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer over [features, parent's label]: its part for all objects and its part for all labels."""
+        weight, label_weight = layer.weight[:, : self.in_dim], layer.weight[:, self.in_dim :]
+        return F.linear(features, weight, layer.bias), F.linear(self.embed.weight, label_weight)
+
+
+class VCTreeContext(nn.Module):
+    """Labels the objects and gives each a context feature; builds the trees on the way."""
+
+    def __init__(
+        self,
+        mode: str,
+        sizes: HeadSizes,
+        log_frequency: Tensor,
+        dropout: float = 0.2,
+        word_vectors: Tensor | None = None,
+        keep_averages: bool = False,
+    ):
+        super().__init__()
+        self.mode, self.sizes = check_mode(mode), sizes
+        vectors = None if word_vectors is None else word_vectors[1:]
+        self.embed_in = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
+        self.embed_out = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
+        self.position = position_embedding()
+        self.scores = PairScores(sizes, log_frequency)
+        object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
+        edge_dim = sizes.embed_dim + sizes.roi_dim
+        self.object_lstm = TreeLSTM(object_dim, sizes.hidden_dim)
+        self.decoder = TreeDecoder(object_dim + sizes.hidden_dim, sizes, dropout, word_vectors)
+        self.edge_lstm = TreeLSTM(edge_dim + sizes.hidden_dim, sizes.hidden_dim)
+        self.mean_decoder_input = RunningMean(object_dim + sizes.hidden_dim) if keep_averages else None
+        self.mean_edge_input = RunningMean(edge_dim) if keep_averages else None
+
+    def plant(self, batch: RelationBatch, embedded: Tensor) -> tuple[Forest, Tensor]:
+        """The trees, and the (B, N_max, N_max) relatedness logits they were grown from."""
+        logits = batch.logits if self.mode != "predcls" else given_labels(batch, self.sizes.num_classes)[0]
+        related = self.scores(batch, embedded, logits)
+        return grow_trees(related.sigmoid(), batch.num_objects), related
+
+    def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Object logits (N, C), labels (N,), context (N, hidden), relatedness logits (B, N_max, N_max)."""
+        image = batch.image
+        embedded = label_embedding(self.embed_in, batch, self.mode)
+        features = torch.cat([batch.roi_features, embedded, self.position(batch_box_numbers(batch))], 1)
+        forest, related = self.plant(batch, embedded)
+        context = self.object_lstm(features, forest, image)
+        logits, labels = self._labels(batch, torch.cat([features, context], 1), forest, image, from_averages)
+        edge_input = torch.cat([self.embed_out(labels), batch.roi_features], 1)
+        if self.training and self.mean_edge_input is not None:
+            self.mean_edge_input.update(edge_input)
+        if from_averages:
+            edge_input = self.mean_edge_input.expanded(len(edge_input))
+        return logits, labels, self.edge_lstm(torch.cat([edge_input, context], 1), forest, image), related
+
+    def _labels(self, batch, decoder_input, forest, image, from_averages: bool) -> tuple[Tensor, Tensor]:
+        if self.mode == "predcls":
+            return given_labels(batch, self.sizes.num_classes)
+        if self.training and self.mean_decoder_input is not None:
+            self.mean_decoder_input.update(decoder_input)
+        if from_averages:
+            decoder_input = self.mean_decoder_input.expanded(len(decoder_input))
+        return self.decoder(decoder_input, forest, image)
+
+
+class VCTreeHead(nn.Module):
+    """Predicates from the tree contexts of both objects times the union features, and the frequency bias."""
+
+    loss_names = ("loss_rel", "loss_refine_obj", "binary_loss")
+
+    def __init__(
+        self,
+        mode: str,
+        sizes: HeadSizes,
+        log_frequency: Tensor,
+        dropout: float = 0.2,
+        word_vectors: Tensor | None = None,
+    ):
+        super().__init__()
+        self.sizes = sizes
+        self.context = VCTreeContext(mode, sizes, log_frequency, dropout, word_vectors)
+        self.split = split_layer(sizes.hidden_dim, 2 * sizes.hidden_dim)
+        self.join = xavier_linear(2 * sizes.hidden_dim, sizes.pooling_dim)
+        self.union = union_projection(sizes)
+        self.out = xavier_linear(sizes.pooling_dim, sizes.num_predicates)
+        self.frequency = FrequencyBias(log_frequency)
+
+    def forward(self, batch: RelationBatch) -> RelationOutput:
+        if not len(batch.boxes_xyxy):
+            return empty_output(self.sizes, [self.out.weight])
+        logits, labels, context, related = self.context(batch)
+        joined = self.join(torch.cat(paired(self.split(context).relu(), batch.pairs), 1))
+        relation_logits = self.out(joined * self.union(batch.union_features))
+        relation_logits = relation_logits + self.frequency(*labels[batch.pairs].unbind(1))
+        losses = {}
+        if self.training:
+            losses["binary_loss"] = relatedness_loss(related, padded_related(batch), batch.num_objects)
+        return RelationOutput(logits, relation_logits, labels, context, losses)
+
+
+def padded_related(batch: RelationBatch) -> Tensor:
+    """(B, N_max, N_max) float of `batch.related`."""
+    return pad_objects(batch.related.float(), batch.num_objects)

@@ -1,0 +1,57 @@
+"""VTransE (Zhang et al., CVPR 2017) as Scene-Graph-Benchmark has it: no context, subject minus object."""
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.models.relation.batch import RelationBatch
+from toolkit.models.relation.layers import (
+    POSITION_DIM,
+    HeadSizes,
+    RunningMean,
+    batch_box_numbers,
+    check_mode,
+    class_embedding,
+    label_embedding,
+    position_embedding,
+)
+
+
+def _fc(in_dim: int, out_dim: int) -> nn.Linear:
+    layer = nn.Linear(in_dim, out_dim)
+    nn.init.kaiming_uniform_(layer.weight, a=1)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class VTransEContext(nn.Module):
+    """Labels every object by itself, in predcls too (the given labels only enter as embedding); background may win."""
+
+    def __init__(self, mode: str, sizes: HeadSizes, word_vectors: Tensor | None = None, keep_averages: bool = False):
+        super().__init__()
+        self.mode = check_mode(mode)
+        vectors = None if word_vectors is None else word_vectors[1:]
+        self.embed_in = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
+        self.embed_out = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
+        self.position = position_embedding()
+        object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
+        self.object_out = _fc(object_dim, sizes.num_classes)
+        self.edge_out = _fc(object_dim, sizes.hidden_dim)
+        self.mean_object_input = RunningMean(object_dim) if keep_averages else None
+        self.mean_edge_input = RunningMean(sizes.roi_dim + POSITION_DIM) if keep_averages else None
+
+    def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Object logits (N, C), labels (N,), context (N, hidden), None."""
+        position = self.position(batch_box_numbers(batch))
+        embedded = label_embedding(self.embed_in, batch, self.mode)
+        object_input = torch.cat([batch.roi_features, embedded, position], 1)
+        edge_input = torch.cat([batch.roi_features, position], 1)
+        if self.training and self.mean_object_input is not None:
+            self.mean_object_input.update(object_input)
+            self.mean_edge_input.update(edge_input)
+        if from_averages:
+            object_input = self.mean_object_input.expanded(len(object_input))
+            edge_input = self.mean_edge_input.expanded(len(edge_input))
+        logits = self.object_out(object_input)
+        labels = logits.argmax(1)
+        words = logits.softmax(1) @ self.embed_out.weight if from_averages else self.embed_out(labels)
+        return logits, labels, self.edge_out(torch.cat([edge_input, words], 1)).relu(), None
