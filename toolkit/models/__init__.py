@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from toolkit.errors import BadInput
-from toolkit.models.detr import Detr
-from toolkit.models.rt_detr import RTDetrV2
 
 ARCHITECTURES = ("detr", "rt_detr_v2")
 
@@ -26,9 +24,14 @@ def build_detector(architecture: str, *, class_names: Sequence[str], **options) 
     """
     if not class_names:
         raise BadInput("the data names no classes; a detector needs at least one.")
+    # Imported when needed: transformers takes seconds, which other scripts and loader processes need not wait for.
     if architecture == "detr":
+        from toolkit.models.detr import Detr
+
         return Detr(class_names=class_names, **options)
     if architecture == "rt_detr_v2":
+        from toolkit.models.rt_detr import RTDetrV2
+
         return RTDetrV2(class_names=class_names, **options)
     similar = difflib.get_close_matches(str(architecture), ARCHITECTURES, n=1)
     hint = f"; did you mean {similar[0]!r}?" if similar else ""
