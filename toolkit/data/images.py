@@ -43,6 +43,8 @@ class ImageProbe(NamedTuple):
 def decode_image(source: Path | str | bytes) -> torch.Tensor:
     """An image file, or its bytes, as uint8 (3, H, W) RGB, EXIF orientation applied.
 
+    Strides are those of (H, W, 3) memory, which both decoders give and torchvision resizes fastest.
+
     JPEG (grey and CMYK too) goes through torchvision, the rest through Pillow. 16-bit grey is scaled (65535 -> 255),
     not clipped; alpha is dropped, the colour under it kept. Raises ImageError for a file that is missing, empty, no
     image, or not whole: a truncated image is never filled up with grey.
@@ -101,6 +103,8 @@ def _decode_with_pillow(data: bytearray, path: Path | None) -> torch.Tensor:
     try:
         with Image.open(io.BytesIO(data)) as image:
             image.load()
+            if image.format == "PNG" and b"IEND" not in data:  # Pillow is content once it has every pixel
+                raise ImageError("image data truncated", path)
             pixels = _to_rgb(ImageOps.exif_transpose(image), path)
     except UnidentifiedImageError as error:
         raise ImageError(_no_image(data), path) from error
@@ -108,7 +112,7 @@ def _decode_with_pillow(data: bytearray, path: Path | None) -> torch.Tensor:
         # Pillow's words for a short file, in its formats: "image file is truncated", "unrecognized data stream" ...
         reason = "image data truncated" if "truncated" in str(error) else f"image data broken: {error}"
         raise ImageError(reason, path) from error
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def _to_rgb(image: Image.Image, path: Path | None) -> np.ndarray:

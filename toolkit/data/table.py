@@ -16,6 +16,8 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
+from toolkit.errors import BadInput
+
 TABLE_VERSION = 1  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
 
 OBJECT_TYPES = {
@@ -205,10 +207,33 @@ def write_table(
     file), which is put in place last and in one step. A reader never meets half a table; of two writers one wins.
     checked: whatever the caller wants back from `open_table` to decide whether the cache still holds.
     """
-    cache_file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=cache_file.parent, suffix=".tmp")
+    try:
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=cache_file.parent, suffix=".tmp")
+    except OSError as error:
+        raise BadInput(f"{cache_file.parent}: cannot be written ({error.strerror}); set DETECTION_TOOLKIT_CACHE to a "
+                       "folder that can") from error
     os.close(descriptor)
-    _write_stream(rows, Path(temporary))
+    try:
+        _write_stream(rows, Path(temporary))
+        return _publish(Path(temporary), cache_file, categories, predicates, image_root, problems, name, checked)
+    except OSError as error:
+        raise BadInput(f"{cache_file.parent}: the table could not be written ({error.strerror or error}); free space "
+                       "or set DETECTION_TOOLKIT_CACHE to another folder") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _publish(
+    temporary: Path,
+    cache_file: Path,
+    categories: Sequence[Category],
+    predicates: Sequence[str],
+    image_root: Path | None,
+    problems: Sequence[Problem],
+    name: str,
+    checked: Mapping[str, str] | None,
+) -> DetectionTable:
     described = [[category.id, category.name] for category in categories]
     with open(temporary, "rb") as stream:
         digest = hashlib.file_digest(stream, hashlib.blake2b)
@@ -235,7 +260,7 @@ def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None
     """The cached table and its `checked`, or None when there is none of this version."""
     try:
         info = json.loads(cache_file.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError):  # none, or nothing we wrote: the caller reads anew, and says so if it cannot write
         return None
     if info.get("version") != TABLE_VERSION or not cache_file.with_name(info["arrow"]).exists():
         return None
@@ -245,8 +270,12 @@ def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None
 def write_json(path: Path, content: object) -> None:
     """Writes JSON beside `path` and renames it: other processes see the old file or the new one."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(content, file)
-    os.replace(file.name, path)
+        try:
+            json.dump(content, file)
+            file.flush()
+            os.replace(file.name, path)
+        finally:
+            Path(file.name).unlink(missing_ok=True)
 
 
 def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:

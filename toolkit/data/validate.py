@@ -210,20 +210,7 @@ def _annotations(entries: list, file: str, rows: dict, labels: dict, problems: l
         id_, image_id = entry.get("id"), entry.get("image_id")
         row = rows.get(image_id) if _is_id(image_id) else None
         box, faults, repairs = _box(entry.get("bbox"), row) if "bbox" in entry else (None, ["`bbox` missing"], [])
-        if not isinstance(id_, int) or isinstance(id_, bool):
-            faults.append(f"annotation entry {number}: {_wrong_id(entry, 'id').replace(' or a string', '')}")
-        elif times[id_] > 1:
-            often = "twice" if times[id_] == 2 else f"{times[id_]} times"
-            faults.append(f"annotation id {id_} used {often}; this one has bbox {entry.get('bbox')}")
-        if row is None:
-            faults.append(f"image {image_id!r} does not exist" if _is_id(image_id) else _wrong_id(entry, "image_id"))
-        category = entry.get("category_id")
-        if not _is_id(category):
-            faults.append(_wrong_id(entry, "category_id"))
-        elif category not in labels:
-            faults.append(f"category {category!r} is not defined")
-        if entry.get("iscrowd", 0) not in (0, 1):
-            faults.append(f"`iscrowd` is {entry['iscrowd']!r}; expected 0 or 1")
+        faults += _annotation_faults(entry, number, times, labels, row is not None)
         if faults or repairs:
             shown = row["file_name"] if row and isinstance(row["file_name"], str) else file
             for severity, messages in (("error", faults), ("warning", repairs)):
@@ -238,7 +225,7 @@ def _annotations(entries: list, file: str, rows: dict, labels: dict, problems: l
         places[id_] = (image_id, len(objects["id"]))
         objects["id"].append(id_)
         objects["bbox"].append(box)
-        objects["category"].append(labels[category])
+        objects["category"].append(labels[entry["category_id"]])
         objects["area"].append(_area(entry, box, bool(repairs)))
         objects["iscrowd"].append(int(entry.get("iscrowd", 0)))
     for image_id, count in bereft.items():
@@ -246,6 +233,26 @@ def _annotations(entries: list, file: str, rows: dict, labels: dict, problems: l
             message = f"none of its {count} annotations is usable; with on_error drop it becomes a background image"
             problems.append(Problem("warning", str(rows[image_id]["file_name"]), image_id, None, message))
     return places
+
+
+def _annotation_faults(entry: Mapping, number: int, times: Mapping, labels: Mapping, has_image: bool) -> list[str]:
+    """What is wrong with an annotation, its box apart. times: how often each annotation id is used."""
+    faults = []
+    id_, image_id, category = entry.get("id"), entry.get("image_id"), entry.get("category_id")
+    if not isinstance(id_, int) or isinstance(id_, bool):
+        faults.append(f"annotation entry {number}: {_wrong_id(entry, 'id').replace(' or a string', '')}")
+    elif times[id_] > 1:
+        often = "twice" if times[id_] == 2 else f"{times[id_]} times"
+        faults.append(f"annotation id {id_} used {often}; this one has bbox {entry.get('bbox')}")
+    if not has_image:
+        faults.append(f"image {image_id!r} does not exist" if _is_id(image_id) else _wrong_id(entry, "image_id"))
+    if not _is_id(category):
+        faults.append(_wrong_id(entry, "category_id"))
+    elif category not in labels:
+        faults.append(f"category {category!r} is not defined")
+    if entry.get("iscrowd", 0) not in (0, 1):
+        faults.append(f"`iscrowd` is {entry['iscrowd']!r}; expected 0 or 1")
+    return faults
 
 
 def _box(bbox: object, row: Mapping | None) -> tuple[tuple[float, ...] | None, list[str], list[str]]:

@@ -1,0 +1,127 @@
+"""Data sets of the `datasets` library.   Run: pytest tests/test_hub.py"""
+
+import io
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from toolkit.data import open_dataset
+from toolkit.data.images import decode_image
+from toolkit.data.table import Category
+from toolkit.errors import BadInput
+
+NAMES = ["cell", "plate"]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    datasets.disable_progress_bars()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+def png(colour=0, width=20, height=10):
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (colour, 0, 0)).save(buffer, "PNG")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def make(rows, sizes=True, label=None, as_list=False, ids=True):
+    label = label or datasets.ClassLabel(names=NAMES)
+    inner = {"bbox": datasets.List(datasets.Value("float32"), length=4), "category": label,
+             "area": datasets.Value("float32")} | ({"id": datasets.Value("int64")} if ids else {})
+    objects = datasets.List(inner) if as_list else {key: datasets.List(value) for key, value in inner.items()}
+    features = {"image": datasets.Image(), "objects": objects}
+    if sizes:
+        features |= {key: datasets.Value("int64") for key in ("image_id", "width", "height")}
+    full = []
+    for number, (image, boxes, categories) in enumerate(rows):
+        parts = {"bbox": boxes, "category": categories, "area": [b[2] * b[3] for b in boxes],
+                 "id": [10 * number + k for k in range(len(boxes))]}
+        parts = {key: parts[key] for key in inner}
+        value = [dict(zip(parts, one, strict=True)) for one in zip(*parts.values(), strict=True)] if as_list else parts
+        full.append({"image": image, "objects": value, "image_id": 50 + number, "width": 20, "height": 10})
+        full[-1] = {key: full[-1][key] for key in features}
+    return datasets.Dataset.from_list(full, features=datasets.Features(features))
+
+
+ROWS = [(png(1), [[1, 2, 3, 4]], [1]), (png(2), [], []), (png(3), [[0, 0, 20, 10], [5, 5, 2, 2]], [0, 1])]
+
+
+def check(table, ids):
+    assert table.image_ids().tolist() == ids and table.num_boxes().tolist() == [1, 0, 2]
+    assert table.categories == (Category(0, "cell"), Category(1, "plate")) and table.image_root is None
+    assert table.row(0)["objects"]["bbox"].tolist() == [[1, 2, 4, 6]]
+    assert table.row(2)["objects"]["category"].tolist() == [0, 1]
+    assert table.sizes_hw().tolist() == [[10, 20]] * 3
+    assert [int(decode_image(table.image_source(table.row(i)))[0, 0, 0]) for i in range(3)] == [1, 2, 3]
+
+
+def test_saved_to_disk_and_cached(tmp_path):
+    datasets.DatasetDict({"train": make(ROWS)}).save_to_disk(tmp_path / "set")
+    for _ in range(2):
+        check(open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache"), [50, 51, 52])
+    with pytest.raises(BadInput, match="choose from train"):
+        open_dataset("val", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache")
+    datasets.DatasetDict({"train": make(ROWS[:2])}).save_to_disk(tmp_path / "set2")
+    assert len(open_dataset("train", name=str(tmp_path / "set2"), cache_dir=tmp_path / "cache")) == 2
+
+
+def test_parquet_folder_without_sizes_or_ids(tmp_path):
+    (tmp_path / "set").mkdir()
+    make(ROWS, sizes=False, ids=False).to_parquet(tmp_path / "set" / "train-0.parquet")
+    table = open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache")
+    check(table, [0, 1, 2])
+    assert [table.row(i)["objects"]["id"].tolist() for i in range(3)] == [[1], [], [2, 3]]
+
+
+def test_objects_as_a_list_of_dicts(tmp_path):
+    make(ROWS, as_list=True).save_to_disk(tmp_path / "set")
+    check(open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache"), [50, 51, 52])
+
+
+def test_labels_without_names(tmp_path):
+    make(ROWS, label=datasets.Value("string")).save_to_disk(tmp_path / "set")
+    table = open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache")
+    assert table.categories == (Category("0", "0"), Category("1", "1"))
+    assert "no ClassLabel" in table.problems[0].message
+
+
+def test_defects_are_listed_and_dropped(tmp_path):
+    cut = {"bytes": png()["bytes"][:-20], "path": None}
+    rows = [*ROWS, (cut, [[1, 1, 2, 2]], [0]), (png(width=30), [[1, 1, -2, 2], [1, 1, np.nan, 2]], [0, 1]),
+            ({"bytes": b"", "path": None}, [], [])]
+    make(rows).save_to_disk(tmp_path / "set")
+    with pytest.raises(BadInput) as caught:
+        open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache")
+    for words in ("image 53): image data truncated", "image 54): size differs", "annotation 40): negative width",
+                  "annotation 41): non-finite", "image 55): empty image file"):
+        assert words in str(caught.value)
+    check(open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache", on_error="drop"),
+          [50, 51, 52])
+
+
+@pytest.mark.parametrize(("columns", "words"), [
+    ({"image": [png()]}, "no `objects` column; the columns are image"),
+    ({"objects": [{"bbox": [[1, 2, 3, 4]]}]}, "no image column"),
+    ({"image": [png()], "objects": [{"bbox": [[1, 2, 3, 4]]}]}, "expected `bbox` and `category`"),
+])  # fmt: skip
+def test_other_columns_are_named(tmp_path, columns, words):
+    data = datasets.Dataset.from_dict(columns)
+    if "image" in columns:
+        data = data.cast_column("image", datasets.Image())
+    data.save_to_disk(tmp_path / "set")
+    with pytest.raises(BadInput, match=words):
+        open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("someone/something", "hub cannot be reached.*local folder.*HF_HUB_OFFLINE"),
+    ("./nowhere", "cannot be loaded"),
+])  # fmt: skip
+def test_without_network_one_clear_sentence(tmp_path, name, words):
+    with pytest.raises(BadInput, match=words) as caught:
+        open_dataset("train", name=name, cache_dir=tmp_path)
+    assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
