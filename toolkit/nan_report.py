@@ -247,9 +247,10 @@ def _backward_operation(model: nn.Module, run_window: Callable[[], object]) -> s
     if world()[1] > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         return None  # its forward waits for the other ranks, which need not be here
     try:
-        with warnings.catch_warnings(), torch.autograd.detect_anomaly(check_nan=True):
-            warnings.simplefilter("ignore")
-            run_window()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is slow, and a traceback into this file
+            with torch.autograd.detect_anomaly(check_nan=True):
+                run_window()
     except RuntimeError as error:
         return str(error)
     finally:

@@ -1,0 +1,497 @@
+"""pytest tests/test_guards.py"""
+
+import copy
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run_on_ranks
+from torch import nn
+
+from toolkit import nan_report
+from toolkit.data.loaders import Batch
+from toolkit.distributed import reduce_dict, world
+from toolkit.ema import Ema
+from toolkit.errors import BadInput, StoppedByGuard
+from toolkit.guards import Action, NanGuard, drop_gradients, gradient_norm
+from toolkit.losses import LossWeights, window_denominators
+from toolkit.nan_report import diagnose, investigate, load_report, replay, rerun_window, write_report
+
+NAN, INF = math.nan, math.inf
+
+
+class _NanBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * NAN
+
+
+class Poison(nn.Module):
+    """Passes x on; with `kind` set it breaks one thing."""
+
+    kind = None
+
+    def forward(self, x):
+        if self.kind == "activation":
+            return x / 0.0
+        return _NanBackward.apply(x) if self.kind == "gradient" else x
+
+
+@dataclass
+class Outputs:
+    logits: list[torch.Tensor]
+
+
+class Detector(nn.Module):
+    """The duck type of a detector, with what NaNs spoil: batch norm statistics, several losses, targets."""
+
+    loss_names, default_weights = ("loss_ce", "loss_bbox"), {"loss_ce": 1.0, "loss_bbox": 5.0}
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.poison, self.norm = nn.Conv2d(3, 4, 3), Poison(), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, images, sizes, targets=None):
+        x = self.poison(self.stem(images.float() / 255))
+        if self.poison.kind == "buffer":  # the statistics take in what the rest of the network never sees
+            self.norm(x * INF)
+        return Outputs([self.head(self.norm(x).mean((2, 3)))])
+
+    def denominators(self, targets):
+        return {"boxes": float(sum(len(t["boxes"]) for t in targets))}
+
+    def criterion(self, outputs, targets, denominators):
+        logits = outputs.logits[0]
+        boxes = torch.stack([t["boxes"].mean(0) if len(t["boxes"]) else t["boxes"].new_zeros(4) for t in targets])
+        losses = {
+            "loss_ce": logits.square().sum() / denominators["boxes"],
+            "loss_bbox": (logits - boxes).abs().sum() / denominators["boxes"],
+        }
+        if self.poison.kind == "loss":
+            losses["loss_bbox"] = losses["loss_bbox"] * INF
+        return losses, {}
+
+
+def window_of(step, rank, broken_input=False):
+    """Two micro-batches of two images."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    batches = []
+    for micro in range(2):
+        targets = []
+        for i in range(2):
+            boxes = torch.rand(i + micro, 4, generator=generator)
+            targets.append({"image_id": f"s{step}r{rank}m{micro}i{i}", "boxes": boxes})
+        images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=generator)
+        batches.append(Batch(images, torch.full((2, 2), 8), targets))
+    if broken_input:
+        batches[1].targets[1]["boxes"][0, 2] = NAN
+    return batches
+
+
+class Run:
+    """A training loop in the order of docs/design.md, on DDP where there are ranks."""
+
+    def __init__(self, policy, folder, **options):
+        torch.manual_seed(0)
+        self.detector, self.folder = Detector(), Path(folder)
+        self.model = nn.parallel.DistributedDataParallel(self.detector) if world()[1] > 1 else self.detector
+        self.weights = LossWeights(Detector.loss_names, {}, Detector.default_weights)
+        self.optimizer = torch.optim.Adam(self.detector.parameters(), lr=0.01)
+        self.ema = Ema(self.detector, 0.9)
+        self.guard = NanGuard(policy, **options)
+        self.messages, self.actions = [], []
+        self.save()
+
+    def save(self):
+        self.saved = copy.deepcopy([x.state_dict() for x in (self.detector, self.optimizer, self.ema.module, self.ema)])
+
+    def load(self):
+        for thing, state in zip((self.detector, self.optimizer, self.ema.module, self.ema), self.saved, strict=True):
+            thing.load_state_dict(copy.deepcopy(state))
+
+    def window(self, step, batches, kind=None):
+        self.detector.poison.kind = kind
+        self.guard.snapshot(self.detector)
+        given = window_denominators([self.detector.denominators(b.targets) for b in batches], "cpu")
+        sums = dict.fromkeys(self.detector.loss_names, 0.0)
+        for batch, denominators in zip(batches, given, strict=True):
+            outputs = self.model(batch.images, batch.sizes)
+            losses, _ = self.detector.criterion(outputs, batch.targets, denominators)
+            result = self.weights(losses, step, len(batches))
+            result.total.backward()
+            sums = {name: sums[name] + value for name, value in result.unweighted.items()}
+        own = {**sums, "norm": gradient_norm(self.detector.parameters()), "buffers": self.guard.buffers_finite()}
+        reduced = reduce_dict(own, list(own))
+        losses = {name: reduced[name] for name in sums}
+        action = self.guard.decide(step, losses, reduced["norm"], buffers_finite=reduced["buffers"])
+        self.actions.append(action.value)
+        if action is Action.STEP:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.ema.update(self.detector)
+            return
+        replayed = {"step": step, "seed": 5, "rank": world()[0]}
+        facts = {"losses": losses, "denominators": given, "lr": {"main": 0.01}, "action": action.value, "epoch": 0}
+
+        def run_again():
+            return rerun_window(self.detector, self.weights, batches, given, **replayed)
+
+        self.messages.append(
+            investigate(self.guard, self.detector, run_again, self.folder, batches, {**replayed, **facts})
+        )
+        if action is Action.ROLLBACK:
+            self.load()
+        elif action is Action.STOP:
+            raise StoppedByGuard(self.messages[-1])
+
+    def tensors(self):
+        state = self.optimizer.state_dict()["state"].values()
+        return [
+            *self.detector.state_dict().values(),
+            *self.ema.module.state_dict().values(),
+            *(p.grad for p in self.detector.parameters() if p.grad is not None),
+            *(t for entry in state for t in entry.values()),
+        ]
+
+    def all_finite(self):
+        return all(bool(t.isfinite().all()) for t in self.tensors() if t.is_floating_point())
+
+
+KINDS = ("input", "activation", "loss", "gradient", "buffer")
+POLICIES = ("stop", "skip", "rollback")
+BAD_STEP, BAD_RANK = 3, 1
+
+
+def train(policy, folder, kind, leave_out=()):
+    """Five windows, the fourth of them broken on one rank; a checkpoint after the second."""
+    run, (rank, _) = Run(policy, folder), world()
+    for step in range(5):
+        if step == 2:
+            run.save()
+        broken = step == BAD_STEP and rank == min(BAD_RANK, world()[1] - 1) and kind is not None
+        if step in leave_out:
+            continue
+        batches = window_of(step, rank, broken_input=broken and kind == "input")
+        try:
+            run.window(step, batches, kind if broken and kind != "input" else None)
+        except StoppedByGuard:
+            break
+    run.detector.poison.kind = None
+    return run
+
+
+def every_kind_under_every_policy(folder):
+    results = {"clean": train("stop", folder, None, leave_out=[BAD_STEP]).tensors()}
+    for kind in KINDS:
+        for policy in POLICIES:
+            run = train(policy, f"{folder}/{kind}_{policy}", kind)
+            results[kind, policy] = (run.actions, run.messages, run.all_finite(), run.tensors(), run.saved[0])
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    return folder, run_on_ranks(every_kind_under_every_policy, 2, str(folder))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
+class TestNanOnOneOfTwoRanks:
+    def test_ranks_decide_alike_and_everything_stays_finite(self, two_ranks, kind, policy):
+        _, ranks = two_ranks
+        expected = ["step"] * 3 + [policy] + ["step"] * (policy != "stop")
+        for result in ranks:
+            actions, messages, all_finite, *_ = result[kind, policy]
+            assert actions == expected and all_finite
+            assert messages == ranks[0][kind, policy][1] and len(messages) == 1
+
+    def test_report_names_rank_place_and_images_and_replays(self, two_ranks, kind, policy):
+        folder, ranks = two_ranks
+        report_folder = folder / f"{kind}_{policy}" / "nan" / "step_000003"
+        assert [p.name for p in report_folder.iterdir()] == ["rank1"]
+        report, batches, state = load_report(report_folder / "rank1")
+        assert report["image_ids"] == [["s3r1m0i0", "s3r1m0i1"], ["s3r1m1i0", "s3r1m1i1"]]
+        assert (report["step"], report["policy"], report["action"]) == (3, policy, policy)
+        assert report["first_nonfinite_module"] == {"activation": "poison", "buffer": "norm"}.get(kind)
+        where = {"input": "batch", "activation": "module", "buffer": "module"}.get(kind, kind)
+        assert report["where"] == where
+        assert all(torch.isfinite(v).all() for v in state.values() if v.is_floating_point())
+        if kind == "gradient":
+            assert report["nonfinite_gradients"] == ["stem.weight", "stem.bias"]
+            assert "_NanBackward" in report["backward"]
+        text = (report_folder / "rank1" / "report.txt").read_text()
+        assert f"python scripts/replay.py {report_folder / 'rank1'}" in text and "s3r1m1i0" in text
+        assert "rank 1" in ranks[0][kind, policy][1][0]
+
+        detector = Detector()
+        detector.load_state_dict(state)
+        detector.poison.kind = None if kind == "input" else kind
+        weights = LossWeights(Detector.loss_names, {}, Detector.default_weights)
+        assert replay(detector, weights, report, batches)["reproduced"]
+        detector.load_state_dict(state)
+        detector.poison.kind = None
+        assert replay(detector, weights, report, batches)["reproduced"] == (kind == "input")
+
+    def test_what_follows_is_as_if_the_window_had_not_been(self, two_ranks, kind, policy):
+        for result in two_ranks[1]:
+            *_, tensors, saved_model = result[kind, policy]
+            if policy == "skip":
+                assert all(torch.equal(a, b) for a, b in zip(tensors, result["clean"], strict=True))
+            if policy == "rollback":  # two updates before the checkpoint, one window (step 4) after the rollback
+                assert saved_model["norm.num_batches_tracked"] == 4
+                assert tensors[list(saved_model).index("norm.num_batches_tracked")] == 6
+
+
+def test_one_process_without_ddp(tmp_path):
+    run = train("skip", tmp_path, "activation")
+    assert run.actions == ["step", "step", "step", "skip", "step"] and run.all_finite()
+    assert (tmp_path / "nan" / "step_000003" / "rank0" / "report.json").exists()
+
+
+# ---- decisions
+
+
+def decide(guard, losses=1.0, norm=1.0, scale=None, buffers=1.0):
+    return guard.decide(7, {"loss": losses}, norm, scale, buffers)
+
+
+@pytest.mark.parametrize("broken", [{"losses": NAN}, {"losses": -INF}, {"norm": INF}, {"norm": NAN}, {"buffers": 0.5}])
+def test_each_kind_of_broken_value_is_seen_and_named(broken):
+    guard = NanGuard("stop")
+    assert decide(guard) is Action.STEP
+    assert decide(guard, **broken) is Action.STOP
+    (kind,) = broken
+    assert {"losses": "step 7 loss is", "norm": "gradient norm is", "buffers": "a buffer"}[kind] in guard.reason
+
+
+def test_skips_are_counted_in_succession():
+    guard = NanGuard("skip", max_skips=2)
+    assert [decide(guard, NAN) for _ in range(2)] == [Action.SKIP] * 2
+    assert decide(guard) is Action.STEP
+    assert [decide(guard, NAN) for _ in range(3)] == [Action.SKIP, Action.SKIP, Action.STOP]
+
+
+def test_rollbacks_are_counted_in_all_and_lower_the_rate():
+    guard = NanGuard("rollback", max_rollbacks=2, lr_factor=0.5)
+    assert guard.lr_scale == 1.0 and decide(guard, NAN) is Action.ROLLBACK and guard.lr_scale == 0.5
+    decide(guard)
+    assert decide(guard, norm=INF) is Action.ROLLBACK and guard.lr_scale == 0.25
+    decide(guard)
+    resumed = NanGuard("rollback", max_rollbacks=2, lr_factor=0.5)
+    resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    assert decide(resumed, NAN) is Action.STOP and resumed.lr_scale == 0.25
+
+
+def test_the_search_for_a_loss_scale_is_no_divergence():
+    guard = NanGuard("stop", max_calibrations=3)
+    assert decide(guard, norm=INF, scale=65536.0) is Action.CALIBRATE
+    assert decide(guard, norm=NAN, scale=1.0) is Action.STOP  # nothing left to lower
+    assert decide(guard, losses=NAN, norm=NAN, scale=65536.0) is Action.STOP  # the losses do not carry the scale
+    assert decide(guard, norm=NAN, scale=65536.0, buffers=0.0) is Action.STOP
+    assert [decide(guard, norm=INF, scale=2.0**i).value for i in (9, 8, 7, 6)] == ["calibrate"] * 3 + ["stop"]
+
+
+def test_a_real_scaler_finds_its_scale_under_the_guard():
+    parameter = nn.Parameter(torch.tensor([2.0]))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    guard, actions = NanGuard("stop"), []
+    while not actions or actions[-1] is Action.CALIBRATE:
+        optimizer.zero_grad()
+        loss = (3 * parameter).sum()
+        scaler.scale(loss).backward()
+        norm = gradient_norm([parameter], scaler.get_scale())
+        actions.append(guard.decide(0, {"loss": loss.item()}, norm.item(), scaler.get_scale()))
+        scaler.step(optimizer)
+        scaler.update()
+    # at 2^127 and 2^126 three times the scale is beyond float32
+    assert actions == [Action.CALIBRATE, Action.STEP] or actions == [Action.CALIBRATE] * 2 + [Action.STEP]
+    assert norm.item() == pytest.approx(3.0) and parameter.item() == pytest.approx(1.7)
+
+
+def test_unknown_policy():
+    with pytest.raises(BadInput, match="stop, skip, rollback"):
+        NanGuard("ignore")
+
+
+def test_gradient_norm_is_that_of_all_gradients():
+    a, b, c = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    assert gradient_norm([a, b, c]).item() == 5.0 and gradient_norm([a, b, c], 10.0).item() == 0.5
+    assert gradient_norm([c]).item() == 0.0
+    b.grad[0] = NAN
+    assert gradient_norm([a, b]).isnan()
+
+
+# ---- buffers
+
+
+class Buffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, -INF]))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("hidden", torch.zeros(2, dtype=torch.bfloat16), persistent=False)
+        self.register_buffer("table", torch.zeros(3))
+        self.register_buffer("nothing", None)
+        self.register_buffer("empty", torch.zeros(0))
+
+
+def test_all_buffers_come_back_and_a_mask_of_infinities_is_no_alarm():
+    model, guard = Buffers(), NanGuard()
+    guard.snapshot(model)
+    assert guard.buffers_finite().item() == 1.0
+    hidden = model.hidden
+    model.count += 5
+    hidden[1] = INF
+    model.table = torch.full((7,), NAN)  # replaced, in another size
+    assert guard.buffers_finite().item() == 0.0
+    guard.restore(model)
+    assert guard.buffers_finite().item() == 1.0
+    assert model.count == 0 and model.hidden is hidden and torch.equal(model.table, torch.zeros(3))
+    assert model.mask[1] == -INF
+
+
+def test_a_second_snapshot_takes_the_place_of_the_first():
+    model, guard = Buffers(), NanGuard()
+    for value in (1.0, 2.0):
+        model.table.fill_(value)
+        guard.snapshot(model)
+    model.table.fill_(NAN)
+    guard.restore(model)
+    assert torch.equal(model.table, torch.full((3,), 2.0))
+    with pytest.raises(ValueError, match="no snapshot"):
+        guard.restore(Buffers())
+
+
+def test_a_model_without_buffers():
+    guard = NanGuard()
+    guard.snapshot(nn.Linear(2, 2))
+    assert guard.buffers_finite().item() == 1.0
+
+
+# ---- finding out
+
+
+def losses_of(model, x):
+    def run():
+        loss = model(x).square().sum()
+        loss.backward()
+        return [{"loss": loss.detach()}]
+
+    return run
+
+
+def test_innermost_module_and_what_it_was_handed():
+    class Block(nn.Module):
+        def __init__(self, poison):
+            super().__init__()
+            self.first, self.second, self.poison = nn.Linear(2, 2), nn.Linear(2, 2), poison
+
+        def forward(self, x):
+            return self.second(torch.sqrt(self.first(x) - 1e9) if self.poison else self.first(x))
+
+    model = nn.Sequential(Block(False), Block(True))
+    finding = diagnose(model, losses_of(model, torch.ones(1, 2)))
+    assert (finding["first_nonfinite_module"], finding["kind"]) == ("1.second", "input")
+    assert math.isnan(finding["window_losses"][0]["loss"])
+    assert all(p.grad is None for p in model.parameters())
+
+    with torch.no_grad():
+        model[1].poison = False
+        model[0].second.bias[0] = NAN
+    finding = diagnose(model, losses_of(model, torch.ones(1, 2)))
+    assert (finding["first_nonfinite_module"], finding["kind"]) == ("0.second", "parameters")
+    assert finding["where"] == "parameters"
+
+
+def test_a_run_that_raises_is_part_of_the_finding():
+    def run():
+        raise ValueError("matrix contains invalid numeric entries")
+
+    finding = diagnose(nn.Linear(1, 1), run)
+    assert finding["where"] == "loss" and "invalid numeric entries" in finding["error"]
+
+
+def test_a_fault_that_does_not_come_back_is_called_so():
+    model = nn.Linear(2, 2)
+    finding = diagnose(model, losses_of(model, torch.ones(1, 2)))
+    assert finding["where"] == "unknown" and finding["nonfinite_gradients"] == []
+    assert not model._forward_hooks
+
+
+def test_compiled_modules_are_looked_into():
+    model = nn.Sequential(nn.Linear(2, 2), Poison())
+    model.compile(backend="eager")
+    x = torch.ones(1, 2)
+    model(x)
+    model[1].kind = "activation"
+    assert diagnose(model, losses_of(model, x))["first_nonfinite_module"] == "1"
+
+
+# ---- reports
+
+
+def report_of():
+    finding = diagnose(nn.Linear(1, 1), lambda: [{"loss": NAN}])
+    report = {"step": 3, "rank": 0, "reason": "loss is nan", "policy": "stop", "image_ids": [[1, "b.png"]]}
+    return {**report, **finding, "batch": [], "losses": {"loss": NAN}, "lr": {"main": 0.1}}
+
+
+def test_a_window_returns_as_it_was(tmp_path):
+    image = torch.zeros(1, 3, 4, 4, dtype=torch.uint8)
+    batches = [
+        Batch(image.expand(2, -1, -1, -1), torch.ones(2, 2, dtype=torch.int64), [
+            {"image_id": 1, "boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)},
+            {"image_id": "b.png", "boxes": torch.tensor([[0.0, NAN, 1.0, 2.0]]), "size": torch.tensor([4, 4])},
+        ]),
+        *(Batch(image, torch.zeros(1, 2, dtype=torch.int64), [{"image_id": i}]) for i in range(11)),
+    ]  # fmt: skip
+    tied = torch.ones(3)
+    folder = write_report(tmp_path, report_of(), batches, {"a": tied, "b": tied})
+    report, again, state = load_report(folder)
+    assert math.isnan(float(report["losses"]["loss"])) and "NaN" not in (folder / "report.json").read_text()
+    assert [b.targets[0]["image_id"] for b in again] == [1, *range(11)]
+    for old, new in zip(batches, again, strict=True):
+        assert torch.equal(old.images, new.images) and torch.equal(old.sizes, new.sizes)
+        for a, b in zip(old.targets, new.targets, strict=True):
+            assert set(a) == set(b)
+            for key in set(a) - {"image_id"}:
+                torch.testing.assert_close(a[key], b[key], rtol=0, atol=0, equal_nan=True)
+    assert set(state) == {"a", "b"}
+
+
+def test_later_reports_overwrite_nothing_and_do_not_fill_the_disk_with_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(nan_report, "MAX_FULL_REPORTS", 2)
+    folders = [write_report(tmp_path, report_of(), [window_of(0, 0)[0]], {"a": torch.ones(1)}) for _ in range(3)]
+    assert [f.name for f in folders] == ["rank0", "rank0_2", "rank0_3"]
+    assert [(f / "model.safetensors").exists() for f in folders] == [True, True, False]
+    with pytest.raises(BadInput, match="model.safetensors"):
+        load_report(folders[2])
+
+
+def test_a_report_that_cannot_be_written_warns_and_training_goes_on(tmp_path):
+    (tmp_path / "nan").write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="could not be written"):
+        assert write_report(tmp_path, report_of(), window_of(0, 0), {}) is None
+
+
+def test_no_report_there(tmp_path):
+    with pytest.raises(BadInput, match="report.json, batch_0.safetensors, model.safetensors"):
+        load_report(tmp_path)
+
+
+def test_dropped_gradients_are_gone():
+    model = Detector()
+    model(window_of(0, 0)[0].images, None).logits[0].sum().backward()
+    drop_gradients(model)
+    assert all(p.grad is None for p in model.parameters())
