@@ -6,7 +6,7 @@ import resource
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import functional as F
@@ -17,6 +17,10 @@ from toolkit.data.samplers import EpochSampler, EvalSampler, SampleKey
 from toolkit.data.table import Category, write_table
 from toolkit.data.transforms import detr_train_transform, eval_transform, square_transform
 from toolkit.errors import BadInput
+
+# A busy machine is no failure.
+settings.register_profile("patient", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 COUNT = 13
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

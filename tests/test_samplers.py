@@ -4,11 +4,15 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.data.samplers import EpochSampler, EvalSampler, SampleKey, aspect_ratio_groups
 from toolkit.errors import BadInput
+
+# A busy machine is no failure.
+settings.register_profile("patient", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def ranks(num_samples, batch_size, world_size, **kwargs):
