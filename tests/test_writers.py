@@ -6,6 +6,7 @@
 import json
 import math
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -262,6 +263,12 @@ def test_offline_wandb_gets_every_row_once_under_one_id(wandb_home, monkeypatch)
     assert len(list(wandb_home.glob(f"wandb/offline-run-*/files/{pictures[5][0]}"))) == 1
 
 
+def logging_run(folder: Path) -> None:
+    writer = open_writer(folder, "wandb")
+    writer.log(train_row(1))
+    writer.close()
+
+
 def killed_run(folder: Path) -> None:
     """Logs ten rows, has a checkpoint after the eighth, and is killed before W&B has written anything down."""
     writer = open_writer(folder, "wandb")
@@ -274,7 +281,8 @@ def killed_run(folder: Path) -> None:
 
 def test_rows_that_wandb_lost_in_a_kill_are_sent_again(wandb_home, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    killed = subprocess.run([sys.executable, __file__, str(wandb_home)], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, __file__, "kill", str(wandb_home)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(history(wandb_home)) < 8  # else this test shows nothing
     state = json.loads((wandb_home / "state.json").read_text())
@@ -307,6 +315,19 @@ def test_wandb_without_account_or_network_goes_offline_with_one_warning(wandb_ho
         writer.close()
     assert len([w for w in caught if w.category is UserWarning]) == 1
     assert [step for _, step, _ in history(wandb_home)] == [1, 2]
+
+
+@pytest.mark.slow
+def test_wandb_asks_nobody_for_an_account(wandb_home, monkeypatch):
+    """On a terminal, W&B would ask and wait."""
+    monkeypatch.delenv("WANDB_SILENT")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, other_end = pty.openpty()
+    command = [sys.executable, __file__, "log", str(wandb_home)]
+    subprocess.run(command, stdin=other_end, stderr=other_end, stdout=subprocess.DEVNULL, timeout=60, check=True)
+    os.close(other_end)
+    os.close(terminal)
+    assert [step for _, step, _ in history(wandb_home)] == [1]
 
 
 def test_offline_file_is_read_to_where_it_was_cut_off(wandb_home, monkeypatch):
@@ -367,4 +388,4 @@ def test_progress_shows_a_bar_with_the_time_left_on_a_terminal(capsys, monkeypat
 
 
 if __name__ == "__main__":
-    killed_run(Path(sys.argv[1]))
+    {"log": logging_run, "kill": killed_run}[sys.argv[1]](Path(sys.argv[2]))

@@ -211,7 +211,7 @@ def write_environment(folder: Path, seed: int, world_size: int, extra: dict | No
         "processes": world_size,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := _package_version(name))},
+        "packages": {n: v for n in PACKAGES if (v := _package_version(n))} | {"torch": torch.__version__},  # +cu132
         "git": git_state(Path(__file__).resolve().parent.parent),
         "hardware": hardware(),
         **(extra or {}),

@@ -27,6 +27,7 @@ from toolkit.errors import BadInput
 from toolkit.runfolder import write_text_atomic
 
 WANDB_INIT_TIMEOUT_S = 30
+WANDB_FINISH_TIMEOUT_S = 300  # a network lost since must not keep a finished run waiting; older releases lack this
 
 
 class MetricsLog:
@@ -212,7 +213,8 @@ class RunWriter:
         import wandb  # half a second that only its users pay
 
         resumed, self.run_id = self.run_id is not None, self.run_id or uuid.uuid4().hex[:8]
-        settings = wandb.Settings(init_timeout=WANDB_INIT_TIMEOUT_S)
+        limits = {"init_timeout": WANDB_INIT_TIMEOUT_S, "finish_timeout": WANDB_FINISH_TIMEOUT_S}
+        settings = wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields})
         options = {"id": self.run_id, "name": run_name, "dir": str(self.folder), "settings": settings}
         online = {} if os.environ.get("WANDB_MODE") == "offline" else {"resume": "allow"}
         try:
@@ -221,7 +223,7 @@ class RunWriter:
         except (wandb.errors.UsageError, wandb.errors.CommError) as error:  # no key; no network
             self._accelerator.trackers.clear()
             warnings.warn(
-                f"W&B cannot be reached ({_first_line(error)}); logging offline. Send it later with "
+                f"W&B cannot be reached ({str(error).partition(chr(10))[0]}); logging offline. Send it later with "
                 f"`wandb sync {self.folder}/wandb/offline-run-*`.",
                 stacklevel=2,
             )
@@ -279,9 +281,10 @@ class RunWriter:
         try:
             call(*args)
         except Exception as error:  # noqa: BLE001  trackers raise what they like: their own, requests', protobuf's
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             warnings.warn(
-                f"The tracker {self.tracker} failed and is switched off ({type(error).__name__}: "
-                f"{_first_line(error)}). Training goes on; {self.folder}/metrics.jsonl has every row.",
+                f"The tracker {self.tracker} failed and is switched off ({reason}). Training goes on; "
+                f"{self.folder}/metrics.jsonl has every row.",
                 stacklevel=3,
             )
             self.tracker = "none"
@@ -299,7 +302,7 @@ def read_offline_wandb(path: Path) -> Iterator:
     """The protobuf `Record`s of a `.wandb` file, up to where it was cut off.
 
     The file is a LevelDB log (github.com/google/leveldb, doc/log_format.md) behind seven bytes of its own: blocks of
-    32 KiB; chunks of crc32, length and type (1 whole, 2 first, 3 middle, 4 last).
+    32 KiB, chunks of crc32, length and type (1 whole, 2 first, 3 middle, 4 last).
     """
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
@@ -353,10 +356,6 @@ def _read_json(path: Path) -> dict:
         return {}
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
-
-
 # ---------------------------------------------------------------- console
 
 _LAYER = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
@@ -378,8 +377,7 @@ def console_line(row: Mapping, total_steps: int | None = None) -> str:
     losses = " ".join(f"{n.removeprefix('loss_')} {row[f'train/{n}']:.4g}" for n in names if not _LAYER.search(n))
     rates = " ".join(f"{k.removeprefix('train/lr/')} {row[k]:.3g}" for k in row if k.startswith("train/lr/"))
     eta = row.get("time/eta_s")
-    parts = [f"step {row['step']}" + (f"/{total_steps}" if total_steps else "")]
-    parts += show("epoch", "epoch", ".4g")
+    parts = [f"step {row['step']}" + (f"/{total_steps}" if total_steps else ""), *show("epoch", "epoch", ".4g")]
     parts += [f"eta {timedelta(seconds=round(eta))}"] if eta is not None and math.isfinite(eta) else []
     parts += show("train/loss", "loss", ".4f")
     parts += [f"({losses})"] if losses else []
@@ -395,9 +393,7 @@ def progress(total: int, initial: int = 0, enabled: bool = True) -> tqdm:
 
     `bar.update()` at each step; `bar.write(line)` prints a line above the bar, or plainly where there is none.
 
-    Args:
-        total: steps of the run. initial: steps done before.
-        enabled: this is the main process.
+    `total`: steps of the run; `initial`: steps done before; `enabled`: this is the main process.
     """
     shown = enabled and sys.stderr is not None and sys.stderr.isatty()
     return tqdm(total=total, initial=initial, disable=not shown, unit="step", dynamic_ncols=True, smoothing=0.1)

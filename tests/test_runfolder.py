@@ -1,0 +1,137 @@
+"""Run folders are made or refused in words; status.json and environment.json say what happened where.
+
+    python -m pytest tests/test_runfolder.py
+"""
+
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.errors import BadInput
+from toolkit.runfolder import (
+    EXIT_CODES,
+    git_state,
+    prepare_run_folder,
+    read_status,
+    write_environment,
+    write_json_atomic,
+    write_status,
+)
+
+
+def test_a_new_folder_is_made_and_an_empty_one_taken(tmp_path):
+    folder = prepare_run_folder(tmp_path / "deep" / "runs", "a")
+    assert folder == tmp_path / "deep" / "runs" / "a" and (folder / "checkpoints").is_dir()
+    assert prepare_run_folder(tmp_path / "deep" / "runs", "a") == folder
+    assert [path.name for path in folder.iterdir()] == ["checkpoints"]
+
+
+@pytest.mark.parametrize("content", ["metrics.jsonl", "checkpoints/step_000001/state.json", "status.json", "notes.txt"])
+def test_never_refuses_an_earlier_run(tmp_path, content):
+    path = tmp_path / "a" / content
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(BadInput, match="exists already.*--run.resume latest.*--run.name"):
+        prepare_run_folder(tmp_path, "a", "never")
+    assert prepare_run_folder(tmp_path, "a", "latest") == tmp_path / "a"
+    assert path.read_text() == "{}"
+
+
+def test_a_run_that_never_began_does_not_stand_in_the_way(tmp_path):
+    folder = prepare_run_folder(tmp_path, "a")
+    (folder / "config.yaml").write_text("run: {}")
+    write_status(folder, "bad_input", "data.train does not exist")
+    assert prepare_run_folder(tmp_path, "a", "never") == folder
+    write_status(folder, "failed")
+    with pytest.raises(BadInput):
+        prepare_run_folder(tmp_path, "a", "never")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a"])
+def test_names_that_are_no_plain_folder(tmp_path, name):
+    with pytest.raises(BadInput, match="not a plain folder name"):
+        prepare_run_folder(tmp_path, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("resume", ["never", "latest"])
+def test_output_that_cannot_be_written(tmp_path, resume):
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", Path("/proc/nowhere")):
+        with pytest.raises(BadInput, match="cannot be written.*--run.output_dir"):
+            prepare_run_folder(output, "a", resume)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "a").write_text("")
+    with pytest.raises(BadInput):
+        prepare_run_folder(tmp_path / "runs", "a", resume)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_output_without_the_right_to_write(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(BadInput, match="Permission denied"):
+        prepare_run_folder(tmp_path, "a")
+
+
+def test_status_says_state_and_exit_code(tmp_path):
+    for state, code in EXIT_CODES.items():
+        write_status(tmp_path, state, "why", step=3, best=math.nan)
+        status = read_status(tmp_path)
+        assert (status["state"], status["exit_code"], status["reason"]) == (state, code, "why")
+        assert status["step"] == 3 and status["best"] is None
+    assert EXIT_CODES == {
+        "running": None, "done": 0, "failed": 1, "bad_input": 2, "stopped_by_guard": 3, "preempted": 85
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="crashed"):
+        write_status(tmp_path, "crashed")
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+    (tmp_path / "status.json").write_text("{")
+    assert read_status(tmp_path) == {}
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.json"
+    write_json_atomic(path, {"a": 1})
+    for bad in ({"a": math.nan}, {"a": object()}):
+        with pytest.raises((TypeError, ValueError)):
+            write_json_atomic(path, bad)
+    assert json.loads(path.read_text()) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_environment(tmp_path):
+    written = write_environment(tmp_path, seed=7, world_size=2, extra={"precision": "no"})
+    read = json.loads((tmp_path / "environment.json").read_text())
+    assert read == written
+    assert (read["seed"], read["processes"], read["precision"]) == (7, 2, "no")
+    assert read["packages"]["torch"] == torch.__version__ and "accelerate" in read["packages"]
+    assert read["hardware"]["memory_bytes"] > 2**20 and read["hardware"]["cpu_cores_usable"] >= 1
+    assert read["hardware"]["cpu"] and len(read["hardware"]["gpus"]) == torch.cuda.device_count()
+
+
+def test_git_state_of_a_checkout_and_of_none(tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
+
+    assert git_state(tmp_path) is None
+    git("init")
+    assert git_state(tmp_path) is None  # nothing committed yet
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "a")
+    clean = git_state(tmp_path)
+    assert len(clean["commit"]) == 40 and clean["dirty"] is False
+    (tmp_path / "a").write_text("2")
+    assert git_state(tmp_path) == clean | {"dirty": True}
+    (tmp_path / "inside").mkdir()
+    assert git_state(tmp_path / "inside") is None  # installed inside somebody else's checkout
+
+
+def test_git_state_without_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(Path(__file__).resolve().parent.parent) is None
