@@ -18,16 +18,27 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from toolkit.data import visual_genome as vg
+from toolkit.errors import BadInput
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
+from toolkit.gradients import clip_gradients, gradient_table
 from toolkit.models.relation import HeadSizes, build_relation_head, frequency, geometry, losses, postprocess, sampling
 from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects
 from toolkit.models.relation.layers import label_embedding
+from toolkit.models.relation.mapping import map_weights
+from toolkit.optim import parameter_groups
+from toolkit.plateau import PlateauSchedule, warmup_factor
+from toolkit.schedules import lr_factor
 
 
 @cache
 def arrays(folder: Path, topic: str) -> dict[str, np.ndarray]:
     with np.load(folder / f"sgg_{topic}.npz", allow_pickle=False) as file:
         return dict(file)
+
+
+@cache
+def document(folder: Path, topic: str) -> dict:
+    return json.loads((folder / f"sgg_{topic}.json").read_text())
 
 
 def group(data: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
@@ -46,6 +57,8 @@ def rows_of(values: np.ndarray, ptr: np.ndarray, i: int) -> np.ndarray:
 def pytest_generate_tests(metafunc):
     folder = metafunc.config.getoption("golden")
     cases = {
+        "schedule_case": lambda: list(document(folder, "schedule")["cases"]),
+        "clip_case": lambda: prefixes(folder, "clip_grad"),
         "head": lambda: sorted(path.stem.removeprefix("sgg_head_") for path in folder.glob("sgg_head_*.npz")),
         "dataset_split": lambda: list(
             dict.fromkeys(k.rsplit(".", 1)[0] for k in arrays(folder, "dataset") if k.endswith(".split_mask"))
@@ -276,6 +289,176 @@ def test_losses(golden):
     assert torch.equal(has_any.long(), given["attribute_fg"])
     total, count = losses.attribute_loss(given["att_logits"], given["attributes"])
     close(losses.mean(total, count), data["with_attributes_no_sampling.loss_refine_att"])
+
+
+# Schedule, optimizer groups, clipping, weights
+
+
+def sgd(base_lrs: list[float]) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in base_lrs], lr=0.0)
+
+
+CODE_DEFAULTS = {"gamma": 0.5, "warmup_factor": 1 / 3, "warmup_iters": 500, "warmup_method": "linear"}
+PLATEAU_DEFAULTS = {"patience": 2, "threshold": 1e-4, "cooldown": 1}
+OUR_OPTIONS = {"warmup_factor": "warmup_start", "warmup_iters": "warmup_steps"}
+
+
+def plateau_schedule(case: dict) -> PlateauSchedule:
+    options = CODE_DEFAULTS | PLATEAU_DEFAULTS | case["params"]
+    options = {OUR_OPTIONS.get(key, key): value for key, value in options.items()}
+    return PlateauSchedule(sgd(case["base_lrs"]), **options, max_decays=case["max_decay_step"] or 10**6)
+
+
+def test_schedule(golden, schedule_case):
+    case = document(golden, "schedule")["cases"][schedule_case]
+    if case["kind"] == "WarmupMultiStepLR":
+        return check_multistep(case)
+    if case["params"].get("patience", 2) < 1:
+        with pytest.raises(BadInput, match="patience"):
+            plateau_schedule(case)
+        return None
+    return check_plateau(case)
+
+
+def check_multistep(case: dict) -> None:
+    params = CODE_DEFAULTS | {"gamma": 0.1} | case["params"]
+    for step, expected in enumerate(case["lr_used"]):
+        warm = warmup_factor(step, params["warmup_iters"], params["warmup_factor"], params["warmup_method"])
+        factor = warm * lr_factor(step, "multistep", milestones=params["milestones"], gamma=params["gamma"])
+        np.testing.assert_allclose([lr * factor for lr in case["base_lrs"]], expected, rtol=1e-9)
+
+
+def check_plateau(case: dict) -> None:
+    """With the constructor's phantom validation of 0 put back, everything equals the original but the first rate."""
+    schedule = plateau_schedule(case)
+    assert schedule.best is None and schedule.cooling == (PLATEAU_DEFAULTS | case["params"])["cooldown"], "not consumed"
+    schedule.observe(0.0)
+    after_init = case["state_after_init"]
+    assert (schedule.best, schedule.cooling, schedule.decays) == (
+        after_init["best"],
+        after_init["under_cooldown"],
+        after_init["stage_count"],
+    )
+    for step, expected in enumerate(case["lr_used"]):
+        schedule.set(step)
+        rates = list(schedule.rates().values())
+        if step == 0:  # the original starts counting at 1 and so uses the second rate twice
+            assert expected == case["lr_after_init"]
+            warm = warmup_factor(0, *warmup_options(case)) / warmup_factor(1, *warmup_options(case))
+            expected = [lr * warm for lr in expected]
+        np.testing.assert_allclose(rates, expected, rtol=1e-9, err_msg=f"step {step}")
+        if case["val_seen"][step] is not None:
+            schedule.observe(float(case["val_seen"][step]))
+        assert schedule.decays == case["stage_count"][step]
+        assert schedule.bad == case["num_bad_epochs"][step]
+        assert schedule.cooling == case["under_cooldown"][step]
+        np.testing.assert_allclose(schedule.best, case["best"][step], rtol=1e-9)
+        assert schedule.finished == (case["stopped_at_iteration"] == step + 1)
+
+
+def warmup_options(case: dict) -> tuple[int, float, str]:
+    params = CODE_DEFAULTS | case["params"]
+    return params["warmup_iters"], params["warmup_factor"], params["warmup_method"]
+
+
+def test_resume_keeps_the_schedule(golden):
+    """Of four ways to resume, the original forgets the decays in three; we never do."""
+    for case in document(golden, "clip_grad")["resume"].values():
+        before = case["before_save"]
+        schedule = PlateauSchedule(sgd([0.1]), gamma=0.1, warmup_steps=0)
+        while schedule.decays < before["stage_count"]:
+            schedule.observe(before["best"])
+        again = PlateauSchedule(sgd([0.1]))
+        again.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+        again.set(before["last_epoch"] + 1)
+        assert (again.decays, again.best) == (before["stage_count"], before["best"])
+        np.testing.assert_allclose(again.rates()["0"], before["lr"], rtol=1e-9)
+
+
+class Tree(torch.nn.Module):
+    """A module whose parameters have the given names."""
+
+    def __init__(self, names: list[str], trained: bool = True):
+        super().__init__()
+        for name in names:
+            *path, leaf = name.split(".")
+            node = self
+            for part in path:
+                if not hasattr(node, part):
+                    node.add_module(part, torch.nn.Module())
+                node = getattr(node, part)
+            shape = (3,) if leaf == "bias" else (3, 2)
+            node.register_parameter(leaf, torch.nn.Parameter(torch.zeros(shape), requires_grad=trained))
+
+
+def test_optimizer_groups(golden):
+    """The same but for weights with "bias" somewhere in their name: to us only a bias is a bias."""
+    for cases in document(golden, "schedule")["optimizer_groups"].values():
+        for case in cases:
+            model = Tree([entry["name"] for entry in case["groups"]])
+            for prefix in case["frozen_names"]:
+                assert all(not entry["name"].startswith(prefix) for entry in case["groups"])
+            factors = {}
+            for entry in case["groups"]:
+                slow = any(entry["name"].startswith(f"{head}.") for head in case["slow_heads"])
+                factors[entry["name"]] = (case["bias_lr_factor"] if entry["name"].endswith(".bias") else 1.0) / (
+                    case["slow_ratio"] if slow else 1.0
+                )
+            groups = parameter_groups(
+                model,
+                lr=case["base_lr"] * case["images_per_batch_factor"],
+                weight_decay=case["weight_decay"],
+                no_decay_on_norm_and_bias=case["weight_decay_bias"] == 0,
+                multipliers=factors,
+            )
+            ours = {name: (g["lr"], g["weight_decay"]) for g in groups for name in g["param_names"]}
+            for entry in case["groups"]:
+                lr, weight_decay = entry["lr"], entry["weight_decay"]
+                if "bias" in entry["name"] and not entry["name"].endswith(".bias"):
+                    lr, weight_decay = lr / case["bias_lr_factor"], case["weight_decay"]
+                np.testing.assert_allclose(ours[entry["name"]], (lr, weight_decay), rtol=1e-9, err_msg=entry["name"])
+
+
+def test_clipping(golden, clip_case):
+    case = group(arrays(golden, "clip_grad"), clip_case)
+    text = document(golden, "clip_grad")[clip_case]
+    named = []
+    for i, name in enumerate(text["names"]):
+        parameter = torch.nn.Parameter(torch.zeros(case[f"grad_in_{i}"].shape))
+        parameter.grad = torch.from_numpy(case[f"grad_in_{i}"]).clone()
+        named.append((name, parameter))
+    named += [(name, torch.nn.Parameter(torch.zeros(2))) for name in text["without_grad"]]
+    max_norm = float(case["max_norm"])
+    if text["log_lines"]:
+        same_lines(gradient_table(named, max_norm).splitlines(), text["log_lines"])
+    norm = clip_gradients((p for _, p in named), max_norm if case["clip"] else None)
+    if not np.isfinite(case["total_norm"]):  # left to the guard, which stops before the update
+        assert not norm.isfinite()
+        return
+    np.testing.assert_allclose(float(norm), case["total_norm"], rtol=1e-5)
+    for i, (name, parameter) in enumerate(named[: len(text["names"])]):
+        np.testing.assert_allclose(parameter.grad, case[f"grad_out_{i}"], rtol=1e-5, atol=1e-12, err_msg=name)
+
+
+def same_lines(ours: list[str], expected: list[str]) -> None:
+    """The same text, numbers equal up to the last printed digit."""
+    number = re.compile(r"\d+\.\d{5}")
+    assert [number.sub("#", line) for line in ours] == [number.sub("#", line) for line in expected]
+    for line, other in zip(ours, expected, strict=True):
+        values = ([float(value) for value in number.findall(text)] for text in (line, other))
+        np.testing.assert_allclose(*values, rtol=1e-5, atol=1.1e-5)
+
+
+def test_weight_mapping(golden):
+    case = document(golden, "clip_grad")["load_mapping"]
+    checkpoint = {name: torch.tensor(float(i)) for i, name in enumerate(case["loaded_keys"])}
+    model = {name: torch.tensor(-1.0) for name in case["model_keys"]}
+    mapped = map_weights(model, checkpoint, case["mapping"])
+    expected = {name: source for name, source in case["model_key_takes_value_of"].items() if source is not None}
+    assert mapped.sources == expected
+    assert set(mapped.new) == set(case["model_keys"]) - set(expected)
+    for name, source in expected.items():
+        assert mapped.state[name] == checkpoint[source]
 
 
 # Sampling

@@ -96,7 +96,7 @@ def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, device: torch.devi
         place[level] = np.arange(len(level))
 
     def child_places(key: str) -> list[Tensor]:
-        below = [*map(len, levels[1:]), 0]
+        below = [*map(len, levels[1:]), 0][: len(levels)]
         children = (np.where(flat[key][lv] >= 0, place[flat[key][lv]], n) for lv, n in zip(levels, below, strict=True))
         return [torch.as_tensor(places, device=device) for places in children]
 

@@ -1,0 +1,322 @@
+"""Relation heads and what feeds them, at the edges. Run: python -m pytest tests/test_relation.py"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision.ops import MultiScaleRoIAlign
+
+from toolkit.errors import BadInput
+from toolkit.models.relation import HEADS, HeadSizes, build_relation_head, losses
+from toolkit.models.relation.batch import RelationBatch, RelationOutput
+from toolkit.models.relation.frequency import predicate_weights
+from toolkit.models.relation.geometry import iou_plus_one, reading_order, rectangle_masks
+from toolkit.models.relation.mapping import map_weights
+from toolkit.models.relation.postprocess import late_nms, rank_triplets
+from toolkit.models.relation.sampling import pairs_to_ask, relation_matrix, sample_detected_boxes, sample_given_boxes
+from toolkit.models.relation.trees import grow_trees
+from toolkit.models.relation.union import UnionFeatures
+
+CLASSES, PREDICATES = 6, 5
+SIZES = HeadSizes(CLASSES, PREDICATES, roi_dim=8, union_dim=10, hidden_dim=8, pooling_dim=10, embed_dim=4)
+SMALL = {"transformer": {"heads": 2, "key_dim": 3, "value_dim": 3, "inner_dim": 8, "dropout": 0.0}}
+
+
+def head_of(name: str, mode: str, **options):
+    torch.manual_seed(0)
+    frequency = torch.randn(CLASSES, CLASSES, PREDICATES)
+    options = SMALL.get(name, {} if name in ("imp", "frequency") else {"dropout": 0.0}) | options
+    return build_relation_head(name, mode, SIZES, frequency, **options)
+
+
+def random_boxes(count: int, generator: torch.Generator) -> torch.Tensor:
+    corner = torch.rand(count, 2, generator=generator) * 80
+    return torch.cat([corner, corner + 5 + torch.rand(count, 2, generator=generator) * 60], 1)
+
+
+def batch_of(num_objects: list[int], seed: int = 0) -> RelationBatch:
+    generator = torch.Generator().manual_seed(seed)
+    boxes = [random_boxes(count, generator) for count in num_objects]
+    pairs, start = [], 0
+    for count, image_boxes in zip(num_objects, boxes, strict=True):
+        pairs.append(pairs_to_ask(image_boxes) + start)
+        start += count
+    num_pairs = [len(p) for p in pairs]
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    return RelationBatch(
+        boxes_xyxy=torch.cat(boxes),
+        sizes_hw=torch.tensor([[150, 200]] * len(num_objects)),
+        num_objects=num_objects,
+        pairs=torch.cat(pairs),
+        num_pairs=num_pairs,
+        roi_features=draw(start, 8),
+        union_features=draw(sum(num_pairs), 10),
+        labels=torch.randint(1, CLASSES, (start,), generator=generator),
+        logits=draw(start, CLASSES),
+        boxes_per_class=torch.cat(boxes)[:, None] + 5 * draw(start, CLASSES, 1),
+        relation_labels=torch.randint(0, PREDICATES, (sum(num_pairs),), generator=generator),
+        related=torch.rand(start, max(num_objects, default=0), generator=generator) > 0.5,
+    )
+
+
+def image_of(batch: RelationBatch, i: int) -> RelationBatch:
+    """One image of a batch."""
+    first, pair = sum(batch.num_objects[:i]), sum(batch.num_pairs[:i])
+    objects = slice(first, first + batch.num_objects[i])
+    pairs = slice(pair, pair + batch.num_pairs[i])
+    return RelationBatch(
+        batch.boxes_xyxy[objects],
+        batch.sizes_hw[i : i + 1],
+        [batch.num_objects[i]],
+        batch.pairs[pairs] - first,
+        [batch.num_pairs[i]],
+        batch.roi_features[objects],
+        batch.union_features[pairs],
+        batch.labels[objects],
+        batch.logits[objects],
+        batch.boxes_per_class[objects],
+    )
+
+
+@pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])
+@pytest.mark.parametrize("name", HEADS)
+def test_images_do_not_see_each_other(name, mode):
+    """Together with others, among them one without objects and one with a single object, or alone: the same."""
+    head = head_of(name, mode).eval()
+    batch = batch_of([3, 0, 5, 1, 5])
+    with torch.no_grad():
+        together = head(batch)
+        alone = [head(image_of(batch, i)) for i in range(5)]
+    for key in ("object_logits", "relation_logits", "object_labels"):
+        expected = torch.cat([getattr(output, key) for output in alone])
+        torch.testing.assert_close(getattr(together, key), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in HEADS if name != "frequency"])
+def test_every_batch_trains(name, precision):
+    """Finite losses under the announced names and gradients, for a batch without objects or pairs too."""
+    for mode in ("predcls", "sgdet"):
+        head = head_of(name, mode).train()
+        for num_objects in ([4, 2], [1], [0, 1, 3], [0, 0]):
+            batch = batch_of(num_objects)
+            with torch.autocast("cpu", dtype=precision, enabled=precision != torch.float32):
+                output = head(batch)
+            values = losses.head_losses(output, batch)
+            total = sum(losses.mean(*pair) for pair in values.values())
+            assert total.isfinite() and total.requires_grad
+            assert set(values) <= set(head.loss_names)
+            assert not sum(num_objects) or set(values) == set(head.loss_names)
+            head.zero_grad()
+            total.backward()
+            assert all(p.grad.isfinite().all() for p in head.parameters() if p.grad is not None)
+        assert all(buffer.isfinite().all() for buffer in head.buffers())
+
+
+def test_heads_learn():
+    """Predicates that follow from the union features are learned to the end by every trainable head."""
+    batch = batch_of([5, 4])
+    batch.relation_labels = batch.union_features[:, :PREDICATES].argmax(1)
+    for name in (name for name in HEADS if name != "frequency"):
+        head = head_of(name, "predcls").train()
+        optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
+        for _ in range(60):
+            optimizer.zero_grad()
+            values = losses.head_losses(head(batch), batch)
+            sum(losses.mean(*pair) for pair in values.values()).backward()
+            optimizer.step()
+        right = head(batch).relation_logits.argmax(1) == batch.relation_labels
+        assert right.float().mean() > 0.9, name
+
+
+def test_effects_differ_and_are_off_in_training():
+    batch = batch_of([4, 3])
+    outputs = {}
+    for effect in ("none", "TDE", "NIE", "TE"):
+        head = head_of("causal", "sgcls", effect=effect)
+        head.train()(batch)
+        with torch.no_grad():
+            outputs[effect] = head.eval()(batch).relation_logits
+    distinct = [outputs[key] for key in ("none", "TDE", "NIE", "TE")]
+    assert all((a - b).abs().max() > 1e-3 for i, a in enumerate(distinct) for b in distinct[:i])
+
+
+def test_wrong_options_are_named():
+    with pytest.raises(BadInput, match="motif'"):
+        head_of("motif", "predcls")
+    with pytest.raises(BadInput, match="predcl'"):
+        head_of("imp", "predcl")
+    with pytest.raises(BadInput) as caught:
+        head_of("causal", "predcls", context="lstm", fusion="max", effect="TDA")
+    assert all(part in str(caught.value) for part in ("'lstm'", "'max'", "'TDA'"))
+
+
+def plain_late_nms(boxes, logits, threshold):
+    """The published loop, for one image."""
+    scores = logits.softmax(1)
+    scores[:, 0] = 0
+    ious = iou_plus_one(boxes[:, None], boxes[None])
+    labels, free = torch.zeros(len(boxes), dtype=torch.int64), set(range(len(boxes)))
+    while free:
+        n, c = max(((n, c) for n in free for c in range(scores.shape[1])), key=lambda nc: float(scores[nc]))
+        if scores[n, c] > 0:
+            labels[n] = c
+            for other in free:
+                if ious[n, other, c] >= threshold:
+                    scores[other, c] = 0
+        free.remove(n)
+    return labels
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(0, 10**6))
+def test_late_nms_equals_the_loop(num_objects, seed):
+    batch = batch_of(num_objects, seed)
+    labels = late_nms(batch.boxes_per_class, batch.logits, num_objects, 0.3)
+    start = 0
+    for count in num_objects:
+        rows = slice(start, start + count)
+        assert torch.equal(labels[rows], plain_late_nms(batch.boxes_per_class[rows], batch.logits[rows], 0.3))
+        start += count
+
+
+def test_a_box_that_lost_every_class_scores_nothing():
+    boxes = torch.tensor([[0.0, 0, 50, 50]]).expand(4, 3, 4)
+    output = RelationOutput(torch.zeros(4, 3), torch.randn(12, PREDICATES), None)
+    batch = batch_of([4])
+    batch.boxes_per_class = boxes
+    graph = rank_triplets(output, batch, given_boxes=False)[0]
+    assert sorted(graph["labels"].tolist()) == [-1, -1, 0, 1]
+    assert (graph["scores"][graph["labels"] < 0] == 0).all()
+    assert (graph["triplet_scores"].diff() <= 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=5), st.integers(0, 10**6))
+def test_trees_reach_every_object_once(num_objects, seed):
+    size = max(num_objects)
+    scores = torch.rand(len(num_objects), size, size, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    forest = grow_trees(scores, num_objects)
+    assert sorted(forest.order.tolist()) == list(range(sum(num_objects)))
+    assert (forest.parent == -1).sum() == sum(count > 0 for count in num_objects)
+    children = torch.cat([forest.left, forest.right])
+    children = children[children >= 0]
+    assert len(children.unique()) == len(children) == sum(max(count - 1, 0) for count in num_objects)
+    image = torch.arange(len(num_objects)).repeat_interleave(torch.tensor(num_objects))
+    inner = forest.parent >= 0
+    assert torch.equal(image[forest.parent[inner]], image[inner])
+    start = torch.tensor([0, *num_objects]).cumsum(0)
+    for i, count in enumerate(num_objects):
+        expected = plain_tree(scores[i, :count, :count])
+        ours = forest.parent[start[i] : start[i] + count]
+        assert torch.where(ours >= 0, ours - start[i], -1).tolist() == expected
+
+
+def plain_tree(scores: torch.Tensor) -> list[int]:
+    """Parents of the greedy tree; equal scores: first the earlier tree node, then the lower object."""
+    parents = [-1] * len(scores)
+    if not len(scores):
+        return parents
+    tree = [int(scores.double().mean(1).argmax())]
+    free = [n for n in range(len(scores)) if n != tree[0]]
+    while free:
+        best = scores[tree][:, free]
+        place = int((best == best.max()).flatten().nonzero()[0])
+        parents[free[place % len(free)]] = tree[place // len(free)]
+        tree.append(free.pop(place % len(free)))
+    return parents
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 10**6))
+def test_reading_order_has_an_inverse(num_objects, seed):
+    boxes = random_boxes(sum(num_objects), torch.Generator().manual_seed(seed))
+    order, inverse, sizes = reading_order(boxes, num_objects)
+    assert torch.equal(order[inverse], torch.arange(len(boxes)))
+    assert sizes.sum() == len(boxes) and (sizes.diff() <= 0).all()
+
+
+def test_masks_draw_the_box():
+    mask = rectangle_masks(torch.tensor([[0.0, 0, 99, 199], [50, 100, 60, 110]]), torch.tensor([[200, 100]] * 2), 20)
+    assert mask[0].all()
+    rows, columns = mask[1].nonzero().unbind(1)
+    assert (int(rows.min()), int(rows.max()), int(columns.min()), int(columns.max())) == (10, 11, 10, 12)
+
+
+def test_sampling_without_relations_or_objects():
+    drawn = sample_given_boxes(torch.zeros(0, 0, dtype=torch.int64))
+    assert len(drawn.pairs) == 0 and drawn.related.shape == (0, 0)
+    boxes, labels = random_boxes(3, torch.Generator().manual_seed(0)), torch.zeros(3, dtype=torch.int64)
+    nothing = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.int64)
+    drawn = sample_detected_boxes(boxes, labels, *nothing)
+    assert drawn.pairs.tolist() == [[0, 0]] and drawn.labels.tolist() == [0], "placeholder of the original"
+    assert pairs_to_ask(torch.zeros(0, 4)).shape == (0, 2)
+
+
+def test_relation_matrix_is_a_function_of_the_generator():
+    relations = torch.tensor([[0, 1, 1], [0, 1, 2], [0, 1, 2], [1, 0, 3]])
+    draws = [relation_matrix(relations, 2, True, torch.Generator().manual_seed(seed)) for seed in range(300)]
+    again = relation_matrix(relations, 2, True, torch.Generator().manual_seed(7))
+    assert torch.equal(again, draws[7])
+    share = sum(int(matrix[0, 1] == 2) for matrix in draws) / len(draws)
+    assert 0.55 < share < 0.78, "two of three annotations say 2"
+    halves = [relation_matrix(relations, 2, False, torch.Generator().manual_seed(seed)) for seed in range(300)]
+    assert 0.66 < sum(int(matrix[0, 1] == 2) for matrix in halves) / len(halves) < 0.84, "1 - 1/2 * 1/2"
+    assert all(matrix[1, 0] == 3 for matrix in draws + halves)
+
+
+def test_weighted_draws_follow_the_iou():
+    """Five proposals on one object, one relation each way drawn: the better fit is drawn more often."""
+    true = torch.tensor([[0.0, 0, 99, 99], [200, 0, 299, 99]])
+    boxes = torch.cat([true[:1], true[:1] + torch.tensor([0, 0, 0, -40.0]), true[1:]])
+    relations = torch.tensor([[0, 1], [0, 0]])
+    counts = [0, 0]
+    for seed in range(300):
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.tensor([1, 1, 2]), torch.tensor([1, 2])
+        drawn = sample_detected_boxes(boxes, labels[0], true, labels[1], relations, per_relation=1, generator=generator)
+        counts[int(drawn.pairs[0, 0])] += 1
+        assert drawn.labels.tolist().count(1) == 1
+    assert 0.52 < counts[0] / 300 < 0.73, "1 to 0.6"
+
+
+def test_rare_predicates_weigh_more():
+    counts = torch.zeros(2, 2, 4, dtype=torch.int64).numpy()
+    counts[0, 1, 1], counts[1, 0, 2] = 100, 4
+    weights = predicate_weights(counts)
+    assert weights[2] / weights[1] == pytest.approx(5.0) and weights[0] == weights[3] == 1
+    assert 100 * weights[1] + 4 * weights[2] == pytest.approx(104.0)
+    logits, labels = torch.zeros(3, 4), torch.tensor([0, 1, 2])
+    total, count = losses.predicate_loss(logits, labels, weights=weights)
+    assert float(total / count) == pytest.approx(float(torch.log(torch.tensor(4.0))))
+
+
+def test_union_features_of_all_images_at_once():
+    pool = MultiScaleRoIAlign(["0"], output_size=7, sampling_ratio=2)
+    union = UnionFeatures(pool, torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6 * 49, 10)), 6)
+    batch = batch_of([3, 0, 2])
+    maps = {"0": torch.randn(3, 6, 10, 13)}
+    features = union.eval()(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, batch.sizes_hw)
+    assert features.shape == (8, 10)
+    one = image_of(batch, 2)
+    alone = union({"0": maps["0"][2:]}, one.boxes_xyxy, one.pairs, one.num_pairs, one.sizes_hw)
+    torch.testing.assert_close(features[6:], alone)
+    none = union.train()(maps, torch.zeros(0, 4), torch.zeros(0, 2, dtype=torch.int64), [0, 0, 0], batch.sizes_hw)
+    none.sum().backward()
+    assert none.shape == (0, 10) and union.rectangles.conv[2].running_mean.isfinite().all()
+
+
+def test_weights_are_mapped_explicitly():
+    checkpoint = {"box.fc.weight": torch.ones(2, 3), "box.fc.bias": torch.ones(2), "rpn.w": torch.ones(1)}
+    model = {"relation.union.fc.weight": torch.zeros(2, 3), "context.fc.bias": torch.zeros(2), "rpn.w": torch.zeros(1)}
+    mapped = map_weights(model, checkpoint, {"relation.union": "box"})
+    assert mapped.sources == {"relation.union.fc.weight": "box.fc.weight", "rpn.w": "rpn.w"}
+    assert mapped.new == ["context.fc.bias"], "a suffix in common is no reason"
+    assert mapped.unused == ["box.fc.bias"]
+    assert "mapped  relation.union.fc.weight <- box.fc.weight" in mapped.table()
+    with pytest.raises(BadInput) as caught:
+        map_weights(model | {"box.fc.bias": torch.zeros(5)}, checkpoint, {"relatoin": "box", "relation": "boks"})
+    assert all(part in str(caught.value) for part in ("'relatoin'", "'boks'", "(2,)", "(5,)"))

@@ -1,0 +1,66 @@
+"""Features of the union box of two objects: what is in it, and where the two are."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.models.relation.geometry import rectangle_masks, union_boxes
+
+
+class RectangleFeatures(nn.Module):
+    """The two boxes drawn as masks of the whole image and convolved to the size of pooled features."""
+
+    def __init__(self, channels: int, resolution: int = 7):
+        super().__init__()
+        self.mask_size = 4 * resolution - 1
+        self.conv = nn.Sequential(
+            nn.Conv2d(2, channels // 2, 7, stride=2, padding=3),
+            nn.ReLU(),
+            nn.BatchNorm2d(channels // 2, momentum=0.01),
+            nn.MaxPool2d(3, stride=2, padding=1),
+            nn.Conv2d(channels // 2, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.BatchNorm2d(channels, momentum=0.01),
+        )
+
+    def forward(self, subjects_xyxy: Tensor, objects_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
+        """(R, 4), (R, 4), (R, 2) -> (R, channels, resolution, resolution). R = 0 leaves the batch norms alone."""
+        masks = [rectangle_masks(boxes, sizes_hw, self.mask_size) for boxes in (subjects_xyxy, objects_xyxy)]
+        masks = torch.stack(masks, 1)
+        if not len(masks):
+            resolution = (self.mask_size + 1) // 4
+            return masks.new_zeros(0, self.conv[4].out_channels, resolution, resolution) + 0 * self.conv[0].bias.sum()
+        return self.conv(masks)
+
+
+class UnionFeatures(nn.Module):
+    """Pooled features of the union box plus `RectangleFeatures`, through a box head.
+
+    pool: torchvision's MultiScaleRoIAlign. head: (R, channels, resolution, resolution) -> (R, U).
+    """
+
+    def __init__(self, pool: nn.Module, head: nn.Module, channels: int, resolution: int = 7):
+        super().__init__()
+        self.pool, self.head, self.rectangles = pool, head, RectangleFeatures(channels, resolution)
+
+    def forward(
+        self,
+        feature_maps: Mapping[str, Tensor],
+        boxes_xyxy: Tensor,
+        pairs: Tensor,
+        num_pairs: Sequence[int],
+        sizes_hw: Tensor,
+    ) -> Tensor:
+        """(R, U) of the pairs.
+
+        boxes_xyxy: (N, 4) of all images, pairs: (R, 2) rows of them, num_pairs: per image, sizes_hw: (B, 2) of the
+        images without padding, on whatever device.
+        """
+        subjects, objects = boxes_xyxy[pairs[:, 0]], boxes_xyxy[pairs[:, 1]]
+        counts = torch.as_tensor(num_pairs, device=boxes_xyxy.device)
+        pair_sizes = sizes_hw.to(boxes_xyxy).repeat_interleave(counts, 0)
+        rectangles = self.rectangles(subjects, objects, pair_sizes)
+        shapes = [tuple(size) for size in sizes_hw.tolist()]
+        pooled = self.pool(dict(feature_maps), list(union_boxes(subjects, objects).split(list(num_pairs))), shapes)
+        return self.head(pooled + rectangles.to(pooled))

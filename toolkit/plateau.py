@@ -1,0 +1,114 @@
+"""A learning rate that falls when validation stops improving, and training that ends after some such falls.
+
+WarmupReduceLROnPlateau of Scene-Graph-Benchmark without its constructor, which counted a first validation of 0.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+
+import torch
+
+from toolkit.errors import BadInput
+
+
+def warmup_factor(step: int, warmup_steps: int, start: float = 0.1, method: str = "linear") -> float:
+    """Factor of update number `step` (from 0): `start` to 1 over the warm-up, or `start` all through ("constant")."""
+    if step >= warmup_steps:
+        return 1.0
+    return start if method == "constant" else start + (1.0 - start) * step / warmup_steps
+
+
+class PlateauSchedule:
+    """Writes lr = initial_lr * warm-up(step) * gamma^decays into an optimizer's groups; the validation decides.
+
+    Args:
+        optimizer: the lr of its groups becomes their `initial_lr`, unless they have one already.
+        gamma: factor of one decay. patience: validations in a row without improvement before it. threshold: what a
+            result must exceed the best one by (absolute; larger is better) to be an improvement.
+        cooldown: validations after a decay, and at the start, that cannot count as bad.
+        max_decays: `finished` after that many.
+        warmup_steps, warmup_start, warmup_method: see `warmup_factor`. A decay can happen during warm-up.
+
+    Raises BadInput: patience or max_decays below 1, an unknown warm-up.
+    """
+
+    _STATE = ("scale", "decays", "best", "bad", "cooling", "options")
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gamma: float = 0.1,
+        patience: int = 2,
+        threshold: float = 1e-3,
+        cooldown: int = 0,
+        max_decays: int = 3,
+        warmup_steps: int = 500,
+        warmup_start: float = 0.1,
+        warmup_method: str = "linear",
+    ):
+        problems = [
+            f"schedule.{name} is {value}; expected at least 1"
+            for name, value in (("patience", patience), ("max_decays", max_decays))
+            if value < 1
+        ]
+        if warmup_method not in ("linear", "constant"):
+            problems.append(f"schedule.warmup_method is {warmup_method!r}; expected linear or constant")
+        if problems:
+            raise BadInput(problems)
+        self.optimizer = optimizer
+        self.options = {"gamma": gamma, "patience": patience, "threshold": threshold, "cooldown": cooldown}
+        self.options |= {"max_decays": max_decays, "warmup_steps": warmup_steps}
+        self.options |= {"warmup_start": warmup_start, "warmup_method": warmup_method}
+        self.scale = 1.0  # a further factor on all rates: that of the guard's rollbacks
+        self.decays, self.best, self.bad, self.cooling = 0, None, 0, cooldown
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))
+        self.set(0)
+
+    @property
+    def finished(self) -> bool:
+        """Has the rate fallen `max_decays` times?"""
+        return self.decays >= self.options["max_decays"]
+
+    def observe(self, metric: float | None) -> bool:
+        """A validation result (NaN and None, undefined, are bad ones); True when the rate falls for it.
+
+        The new rate is in force from the next `set` on.
+        """
+        options = self.options
+        defined = metric is not None and not math.isnan(metric)
+        if defined and (self.best is None or metric > self.best + options["threshold"]):
+            self.best, self.bad = float(metric), 0
+        else:
+            self.bad += 1
+        if self.cooling > 0:
+            self.cooling, self.bad = self.cooling - 1, 0
+        if self.bad < options["patience"]:
+            return False
+        self.decays, self.bad, self.cooling = self.decays + 1, 0, options["cooldown"]
+        return True
+
+    def set(self, step: int) -> None:
+        """Sets the rates of update number `step`: call it before the update, or after it with step + 1."""
+        options = self.options
+        warm = warmup_factor(step, options["warmup_steps"], options["warmup_start"], options["warmup_method"])
+        for group in self.optimizer.param_groups:
+            lr = group["initial_lr"] * warm * options["gamma"] ** self.decays * self.scale
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def rates(self) -> dict[str, float]:
+        """The present rate by group name."""
+        return {g.get("name", str(i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
+
+    def state_dict(self) -> dict:
+        """JSON-able; the initial rates belong to the optimizer's own state (`group["initial_lr"]`)."""
+        return {key: copy.copy(getattr(self, key)) for key in self._STATE}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Goes by the saved schedule from the next `set` on, whatever this one was made with."""
+        for key in self._STATE:
+            setattr(self, key, copy.copy(state[key]))
