@@ -76,7 +76,7 @@ def run_case(case: dict[str, np.ndarray], dtype: torch.dtype, denominators: str 
     weights = LossWeights(criterion.loss_names, {}, {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0})
     total = weights(losses, step=0).total
     total.backward()
-    matches = criterion.match(logits, boxes, pad_targets(targets, logits.device, dtype))
+    matches = criterion.match(logits.log_softmax(-1), boxes, pad_targets(targets, logits.device, dtype))
     return {
         "losses": {name: value.item() for name, value in losses.items()},
         "metrics": {name: (float(value), float(count)) for name, (value, count) in metrics.items()},

@@ -8,6 +8,7 @@ handful of batched operations. Pairs across images are never computed. The numbe
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
@@ -104,14 +105,18 @@ def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, cos
     total.masked_fill_(~targets.valid[:, None, :], torch.inf)
     on_host = total.cpu().numpy()
 
-    pairs = []
-    for image in range(batch_size):
-        usable = (on_host[0, image, 0] != float("inf")).nonzero()[0]
-        for layer in range(num_layers if len(usable) else 0):
-            queries, columns = linear_sum_assignment(on_host[layer, image][:, usable])
-            pairs += [(layer, image, query, target) for query, target in zip(queries, usable[columns], strict=True)]
-    pairs.sort()
-    return Matches(*torch.tensor(pairs, dtype=torch.int64).reshape(-1, 4).T.contiguous().to(device, non_blocking=True))
+    usable = [np.flatnonzero(on_host[0, image, 0] != np.inf) for image in range(batch_size)]
+    assigned = [
+        (image, *linear_sum_assignment(costs_of_image[:, columns]), columns)
+        for costs_of_layer in on_host
+        for image, (costs_of_image, columns) in enumerate(zip(costs_of_layer, usable, strict=True))
+    ]
+    images = np.concatenate([np.full(len(rows), image) for image, rows, _, _ in assigned])
+    layers = np.repeat(np.arange(num_layers), len(images) // num_layers)  # every layer has the same number of pairs
+    queries = np.concatenate([rows for _, rows, _, _ in assigned])
+    chosen = np.concatenate([columns[picked] for _, _, picked, columns in assigned])
+    pairs = torch.from_numpy(np.stack([layers, images, queries, chosen]))
+    return Matches(*pairs.to(device, non_blocking=True))
 
 
 def _pairwise_l1(boxes: Tensor, target_boxes: Tensor) -> Tensor:
@@ -189,22 +194,23 @@ class DetrCriterion(nn.Module):
                 logits = logits.float()
             boxes_cxcywh = boxes_cxcywh.to(logits.dtype)
             padded = pad_targets(targets, logits.device, logits.dtype)
-            matches = self.match(logits, boxes_cxcywh, padded)
-            losses = self._losses(logits, boxes_cxcywh, padded, matches, denominators)
+            log_probabilities = logits.log_softmax(-1)  # for the matching, too
+            matches = self.match(log_probabilities, boxes_cxcywh, padded)
+            losses = self._losses(log_probabilities, boxes_cxcywh, padded, matches, denominators)
             return losses, self._metrics(logits.detach(), padded, matches)
 
-    def match(self, logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> Matches:
-        """The assignment of all layers; shapes as in `forward`."""
-        labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)  # (L, B, Q, T)
-        probabilities = logits.detach().softmax(-1)
-        return match(-probabilities.gather(-1, labels), boxes_cxcywh.detach(), targets, self.matching_costs)
+    def match(self, log_probabilities: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> Matches:
+        """The assignment of all layers, from `(L, B, Q, C + 1)` and `(L, B, Q, 4)`."""
+        labels = targets.labels[:, None, :].expand(*log_probabilities.shape[:3], -1)  # (L, B, Q, T)
+        probabilities = log_probabilities.detach().gather(-1, labels).exp()
+        return match(-probabilities, boxes_cxcywh.detach(), targets, self.matching_costs)
 
-    def _losses(self, logits, boxes_cxcywh, targets, matches, denominators) -> dict[str, Tensor]:
-        num_layers = len(logits)
-        classes = torch.full(logits.shape[:3], self.num_classes, dtype=torch.int64, device=logits.device)
+    def _losses(self, log_probabilities, boxes_cxcywh, targets, matches, denominators) -> dict[str, Tensor]:
+        num_layers, device = len(log_probabilities), log_probabilities.device
+        classes = torch.full(log_probabilities.shape[:3], self.num_classes, dtype=torch.int64, device=device)
         classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
-        class_weights = self.class_weights.to(logits.dtype)
-        ce = F.cross_entropy(logits.flatten(0, 2), classes.flatten(), class_weights, reduction="none")
+        class_weights = self.class_weights.to(log_probabilities.dtype)
+        ce = F.nll_loss(log_probabilities.flatten(0, 2), classes.flatten(), class_weights, reduction="none")
 
         predicted = boxes_cxcywh[matches.layer, matches.image, matches.query]  # (N, 4)
         wanted = targets.boxes_cxcywh[matches.image, matches.target]
@@ -221,12 +227,11 @@ class DetrCriterion(nn.Module):
     @torch.no_grad()
     def _metrics(self, logits, targets, matches) -> dict[str, tuple[Tensor, Tensor]]:
         num_layers, batch_size = logits.shape[:2]
-        predicted = logits.argmax(-1)  # (L, B, Q)
         main = slice(len(matches.layer) // num_layers * (num_layers - 1), None)
-        hits = predicted[-1, matches.image[main], matches.query[main]]
-        wrong = (hits != targets.labels[matches.image[main], matches.target[main]]).sum()
-        matched = torch.full_like(wrong, len(hits))
-        objects_found = (predicted != self.num_classes).sum(-1)  # (L, B)
+        predicted = logits[-1, matches.image[main], matches.query[main]].argmax(-1)
+        wrong = (predicted != targets.labels[matches.image[main], matches.target[main]]).sum()
+        matched = torch.full_like(wrong, len(predicted))
+        objects_found = (logits.amax(-1) != logits[..., -1]).sum(-1)  # (L, B): no-object is not the maximum
         cardinality = (objects_found - targets.valid.sum(-1)).abs().sum(-1)  # (L,)
         images = torch.full_like(wrong, batch_size)
         return {"class_error": (100.0 * wrong, matched)} | {

@@ -1,0 +1,91 @@
+"""DETR's criterion, forward and backward: this toolkit against transformers' `ForObjectDetectionLoss`."""
+
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
+
+from toolkit.boxes import cxcywh_to_xyxy
+from toolkit.models.detr_criterion import DetrCriterion
+
+NUM_CLASSES = 91
+WEIGHTS = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+# What ForObjectDetectionLoss reads from a DetrConfig; the paper's values.
+TRANSFORMERS_CONFIG = SimpleNamespace(
+    class_cost=1, bbox_cost=5, giou_cost=2, num_labels=NUM_CLASSES, eos_coefficient=0.1, auxiliary_loss=True,
+    decoder_layers=6, bbox_loss_coefficient=5, giou_loss_coefficient=2,
+)  # fmt: skip
+
+
+def bench_criterion(
+    batch_size: int = 16,
+    num_queries: int = 100,
+    num_layers: int = 6,
+    boxes_per_image: int = 7,
+    repeats: int = 15,
+    device: str = "cpu",
+    seed: int = 0,
+) -> list[dict]:
+    """Seconds of one criterion with its matching, forward and backward, in interleaved rounds.
+
+    Rows with `name`, `value` and `unit`: milliseconds of both (medians), their ratio, and ours against itself (the
+    noise); ratios are medians of the rounds' ratios. The totals of both agree, or it is an error.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_layers, batch_size, num_queries, NUM_CLASSES + 1, generator=generator).to(device)
+    boxes = torch.rand(num_layers, batch_size, num_queries, 4, generator=generator).mul(0.4).add(0.1).to(device)
+    logits.requires_grad_(), boxes.requires_grad_()
+    targets = [_random_target(boxes_per_image, generator, device) for _ in range(batch_size)]
+    labels = [{"class_labels": target["labels"], "boxes": target["boxes_cxcywh"]} for target in targets]
+    criterion = DetrCriterion(NUM_CLASSES, num_layers).to(device)
+    denominators = criterion.denominators(targets, num_queries)
+
+    def ours() -> Tensor:
+        losses, _ = criterion(logits, boxes, targets, denominators)
+        return sum(WEIGHTS[name.rstrip("_0123456789")] * loss for name, loss in losses.items())
+
+    def theirs() -> Tensor:
+        config = TRANSFORMERS_CONFIG
+        total, _, _ = ForObjectDetectionLoss(logits[-1], labels, logits.device, boxes[-1], config, logits, boxes)
+        return total
+
+    torch.testing.assert_close(ours(), theirs(), rtol=1e-4, atol=0)
+    rounds = [[_seconds(loss, device) for loss in (ours, theirs, ours)] for _ in range(repeats + 2)][2:]
+    measured = {
+        "ours": ("ms", [1000 * first for first, _, _ in rounds]),
+        "transformers": ("ms", [1000 * other for _, other, _ in rounds]),
+        "transformers / ours": ("x", [other / first for first, other, _ in rounds]),
+        "ours / ours (noise)": ("x", [again / first for first, _, again in rounds]),
+    }
+    return [
+        {"name": f"criterion: {name}", "value": statistics.median(values), "unit": unit}
+        for name, (unit, values) in measured.items()
+    ]
+
+
+def _random_target(num_boxes: int, generator: torch.Generator, device: str) -> dict[str, Tensor]:
+    boxes_cxcywh = torch.rand(num_boxes, 4, generator=generator) * 0.4 + 0.1
+    target = {
+        "boxes": cxcywh_to_xyxy(boxes_cxcywh),
+        "boxes_cxcywh": boxes_cxcywh,
+        "labels": torch.randint(NUM_CLASSES, (num_boxes,), generator=generator),
+        "size": torch.tensor([1, 1]),
+    }
+    return {key: value.to(device) for key, value in target.items()}
+
+
+def _seconds(loss: Callable[[], Tensor], device: str) -> float:
+    start = time.perf_counter()
+    loss().backward()
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    for row in bench_criterion():
+        print(f"{row['name']:<40} {row['value']:8.2f} {row['unit']}")
