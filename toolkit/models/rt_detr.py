@@ -1,11 +1,10 @@
-"""RT-DETR-v2 (Lv et al., 2024, arXiv 2407.17140) on any timm backbone: transformers' model and loss, our weights.
+"""RT-DETR-v2 (Lv et al., 2024, arXiv 2407.17140) on any timm backbone: transformers' model, our criterion.
 
 transformers computes the loss inside the model's forward, in whatever precision that runs in, already weighted, and
-divided by the boxes of that batch. Here the forward only collects what the loss needs; `criterion` then calls
-transformers' loss in float32, unweighted, and divides by the denominator it is given.
+divided by the boxes of that batch. Here the forward only collects what the loss needs; `criterion` comes after it, in
+float32, unweighted, divided by the denominators it is given. Its numbers are those of transformers' `RTDetrLoss`.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForObjectDetection, RTDetrImageProcessor, RTDetrV2Config
-from transformers.loss.loss_rt_detr import RTDetrForObjectDetectionLoss
 
 from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes, normalize_boxes, xyxy_to_cxcywh
 from toolkit.data.loaders import normalize_images
@@ -27,9 +25,9 @@ from toolkit.models.backbones import (
 )
 from toolkit.models.detr_criterion import count_objects
 from toolkit.models.final import save_transformers_folder
+from toolkit.models.rt_detr_criterion import RTDetrCriterion
 
 STRIDES = (8, 16, 32)
-LOSSES = ("loss_vfl", "loss_bbox", "loss_giou")
 
 
 class RTDetrV2(nn.Module):
@@ -105,10 +103,8 @@ class RTDetrV2(nn.Module):
         load_backbone_weights(timm_backbone, config.backbone_config, pretrained_backbone)
         freeze_backbone(timm_backbone, backbone, freeze)
         self.model.loss_function = _no_loss_in_forward
-        self._loss_config = copy.deepcopy(config)
-        self._loss_config.weight_loss_vfl = self._loss_config.weight_loss_bbox = 1.0
-        self._loss_config.weight_loss_giou = 1.0
-        self.loss_names = tuple(f"{name}{suffix}" for suffix in _loss_suffixes(config) for name in LOSSES)
+        self.set_loss = RTDetrCriterion(len(class_names), decoder_layers, denoising=num_denoising > 0)
+        self.loss_names = self.set_loss.loss_names
         own_mean, own_std = image_statistics(backbone)
         self.mean, self.std = tuple(mean or own_mean), tuple(std or own_std)
 
@@ -121,15 +117,15 @@ class RTDetrV2(nn.Module):
             targets: per image, on the device of the images; in training they also make the denoising queries.
 
         Returns:
-            `logits (B, Q, C)` and `boxes (B, Q, 4)` cxcywh as fractions of the image; with targets also `layers`, the
-            arguments of transformers' loss.
+            `logits (B, Q, C)` and `boxes (B, Q, 4)` cxcywh as fractions of the image; with targets also `layers`, what
+            `RTDetrCriterion.forward` takes.
 
         Raises:
             BadInput: images of another size, or smaller than the number of queries allows.
         """
         self._check_size(*images.shape[-2:])
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
-        labels = None if targets is None else [_transformers_target(target) for target in targets]
+        labels = None if targets is None else [_transformers_target(target) for target in map(without_crowd, targets)]
         # Without denoising queries transformers keeps boxes in autocast's precision, in bfloat16 1/256 of the image:
         # evaluation is therefore in float32.
         precision = nullcontext() if self.training else torch.autocast(images.device.type, enabled=False)
@@ -143,11 +139,11 @@ class RTDetrV2(nn.Module):
             predictions = {k: v[:, denoising["dn_num_split"][0] :] for k, v in predictions.items()}
         return predictions | {
             "layers": {
-                "outputs_class": outputs.intermediate_logits,
-                "outputs_coord": outputs.intermediate_reference_points,
-                "enc_topk_logits": outputs.enc_topk_logits,
-                "enc_topk_bboxes": outputs.enc_topk_bboxes,
-                "denoising_meta_values": denoising,
+                "logits": outputs.intermediate_logits,
+                "boxes": outputs.intermediate_reference_points,
+                "encoder_logits": outputs.enc_topk_logits,
+                "encoder_boxes": outputs.enc_topk_bboxes,
+                "denoising": denoising,
             }
         }
 
@@ -166,24 +162,8 @@ class RTDetrV2(nn.Module):
         return {"boxes": float(sum(count_objects(targets)))}
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
-        """Losses of `forward`'s outputs: `(losses, {})`, float32, unweighted.
-
-        `loss_vfl`, `loss_bbox`, `loss_giou` of the last decoder layer; `_aux_i` of layer i; `_enc` of the encoder's
-        proposals; `_dn_i` of the denoising queries in layer i, missing where there are none (no boxes, evaluation).
-        All are divided by `denominators["boxes"]`, those of denoising also by the number of denoising groups, which
-        transformers derives from the fullest image of the batch.
-        """
-        labels = [_transformers_target(target) for target in targets]
-        layers = _to_float32(outputs["layers"])
-        logits, boxes = layers["outputs_class"][:, -1], layers["outputs_coord"][:, -1]
-        with torch.autocast(logits.device.type, enabled=False):
-            _, losses, _ = RTDetrForObjectDetectionLoss(
-                logits, labels, logits.device, boxes, self._loss_config, **layers
-            )
-        # transformers has divided by the boxes of this batch alone, or by 1.
-        rescale = max(sum(len(target["class_labels"]) for target in labels), 1) / denominators["boxes"]
-        last = f"_aux_{self.model.config.decoder_layers - 1}"
-        return {name.replace(last, "_enc"): value * rescale for name, value in losses.items()}, {}
+        """Losses of `forward`'s outputs, `(losses, {})`: there are no metrics; see `RTDetrCriterion.forward`."""
+        return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators["boxes"]), {}
 
     def postprocess(
         self,
@@ -227,12 +207,6 @@ def _no_loss_in_forward(*args, **kwargs):
     return None, None, None
 
 
-def _loss_suffixes(config: RTDetrV2Config) -> list[str]:
-    layers = range(config.decoder_layers)
-    suffixes = ["", *(f"_aux_{i}" for i in layers[:-1]), "_enc"]
-    return suffixes + [f"_dn_{i}" for i in layers] if config.num_denoising > 0 else suffixes
-
-
 def _indices_of_strides(backbone: str) -> list[int]:
     strides = feature_strides(backbone)
     if missing := [stride for stride in STRIDES if stride not in strides]:
@@ -243,17 +217,14 @@ def _indices_of_strides(backbone: str) -> list[int]:
     return [strides.index(stride) for stride in STRIDES]
 
 
+def without_crowd(target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The target without its crowd regions, which are not objects to be found one by one."""
+    if "iscrowd" not in target or len(target["labels"]) == 0:
+        return target
+    single = target["iscrowd"] == 0
+    return {**target, **{key: target[key][single] for key in ("boxes", "labels", "iscrowd")}}
+
+
 def _transformers_target(target: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Class and box (cxcywh, fractions of the image) of the objects; crowd regions are not objects to be found."""
     boxes = xyxy_to_cxcywh(normalize_boxes(target["boxes"], target["size"]))
-    labels = target["labels"]
-    if "iscrowd" in target:
-        single = target["iscrowd"] == 0
-        boxes, labels = boxes[single], labels[single]
-    return {"class_labels": labels, "boxes": boxes}
-
-
-def _to_float32(layers: Mapping) -> dict:
-    """Half-precision tensors to float32; float64 and whatever is no tensor stay."""
-    half = (torch.float16, torch.bfloat16)
-    return {k: v.float() if isinstance(v, Tensor) and v.dtype in half else v for k, v in layers.items()}
+    return {"class_labels": target["labels"], "boxes": boxes}
