@@ -88,16 +88,13 @@ def parallel(check: Callable[[Any], list[Problem]], rows: Sequence, what: str) -
 
 def folder_digest(folder: str | Path) -> str:
     """Hash of names, sizes and modification times of the files in `folder`, "" when there is no such folder."""
-    digest = hashlib.blake2b(digest_size=16)
     try:
         with os.scandir(folder) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.is_file():
-                    status = entry.stat()
-                    digest.update(f"{entry.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="replace"))
+            files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    return digest.hexdigest()
+    listing = repr(sorted((name, status.st_size, status.st_mtime_ns) for name, status in files))
+    return hashlib.blake2b(listing.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def find_image_root(annotation_file: Path, file_names: Iterable[str]) -> Path:
