@@ -5,11 +5,15 @@ be equal.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
+from toolkit.models.relation import HeadSizes, build_relation_head
+from toolkit.models.relation.batch import RelationBatch
+from toolkit.models.relation.sampling import pairs_to_ask
 
 TOP = (20, 50, 100)
 
@@ -89,6 +93,65 @@ def bench_evaluator(num_images=500, num_objects=80, num_pairs=2048, num_predicat
     return {"plain_s": plain_s, "ours_s": ours_s, "speedup": plain_s / ours_s}
 
 
+def random_batch(num_objects: list[int], sizes: HeadSizes, seed: int = 0) -> RelationBatch:
+    """Images of random boxes and features for sgcls, every ordered pair asked about."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(num_objects)
+    corner = torch.rand(total, 2, generator=generator) * 300
+    boxes = torch.cat([corner, corner + 20 + torch.rand(total, 2, generator=generator) * 200], 1)
+    pairs = [pairs_to_ask(image) for image in boxes.split(num_objects)]
+    starts = [sum(num_objects[:i]) for i in range(len(num_objects))]
+    pairs_flat = torch.cat([p + start for p, start in zip(pairs, starts, strict=True)])
+    return RelationBatch(
+        boxes_xyxy=boxes,
+        sizes_hw=torch.full((len(num_objects), 2), 520),
+        num_objects=num_objects,
+        pairs=pairs_flat,
+        num_pairs=[len(p) for p in pairs],
+        roi_features=torch.randn(total, sizes.roi_dim, generator=generator),
+        union_features=torch.randn(len(pairs_flat), sizes.union_dim, generator=generator),
+        logits=torch.randn(total, sizes.num_classes, generator=generator),
+    )
+
+
+def bench_head(name: str, num_images: int = 8, num_objects: int = 10, repeats: int = 5) -> dict[str, float]:
+    """{"alone_s", "together_s", "speedup"} of the evaluation forward; raises AssertionError when outputs differ."""
+    sizes = HeadSizes(31, 21, roi_dim=256, union_dim=256, hidden_dim=128, pooling_dim=256, embed_dim=50)
+    torch.manual_seed(0)
+    head = build_relation_head(name, "sgcls", sizes, torch.randn(31, 31, 21)).eval()
+    alone = [random_batch([num_objects], sizes, seed) for seed in range(num_images)]
+    starts = [num_objects * i for i in range(num_images)]
+    joined = {
+        key: torch.cat([getattr(batch, key) for batch in alone])
+        for key in ("boxes_xyxy", "sizes_hw", "roi_features", "union_features", "logits")
+    }
+    together = RelationBatch(
+        **joined,
+        num_objects=[num_objects] * num_images,
+        pairs=torch.cat([batch.pairs + start for batch, start in zip(alone, starts, strict=True)]),
+        num_pairs=[len(batch.pairs) for batch in alone],
+    )
+    with torch.no_grad():
+        expected = torch.cat([head(batch).relation_logits for batch in alone])
+        torch.testing.assert_close(head(together).relation_logits, expected, rtol=1e-3, atol=1e-3)
+        alone_s = min(_seconds(lambda: [head(batch) for batch in alone]) for _ in range(repeats))
+        together_s = min(_seconds(lambda: head(together)) for _ in range(repeats))
+    return {"alone_s": alone_s, "together_s": together_s, "speedup": alone_s / together_s}
+
+
+def _seconds(work: Callable) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    found = {"evaluation, 500 images x 80 boxes x 2,048 pairs x 50 predicates": bench_evaluator()}
+    found |= {f"{name}, 8 images x 10 objects": bench_head(name) for name in ("motifs", "vctree")}
+    for title, result in found.items():
+        print(f"scene graph {title}: " + ", ".join(f"{key} {value:.3f}" for key, value in result.items()))
+
+
 if __name__ == "__main__":
-    for name, value in bench_evaluator().items():
-        print(f"scene graph evaluation, 500 images x 80 x 2,048 pairs x 50 predicates: {name} {value:.2f}")
+    main()

@@ -63,6 +63,18 @@ def pytest_generate_tests(metafunc):
         "dataset_split": lambda: list(
             dict.fromkeys(k.rsplit(".", 1)[0] for k in arrays(folder, "dataset") if k.endswith(".split_mask"))
         ),
+        "train_split": lambda: [
+            k.rsplit(".", 1)[0]
+            for k in arrays(folder, "dataset")
+            if k.endswith("train_relation_map_values_over_40_draws")
+        ],
+        "union_box_group": lambda: [
+            n for n in prefixes(folder, "evaluator") if f"{n}.phrdet_R" in arrays(folder, "evaluator")
+        ],
+        "box_group": lambda: [
+            n for n in prefixes(folder, "evaluator") if f"{n}.coco_stats" in arrays(folder, "evaluator")
+        ],
+        "tree_head": lambda: [h for h in cases["head"]() if any("tree_root" in k for k in arrays(folder, f"head_{h}"))],
         "evaluator_group": lambda: prefixes(folder, "evaluator"),
         "sampling_image": lambda: [
             n for n in prefixes(folder, "sampling", 2) if not n.startswith("test_pairs") and not n.endswith("params")
@@ -140,10 +152,8 @@ def sorted_rows(rows: np.ndarray) -> np.ndarray:
     return rows[np.lexsort(rows.T[::-1])]
 
 
-def test_phrase_detection(golden, evaluator_group):
-    case, _, options = evaluator_case(golden, evaluator_group)
-    if "phrdet_R" not in case:
-        pytest.skip("no union box numbers in this group")
+def test_phrase_detection(golden, union_box_group):
+    case, _, options = evaluator_case(golden, union_box_group)
     metrics = evaluate_scene_graphs(*scene_graphs(case), mode="phrdet", **options)
     np.testing.assert_allclose(metrics.values["R"], case["phrdet_R"], rtol=0, atol=1e-9)
     np.testing.assert_allclose(metrics.per_image["R"], case["phrdet_R_per_image"], rtol=0, atol=1e-9)
@@ -170,11 +180,9 @@ def coco_stats(truths, predictions, num_classes: int, first_id: int) -> np.ndarr
     return run.stats
 
 
-def test_box_ap_counts_the_first_box(golden, evaluator_group):
+def test_box_ap_counts_the_first_box(golden, box_group):
     """The original numbers annotations from 0 and COCOeval takes id 0 for "no match"; ours start at 1."""
-    case, mode, _ = evaluator_case(golden, evaluator_group)
-    if "coco_stats" not in case:
-        pytest.skip("no box numbers in this group")
+    case, mode, _ = evaluator_case(golden, box_group)
     truths, predictions = scene_graphs(case)
     if mode == "predcls":  # the labels are given
         predictions = [
@@ -642,14 +650,12 @@ def mirrored(boxes: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
     return np.stack([size_wh[0] - boxes[:, 2], boxes[:, 1], size_wh[0] - boxes[:, 0], boxes[:, 3]], 1)
 
 
-def test_relation_matrices(golden, vg_folder, dataset_split):
+def test_relation_matrices(golden, vg_folder, train_split):
     """One predicate per pair and draw: those always drawn are always drawn, the others take turns."""
     data = arrays(golden, "dataset")
-    case = group(data, dataset_split)
+    case = group(data, train_split)
     key = "train_relation_map_values_over_40_draws"
-    if key not in case:
-        pytest.skip("not a training case")
-    split, options = split_options(dataset_split, data)
+    split, options = split_options(train_split, data)
     table = vg.read_visual_genome(
         vg_folder, vg_folder / "images", split, check_images=False, cache_dir=vg_folder / "cache", **options
     )
@@ -911,14 +917,12 @@ def test_images_together_equal_images_alone(golden, head):
         within(output.relation_logits, np.concatenate(expected), share, case)
 
 
-def test_head_trees(golden, head):
-    data = arrays(golden, f"head_{head}")
+def test_head_trees(golden, tree_head):
+    data = arrays(golden, f"head_{tree_head}")
     cases = [key.removesuffix(".tree_root") for key in data if key.endswith(".tree_root")]
-    if not cases:
-        pytest.skip("no trees in this head")
     for case in cases:
         mode, image = case.split(".")[0], int(case.rsplit("img", 1)[1])
-        module = build_head(head, mode, data).eval()
+        module = build_head(tree_head, mode, data).eval()
         batch = head_batch(data, mode, image)
         with torch.no_grad():
             forest, _ = module.context.plant(batch, label_embedding(module.context.embed_in, batch, mode))

@@ -82,19 +82,26 @@ def as_coco(document: dict, split: str, num_val_images: int) -> dict:
         names = [f"class {number}" for number in range(highest + 1)]
     coco = {"images": [], "annotations": [], "rel_annotations": []}
     for entry in chosen:
-        coco["images"].append({"id": entry["image_id"]} | {k: entry[k] for k in ("file_name", "width", "height")})
-        first = len(coco["annotations"]) + 1
-        for annotation in entry["annotations"]:
-            x1, y1, x2, y2 = annotation["bbox"]
-            ids = {"id": len(coco["annotations"]) + 1, "image_id": entry["image_id"]}
-            box = {"bbox": [x1, y1, x2 - x1, y2 - y1], "category_id": annotation["category_id"], "iscrowd": 0}
-            coco["annotations"].append(ids | box | {"area": (x2 - x1) * (y2 - y1)})
-        coco["rel_annotations"] += [
-            {"image_id": entry["image_id"], "subject_id": first + s, "object_id": first + o, "predicate_id": p}
-            if 0 <= min(s, o) and max(s, o) < len(entry["annotations"])
-            else {"image_id": entry["image_id"], "subject_id": -1, "object_id": -1, "predicate_id": p}
-            for s, o, p in entry["relations"]
-        ]
+        image_id, annotations = entry["image_id"], entry["annotations"]
+        coco["images"].append({"id": image_id} | {k: entry.get(k) for k in ("file_name", "width", "height")})
+        first, count = len(coco["annotations"]) + 1, len(annotations)
+        coco["annotations"] += [_annotation(a, image_id, first + i) for i, a in enumerate(annotations)]
+        for subject, object_, predicate in entry["relations"]:
+            ends = [  # a position that is not there becomes an id that is not there, which validation then quotes
+                first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"
+                for end in (subject, object_)
+            ]
+            relation = {"image_id": image_id, "subject_id": ends[0], "object_id": ends[1]}
+            coco["rel_annotations"].append(relation | {"predicate_id": predicate})
     coco["categories"] = [{"id": number, "name": name} for number, name in enumerate(names)]
     predicates = document["predicate_classes"]
     return coco | {"rel_categories": [{"id": number, "name": name} for number, name in enumerate(predicates)]}
+
+
+def _annotation(annotation: dict, image_id: int | str, annotation_id: int) -> dict:
+    """Corners become width and height; a box that is none stays as it is, for validation to report."""
+    box = annotation.get("bbox")
+    if isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box):
+        box = [box[0], box[1], box[2] - box[0], box[3] - box[1]]
+    ids = {"id": annotation_id, "image_id": image_id, "category_id": annotation.get("category_id")}
+    return ids | {"bbox": box, "iscrowd": 0}

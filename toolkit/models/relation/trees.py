@@ -38,7 +38,7 @@ def grow_trees(scores: Tensor, num_objects: list[int]) -> Forest:
     lower object. Runs on the host.
     """
     device = scores.device
-    values = np.nan_to_num(scores.detach().double().cpu().numpy())  # a diverged model must not break the walk
+    values = np.nan_to_num(scores.detach().cpu().double().numpy())  # a diverged model must not break the walk
     num_images, size = values.shape[:2]
     counts = np.asarray(num_objects)
     local = {key: np.full((num_images, size), -1) for key in ("parent", "left", "right", "up")}

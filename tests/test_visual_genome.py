@@ -1,0 +1,236 @@
+"""Visual Genome layout and PSG: files made, read, broken. Run: python -m pytest tests/test_visual_genome.py"""
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from toolkit.data.psg import read_psg
+from toolkit.data.table import Category, DetectionTable, write_table
+from toolkit.data.visual_genome import load_graphs, load_image_list, load_names, read_visual_genome
+from toolkit.data.visual_genome_writer import write_visual_genome
+from toolkit.errors import BadInput
+from toolkit.models.relation.frequency import (
+    count_predicates,
+    load_triplets,
+    log_frequencies,
+    table_graphs,
+    unseen_triplets,
+)
+
+STATS = Path(__file__).parent / "data" / "vg150_stats"
+VOCABULARY = json.loads((STATS / "vocab.json").read_text())
+CLASSES = [entry["name"] for entry in VOCABULARY["objects"]]
+PREDICATES = [entry["name"] for entry in VOCABULARY["predicates"]]
+
+
+def synthetic_table(folder: Path, count: int, first_id: int = 1, seed: int = 0) -> DetectionTable:
+    """Images of 1024 x 768 with whole-pixel boxes, every tenth without relations, every twentieth without boxes."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(count):
+        n = 0 if i % 20 == 7 else int(rng.integers(2, 12))
+        r = 0 if i % 10 == 3 or not n else int(rng.integers(1, 15))
+        corner, size = rng.integers(0, 500, (n, 2)), 2 * rng.integers(4, 120, (n, 2))
+        ends = np.stack([rng.permutation(n)[:2] for _ in range(r)]) if r else np.zeros((0, 2), int)
+        objects = {
+            "id": list(range(1, n + 1)),
+            "bbox": np.concatenate([corner, corner + size], 1).tolist(),
+            "category": rng.integers(0, len(CLASSES), n).tolist(),
+            "area": size.prod(1).tolist(),
+            "iscrowd": [0] * n,
+        }
+        relations = {"subject": ends[:, 0].tolist(), "object": ends[:, 1].tolist()}
+        relations["predicate"] = rng.integers(0, len(PREDICATES), r).tolist()
+        row = {"image_id": first_id + i, "file_name": f"{first_id + i}.jpg", "width": 1024, "height": 768}
+        rows.append(row | {"objects": objects, "relations": relations})
+    return write_table(
+        rows,
+        cache_file=folder / f"table_{first_id}.json",
+        categories=[Category(i + 1, name) for i, name in enumerate(CLASSES)],
+        predicates=PREDICATES,
+        image_root=folder,
+    )
+
+
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory):
+    """800 training images and 200 test images in the VG150 layout, with the real vocabulary."""
+    folder = tmp_path_factory.mktemp("vg")
+    tables = synthetic_table(folder, 800, first_id=2_000_000), synthetic_table(folder, 200, 3_000_000, seed=1)
+    write_visual_genome([(tables[0], 0), (tables[1], 2)], folder)
+    return folder, tables
+
+
+def read(folder, split, **options):
+    options = {"check_images": False, "cache_dir": folder / "cache", "num_val_images": 50} | options
+    return read_visual_genome(folder, folder / "images", split, **options)
+
+
+def test_what_is_written_is_read(thousand):
+    folder, (train, test) = thousand
+    table = read(folder, "test", keep_images_without_relations=True)
+    assert table.class_names == CLASSES and list(table.predicates) == PREDICATES
+    originals = {test.row(i)["image_id"]: test.row(i) for i in range(len(test))}
+    assert len(table) == sum(len(row["objects"]["id"]) > 0 for row in originals.values())
+    for i in range(len(table)):
+        row = table.row(i)
+        original = originals[row["image_id"]]
+        np.testing.assert_array_equal(row["objects"]["bbox"], original["objects"]["bbox"])
+        for part, key in (("objects", "category"), *(("relations", k) for k in ("subject", "object", "predicate"))):
+            np.testing.assert_array_equal(row[part][key], original[part][key])
+
+
+def test_splits(thousand):
+    folder, (train, test) = thousand
+    tables = {split: read(folder, split) for split in ("train", "val", "test")}
+    ids = {split: set(table.image_ids().tolist()) for split, table in tables.items()}
+    assert len(ids["val"]) == 50 and not ids["val"] & ids["train"]
+    usable = [i for i in range(len(train)) if len(train.row(i)["relations"]["subject"])]
+    assert ids["train"] | ids["val"] == {train.row(i)["image_id"] for i in usable}
+    again = read(folder, "train")
+    assert again.fingerprint == tables["train"].fingerprint
+    fewer = read(folder, "train", drop_non_overlapping=True)
+    assert 0 < len(fewer) < len(tables["train"])
+
+
+def test_frequencies_and_unseen_triplets(thousand):
+    folder, _ = thousand
+    train, test = read(folder, "train"), read(folder, "test")
+    relations, candidates = count_predicates(table_graphs(train), len(CLASSES) + 1, len(PREDICATES) + 1)
+    filtered = read(folder, "train", drop_non_overlapping=True)
+    total = sum(len(filtered.row(i)["relations"]["subject"]) for i in range(len(filtered)))
+    assert relations.sum() == total and relations[0].sum() == relations[:, :, 0].sum() == 0
+    share = log_frequencies(relations, candidates).double().exp() - 1e-3
+    torch.testing.assert_close(share.sum(-1), torch.ones(share.shape[:2], dtype=torch.float64), rtol=0, atol=1e-4)
+    unseen = unseen_triplets(train, test)
+    assert len(unseen) and len(np.unique(unseen, axis=0)) == len(unseen)
+    assert len(unseen_triplets(train, train)) == 0
+    row = test.row(0)
+    first = [row["objects"]["category"][row["relations"][end][0]] for end in ("subject", "object")]
+    first.append(row["relations"]["predicate"][0])
+    known = {tuple(triplet) for triplet in unseen_triplets(train.head(0), test).tolist()}
+    assert tuple(int(value) for value in first) in known
+
+
+def test_real_zero_shot_triplets_name_real_classes():
+    triplets = load_triplets(STATS / "zeroshot_triplets.csv")
+    assert triplets.shape == (5971, 3) and triplets.min() == 0
+    assert triplets[:, :2].max() + 1 == len(CLASSES) == 150 and triplets[:, 2].max() + 1 == len(PREDICATES) == 50
+
+
+def test_published_triplets_are_read_without_unpickling_objects(tmp_path):
+    rows = torch.tensor([[1, 2, 3], [150, 1, 50]])
+    torch.save(rows, tmp_path / "zeroshot_triplet.pytorch")
+    np.testing.assert_array_equal(load_triplets(tmp_path / "zeroshot_triplet.pytorch"), rows - 1)
+    torch.save({"rows": STATS}, tmp_path / "evil.pytorch")
+    with pytest.raises(BadInput, match="evil.pytorch"):
+        load_triplets(tmp_path / "evil.pytorch")
+    (tmp_path / "words.csv").write_text("subject,object,predicate\nman,on,horse\n")
+    with pytest.raises(BadInput, match="words.csv"):
+        load_triplets(tmp_path / "words.csv")
+
+
+def broken(folder: Path, tmp_path: Path, change) -> Path:
+    for name in ("VG-SGG-with-attri.h5", "VG-SGG-dicts-with-attri.json", "image_data.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    with h5py.File(tmp_path / "VG-SGG-with-attri.h5", "r+") as file:
+        change(file)
+    return tmp_path
+
+
+def test_broken_files_are_explained(thousand, tmp_path):
+    folder, _ = thousand
+    h5_file = "VG-SGG-with-attri.h5"
+
+    def no_width(file):
+        file["boxes_1024"][4, 2] = 0
+
+    with pytest.raises(BadInput, match="box row 4"):
+        load_graphs(broken(folder, tmp_path, no_width) / h5_file, "train", 50)
+
+    def far_box(file):
+        file["relationships"][0] = [10**6, 0]
+
+    with pytest.raises(BadInput, match="a relation names a box outside"):
+        load_graphs(broken(folder, tmp_path, far_box) / h5_file, "train", 0)
+
+    def no_key(file):
+        del file["predicates"], file["labels"]
+
+    with pytest.raises(BadInput) as caught:
+        load_graphs(broken(folder, tmp_path, no_key) / h5_file, "train")
+    assert "`predicates` missing" in str(caught.value) and "`labels` missing" in str(caught.value)
+    (tmp_path / h5_file).write_bytes(b"no hdf5")
+    with pytest.raises(BadInput, match="not a readable HDF5"):
+        load_graphs(tmp_path / h5_file, "train")
+    with pytest.raises(BadInput, match="no such file"):
+        load_graphs(tmp_path / "nothing.h5", "train")
+
+
+def test_unknown_ids_drop_the_image_only_if_asked(thousand, tmp_path):
+    folder, _ = thousand
+
+    def unknown(file):
+        first = int(file["img_to_first_box"][0])
+        file["labels"][first] = 151
+        file["predicates"][int(file["img_to_first_rel"][0])] = 77
+
+    place = broken(folder, tmp_path, unknown)
+    with pytest.raises(BadInput) as caught:
+        read(place, "train", num_val_images=0)
+    assert "class 151 is not defined" in str(caught.value) and "predicate 77" in str(caught.value)
+    table = read(place, "train", num_val_images=0, on_error="drop")
+    assert 2_000_000 not in table.image_ids() and len(table) > 600
+
+
+def test_image_list_must_fit(thousand, tmp_path):
+    folder, _ = thousand
+    assert len(load_image_list(folder / "image_data.json", tmp_path, 1000)) == 1000
+    with pytest.raises(BadInput, match="999 images"):
+        load_image_list(folder / "image_data.json", tmp_path, 999)
+
+
+def test_names_must_count_from_one(tmp_path):
+    (tmp_path / "names.json").write_text(json.dumps({"label_to_idx": {"a": 0, "b": 1}}))
+    with pytest.raises(BadInput) as caught:
+        load_names(tmp_path / "names.json")
+    assert "`label_to_idx` are not 1 .. 2" in str(caught.value) and "`predicate_to_idx` missing" in str(caught.value)
+
+
+def test_images_are_checked(thousand, tmp_path):
+    folder, _ = thousand
+    (folder / "images").mkdir(exist_ok=True)
+    for image_id in (3_000_000, 3_000_001):
+        Image.new("RGB", (1024, 768)).save(folder / "images" / f"{image_id}.jpg")
+    table = read(folder, "test", check_images=True, on_error="drop", cache_dir=tmp_path)
+    assert table.image_ids().tolist() == [3_000_000, 3_000_001]
+    assert any("3000002" in problem.file for problem in table.problems)
+
+
+def test_psg(tmp_path):
+    def entry(image_id, relations):
+        boxes = [{"bbox": [1, 2, 11, 22], "category_id": 0}, {"bbox": [5, 5, 30, 40], "category_id": 1}]
+        name = {"image_id": image_id, "file_name": f"val/{image_id}.jpg", "width": 64, "height": 48}
+        return name | {"annotations": boxes, "segments_info": [], "relations": relations}
+
+    document = {"data": [entry(str(i), [[0, 1, 2], [1, 0, 0]]) for i in range(4)], "test_image_ids": ["2"]}
+    document |= {"thing_classes": ["cat"], "stuff_classes": ["sky"], "predicate_classes": ["over", "in", "on"]}
+    (tmp_path / "psg.json").write_text(json.dumps(document))
+    options = {"check_images": False, "cache_dir": tmp_path / "cache", "num_val_images": 1}
+    tables = {s: read_psg(tmp_path / "psg.json", tmp_path, s, **options) for s in ("train", "val", "test")}
+    assert {s: t.image_ids().tolist() for s, t in tables.items()} == {"train": ["1", "3"], "val": ["0"], "test": ["2"]}
+    row = tables["val"].row(0)
+    assert tables["val"].class_names == ["cat", "sky"] and tables["val"].predicates == ("over", "in", "on")
+    np.testing.assert_array_equal(row["objects"]["bbox"], [[1, 2, 11, 22], [5, 5, 30, 40]])
+    assert row["relations"]["predicate"].tolist() == [2, 0] and row["relations"]["subject"].tolist() == [0, 1]
+    document["data"][1]["relations"] = [[0, 7, 1], [0, 1, 9], [0, 0, 1]]
+    (tmp_path / "psg.json").write_text(json.dumps(document))
+    with pytest.raises(BadInput) as caught:
+        read_psg(tmp_path / "psg.json", tmp_path, "train", **options)
+    assert "predicate 9" in str(caught.value) and "position 7 of 2" in str(caught.value)
+    assert "one annotation" in str(caught.value), "a relation of an object to itself"
