@@ -1,5 +1,7 @@
 """Relation heads and what feeds them, at the edges. Run: python -m pytest tests/test_relation.py"""
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +14,14 @@ from toolkit.models.relation.batch import RelationBatch, RelationOutput
 from toolkit.models.relation.frequency import predicate_weights
 from toolkit.models.relation.geometry import iou_plus_one, reading_order, rectangle_masks
 from toolkit.models.relation.mapping import map_weights
-from toolkit.models.relation.postprocess import late_nms, rank_triplets
-from toolkit.models.relation.sampling import pairs_to_ask, relation_matrix, sample_detected_boxes, sample_given_boxes
+from toolkit.models.relation.postprocess import graph_to_json, late_nms, rank_triplets
+from toolkit.models.relation.sampling import (
+    join_samples,
+    pairs_to_ask,
+    relation_matrix,
+    sample_detected_boxes,
+    sample_given_boxes,
+)
 from toolkit.models.relation.trees import grow_trees
 from toolkit.models.relation.union import UnionFeatures
 
@@ -118,12 +126,12 @@ def test_every_batch_trains(name, precision):
 
 def test_heads_learn():
     """Predicates that follow from the union features are learned to the end by every trainable head."""
-    batch = batch_of([5, 4])
+    batch = batch_of([4, 3])
     batch.relation_labels = batch.union_features[:, :PREDICATES].argmax(1)
     for name in (name for name in HEADS if name != "frequency"):
         head = head_of(name, "predcls").train()
         optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
-        for _ in range(60):
+        for _ in range(40):
             optimizer.zero_grad()
             values = losses.head_losses(head(batch), batch)
             sum(losses.mean(*pair) for pair in values.values()).backward()
@@ -192,6 +200,12 @@ def test_a_box_that_lost_every_class_scores_nothing():
     assert sorted(graph["labels"].tolist()) == [-1, -1, 0, 1]
     assert (graph["scores"][graph["labels"] < 0] == 0).all()
     assert (graph["triplet_scores"].diff() <= 0).all()
+    written = json.loads(json.dumps(graph_to_json(graph, [7, 9], ["cat", "dog"], list("abcd"), top=3)))
+    assert sorted(str(entry["category_id"]) for entry in written["objects"]) == ["7", "9", "None", "None"]
+    best = written["triplets"][0]
+    assert len(written["triplets"]) == 3 and {best["subject"], best["object"]} == {
+        i for i, entry in enumerate(written["objects"]) if entry["category"]
+    }
 
 
 @settings(max_examples=30, deadline=None)
@@ -254,6 +268,17 @@ def test_sampling_without_relations_or_objects():
     drawn = sample_detected_boxes(boxes, labels, *nothing)
     assert drawn.pairs.tolist() == [[0, 0]] and drawn.labels.tolist() == [0], "placeholder of the original"
     assert pairs_to_ask(torch.zeros(0, 4)).shape == (0, 2)
+    drawn = sample_detected_boxes(boxes[:0], labels[:0], *nothing)
+    assert drawn.pairs.shape == (0, 2), "there is no box that a placeholder could name"
+
+
+def test_samples_join_into_a_batch():
+    matrices = [torch.tensor([[0, 2], [0, 0]]), torch.zeros(0, 0, dtype=torch.int64), torch.zeros(3, 3).long()]
+    joined = join_samples([sample_given_boxes(matrix) for matrix in matrices], [2, 0, 3])
+    assert joined["num_pairs"] == [2, 0, 6] and joined["pairs"][0].tolist() == [0, 1]
+    assert joined["pairs"][2:].min() == 2 and joined["pairs"].max() == 4
+    assert joined["relation_labels"].tolist() == [2] + [0] * 7
+    assert joined["related"].int().tolist() == [[0, 1, 0], [1, 0, 0], *[[0, 0, 0]] * 3]
 
 
 def test_relation_matrix_is_a_function_of_the_generator():

@@ -660,24 +660,23 @@ def test_relation_matrices(golden, vg_folder, train_split):
         vg_folder, vg_folder / "images", split, check_images=False, cache_dir=vg_folder / "cache", **options
     )
     assert [table.row(i)["image_id"] for i in range(len(table))] == case["image_ids"].tolist()
-    draws = 40
+    draws = 200
     for i in range(len(table)):
         row = table.row(i)
         rows = torch.from_numpy(np.stack([row["relations"][k] for k in ("subject", "object", "predicate")], 1))
-        expected = {tuple(r[1:4]): r[4] for r in case[key].tolist() if r[0] == i}
+        rows += torch.tensor([0, 0, 1])
+        annotated, listed = as_set(rows), {tuple(r[1:4]) for r in case[key].tolist() if r[0] == i}
         for one_of_each in (True, False):
             seen = {}
-            for seed in range(draws):
-                generator = torch.Generator().manual_seed(seed)
+            for seed in range(draws if len(annotated) > len({cell[:2] for cell in annotated}) else 1):
                 matrix = sampling.relation_matrix(
-                    rows + torch.tensor([0, 0, 1]), len(row["objects"]["bbox"]), one_of_each, generator
+                    rows, len(row["objects"]["bbox"]), one_of_each, torch.Generator().manual_seed(seed)
                 )
-                for subject, obj in matrix.nonzero().tolist():
-                    cell = (subject, obj, int(matrix[subject, obj]))
+                pairs = matrix.nonzero()
+                assert as_set(pairs) == {cell[:2] for cell in annotated}, "every annotated pair has a predicate"
+                for cell in as_set(torch.cat([pairs, matrix[pairs[:, 0], pairs[:, 1], None]], 1)):
                     seen[cell] = seen.get(cell, 0) + 1
-            assert set(seen) == set(expected)
-            for cell, count in expected.items():
-                assert (seen[cell] == draws) == (count == draws), cell
+            assert listed <= set(seen) <= annotated
 
 
 # Heads

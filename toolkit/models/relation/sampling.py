@@ -3,10 +3,12 @@
 Everything random comes from the generator that is passed in (None: torch's own).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
+from torch.nn import functional as F
 
 from toolkit.models.relation.geometry import iou_plus_one
 
@@ -88,7 +90,7 @@ def sample_detected_boxes(
     stands for an annotated object of the same label and IoU > fg_iou (+1 widths). Of the proposal pairs that stand
     for one relation at most `per_relation` are drawn, weighted by IoU_subject x IoU_object; one pair may carry
     several labels. Background pairs are two proposals with a label that stand for no relation and, if
-    `require_overlap`, have 0 < IoU < 1. No pair at all gives one row 0, 0 without relation.
+    `require_overlap`, have 0 < IoU < 1. No pair at all gives one row 0, 0 without relation if there is a proposal.
     """
     ious = iou_plus_one(true_boxes_xyxy[:, None], boxes_xyxy[None])  # (m, n)
     match = (true_labels[:, None] == labels[None]) & (ious > fg_iou)
@@ -105,10 +107,22 @@ def sample_detected_boxes(
     foreground = torch.stack([head, tail, predicate], 1)[kept]
     foreground = _draw(foreground, int(batch_size * positive_fraction), generator, always=False)
     background = _draw(free.nonzero(), batch_size - len(foreground), generator)
-    rows = torch.cat([foreground, torch.nn.functional.pad(background, (0, 1))])
-    if not len(rows):
+    rows = torch.cat([foreground, F.pad(background, (0, 1))])
+    if not len(rows) and len(labels):
         rows = rows.new_zeros(1, 3)
     return SampledPairs(rows[:, :2], rows[:, 2], related)
+
+
+def join_samples(samples: Sequence[SampledPairs], num_objects: Sequence[int]) -> dict[str, Tensor | list[int]]:
+    """The fields `pairs`, `num_pairs`, `relation_labels` and `related` of a RelationBatch from those of its images."""
+    width = max(num_objects, default=0)
+    starts = [sum(num_objects[:i]) for i in range(len(num_objects))]
+    return {
+        "pairs": torch.cat([sample.pairs + start for sample, start in zip(samples, starts, strict=True)]),
+        "num_pairs": [len(sample.pairs) for sample in samples],
+        "relation_labels": torch.cat([sample.labels for sample in samples]),
+        "related": torch.cat([F.pad(sample.related, (0, width - len(sample.related))) for sample in samples]),
+    }
 
 
 def pairs_to_ask(boxes_xyxy: Tensor, require_overlap: bool = False) -> Tensor:
