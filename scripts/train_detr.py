@@ -2,12 +2,12 @@
 
     accelerate launch scripts/train_detr.py                                        # bundled data, minutes on a CPU
     accelerate launch scripts/train_detr.py --config configs/detr/bccd.yaml        # real photographs
-    accelerate launch --num_processes 8 --mixed_precision fp16 scripts/train_detr.py --config configs/detr/detr_r50_coco.yaml
+    accelerate launch --mixed_precision fp16 scripts/train_detr.py --config configs/detr/detr_r50_coco.yaml   # all GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_detr.py      # two processes without a GPU
 
-The loop is that of facebookresearch/detr `engine.py` (weight dict over main and auxiliary losses, reduced values, finite
-check, clipping), with the check before the update and on all ranks. `--help` explains every key; the run folder holds
-settings, rows, checkpoints and the report. `--run.resume latest` goes on where a killed run stopped, to the bit.
+The loop is that of facebookresearch/detr `engine.py` (weight dict over main and auxiliary losses, reduced values,
+finite check, clipping), with the check before the update and on all ranks. `--help` explains every key; the run folder
+holds settings, rows, checkpoints and the report. `--run.resume latest` goes on where a killed run stopped, to the bit.
 """
 
 import sys
@@ -236,7 +236,7 @@ def main(config: Config) -> dict[str, float]:
     accelerator = Accelerator(
         mixed_precision=run.precision,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
-        **tracker_kwargs(run.tracker, Path(run.output_dir) / run.name),
+        **tracker_kwargs(run.tracker, Path(run.output_dir).expanduser().absolute() / run.name),
     )
     is_main = accelerator.is_main_process
     folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume))
@@ -257,16 +257,17 @@ def main(config: Config) -> dict[str, float]:
         )  # fmt: skip
         t.start(writer, status)
         if run.probe_memory:
-            probe_memory(t)
+            probe_memory(t, config.data.batch_size_per_device)
         if checkpoint is not None and is_time(t.step, t.eval_every) and t.evaluated_step != t.step:
             validate(t)  # a signal had interrupted it
         while not (t.finished or run.eval_only):
             train_one_epoch(config, t)
         finish(t)
         if is_main:
-            size, scales = config.data.image_size, config.data.scales
-            resize = {"shortest_edge": scales[-1], "longest_edge": config.data.max_size} if scales else {"height": size, "width": size}
-            t.detector.save_final(folder / "final", t.val_table.categories, resize)
+            data = config.data
+            square = {"height": data.image_size, "width": data.image_size}
+            shorter = {"shortest_edge": max(data.scales[-1:], default=0), "longest_edge": data.max_size}
+            t.detector.save_final(folder / "final", t.val_table.categories, shorter if data.scales else square)
         t.close()
     run_on_main(lambda: write_report(folder))
     return t.last_row

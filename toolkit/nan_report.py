@@ -70,7 +70,7 @@ def investigate(
         report = {**facts, "rank": rank, "reason": guard.reason, "policy": guard.policy, **finding}
         report["image_ids"] = [[target["image_id"] for target in batch.targets] for batch in batches]
         path = write_report(run_folder, report, batches, model.state_dict())
-    lines = gather_objects(f"  rank {rank}: {_sentence(finding)} Report: {path}")
+    lines = gather_objects(f"  rank {rank}: {describe_finding(finding)} Report: {path}")
     return f"{guard.reason}\n" + "\n".join(lines[r] for r in broken_ranks)
 
 
@@ -81,7 +81,8 @@ def diagnose(model: nn.Module, run_window: Callable[[], Sequence[Mapping[str, Te
         where: "parameters", "module", "loss", "gradient" or "unknown" (everything is finite this time).
         first_nonfinite_module, module_type, kind: the first module that finished with a non-finite output (None: there
             is none). kind: "output": made it from finite inputs; "input": got it from the code of the module around it,
-            or from the batch; "parameters": its own parameters are not finite.
+            or from the batch; "parameters": its own parameters are not finite; "criterion": it is no part of the model's
+            forward, which stayed finite.
         window_losses: {name: float} per micro-batch.  nonfinite_gradients: names of parameters.
         backward: for "gradient", the operation whose derivative it is.  error: of the run, if it raised one.
 
@@ -100,7 +101,7 @@ def diagnose(model: nn.Module, run_window: Callable[[], Sequence[Mapping[str, Te
     ]
     drop_gradients(model)
     if finding["first_nonfinite_module"] is not None:
-        finding["where"] = "parameters" if finding["kind"] == "parameters" else "module"
+        finding["where"] = {"parameters": "parameters", "criterion": "loss"}.get(finding["kind"], "module")
     elif finding["error"] or not all(math.isfinite(v) for losses in finding["window_losses"] for v in losses.values()):
         finding["where"] = "loss"
     elif finding["nonfinite_gradients"]:
@@ -220,26 +221,38 @@ def _watch(model: nn.Module) -> Iterator[dict]:
     Inner modules finish before those around them, so it is the innermost one.
     """
     first = {"first_nonfinite_module": None, "module_type": None, "kind": None}
+    in_forward = False
+
+    def enter(*_: Any) -> None:
+        nonlocal in_forward
+        in_forward = True
 
     def hook_of(name: str) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            nonlocal in_forward
             if first["first_nonfinite_module"] is None and any(_is_broken(t) for t in _tensors_in(output)):
-                first.update(first_nonfinite_module=name or "(the model itself)", module_type=type(module).__name__)
-                if any(_is_broken(p) for p in module.parameters(recurse=False)):
-                    first["kind"] = "parameters"
-                else:
-                    # -inf among the inputs is an attention mask
-                    inputs = [t.masked_fill(t.isneginf(), 0) for t in _tensors_in((args, kwargs)) if _is_broken(t)]
-                    first["kind"] = "input" if any(_is_broken(t) for t in inputs) else "output"
+                kind = _kind(module, (args, kwargs)) if in_forward else "criterion"
+                first.update(first_nonfinite_module=name or "(itself)", module_type=type(module).__name__, kind=kind)
+            in_forward = in_forward and module is not model
 
         return hook
 
     handles = [m.register_forward_hook(hook_of(name), with_kwargs=True) for name, m in model.named_modules()]
+    handles.append(model.register_forward_pre_hook(enter))
     try:
         yield first
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _kind(module: nn.Module, inputs: Any) -> str:
+    """Whose fault a non-finite output is, see `diagnose`."""
+    if any(_is_broken(parameter) for parameter in module.parameters(recurse=False)):
+        return "parameters"
+    # -inf among the inputs is an attention mask
+    given = [t.masked_fill(t.isneginf(), 0) for t in _tensors_in(inputs) if _is_broken(t)]
+    return "input" if any(_is_broken(tensor) for tensor in given) else "output"
 
 
 def _backward_operation(model: nn.Module, run_window: Callable[[], object]) -> str | None:
@@ -330,7 +343,7 @@ def _jsonable(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _sentence(finding: Mapping[str, Any]) -> str:
+def describe_finding(finding: Mapping[str, Any]) -> str:
     """Where it broke, in one sentence."""
     module = f"{finding['first_nonfinite_module']} ({finding['module_type']})"
     if finding["where"] == "batch":
@@ -356,7 +369,7 @@ def _text(report: Mapping[str, Any], folder: Path) -> str:
     lines = [
         f"Rank {report['rank']}, epoch {report.get('epoch')}. No update was made, because",
         f"  {report['reason']}.",
-        f"Where: {_sentence(report)}",
+        f"Where: {describe_finding(report)}",
         f"What to do: {ADVICE[report['where']]}",
         "Image ids: " + "; ".join(f"micro-batch {i}: {text}" for i, text in enumerate(ids)),
         f"Learning rates: {report.get('lr')}; loss scale: {report.get('scale')}; policy: {report['policy']}",

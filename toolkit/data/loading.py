@@ -41,8 +41,8 @@ def check_same_classes(train: DetectionTable, val: DetectionTable) -> None:
     ours, theirs = [c.name for c in train.categories], [c.name for c in val.categories]
     if ours != theirs:
         raise BadInput(
-            f"training data has {len(ours)} classes {ours}, validation data {len(theirs)} {theirs}: give both files the "
-            "same categories in the same order"
+            f"training data has {len(ours)} classes {ours}, validation data {len(theirs)} {theirs}: give both files "
+            "the same categories in the same order"
         )
 
 

@@ -26,7 +26,8 @@ class PhotometricDistortion:
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
         contrast_first, *chances = torch.rand(5, generator=generator).tolist()
         factors = torch.rand(4, generator=generator).tolist()
-        steps = [(F.adjust_brightness, self.brightness), (F.adjust_saturation, self.saturation), (F.adjust_hue, self.hue)]
+        steps = [(F.adjust_brightness, self.brightness), (F.adjust_saturation, self.saturation)]
+        steps.append((F.adjust_hue, self.hue))
         steps.insert(1 if contrast_first < 0.5 else 3, (F.adjust_contrast, self.contrast))
         for (adjust, (low, high)), chance, factor in zip(steps, chances, factors, strict=True):
             if chance < self.probability:

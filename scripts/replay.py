@@ -1,0 +1,38 @@
+"""Run a batch that the NaN guard reported again, and say what breaks.
+
+    python scripts/replay.py runs/detr/nan/step_000123/rank0
+
+Exit code: 0 the same thing breaks in the same place, 1 it does not (a transient fault, or other hardware), 2 bad input.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from toolkit.config import load_config_dict
+from toolkit.errors import BadInput
+from toolkit.nan_report import describe_finding, load_report, replay
+from toolkit.runs import rebuild_detector
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder of one rank's report, <run>/nan/step_*/rank*")
+    folder = parser.parse_args(arguments).folder
+    try:
+        report, batches, state = load_report(folder)
+        config = load_config_dict(folder.absolute().parents[2] / "config.yaml")
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    detector, weights = rebuild_detector(config, [category["name"] for category in report["categories"]])
+    detector.load_state_dict(state)
+    print((folder / "report.txt").read_text())
+    found = replay(detector, weights, report, batches)
+    print(f"run again: {describe_finding(found)}")
+    print("reproduced" if found["reproduced"] else "not reproduced: something else happened this time")
+    return 0 if found["reproduced"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
