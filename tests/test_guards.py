@@ -414,6 +414,19 @@ def test_innermost_module_and_what_it_was_handed():
     assert finding["where"] == "parameters"
 
 
+def test_a_criterion_inside_the_model_is_told_from_its_layers():
+    model = nn.ModuleDict({"layer": nn.Linear(2, 2), "set_loss": Poison()})
+    model.forward = lambda x: model["layer"](x)
+    model["set_loss"].kind = "activation"
+
+    def run():
+        outputs = model(torch.ones(1, 2))
+        return [{"loss": model["set_loss"](outputs).sum().detach()}]
+
+    finding = diagnose(model, run)
+    assert (finding["where"], finding["kind"], finding["first_nonfinite_module"]) == ("loss", "criterion", "set_loss")
+
+
 def test_a_run_that_raises_is_part_of_the_finding():
     def run():
         raise ValueError("matrix contains invalid numeric entries")

@@ -81,7 +81,7 @@ def diagnose(model: nn.Module, run_window: Callable[[], Sequence[Mapping[str, Te
         where: "parameters", "module", "loss", "gradient" or "unknown" (everything is finite this time).
         first_nonfinite_module, module_type, kind: the first module that finished with a non-finite output (None: there
             is none). kind: "output": made it from finite inputs; "input": got it from the code of the module around it,
-            or from the batch; "parameters": its own parameters are not finite; "criterion": it is no part of the model's
+            or from the batch; "parameters": its own parameters are not finite; "criterion": not part of the model's
             forward, which stayed finite.
         window_losses: {name: float} per micro-batch.  nonfinite_gradients: names of parameters.
         backward: for "gradient", the operation whose derivative it is.  error: of the run, if it raised one.
