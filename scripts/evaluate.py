@@ -20,7 +20,7 @@ from toolkit.data.loading import open_split, val_transform, validation_loader
 from toolkit.errors import BadInput
 from toolkit.evaluation.coco import CocoEvaluator, per_class_table
 from toolkit.evaluation.loop import predict_dataset
-from toolkit.runs import open_run, rebuild_detector
+from toolkit.runs import open_run, rebuild_detector, rebuild_loss_weights
 
 
 def expected_numbers(arguments: list[str]) -> dict[str, float]:
@@ -49,7 +49,7 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     table = open_split(arguments.split or data["val"], **reading)
     if [c.name for c in table.categories] != [c.name for c in run.categories]:
         raise BadInput(f"the data has classes {table.class_names}, the run {[c.name for c in run.categories]}")
-    detector, weights = rebuild_detector(config, table.class_names)
+    detector = rebuild_detector(config, table.class_names)
     detector.load_state_dict(run.checkpoint.tensors[chosen])
     loader = validation_loader(
         table,
@@ -62,7 +62,7 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
         detector.to(accelerator.device),
         loader,
         accelerator.device,
-        loss_weights=weights.to(accelerator.device),
+        loss_weights=rebuild_loss_weights(run, detector).to(accelerator.device),
         step=run.checkpoint.step,
         score_threshold=evaluation["score_threshold"],
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from toolkit.config import load_config_dict
 from toolkit.errors import BadInput
+from toolkit.losses import LossWeights
 from toolkit.nan_report import describe_finding, load_report, replay
 from toolkit.runs import rebuild_detector
 
@@ -25,8 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    detector, weights = rebuild_detector(config, [category["name"] for category in report["categories"]])
+    detector = rebuild_detector(config, [category["name"] for category in report["categories"]])
     detector.load_state_dict(state)
+    weights = LossWeights(detector.loss_names, report["loss_weights"], {})  # as they were, learned ones too
     print((folder / "report.txt").read_text())
     found = replay(detector, weights, report, batches)
     print(f"run again: {describe_finding(found)}")

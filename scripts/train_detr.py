@@ -21,14 +21,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from toolkit import cli
 from toolkit.checkpoint import resolve_resume
 from toolkit.config import DataConfig, EvalConfig, LossConfig, OptimConfig, RunConfig, ScheduleConfig, save_config
-from toolkit.data.loading import (
-    check_same_classes,
-    open_split,
-    train_transform,
-    training_loader,
-    val_transform,
-    validation_loader,
-)
+from toolkit.data import loading
 from toolkit.determinism import be_deterministic
 from toolkit.distributed import reduce_dict, run_on_main, seed_step
 from toolkit.ema import Ema
@@ -158,10 +151,9 @@ def train_one_epoch(config: Config, t: Training) -> None:
             t.ema.update(t.detector)
 
         better = is_time(t.step, t.eval_every) and validate(t)
-        if better or is_time(t.step, t.save_every):
+        if better or reduced["signal"] or is_time(t.step, t.save_every):
             t.save(best=better)
         if reduced["signal"]:
-            t.save()
             raise Preempted(f"signal at step {t.step}; saved, `--run.resume latest` goes on")
         if t.finished:
             return
@@ -173,14 +165,14 @@ def build(config: Config, accelerator: Accelerator, folder: Path, signals: StopS
     c, options = config, vars(config.data)
     reading = {key: options[key] for key in ("image_dir", "format", "name", "on_error")}
     sizes = {key: options[key] for key in ("image_size", "scales", "max_size")}
-    table = open_split(c.data.train, listing=folder / "data_problems_train.txt", **reading)
-    val_table = open_split(c.data.val, listing=folder / "data_problems_val.txt", **reading)
-    check_same_classes(table, val_table)
+    table = loading.open_split(c.data.train, listing=folder / "data_problems_train.txt", **reading)
+    val_table = loading.open_split(c.data.val, listing=folder / "data_problems_val.txt", **reading)
+    loading.check_same_classes(table, val_table)
     table = table.head(c.data.max_train_images or len(table))
-    transform = train_transform(**sizes, flip=c.data.flip, photometric=c.data.photometric)
+    transform = loading.train_transform(**sizes, flip=c.data.flip, photometric=c.data.photometric)
     if c.data.overfit_batches:
         table = table.head(c.data.overfit_batches * c.data.batch_size_per_device * accelerator.num_processes)
-        val_table, transform = table, val_transform(**sizes)
+        val_table, transform = table, loading.val_transform(**sizes)
     for note in check_ground_truth(val_table):
         accelerator.print(note)
 
@@ -191,13 +183,13 @@ def build(config: Config, accelerator: Accelerator, folder: Path, signals: StopS
         raise BadInput(f"{c.model.architecture} needs images of one size: leave data.scales empty, set data.image_size")
     weights = LossWeights(detector.loss_names, c.loss.weights, detector.default_weights).to(accelerator.device)
 
-    sampler, loader = training_loader(
+    sampler, loader = loading.training_loader(
         table, transform, batch_size_per_device=c.data.batch_size_per_device, workers=c.data.workers, seed=c.run.seed,
         stride=detector.stride, by_aspect_ratio=c.data.group_by_aspect_ratio, cache_images=c.data.cache_images,
     )  # fmt: skip
-    val_loader = validation_loader(
-        val_table, val_transform(**sizes), batch_size_per_device=c.eval.batch_size_per_device, workers=c.data.workers,
-        stride=detector.stride,
+    val_loader = loading.validation_loader(
+        val_table, loading.val_transform(**sizes), batch_size_per_device=c.eval.batch_size_per_device,
+        workers=c.data.workers, stride=detector.stride,
     )  # fmt: skip
     steps_per_epoch = -(-len(sampler) // c.optim.accumulation_steps)
     total_steps = min(c.run.epochs * steps_per_epoch, c.run.max_steps or c.run.epochs * steps_per_epoch)
@@ -258,16 +250,15 @@ def main(config: Config) -> dict[str, float]:
         t.start(writer, status)
         if run.probe_memory:
             probe_memory(t, config.data.batch_size_per_device)
-        if checkpoint is not None and is_time(t.step, t.eval_every) and t.evaluated_step != t.step:
-            validate(t)  # a signal had interrupted it
+        if run.eval_only or is_time(t.step, t.eval_every) and t.evaluated_step != t.step:
+            validate(t)  # asked for, or interrupted by the signal that ended the run before
         while not (t.finished or run.eval_only):
             train_one_epoch(config, t)
-        finish(t)
-        if is_main:
-            data = config.data
-            square = {"height": data.image_size, "width": data.image_size}
-            shorter = {"shortest_edge": max(data.scales[-1:], default=0), "longest_edge": data.max_size}
-            t.detector.save_final(folder / "final", t.val_table.categories, shorter if data.scales else square)
+        if not run.eval_only:
+            finish(t)
+        if is_main and not run.eval_only:
+            size = loading.processor_size(config.data.image_size, config.data.scales, config.data.max_size)
+            t.detector.save_final(folder / "final", t.val_table.categories, size)
         t.close()
     run_on_main(lambda: write_report(folder))
     return t.last_row

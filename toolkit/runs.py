@@ -47,8 +47,14 @@ def open_run(path: Path) -> Run:
     return Run(folder, load_config_dict(folder / "config.yaml"), checkpoint, categories)
 
 
-def rebuild_detector(config: dict, class_names: list[str]) -> tuple[nn.Module, LossWeights]:
-    """The detector and loss weights that `config.yaml` describes, randomly initialised; nothing is downloaded."""
+def rebuild_detector(config: dict, class_names: list[str]) -> nn.Module:
+    """The detector that `config.yaml` describes, randomly initialised; nothing is downloaded."""
     options = {key: value for key, value in config["model"].items() if value is not None}
-    detector = build_detector(**{**options, "pretrained_backbone": False}, class_names=class_names)
-    return detector, LossWeights(detector.loss_names, config["loss"]["weights"], detector.default_weights)
+    return build_detector(**{**options, "pretrained_backbone": False}, class_names=class_names)
+
+
+def rebuild_loss_weights(run: Run, detector: nn.Module) -> LossWeights:
+    """The loss weights as the checkpoint holds them."""
+    weights = LossWeights(detector.loss_names, run.config["loss"]["weights"], detector.default_weights)
+    weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
+    return weights

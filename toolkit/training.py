@@ -310,6 +310,7 @@ class Training:
             "grad_norm": reduced["grad_norm"],
             "lr": self.schedule.rates(),
             "denominators": denominators,
+            "loss_weights": self.weights.values(self.step),
             "action": action.value,
             "categories": [asdict(category) for category in self.val_table.categories],
         }

@@ -62,6 +62,13 @@ def val_transform(image_size: int, scales: list[int], max_size: int) -> Transfor
     return eval_transform(scales[-1], max_size) if scales else square_transform(image_size)
 
 
+def processor_size(image_size: int, scales: list[int], max_size: int) -> dict[str, int]:
+    """What validation images are resized to, as transformers' image processors spell it; pixels."""
+    if scales:
+        return {"shortest_edge": scales[-1], "longest_edge": max_size}
+    return {"height": image_size, "width": image_size}
+
+
 def training_loader(
     table: DetectionTable,
     transform: Transform,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 
 def save_transformers_folder(
@@ -21,6 +22,7 @@ def save_transformers_folder(
     The model is saved with `auxiliary_loss=False`: loading it for use needs no losses, and transformers' own auxiliary
     outputs of DETR change the last layer.
     """
+    transformers_logging.disable_progress_bar()  # one shard, written at once
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if processor_size is not None:
