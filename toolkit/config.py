@@ -210,13 +210,24 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
         parsed = parser.parse_args(argv)
     except ArgumentError as error:
         raise BadInput(f"the settings cannot be used: {error}. `--help` lists every key with its type.") from error
-    groups = parser.instantiate(parsed)
-    return cls(**{group.name: groups[group.name] for group in fields(cls)})
+    instantiated = parser.instantiate(parsed)
+    groups = {group.name: instantiated[group.name] for group in fields(cls)}
+    for group in groups.values():
+        for key, value in vars(group).items():
+            setattr(group, key, _plain(value))
+    return cls(**groups)
+
+
+def _plain(value: object) -> object:
+    """Plain numbers instead of jsonargparse's checked types, which no checkpoint (an optimizer's `lr`) may hold."""
+    if isinstance(value, float):
+        return float(value)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def save_config(config: object, path: Path) -> None:
     """Writes the resolved settings, all keys, as YAML that `--config` reads again."""
-    plain = json.loads(json.dumps(asdict(config)))  # the checked number types are unknown to YAML
+    plain = json.loads(json.dumps(asdict(config)))  # tuples become lists
     path.write_text(yaml.safe_dump(plain, sort_keys=False))
 
 
