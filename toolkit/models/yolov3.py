@@ -248,14 +248,18 @@ def class_nms(
     `min_score` that no better one of their class overlaps by an IoU above `nms_iou`. Equal scores come in GluonCV's
     order: level, class, cell, anchor.
     """
+    boxes, scores, labels = top_candidates(boxes, scores, grid, topk)
+    return boxes, scores, labels, (scores > min_score) & not_suppressed(boxes, labels, nms_iou)
+
+
+def top_candidates(boxes: Tensor, scores: Tensor, grid: Grid, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `topk` best of all predictions and classes of each image, in order: boxes (B, K, 4), scores, labels."""
     num_classes, k = scores.shape[2], min(topk, scores.shape[1] * scores.shape[2])
     # Scores are not negative, so their bits sort like them: one top-k of unique integers is also stable.
     keys = (scores.float().contiguous().view(torch.int32).long() << 32) - _class_major_order(grid, num_classes)
     picked = keys.flatten(1).topk(k, dim=1).indices
-    scores = scores.flatten(1).gather(1, picked)
-    boxes = boxes.gather(1, (picked // num_classes)[..., None].expand(-1, -1, 4))
-    labels = picked % num_classes
-    return boxes, scores, labels, (scores > min_score) & not_suppressed(boxes, labels, nms_iou)
+    candidates = boxes.gather(1, (picked // num_classes)[..., None].expand(-1, -1, 4))
+    return candidates, scores.flatten(1).gather(1, picked), picked % num_classes
 
 
 def _class_major_order(grid: Grid, num_classes: int) -> Tensor:

@@ -20,7 +20,9 @@ DEFAULT_ANCHORS = (
     ((30, 61), (62, 45), (59, 119)),
     ((10, 13), (16, 30), (33, 23)),
 )
-BOXES_AT_ONCE = 64  # of one image, in the IoU with all predictions: bounds its memory, not its result
+# Pairs of prediction and box compared at once; on a CPU so few that they stay in its cache. Does not change the result.
+PAIRS_AT_ONCE = {"cpu": 2**18}
+PAIRS_AT_ONCE_ELSEWHERE = 2**26
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,11 @@ def make_grid(image_hw: tuple[int, int], anchors: Tensor) -> Grid:
 
 def decode_boxes(predictions: Tensor, grid: Grid) -> Tensor:
     """Boxes (B, N, 4) xyxy in pixels of the network input, not clipped, of raw predictions (B, N, 5 + C)."""
-    centers = (predictions[..., :2].sigmoid() + grid.cells_xy) * grid.strides
-    halves = predictions[..., 2:4].exp() * grid.anchors_wh / 2
-    return torch.cat((centers - halves, centers + halves), dim=-1)
+    x, y, w, h = predictions[..., :4].movedim(-1, 0).contiguous()  # planes (B, N): far faster than slices of rows
+    column, row = grid.cells_xy.unbind(1)
+    half_w, half_h = (size.exp() * anchor / 2 for size, anchor in zip((w, h), grid.anchors_wh.unbind(1), strict=True))
+    x, y = (x.sigmoid() + column) * grid.strides[:, 0], (y.sigmoid() + row) * grid.strides[:, 0]
+    return torch.stack((x - half_w, y - half_h, x + half_w, y + half_h), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -188,15 +192,18 @@ def _covered(pred_boxes: Tensor, assigned: Assignment, threshold: float) -> Tens
     factor = torch.where(assigned.crowd, threshold, threshold / (1 + threshold))
     columns = (*assigned.boxes.unbind(1), factor, torch.where(assigned.crowd, 0, areas))
     padded[:, assigned.image, slot] = torch.stack(columns).to(padded.dtype)
-    left, top, right, bottom = (c[:, None] for c in pred_boxes.unbind(-1))  # (B, 1, N), contiguous: far faster
-    area = (right - left) * (bottom - top)
-    covered = torch.zeros(pred_boxes.shape[:2], dtype=torch.bool, device=device)
-    for chunk in padded.split(BOXES_AT_ONCE, dim=2) if padded.shape[2] else ():
-        x0, y0, x1, y1, factor, gt_area = (c[..., None] for c in chunk)  # (B, M, 1)
-        inter = (torch.minimum(right, x1) - torch.maximum(left, x0)).clamp_(min=0)
-        inter *= (torch.minimum(bottom, y1) - torch.maximum(top, y0)).clamp_(min=0)
-        covered |= (inter > (area + gt_area) * factor).any(dim=1)
-    return covered
+    planes = pred_boxes.movedim(-1, 0).contiguous()[:, :, None]  # (4, B, 1, N)
+    pairs = max(1, padded.shape[2] * pred_boxes.shape[1])
+    images = max(1, PAIRS_AT_ONCE.get(device.type, PAIRS_AT_ONCE_ELSEWHERE) // pairs)
+    chunks = zip(planes.split(images, dim=1), padded[..., None].split(images, dim=1), strict=True)
+    return torch.cat([_over_threshold(*pred, *truth) for pred, truth in chunks])
+
+
+def _over_threshold(left, top, right, bottom, x0, y0, x1, y1, factor, gt_area) -> Tensor:
+    """(b, N) bool, of planes (b, 1, N) of predictions and (b, M, 1) of boxes; see `_covered`."""
+    inter = torch.minimum(right, x1).sub_(torch.maximum(left, x0)).clamp_(min=0)
+    inter *= torch.minimum(bottom, y1).sub_(torch.maximum(top, y0))  # a negative height fails the comparison as well
+    return (inter > torch.addcmul(gt_area * factor, (right - left) * (bottom - top), factor)).any(dim=1)
 
 
 def class_targets(labels: Tensor, num_classes: int, label_smoothing: bool) -> Tensor:
@@ -221,8 +228,8 @@ def yolov3_losses(
     """
     weight = torch.where(objectness > 0, objectness, (objectness == 0).to(objectness.dtype))
     positive = (objectness > 0).to(predictions.dtype)
-    obj = binary_cross_entropy_with_logits(predictions[..., 4], positive, weight, reduction="sum")
-    at_boxes = predictions.flatten(0, 1)[assigned.image * predictions.shape[1] + assigned.index]  # (T, 5 + C)
+    logits, at_boxes = _objectness_and_rows(predictions, assigned)
+    obj = binary_cross_entropy_with_logits(logits, positive, weight, reduction="sum")
     ratio = assigned.ratio.to(predictions.dtype)[:, None]
     ratio_weight = ratio * assigned.weight[:, None].to(predictions.dtype)
     classes = class_targets(assigned.labels, predictions.shape[2] - 5, label_smoothing).to(predictions.dtype)
@@ -237,6 +244,19 @@ def yolov3_losses(
             at_boxes[:, 5:], classes, ratio.expand_as(classes), reduction="sum"
         ),
     }
+
+
+def _objectness_and_rows(predictions: Tensor, assigned: Assignment) -> tuple[Tensor, Tensor]:
+    """Objectness logits (B, N) and the predictions (T, 5 + C) at the boxes.
+
+    Picked by one index: the gradient of each slice of its own would fill an array as large as the predictions.
+    """
+    batch, count, outputs = predictions.shape
+    columns = torch.arange(outputs, device=predictions.device)
+    everywhere = torch.arange(batch * count, device=predictions.device) * outputs + 4
+    rows = ((assigned.image * count + assigned.index) * outputs)[:, None] + columns
+    picked = predictions.flatten().index_select(0, torch.cat((everywhere, rows.flatten())))
+    return picked[: batch * count].view(batch, count), picked[batch * count :].view(-1, outputs)
 
 
 def kmeans_anchors(

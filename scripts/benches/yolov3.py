@@ -1,0 +1,152 @@
+"""YOLOv3: target assignment and losses against a straightforward loop over boxes; exported model against PyTorch."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import onnxruntime
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+from torchvision.ops import box_iou
+
+from toolkit.models.yolov3 import build_yolov3
+from toolkit.models.yolov3_export import PixelsToBoxes, export_onnx
+from toolkit.models.yolov3_targets import (
+    DEFAULT_ANCHORS,
+    STRIDES,
+    assign_boxes,
+    decode_boxes,
+    make_grid,
+    objectness_targets,
+    yolov3_losses,
+)
+
+
+def bench_yolov3_losses(
+    batch: int = 16, side: int = 416, boxes: int = 20, num_classes: int = 80, repeats: int = 7, seed: int = 0
+) -> list[dict]:
+    """Seconds from raw predictions and boxes to losses and gradients: medians of interleaved rounds.
+
+    Rows with `name`, `value` and `unit`: ours, the loop, their ratio (median of the rounds' ratios), ours against
+    itself (the noise), and the largest relative difference of a loss.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    anchors = torch.tensor(DEFAULT_ANCHORS, dtype=torch.float32)
+    count = len(make_grid((side, side), anchors).cells_xy)
+    predictions = torch.randn(batch, count, 5 + num_classes, generator=generator)
+    targets = [random_target(boxes, side, num_classes, generator) for _ in range(batch)]
+    runs = [lambda f=f: with_gradient(f, predictions, targets, anchors, side) for f in (our_losses, looped_losses)]
+    ours, loop = (run() for run in runs)
+    difference = max(float((ours[k] / loop[k] - 1).abs()) for k in loop)
+    rounds = [[seconds(run) for run in (*runs, runs[0])] for _ in range(repeats)]
+    return [
+        {"name": "yolov3 losses, ours", "value": statistics.median(t[0] for t in rounds), "unit": "s"},
+        {"name": "yolov3 losses, loop over boxes", "value": statistics.median(t[1] for t in rounds), "unit": "s"},
+        {"name": "yolov3 losses, loop / ours", "value": statistics.median(t[1] / t[0] for t in rounds), "unit": "x"},
+        {"name": "yolov3 losses, ours / ours", "value": statistics.median(t[2] / t[0] for t in rounds), "unit": "x"},
+        {"name": "yolov3 losses, largest difference", "value": difference, "unit": "relative"},
+    ]
+
+
+def random_target(boxes: int, side: int, num_classes: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Boxes of 2 % to 60 % of the side anywhere in the image."""
+    sizes = side * (0.02 + 0.58 * torch.rand(boxes, 2, generator=generator) ** 2)
+    corners = torch.rand(boxes, 2, generator=generator) * (side - sizes)
+    labels = torch.randint(num_classes, (boxes,), generator=generator)
+    return {"boxes": torch.cat((corners, corners + sizes), dim=1), "labels": labels}
+
+
+def our_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, side: int) -> dict[str, Tensor]:
+    """The toolkit's, as `YOLOv3.criterion` calls it."""
+    grid, sizes = make_grid((side, side), anchors), torch.full((len(targets), 2), side)
+    assigned = assign_boxes(targets, sizes, anchors, grid)
+    objectness = objectness_targets(decode_boxes(predictions.detach(), grid), assigned, sizes, grid, 0.7)
+    return yolov3_losses(predictions, objectness, assigned)
+
+
+def looped_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, side: int) -> dict[str, Tensor]:
+    """The rules written down box by box, with targets for all predictions, as the original keeps them."""
+    batch, count, outputs = predictions.shape
+    num_classes, flat_anchors, per_cell = outputs - 5, anchors.reshape(-1, 2), anchors.shape[1]
+    objectness, weights = torch.zeros(batch, count), torch.zeros(batch, count, 1)
+    center, scale = torch.zeros(batch, count, 2), torch.zeros(batch, count, 2)
+    classes, class_mask = torch.zeros(batch, count, num_classes), torch.zeros(batch, count, 1)
+    pred_boxes = decode_boxes(predictions.detach(), make_grid((side, side), anchors))
+    for b, target in enumerate(targets):
+        for box in target["boxes"]:
+            objectness[b, box_iou(pred_boxes[b], box[None])[:, 0] > 0.7] = -1
+        for box, label in zip(target["boxes"].tolist(), target["labels"].tolist(), strict=True):
+            w, h = box[2] - box[0], box[3] - box[1]
+            inner = torch.minimum(flat_anchors, torch.tensor([w, h])).prod(dim=1)
+            best = int((inner / (w * h + flat_anchors.prod(dim=1) - inner)).argmax())
+            level, cells = best // per_cell, side // STRIDES[best // per_cell]
+            x, y = (box[0] + w / 2) / side * cells, (box[1] + h / 2) / side * cells
+            start = sum((side // s) ** 2 for s in STRIDES[:level]) * per_cell
+            n = start + (int(y) * cells + int(x)) * per_cell + best % per_cell
+            objectness[b, n], weights[b, n], class_mask[b, n] = 1, 2 - w * h / side**2, 1
+            center[b, n] = torch.tensor([x - int(x), y - int(y)])
+            scale[b, n] = torch.log(torch.tensor([max(w, 1), max(h, 1)]) / flat_anchors[best])
+            classes[b, n] = 0
+            classes[b, n, label] = 1
+    seen, positive = (objectness >= 0).float(), (objectness > 0).float()
+    return {
+        "loss_obj": (seen * bce(predictions[..., 4], positive, reduction="none")).sum(),
+        "loss_center": (weights * bce(predictions[..., :2], center, reduction="none")).sum(),
+        "loss_scale": (weights * (predictions[..., 2:4] - scale).abs()).sum(),
+        "loss_cls": (class_mask * bce(predictions[..., 5:], classes, reduction="none")).sum(),
+    }
+
+
+def with_gradient(losses: Callable, predictions: Tensor, *rest) -> dict[str, Tensor]:
+    leaf = predictions.detach().requires_grad_()
+    result = losses(leaf, *rest)
+    sum(result.values()).backward()
+    return {name: value.detach() for name, value in result.items()}
+
+
+def bench_yolov3_export(
+    backbone: str = "lcnet_050", batch: int = 4, side: int = 256, repeats: int = 7, seed: int = 0
+) -> list[dict]:
+    """Images/s from uint8 pixels to decoded boxes and scores, PyTorch and ONNX Runtime with as many threads."""
+    torch.manual_seed(seed)
+    detector = build_yolov3([str(c) for c in range(20)], backbone, head_channels=(128, 64, 32)).eval()
+    images = torch.randint(0, 256, (batch, 3, side, side), dtype=torch.uint8)
+    model = PixelsToBoxes(detector, nms=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        export_onnx(detector, Path(folder) / "model.onnx")
+        session = onnxruntime.InferenceSession(Path(folder) / "model.onnx", options)
+        runs = (lambda: model(images), lambda: session.run(None, {"images": images.numpy()}))
+        (boxes, scores), (onnx_boxes, onnx_scores) = (run() for run in runs)
+        rounds = [[seconds(run) for run in (*runs, runs[0])] for _ in range(repeats)]
+    medians = [statistics.median(t[i] for t in rounds) for i in range(2)]
+    return [
+        {"name": "yolov3, PyTorch", "value": batch / medians[0], "unit": "images/s"},
+        {"name": "yolov3, ONNX Runtime", "value": batch / medians[1], "unit": "images/s"},
+        {"name": "yolov3, PyTorch / PyTorch", "value": statistics.median(t[2] / t[0] for t in rounds), "unit": "x"},
+        {
+            "name": "yolov3, largest difference of a box",
+            "value": float((boxes - torch.from_numpy(onnx_boxes)).abs().max()),
+            "unit": "pixels",
+        },
+        {
+            "name": "yolov3, largest difference of a score",
+            "value": float((scores - torch.from_numpy(onnx_scores)).abs().max()),
+            "unit": "",
+        },
+    ]
+
+
+def seconds(run: Callable) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    for row in bench_yolov3_losses() + bench_yolov3_export():
+        print(f"{row['name']}: {row['value']:.4g} {row['unit']}")

@@ -1,0 +1,584 @@
+"""YOLOv3 beyond the numbers of the original (tests/golden/test_yolov3.py): edges, geometry, interfaces, export.
+
+Run: python -m pytest tests/test_yolov3.py
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchvision.ops import batched_nms, box_iou
+
+from toolkit.data.mixup import draw_mixup_lambda, mixup
+from toolkit.data.table import Category
+from toolkit.errors import BadInput
+from toolkit.models.yolov3 import YOLOv3, build_yolov3, load_yolov3, main, not_suppressed
+from toolkit.models.yolov3_export import PixelsToBoxes, export_onnx, export_program
+from toolkit.models.yolov3_targets import (
+    DEFAULT_ANCHORS,
+    STRIDES,
+    assign_boxes,
+    decode_boxes,
+    kmeans_anchors,
+    make_grid,
+)
+
+BENCH = Path(__file__).parents[1] / "scripts" / "benches" / "yolov3.py"
+LOSSES = YOLOv3.loss_names
+ANCHORS = torch.tensor(DEFAULT_ANCHORS, dtype=torch.float32)
+
+
+class Taps(nn.Module):
+    """Strided convolutions with the interface of timm's features_only backbones."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(i, o, s + 1, s, s // 2), nn.BatchNorm2d(o), nn.LeakyReLU(0.1))
+            for i, o, s in ((3, 8, 8), (8, 12, 2), (12, 16, 2))
+        )
+        self.feature_info = SimpleNamespace(channels=lambda: [8, 12, 16])
+
+    def forward(self, x):
+        taps = []
+        for stage in self.stages:
+            taps.append(x := stage(x))
+        return taps
+
+
+def tiny(num_classes: int = 3, **options) -> YOLOv3:
+    torch.manual_seed(0)
+    return YOLOv3(Taps(), num_classes, **options)
+
+
+def target(boxes, labels=None, **extra) -> dict:
+    boxes = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
+    labels = torch.zeros(len(boxes), dtype=torch.int64) if labels is None else torch.tensor(labels)
+    return {"boxes": boxes, "labels": labels} | {name: torch.tensor(value) for name, value in extra.items()}
+
+
+def random_outputs(detector: YOLOv3, sizes, canvas_hw=None, seed: int = 0, dtype=torch.float32) -> dict:
+    generator, (height, width) = torch.Generator().manual_seed(seed), canvas_hw or sizes[0]
+    channels = detector.predictions[0].out_channels
+    maps = {
+        f"raw_stride{s}": torch.randn(len(sizes), channels, height // s, width // s, generator=generator).to(dtype)
+        for s in STRIDES
+    }
+    return maps | {"sizes": torch.tensor(sizes)}
+
+
+def criterion(detector: YOLOv3, outputs: dict, targets: list, images: float = 1.0) -> dict[str, torch.Tensor]:
+    return detector.criterion(outputs, targets, {"images": images})[0]
+
+
+# ---- targets and losses --------------------------------------------------------------------------------------------
+
+
+def bench_module():
+    spec = importlib.util.spec_from_file_location("benches_yolov3", BENCH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@st.composite
+def image_boxes(draw, side: int = 96):
+    """Boxes on whole pixels, so on cell borders too, often several in one cell; at least one pixel wide and high."""
+    boxes = []
+    for _ in range(draw(st.integers(0, 6))):
+        x0, y0 = draw(st.integers(0, side - 1)), draw(st.integers(0, side - 1))
+        boxes.append((x0, y0, draw(st.integers(x0 + 1, side)), draw(st.integers(y0 + 1, side))))
+    labels = [draw(st.integers(0, 2)) for _ in boxes]
+    return target(boxes, labels)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(image_boxes(), min_size=1, max_size=3), st.integers(0, 5))
+def test_losses_are_those_of_a_loop_over_boxes(targets, seed):
+    predictions = torch.randn(len(targets), 567, 8, generator=torch.Generator().manual_seed(seed))
+    bench = bench_module()
+    for t, row in zip(targets, predictions, strict=True):
+        if len(t["boxes"]):  # a prediction that really overlaps: the box itself, at the place it belongs to
+            grid = make_grid((96, 96), ANCHORS)
+            a = assign_boxes([t], torch.tensor([[96, 96]]), ANCHORS, grid)
+            row[a.index[0], 2:4] = a.scale[0]
+    ours = bench.our_losses(predictions, targets, ANCHORS, 96)
+    loop = bench.looped_losses(predictions, targets, ANCHORS, 96)
+    for name in LOSSES:
+        torch.testing.assert_close(ours[name], loop[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("box", "cell_xy"),
+    [
+        ((0, 0, 0, 0), (0, 0)),  # a point in the corner
+        ((96, 64, 96, 64), (2, 1)),  # a point on the last corner: the last cell, not the first of the next row
+        ((32, 32, 32, 32), (1, 1)),  # on the corner of four cells: the lower right one
+        ((10, 5, 10, 50), (0, 0)),  # a line
+        ((-30, -30, 10, 10), (0, 0)),  # a centre outside
+        ((90, 60, 200, 100), (2, 1)),
+    ],
+)
+def test_border_and_empty_boxes_have_a_place(box, cell_xy):
+    grid, sizes = make_grid((64, 96), ANCHORS), torch.tensor([[64, 96]])
+    a = assign_boxes([target([box])], sizes, ANCHORS, grid)
+    assert a.kept.all()
+    stride = grid.strides[a.index[0]].item()
+    inside = torch.tensor(box[:2]) // stride if stride < 32 else torch.tensor(cell_xy)
+    if box[0] == box[2] or box[1] == box[3]:  # no IoU with any anchor: the first one
+        assert a.index.item() % 3 == 0
+        assert stride == 32
+    if stride == 32:
+        assert grid.cells_xy[a.index[0]].tolist() == inside.tolist()
+    assert ((a.center >= 0) & (a.center <= 1)).all()
+    for value in (a.scale, a.weight):
+        assert value.isfinite().all()
+    losses = criterion(tiny(), random_outputs(tiny(), [(64, 96)]), [target([box])])
+    assert all(loss.isfinite() for loss in losses.values())
+
+
+def test_empty_boxes_weigh_2_and_have_size_1():
+    a = assign_boxes([target([(8, 8, 8, 8)])], torch.tensor([[64, 96]]), ANCHORS, make_grid((64, 96), ANCHORS))
+    assert a.weight.item() == 2
+    torch.testing.assert_close(a.scale[0], -ANCHORS[0, 0].log())
+
+
+def test_of_boxes_in_one_cell_and_anchor_the_last_wins():
+    boxes = [(10, 10, 30, 24), (11, 11, 31, 25), (10, 11, 31, 25)]
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        t = target([boxes[i] for i in order], labels=order)
+        a = assign_boxes([t, t], torch.tensor([[64, 64]] * 2), ANCHORS, make_grid((64, 64), ANCHORS))
+        assert len(set(a.index.tolist())) == 1
+        assert a.kept.tolist() == [False, False, True] * 2
+        assert a.ratio.tolist() == [0, 0, 1] * 2
+
+
+@pytest.mark.parametrize("targets", [[], [target([])], [target([]), target([(3, 4, 30, 40)])]])
+def test_images_without_boxes(targets):
+    detector = tiny()
+    outputs = random_outputs(detector, [(64, 64)] * len(targets), (64, 64)) | {
+        "sizes": torch.full((len(targets), 2), 64)
+    }
+    maps = [outputs[f"raw_stride{s}"].requires_grad_() for s in STRIDES]
+    losses, metrics = detector.criterion(outputs, targets, {"images": 1.0})
+    sum(losses.values()).backward()
+    assert all(m.grad.isfinite().all() for m in maps)
+    boxes = sum(len(t["boxes"]) for t in targets)
+    assert (losses["loss_cls"] > 0) == (losses["loss_scale"] > 0) == (losses["loss_center"] > 0) == (boxes > 0)
+    assert (losses["loss_obj"] > 0) == (len(targets) > 0)
+    assert {name: count.item() for name, (_, count) in metrics.items()} == {"class_error": boxes, "box_iou": boxes}
+    assert tuple(losses) == detector.loss_names
+    assert tuple(metrics) == detector.metric_names
+
+
+def test_crowd_regions_are_ignored_and_never_assigned():
+    detector, region = tiny(), (0.0, 0.0, 64.0, 32.0)
+    outputs = random_outputs(detector, [(64, 64)])
+    with_crowd = target([(40, 40, 60, 60), region], [1, 2], iscrowd=[0, 1])
+    without = target([(40, 40, 60, 60)], [1])
+    crowd, plain = criterion(detector, outputs, [with_crowd]), criterion(detector, outputs, [without])
+    for name in ("loss_center", "loss_scale", "loss_cls"):
+        assert crowd[name] == plain[name]
+    predictions, grid = detector.flat_predictions([outputs[f"raw_stride{s}"] for s in STRIDES])
+    boxes = decode_boxes(predictions, grid)[0]
+    shared = (boxes[:, 2:].minimum(torch.tensor(region[2:])) - boxes[:, :2].maximum(torch.zeros(2))).clamp(min=0)
+    share = shared.prod(dim=1) / (boxes[:, 2:] - boxes[:, :2]).prod(dim=1)
+    a = assign_boxes([without], outputs["sizes"], ANCHORS, grid)
+    ignored = (share > 0.7) & (box_iou(boxes, without["boxes"])[:, 0] <= 0.7)
+    ignored[a.index] = False
+    assert ignored.sum() > 20
+    background = nn.functional.softplus(predictions[0, :, 4])[ignored].sum()
+    torch.testing.assert_close(plain["loss_obj"] - crowd["loss_obj"], background, rtol=1e-4, atol=1e-4)
+
+
+def test_the_mixup_share_weighs_a_box_and_0_leaves_it_out():
+    detector = tiny()
+    outputs = random_outputs(detector, [(64, 64)])
+    box, plain = (8, 8, 40, 44), criterion(detector, outputs, [target([(8, 8, 40, 44)])])
+    half = criterion(detector, outputs, [target([box], mixup=[0.5])])
+    none = criterion(detector, outputs, [target([box], mixup=[0.0])])
+    for name in ("loss_center", "loss_scale", "loss_cls"):
+        torch.testing.assert_close(half[name], plain[name] / 2)
+        assert none[name] == 0
+    assert half["loss_obj"] < plain["loss_obj"]
+
+
+def test_an_image_counts_the_same_whatever_its_batch_is_padded_to():
+    """Two sizes in one batch: cells that begin in the padding belong to no image, in the losses and in the boxes."""
+    detector, small, canvas = tiny(), (64, 32), (96, 128)
+    t = [target([(0, 0, 32, 64), (5, 9, 20, 30)], [0, 2]), target([(60, 50, 120, 96)], [1])]
+    outputs = random_outputs(detector, [small, canvas], canvas)
+    alone = {f"raw_stride{s}": outputs[f"raw_stride{s}"][:1, :, : small[0] // s, : small[1] // s] for s in STRIDES}
+    alone["sizes"] = outputs["sizes"][:1]
+    other = {k: v[1:] for k, v in outputs.items()}
+    together = criterion(detector, outputs, t)
+    apart = [criterion(detector, alone, t[:1]), criterion(detector, other, t[1:])]
+    for name in LOSSES:
+        torch.testing.assert_close(together[name], apart[0][name] + apart[1][name])
+    sizes = outputs["sizes"]
+    found = detector.postprocess(outputs, sizes, sizes * 2)
+    single = detector.postprocess(alone, sizes[:1], sizes[:1] * 2)
+    for name in ("boxes", "scores", "labels"):
+        torch.testing.assert_close(found[0][name], single[0][name])
+    assert (found[0]["boxes"].max(dim=0).values <= torch.tensor([64.0, 128.0, 64.0, 128.0])).all()
+
+
+def test_accumulated_micro_batches_equal_the_big_batch():
+    detector = tiny().double().eval()
+    pixels = torch.randn(5, 3, 64, 96, dtype=torch.float64)
+    targets = [target([(i, i, 20 + 5 * i, 30 + 5 * i)] * (i % 3), [i % 3] * (i % 3)) for i in range(5)]
+
+    def gradients(groups: list[list[int]]) -> list[torch.Tensor]:
+        detector.zero_grad()
+        for group in groups:
+            maps = detector.raw_maps(pixels[group])
+            outputs = {f"raw_stride{s}": m for s, m in zip(STRIDES, maps, strict=True)}
+            outputs["sizes"] = torch.tensor([[64, 96]] * len(group))
+            assert detector.denominators([targets[i] for i in group]) == {"images": len(group)}
+            losses = criterion(detector, outputs, [targets[i] for i in group], images=5.0)
+            assert all(loss.dtype == torch.float64 for loss in losses.values())
+            sum(losses.values()).backward()
+        return [p.grad.clone() for p in detector.parameters()]
+
+    whole, parts = gradients([[0, 1, 2, 3, 4]]), gradients([[0, 1], [2, 3], [4]])
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * a.abs().max().item())
+
+
+def test_bfloat16_maps_give_float32_losses_near_those_of_float32():
+    detector = tiny()
+    outputs, t = random_outputs(detector, [(64, 64)]), [target([(8, 8, 40, 44)])]
+    rounded = {k: v.bfloat16() if v.is_floating_point() else v for k, v in outputs.items()}
+    for name, loss in criterion(detector, rounded, t).items():
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, criterion(detector, outputs, t)[name], rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU runs ahead of the host")
+def test_criterion_never_waits_for_the_device():
+    detector = tiny().cuda()
+    outputs = {k: v.cuda() for k, v in random_outputs(detector, [(64, 64)] * 2).items()}
+    t = [{k: v.cuda() for k, v in target(b).items()} for b in ([(8, 8, 40, 44)], [(1, 2, 3, 4), (5, 6, 60, 60)])]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses = criterion(detector, outputs, t)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = criterion(
+        tiny(), {k: v.cpu() for k, v in outputs.items()}, [{k: v.cpu() for k, v in x.items()} for x in t]
+    )
+    for name in LOSSES:
+        torch.testing.assert_close(losses[name].cpu(), expected[name])
+
+
+# ---- boxes out -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.sampled_from([0.1, 0.45, 0.9]))
+def test_suppression_is_torchvisions(seed, count, iou):
+    generator = torch.Generator().manual_seed(seed)
+    corners = torch.rand(2, count, 2, generator=generator) * 20
+    boxes = torch.cat((corners, corners + 1 + torch.rand(2, count, 2, generator=generator) * 20), dim=2)
+    labels = torch.randint(3, (2, count), generator=generator)
+    keep = not_suppressed(boxes, labels, iou)
+    scores = torch.linspace(1, 0.5, count)
+    for b in range(2):
+        theirs = batched_nms(boxes[b].double(), scores.double(), labels[b], iou)
+        assert sorted(theirs.tolist()) == keep[b].nonzero()[:, 0].tolist()
+
+
+def test_postprocess_limits_and_scaling():
+    detector = tiny()
+    outputs = random_outputs(detector, [(64, 96)] * 2, seed=3)
+    sizes, originals = outputs["sizes"], torch.tensor([[128, 288], [64, 96]])
+    every = detector.postprocess(outputs, sizes, originals, top_k=1000)
+    unscaled = detector.postprocess(outputs, sizes, sizes, top_k=1000)
+    some = detector.postprocess(outputs, sizes, originals, score_threshold=0.5, top_k=7)
+    for found, same, limited, hw in zip(every, unscaled, some, originals.tolist(), strict=True):
+        assert (found["scores"].diff() <= 0).all()
+        assert found["scores"].min() > detector.min_score
+        assert found["labels"].dtype == torch.int64
+        scale = torch.tensor([hw[1] / 96, hw[0] / 64]).repeat(2)
+        torch.testing.assert_close(found["boxes"], same["boxes"] * scale)
+        assert (found["boxes"] >= 0).all()
+        assert (found["boxes"] <= torch.tensor([hw[1], hw[0]]).repeat(2)).all()
+        expected = min(7, int((found["scores"] > 0.5).sum()))
+        assert len(limited["scores"]) == expected > 0
+        torch.testing.assert_close(limited["boxes"], found["boxes"][:expected])
+
+
+def test_postprocess_of_nothing():
+    detector = tiny()
+    outputs = {k: v - 30 if v.is_floating_point() else v for k, v in random_outputs(detector, [(64, 64)]).items()}
+    (found,) = detector.postprocess(outputs, outputs["sizes"], outputs["sizes"])
+    assert {k: tuple(v.shape) for k, v in found.items()} == {"boxes": (0, 4), "scores": (0,), "labels": (0,)}
+    empty = {k: v[:0] for k, v in outputs.items()}
+    assert detector.postprocess(empty, empty["sizes"], empty["sizes"]) == []
+
+
+def test_it_learns_two_boxes():
+    torch.manual_seed(0)
+    detector = tiny(objectness_prior=0.01)
+    images = torch.randint(0, 256, (2, 3, 64, 96), dtype=torch.uint8)
+    sizes, t = torch.tensor([[64, 96]] * 2), [target([(4, 6, 40, 44)], [1]), target([(50, 20, 90, 60)], [2])]
+    optimizer = torch.optim.Adam(detector.parameters(), lr=1e-2)
+    for _ in range(60):
+        losses, _ = detector.criterion(detector(images, sizes), t, detector.denominators(t))
+        optimizer.zero_grad()
+        sum(losses.values()).backward()
+        optimizer.step()
+    found = detector.postprocess(detector(images, sizes), sizes, sizes)
+    for prediction, truth in zip(found, t, strict=True):
+        assert prediction["labels"][0] == truth["labels"][0]
+        assert box_iou(prediction["boxes"][:1], truth["boxes"]).item() > 0.7
+
+
+# ---- building, saving, exporting -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backbone", ["darknet17", "mobilenetv3_small_050", "resnet10t"])
+def test_small_backbones(backbone):
+    detector = build_yolov3(["a", "b"], backbone, head_channels=(16, 12, 8)).eval()
+    images, sizes = torch.zeros(1, 3, 64, 96, dtype=torch.uint8), torch.tensor([[64, 96]])
+    outputs = detector(images, sizes)
+    for s in STRIDES:
+        assert outputs[f"raw_stride{s}"].shape == (1, 21, 64 // s, 96 // s)
+    slopes = {m.negative_slope for m in detector.modules() if isinstance(m, nn.LeakyReLU)}
+    assert slopes == {0.1}
+
+
+def test_the_start_probability_of_an_object():
+    for prior, expected in ((None, 0.0), (0.01, np.log(0.01 / 0.99))):
+        for prediction in tiny(objectness_prior=prior).predictions:
+            biases = prediction.bias.view(3, 8)
+            assert biases[:, 4].tolist() == pytest.approx([expected] * 3)
+            assert biases[:, :4].abs().sum() == biases[:, 5:].abs().sum() == 0
+
+
+def test_sides_must_be_multiples_of_32():
+    with pytest.raises(ValueError, match="multiples of 32"):
+        tiny().raw_maps(torch.zeros(1, 3, 64, 80))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backbone": "darknet54"}, "darknet53"),
+        ({"backbone": "vit_tiny_patch16_224"}, "8, 16, 32"),
+        ({"backbone": "darknet17", "pretrained": "missing.safetensors"}, "missing.safetensors"),
+        ({"backbone": "darknet17", "anchors": [[[1, 2]], [[3, 4]]]}, "anchors"),
+        ({"backbone": "darknet17", "anchors": [[[1, 0]], [[3, 4]], [[3, 4]]]}, "anchors"),
+        ({"backbone": "darknet17", "anchors": [[[1, 5]], [[3, 4], [1, 1]], [[3, 4]]]}, "anchors"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(BadInput, match=message):
+        build_yolov3(["a"], **arguments)
+
+
+def test_final_folder_gives_the_same_detector(tmp_path):
+    anchors = [[[60, 50], [70, 60]], [[30, 20], [40, 30]], [[5, 8], [9, 4]]]
+    detector = build_yolov3(["a", "b"], "darknet17", head_channels=(8, 8, 8), anchors=anchors, leaky_slope=0.01).eval()
+    detector.save_final(tmp_path, [Category(7, "a"), Category(3, "b")])
+    loaded = load_yolov3(tmp_path)
+    images, sizes = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8), torch.tensor([[64, 64]])
+    ours, theirs = detector(images, sizes), loaded(images, sizes)
+    assert all(torch.equal(ours[k], theirs[k]) for k in ours)
+    assert torch.equal(detector.anchors, loaded.anchors)
+    assert json.loads((tmp_path / "config.json").read_text())["categories"] == [
+        {"id": 7, "name": "a"},
+        {"id": 3, "name": "b"},
+    ]
+
+
+@pytest.fixture(scope="module")
+def exportable() -> YOLOv3:
+    """Random, with norms that know their inputs: otherwise all scores are nearly equal, and their order is rounding."""
+    detector = tiny()
+    for prediction in detector.predictions:
+        nn.init.normal_(prediction.weight, std=0.3)
+    for norm in (m for m in detector.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.momentum = None  # the mean of all batches seen
+    detector(pixels_of((2, 96, 128), seed=9), torch.tensor([[96, 128]] * 2))
+    return detector
+
+
+SHAPES = [(2, 96, 128), (1, 64, 64), (3, 64, 96)]
+
+
+def pixels_of(shape, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    batch, height, width = shape
+    return torch.randint(0, 256, (batch, 3, height, width), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.slow
+def test_onnx_and_torch_export_without_nms(exportable, tmp_path):
+    assert exportable.training
+    export_onnx(exportable, tmp_path / "model.onnx")
+    program = export_program(exportable.eval()).module()
+    exportable.train()
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for shape in SHAPES:
+        images = pixels_of(shape)
+        with torch.no_grad():
+            boxes, scores = PixelsToBoxes(exportable.eval(), nms=False)(images)
+        for other in (session.run(None, {"images": images.numpy()}), [v.detach().numpy() for v in program(images)]):
+            np.testing.assert_allclose(other[0], boxes, rtol=1e-4, atol=1e-3)
+            np.testing.assert_allclose(other[1], scores, atol=1e-5)
+
+
+def test_onnx_with_nms_gives_the_detections_of_postprocess(exportable, tmp_path):
+    export_onnx(exportable, tmp_path / "model.onnx", nms=True, top_k=50)
+    session, exportable = onnxruntime.InferenceSession(tmp_path / "model.onnx"), exportable.eval()
+    assert [o.name for o in session.get_outputs()] == ["boxes", "scores", "labels"]
+    for shape in SHAPES:
+        images, sizes = pixels_of(shape), torch.tensor([shape[1:]] * shape[0])
+        with torch.no_grad():
+            found = exportable.postprocess(exportable(images, sizes), sizes, sizes, top_k=50)
+        boxes, scores, labels = map(torch.from_numpy, session.run(None, {"images": images.numpy()}))
+        assert scores.shape == (shape[0], 50)
+        for b, expected in enumerate(found):
+            n = len(expected["scores"])
+            assert n > 5
+            assert (labels[b, n:] == -1).all()
+            torch.testing.assert_close(scores[b, :n], expected["scores"], rtol=0, atol=1e-5)
+            limits = torch.tensor([shape[2], shape[1]] * 2, dtype=torch.float32)
+            clipped = boxes[b, :n].clamp(min=0).minimum(limits)
+            assert torch.equal(labels[b, :n], expected["labels"])
+            torch.testing.assert_close(clipped, expected["boxes"], rtol=1e-4, atol=1e-3)
+
+
+# ---- anchors -------------------------------------------------------------------------------------------------------
+
+
+def test_kmeans_finds_the_sizes_that_are_there():
+    rng = np.random.default_rng(0)
+    true = np.array([[10, 14], [30, 20], [25, 60], [90, 80], [150, 60], [200, 220]])
+    sizes = true[rng.integers(6, size=600)] * rng.uniform(0.95, 1.05, (600, 2))
+    anchors, fit = kmeans_anchors(sizes, 6)
+    np.testing.assert_allclose(anchors, true[np.argsort(true.prod(axis=1))], rtol=0.03)
+    assert fit > 0.93
+    again, _ = kmeans_anchors(sizes, 6)
+    assert np.array_equal(anchors, again)
+
+
+def test_kmeans_of_equal_boxes():
+    anchors, fit = kmeans_anchors(np.full((20, 2), 8.0), 9)
+    assert np.array_equal(anchors, np.full((9, 2), 8.0))
+    assert fit == 1
+
+
+def coco_file(folder: Path, boxes_xywh: list) -> Path:
+    from torchvision.io import write_png
+
+    write_png(torch.zeros(3, 100, 200, dtype=torch.uint8), str(folder / "a.png"))
+    annotations = [
+        {"id": i + 1, "image_id": 1, "category_id": 1, "bbox": box, "area": box[2] * box[3], "iscrowd": 0}
+        for i, box in enumerate(boxes_xywh)
+    ]
+    content = {
+        "images": [{"id": 1, "file_name": "a.png", "width": 200, "height": 100}],
+        "annotations": annotations,
+        "categories": [{"id": 1, "name": "a"}],
+    }
+    (folder / "data.json").write_text(json.dumps(content))
+    return folder / "data.json"
+
+
+def test_anchor_command(tmp_path, capsys):
+    """20 x 10 of an image of 200 x 100 is 6.4 x 6.4 at 64 px; what it prints is what `--model.anchors` takes."""
+    file = coco_file(tmp_path, [[i, i, 20 * k, 10 * k] for k in (1, 2, 4) for i in range(4)])
+    assert (
+        main(
+            [
+                "anchors",
+                "--annotations",
+                str(file),
+                "--image-dir",
+                str(tmp_path),
+                "--image-size",
+                "64",
+                "--per-level",
+                "1",
+            ]
+        )
+        == 0
+    )
+    anchors = yaml.safe_load(capsys.readouterr().out)["anchors"]
+    assert anchors == [[[25.6, 25.6]], [[12.8, 12.8]], [[6.4, 6.4]]]
+    assert tiny(anchors=anchors).predictions[0].out_channels == 8
+
+
+def test_anchor_command_with_too_few_boxes(tmp_path, capsys):
+    file = coco_file(tmp_path, [[1, 1, 20, 10]])
+    assert main(["anchors", "--annotations", str(file), "--image-dir", str(tmp_path)]) == BadInput.exit_code
+    assert "1 boxes" in capsys.readouterr().err
+
+
+# ---- mixup ---------------------------------------------------------------------------------------------------------
+
+
+def sample(size_hw, boxes: int, seed: int) -> tuple[torch.Tensor, dict]:
+    generator = torch.Generator().manual_seed(seed)
+    return pixels_of((1, *size_hw), seed)[0], {
+        "image_id": seed,
+        "boxes": torch.rand(boxes, 4, generator=generator),
+        "labels": torch.arange(boxes),
+        "area": torch.rand(boxes, generator=generator),
+        "iscrowd": torch.zeros(boxes, dtype=torch.int64),
+        "relations": torch.tensor([[0, boxes - 1, 5]]) if boxes else torch.zeros(0, 3, dtype=torch.int64),
+        "orig_size": torch.tensor(size_hw),
+        "size": torch.tensor(size_hw),
+    }
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    st.floats(-0.5, 1.5),
+)
+def test_mixup(size1, size2, counts, lam):
+    first, second = sample(size1, counts[0], 1), sample(size2, counts[1], 2)
+    image, t = mixup(first, second, lam)
+    assert t["image_id"] == 1
+    assert image.dtype == torch.uint8
+    if lam >= 1:
+        assert torch.equal(image, first[0])
+        assert t["mixup"].tolist() == [1.0] * counts[0]
+        return
+    lam, total = max(lam, 0.0), sum(counts)
+    assert image.shape == (3, max(size1[0], size2[0]), max(size1[1], size2[1]))
+    assert t["size"].tolist() == t["orig_size"].tolist() == list(image.shape[1:])
+    assert {len(t[name]) for name in ("boxes", "labels", "area", "iscrowd", "mixup")} == {total}
+    assert t["mixup"].tolist() == pytest.approx([lam] * counts[0] + [1 - lam] * counts[1])
+    sources = [(s["boxes"], offset) for s, offset in ((first[1], 0), (second[1], counts[0])) if len(s["boxes"])]
+    for (subject, object_, _), (boxes, offset) in zip(t["relations"].tolist(), sources, strict=True):
+        assert torch.equal(t["boxes"][subject], boxes[0])
+        assert object_ - offset == len(boxes) - 1
+    exact = torch.zeros(image.shape, dtype=torch.float64)
+    exact[:, : size1[0], : size1[1]] += lam * first[0].double()
+    exact[:, : size2[0], : size2[1]] += (1 - lam) * second[0].double()
+    difference = exact - image
+    assert difference.min() > -1e-3
+    assert difference.max() < 1 + 1e-3
+
+
+def test_mixup_share_is_a_function_of_the_generator():
+    draws = [draw_mixup_lambda(torch.Generator().manual_seed(i)) for i in range(300)]
+    assert draws[:5] == [draw_mixup_lambda(torch.Generator().manual_seed(i)) for i in range(5)]
+    assert 0 <= min(draws) < 0.1 < 0.9 < max(draws) <= 1
+    assert np.mean(draws) == pytest.approx(0.5, abs=0.05)  # Beta(1.5, 1.5): mean 1/2, standard deviation 1/4
+    assert np.std(draws) == pytest.approx(0.25, abs=0.03)
