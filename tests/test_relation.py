@@ -152,6 +152,19 @@ def test_effects_differ_and_are_off_in_training():
     assert all((a - b).abs().max() > 1e-3 for i, a in enumerate(distinct) for b in distinct[:i])
 
 
+def test_effects_survive_half_precision():
+    """The difference of two bfloat16 sums would have next to no digits left."""
+    batch = batch_of([4, 3])
+    head = head_of("causal", "predcls", effect="TDE").eval()
+    with torch.no_grad():
+        expected = head(batch).relation_logits
+        head.frequency.table.weight.add_(500.0)  # cancels exactly
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = head(batch).relation_logits
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
 def test_wrong_options_are_named():
     with pytest.raises(BadInput, match="motif'"):
         head_of("motif", "predcls")

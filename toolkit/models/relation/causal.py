@@ -116,16 +116,18 @@ class CausalHead(nn.Module):
         without = self._pair_context(mean_context, batch)
         if self.positions is not None:
             without = without * self.positions(self.mean_positions.expanded(1))
+        # Nearly equal numbers are subtracted below: in half precision their difference would be noise.
+        with torch.autocast(pair_context.device.type, enabled=False):
+            visual, context, without = batch.union_features.float(), pair_context.float(), without.float()
+            seen = self._expected_frequency(logits, batch.pairs)
+            if self.effect == "TDE":
+                return self._fuse(visual, context, seen) - self._fuse(visual, without, seen)
+            unseen = self._fuse(visual, without, self._expected_frequency(mean_logits, batch.pairs))
+            return self._fuse(visual, without if self.effect == "NIE" else context, seen) - unseen
 
-        def expected(object_logits: Tensor) -> Tensor:
-            subject, obj = object_logits.float().softmax(1)[batch.pairs].unbind(1)
-            return self.frequency.expected(subject, obj)
-
-        seen, visual = expected(logits), batch.union_features
-        if self.effect == "TDE":
-            return self._fuse(visual, pair_context, seen) - self._fuse(visual, without, seen)
-        unseen = self._fuse(visual, without, expected(mean_logits))
-        return self._fuse(visual, without if self.effect == "NIE" else pair_context, seen) - unseen
+    def _expected_frequency(self, object_logits: Tensor, pairs: Tensor) -> Tensor:
+        subject, obj = object_logits.float().softmax(1)[pairs].unbind(1)
+        return self.frequency.expected(subject, obj)
 
 
 def _check(context: str, fusion: str, effect: str, sizes: HeadSizes) -> None:

@@ -14,6 +14,8 @@ from toolkit.errors import BadInput
 from toolkit.models.relation.batch import RelationBatch, RelationOutput
 from toolkit.models.relation.geometry import certain_logits, intersection_areas
 
+EXPECTED_ROWS = 1024  # pairs at a time: 1,024 x 151^2 joint probabilities are 93 MB
+
 
 def candidate_pairs(boxes_xyxy: np.ndarray) -> np.ndarray:
     """(K, 2) ordered pairs of one image whose boxes share area; all ordered pairs when none does."""
@@ -130,8 +132,8 @@ class FrequencyBias(nn.Module):
 
     def expected(self, subjects: Tensor, objects: Tensor) -> Tensor:
         """(R, C) class probabilities of each side -> (R, P) mean of the table over both."""
-        joint = subjects[:, :, None] * objects[:, None, :]
-        return joint.flatten(1) @ self.table.weight
+        parts = zip(subjects.split(EXPECTED_ROWS), objects.split(EXPECTED_ROWS), strict=True)
+        return torch.cat([(s[:, :, None] * o[:, None, :]).flatten(1) @ self.table.weight for s, o in parts])
 
 
 class FrequencyHead(nn.Module):

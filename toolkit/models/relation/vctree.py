@@ -62,12 +62,16 @@ class PairScores(nn.Module):
         words, rois = self.word(embedded.detach()), self.roi(batch.roi_features.detach())
         joined = torch.cat([rois, words, self.box(batch_box_numbers(batch)), self.overlap(overlaps)], 1)
         joined = self.joined(joined).relu()
-        subject = pad_objects(self.subject(joined).relu(), batch.num_objects)
-        obj = pad_objects(self.object(joined).relu(), batch.num_objects)
-        classes = pad_objects(logits.detach().float().softmax(1), batch.num_objects)
-        # The published code expands N x N x C^2 and N x N x 3 hidden; both layers are bilinear, so this is the same.
+        with torch.autocast(embedded.device.type, enabled=False):  # trees hang on small differences
+            return self._bilinear(joined.float(), logits.detach().float(), batch.num_objects)
+
+    def _bilinear(self, joined: Tensor, logits: Tensor, num_objects: list[int]) -> Tensor:
+        """The published code expands N x N x C^2 and N x N x 3 hidden; both layers are bilinear: this is the same."""
+        subject = pad_objects(self.subject(joined).relu(), num_objects)
+        obj = pad_objects(self.object(joined).relu(), num_objects)
+        classes = pad_objects(logits.softmax(1), num_objects)
         num_classes = classes.shape[-1]
-        prior = classes @ self.prior.weight.view(num_classes, num_classes).to(classes) @ classes.transpose(1, 2)
+        prior = classes @ self.prior.weight.view(num_classes, num_classes) @ classes.transpose(1, 2)
         product, as_subject, as_object = self.vision.weight[0, :-1].chunk(3)
         vision = (obj * product) @ subject.transpose(1, 2)
         vision = vision + (subject @ as_subject)[:, None] + (obj @ as_object)[:, :, None]
