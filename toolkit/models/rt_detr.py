@@ -125,6 +125,7 @@ class RTDetrV2(nn.Module):
         """
         self._check_size(*images.shape[-2:])
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        pixels = pixels.contiguous(memory_format=torch.channels_last)  # convolutions are a tenth faster
         labels = None if targets is None else [_transformers_target(target) for target in map(without_crowd, targets)]
         # Without denoising queries transformers keeps boxes in autocast's precision, in bfloat16 1/256 of the image:
         # evaluation is therefore in float32.
