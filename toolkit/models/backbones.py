@@ -79,12 +79,15 @@ def load_backbone_weights(backbone: nn.Module, config: TimmBackboneConfig, pretr
     backbone.load_state_dict(source.state_dict())
 
 
-def freeze_backbone(backbone: nn.Module, name: str, freeze: str) -> None:
-    """Freeze parts of a timm feature extractor whose batch norms are frozen buffers already.
+def freeze_backbone(backbone: nn.Module, name: str, freeze: str, pretrained: bool | str) -> None:
+    """Freeze parts of a timm feature extractor, after its weights are loaded.
 
     Args:
+        backbone: its batch norms are frozen buffers already, except, if one likes, for "none".
         freeze: "paper": batch norms, and everything before the first feature map of stride 8 (in a ResNet: stem and
             layer1), as facebookresearch/detr does; "norms": batch norms only; "none": nothing, batch norms learn.
+        pretrained: whether the weights are. Random ones have norms of weight 0 at the end of residual branches, which
+            only learning can wake; where such a norm is frozen it becomes 1, as in torchvision's ResNets.
 
     Raises:
         BadInput: an unknown choice, or "paper" for a backbone without such a feature map.
@@ -93,6 +96,10 @@ def freeze_backbone(backbone: nn.Module, name: str, freeze: str) -> None:
         raise BadInput(f"model.freeze: {freeze!r} is not one of {', '.join(FREEZE_CHOICES)}.")
     if freeze == "none":
         unfreeze_batch_norm_2d(backbone)
+    elif not pretrained:
+        for module in backbone.modules():
+            if "weight" in module._buffers and not module.weight.any():
+                module.weight.fill_(1)
     if freeze == "paper":
         for parameter in _parameters_before_stride_8(backbone, name):
             parameter.requires_grad_(False)

@@ -96,7 +96,7 @@ class Detr(nn.Module):
         self.model = DetrForObjectDetection(config)
         initialise_as_published_(self.model)
         load_backbone_weights(self.model.model.backbone.model, config.backbone_config, pretrained_backbone)
-        freeze_backbone(self.model.model.backbone.model, backbone, freeze)
+        freeze_backbone(self.model.model.backbone.model, backbone, freeze, pretrained_backbone)
         self.aux_loss = aux_loss
         self.set_loss = DetrCriterion(
             len(class_names), decoder_layers if aux_loss else 1, eos_coef, (class_cost, bbox_cost, giou_cost)

@@ -101,7 +101,7 @@ class RTDetrV2(nn.Module):
         self.model = AutoModelForObjectDetection.from_config(config)
         timm_backbone = self.model.model.backbone.model._backbone
         load_backbone_weights(timm_backbone, config.backbone_config, pretrained_backbone)
-        freeze_backbone(timm_backbone, backbone, freeze)
+        freeze_backbone(timm_backbone, backbone, freeze, pretrained_backbone)
         self.model.loss_function = _no_loss_in_forward
         self.set_loss = RTDetrCriterion(len(class_names), decoder_layers, denoising=num_denoising > 0)
         self.loss_names = self.set_loss.loss_names
