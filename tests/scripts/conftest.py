@@ -1,0 +1,98 @@
+"""End-to-end tests of the training scripts: each test runs for every script in `SCRIPTS`.
+
+Runs are forked from one process that has everything imported (`server.py`); what goes wrong in them, and when, is
+told by `faults.py`. A few tests start processes of their own, where launchers and exit codes are what is tested.
+"""
+
+import json
+
+import pytest
+from launching import Script, Server, rows
+
+from toolkit.data.shapes import make_shapes
+
+SCRIPTS = (
+    Script(
+        "train_detr",
+        ("--model.d_model", "32", "--model.heads", "2", "--model.encoder_ffn_dim", "32",
+         "--model.decoder_ffn_dim", "32", "--model.decoder_layers", "2", "--model.num_queries", "20",
+         "--model.num_denoising", "10", "--model.hidden_expansion", "0.5", "--model.dropout", "0.1",
+         "--optim.lr", "1e-3", "--schedule.warmup_steps", "4"),
+        ("toolkit.evaluation.report:write_report", "toolkit.models.rt_detr:save_transformers_folder"),
+    ),
+)  # fmt: skip
+
+
+def pairs(args) -> dict:
+    return dict(zip(args[::2], args[1::2], strict=True))
+
+
+@pytest.fixture(params=SCRIPTS, ids=lambda script: script.name, scope="session")
+def script(request) -> Script:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    server = Server(folder, {"DETECTION_TOOLKIT_CACHE": str(folder / "cache"), "WANDB_MODE": "offline"})
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A COCO dataset of 18 + 10 small pictures of four classes; one of the training images is a background."""
+    folder = tmp_path_factory.mktemp("data") / "shapes"
+    make_shapes(folder, train_images=18, val_images=10, image_size=64)
+    path = folder / "annotations" / "train.json"
+    document = json.loads(path.read_text())
+    background = document["images"][3]["id"]
+    for key in ("annotations", "rel_annotations"):
+        document[key] = [entry for entry in document[key] if entry["image_id"] != background]
+    path.write_text(json.dumps(document))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def settings(script, data):
+    """`settings("--run.name", "x", ...)`: the script's small settings on `data`, later ones win."""
+
+    def build(*args) -> list[str]:
+        annotations = data / "annotations"
+        common = {
+            "--data.train": annotations / "train.json", "--data.val": annotations / "val.json", "--data.format": "coco",
+            "--data.image_size": 64, "--data.workers": 0, "--data.batch_size_per_device": 4, "--run.log_every": 1,
+            "--run.epochs": 2, "--run.max_minutes": "null", "--eval.batch_size_per_device": 3, "--eval.pictures": 0,
+            "--optim.ema_decay": 0.9,
+        }  # fmt: skip
+        merged = common | pairs(script.args) | pairs(args)
+        return [str(part) for pair in merged.items() for part in pair]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def resumable(server, script, settings, tmp_path_factory):
+    """`resumable(processes)` -> (arguments but the name, folder of an uninterrupted run with them).
+
+    Six steps over two epochs: two micro-batches a step, one in the last of an epoch; evaluated at 2, 4 and 6, saved at
+    3, 6 and when better; with all that has a state: workers, dropout, flips, a moving average, best and patience.
+    """
+    runs = {}
+
+    def build(processes: int):
+        if processes not in runs:
+            batch, eval_batch = {1: (4, 3), 2: (2, 2), 3: (2, 1)}[processes]
+            args = settings(
+                "--run.output_dir", tmp_path_factory.mktemp(f"resumable{processes}"), "--data.workers", 2,
+                "--data.batch_size_per_device", batch, "--eval.batch_size_per_device", eval_batch,
+                "--optim.accumulation_steps", 2, "--run.eval_every", 2, "--run.save_every", 3, "--run.keep", 1,
+                "--eval.metric_for_best", "bbox_AR100", "--eval.early_stopping_patience", 5, "--run.resume", "latest",
+            )  # fmt: skip
+            folder = server.run(script, [*args, "--run.name", "reference"], processes).ok().folder
+            assert [row["step"] for row in rows(folder)] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+            runs[processes] = args, folder
+        return runs[processes]
+
+    return build

@@ -1,0 +1,133 @@
+"""What goes wrong in a run, at an exact moment: a signal before the n-th call of a function, or a NaN in one window.
+
+    {"signal": "SIGKILL", "at": "toolkit.checkpoint:_seal", "call": 2, "rank": 0}
+        SIGKILL goes to all processes of the run at once, as a machine that goes down does; others to this rank only
+    {"nan": "boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}    3: the third that training fetches
+    {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
+    {"skip": "toolkit.evaluation.report:write_report"}    leave a slow function out
+    {"float64": True}    the detector in double precision
+"""
+
+import importlib
+import math
+import os
+import signal
+import time
+from functools import wraps
+
+import torch
+
+
+def install(faults: list[dict], rank: int) -> None:
+    """Puts in those of this rank, before the script is loaded."""
+    mine = [fault for fault in faults if fault.get("rank", rank) == rank]
+    for fault in mine:
+        if "signal" in fault:
+            _send(**fault)
+        if "skip" in fault:
+            owner, name = _find(fault["skip"])
+            setattr(owner, name, lambda *args, **kwargs: None)
+        if "float64" in fault:
+            owner, name = _find("toolkit.models:build_detector")
+            build = getattr(owner, name)
+            setattr(owner, name, lambda *args, build=build, **kwargs: build(*args, **kwargs).double())
+    nans = [fault for fault in mine if "nan" in fault]
+    if nans:
+        _poison(nans)
+
+
+def _find(place: str) -> tuple[object, str]:
+    """Where "package.module:Class.method" is looked up, and under which name."""
+    module, _, path = place.partition(":")
+    owner = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for attribute in outer:
+        owner = getattr(owner, attribute)
+    return owner, name
+
+
+def _send(at: str, call: int, wait_s: float = 0.0, **fault) -> None:
+    owner, name = _find(at)
+    original, calls = getattr(owner, name), 0
+
+    @wraps(original)
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            print(f"fault: {fault['signal']} before call {call} of {at}", flush=True)
+            time.sleep(wait_s)  # two interrupts in one moment count as one
+            number = getattr(signal, fault["signal"])
+            if number == signal.SIGKILL:
+                os.killpg(0, number)
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+class _NanBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.nan
+
+
+def _poison(faults: list[dict]) -> None:
+    import toolkit.models
+    from toolkit.training import Training
+
+    by_ids = {tuple(fault["ids"]): fault["nan"] for fault in faults if "ids" in fault}
+    by_window = {fault["window"]: fault["nan"] for fault in faults if "window" in fault}
+    fetch, build = Training.windows, toolkit.models.build_detector
+    seen, now = 0, None  # windows fetched; what is broken in the micro-batch under way
+
+    def windows(self, accumulation_steps):
+        nonlocal seen
+        for window in fetch(self, accumulation_steps):
+            seen += 1
+            kind, batch = by_window.get(seen), window[-1]
+            if kind == "boxes":
+                next(t["boxes"] for t in batch.targets if len(t["boxes"]))[0, 0] = math.nan
+            elif kind is not None:
+                by_ids[_ids(batch.targets)] = kind
+            yield window
+
+    def note(module, args):
+        nonlocal now
+        now = by_ids.get(_ids(args[2])) if module.training and len(args) > 2 and args[2] else None
+
+    def spoil(module, args, output):
+        return output * math.nan if now == "activation" else None
+
+    def build_and_break(*args, **kwargs):
+        detector = build(*args, **kwargs)
+        detector.register_forward_pre_hook(note)
+        convolution = next(m for m in detector.modules() if isinstance(m, torch.nn.Conv2d))
+        convolution.register_forward_hook(spoil)
+        _break_criterion(type(detector), lambda: now)
+        return detector
+
+    Training.windows, toolkit.models.build_detector = windows, build_and_break
+
+
+def _break_criterion(cls: type, kind) -> None:
+    criterion = cls.criterion
+
+    def broken(self, *args, **kwargs):
+        losses, metrics = criterion(self, *args, **kwargs)
+        name = next(iter(losses))
+        if kind() == "loss":
+            losses = losses | {name: losses[name] * math.nan}
+        if kind() == "gradient":
+            losses = losses | {name: _NanBackward.apply(losses[name])}
+        return losses, metrics
+
+    cls.criterion = broken
+
+
+def _ids(targets) -> tuple:
+    return tuple(target["image_id"] for target in targets)

@@ -1,0 +1,202 @@
+"""Starting the scripts in the tests, and reading what they leave behind."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+HANGS_AFTER_S = 240  # of seconds, on a machine that is busy with other things too
+ROOT = Path(__file__).resolve().parents[2]
+CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+@dataclass(frozen=True)
+class Script:
+    """A training script and the settings that make it small.
+
+    slow_end: "module:name" of what takes seconds at the end of every run; left out except where it is tested.
+    """
+
+    name: str
+    args: tuple[str, ...]
+    slow_end: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return ROOT / "scripts" / f"{self.name}.py"
+
+
+@dataclass
+class Result:
+    """How a run ended: exit code by rank, what all ranks printed, its folder."""
+
+    codes: list[int]
+    text: str
+    folder: Path
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def code(self) -> int:
+        assert len(set(self.codes)) == 1, f"ranks ended differently: {self.codes}\n{self.text}"
+        return self.codes[0]
+
+    @property
+    def status(self) -> dict:
+        return json.loads((self.folder / "status.json").read_text())
+
+    def ok(self) -> "Result":
+        assert set(self.codes) == {0}, f"exit codes {self.codes}\n{self.text}"
+        return self
+
+
+class Server:
+    """`server.py` and its runs; see there."""
+
+    def __init__(self, folder: Path, env: dict[str, str]):
+        self.folder, self.runs = folder, 0
+        command = [sys.executable, str(Path(__file__).with_name("server.py"))]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | CPU | env, bufsize=0
+        )
+        self._read(240)
+
+    def _read(self, timeout_s: float):
+        """The next answer; None when there is none in time."""
+        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
+            return None
+        return json.loads(self.process.stdout.readline())
+
+    def run(
+        self, script: Script | Path, args, processes: int = 1, faults=(), *, whole: bool = False, env=None
+    ) -> Result:
+        """Runs a script on that many processes to its end, or fails the test when it hangs.
+
+        whole: with the slow end. env: more environment variables.
+        """
+        if isinstance(script, Script):
+            faults = [*faults, *({"skip": place} for place in script.slow_end if not whole)]
+            script = script.path
+        self.runs += 1
+        args = [str(arg) for arg in args]
+        logs = [self.folder / f"run{self.runs}_rank{rank}.log" for rank in range(processes)]
+        request = {
+            "script": str(script), "args": args, "faults": list(faults), "cwd": str(self.folder),
+            "logs": [str(log) for log in logs], "env": [e | (env or {}) for e in _ranks(processes)],
+        }  # fmt: skip
+        self.process.stdin.write((json.dumps(request) + "\n").encode())
+        pids = self._read(60)
+        codes = self._read(HANGS_AFTER_S)
+        hangs = codes is None
+        if hangs:
+            os.killpg(pids[0], signal.SIGKILL)
+            codes = self._read(60)
+        texts = [log.read_text(errors="replace") for log in logs]
+        text = "".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(texts))
+        assert not hangs, f"the run hangs (or takes over {HANGS_AFTER_S} s): {args}\n{text}"
+        return Result(codes, text, run_folder(args), texts)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def run_folder(args: list[str]) -> Path:
+    """The run folder that these arguments name."""
+    given = dict(zip(args[::2], args[1::2], strict=False))
+    return Path(given.get("--run.output_dir", "runs")) / given.get("--run.name", "run")
+
+
+def _ranks(processes: int) -> list[dict[str, str]]:
+    if processes == 1:
+        return [{}]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+    shared |= {"LOCAL_WORLD_SIZE": str(processes)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(command, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.Popen:
+    """A real process of its own, such as `python`, `torchrun` or `accelerate launch`."""
+    return subprocess.Popen(
+        [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | CPU | (env or {}), cwd=cwd, start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, timeout_s: float = 300) -> tuple[int, str]:
+    """(exit code, output) of `start`'s process; whatever is left of it is killed when it takes too long."""
+    try:
+        text = process.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"hangs: {process.args}\n{process.communicate()[0]}") from None
+    return process.returncode, text
+
+
+# ---------------------------------------------------------------- what a run leaves behind
+
+
+def rows(folder: Path) -> list[dict]:
+    """Rows of metrics.jsonl without what a clock or the memory had to say."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time", "mem"))} for line in lines]
+
+
+def training_rows(folder: Path) -> list[dict]:
+    return [row for row in rows(folder) if "train/loss" in row]
+
+
+def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by name: weights, averaged weights, optimizer."""
+    found = {f"{file.stem}/{k}": v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+    optimizer = torch.load(path / "optimizer.pt", weights_only=True)
+    for index, state in optimizer["state"].items():
+        found |= {f"optimizer/{index}/{k}": torch.as_tensor(v) for k, v in state.items()}
+    for index, group in enumerate(optimizer["param_groups"]):
+        found |= {f"group/{index}/{k}": torch.tensor(group[k]) for k in ("lr", "initial_lr", "weight_decay")}
+    return found
+
+
+def checkpoint_state(path: Path) -> dict:
+    """state.json without what a clock had to say."""
+    state = json.loads((path / "state.json").read_text())
+    state["meters"] = {k: v for k, v in state["meters"].items() if not k.startswith("time")}
+    return {k: v for k, v in state.items() if k != "elapsed_s"}
+
+
+def assert_same_run(folder: Path, reference: Path) -> None:
+    """Rows, and the last checkpoint to the bit: weights, averages, optimizer and the rest of the state."""
+    ours, theirs = rows(folder), rows(reference)
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for our, their in zip(ours, theirs, strict=True):
+        differs = {k: (our.get(k), their.get(k)) for k in our.keys() | their.keys() if our.get(k) != their.get(k)}
+        assert not differs, f"row of step {our['step']}: {differs}"
+    for link in ("latest", "best"):
+        assert_same_checkpoint(folder / "checkpoints" / link, reference / "checkpoints" / link)
+
+
+def assert_same_checkpoint(path: Path, reference: Path) -> None:
+    assert path.resolve().name == reference.resolve().name
+    ours, theirs = checkpoint_tensors(path), checkpoint_tensors(reference)
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different, f"{path}: {len(different)} tensors differ from {reference}: {different[:10]}"
+    assert checkpoint_state(path) == checkpoint_state(reference)
+
+
+def nonfinite(path: Path) -> list[str]:
+    """Names of the tensors of a checkpoint that hold a NaN or an infinity."""
+    return [k for k, v in checkpoint_tensors(path).items() if v.is_floating_point() and not v.isfinite().all()]

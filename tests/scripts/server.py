@@ -1,0 +1,83 @@
+"""Forks runs of the scripts from a process that has torch and transformers in it: a second a run instead of ten.
+
+Reads one request a line, answers with the process ids and, once all have ended, their exit codes (-9: killed by 9).
+What runs in the child is the script itself, as `python SCRIPT ARGS` would run it; `faults` go in before.
+"""
+
+import atexit
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+PRELOAD = (
+    "torch", "accelerate", "accelerate.tracking", "timm", "transformers.models.rt_detr_v2.modeling_rt_detr_v2",
+    "transformers.models.detr.modeling_detr", "toolkit.training", "toolkit.validation", "toolkit.models.detr",
+    "toolkit.models.rt_detr", "toolkit.evaluation.report", "toolkit.data.loading", "toolkit.cli", "faster_coco_eval",
+    "scipy.optimize", "torch.distributed.algorithms.join", "torch.nn.parallel.distributed",
+)  # fmt: skip
+
+
+def run_script(request: dict, rank: int) -> int:
+    """The script's exit code; what python does at the end of a program is done here too."""
+    import faults
+
+    sys.argv = [request["script"], *request["args"]]
+    sys.path.insert(0, str(Path(request["script"]).parent))
+    code = 0
+    try:
+        faults.install(request["faults"], rank)
+        runpy.run_path(request["script"], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:  # noqa: BLE001  as the interpreter: a traceback, and 1, or 130 after Ctrl-C
+        traceback.print_exc()
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def fork(request: dict, rank: int, group: int) -> int:
+    pid = os.fork()
+    if pid:
+        os.setpgid(pid, group or pid)
+        return pid
+    code = 1
+    try:
+        os.setpgid(0, group)
+        null, log = os.open(os.devnull, os.O_RDONLY), os.open(request["logs"][rank], os.O_WRONLY | os.O_CREAT, 0o644)
+        for target, source in ((0, null), (1, log), (2, log)):
+            os.dup2(source, target)
+        os.environ.update(request["env"][rank])
+        os.chdir(request["cwd"])
+        code = run_script(request, rank)
+    finally:
+        os._exit(code)
+
+
+def main() -> None:
+    for name in PRELOAD:
+        importlib.import_module(name)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print(json.dumps("ready"), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        pids: list[int] = []
+        for rank in range(len(request["env"])):
+            pids.append(fork(request, rank, pids[0] if pids else 0))
+        print(json.dumps(pids), file=answers)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Mistakes of the user: one clear message, exit code 2, no traceback, nothing lost.
+
+    python -m pytest tests/scripts/test_bad_input.py
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from launching import CPU, ROOT
+
+DIRTY = ROOT / "tests" / "data" / "dirty"
+FILES = {
+    "wrong_key.yaml": "optim: {learning_rate: 1.0e-3}",
+    "wrong_type.yaml": "optim: {lr: fast}",
+    "torn.yaml": "optim: {lr: [",
+    "plain_file": "",
+}
+# arguments ({tmp} and {data} are folders) -> what the message must name
+CASES = {
+    "missing config": (["--config", "{tmp}/none.yaml"], ["none.yaml"]),
+    "wrong key in YAML": (["--config", "{tmp}/wrong_key.yaml"], ["learning_rate"]),
+    "wrong type in YAML": (["--config", "{tmp}/wrong_type.yaml"], ["optim.lr", "fast"]),
+    "torn YAML": (["--config", "{tmp}/torn.yaml"], ["torn.yaml"]),
+    "wrong flag": (["--optim.learning_rate", "1"], ["learning_rate"]),
+    "wrong type of a flag": (["--run.epochs", "many"], ["run.epochs", "many"]),
+    "negative number": (["--optim.lr", "-1"], ["optim.lr", "-1"]),
+    "missing annotations": (["--data.train", "{tmp}/none.json"], ["none.json"]),
+    "missing images": (["--data.image_dir", "{tmp}/nowhere"], ["nowhere"]),
+    "unknown architecture": (["--model.architecture", "detrr"], ["model.architecture", "detrr", "rt_detr_v2"]),
+    "unknown backbone": (["--model.backbone", "resnet10"], ["resnet10", "resnet10t"]),
+    "other classes": (["--data.val", "{tmp}/other_classes.json"], ["4 classes", "3", "circle"]),
+    "empty split": (["--data.train", "{tmp}/empty.json"], ["empty.json", "no images"]),
+    "empty validation": (["--data.val", "{tmp}/empty.json"], ["empty.json", "no images"]),
+    "batch too large": (["--data.batch_size_per_device", "64"], ["64", "18", "batch_size_per_device"]),
+    "file as output folder": (["--run.output_dir", "{tmp}/plain_file"], ["plain_file", "--run.output_dir"]),
+    "output nowhere": (["--run.output_dir", "/proc/runs"], ["/proc/runs", "--run.output_dir"]),
+    "missing checkpoint": (["--run.resume", "{tmp}/runs/none"], ["--run.resume", "runs/none", "does not exist"]),
+    "no checkpoint": (["--run.resume", "{tmp}"], ["no usable checkpoint"]),
+    "unknown metric": (["--eval.metric_for_best", "mAP"], ["metric_for_best", "mAP", "bbox_AP50"]),
+    "unknown tracker": (["--run.tracker", "spreadsheet"], ["spreadsheet", "tensorboard"]),
+    "unannounced loss": (["--loss.weights", '{{"loss_dice": 1.0}}'], ["loss_dice", "loss_bbox"]),
+    "wrong loss weight": (["--loss.weights", '{{"loss_bbox": "high"}}'], ["loss_bbox", "high"]),
+    "no such time": (["--run.eval_every", "often"], ["often", "epochs"]),
+    "no milestones": (["--schedule.name", "multistep"], ["schedule.milestones"]),
+    "no such parameters": (["--optim.lr_multipliers", '{{"neck": 0.1}}'], ["optim.lr_multipliers.neck"]),
+    "scales for a model of one size": (["--data.scales", "[64,96]"], ["data.scales", "one size"]),
+    "defective data": (["--data.train", str(DIRTY / "annotations" / "instances.json")], ["image 2)", "image 28)"]),
+    "broken JSON": (["--data.train", str(DIRTY / "broken" / "truncated.json")], ["truncated.json", "line"]),
+    "folder as name": (["--run.name", "a/b"], ["--run.name"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("bad")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    document = json.loads((data / "annotations" / "val.json").read_text())
+    for key in ("rel_annotations", "rel_categories"):
+        document.pop(key)
+    gone = document["categories"][-1]["id"]
+    other = [a for a in document["annotations"] if a["category_id"] != gone]
+    (folder / "other_classes.json").write_text(
+        json.dumps(document | {"categories": document["categories"][:-1], "annotations": other})
+    )
+    (folder / "empty.json").write_text(json.dumps(document | {"images": [], "annotations": []}))
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_message_and_code_2(server, script, settings, data, folder, case):
+    given, wanted = CASES[case]
+    given = [part.format(tmp=folder, data=data) for part in given]
+    common = ["--data.image_dir", str(data / "val")] if "{tmp}" in str(CASES[case]) and "--data.val" in given else []
+    if str(DIRTY) in str(given):
+        common = ["--data.image_dir", str(DIRTY / "images")]
+    name = case.replace(" ", "_")
+    args = settings("--run.output_dir", folder / "runs", "--run.name", name, "--run.eval_every", 1, *common)
+    config = given[:2] if given[0] == "--config" else []
+    ended = server.run(script, [*config, *args, *([] if config else given)])
+    assert ended.code == 2, ended.text
+    assert "Traceback" not in ended.text
+    assert ended.text.count("error: ") >= 1
+    for word in wanted:
+        assert word in ended.text
+    status = folder / "runs" / name / "status.json"
+    if status.exists():
+        assert json.loads(status.read_text())["state"] == "bad_input"
+
+
+def test_all_ranks_end_alike(server, script, settings, data, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--data.train", DIRTY / "annotations" / "instances.json",
+                    "--data.image_dir", DIRTY / "images")  # fmt: skip
+    assert server.run(script, args, processes=2).code == 2
+
+
+def test_never_on_an_existing_run_leaves_it_alone(server, script, resumable):
+    args, reference = resumable(1)
+    before = {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
+    ended = server.run(script, [*args, "--run.name", "reference", "--run.resume", "never"])
+    assert ended.code == 2, ended.text
+    assert "--run.resume latest" in ended.text
+    assert before == {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
+
+
+def test_dropping_defective_records_trains_and_lists_them(server, script, settings, tmp_path):
+    split = DIRTY / "annotations" / "instances.json"
+    args = settings("--run.output_dir", tmp_path, "--data.train", split, "--data.val", split, "--data.image_dir",
+                    DIRTY / "images", "--data.on_error", "drop", "--run.epochs", 1)  # fmt: skip
+    ended = server.run(script, args).ok()
+    listed = (ended.folder / "data_problems_train.txt").read_text()
+    for image in (2, 3, 4, 9, 10, 11, 12, 13, 14, 15, 21, 23, 24, 25, 26, 27, 28):
+        assert f"image {image})" in listed or f"image {image}," in listed, image
+    assert "data_problems_train.txt" in ended.text
+    assert (ended.folder / "data_problems_val.txt").exists()
+
+
+def test_real_process_ends_with_2_and_one_message(script, tmp_path):
+    command = [sys.executable, script.path, "--run.output_dir", tmp_path, "--optim.lr", "fast"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=None, cwd=tmp_path, timeout=300)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: ")
+    assert CPU and not list(tmp_path.iterdir())

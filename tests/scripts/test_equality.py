@@ -1,0 +1,85 @@
+"""The same training whatever number of micro-batches, processes and machines: published DETR, no dropout, frozen norms.
+
+    python -m pytest tests/scripts/test_equality.py
+"""
+
+import math
+import sys
+
+import pytest
+import torch
+from launching import checkpoint_tensors, finish, free_port, run_folder, start, training_rows
+
+DETR = (
+    "--model.architecture", "detr", "--model.backbone", "resnet10t", "--model.freeze", "norms", "--model.dropout", 0.0,
+    "--model.encoder_layers", 1, "--model.ffn_dim", 32, "--run.eval_every", 0, "--run.epochs", 2,
+    "--optim.ema_decay", 0.0, "--schedule.warmup_steps", 0,
+)  # fmt: skip
+NOT_DETR = ("encoder_ffn_dim", "decoder_ffn_dim", "num_denoising", "hidden_expansion")
+
+
+@pytest.fixture(scope="module")
+def detr(script, settings, tmp_path_factory):
+    """`detr(*args)`: small settings of the published DETR."""
+    if script.name != "train_detr":
+        pytest.skip("the published DETR")
+    folder = tmp_path_factory.mktemp("equality")
+
+    def build(*args) -> list[str]:
+        args = settings("--run.output_dir", folder, *DETR, *args)
+        pairs = zip(args[::2], args[1::2], strict=True)
+        return [part for key, value in pairs if not key.endswith(NOT_DETR) for part in (key, value)]
+
+    return build
+
+
+def test_one_big_batch_equals_micro_batches_equals_ranks(server, script, detr):
+    """1 x 16 = 4 x 4 = 2 ranks x 8 in float64, in every loss and gradient; the last window has two of 18 images."""
+    plain = ("--optim.name", "sgd", "--optim.momentum", 0, "--optim.lr", 1e-3, "--optim.weight_decay", 0,
+             "--optim.max_norm", 0)  # fmt: skip
+    cuts = {"big": (1, 16, 1), "micro": (1, 4, 4), "ranks": (2, 8, 1)}
+    found = {}
+    for name, (processes, batch, accumulation) in cuts.items():
+        args = detr(*plain, "--run.name", name, "--data.batch_size_per_device", batch,
+                    "--optim.accumulation_steps", accumulation)  # fmt: skip
+        folder = server.run(script, args, processes, [{"float64": True}]).ok().folder
+        found[name] = training_rows(folder), checkpoint_tensors(folder / "checkpoints" / "latest")
+    steps, weights = found.pop("big")
+    assert len(steps) == 4
+    travelled = 1e-3 * sum(row["train/grad_norm"] for row in steps)
+    for name, (other_steps, other_weights) in found.items():
+        for row, other in zip(steps, other_steps, strict=True):
+            assert other == pytest.approx(row, rel=1e-6, abs=1e-9), name
+        floats = [k for k, v in weights.items() if k.startswith("model/") and v.is_floating_point()]
+        assert weights[floats[0]].dtype == torch.float64
+        apart = math.sqrt(sum(float((weights[k] - other_weights[k]).square().sum()) for k in floats))
+        assert apart <= 1e-6 * travelled, name
+
+
+def test_processes_and_machines_make_the_same_losses(server, script, detr):
+    """One process; two of one machine; two machines of one process each, over loopback; resumed with another number."""
+    one = detr("--run.name", "one", "--optim.accumulation_steps", 2, "--run.save_every", 2)
+    port = free_port()
+    machines = [
+        start([sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--node_rank", node, "--nproc_per_node", 1,
+               "--master_addr", "127.0.0.1", "--master_port", port, script.path, *one, "--run.name", "machines",
+               "--data.batch_size_per_device", 2])
+        for node in (0, 1)
+    ]  # fmt: skip
+    reference = training_rows(server.run(script, one).ok().folder)
+    assert len(reference) == 6
+    two = [*one, "--run.name", "two", "--data.batch_size_per_device", "2"]
+    found = {"two": training_rows(server.run(script, two, 2).ok().folder)}
+
+    killed = [*one, "--run.name", "killed"]
+    fault = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 6}
+    server.run(script, killed, 1, [fault])
+    resumed = [*killed, "--run.resume", "latest", "--data.batch_size_per_device", "2"]
+    found["resumed"] = training_rows(server.run(script, resumed, 2).ok().folder)
+
+    for code, text in map(finish, machines):
+        assert code == 0, text
+    found["machines"] = training_rows(run_folder([*one, "--run.name", "machines"]))
+    for name, theirs in found.items():
+        for row, other in zip(reference, theirs, strict=True):
+            assert other == pytest.approx(row, rel=2e-4, abs=1e-5), name

@@ -1,0 +1,127 @@
+"""NaN in input, activation, loss and gradient, under each policy, on one process and on one rank of two.
+
+    python -m pytest tests/scripts/test_nan.py
+"""
+
+import json
+import math
+
+import pytest
+from launching import ROOT, nonfinite, rows, training_rows
+
+KINDS = ("boxes", "activation", "loss", "gradient")
+WHERE = {"boxes": "batch", "activation": "module", "loss": "loss", "gradient": "gradient"}
+REPLAY = ROOT / "scripts" / "replay.py"
+
+
+@pytest.fixture(scope="session")
+def arguments(settings, tmp_path_factory):
+    """`arguments(processes, policy)`: three windows an epoch of two micro-batches each, and everything learns."""
+
+    def build(processes: int, policy: str, name: str) -> list[str]:
+        return settings(
+            "--run.output_dir", tmp_path_factory.mktemp("nan"), "--run.name", name, "--run.on_nonfinite", policy,
+            "--optim.accumulation_steps", 2, "--data.batch_size_per_device", 4 // processes, "--run.save_every", 2,
+            "--run.max_rollbacks", 10, "--model.freeze", "none", "--run.eval_every", 0, "--run.max_steps", 5,
+            "--run.epochs", 20,
+        )  # fmt: skip
+
+    return build
+
+
+def reports(folder) -> dict[str, dict]:
+    """report.json by folder, in the order of writing."""
+    paths = sorted(folder.glob("nan/*/*/report.json"), key=lambda path: path.stat().st_mtime_ns)
+    return {str(path.parent): json.loads(path.read_text()) for path in paths}
+
+
+def check_report(report: dict, kind: str, rank: int) -> None:
+    assert report["rank"] == rank
+    assert report["where"] == WHERE[kind], report["where"]
+    images = [image for micro_batch in report["image_ids"] for image in micro_batch]
+    assert len(images) == len(set(images)) > 0
+    module = report["first_nonfinite_module"]
+    assert (module is not None and "backbone" in module) == (kind == "activation"), module
+    if kind == "gradient":
+        assert report["nonfinite_gradients"]
+        assert all(math.isfinite(v) for losses in report["window_losses"] for v in losses.values())
+    if kind == "boxes":
+        assert any("boxes" in name for name in report["batch"])
+    assert report["lr"]
+
+
+def check_finite(folder) -> None:
+    """Weights, buffers, moving averages and optimizer state of every checkpoint that is left."""
+    paths = sorted(folder.glob("checkpoints/step_*"))
+    assert paths
+    for path in paths:
+        assert nonfinite(path) == []
+
+
+def replayed(server, folder: str, report: dict, kind: str):
+    """scripts/replay.py on a report; a fault that was planted in the program has to be planted again."""
+    rank = report["rank"]
+    faults = [] if kind == "boxes" else [{"nan": kind, "ids": report["image_ids"][-1]}]
+    assert rank in (0, 1)
+    return server.run(REPLAY, [folder], faults=faults)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_run_goes_on_finite(server, script, arguments, processes, policy):
+    """The four kinds in one run, each in a window of its own; on two processes only the second rank meets them."""
+    rank = processes - 1
+    faults = [{"nan": kind, "window": 2 + 2 * i, "rank": rank} for i, kind in enumerate(KINDS)]
+    ended = server.run(script, arguments(processes, policy, policy), processes, faults).ok()
+    assert ended.text.count("goes on from step") == 4
+    check_finite(ended.folder)
+    found = reports(ended.folder)
+    assert [report["policy"] for report in found.values()] == [policy] * 4
+    for (_, report), kind in zip(found.items(), KINDS, strict=True):
+        check_report(report, kind, rank)
+    trained = training_rows(ended.folder)
+    assert trained[-1]["step"] == 5
+    assert all(math.isfinite(v) for row in rows(ended.folder) for v in row.values() if isinstance(v, float))
+    if policy == "skip":
+        assert [row["step"] for row in trained] == [1, 2, 3, 4, 5]
+        for (folder, report), kind in zip(found.items(), KINDS, strict=True):
+            again = replayed(server, folder, report, kind)
+            assert again.code == 0, again.text
+
+
+@pytest.mark.parametrize(("processes", "kind"), [(1, "activation"), *((2, kind) for kind in KINDS)])
+def test_run_stops_with_3(server, script, arguments, processes, kind):
+    rank = processes - 1
+    fault = {"nan": kind, "window": 4, "rank": rank}
+    ended = server.run(script, arguments(processes, "stop", f"stop_{kind}"), processes, [fault])
+    assert ended.code == 3, ended.text
+    assert "Traceback" not in ended.text
+    assert (ended.status["state"], ended.status["step"]) == ("stopped_by_guard", 3)
+    assert f"rank {rank}" in ended.status["reason"]
+    ((folder, report),) = reports(ended.folder).items()
+    assert folder.endswith(f"step_000003/rank{rank}")
+    check_report(report, kind, rank)
+    check_finite(ended.folder)
+    assert (ended.folder / "checkpoints" / "latest").resolve().name == "step_000003"
+    assert folder in ended.status["reason"]
+
+
+def test_a_run_that_only_breaks_ends(server, script, arguments):
+    """Skips in succession and rollbacks are counted; when they are used up the run stops."""
+    faults = [{"nan": "loss", "window": window} for window in range(3, 12)]
+    for policy, limit in (("skip", "--run.max_skips"), ("rollback", "--run.max_rollbacks")):
+        ended = server.run(script, [*arguments(1, policy, "used_up"), limit, "2"], 1, faults)
+        assert ended.code == 3, ended.text
+        assert len(reports(ended.folder)) == 3
+        check_finite(ended.folder)
+
+
+def test_real_divergence_is_reported_and_replayed(server, script, arguments):
+    ended = server.run(script, [*arguments(1, "stop", "diverged"), "--optim.lr", "1e30", "--optim.max_norm", "0",
+                                "--schedule.warmup_steps", "0"])  # fmt: skip
+    assert ended.code == 3, ended.text
+    (folder,) = reports(ended.folder)
+    again = server.run(REPLAY, [folder])
+    assert again.code == 0, again.text
+    assert "reproduced" in again.text
+    assert server.run(REPLAY, [str(ended.folder)]).code == 2

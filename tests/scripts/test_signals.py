@@ -1,0 +1,79 @@
+"""Signals end a run with a checkpoint, on all ranks though one got it; resumed it equals the uninterrupted run.
+
+    python -m pytest tests/scripts/test_signals.py
+"""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+from launching import ROOT, assert_same_run, finish, rows, start
+
+MICRO_BATCH, EVALUATION = "toolkit.training:Training.seed_micro_batch", "toolkit.evaluation.loop:agree_max"
+SENT = (  # one run after the other, each going on where the one before stopped: step it stops at
+    ("SIGTERM", MICRO_BATCH, 2, 1),
+    ("SIGUSR1", EVALUATION, 3, 2),  # the evaluation at step 2, which is done again
+    ("SIGTERM", EVALUATION, 9, 4),  # step 4
+    ("SIGINT", MICRO_BATCH, 3, 5),
+)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_signal_on_one_rank_saves_and_the_run_goes_on_to_the_bit(server, script, resumable, processes):
+    args, reference = resumable(processes)
+    args = [*args, "--run.name", "signalled"]
+    for name, at, call, step in SENT:
+        fault = {"signal": name, "at": at, "call": call, "rank": processes - 1}
+        stopped = server.run(script, args, processes, [fault])
+        assert f"fault: {name}" in stopped.text, stopped.text
+        assert stopped.code == 85, stopped.text
+        assert (stopped.status["state"], stopped.status["step"]) == ("preempted", step), stopped.text
+        assert (stopped.folder / "checkpoints" / "latest").resolve().name == f"step_{step:06d}"
+        assert "Traceback" not in stopped.text
+        assert name in stopped.status["reason"]
+    assert_same_run(server.run(script, args, processes).ok().folder, reference)
+
+
+def test_second_interrupt_stops_at_once(server, script, settings, tmp_path):
+    faults = [
+        {"signal": "SIGINT", "at": MICRO_BATCH, "call": 3},
+        {"signal": "SIGINT", "at": "toolkit.training:Training.decide", "call": 3, "wait_s": 0.3},
+    ]
+    ended = server.run(script, settings("--run.output_dir", tmp_path), 1, faults)
+    assert ended.code == 130
+    assert ended.status["state"] == "failed"
+    assert [row["step"] for row in rows(ended.folder)] == [1, 2]
+    assert not (ended.folder / "checkpoints" / "latest").exists()
+
+
+def test_real_processes_end_with_85_and_under_a_launcher_say_so_in_status(script, settings, tmp_path):
+    """`kill` of one process, and of one rank of torchrun, which flattens the exit code."""
+    args = settings("--run.output_dir", tmp_path, "--run.epochs", 1000, "--run.eval_every", 0)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    commands = {
+        "alone": [sys.executable, script.path],
+        "ranks": [*torchrun, ROOT / "tests" / "scripts" / "pid_of_rank.py", tmp_path, script.path],
+    }
+    processes = {
+        name: start([*command, *args, "--run.name", name], {"PYTHONUNBUFFERED": "1"})
+        for name, command in commands.items()
+    }
+    seen = {name: [] for name in processes}
+    for name, process in processes.items():
+        for line in process.stdout:
+            seen[name].append(line)
+            if line.startswith("step 2/"):
+                break
+    os.kill(processes["alone"].pid, signal.SIGTERM)
+    os.kill(int((tmp_path / "pid_of_rank1").read_text()), signal.SIGUSR1)
+    ended = {name: finish(process) for name, process in processes.items()}
+    assert ended["alone"][0] == 85, seen["alone"]
+    assert ended["ranks"][0] != 0
+    for name, (_, text) in ended.items():
+        status = json.loads((tmp_path / name / "status.json").read_text())
+        assert status["state"] == "preempted", text
+        assert status["exit_code"] == 85
+        latest = (tmp_path / name / "checkpoints" / "latest").resolve().name
+        assert latest == f"step_{status['step']:06d}" == f"step_{rows(tmp_path / name)[-1]['step']:06d}"

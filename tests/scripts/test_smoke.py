@@ -1,0 +1,149 @@
+"""Every option that changes what runs, in as few runs as will hold them, and what they leave in the run folder.
+
+    python -m pytest tests/scripts/test_smoke.py
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import ROOT, checkpoint_state, checkpoint_tensors, finish, nonfinite, rows, start, training_rows
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from toolkit.writers import read_offline_wandb
+
+LAUNCHED = (
+    "--run.precision", "bf16", "--optim.accumulation_steps", 2, "--run.tracker", "tensorboard", "--eval.pictures", 4,
+    "--run.probe_memory", "true", "--run.deterministic", "true", "--data.photometric", "true",
+    "--data.group_by_aspect_ratio", "true", "--data.cache_images", "true", "--schedule.name", "cosine",
+    "--optim.backbone_lr", 1e-4, "--run.max_steps", 4, "--run.eval_every", "1 epoch",
+    "--loss.weights", '{"loss_giou": "learned", "loss_bbox": [[0, 1.0], [2, 5.0]]}',
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def launched(script, settings, tmp_path_factory):
+    """The folder and the output of a run under `accelerate launch`, from a folder that knows nothing of the project."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    args = settings(*LAUNCHED, "--run.output_dir", "runs", "--run.name", "launched")
+    command = [Path(sys.executable).with_name("accelerate"), "launch", "--num_processes", 1, script.path, *args]
+    code, text = finish(start(command, cwd=elsewhere))
+    assert code == 0, text
+    return elsewhere / "runs" / "launched", text
+
+
+def test_run_folder_says_what_was_run(launched):
+    folder, text = launched
+    assert "processes: 1" in text
+    assert "Traceback" not in text
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 4)
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["processes"] == 1
+    assert {"torch", "accelerate", "transformers"} <= environment["packages"].keys()
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["run"]["precision"] == "bf16"
+    assert config["loss"]["weights"]["loss_bbox"] == [[0, 1.0], [2, 5.0]]
+    for name in ("README.md", "curves.png", "ap.png", "pictures/step_000003.png", "pictures/step_000004.png"):
+        assert (folder / "report" / name).stat().st_size > 100, name
+
+
+def test_rows_have_losses_rates_and_times(launched):
+    folder, _ = launched
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    train = [row for row in logged if "train/loss" in row]
+    assert [row["step"] for row in train] == [1, 2, 3, 4]
+    for row in train:
+        assert {"epoch", "time_s", "train/grad_norm", "time/data_s", "time/step_s"} <= row.keys()
+        weight = 1.0 if row["step"] <= 2 else 5.0  # the schedule's step counts updates made before
+        assert row["train/loss_bbox"] == pytest.approx(weight * row["train/loss_bbox_unscaled"], rel=1e-5)
+        assert row["train/lr/backbone"] == pytest.approx(row["train/lr/main"] * 0.1)
+    assert nonfinite(folder / "checkpoints" / "latest") == []
+    evaluated = [row for row in logged if "val/loss" in row]
+    assert [row["step"] for row in evaluated] == [3, 4]
+    for key in ("val/bbox_AP", "val/bbox_AP50", "val/ema/bbox_AP", "val/AP/circle", "val/ema/AP/star"):
+        assert key in evaluated[0], key
+    moved = [k for k in checkpoint_tensors(folder / "checkpoints" / "latest") if k.startswith("loss_weights/")]
+    assert moved
+
+
+def test_tensorboard_has_every_row_once(launched):
+    folder, _ = launched
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    logged = [row["train/loss"] for row in training_rows(folder)]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(logged, rel=1e-6)
+    assert [event.step for event in events.Scalars("val/bbox_AP")] == [3, 4]
+    assert events.Tags()["images"]
+
+
+def test_final_folder_loads_in_transformers(launched):
+    from transformers import AutoImageProcessor, AutoModelForObjectDetection
+
+    final = launched[0] / "final"
+    model = AutoModelForObjectDetection.from_pretrained(final)
+    assert list(model.config.id2label.values()) == ["circle", "square", "triangle", "star"]
+    processor = AutoImageProcessor.from_pretrained(final)
+    assert dict(processor.size) == {"height": 64, "width": 64}
+
+
+def test_evaluating_only_gives_the_same_numbers(server, script, settings, launched, tmp_path):
+    folder, _ = launched
+    args = settings(*LAUNCHED, "--run.output_dir", tmp_path, "--run.name", "again", "--run.tracker", "none",
+                    "--run.eval_only", "true", "--run.resume", folder / "checkpoints" / "latest")  # fmt: skip
+    again = server.run(script, args).ok()
+    (row,) = rows(again.folder)
+    trained = rows(folder)[-1]
+    assert {k: v for k, v in row.items() if "bbox" in k} == {k: v for k, v in trained.items() if "bbox" in k}
+    assert "val/bbox_AP" in row
+
+
+def test_wandb_offline_has_every_step_once_after_a_kill(server, script, settings, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--run.name", "wandb", "--run.tracker", "wandb",
+                    "--run.resume", "latest", "--run.save_every", 2, "--run.eval_every", 2, "--run.epochs", 3,
+                    "--data.overfit_batches", 2, "--eval.pictures", 2)  # fmt: skip
+    fault = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 6}
+    assert server.run(script, args, 1, [fault]).code == -9
+    ended = server.run(script, args).ok()
+    assert [row["step"] for row in training_rows(ended.folder)] == [1, 2, 3, 4, 5, 6]
+    seen, ids = [], set()
+    for path in ended.folder.glob("wandb/offline-run-*/run-*.wandb"):
+        ids.add(path.stem)
+        for record in read_offline_wandb(path):
+            if record.HasField("history"):
+                items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+                if "train/loss" in items:
+                    seen.append((record.history.step.num, items["train/loss"]))
+    assert len(ids) == 1
+    assert sorted(step for step, _ in seen) == [1, 2, 3, 4, 5, 6]
+    assert dict(seen) == pytest.approx({row["step"]: row["train/loss"] for row in training_rows(ended.folder)})
+
+
+def test_minutes_become_steps_once_and_early_stopping_ends(server, script, settings, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--run.name", "minutes", "--run.max_minutes", "0.02",
+                    "--run.epochs", 1000, "--run.eval_every", 0)  # fmt: skip
+    ended = server.run(script, args).ok()
+    state = checkpoint_state(ended.folder / "checkpoints" / "latest")
+    assert state["total_steps"] == state["step"] == state["budget"]["total_steps"]
+    assert training_rows(ended.folder)[-1]["step"] == state["step"]
+    assert f"training takes {state['step']} steps" in ended.text
+
+    args = settings("--run.output_dir", tmp_path, "--run.name", "patience", "--run.eval_every", 1, "--optim.lr", 0,
+                    "--model.freeze", "norms", "--run.epochs", 1000, "--eval.metric_for_best", "ema/bbox_AP",
+                    "--eval.early_stopping_patience", 2)  # fmt: skip
+    ended = server.run(script, args).ok()
+    assert ended.status["step"] <= 5
+
+
+def test_help_and_print_config_of_every_key(server, script):
+    helped = server.run(script, ["--help"])
+    assert helped.code == 0
+    for key in ("--run.resume", "--data.batch_size_per_device", "--optim.accumulation_steps", "--loss.weights"):
+        assert key in helped.text
+    printed = server.run(script, ["--print_config"])
+    assert printed.code == 0
+    assert yaml.safe_load(printed.text.partition("\n")[2])["run"]["epochs"] > 0
+    assert (ROOT / "configs").is_dir()
