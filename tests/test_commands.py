@@ -1,0 +1,107 @@
+"""Every command that the README, the docs, the configs and the scripts show.
+
+    python -m pytest tests/test_commands.py              # each is understood
+    python -m pytest tests/test_commands.py -m slow      # each training command also runs a step
+"""
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.config import parse_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PROSE = [ROOT / "README.md", *(path for path in sorted(ROOT.glob("docs/*.md")) if path.stem != "design"), *sorted(ROOT.glob("configs/**/*.md"))]
+CODE = [*sorted(ROOT.glob("configs/**/*.yaml")), *sorted(ROOT.glob("scripts/*.py")), *sorted(ROOT.glob("toolkit/**/*.py"))]
+COMMAND = re.compile(r"^(?:# |#   )?\s*((?:\w+=\S+ )?(?:accelerate launch|torchrun|python|make|scripts/runs/)\b.*)$")
+
+
+def commands() -> list[tuple[str, str]]:
+    """(file, command) pairs: lines of fenced blocks in prose, indented or commented lines in code."""
+    found = []
+    for path in PROSE:
+        for block in re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL):
+            found += [(path, line) for line in block.replace("\\\n", " ").splitlines()]
+        found += [(path, inline) for inline in re.findall(r"`((?:python|make|accelerate) [^`]+)`", path.read_text())]
+    for path in CODE:
+        found += [(path, line) for line in path.read_text().splitlines() if re.match(r"#|    \S", line)]
+    pairs = [(str(path.relative_to(ROOT)), m[1]) for path, line in found for m in [COMMAND.match(line)] if m]
+    return [(file, re.sub(r"\s{2,}#.*", "", command).strip()) for file, command in pairs if "..." not in command]
+
+
+COMMANDS = commands()
+
+
+def split(command: str) -> tuple[str | None, list[str]]:
+    """(script path, its arguments); None for what starts no script."""
+    words = shlex.split(command)
+    at = next((i for i, word in enumerate(words) if re.fullmatch(r"scripts/\w+\.py", word)), None)
+    return (None, words) if at is None else (words[at], words[at + 1 :])
+
+
+def training_module(script: str):
+    sys.path.insert(0, str(ROOT))
+    try:
+        return importlib.import_module(f"scripts.{Path(script).stem}")
+    finally:
+        sys.path.remove(str(ROOT))
+
+
+def test_there_are_commands_in_every_place():
+    files = {file for file, _ in COMMANDS}
+    assert {"README.md", "docs/data.md", "scripts/train_detr.py", "scripts/evaluate.py"} <= files
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob("detr/*.yaml")} <= files
+
+
+@pytest.mark.parametrize(("file", "command"), COMMANDS, ids=[f"{file}: {command}" for file, command in COMMANDS])
+def test_command_is_understood(file, command, capsys):
+    script, arguments = split(command)
+    if script is None:
+        if arguments[0] == "make":
+            targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert {word for word in arguments[1:] if "=" not in word} <= set(targets)
+        elif "-m" in arguments:
+            module = arguments[arguments.index("-m") + 1]
+            assert importlib.util.find_spec(module) is not None
+        else:
+            assert (ROOT / arguments[0]).exists(), f"{arguments[0]} is not there"
+        return
+    assert (ROOT / script).exists()
+    if Path(script).stem.startswith("train_"):
+        module = training_module(script)
+        configs = [ROOT / value for flag, value in zip(arguments, arguments[1:], strict=False) if flag == "--config"]
+        assert all(config.exists() for config in configs)
+        arguments = [str(ROOT / word) if (ROOT / word).suffix == ".yaml" and (ROOT / word).exists() else word
+                     for word in arguments]  # fmt: skip
+        if {"--help", "--print_config"} & set(arguments):
+            with pytest.raises(SystemExit) as stop:
+                parse_config(module.Config, arguments, module.DEFAULT_CONFIG)
+            assert stop.value.code in (0, None)
+        else:
+            parse_config(module.Config, arguments, module.DEFAULT_CONFIG)
+    else:
+        shown = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+        flags = {word for word in arguments if word.startswith("--") and not word.startswith("--expect.")}
+        assert all(flag in shown.stdout for flag in flags), f"{script} does not know {flags}"
+
+
+SMALL = "--data.format shapes --data.train train --data.val val --data.max_train_images 16 --run.max_steps 1 --run.epochs 1"
+SMALL += " --data.batch_size_per_device 2 --data.workers 0 --optim.accumulation_steps 1 --eval.batch_size_per_device 8"
+SMALL += " --model.pretrained_backbone false --data.overfit_batches 1 --run.tracker none --run.resume never"
+TRAINING = sorted({(Path(s).stem, shlex.join(a)) for _, c in COMMANDS for s, a in [split(c)]
+                   if s and "/train_" in s and "--help" not in c and "--print_config" not in c})  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "arguments"), TRAINING)
+def test_training_command_runs(script, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    module = training_module(f"scripts/{script}.py")
+    small = [*shlex.split(arguments), *SMALL.split(), "--run.output_dir", str(tmp_path)]
+    config = parse_config(module.Config, small, module.DEFAULT_CONFIG)
+    assert module.main(config)["val/bbox_AP"] is not None
