@@ -178,7 +178,7 @@ def build(config: Config, accelerator: Accelerator, folder: Path, signals: StopS
 
     seed_step(c.run.seed, 0, 0)  # the same weights on every rank
     chosen = {key: value for key, value in vars(c.model).items() if value is not None}
-    detector = build_detector(**chosen, class_names=table.class_names)
+    detector = build_detector(**chosen, class_names=table.class_names).to(accelerator.device)
     if detector.fixed_size and c.data.scales:
         raise BadInput(f"{c.model.architecture} needs images of one size: leave data.scales empty, set data.image_size")
     weights = LossWeights(detector.loss_names, c.loss.weights, detector.default_weights).to(accelerator.device)
@@ -194,7 +194,7 @@ def build(config: Config, accelerator: Accelerator, folder: Path, signals: StopS
     steps_per_epoch = -(-len(sampler) // c.optim.accumulation_steps)
     total_steps = min(c.run.epochs * steps_per_epoch, c.run.max_steps or c.run.epochs * steps_per_epoch)
 
-    ema = Ema(detector.to(accelerator.device), c.optim.ema_decay) if c.optim.ema_decay else None
+    ema = Ema(detector, c.optim.ema_decay) if c.optim.ema_decay else None
     if c.optim.compile:
         detector.compile()
     groups = parameter_groups(

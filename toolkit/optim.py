@@ -74,9 +74,12 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """"adamw", "adam" (L2 penalty in the gradient) or "sgd" over `parameter_groups`.
 
-    fused: one kernel for the whole update; None: torch's own choice (foreach on a GPU). All are deterministic.
+    fused: one kernel for the whole update; None: on a CPU, where it is five times faster than torch's own choice, else
+        that choice (foreach on a GPU). All are deterministic.
     """
     groups = list(groups)
+    if fused is None:
+        fused = True if all(p.device.type == "cpu" for group in groups for p in group["params"]) else None
     if name == "adamw":
         return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=fused)
     if name == "adam":
