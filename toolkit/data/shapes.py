@@ -22,15 +22,17 @@ from tqdm import tqdm
 from toolkit.data.table import cache_root
 from toolkit.errors import BadInput
 
-VERSION = 1  # part of the cache folder's name: raise it when the pictures change
+VERSION = 2  # part of the cache folder's name: raise it when the pictures change
 CLASSES = ("circle", "square", "triangle", "star")
 PREDICATES = ("left of", "right of", "above", "below", "inside", "contains", "overlaps", "larger than")
 SPLITS = ("train", "val")
 MAX_OBJECTS = 6
 MIN_VISIBLE = 0.45  # of an object's pixels; a placement that would hide more of an earlier one is drawn again
 PLACEMENTS = 12
-RADIUS = (0.09, 0.25)  # of the image side
-NESTED = 0.2  # how often a shape is put on the middle of an earlier, larger one
+TEXTURES = {"circle": "rings", "square": "checks", "triangle": "stripes", "star": "shading"}  # most often
+TYPICAL = 0.75  # how often a shape has the texture of its class; else it has any
+RADIUS = (0.12, 0.28)  # of the image side
+NESTED = 0.15  # how often a shape is put on the middle of an earlier, larger one
 
 
 def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tuple[np.ndarray, list[dict], list[tuple]]:
@@ -52,7 +54,7 @@ def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tupl
             coverage, local = _cover(rng, CLASSES[category], image_size, *circle)
             mask = coverage > 0.5
             if mask.any() and _all_visible(owner, mask, full_areas):
-                _paint(rng, canvas, coverage, local)
+                _paint(rng, canvas, coverage, local, TEXTURES[CLASSES[category]])
                 owner[mask] = len(categories)
                 full_areas.append(int(mask.sum()))
                 categories.append(category)
@@ -212,26 +214,25 @@ def _all_visible(owner: np.ndarray, mask: np.ndarray, full_areas: list[int]) -> 
     return bool((shown >= MIN_VISIBLE * np.array(full_areas)).all()) if full_areas else True
 
 
-def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, local: tuple) -> None:
-    """Blends a textured shape with a dark or light rim into `canvas`."""
+def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, local: tuple, typical: str) -> None:
+    """Blends a shape, mostly with its class's typical texture, and with a dark rim into `canvas`."""
     u, v, inside, radius = local
     under = canvas[coverage > 0.5].mean(axis=0)
     colours = [_colour(rng, (0.35, 1.0), (0.35, 1.0)) for _ in range(8)]
     colour = max(colours[: int(rng.integers(2, 9))], key=lambda c: float(abs(c - under).sum()))
-    period = rng.uniform(3.5, 8)
-    kind = rng.integers(5)
-    if kind == 0:  # stripes
+    period = rng.uniform(4, 8)
+    texture = typical if rng.uniform() < TYPICAL else (*TEXTURES.values(), "blotches")[int(rng.integers(5))]
+    if texture == "stripes":
         pattern = np.sin(2 * np.pi * u / period)
-    elif kind == 1:  # checks
+    elif texture == "checks":
         pattern = np.sign(np.sin(2 * np.pi * u / period) * np.sin(2 * np.pi * v / period))
-    elif kind == 2:  # rings
+    elif texture == "rings":
         pattern = np.cos(2 * np.pi * inside / period)
-    elif kind == 3:  # shading across the shape
-        pattern = u / radius
-    else:  # blotches
+    elif texture == "shading":
+        pattern = 1 - 2 * np.hypot(u, v) / radius
+    else:
         pattern = _smooth_noise(rng, len(u), max(4, int(len(u) / period)))
-    strength = rng.uniform(8, 32)
-    paint = colour + (strength * pattern)[..., None]
+    paint = colour + (rng.uniform(12, 36) * pattern)[..., None]
     rim = ((1.5 - inside).clip(0, 1) * rng.uniform(0.2, 0.55))[..., None]
     paint = paint * (1 - rim)
     canvas += coverage[..., None] * (paint - canvas)
