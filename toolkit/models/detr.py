@@ -118,7 +118,6 @@ class Detr(nn.Module):
             the number of decoder layers, 1 without auxiliary losses; the last one is the detector's answer.
         """
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
-        pixels = pixels.contiguous(memory_format=torch.channels_last)  # convolutions are a tenth faster
         mask = pixel_mask(sizes, images.shape[-2:])
         outputs = self.model.model(pixels, pixel_mask=mask, output_hidden_states=self.aux_loss)
         states = outputs.last_hidden_state[None]
