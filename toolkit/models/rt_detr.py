@@ -5,6 +5,7 @@ divided by the boxes of that batch. Here the forward only collects what the loss
 float32, unweighted, divided by the denominators it is given. Its numbers are those of transformers' `RTDetrLoss`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForObjectDetection, RTDetrImageProcessor, RTDetrV2Config
+from transformers.models.rt_detr_v2.modeling_rt_detr_v2 import RTDetrV2MultiscaleDeformableAttention
 
 from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes, normalize_boxes, xyxy_to_cxcywh
 from toolkit.data.loaders import normalize_images
@@ -28,6 +30,7 @@ from toolkit.models.final import save_transformers_folder
 from toolkit.models.rt_detr_criterion import RTDetrCriterion
 
 STRIDES = (8, 16, 32)
+PRIOR = 0.01  # probability that the class heads start from
 
 
 class RTDetrV2(nn.Module):
@@ -99,6 +102,7 @@ class RTDetrV2(nn.Module):
             id2label=dict(enumerate(class_names)),
         )
         self.model = AutoModelForObjectDetection.from_config(config)
+        initialise_as_published_(self.model)
         timm_backbone = self.model.model.backbone.model._backbone
         load_backbone_weights(timm_backbone, config.backbone_config, pretrained_backbone)
         freeze_backbone(timm_backbone, backbone, freeze, pretrained_backbone)
@@ -202,6 +206,35 @@ class RTDetrV2(nn.Module):
             do_resize=processor_size is not None,
         )
         save_transformers_folder(self.model, processor, processor_size, folder, categories)
+
+
+@torch.no_grad()
+def initialise_as_published_(model: nn.Module) -> None:
+    """Random weights as lyuwenyu/RT-DETR draws them; the backbone is left alone.
+
+    transformers draws all of them, the scales of batch norms too, from N(0, 0.01): made for loading a checkpoint, they
+    let almost nothing through at first, and training from random weights hardly gets going.
+    """
+    core = model.model
+    for name, module in core.named_modules():
+        if not name.startswith("backbone") and isinstance(module, nn.Linear | nn.Conv2d | nn.BatchNorm2d):
+            module.reset_parameters()
+    for name, module in core.named_modules():
+        if isinstance(module, RTDetrV2MultiscaleDeformableAttention):
+            model._init_weights(module)
+        elif name.endswith(("q_proj", "k_proj", "v_proj", "o_proj")):
+            nn.init.xavier_uniform_(module.weight, gain=1.0 if name.endswith("o_proj") else math.sqrt(0.5))
+            nn.init.zeros_(module.bias)
+    projections = [block[0] for block in (*core.encoder_input_proj, *core.decoder_input_proj) if len(block)]
+    for module in (*projections, core.enc_output[0], *core.decoder.query_pos_head.layers):
+        nn.init.xavier_uniform_(module.weight)
+    for head in (core.enc_score_head, *core.decoder.class_embed):
+        nn.init.constant_(head.bias, -math.log((1 - PRIOR) / PRIOR))
+    for head in (core.enc_bbox_head, *core.decoder.bbox_embed):
+        nn.init.zeros_(head.layers[-1].weight)
+        nn.init.zeros_(head.layers[-1].bias)
+    if hasattr(core, "denoising_class_embed"):
+        nn.init.normal_(core.denoising_class_embed.weight)
 
 
 def _no_loss_in_forward(*args, **kwargs):
