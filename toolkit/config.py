@@ -209,7 +209,12 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     try:
         parsed = parser.parse_args(argv)
     except ArgumentError as error:
-        raise BadInput(f"the settings cannot be used: {error}. `--help` lists every key with its type.") from error
+        read = [arg.partition("=")[2] or following for arg, following in zip(argv, [*argv[1:], ""], strict=True)
+                if arg.split("=")[0] == "--config"]  # fmt: skip
+        raise BadInput(
+            f"the settings cannot be used: {error}. Read were {', '.join([*read, 'the command line'])}, in this order; "
+            "`--help` lists every key with its type."
+        ) from error
     instantiated = parser.instantiate(parsed)
     groups = {group.name: instantiated[group.name] for group in fields(cls)}
     for group in groups.values():

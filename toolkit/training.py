@@ -5,7 +5,7 @@ The loop itself stands in each script. Nothing here reads settings; the scripts 
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -141,6 +141,7 @@ class Training:
         """
         self.writer, self.status = writer, status
         self._bar = progress(self.total_steps, self.step, self.accelerator.is_main_process)
+        self.check_metric()
         if self.guard.policy == "rollback" and self.step == 0:
             self.save()  # something to roll back to
 
@@ -173,13 +174,33 @@ class Training:
         self.evaluated_step, self.last_row = self.step, dict(row)
         key = f"val/{self.metric_for_best}"
         if key not in row:
-            known = ", ".join(sorted(name.removeprefix("val/") for name in row if name.startswith("val/")))
-            raise BadInput(f"--eval.metric_for_best {self.metric_for_best}: no such metric; there are {known}")
+            self.refuse_metric(name.removeprefix("val/") for name in row if name.startswith("val/"))
         value = row[key]
-        better = value is not None and (self.best is None or value > self.best)
+        sign = -1 if is_minimised(self.metric_for_best) else 1
+        better = value is not None and (self.best is None or sign * value > sign * self.best)
         self.best = value if better else self.best
         self.evaluations_without_better = 0 if better else self.evaluations_without_better + 1
         return better
+
+    def check_metric(self) -> None:
+        """Raises BadInput before step 0 when no evaluation can have the metric for best; a collective."""
+        empty = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
+        nothing = dict.fromkeys(self.evaluator.image_ids, empty)
+        losses = [f"{name}{suffix}" for name in self.detector.loss_names for suffix in ("", "_unscaled")]
+        known = [*run_on_main(lambda: list(self.evaluator.evaluate(nothing))), "loss", *losses]
+        known += self.detector.metric_names
+        if self.ema is not None:
+            known += [f"ema/{name}" for name in known]
+        if self.metric_for_best not in known:
+            self.refuse_metric(known)
+
+    def refuse_metric(self, known: Iterable[str]) -> None:
+        """Raises BadInput: the metric for best is none of `known`."""
+        without_ema = " ema/... needs --optim.ema_decay above 0." if self.ema is None else ""
+        raise BadInput(
+            f"--eval.metric_for_best {self.metric_for_best}: no such metric; there are {', '.join(sorted(known))}."
+            + without_ema
+        )
 
     def save(self, best: bool = False) -> None:
         """Writes `checkpoints/step_000123/` on the main process; every rank raises if that fails."""
@@ -319,6 +340,12 @@ class Training:
             return rerun_window(self.detector, self.weights, window, denominators, **where)
 
         return investigate(self.guard, self.detector, run_again, self.folder, window, where | facts)
+
+
+def is_minimised(metric: str) -> bool:
+    """Whether less of a metric of evaluation is better: losses and errors."""
+    name = metric.rpartition("ema/")[2]
+    return name.startswith("loss") or "_error" in name
 
 
 def add_up(sums: dict[str, Tensor], weighted: WeightedLosses, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
