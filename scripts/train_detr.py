@@ -251,7 +251,9 @@ def main(config: Config) -> dict[str, float]:
         if run.probe_memory:
             probe_memory(t, config.data.batch_size_per_device)
         if run.eval_only or is_time(t.step, t.eval_every) and t.evaluated_step != t.step:
-            validate(t)  # asked for, or interrupted by the signal that ended the run before
+            better = validate(t)  # asked for, or interrupted by the signal that ended the run before
+            if better and not run.eval_only:
+                t.save(best=True)
         while not (t.finished or run.eval_only):
             train_one_epoch(config, t)
         if not run.eval_only:
