@@ -63,8 +63,8 @@ def settings(script, data):
         common = {
             "--data.train": annotations / "train.json", "--data.val": annotations / "val.json", "--data.format": "coco",
             "--data.image_size": 64, "--data.workers": 0, "--data.batch_size_per_device": 4, "--run.log_every": 1,
-            "--run.epochs": 2, "--run.max_minutes": "null", "--eval.batch_size_per_device": 3, "--eval.pictures": 0,
-            "--optim.ema_decay": 0.9,
+            "--run.name": "run", "--run.epochs": 2, "--run.max_minutes": "null", "--eval.batch_size_per_device": 3,
+            "--eval.pictures": 0, "--optim.ema_decay": 0.9,
         }  # fmt: skip
         merged = common | pairs(script.args) | pairs(args)
         return [str(part) for pair in merged.items() for part in pair]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import CPU, ROOT
+from launching import ROOT
 
 DIRTY = ROOT / "tests" / "data" / "dirty"
 FILES = {
@@ -20,9 +20,9 @@ FILES = {
 # arguments ({tmp} and {data} are folders) -> what the message must name
 CASES = {
     "missing config": (["--config", "{tmp}/none.yaml"], ["none.yaml"]),
-    "wrong key in YAML": (["--config", "{tmp}/wrong_key.yaml"], ["learning_rate"]),
+    "wrong key in YAML": (["--config", "{tmp}/wrong_key.yaml"], ["learning_rate", "wrong_key.yaml"]),
     "wrong type in YAML": (["--config", "{tmp}/wrong_type.yaml"], ["optim.lr", "fast"]),
-    "torn YAML": (["--config", "{tmp}/torn.yaml"], ["torn.yaml"]),
+    "torn YAML": (["--config", "{tmp}/torn.yaml"], ["torn.yaml", "line 2"]),
     "wrong flag": (["--optim.learning_rate", "1"], ["learning_rate"]),
     "wrong type of a flag": (["--run.epochs", "many"], ["run.epochs", "many"]),
     "negative number": (["--optim.lr", "-1"], ["optim.lr", "-1"]),
@@ -31,8 +31,8 @@ CASES = {
     "unknown architecture": (["--model.architecture", "detrr"], ["model.architecture", "detrr", "rt_detr_v2"]),
     "unknown backbone": (["--model.backbone", "resnet10"], ["resnet10", "resnet10t"]),
     "other classes": (["--data.val", "{tmp}/other_classes.json"], ["4 classes", "3", "circle"]),
-    "empty split": (["--data.train", "{tmp}/empty.json"], ["empty.json", "no images"]),
-    "empty validation": (["--data.val", "{tmp}/empty.json"], ["empty.json", "no images"]),
+    "empty split": (["--data.train", "{tmp}/empty.json"], ["empty.json", "`images` is empty"]),
+    "empty validation": (["--data.val", "{tmp}/empty.json"], ["empty.json", "`images` is empty"]),
     "batch too large": (["--data.batch_size_per_device", "64"], ["64", "18", "batch_size_per_device"]),
     "file as output folder": (["--run.output_dir", "{tmp}/plain_file"], ["plain_file", "--run.output_dir"]),
     "output nowhere": (["--run.output_dir", "/proc/runs"], ["/proc/runs", "--run.output_dir"]),
@@ -65,6 +65,7 @@ def folder(tmp_path_factory, data):
     (folder / "other_classes.json").write_text(
         json.dumps(document | {"categories": document["categories"][:-1], "annotations": other})
     )
+    (folder / "images").symlink_to(data / "val")  # found beside the annotation file
     (folder / "empty.json").write_text(json.dumps(document | {"images": [], "annotations": []}))
     return folder
 
@@ -73,9 +74,7 @@ def folder(tmp_path_factory, data):
 def test_one_message_and_code_2(server, script, settings, data, folder, case):
     given, wanted = CASES[case]
     given = [part.format(tmp=folder, data=data) for part in given]
-    common = ["--data.image_dir", str(data / "val")] if "{tmp}" in str(CASES[case]) and "--data.val" in given else []
-    if str(DIRTY) in str(given):
-        common = ["--data.image_dir", str(DIRTY / "images")]
+    common = ["--data.image_dir", str(DIRTY / "images")] if str(DIRTY) in str(given) else []
     name = case.replace(" ", "_")
     args = settings("--run.output_dir", folder / "runs", "--run.name", name, "--run.eval_every", 1, *common)
     config = given[:2] if given[0] == "--config" else []
@@ -119,8 +118,8 @@ def test_dropping_defective_records_trains_and_lists_them(server, script, settin
 
 def test_real_process_ends_with_2_and_one_message(script, tmp_path):
     command = [sys.executable, script.path, "--run.output_dir", tmp_path, "--optim.lr", "fast"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=None, cwd=tmp_path, timeout=300)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("error: ")
-    assert CPU and not list(tmp_path.iterdir())
+    assert ended.stderr.count("error: ") == 1
+    assert not list(tmp_path.iterdir())

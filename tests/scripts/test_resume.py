@@ -73,7 +73,8 @@ def test_finished_run_is_not_logged_twice_and_goes_on_with_a_new_schedule(server
     assert again.status["state"] == "done"
 
     # Given more epochs, the saved length stays, until a new schedule is asked for.
-    args += ["--run.epochs", "3", "--schedule.name", "linear", "--schedule.warmup_steps", "0", "--optim.lr", "5e-4"]
+    args += ["--run.epochs", "3", "--optim.lr", "5e-4", "--schedule.name", "linear", "--schedule.warmup_steps", "0",
+             "--schedule.final_factor", "0"]  # fmt: skip
     server.run(script, args).ok()
     assert rows(folder) == rows(reference)
     server.run(script, [*args, "--run.resume_schedule", "new"]).ok()

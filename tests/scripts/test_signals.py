@@ -14,9 +14,9 @@ from launching import ROOT, assert_same_run, finish, rows, start
 MICRO_BATCH, EVALUATION = "toolkit.training:Training.seed_micro_batch", "toolkit.evaluation.loop:agree_max"
 SENT = (  # one run after the other, each going on where the one before stopped: step it stops at
     ("SIGTERM", MICRO_BATCH, 2, 1),
-    ("SIGUSR1", EVALUATION, 3, 2),  # the evaluation at step 2, which is done again
-    ("SIGTERM", EVALUATION, 9, 4),  # step 4
-    ("SIGINT", MICRO_BATCH, 3, 5),
+    ("SIGUSR1", EVALUATION, 3, 2),
+    ("SIGTERM", EVALUATION, 10, 4),  # the evaluation at step 2 is done again first
+    ("SIGINT", MICRO_BATCH, 2, 5),
 )
 
 
@@ -32,7 +32,6 @@ def test_signal_on_one_rank_saves_and_the_run_goes_on_to_the_bit(server, script,
         assert (stopped.status["state"], stopped.status["step"]) == ("preempted", step), stopped.text
         assert (stopped.folder / "checkpoints" / "latest").resolve().name == f"step_{step:06d}"
         assert "Traceback" not in stopped.text
-        assert name in stopped.status["reason"]
     assert_same_run(server.run(script, args, processes).ok().folder, reference)
 
 
