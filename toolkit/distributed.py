@@ -74,12 +74,15 @@ def stack_scalars(values: Sequence[Tensor | float]) -> Tensor:
     """One float64 vector (float32 where the device has no float64) on the device of the tensors among `values`."""
     device = next((v.device for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    numbers = [i for i, v in enumerate(values) if not isinstance(v, Tensor)]
-    scalars: list[Tensor] = [v.detach().to(device, dtype) if isinstance(v, Tensor) else v for v in values]
-    if numbers:  # all plain numbers in one copy to the device
-        copied = torch.tensor([values[i] for i in numbers], dtype=dtype).to(device, non_blocking=True)
-        for i, number in zip(numbers, copied.unbind(), strict=True):
-            scalars[i] = number
+    scalars: list = list(values)
+    kinds: dict[object, list[int]] = {}  # converted a kind at a time: one by one, each would be a kernel of its own
+    for i, v in enumerate(values):
+        kinds.setdefault((v.dtype, v.device) if isinstance(v, Tensor) else "number", []).append(i)
+    for kind, indices in kinds.items():
+        members = [values[i] for i in indices]
+        together = torch.tensor(members, dtype=dtype) if kind == "number" else torch.stack(members).detach()
+        for i, scalar in zip(indices, together.to(device, dtype, non_blocking=True).unbind(), strict=True):
+            scalars[i] = scalar
     return torch.stack(scalars)
 
 
@@ -168,7 +171,11 @@ def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
     drew, and the ranks draw different numbers.
     """
     words = np.random.SeedSequence((seed, step, rank, micro)).generate_state(4, np.uint32)
-    torch.manual_seed(int(words[0]) << 32 | int(words[1]))
+    torch_seed = int(words[0]) << 32 | int(words[1])
+    if torch.accelerator.is_available():
+        torch.manual_seed(torch_seed)
+    else:  # the same for the CPU; torch.manual_seed would take a millisecond to note it for accelerators there are not
+        torch.default_generator.manual_seed(torch_seed)
     np.random.seed(words[2:])
     random.seed(int(words[2]) << 32 | int(words[3]))
 

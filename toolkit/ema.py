@@ -1,7 +1,7 @@
 """Exponential moving average of a model's weights."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -28,24 +28,26 @@ class Ema:
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
         saved = set(model.state_dict(keep_vars=True))
         parameters = {name for name, _ in model.named_parameters()}
-        self._averaged = {
-            name
-            for name, tensor in _tensors(model).items()
-            if tensor.is_floating_point()
-            and (name in parameters or name in saved and bool(tensor.isfinite().all()))
-        }
+        self._model, self._source, self._into = model, _slots(model), _slots(self.module)
+        self._averaged: list[str] = []
+        self._copied: dict[torch.dtype, list[str]] = {}  # by dtype: one kernel cannot copy several
+        for name, tensor in zip(self._source, _tensors(self._source, self._source), strict=True):
+            known = name in parameters or name in saved and bool(tensor.isfinite().all())
+            averaged = tensor.is_floating_point() and known
+            (self._averaged if averaged else self._copied.setdefault(tensor.dtype, [])).append(name)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Takes the model in after an optimizer step; call it only on updates that the guard let through."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
-        source, into = _tensors(model), _tensors(self.module)
-        averaged = [name for name in into if name in self._averaged]
-        copied = [name for name in into if name not in self._averaged]
-        if averaged:
-            torch._foreach_lerp_([into[n] for n in averaged], [source[n].detach() for n in averaged], 1.0 - decay)
-        if copied:
-            torch._foreach_copy_([into[n] for n in copied], [source[n].detach() for n in copied])
+        if model is not self._model:
+            self._model, self._source = model, _slots(model)
+        if self._averaged:
+            into, source = _tensors(self._into, self._averaged), _tensors(self._source, self._averaged)
+            torch._foreach_lerp_(into, source, 1.0 - decay)
+        for names in self._copied.values():
+            into, source = _tensors(self._into, names), _tensors(self._source, names)
+            torch._foreach_copy_(into, source)
         self.updates += 1
 
     def state_dict(self) -> dict:
@@ -56,6 +58,18 @@ class Ema:
         self.updates = state["updates"]
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once (a tied one under its first name)."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def _slots(model: nn.Module) -> dict[str, tuple[dict, str]]:
+    """Where each parameter and buffer is held (dict, key), by name, each once (a tied one under its first name).
+
+    Found once: walking the modules at every update takes longer than averaging them.
+    """
+    slots = {}
+    for kind, named in (("_parameters", model.named_parameters()), ("_buffers", model.named_buffers())):
+        for name, _ in named:
+            path, _, key = name.rpartition(".")
+            slots[name] = getattr(model.get_submodule(path), kind), key
+    return slots
+
+
+def _tensors(slots: Mapping[str, tuple[dict, str]], names: Iterable[str]) -> list[Tensor]:
+    return [slots[name][0][slots[name][1]] for name in names]

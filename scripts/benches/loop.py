@@ -1,0 +1,155 @@
+"""The training loop of scripts/train_detr.py against a bare PyTorch loop of the same model, criterion, clipping and EMA.
+
+Ours is the script's own `build` and `train_one_epoch`, with all that they bring: guard, one reduction per step, meters,
+rows of metrics.jsonl, schedule, sampler. Both get the same batches in the same order, and must compute the same losses.
+"""
+
+import contextlib
+import copy
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import train_detr
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from torch import nn
+
+from toolkit.config import DataConfig, OptimConfig, RunConfig
+from toolkit.data.loaders import Batch
+from toolkit.data.loading import open_split, train_transform, training_loader
+from toolkit.optim import parameter_groups
+from toolkit.signals import StopSignals
+from toolkit.training import Training
+from toolkit.writers import RunWriter
+
+# As many layers, parameters and losses as DETR-R50 (ResNet-50 has 53 convolutions, this backbone 52), hardly any work.
+NARROW = {"backbone": "mobilenetv2_035", "d_model": 16, "heads": 2, "ffn_dim": 16, "num_queries": 10}
+
+
+def bench_loop(blocks: int = 9, steps: int = 1, narrow_blocks: int = 15, narrow_steps: int = 10) -> list[dict]:
+    """Seconds of a step, both loops in turn, block by block of `steps` steps, each block with one row of metrics.
+
+    DETR-R50, 256 px, two images, random weights; then a DETR as deep but so narrow that what our loop adds to a step
+    shows: that time in ms is what counts where the step itself is short, as on a GPU.
+
+    Rows with `name`, `value` and `unit`: the medians of both, the median of the blocks' ratios, the bare loop against
+    itself (the noise), and the largest relative difference between the losses of both.
+    """
+    wide = _measure("loop, DETR-R50", blocks, steps, image_size=256, model={"backbone": "resnet50"})
+    narrow = _measure("loop, narrow DETR", narrow_blocks, narrow_steps, image_size=64, model=NARROW)
+    return wide + narrow
+
+
+def _measure(title: str, blocks: int, steps: int, image_size: int, model: dict) -> list[dict]:
+    with full_loop(image_size, steps, model) as (config, training):
+        bare_losses, our_losses = [], []
+        bare = bare_loop(copy.deepcopy(training.detector), config, bare_losses)
+        ours = script_loop(config, training, our_losses)
+        runs = (bare, ours, bare)
+        times = [[_seconds(run, steps) for run in runs] for _ in range(blocks + 1)][1:]
+    seconds = [[t[i] / steps for t in times] for i in range(3)]
+    added_ms = [1000 * (ours - (bare + again) / 2) for bare, ours, again in zip(*seconds, strict=True)]
+    pairs = zip(our_losses, (float(loss) for loss in bare_losses), strict=False)  # the bare loop made twice the steps
+    rows = {
+        "ours": ("s/step", statistics.median(seconds[1])),
+        "bare": ("s/step", statistics.median(seconds[0] + seconds[2])),
+        "ours / bare": ("x", statistics.median(2 * t[1] / (t[0] + t[2]) for t in times)),
+        "bare / bare": ("x", statistics.median(t[2] / t[0] for t in times)),
+        "added to a step": ("ms", statistics.median(added_ms)),
+        "largest difference of a loss": ("relative", max(abs(a / b - 1) for a, b in pairs)),
+    }
+    return [{"name": f"{title}, {name}", "value": value, "unit": unit} for name, (unit, value) in rows.items()]
+
+
+def _seconds(run: Callable[[int], None], steps: int) -> float:
+    began = time.perf_counter()
+    run(steps)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def full_loop(image_size: int, log_every: int, model: dict) -> Iterator[tuple[train_detr.Config, Training]]:
+    """What `train_detr.main` has before its first step. Dropout is off, so that both loops compute the same."""
+    with tempfile.TemporaryDirectory() as folder, StopSignals() as signals:
+        config = train_detr.Config(
+            run=RunConfig(output_dir=folder, name="bench", epochs=1000, log_every=log_every, eval_every=0, save_every=0),
+            data=DataConfig(format="shapes", image_size=image_size, batch_size_per_device=2, workers=0,
+                            cache_images=True, max_train_images=64),
+            model=train_detr.ModelConfig(architecture="detr", dropout=0.0, **model),
+            optim=OptimConfig(backbone_lr=1e-5, ema_decay=0.9998),
+        )  # fmt: skip
+        accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+        with contextlib.redirect_stdout(io.StringIO()):
+            training = train_detr.build(config, accelerator, Path(folder), signals)
+        training.start(RunWriter(Path(folder), accelerator=accelerator), {})
+        yield config, training
+        training.close()
+
+
+def script_loop(config: train_detr.Config, t: Training, losses: list[float]) -> Callable[[int], None]:
+    """Runs the script's loop for so many steps; the printed lines go nowhere, the last loss to `losses`."""
+
+    def run(steps: int) -> None:
+        t.total_steps = t.step + steps
+        with contextlib.redirect_stdout(io.StringIO()):
+            while not t.finished:
+                train_detr.train_one_epoch(config, t)
+        losses.append(t.meters["loss"].value)
+
+    return run
+
+
+def bare_loop(detector: nn.Module, config: train_detr.Config, losses: list[torch.Tensor]) -> Callable[[int], None]:
+    """The shortest loop that trains the same: no check, no numbers for people, nothing read from the device."""
+    optim = config.optim
+    groups = parameter_groups(detector, lr=optim.lr, backbone_lr=optim.backbone_lr, weight_decay=optim.weight_decay)
+    optimizer = torch.optim.AdamW(groups)
+    trained = [parameter for group in groups for parameter in group["params"]]
+    average = copy.deepcopy(detector).eval().requires_grad_(False)
+    source, into = list(detector.parameters()), list(average.parameters())
+    device = source[0].device
+    weights = {name: detector.default_weights[name.rstrip("_0123456789")] for name in detector.loss_names}
+    batches = endless_batches(config)
+    updates = 0
+
+    def run(steps: int) -> None:
+        nonlocal updates
+        detector.train()
+        for _ in range(steps):
+            batch = next(batches)
+            counts = detector.denominators(batch.targets)
+            batch = batch.to(device, non_blocking=True)
+            outputs = detector(batch.images, batch.sizes)
+            found, _ = detector.criterion(outputs, batch.targets, counts)
+            loss = sum(weights[name] * value for name, value in found.items())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, optim.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                decay = min(optim.ema_decay, (1 + updates) / (10 + updates))
+                torch._foreach_lerp_(into, source, 1 - decay)
+            updates += 1
+        losses.append(loss.detach())
+
+    return run
+
+
+def endless_batches(config: train_detr.Config) -> Iterator[Batch]:
+    """The batches that the script trains on, epoch after epoch."""
+    data = config.data
+    table = open_split(data.train, format=data.format).head(data.max_train_images)
+    transform = train_transform(data.image_size, data.scales, data.max_size, data.flip, data.photometric)
+    sampler, loader = training_loader(
+        table, transform, batch_size_per_device=data.batch_size_per_device, workers=data.workers,
+        seed=config.run.seed, stride=1, cache_images=data.cache_images,
+    )  # fmt: skip
+    while True:
+        yield from loader
+        sampler.set_epoch(sampler.epoch + 1)
