@@ -44,9 +44,9 @@ class Training:
     guard: NanGuard
     sampler: EpochSampler
     loader: torch.utils.data.DataLoader
-    val_table: DetectionTable
-    val_loader: torch.utils.data.DataLoader
-    evaluator: CocoEvaluator
+    val_table: DetectionTable | None
+    val_loader: torch.utils.data.DataLoader | None
+    evaluator: CocoEvaluator | None
     signals: StopSignals
     folder: Path
     seed: int
@@ -141,7 +141,8 @@ class Training:
         """
         self.writer, self.status = writer, status
         self._bar = progress(self.total_steps, self.step, self.accelerator.is_main_process)
-        self.check_metric()
+        if self.evaluator is not None:
+            self.check_metric()
         if self.guard.policy == "rollback" and self.step == 0:
             self.save()  # something to roll back to
 
