@@ -35,6 +35,7 @@ from toolkit.writers import RunWriter, read_metrics
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from processes import run_on_ranks  # noqa: E402
+
 from scripts import train_detr  # noqa: E402
 
 
