@@ -1,4 +1,4 @@
-"""The training loop of scripts/train_detr.py against a bare PyTorch loop of the same model, criterion, clipping and EMA.
+"""The loop of scripts/train_detr.py against a bare PyTorch loop of the same model, criterion, clipping and EMA.
 
 Ours is the script's own `build` and `train_one_epoch`, with all that they bring: guard, one reduction per step, meters,
 rows of metrics.jsonl, schedule, sampler. Both get the same batches in the same order, and must compute the same losses.
@@ -39,12 +39,13 @@ def bench_loop(blocks: int = 9, steps: int = 1, narrow_blocks: int = 15, narrow_
     Rows with `name`, `value` and `unit`: the medians of both, the median of the blocks' ratios, the bare loop against
     itself (the noise), and the largest relative difference between the losses of both.
     """
-    wide = _measure("loop, DETR-R50", blocks, steps, image_size=256, model={"backbone": "resnet50"})
-    narrow = _measure("loop, narrow DETR", narrow_blocks, narrow_steps, image_size=64, model=NARROW)
+    wide = measure("loop, DETR-R50", blocks, steps, image_size=256, model={"backbone": "resnet50"})
+    narrow = measure("loop, narrow DETR", narrow_blocks, narrow_steps, image_size=64, model=NARROW)
     return wide + narrow
 
 
-def _measure(title: str, blocks: int, steps: int, image_size: int, model: dict) -> list[dict]:
+def measure(title: str, blocks: int, steps: int, image_size: int, model: dict) -> list[dict]:
+    """The rows of one model: blocks of the bare loop, ours and the bare loop again, after a round that warms up."""
     with full_loop(image_size, steps, model) as (config, training):
         bare_losses, our_losses = [], []
         bare = bare_loop(copy.deepcopy(training.detector), config, bare_losses)
@@ -78,7 +79,8 @@ def full_loop(image_size: int, log_every: int, model: dict) -> Iterator[tuple[tr
     """What `train_detr.main` has before its first step. Dropout is off, so that both loops compute the same."""
     with tempfile.TemporaryDirectory() as folder, StopSignals() as signals:
         config = train_detr.Config(
-            run=RunConfig(output_dir=folder, name="bench", epochs=1000, log_every=log_every, eval_every=0, save_every=0),
+            run=RunConfig(output_dir=folder, name="bench", epochs=1000, log_every=log_every,
+                          eval_every=0, save_every=0),
             data=DataConfig(format="shapes", image_size=image_size, batch_size_per_device=2, workers=0,
                             cache_images=True, max_train_images=64),
             model=train_detr.ModelConfig(architecture="detr", dropout=0.0, **model),

@@ -1,11 +1,11 @@
 """Pictures of detections: ground truth and predictions side by side, many images in one PNG."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -15,8 +15,15 @@ from toolkit.data.images import decode_image
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")
 PANEL = 384  # longest side of an image in the grid, in pixels
 BAR, GAP = 24, 10
-FONT = font_manager.findfont("DejaVu Sans")  # comes with matplotlib; Pillow's own has few letters beyond ASCII
 BACKGROUND, TEXT = "#FFFFFF", "#222222"
+
+
+@functools.cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which comes with matplotlib; Pillow's own has few letters beyond ASCII. `size` in pixels."""
+    from matplotlib import font_manager  # half a second that the start of a run need not wait for
+
+    return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), size)
 
 
 def choose_images(table, count: int) -> list[int]:
@@ -104,7 +111,7 @@ def _tile(image: Tensor, predictions: Mapping, truth: Mapping, class_names: Sequ
     tile = Image.new("RGB", (2 * size[0] + 4, size[1] + BAR), BACKGROUND)
     tile.paste(left, (0, BAR))
     tile.paste(right, (size[0] + 4, BAR))
-    draw, font = ImageDraw.Draw(tile), ImageFont.truetype(FONT, 14)
+    draw, font = ImageDraw.Draw(tile), _font(14)
     objects, detections = len(truth["labels"]), len(order)
     title = f"{truth.get('image_id', '')}:  {objects} object{'s' * (objects != 1)}"
     draw.text((2, 2), _shortened(title, size[0], draw, font), fill=TEXT, font=font)
@@ -114,7 +121,7 @@ def _tile(image: Tensor, predictions: Mapping, truth: Mapping, class_names: Sequ
 
 
 def _draw_boxes(picture: Image.Image, boxes: Tensor, labels: Tensor, scores: list, dashed: list, class_names) -> None:
-    draw, font = ImageDraw.Draw(picture), ImageFont.truetype(FONT, 12)
+    draw, font = ImageDraw.Draw(picture), _font(12)
     limit = torch.tensor([picture.width - 1, picture.height - 1] * 2)
     boxes = torch.minimum(boxes.detach().cpu().float().nan_to_num(0).clamp(min=0), limit)
     tags = []

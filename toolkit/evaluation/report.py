@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from toolkit.evaluation.draw import COLOURS
 
@@ -76,6 +74,10 @@ def plot_curves(metrics_jsonl: Path, out_folder: Path) -> list[Path]:
 
 def _picture(rows: list[dict], names: list[str], panels: Sequence, path: Path) -> Path | None:
     """Draw the panels that have something to show below each other, two in a row."""
+    # Here: at the start of a run nobody waits for half a second of matplotlib.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 4), layout="constrained")
     FigureCanvasAgg(figure)
     shown = [panel for panel in panels if panel(figure.add_subplot(), rows, names)]

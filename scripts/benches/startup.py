@@ -1,0 +1,65 @@
+"""Seconds from `python scripts/train_detr.py` to the first optimizer step, on the bundled data with the defaults."""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.data.shapes import ensure_shapes
+
+SCRIPT = Path(__file__).resolve().parents[1] / "train_detr.py"
+
+
+def bench_startup(repeats: int = 3, options: Sequence[str] = ()) -> list[dict]:
+    """Medians over `repeats` starts, after one that fills the caches of disk and data and is not counted.
+
+    options: further arguments of the script.
+
+    Rows with `name`, `value` and `unit`: until the run folder is made (imports and settings), from there to the first
+    row of metrics.jsonl (data, model, loader processes, the step itself), and both together.
+    """
+    ensure_shapes()
+    starts = [_first_step(options) for _ in range(repeats + 1)][1:]
+    imports, data_and_model, whole = (
+        statistics.median(values) for values in zip(*((a, b - a, b) for a, b in starts), strict=True)
+    )
+    return [
+        {"name": "start, until the run folder is made", "value": imports, "unit": "s"},
+        {"name": "start, from there to the first step", "value": data_and_model, "unit": "s"},
+        {"name": "start, launch to first step", "value": whole, "unit": "s"},
+    ]
+
+
+def _first_step(options: Sequence[str]) -> tuple[float, float]:
+    """Seconds from the launch until status.json and until the first row of metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as output_dir, tempfile.TemporaryFile("w+") as printed:
+        folder = Path(output_dir) / "start"
+        command = [sys.executable, str(SCRIPT), "--run.output_dir", output_dir, "--run.name", "start",
+                   "--run.max_steps", "1", "--run.log_every", "1", *options]  # fmt: skip
+        environment = {name: v for name, v in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+        began = time.perf_counter()
+        process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, env=environment)
+        try:
+            times = [_when(folder / name, process, began) for name in ("status.json", "metrics.jsonl")]
+        finally:
+            process.terminate()  # what comes after the first step is not measured
+            process.wait()
+        if None in times:
+            printed.seek(0)
+            raise RuntimeError(f"{' '.join(command)} ended before its first step:\n{printed.read()}")
+    return times[0], times[1]
+
+
+def _when(path: Path, process: subprocess.Popen, began: float) -> float | None:
+    """Seconds from `began` until the file holds something; None when the process ends before that."""
+    while True:
+        ended = process.poll() is not None
+        if path.exists() and path.stat().st_size:
+            return time.perf_counter() - began
+        if ended:
+            return None
+        time.sleep(0.005)

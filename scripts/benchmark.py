@@ -1,0 +1,100 @@
+"""Measures this toolkit against plain programs that do the same, and prints one Markdown table.
+
+    python scripts/benchmark.py                       # everything: about half an hour on two CPU cores; `make bench`
+    python scripts/benchmark.py --only loop startup   # some
+    python scripts/benchmark.py --quick               # small sizes: shows that it runs, the figures mean nothing
+
+Ratios are medians of interleaved rounds in one process; each has a line of ours (or of the plain program) against
+itself, which is the noise: a ratio that is no further from its requirement than that line is from 1 says nothing.
+"""
+
+import argparse
+import importlib.metadata
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+
+from benches.criterion import bench_criterion
+from benches.evaluation import bench_evaluation
+from benches.loading import bench_loading
+from benches.loop import bench_loop
+from benches.startup import bench_startup
+from benches.table import bench_table
+from benches.yolov3 import bench_yolov3_export, bench_yolov3_losses
+
+from toolkit.runfolder import PACKAGES, hardware
+
+# name, function, arguments of --quick
+BENCHES: tuple[tuple[str, Callable[..., list[dict]], dict], ...] = (
+    ("loop", bench_loop, {"blocks": 1, "steps": 1, "narrow_blocks": 1, "narrow_steps": 2}),
+    ("criterion", bench_criterion, {"batch_size": 2, "num_queries": 10, "boxes_per_image": 3, "repeats": 1}),
+    ("loading", bench_loading, {"num_images": 4, "batch_size": 2, "repeats": 1}),
+    ("evaluation", bench_evaluation, {"num_images": 20, "num_detections": 20, "num_classes": 5, "repeats": 1}),
+    ("table", bench_table, {"num_images": 500, "num_boxes": 3000, "repeats": 1}),
+    ("startup", bench_startup, {"repeats": 1}),
+    ("yolov3_losses", bench_yolov3_losses, {"batch": 1, "side": 64, "boxes": 3, "num_classes": 4, "repeats": 1}),
+    ("yolov3_export", bench_yolov3_export, {"batch": 1, "side": 64, "repeats": 1}),
+)
+# What a row must reach; the others explain it.
+REQUIREMENTS = {
+    "loop, DETR-R50, ours / bare": "≤ 1.03",
+    "criterion: transformers / ours": "≥ 4",
+    "loading: ours / Pillow": "≥ 3",
+    "evaluation, pycocotools / ours": "≥ 5",
+    "evaluation, largest difference": "0",
+    "table, opened from cache": "≤ 2",
+    "table, memory per worker, epoch 1": "≤ 100",
+    "table, memory per worker, epoch 3": "≤ 100",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict]:
+    """Runs the benches that `argv` names (default: the process's arguments), prints and returns their rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name for name, _, _ in BENCHES]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    arguments = parser.parse_args(argv)
+    rows = []
+    for name, bench, quick in BENCHES:
+        if name in arguments.only:
+            began = time.perf_counter()
+            rows += bench(**(quick if arguments.quick else {}))
+            print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    print(markdown(rows, arguments.quick))
+    return rows
+
+
+def markdown(rows: Sequence[dict], quick: bool = False) -> str:
+    """The rows as a table under one paragraph on the machine and the versions."""
+    lines = [machine() + (" Quick run: sizes too small for the figures to mean anything." if quick else ""), ""]
+    lines += ["| measured | value | unit | required |", "|---|---:|---|---|"]
+    for row in rows:
+        required = REQUIREMENTS.get(row["name"], "")
+        lines.append(f"| {row['name']} | {row['value']:.4g} | {row['unit']} | {required} |")
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """Date, processor, accelerators, threads and versions in one paragraph."""
+    found = hardware()
+    gpus = ", ".join(found["gpus"]) or "no GPU"
+    installed = {dist.metadata["Name"]: dist.version for dist in map(_distribution, PACKAGES) if dist is not None}
+    versions = ", ".join(f"{name} {version}" for name, version in installed.items())
+    return (
+        f"{date.today()}, {found['cpu']}, {found['cpu_cores_usable']} of {found['cpu_cores']} cores, "
+        f"{found['memory_bytes'] / 2**30:.0f} GiB, {gpus}; torch uses {found['torch_threads']} threads; "
+        f"Python {sys.version.split()[0]}, {versions}."
+    )
+
+
+def _distribution(name: str) -> importlib.metadata.Distribution | None:
+    try:
+        return importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

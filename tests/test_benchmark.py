@@ -1,0 +1,53 @@
+"""The benches run, and both sides of each compute the same: python -m pytest tests/test_benchmark.py
+
+No time is asserted: on a busy machine it would fail for nothing.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """scripts/benchmark.py, which finds its benches beside itself."""
+    sys.path.insert(0, SCRIPTS)
+    try:
+        import benchmark
+
+        yield benchmark
+    finally:
+        sys.path.remove(SCRIPTS)
+
+
+def test_quick_run_prints_every_row_and_equal_numbers(benchmark, capsys):
+    names = ["criterion", "evaluation", "loading", "table", "yolov3_losses"]
+    rows = benchmark.main(["--quick", "--only", *names])
+    values = {row["name"]: row["value"] for row in rows}
+    assert len(values) == len(rows)
+    assert {name for name in benchmark.REQUIREMENTS if not name.startswith("loop")} <= set(values)
+    assert values["evaluation, largest difference"] == 0
+    assert values["yolov3 losses, largest difference"] < 1e-4
+    printed = capsys.readouterr().out
+    for row in rows:
+        assert f"| {row['name']} | " in printed and row["unit"] in printed
+    assert "| evaluation, largest difference | 0 | AP | 0 |" in printed
+
+
+def test_script_loop_and_bare_loop_compute_the_same(benchmark):
+    """The loop of the script against one of a dozen lines: the same losses, step after step."""
+    from benches import loop
+
+    rows = loop.measure("loop, DETR-R50", blocks=3, steps=2, image_size=64, model=loop.NARROW)
+    values = {row["name"]: row["value"] for row in rows}
+    assert values["loop, DETR-R50, largest difference of a loss"] < 1e-4
+    assert {name for name in benchmark.REQUIREMENTS if name.startswith("loop")} <= set(values)
+
+
+def test_unknown_bench_is_refused(benchmark, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(["--only", "nothing"])
+    assert ended.value.code == 2 and "criterion" in capsys.readouterr().err
