@@ -66,17 +66,15 @@ class ModelConfig:
     decoder_layers: int | None = None
     """Decoder layers."""
     ffn_dim: int | None = None
-    """detr: width of the feed-forward layers."""
-    encoder_ffn_dim: int | None = None
-    """rt_detr_v2: width of the encoder's feed-forward layers."""
-    decoder_ffn_dim: int | None = None
-    """rt_detr_v2: width of the decoder's feed-forward layers."""
+    """Width of the feed-forward layers."""
     num_queries: int | None = None
     """Detections per image at most."""
     num_denoising: int | None = None
     """rt_detr_v2: denoising queries in training."""
     hidden_expansion: float | None = None
     """rt_detr_v2: width of the encoder's convolution blocks as a fraction of d_model."""
+    varifocal_gamma: float | None = None
+    """rt_detr_v2: exponent of the varifocal loss; 1 tells classes apart sooner from random weights."""
     dropout: float | None = None
     """Dropout in the transformer."""
     aux_loss: bool | None = None

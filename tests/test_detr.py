@@ -27,8 +27,8 @@ CLASSES = ["circle", "square", "star"]
 SMALL = {
     "detr": {"backbone": "resnet10t", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 3,
              "ffn_dim": 32, "num_queries": 6, "dropout": 0.0},
-    "rt_detr_v2": {"backbone": "resnet10t", "d_model": 32, "heads": 4, "decoder_layers": 2, "encoder_ffn_dim": 32,
-                   "decoder_ffn_dim": 32, "num_queries": 12, "num_denoising": 8, "hidden_expansion": 0.5},
+    "rt_detr_v2": {"backbone": "resnet10t", "d_model": 32, "heads": 4, "decoder_layers": 2, "ffn_dim": 32,
+                   "num_queries": 12, "num_denoising": 8, "hidden_expansion": 0.5},
 }  # fmt: skip
 
 

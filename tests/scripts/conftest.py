@@ -14,8 +14,8 @@ from toolkit.data.shapes import make_shapes
 SCRIPTS = (
     Script(
         "train_detr",
-        ("--model.d_model", "32", "--model.heads", "2", "--model.encoder_ffn_dim", "32",
-         "--model.decoder_ffn_dim", "32", "--model.decoder_layers", "2", "--model.num_queries", "20",
+        ("--model.d_model", "32", "--model.heads", "2", "--model.ffn_dim", "32",
+         "--model.decoder_layers", "2", "--model.num_queries", "20",
          "--model.num_denoising", "10", "--model.hidden_expansion", "0.5", "--model.dropout", "0.1",
          "--optim.lr", "1e-3", "--schedule.warmup_steps", "4"),
         ("toolkit.evaluation.report:write_report", "toolkit.models.rt_detr:save_transformers_folder"),

@@ -15,7 +15,7 @@ DETR = (
     "--model.encoder_layers", 1, "--model.ffn_dim", 32, "--run.eval_every", 0, "--run.epochs", 2,
     "--optim.ema_decay", 0.0, "--schedule.warmup_steps", 0,
 )  # fmt: skip
-NOT_DETR = ("encoder_ffn_dim", "decoder_ffn_dim", "num_denoising", "hidden_expansion")
+NOT_DETR = ("num_denoising", "hidden_expansion")
 
 
 @pytest.fixture(scope="module")

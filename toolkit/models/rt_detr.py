@@ -47,7 +47,8 @@ class RTDetrV2(nn.Module):
         num_queries: detections per image; at most the number of positions in the three feature maps.
         num_denoising: denoising queries in training; 0: none.
         hidden_expansion: width of the encoder's convolution blocks as a fraction of d_model.
-        encoder_layers, decoder_layers, heads, encoder_ffn_dim, decoder_ffn_dim, dropout: the transformer.
+        varifocal_gamma: see `RTDetrCriterion`; 1 tells classes apart sooner when training from random weights.
+        encoder_layers, decoder_layers, heads, ffn_dim, dropout: the transformer.
         mean, std: of RGB values in [0, 1]; None: those the backbone was trained with.
 
     Raises:
@@ -72,11 +73,11 @@ class RTDetrV2(nn.Module):
         heads: int = 8,
         encoder_layers: int = 1,
         decoder_layers: int = 6,
-        encoder_ffn_dim: int = 1024,
-        decoder_ffn_dim: int = 1024,
+        ffn_dim: int = 1024,
         num_queries: int = 300,
         num_denoising: int = 100,
         hidden_expansion: float = 1.0,
+        varifocal_gamma: float = 2.0,
         dropout: float = 0.0,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
@@ -93,8 +94,8 @@ class RTDetrV2(nn.Module):
             decoder_attention_heads=heads,
             encoder_layers=encoder_layers,
             decoder_layers=decoder_layers,
-            encoder_ffn_dim=encoder_ffn_dim,
-            decoder_ffn_dim=decoder_ffn_dim,
+            encoder_ffn_dim=ffn_dim,
+            decoder_ffn_dim=ffn_dim,
             num_queries=num_queries,
             num_denoising=num_denoising,
             hidden_expansion=hidden_expansion,
@@ -107,7 +108,7 @@ class RTDetrV2(nn.Module):
         load_backbone_weights(timm_backbone, config.backbone_config, pretrained_backbone)
         freeze_backbone(timm_backbone, backbone, freeze, pretrained_backbone)
         self.model.loss_function = _no_loss_in_forward
-        self.set_loss = RTDetrCriterion(len(class_names), decoder_layers, denoising=num_denoising > 0)
+        self.set_loss = RTDetrCriterion(len(class_names), decoder_layers, num_denoising > 0, varifocal_gamma)
         self.loss_names = self.set_loss.loss_names
         own_mean, own_std = image_statistics(backbone)
         self.mean, self.std = tuple(mean or own_mean), tuple(std or own_std)

@@ -16,7 +16,7 @@ from toolkit.models.detr_criterion import Matches, MatchingCosts, PaddedTargets,
 # The published values (RT-DETRv2 configs, transformers' RTDetrV2Config): focal cost of the matching, varifocal loss.
 MATCHING_COSTS = MatchingCosts(class_cost=2.0, bbox_cost=5.0, giou_cost=2.0)
 MATCHING_ALPHA, MATCHING_GAMMA = 0.25, 2.0
-VARIFOCAL_ALPHA, VARIFOCAL_GAMMA = 0.75, 2.0
+VARIFOCAL_ALPHA = 0.75
 
 
 class RTDetrCriterion(nn.Module):
@@ -28,10 +28,12 @@ class RTDetrCriterion(nn.Module):
         num_classes: object classes C, the columns of the logits.
         num_layers: decoder layers.
         denoising: whether the model makes denoising queries in training.
+        varifocal_gamma: how much less a wrong class counts while its probability is low (published: 2).
     """
 
-    def __init__(self, num_classes: int, num_layers: int, denoising: bool):
+    def __init__(self, num_classes: int, num_layers: int, denoising: bool, varifocal_gamma: float = 2.0):
         super().__init__()
+        self.varifocal_gamma = varifocal_gamma
         self.num_classes = num_classes
         self.query_suffixes = (*(f"_aux_{i}" for i in range(num_layers - 1)), "", "_enc")
         self.denoising_suffixes = tuple(f"_dn_{i}" for i in range(num_layers)) if denoising else ()
@@ -76,7 +78,7 @@ class RTDetrCriterion(nn.Module):
         wanted = cxcywh_to_xyxy(wanted_cxcywh)
         score = torch.zeros_like(logits, requires_grad=False)
         score[(*where, labels)] = box_iou(predicted.detach(), wanted)
-        weight = VARIFOCAL_ALPHA * logits.detach().sigmoid().pow(VARIFOCAL_GAMMA)
+        weight = VARIFOCAL_ALPHA * logits.detach().sigmoid().pow(self.varifocal_gamma)
         weight[(*where, labels)] = score[(*where, labels)]
         varifocal = F.binary_cross_entropy_with_logits(logits, score, weight=weight, reduction="none")
         by_layer = (len(logits), len(labels) // len(logits))
