@@ -14,13 +14,9 @@ from toolkit.data.shapes import make_shapes
 SCRIPTS = (
     Script(
         "train_detr",
-        ("--model.d_model", "32", "--model.heads", "2", "--model.ffn_dim", "32",
-         "--model.decoder_layers", "2", "--model.num_queries", "20",
-         "--model.num_denoising", "10", "--model.hidden_expansion", "0.5", "--model.dropout", "0.1",
-         "--optim.lr", "1e-3", "--schedule.warmup_steps", "4"),
-        ("toolkit.evaluation.report:write_report", "toolkit.models.rt_detr:save_transformers_folder"),
+        slow_end=("toolkit.evaluation.report:write_report", "toolkit.models.rt_detr:save_transformers_folder"),
     ),
-)  # fmt: skip
+)
 
 
 def pairs(args) -> dict:
@@ -56,7 +52,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def settings(script, data):
-    """`settings("--run.name", "x", ...)`: the script's small settings on `data`, later ones win."""
+    """`settings("--run.name", "x", ...)`: the script's small settings on `data`; those given win."""
 
     def build(*args) -> list[str]:
         annotations = data / "annotations"
@@ -66,7 +62,7 @@ def settings(script, data):
             "--run.name": "run", "--run.epochs": 2, "--run.max_minutes": "null", "--eval.batch_size_per_device": 3,
             "--eval.pictures": 0, "--optim.ema_decay": 0.9,
         }  # fmt: skip
-        merged = common | pairs(script.args) | pairs(args)
+        merged = {"--config": script.config} | common | pairs(args)
         return [str(part) for pair in merged.items() for part in pair]
 
     return build

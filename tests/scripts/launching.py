@@ -20,18 +20,21 @@ CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 @dataclass(frozen=True)
 class Script:
-    """A training script and the settings that make it small.
+    """A training script; `configs/<name>.yaml` makes it small.
 
     slow_end: "module:name" of what takes seconds at the end of every run; left out except where it is tested.
     """
 
     name: str
-    args: tuple[str, ...]
     slow_end: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
         return ROOT / "scripts" / f"{self.name}.py"
+
+    @property
+    def config(self) -> Path:
+        return Path(__file__).parent / "configs" / f"{self.name}.yaml"
 
 
 @dataclass

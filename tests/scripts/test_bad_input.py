@@ -77,8 +77,7 @@ def test_one_message_and_code_2(server, script, settings, data, folder, case):
     common = ["--data.image_dir", str(DIRTY / "images")] if str(DIRTY) in str(given) else []
     name = case.replace(" ", "_")
     args = settings("--run.output_dir", folder / "runs", "--run.name", name, "--run.eval_every", 1, *common)
-    config = given[:2] if given[0] == "--config" else []
-    ended = server.run(script, [*config, *args, *([] if config else given)])
+    ended = server.run(script, [*args, *given])
     assert ended.code == 2, ended.text
     assert "Traceback" not in ended.text
     assert ended.text.count("error: ") >= 1

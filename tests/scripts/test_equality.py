@@ -5,17 +5,13 @@
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from launching import checkpoint_tensors, finish, free_port, run_folder, start, training_rows
 
-DETR = (
-    "--model.architecture", "detr", "--model.backbone", "resnet10t", "--model.freeze", "norms", "--model.dropout", 0.0,
-    "--model.encoder_layers", 1, "--model.ffn_dim", 32, "--run.eval_every", 0, "--run.epochs", 2,
-    "--optim.ema_decay", 0.0, "--schedule.warmup_steps", 0,
-)  # fmt: skip
-NOT_DETR = ("num_denoising", "hidden_expansion")
+PUBLISHED = Path(__file__).parent / "configs" / "detr_published.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +20,8 @@ def detr(script, settings, tmp_path_factory):
     if script.name != "train_detr":
         pytest.skip("the published DETR")
     folder = tmp_path_factory.mktemp("equality")
-
-    def build(*args) -> list[str]:
-        args = settings("--run.output_dir", folder, *DETR, *args)
-        pairs = zip(args[::2], args[1::2], strict=True)
-        return [part for key, value in pairs if not key.endswith(NOT_DETR) for part in (key, value)]
-
-    return build
+    fixed = ("--config", PUBLISHED, "--run.output_dir", folder, "--run.eval_every", 0, "--optim.ema_decay", 0.0)
+    return lambda *args: settings(*fixed, *args)
 
 
 def test_one_big_batch_equals_micro_batches_equals_ranks(server, script, detr):
