@@ -1,4 +1,4 @@
-"""The loop of scripts/train_detr.py against a bare PyTorch loop of the same model, criterion, clipping and EMA.
+"""The loop of scripts/train_detr.py against a bare PyTorch loop: same model, criterion, clipping, optimizer and EMA.
 
 Ours is the script's own `build` and `train_one_epoch`, with all that they bring: guard, one reduction per step, meters,
 rows of metrics.jsonl, schedule, sampler. Both get the same batches in the same order, and must compute the same losses.
@@ -21,7 +21,7 @@ from torch import nn
 from toolkit.config import DataConfig, OptimConfig, RunConfig
 from toolkit.data.loaders import Batch
 from toolkit.data.loading import open_split, train_transform, training_loader
-from toolkit.optim import parameter_groups
+from toolkit.optim import build_optimizer, parameter_groups
 from toolkit.signals import StopSignals
 from toolkit.training import Training
 from toolkit.writers import RunWriter
@@ -111,7 +111,7 @@ def bare_loop(detector: nn.Module, config: train_detr.Config, losses: list[torch
     """The shortest loop that trains the same: no check, no numbers for people, nothing read from the device."""
     optim = config.optim
     groups = parameter_groups(detector, lr=optim.lr, backbone_lr=optim.backbone_lr, weight_decay=optim.weight_decay)
-    optimizer = torch.optim.AdamW(groups)
+    optimizer = build_optimizer(optim.name, groups)
     trained = [parameter for group in groups for parameter in group["params"]]
     average = copy.deepcopy(detector).eval().requires_grad_(False)
     source, into = list(detector.parameters()), list(average.parameters())
