@@ -60,9 +60,7 @@ def check_finite(folder) -> None:
 
 def replayed(server, folder: str, report: dict, kind: str):
     """scripts/replay.py on a report; a fault that was planted in the program has to be planted again."""
-    rank = report["rank"]
     faults = [] if kind == "boxes" else [{"nan": kind, "ids": report["image_ids"][-1]}]
-    assert rank in (0, 1)
     return server.run(REPLAY, [folder], faults=faults)
 
 
@@ -84,6 +82,7 @@ def test_run_goes_on_finite(server, script, arguments, processes, policy):
     assert all(math.isfinite(v) for row in rows(ended.folder) for v in row.values() if isinstance(v, float))
     if policy == "skip":
         assert [row["step"] for row in trained] == [1, 2, 3, 4, 5]
+    if policy == "skip" and rank == 1:
         for (folder, report), kind in zip(found.items(), KINDS, strict=True):
             again = replayed(server, folder, report, kind)
             assert again.code == 0, again.text

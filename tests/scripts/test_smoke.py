@@ -57,7 +57,7 @@ def test_rows_have_losses_rates_and_times(launched):
     assert [row["step"] for row in train] == [1, 2, 3, 4]
     for row in train:
         assert {"epoch", "time_s", "train/grad_norm", "time/data_s", "time/step_s"} <= row.keys()
-        weight = 1.0 if row["step"] <= 2 else 5.0  # the schedule's step counts updates made before
+        weight = min(1.0 + 2.0 * (row["step"] - 1), 5.0)  # from 1 to 5 over the first two updates
         assert row["train/loss_bbox"] == pytest.approx(weight * row["train/loss_bbox_unscaled"], rel=1e-5)
         assert row["train/lr/backbone"] == pytest.approx(row["train/lr/main"] * 0.1)
     assert nonfinite(folder / "checkpoints" / "latest") == []
