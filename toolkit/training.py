@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from toolkit.checkpoint import Checkpoint, newest_valid, save_checkpoint
+from toolkit.checkpoint import Checkpoint, linked, mark_best, newest_valid, save_checkpoint
 from toolkit.data.loaders import Batch, windows
 from toolkit.data.samplers import EpochSampler
 from toolkit.data.table import DetectionTable
@@ -65,6 +65,7 @@ class Training:
     timer: StepTimer = field(default_factory=StepTimer)
     step: int = 0
     best: float | None = None
+    best_step: int = -1
     evaluations_without_better: int = 0
     evaluated_step: int = -1
     saved_step: int = -1
@@ -179,7 +180,8 @@ class Training:
         value = row[key]
         sign = -1 if is_minimised(self.metric_for_best) else 1
         better = value is not None and (self.best is None or sign * value > sign * self.best)
-        self.best = value if better else self.best
+        if better:
+            self.best, self.best_step = value, self.step
         self.evaluations_without_better = 0 if better else self.evaluations_without_better + 1
         return better
 
@@ -223,6 +225,7 @@ class Training:
             "meters": self.meters.state_dict(),
             "budget": self.budget.state_dict() if self.budget is not None else None,
             "best": self.best,
+            "best_step": self.best_step,
             "evaluations_without_better": self.evaluations_without_better,
             "evaluated_step": self.evaluated_step,
             "metric_for_best": self.metric_for_best,
@@ -269,9 +272,17 @@ class Training:
         self.evaluated_step = state["evaluated_step"]
         if state["metric_for_best"] == self.metric_for_best:
             self.best, self.evaluations_without_better = state["best"], state["evaluations_without_better"]
+            self.best_step = state["best_step"]
+            run_on_main(lambda: self._point_at_best(checkpoint.path))
         else:
             notes.append(f"best metric starts anew: it was {state['metric_for_best']}, now {self.metric_for_best}")
         return notes
+
+    def _point_at_best(self, path: Path) -> None:
+        """The link `best`, where a kill came after the checkpoint and before its link."""
+        ours = path.resolve().parent == (self.folder / "checkpoints").resolve()
+        if ours and path.name == f"step_{self.best_step:06d}" and linked(path.parent, "best") != path:
+            mark_best(path)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Weights, their moving average, optimizer and scaler state of a checkpoint; nothing else."""
