@@ -72,19 +72,21 @@ def settings(script, data):
 def resumable(server, script, settings, tmp_path_factory):
     """`resumable(processes)` -> (arguments but the name, folder of an uninterrupted run with them).
 
-    Six steps over two epochs: two micro-batches a step, one in the last of an epoch; evaluated at 2, 4 and 6, saved at
-    3, 6 and when better; with all that has a state: workers, dropout, flips, a moving average, best and patience.
+    Six steps over two epochs (three epochs of two steps for three processes): two micro-batches a step, one in the last
+    of an epoch; evaluated at 2, 4 and 6, saved at 3, 6 and when better; with all that has a state: workers, dropout,
+    flips, a moving average, best and patience.
     """
     runs = {}
 
     def build(processes: int):
         if processes not in runs:
-            batch, eval_batch = {1: (4, 3), 2: (2, 2), 3: (2, 1)}[processes]
+            batch, eval_batch, epochs = {1: (4, 3, 2), 2: (2, 2, 2), 3: (2, 1, 3)}[processes]
             args = settings(
                 "--run.output_dir", tmp_path_factory.mktemp(f"resumable{processes}"), "--data.workers", 2,
                 "--data.batch_size_per_device", batch, "--eval.batch_size_per_device", eval_batch,
                 "--optim.accumulation_steps", 2, "--run.eval_every", 2, "--run.save_every", 3, "--run.keep", 1,
-                "--eval.metric_for_best", "bbox_AR100", "--eval.early_stopping_patience", 5, "--run.resume", "latest",
+                "--run.epochs", epochs, "--run.resume", "latest", "--eval.metric_for_best", "bbox_AR100",
+                "--eval.early_stopping_patience", 5,
             )  # fmt: skip
             folder = server.run(script, [*args, "--run.name", "reference"], processes).ok().folder
             assert [row["step"] for row in rows(folder)] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
