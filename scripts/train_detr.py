@@ -231,6 +231,7 @@ def main(config: Config) -> dict[str, float]:
     is_main = accelerator.is_main_process
     folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume))
     with StopSignals() as signals, cli.run_status(folder, is_main) as status:
+        cli.set_threads(run.threads, accelerator.device)
         checkpoint, messages = run_on_main(lambda: resolve_resume(run.resume, folder))
         cli.announce(accelerator.num_processes, is_main, folder, messages)
         if run.deterministic:

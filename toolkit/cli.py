@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from toolkit.config import parse_config
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.runfolder import write_status
@@ -56,11 +58,22 @@ def run_status(folder: Path, is_main: bool) -> Iterator[dict]:
     write("done")
 
 
+def set_threads(threads: int | None, device: torch.device) -> None:
+    """CPU threads of this process: as told, or all cores where the launcher, not the user, allowed only one."""
+    if threads is None:
+        launched = "ACCELERATE_MIXED_PRECISION" in os.environ  # `accelerate launch` sets it, and OMP_NUM_THREADS to 1
+        if device.type != "cpu" or not launched or os.environ.get("OMP_NUM_THREADS") != "1":
+            return
+        threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(threads)
+
+
 def announce(world_size: int, is_main: bool, folder: Path, messages: Iterable[str]) -> None:
     """First lines of a run: how many processes there really are, where it writes, where it goes on from."""
     if not is_main:
         return
-    print(f"processes: {world_size}\nrun folder: {folder}", *messages, sep="\n", flush=True)
+    print(f"processes: {world_size}, CPU threads of each: {torch.get_num_threads()}", flush=True)
+    print(f"run folder: {folder}", *messages, sep="\n", flush=True)
     if world_size == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         warnings.warn(  # `accelerate launch --cpu --num_processes 2` does this
             "the launcher was asked for several processes and started one. On CPU start them with "

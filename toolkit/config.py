@@ -64,6 +64,9 @@ class RunConfig:
     """Autocast precision; none given: what `accelerate launch` was told. The criterion is always float32."""
     deterministic: bool = False
     """Deterministic algorithms; operations that have none are named once in a warning."""
+    threads: PositiveInt | None = None
+    """CPU threads of one process; none given: as OMP_NUM_THREADS says, but all cores, shared among the processes, under
+    `accelerate launch`, which sets it to 1 without a GPU."""
     probe_memory: bool = False
     """Before step 0, run the largest batch and one evaluation batch, so that memory runs out now or never."""
     eval_only: bool = False
