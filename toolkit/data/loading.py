@@ -28,6 +28,10 @@ def open_split(source: str, listing: Path | None = None, **options) -> Detection
     """
     run_on_main(lambda: open_dataset(source, **options) and None)
     table = open_dataset(source, **options)
+    if world()[0] == 0:
+        boxes = table.num_boxes()
+        print(f"{source}: {len(table)} images ({(boxes == 0).sum()} without objects), {boxes.sum()} boxes, "
+              f"{len(table.categories)} classes", flush=True)  # fmt: skip
     if world()[0] == 0 and table.problems and listing is not None:
         listing.parent.mkdir(parents=True, exist_ok=True)
         listing.write_text("".join(f"{problem}\n" for problem in table.problems), encoding="utf-8")
