@@ -22,16 +22,17 @@ from tqdm import tqdm
 from toolkit.data.table import cache_root
 from toolkit.errors import BadInput
 
-VERSION = 2  # part of the cache folder's name: raise it when the pictures change
+VERSION = 3  # part of the cache folder's name: raise it when the pictures change
 CLASSES = ("circle", "square", "triangle", "star")
 PREDICATES = ("left of", "right of", "above", "below", "inside", "contains", "overlaps", "larger than")
 SPLITS = ("train", "val")
 MAX_OBJECTS = 6
-MIN_VISIBLE = 0.45  # of an object's pixels; a placement that would hide more of an earlier one is drawn again
+MIN_VISIBLE = 0.5  # of an object's pixels; a placement that would hide more of an earlier one is drawn again
 PLACEMENTS = 12
 TEXTURES = {"circle": "rings", "square": "checks", "triangle": "stripes", "star": "shading"}  # most often
 TYPICAL = 0.75  # how often a shape has the texture of its class; else it has any
 RADIUS = (0.12, 0.28)  # of the image side
+STRETCH = {"triangle": 1.3, "star": 1.15}  # their corners reach further out, so that all shapes cover like areas
 NESTED = 0.15  # how often a shape is put on the middle of an earlier, larger one
 
 
@@ -182,7 +183,7 @@ def _cover(
     rng: np.random.Generator, name: str, size: int, centre_x: float, centre_y: float, radius: float
 ) -> tuple[np.ndarray, tuple]:
     """(coverage of each pixel 0..1, (u, v, distance inside, radius)): the shape at a random angle."""
-    angle = rng.uniform(0, 2 * np.pi)
+    angle, radius = rng.uniform(0, 2 * np.pi), radius * STRETCH.get(name, 1.0)
     y, x = np.mgrid[0:size, 0:size].astype(np.float32) + 0.5
     x, y = x - np.float32(centre_x), y - np.float32(centre_y)
     u = (np.cos(angle) * x + np.sin(angle) * y).astype(np.float32)
