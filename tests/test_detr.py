@@ -402,7 +402,7 @@ def test_wrong_options_are_named_with_what_would_have_worked(options, words):
 
 
 def test_unknown_options_are_errors():
-    with pytest.raises(TypeError, match="num_querys"):
+    with pytest.raises(BadInput, match="num_querys"):
         small("detr", num_querys=3)
 
 
