@@ -58,7 +58,7 @@ def settle(problems: list[Problem], on_error: str, file: str) -> None:
             [f"{file}: {len(errors)} errors (--data.on_error drop leaves these records out):", *listed]
         )
     if errors or warned:
-        logger.warning("%s: %d unusable records dropped, %d warnings", file, len(errors), warned)
+        logger.info("%s: %d unusable records dropped, %d warnings", file, len(errors), warned)
 
 
 def unsafe_file_name(file_name: str) -> bool:
