@@ -16,8 +16,9 @@ import pytest
 from toolkit.config import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
-PROSE = [ROOT / "README.md", *(path for path in sorted(ROOT.glob("docs/*.md")) if path.stem != "design"), *sorted(ROOT.glob("configs/**/*.md"))]
-CODE = [*sorted(ROOT.glob("configs/**/*.yaml")), *sorted(ROOT.glob("scripts/*.py")), *sorted(ROOT.glob("toolkit/**/*.py"))]
+DOCS = [path for path in sorted(ROOT.glob("docs/*.md")) if path.stem != "design"]  # which speaks of scripts/x.py
+PROSE = [ROOT / "README.md", *DOCS, *sorted(ROOT.glob("configs/**/*.md"))]
+CODE = [path for pattern in ("configs/**/*.yaml", "scripts/*.py", "toolkit/**/*.py") for path in ROOT.glob(pattern)]
 COMMAND = re.compile(r"^(?:# |#   )?\s*((?:\w+=\S+ )?(?:accelerate launch|torchrun|python|make|scripts/runs/)\b.*)$")
 
 
@@ -28,7 +29,7 @@ def commands() -> list[tuple[str, str]]:
         for block in re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL):
             found += [(path, line) for line in block.replace("\\\n", " ").splitlines()]
         found += [(path, inline) for inline in re.findall(r"`((?:python|make|accelerate) [^`]+)`", path.read_text())]
-    for path in CODE:
+    for path in sorted(CODE):
         found += [(path, line) for line in path.read_text().splitlines() if re.match(r"#|    \S", line)]
     pairs = [(str(path.relative_to(ROOT)), m[1]) for path, line in found for m in [COMMAND.match(line)] if m]
     return [(file, re.sub(r"\s{2,}#.*", "", command).strip()) for file, command in pairs if "..." not in command]
@@ -90,8 +91,8 @@ def test_command_is_understood(file, command, capsys):
         assert all(flag in shown.stdout for flag in flags), f"{script} does not know {flags}"
 
 
-SMALL = "--data.format shapes --data.train train --data.val val --data.max_train_images 16 --run.max_steps 1 --run.epochs 1"
-SMALL += " --data.batch_size_per_device 2 --data.workers 0 --optim.accumulation_steps 1 --eval.batch_size_per_device 8"
+SMALL = "--data.format shapes --data.train train --data.val val --data.max_train_images 16 --run.max_steps 1"
+SMALL += " --run.epochs 1 --data.batch_size_per_device 2 --data.workers 0 --optim.accumulation_steps 1 --eval.batch_size_per_device 8"
 SMALL += " --model.pretrained_backbone false --data.overfit_batches 1 --run.tracker none --run.resume never"
 TRAINING = sorted({(Path(s).stem, shlex.join(a)) for _, c in COMMANDS for s, a in [split(c)]
                    if s and "/train_" in s and "--help" not in c and "--print_config" not in c})  # fmt: skip

@@ -28,7 +28,8 @@ def test_a_training_script_shows_its_loop(path):
     calls = [ast.unparse(node.func) for node in ast.walk(epoch) if isinstance(node, ast.Call)]
     order = ["t.guard.snapshot", "t.model", "t.detector.criterion", "t.weights", "t.accelerator.backward"]
     order += ["reduce_dict", "t.decide", "t.optimizer.step", "t.schedule.set", "t.ema.update", "t.save"]
-    lines = [min(n.lineno for n in ast.walk(epoch) if isinstance(n, ast.Call) and ast.unparse(n.func) == c) for c in order]
+    nodes = [node for node in ast.walk(epoch) if isinstance(node, ast.Call)]
+    lines = [min(node.lineno for node in nodes if ast.unparse(node.func) == call) for call in order]
     assert lines == sorted(lines), "the order of one optimizer step in docs/design.md"
     assert not set(calls) & {"print", "exec", "eval"}
     assert "accelerate launch scripts/" in ast.get_docstring(ast.parse(source)), "opens with the commands that run it"
@@ -50,7 +51,8 @@ def test_no_path_of_a_machine_is_tracked():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("no git checkout")
-    texts = [ROOT / name for name in listed.stdout.splitlines() if Path(name).suffix in {".py", ".md", ".yaml", ".sh", ""}]
+    kinds = {".py", ".md", ".yaml", ".sh", ""}
+    texts = [ROOT / name for name in listed.stdout.splitlines() if Path(name).suffix in kinds]
     private = re.compile(r"/(ro" r"ot|ho" r"me/\w+|wo" r"rk)/\w")
-    found = [f"{path.name}: {m[0]}" for path in texts if path.is_file() for m in [private.search(path.read_text())] if m]
-    assert not found
+    found = {path.name: private.search(path.read_text()) for path in texts if path.is_file()}
+    assert not {name: match[0] for name, match in found.items() if match}
