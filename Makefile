@@ -20,10 +20,10 @@ train: .venv/installed
 
 # One thread a process: two test processes share two cores without getting in each other's way.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow or not slow' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow or not slow' $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
