@@ -78,6 +78,5 @@ def _show(t: Training, predictions: dict, scores: dict, better: bool) -> None:
             t.say(f"AP is 0: {reason}")
     if t.pictures:
         path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"
-        samples = draw.grid_samples(t.val_table, predictions, draw.choose_images(t.val_table, t.pictures))
-        draw.draw_grid(samples, t.val_table.class_names, path)
+        draw.draw_predictions(t.val_table, predictions, t.pictures, path)
         t.writer.log_images({"val/predictions": path}, t.step)
