@@ -26,7 +26,7 @@ from toolkit.determinism import be_deterministic
 from toolkit.distributed import reduce_dict, run_on_main, seed_step
 from toolkit.ema import Ema
 from toolkit.errors import BadInput, Preempted
-from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth
+from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.report import write_report
 from toolkit.guards import Action, NanGuard, gradient_norm
 from toolkit.losses import LossWeights, window_denominators
@@ -163,16 +163,13 @@ def build(config: Config, accelerator: Accelerator, folder: Path, signals: StopS
     c, options = config, vars(config.data)
     reading = {key: options[key] for key in ("image_dir", "format", "name", "on_error")}
     sizes = {key: options[key] for key in ("image_size", "scales", "max_size")}
-    table = loading.open_split(c.data.train, listing=folder / "data_problems_train.txt", **reading)
-    val_table = loading.open_split(c.data.val, listing=folder / "data_problems_val.txt", **reading)
-    loading.check_same_classes(table, val_table)
-    table = table.head(c.data.max_train_images or len(table))
+    overfit = (c.data.overfit_batches or 0) * c.data.batch_size_per_device * accelerator.num_processes
+    table, val_table = loading.open_splits(
+        c.data.train, c.data.val, folder, max_train_images=c.data.max_train_images, overfit_images=overfit, **reading
+    )
     transform = loading.train_transform(**sizes, flip=c.data.flip, photometric=c.data.photometric)
-    if c.data.overfit_batches:
-        table = table.head(c.data.overfit_batches * c.data.batch_size_per_device * accelerator.num_processes)
-        val_table, transform = table, loading.val_transform(**sizes)
-    for note in check_ground_truth(val_table):
-        accelerator.print(note)
+    if overfit:
+        transform = loading.val_transform(**sizes)
 
     seed_step(c.run.seed, 0, 0)  # the same weights on every rank
     chosen = {key: value for key, value in vars(c.model).items() if value is not None}

@@ -19,6 +19,7 @@ from toolkit.data.transforms import (
 )
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput
+from toolkit.evaluation.coco import check_ground_truth
 
 
 def open_split(source: str, listing: Path | None = None, **options) -> DetectionTable:
@@ -38,6 +39,34 @@ def open_split(source: str, listing: Path | None = None, **options) -> Detection
         errors = sum(problem.severity == "error" for problem in table.problems)
         print(f"{source}: {errors} records left out, {len(table.problems) - errors} repaired or noted; see {listing}")
     return table
+
+
+def open_splits(
+    train: str,
+    val: str,
+    folder: Path,
+    *,
+    max_train_images: int | None = None,
+    overfit_images: int = 0,
+    **options,
+) -> tuple[DetectionTable, DetectionTable]:
+    """Training and validation data with the same classes; what was wrong with them is listed in `folder`.
+
+    Args:
+        max_train_images: use the first so many images of the training data.
+        overfit_images: train on the first so many, and evaluate on them; 0: all, and `val`.
+        options: those of `open_dataset`.
+    """
+    table = open_split(train, listing=folder / "data_problems_train.txt", **options)
+    val_table = open_split(val, listing=folder / "data_problems_val.txt", **options)
+    check_same_classes(table, val_table)
+    table = table.head(max_train_images or len(table))
+    if overfit_images:
+        table = val_table = table.head(overfit_images)
+    for note in check_ground_truth(val_table):
+        if world()[0] == 0:
+            print(note, flush=True)
+    return table, val_table
 
 
 def check_same_classes(train: DetectionTable, val: DetectionTable) -> None:

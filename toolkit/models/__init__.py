@@ -1,6 +1,7 @@
 """Detectors. `build_detector` is the one place that training, evaluation and prediction make a model in."""
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Sequence
 
@@ -8,11 +9,17 @@ from torch import nn
 
 from toolkit.errors import BadInput
 
-ARCHITECTURES = ("detr", "rt_detr_v2")
+# Module and class (or function) by name. Imported when needed: transformers takes seconds, which other scripts and
+# loader processes need not wait for.
+ARCHITECTURES = {
+    "detr": ("toolkit.models.detr", "Detr"),
+    "rt_detr_v2": ("toolkit.models.rt_detr", "RTDetrV2"),
+    "yolov3": ("toolkit.models.yolov3", "build_yolov3"),
+}
 
 
 def build_detector(architecture: str, *, class_names: Sequence[str], **options) -> nn.Module:
-    """A detector, with the interface described in docs/design.md.
+    """A detector, with the interface described in docs/design.md; its `options` build the same one again.
 
     Args:
         architecture: one of `ARCHITECTURES`.
@@ -26,16 +33,16 @@ def build_detector(architecture: str, *, class_names: Sequence[str], **options) 
     """
     if not class_names:
         raise BadInput("the data names no classes; a detector needs at least one.")
-    # Imported when needed: transformers takes seconds, which other scripts and loader processes need not wait for.
-    if architecture == "detr":
-        from toolkit.models.detr import Detr as detector
-    elif architecture == "rt_detr_v2":
-        from toolkit.models.rt_detr import RTDetrV2 as detector
-    else:
+    if architecture not in ARCHITECTURES:
         similar = difflib.get_close_matches(str(architecture), ARCHITECTURES, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
         raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(ARCHITECTURES)}{hint}")
-    known = list(inspect.signature(detector).parameters)
-    if foreign := [name for name in options if name not in known]:
+    module, name = ARCHITECTURES[architecture]
+    build = getattr(importlib.import_module(module), name)
+    known = list(inspect.signature(build).parameters)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(build).parameters.values())
+    if not takes_any and (foreign := [option for option in options if option not in known]):
         raise BadInput(f"{architecture} has no setting model.{', model.'.join(foreign)}; it has {', '.join(known)}")
-    return detector(class_names=class_names, **options)
+    detector = build(class_names=class_names, **options)
+    detector.options = {"architecture": architecture, **options, "pretrained_backbone": False}
+    return detector

@@ -1,12 +1,18 @@
-"""The last folder of a run: a transformers detector that other programs load without this project."""
+"""The last folder of a run: a transformers detector that other programs load without this project, or our own."""
 
 import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
+
+from toolkit.data.table import Category
+from toolkit.errors import BadInput
+from toolkit.models import build_detector
 
 
 def save_transformers_folder(
@@ -39,6 +45,47 @@ def save_transformers_folder(
         model.save_pretrained(folder, state_dict=weights)
     finally:
         model.config = training_config
+    _write_categories(folder, categories)
+
+
+def save_detector_folder(
+    detector: nn.Module, processor_size: Mapping[str, int] | None, folder: Path, categories: Sequence
+) -> None:
+    """Write `model.safetensors`, `config.json` (all that `build_detector` needs) and `categories.json`.
+
+    Args:
+        processor_size: what images are resized to before the detector sees them, as in `save_transformers_folder`.
+
+    For `load_detector_folder`; for detectors that transformers does not have.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.contiguous() for k, v in detector.state_dict().items()}, folder / "model.safetensors")
+    config = {"model": detector.options, "processor_size": processor_size}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _write_categories(folder, categories)
+
+
+def load_detector_folder(folder: Path) -> tuple[nn.Module, list[Category], dict[str, int] | None]:
+    """The detector of `save_detector_folder` in evaluation mode, its categories, and what images are resized to.
+
+    Raises:
+        BadInput: no such folder, or one that something else wrote.
+    """
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        table = json.loads((folder / "categories.json").read_text())
+        options, size = config["model"], config["processor_size"]
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error
+    categories = [Category(entry["id"], entry["name"]) for entry in table]
+    detector = build_detector(**options, class_names=[category.name for category in categories])
+    detector.load_state_dict(load_file(folder / "model.safetensors"))
+    return detector.eval(), categories, size
+
+
+def _write_categories(folder: Path, categories: Sequence) -> None:
     table = [{"label": i, "id": category.id, "name": category.name} for i, category in enumerate(categories)]
     (folder / "categories.json").write_text(json.dumps(table, indent=2) + "\n")
 
