@@ -1,0 +1,95 @@
+"""Feature maps of timm backbones. Run: `python -m pytest tests/test_features.py`."""
+
+import pytest
+import timm
+import torch
+from timm.layers import BatchNormAct2d
+from torch import nn
+
+from toolkit.errors import BadInput
+from toolkit.models.features import group_norms, number_of_groups, timm_features
+from toolkit.norms import FrozenBatchNorm2d
+
+BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
+
+
+def maps_of(features, side=64):
+    with torch.no_grad():
+        return features.eval()(torch.rand(2, 3, side, side))
+
+
+@pytest.mark.parametrize("backbone", ["resnet18d", "mobilenetv3_small_050", "test_convnext", "mobilevit_xxs"])
+def test_maps_have_the_strides_and_channels_that_are_promised(backbone):
+    features, channels = timm_features(backbone, strides=(8, 32))
+    maps = maps_of(features)
+    assert [tuple(m.shape) for m in maps] == [(2, channels[0], 8, 8), (2, channels[1], 2, 2)]
+
+
+def test_the_deepest_map_of_a_stride_is_taken():
+    features, _ = timm_features("test_vit", strides=(16,))  # all its blocks have stride 16
+    assert features.feature_info.out_indices == (len(features_of_every_block()) - 1,)
+
+
+def features_of_every_block():
+    return timm.create_model("test_vit", features_only=True).feature_info.reduction()
+
+
+def test_channels_last_backbones_give_channels_first():
+    features, channels = timm_features("swin_tiny_patch4_window7_224", strides=(8, 16))
+    assert [m.shape[1] for m in maps_of(features, side=224)] == channels == [192, 384]
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind"),
+    [("batch", nn.BatchNorm2d), ("frozen", FrozenBatchNorm2d), ("group", nn.GroupNorm), ("sync", nn.SyncBatchNorm)],
+)
+@pytest.mark.parametrize("backbone", ["resnet18d", "mobilenetv3_small_050"])
+def test_every_batch_norm_becomes_what_norm_says(backbone, norm, kind):
+    features, _ = timm_features(backbone, strides=(8, 16), norm=norm)
+    norms = [m for m in features.modules() if isinstance(m, (*BATCH_NORMS, FrozenBatchNorm2d, nn.GroupNorm))]
+    assert norms and all(isinstance(m, kind) for m in norms)
+    assert all(torch.isfinite(m).all() and m.std() > 0 for m in maps_of(features))
+
+
+def test_random_frozen_norms_let_the_residual_branches_through():
+    features, _ = timm_features("resnet18d", strides=(8,), norm="frozen")
+    assert all(m.weight.all() for m in features.modules() if isinstance(m, FrozenBatchNorm2d))
+
+
+def test_a_group_norm_keeps_weights_activation_and_mode():
+    norm = BatchNormAct2d(24, eps=1e-3, act_layer=nn.Hardswish).eval()
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = torch.randn(2, 24, 5, 5)
+    group = group_norms(norm)
+    expected = nn.functional.hardswish(nn.functional.group_norm(x, 12, norm.weight, norm.bias, 1e-3))
+    torch.testing.assert_close(group(x), expected)
+    assert not group.training and list(group.state_dict()) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(1, 1), (2, 1), (7, 1), (16, 8), (24, 12), (64, 32), (256, 32)])
+def test_number_of_groups(channels, groups):
+    assert number_of_groups(channels) == groups
+
+
+def test_weights_from_a_file(tmp_path):
+    source, _ = timm_features("resnet18d", strides=(8,))
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    features, _ = timm_features("resnet18d", strides=(8,), pretrained_backbone=str(tmp_path / "weights.pth"))
+    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), features.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backbone": "resnet18dd"}, "similar names"),
+        ({"strides": (8, 64)}, r"strides \[2, 4, 8, 16, 32\]"),
+        ({"strides": (16, 8)}, "increasing"),
+        ({"strides": ()}, "increasing"),
+        ({"norm": "layer"}, "batch, frozen, group, sync"),
+        ({"pretrained_backbone": "no/such/file"}, "there is no file"),
+    ],
+)
+def test_faults_are_bad_input(options, words):
+    with pytest.raises(BadInput, match=words):
+        timm_features(**{"backbone": "resnet18d", "strides": (8, 16), **options})
