@@ -1,5 +1,8 @@
 """End-to-end tests of the training scripts: each test runs for every script in `SCRIPTS`.
 
+`make test` runs all of them for the first script and those marked `every_script` for the others; `make test-slow` runs
+all for all.
+
 Runs are forked from one process that has everything imported (`server.py`); what goes wrong in them, and when, is
 told by `faults.py`. A few tests start processes of their own, where launchers and exit codes are what is tested.
 """
@@ -17,6 +20,15 @@ SCRIPTS = (
         slow_end=("toolkit.evaluation.report:write_report", "toolkit.models.rt_detr:save_transformers_folder"),
     ),
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What is the core's and does not differ between scripts is a slow test of the other scripts."""
+    for item in items:
+        script = getattr(item, "callspec", None) and item.callspec.params.get("script")
+        if script not in (None, SCRIPTS[0]) and not item.get_closest_marker("every_script"):
+            item.add_marker("slow")
 
 
 def pairs(args) -> dict:

@@ -70,9 +70,17 @@ def folder(tmp_path_factory, data):
     return folder
 
 
-@pytest.mark.parametrize("case", CASES)
+OF_EVERY_SCRIPT = ("wrong key in YAML", "unknown backbone", "other classes", "unknown metric", "unannounced loss",
+                   "defective data")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.every_script] * (case in OF_EVERY_SCRIPT)) for case in CASES]
+)
 def test_one_message_and_code_2(server, script, settings, data, folder, case):
     given, wanted = CASES[case]
+    if script.name != "train_detr":
+        wanted = wanted[:1]  # the rest are names of its losses and architectures
     given = [part.format(tmp=folder, data=data) for part in given]
     common = ["--data.image_dir", str(DIRTY / "images")] if str(DIRTY) in str(given) else []
     name = case.replace(" ", "_")
@@ -103,6 +111,7 @@ def test_never_on_an_existing_run_leaves_it_alone(server, script, resumable):
     assert before == {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
 
 
+@pytest.mark.every_script
 def test_dropping_defective_records_trains_and_lists_them(server, script, settings, tmp_path):
     split = DIRTY / "annotations" / "instances.json"
     args = settings("--run.output_dir", tmp_path, "--data.train", split, "--data.val", split, "--data.image_dir",

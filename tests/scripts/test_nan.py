@@ -64,8 +64,10 @@ def replayed(server, folder: str, report: dict, kind: str):
     return server.run(REPLAY, [folder], faults=faults)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize(
+    ("policy", "processes"),
+    [("skip", 1), pytest.param("skip", 2, marks=pytest.mark.every_script), ("rollback", 1), ("rollback", 2)],
+)
 def test_run_goes_on_finite(server, script, arguments, processes, policy):
     """The four kinds in one run, each in a window of its own; on two processes only the second rank meets them."""
     rank = processes - 1

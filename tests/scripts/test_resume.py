@@ -41,7 +41,7 @@ def kill_and_resume(server, script, resumable, processes, moments, name):
     return server.run(script, args, processes).ok(), reference
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.every_script)])
 def test_killed_run_goes_on_to_the_bit(server, script, resumable, processes):
     resumed, reference = kill_and_resume(server, script, resumable, processes, MOMENTS, "killed")
     assert "Resuming from" in resumed.text

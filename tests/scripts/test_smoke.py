@@ -138,6 +138,7 @@ def test_minutes_become_steps_once_and_early_stopping_ends(server, script, setti
     assert ended.status["step"] <= 5
 
 
+@pytest.mark.every_script
 def test_help_and_print_config_of_every_key(server, script):
     helped = server.run(script, ["--help"])
     assert helped.code == 0
