@@ -65,9 +65,11 @@ def probe_memory(t: Training, count: int) -> None:
     Raises:
         BadInput: memory runs out; names the batch.
     """
-    dataset = t.loader.dataset.dataset
+    dataset, size_hw = t.loader.dataset.dataset, None
+    if t.sampler.sizes is not None:
+        size_hw, count = t.sampler.sizes.largest(count)
     chosen = largest_samples(dataset.table.sizes_hw(), dataset.table.num_boxes(), count)
-    worst = collate([dataset[SampleKey(0, index)] for index in chosen], t.detector.stride)
+    worst = collate([dataset[SampleKey(0, index, size_hw)] for index in chosen], t.detector.stride)
     t.guard.snapshot(t.detector)
     t.detector.train()
     with naming_the_batch([worst]):

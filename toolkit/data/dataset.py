@@ -44,7 +44,8 @@ class DetectionDataset(torch.utils.data.Dataset):
 
     Args:
         table: the images and their boxes.
-        transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms`.
+        transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms`; one more argument,
+            the size (h, w) wanted, for keys that carry one (`toolkit.data.variable_batches`).
         seed: with epoch and index the only thing the augmentation depends on; neither workers nor resuming matter.
         cache_images: decode every image now and keep it as uint8; for sets of a few thousand small images. Workers
             that are forked share the memory.
@@ -63,7 +64,8 @@ class DetectionDataset(torch.utils.data.Dataset):
         row = self.table.row(key.index)
         image = self._decode(row) if self._cache is None else self._cache[key.index]
         target = row_target(row, tuple(image.shape[-2:]))
-        image, target = self.transform(image, target, sample_generator(self.seed, *key))
+        size = () if key.size_hw is None else (key.size_hw,)
+        image, target = self.transform(image, target, sample_generator(self.seed, key.epoch, key.index), *size)
         return image, recheck_boxes(image, target)
 
     def _decode(self, row: dict) -> Tensor:

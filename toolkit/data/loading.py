@@ -17,6 +17,7 @@ from toolkit.data.transforms import (
     eval_transform,
     square_transform,
 )
+from toolkit.data.variable_batches import VariableSizes
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput
 from toolkit.evaluation.coco import check_ground_truth
@@ -113,11 +114,12 @@ def training_loader(
     by_aspect_ratio: bool = False,
     cache_images: bool = False,
     shuffle: bool = True,
+    sizes: VariableSizes | None = None,
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
-    """This rank's sampler and loader of the training data."""
+    """This rank's sampler and loader of the training data; with `sizes` the transform is called with a size too."""
     rank, world_size = world()
     groups = aspect_ratio_groups(table.sizes_hw()) if by_aspect_ratio else None
-    sampler = EpochSampler(len(table), batch_size_per_device, rank, world_size, seed, groups, shuffle)
+    sampler = EpochSampler(len(table), batch_size_per_device, rank, world_size, seed, groups, shuffle, sizes)
     dataset = DetectionDataset(table, transform, seed, cache_images)
     return sampler, make_loader(dataset, sampler, workers, stride, pin=torch.cuda.is_available())
 

@@ -9,14 +9,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from toolkit.data.variable_batches import VariableSizes
 from toolkit.errors import BadInput
 
 
 class SampleKey(NamedTuple):
-    """What the dataset is asked for. The epoch travels along so that workers need not be told of it."""
+    """What the dataset is asked for. The epoch travels along so that workers need not be told of it.
+
+    size_hw: the size that the batch's images have, where it varies; None: the transform knows.
+    """
 
     epoch: int
     index: int
+    size_hw: tuple[int, int] | None = None
 
 
 def aspect_ratio_groups(sizes_hw: np.ndarray, boundaries: Sequence[float] = (1.0,)) -> np.ndarray:
@@ -82,8 +87,10 @@ class EpochSampler:
         groups: (num_samples,) int; global micro-batches are then of one group (aspect ratios), left-overs mixed.
             The order then depends on `world_size * batch_size_per_device` too.
         shuffle: False keeps the dataset's order.
+        sizes: the images' size varies from micro-batch to micro-batch, and the number of images with it where it says
+            so; the keys then carry the size.
 
-    Raises BadInput when a global micro-batch is larger than the dataset.
+    Raises BadInput when a global micro-batch is larger than the dataset, or for groups with batches of varying length.
     """
 
     def __init__(
@@ -95,13 +102,16 @@ class EpochSampler:
         seed: int = 0,
         groups: np.ndarray | None = None,
         shuffle: bool = True,
+        sizes: VariableSizes | None = None,
     ):
         _check_sizes(num_samples, batch_size_per_device, world_size)
+        if groups is not None and sizes is not None and sizes.base_hw is not None:
+            raise BadInput("batches of like aspect ratio cannot have a number of images that follows their size")
         if groups is not None and len(groups) != num_samples:
             raise ValueError(f"groups has {len(groups)} entries for {num_samples} samples")
         self.num_samples, self.batch_size = num_samples, batch_size_per_device
         self.rank, self.world_size = rank, world_size
-        self.seed, self.groups, self.shuffle = seed, groups, shuffle
+        self.seed, self.groups, self.shuffle, self.sizes = seed, groups, shuffle, sizes
         self.epoch = 0
         self._start(offset=0, layout=[])
 
@@ -137,11 +147,11 @@ class EpochSampler:
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         # Bound here, not lazily: what runs ahead must not notice `advance` or `set_epoch`.
-        order, ends, epoch = self._order, self._ends, self.epoch
-        return (self._keys(order, ends, epoch, i) for i in range(self.next_batch, len(ends)))
+        order, ends, epoch, drawn = self._order, self._ends, self.epoch, self._drawn
+        return (self._keys(order, ends, epoch, drawn, i) for i in range(self.next_batch, len(ends)))
 
     def state_dict(self) -> dict[str, object]:
-        """JSON-able: seed, epoch, offset, world_size, batch_size, num_samples; `layout` says how the epoch was cut."""
+        """JSON-able: seed, epoch, offset, world_size, batch_size, num_samples; `layout` and `sizes`: how it is cut."""
         return {
             "seed": self.seed,
             "epoch": self.epoch,
@@ -150,6 +160,7 @@ class EpochSampler:
             "batch_size": self.batch_size,
             "num_samples": self.num_samples,
             "layout": [list(segment) for segment in self._layout],
+            "sizes": repr(self.sizes),
         }
 
     def load_state_dict(self, state: dict[str, object]) -> list[str]:
@@ -168,6 +179,8 @@ class EpochSampler:
         if state["seed"] != self.seed:
             notes.append(f"data order continues with the checkpoint's seed {state['seed']}, not {self.seed}")
         self.seed, self.epoch = state["seed"], state["epoch"]
+        if state.get("sizes", repr(None)) != repr(self.sizes):
+            notes.append(f"image sizes now follow {self.sizes}, in the checkpoint {state['sizes']}")
         before, now = (state["world_size"], state["batch_size"]), (self.world_size, self.batch_size)
         layout = [tuple(segment) for segment in state.get("layout", [(0, *before)])]
         self._start(state["offset"], layout)
@@ -200,18 +213,26 @@ class EpochSampler:
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_samples)
         ends: list[int] = []
+        drawn = self.sizes.draw(self.seed, self.epoch, self.num_samples + 1) if self.sizes else None
         for start, world_size, batch_size in self._layout:
             global_batch = world_size * batch_size
             if self.groups is not None:
                 order = np.concatenate([order[:start], group_order(order[start:], self.groups, global_batch)])
-            sizes = batch_sizes(self.num_samples - start, global_batch, world_size)
-            ends = [end for end in ends if end < start] + [start] * (start > 0) + (start + np.cumsum(sizes)).tolist()
-        self._order, self._ends = order, np.array(ends, dtype=np.int64)
+            ends = [end for end in ends if end < start] + [start] * (start > 0)
+            sizes = (
+                batch_sizes(self.num_samples - start, global_batch, world_size)
+                if self.sizes is None
+                else self.sizes.batch_sizes(iter(drawn[len(ends) :]), self.num_samples - start, batch_size, world_size)
+            )
+            ends += (start + np.cumsum(sizes)).tolist()
+        self._order, self._ends, self._drawn = order, np.array(ends, dtype=np.int64), drawn
 
-    def _keys(self, order: np.ndarray, ends: np.ndarray, epoch: int, i: int) -> list[SampleKey]:
-        first = int(ends[i - 1]) if i else 0
+    def _keys(
+        self, order: np.ndarray, ends: np.ndarray, epoch: int, drawn: list[tuple[int, int]] | None, i: int
+    ) -> list[SampleKey]:
+        first, size_hw = int(ends[i - 1]) if i else 0, drawn[i] if drawn else None
         start, stop = split_evenly(int(ends[i]) - first, self.rank, self.world_size)
-        return [SampleKey(epoch, int(index)) for index in order[first + start : first + stop]]
+        return [SampleKey(epoch, int(index), size_hw) for index in order[first + start : first + stop]]
 
 
 class EvalSampler:
