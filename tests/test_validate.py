@@ -246,3 +246,17 @@ def test_check_data_script(tmp_path, extra, code):
                           env={"DETECTION_TOOLKIT_CACHE": str(tmp_path), "PATH": "/usr/bin:/bin"})
     assert done.returncode == code, done.stderr
     assert "ERRORS (records that cannot be used): 18" in done.stdout and "19 usable images" in done.stdout
+
+
+def test_relations_as_triplets():
+    """The second spelling, with the same checks: unknown predicate, unknown box, self relation, a repeated one."""
+    boxes = [{"id": i, "image_id": 1, "category_id": 0, "bbox": [9, 1, 5, 5]} for i in (1, 2)]
+    triplets = [[1, 2, 5], [1, 2, 5], [2, 1, 6], [2, 9, 5], [2, 2, 5], [1, 2], "1 on 2"]
+    given = document(annotations=boxes, relations=triplets, rel_categories=[{"id": 5, "name": "on"}])
+    valid = validate_document(given, "f.json")
+    assert valid.rows[0]["relations"] == {"subject": [0, 0], "object": [1, 1], "predicate": [0, 0]}
+    messages = [f"{p.severity} {p.message}" for p in valid.problems]
+    assert len(messages) == 6
+    wanted = ("warning relation [1, 2, 5]", "predicate 6", "annotation 9", "one annotation", "[1, 2] is nei", "'1 on")
+    for words in wanted:
+        assert any(words in message for message in messages), words

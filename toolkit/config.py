@@ -83,10 +83,11 @@ class DataConfig:
     """Annotation file, folder, or name of a split."""
     image_dir: str | None = None
     """Folder of the images; none given: looked for beside the annotation file."""
-    format: Literal["auto", "shapes", "coco", "hub"] = "auto"
+    format: Literal["auto", "shapes", "coco", "hub", "visual_genome", "psg"] = "auto"
     """How to read `train` and `val`; shapes is the bundled data."""
     name: str | None = None
-    """Hub name or local folder of a `datasets` dataset; `train` and `val` are then its splits."""
+    """Hub name or local folder of a `datasets` dataset, folder of the Visual Genome files, or psg.json; `train` and
+    `val` are then its splits."""
     workers: NonNegativeInt = 2
     """Loader processes per device."""
     batch_size_per_device: PositiveInt = 16

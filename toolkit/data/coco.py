@@ -26,7 +26,8 @@ def read_coco(
     on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
     check_images: True, "full" (decode each), "header", or False (the files are not looked at).
     The table and the verdict are cached by the content of the JSON, the options, and the names, sizes and times of
-    the images, so that a second start reads neither. `rel_categories`/`rel_annotations` become `relations`.
+    the images, so that a second start reads neither. `rel_categories` and `rel_annotations`, or triplets `relations`
+    (rows of subject annotation id, object annotation id, predicate id), become `relations`.
     """
     if on_error not in ("raise", "drop"):
         raise BadInput(f"on_error is {on_error!r}; expected 'raise' or 'drop'")

@@ -29,6 +29,8 @@ class Document:
 def validate_document(document: object, file: str) -> Document:
     """Checks a parsed COCO document (`images`, `annotations`, `categories`, optional `rel_*`) and makes rows of it.
 
+    Relations are `rel_annotations`, or triplets in `relations`; see `read_coco`. A repeated one is kept with a warning:
+    it counts repeatedly in training and recall, as published numbers have it.
     Boxes become xyxy, category ids contiguous from 0 in the order of the original ids. A record with an error is left
     out of the rows and reported; a repaired one is reported as a warning. Unknown keys are ignored.
     Raises BadInput for a document without the three lists, since nothing in it can be used.
@@ -39,7 +41,8 @@ def validate_document(document: object, file: str) -> Document:
     rows, unusable = _images(document["images"], file, problems)
     places = _annotations(document["annotations"], file, rows, labels, problems)
     predicates, predicate_rows = _categories(document.get("rel_categories") or [], file, "predicate", problems)
-    _relations(document.get("rel_annotations") or [], file, rows, places, predicate_rows, problems)
+    relations = [*(document.get("rel_annotations") or []), *map(_as_entry, document.get("relations") or [])]
+    _relations(relations, file, rows, places, predicate_rows, problems)
     usable = [row for image_id, row in rows.items() if image_id not in unusable]
     listed = {entry["file_name"] for entry in document["images"]
               if isinstance(entry, Mapping) and isinstance(entry.get("file_name"), str)}
@@ -77,7 +80,7 @@ def _check_top(document: object, file: str) -> None:
         raise BadInput(f"{file}: expected an object with `images`, `annotations`, `categories`; found a {kind}{hint}")
     keys = ("images", "annotations", "categories")
     faults = [f"{file}: key `{key}` missing" for key in keys if key not in document]
-    for key in (*keys, "rel_categories", "rel_annotations"):
+    for key in (*keys, "rel_categories", "rel_annotations", "relations"):
         if key in document and not isinstance(document[key], list):
             faults.append(f"{file}: `{key}` is a {type(document[key]).__name__}; expected a list")
     for key in ("images", "categories"):
@@ -298,11 +301,20 @@ def _area(entry: Mapping, box: tuple[float, ...], clipped: bool) -> float:
     return float((box[2] - box[0]) * (box[3] - box[1]))
 
 
+def _as_entry(triplet: object) -> object:
+    """A row [subject id, object id, predicate id] of `relations` as an entry of `rel_annotations`."""
+    if not isinstance(triplet, list) or len(triplet) != 3:
+        return triplet
+    return dict(zip(("subject_id", "object_id", "predicate_id"), triplet, strict=True))
+
+
 def _relations(entries: list, file: str, rows: dict, places: dict, predicates: dict, problems: list[Problem]) -> None:
     """Fills the rows' relations. One whose subject or object was dropped goes with it: that error is listed already."""
+    seen: set[tuple] = set()
     for number, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
-            problems.append(Problem("error", file, None, None, f"relation entry {number}: {entry!r} is no object"))
+            fault = f"{entry!r} is neither an object nor [subject id, object id, predicate id]"
+            problems.append(Problem("error", file, None, None, f"relation entry {number}: {fault}"))
             continue
         faults = []
         ends = {}
@@ -328,5 +340,10 @@ def _relations(entries: list, file: str, rows: dict, places: dict, predicates: d
                 relations["subject"].append(subject)
                 relations["object"].append(object_)
                 relations["predicate"].append(predicates[predicate])
+                triplet = (entry["subject_id"], entry["object_id"], predicate)
+                if triplet in seen:
+                    message = f"relation {list(triplet)} (subject, object, predicate) is listed again; kept"
+                    problems.append(Problem("warning", file, subject_image, None, message))
+                seen.add(triplet)
         name = f"relation {entry.get('id', f'entry {number}')}"
         problems.extend(Problem("error", file, entry.get("image_id"), None, f"{name}: {fault}") for fault in faults)
