@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnxruntime
 import pytest
+import timm
 import torch
 import yaml
 from hypothesis import given, settings
@@ -21,7 +22,9 @@ from torchvision.ops import batched_nms, box_iou
 from toolkit.data.mixup import draw_mixup_lambda, mixup
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.models.yolov3 import YOLOv3, build_yolov3, load_yolov3, main, not_suppressed
+from toolkit.models import build_detector
+from toolkit.models.final import load_detector_folder
+from toolkit.models.yolov3 import YOLOv3, build_yolov3, main, not_suppressed
 from toolkit.models.yolov3_export import PixelsToBoxes, export_onnx, export_program
 from toolkit.models.yolov3_targets import (
     DEFAULT_ANCHORS,
@@ -375,7 +378,9 @@ def test_sides_must_be_multiples_of_32():
     [
         ({"backbone": "darknet54"}, "darknet53"),
         ({"backbone": "vit_tiny_patch16_224"}, "8, 16, 32"),
-        ({"backbone": "darknet17", "pretrained": "missing.safetensors"}, "missing.safetensors"),
+        ({"backbone": "darknet17", "pretrained_backbone": "missing.safetensors"}, "missing.safetensors"),
+        ({"backbone": "darknet17", "num_queries": 5}, "model.num_queries"),
+        ({"backbone": "darknet17", "norm": "layer"}, "model.norm"),
         ({"backbone": "darknet17", "anchors": [[[1, 2]], [[3, 4]]]}, "anchors"),
         ({"backbone": "darknet17", "anchors": [[[1, 0]], [[3, 4]], [[3, 4]]]}, "anchors"),
         ({"backbone": "darknet17", "anchors": [[[1, 5]], [[3, 4], [1, 1]], [[3, 4]]]}, "anchors"),
@@ -388,17 +393,40 @@ def test_bad_input(arguments, message):
 
 def test_final_folder_gives_the_same_detector(tmp_path):
     anchors = [[[60, 50], [70, 60]], [[30, 20], [40, 30]], [[5, 8], [9, 4]]]
-    detector = build_yolov3(["a", "b"], "darknet17", head_channels=(8, 8, 8), anchors=anchors, leaky_slope=0.01).eval()
-    detector.save_final(tmp_path, [Category(7, "a"), Category(3, "b")])
-    loaded = load_yolov3(tmp_path)
+    options = {"backbone": "darknet17", "head_channels": [8, 8, 8], "anchors": anchors, "leaky_slope": 0.01}
+    detector = build_detector("yolov3", class_names=["a", "b"], **options).eval()
+    detector.save_final(tmp_path, [Category(7, "a"), Category(3, "b")], {"height": 64, "width": 64})
+    loaded, categories, size = load_detector_folder(tmp_path)
     images, sizes = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8), torch.tensor([[64, 64]])
     ours, theirs = detector(images, sizes), loaded(images, sizes)
     assert all(torch.equal(ours[k], theirs[k]) for k in ours)
     assert torch.equal(detector.anchors, loaded.anchors)
-    assert json.loads((tmp_path / "config.json").read_text())["categories"] == [
-        {"id": 7, "name": "a"},
-        {"id": 3, "name": "b"},
-    ]
+    assert [(c.id, c.name) for c in categories] == [(7, "a"), (3, "b")]
+    assert size == {"height": 64, "width": 64}
+
+
+def test_pretrained_weights_of_a_darknet_need_their_slope_said(tmp_path):
+    source, file = timm.create_model("darknet17"), tmp_path / "weights.pth"
+    torch.save(source.state_dict(), file)
+    options = {"backbone": "darknet17", "head_channels": [4, 4, 4], "pretrained_backbone": str(file)}
+    with pytest.raises(BadInput, match=r"leaky_slope.*0\.01"):
+        build_detector("yolov3", class_names=["a"], **options)
+    detector = build_detector("yolov3", class_names=["a"], leaky_slope=0.01, **options)
+    again = build_detector(class_names=["a"], **detector.options)
+    for built in (detector, again):
+        slopes = {m.negative_slope for m in built.backbone.modules() if isinstance(m, nn.LeakyReLU)}
+        assert slopes == {0.01}
+    theirs = list(source.parameters())[:-2]  # the classifier is left out
+    assert all(torch.equal(a, b) for a, b in zip(theirs, detector.backbone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_box_that_is_not_finite_makes_losses_that_are_not(value):
+    """So that the guard sees it, on every device, instead of an index out of range."""
+    detector = tiny()
+    outputs = random_outputs(detector, [(64, 64)])
+    losses = criterion(detector, outputs, [target([(value, 5, 20, 30), (5, 5, 20, 30)])])
+    assert not all(loss.isfinite() for loss in losses.values())
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as F
 Target = dict[str, object]
 Transform = Callable[[Tensor, Target, torch.Generator], tuple[Tensor, Target]]
 
-PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd")
+PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "mixup")  # the last: toolkit.data.mixup only
 DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
 
 
@@ -101,7 +101,7 @@ def recheck_boxes(image: Tensor, target: Target) -> Target:
     different lengths, or a `size` that is not the image's.
     """
     size_hw, boxes = tuple(image.shape[-2:]), target["boxes"]
-    lengths = {name: len(target[name]) for name in PER_BOX_FIELDS}
+    lengths = {name: len(target[name]) for name in PER_BOX_FIELDS if name in target}
     if tuple(target["size"].tolist()) != size_hw or len(set(lengths.values())) > 1:
         raise ValueError(
             f"image id {target['image_id']}: the transform returned an image of {size_hw} with a target of size "

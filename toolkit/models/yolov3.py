@@ -5,16 +5,15 @@ Targets and losses are in `yolov3_targets`; what differs from GluonCV is listed 
 """
 
 import argparse
-import json
+import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import timm
 import torch
-from safetensors.torch import load_file, save_file
+from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
@@ -23,7 +22,8 @@ from toolkit.data import open_dataset
 from toolkit.data.loaders import normalize_images
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
-from toolkit.models.backbones import feature_strides, image_statistics
+from toolkit.models.backbones import image_statistics
+from toolkit.models.features import timm_features
 from toolkit.models.yolov3_targets import (
     DEFAULT_ANCHORS,
     STRIDES,
@@ -209,13 +209,13 @@ class YOLOv3(nn.Module):
         rows = zip(boxes, scores, labels, keep, strict=True)
         return [{"boxes": b[k], "scores": s[k], "labels": c[k]} for b, s, c, k in rows]
 
-    def save_final(self, folder: Path | str, categories: Sequence) -> None:
-        """`model.safetensors` and `config.json` (arguments of `build_yolov3`, categories), for `load_yolov3`."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({k: v.contiguous() for k, v in self.state_dict().items()}, folder / "model.safetensors")
-        config = {"model": self.config, "categories": [{"id": c.id, "name": c.name} for c in categories]}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    def save_final(
+        self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None
+    ) -> None:
+        """A folder for `toolkit.models.final.load_detector_folder`; arguments as `save_detector_folder`."""
+        from toolkit.models.final import save_detector_folder  # takes seconds, which the start need not wait for
+
+        save_detector_folder(self, processor_size, folder, categories)
 
 
 def _checked_anchors(anchors: Sequence) -> Tensor:
@@ -293,51 +293,41 @@ def build_yolov3(
     class_names: Sequence[str],
     backbone: str = "darknet53",
     *,
-    pretrained: bool | str = False,
+    pretrained_backbone: bool | str = False,
     leaky_slope: float | None = None,
+    norm: str = "batch",
     **options,
 ) -> YOLOv3:
     """A `YOLOv3` on a timm backbone; `options` are its other arguments, mean and std by default the backbone's.
 
     Args:
-        pretrained: True: timm's weights; a path: a file of such weights; False: timm's random ones.
-        leaky_slope: of a Darknet. Default: YOLO's 0.1 from random weights, timm's 0.01, which its pretrained ones know.
+        class_names: one name per class, in the order of the labels.
+        pretrained_backbone: True: timm's weights; a path: a file of such weights; False: timm's random ones.
+        leaky_slope: of a Darknet's leaky ReLUs. Default: YOLO's 0.1 from random weights. timm's pretrained ones know
+            0.01, and a run that is taken up again must know it too: it has to be given there.
+        norm: "batch", or "sync": batch norms with the statistics of all ranks, in the heads too.
 
-    Raises BadInput: unknown backbone, none with feature maps of strides 8, 16 and 32, no weights to be had.
+    Raises BadInput: unknown backbone, none with feature maps of strides 8, 16 and 32, no weights to be had, options
+    that YOLOv3 does not have.
     """
-    if (strides := feature_strides(backbone)[-3:]) != [8, 16, 32]:
-        raise BadInput(f"model.backbone: {backbone!r} ends with strides {strides}; YOLOv3 needs 8, 16, 32.")
-    if isinstance(pretrained, str) and not Path(pretrained).is_file():
-        raise BadInput(f"model.pretrained: there is no file {pretrained}; give a file, true or false.")
-    overlay = {"pretrained_cfg_overlay": {"file": pretrained}} if isinstance(pretrained, str) else {}
-    try:
-        features = timm.create_model(
-            backbone, pretrained=bool(pretrained), features_only=True, out_indices=(-3, -2, -1), **overlay
-        )
-    except (OSError, RuntimeError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    own = [name for name, p in inspect.signature(YOLOv3).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    if foreign := [name for name in options if name not in own]:
+        known = ", ".join(["backbone", "pretrained_backbone", "leaky_slope", "norm", *own])
+        raise BadInput(f"yolov3 has no setting model.{', model.'.join(foreign)}; it has {known}")
+    if norm not in ("batch", "sync"):
+        raise BadInput(f"model.norm: {norm!r} is not one of batch, sync")
+    features, _ = timm_features(backbone, strides=STRIDES[::-1], pretrained_backbone=pretrained_backbone)
+    leaky = [module for module in features.modules() if isinstance(module, nn.LeakyReLU)]
+    if leaky and pretrained_backbone and leaky_slope is None:
         raise BadInput(
-            f"model.pretrained: no pretrained weights for {backbone!r} ({first_line}); use false."
-        ) from error
-    if backbone.startswith("darknet"):
-        leaky_slope = leaky_slope or (TIMM_LEAKY_SLOPE if pretrained else LEAKY_SLOPE)
-        for module in features.modules():
-            if isinstance(module, nn.LeakyReLU):
-                module.negative_slope = leaky_slope
+            f"model.leaky_slope: timm's weights for {backbone} were trained with slope {TIMM_LEAKY_SLOPE}, YOLOv3's "
+            f"Darknet with {LEAKY_SLOPE}: give the one of your weights"
+        )
+    for module in leaky:
+        module.negative_slope = LEAKY_SLOPE if leaky_slope is None else leaky_slope
     mean, std = image_statistics(backbone)
-    options = {"mean": mean, "std": std} | {name: value for name, value in options.items() if value is not None}
-    detector = YOLOv3(features, len(class_names), **options)
-    config = {"class_names": list(class_names), "backbone": backbone, "leaky_slope": leaky_slope, **options}
-    detector.config = config
-    return detector
-
-
-def load_yolov3(folder: Path | str) -> YOLOv3:
-    """The detector that `YOLOv3.save_final` wrote, in evaluation mode."""
-    folder = Path(folder)
-    detector = build_yolov3(**json.loads((folder / "config.json").read_text())["model"])
-    detector.load_state_dict(load_file(folder / "model.safetensors"))
-    return detector.eval()
+    detector = YOLOv3(features, len(class_names), **({"mean": mean, "std": std} | options))
+    return convert_sync_batchnorm(detector) if norm == "sync" else detector
 
 
 def box_sizes(table: DetectionTable, input_hw: tuple[int, int]) -> np.ndarray:

@@ -115,7 +115,8 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     x, y = centers.double().unbind(1)
     in_cells = torch.stack((x / grid.image_hw[1] * width, y / grid.image_hw[0] * height), dim=1)
     last_cell = (sizes_hw.to(device)[image].flip(1) - 1) // stride[:, None]
-    cells = torch.minimum(in_cells.clamp(min=0).long(), last_cell)
+    # A NaN, which the guard reports, is nowhere; the losses of its box are NaN too.
+    cells = torch.minimum(in_cells.nan_to_num().clamp(min=0).long(), last_cell)
     # Each level has 4 times the cells of the one before: 0, 1, 5 times those of stride 32 come earlier.
     start = (grid.image_hw[0] // 32) * (grid.image_hw[1] // 32) * ((1 << 2 * level) - 1) // 3
     index = (start + cells[:, 1] * width + cells[:, 0]) * per_cell + anchor
