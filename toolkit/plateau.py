@@ -100,6 +100,9 @@ class PlateauSchedule:
             else:
                 group["lr"] = lr
 
+    def set_total(self, total_steps: int) -> None:
+        """The length of training, which changes nothing here."""
+
     def rates(self) -> dict[str, float]:
         """The present rate by group name."""
         return {g.get("name", str(i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}

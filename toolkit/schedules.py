@@ -70,6 +70,7 @@ class Schedule:
     """
 
     _STATE = ("name", "total_steps", "scale", "options")
+    finished = False  # it never ends training, unlike PlateauSchedule
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, name: str = "constant", total_steps: int | None = None, **options
@@ -90,6 +91,10 @@ class Schedule:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
+
+    def observe(self, metric: float | None) -> bool:
+        """A validation result, which changes nothing here; see PlateauSchedule."""
+        return False
 
     def set_total(self, total_steps: int) -> None:
         """Fixes the length; takes effect at the next `set`."""

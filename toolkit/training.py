@@ -22,10 +22,12 @@ from toolkit.distributed import run_on_main, seed_step
 from toolkit.ema import Ema
 from toolkit.errors import BadInput, StoppedByGuard
 from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.guards import Action, NanGuard, drop_gradients
 from toolkit.losses import LossWeights, WeightedLosses
 from toolkit.meters import Meters, StepTimer
 from toolkit.nan_report import investigate, rerun_window
+from toolkit.plateau import PlateauSchedule
 from toolkit.schedules import Schedule, StepBudget, is_time
 from toolkit.signals import StopSignals
 from toolkit.writers import RunWriter, console_line, progress
@@ -40,13 +42,13 @@ class Training:
     detector: nn.Module
     weights: LossWeights
     optimizer: torch.optim.Optimizer
-    schedule: Schedule
+    schedule: Schedule | PlateauSchedule
     guard: NanGuard
     sampler: EpochSampler
     loader: torch.utils.data.DataLoader
     val_table: DetectionTable | None
     val_loader: torch.utils.data.DataLoader | None
-    evaluator: CocoEvaluator | None
+    evaluator: CocoEvaluator | SceneGraphEvaluator | None
     signals: StopSignals
     folder: Path
     seed: int
@@ -78,9 +80,9 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        """Whether the step budget is used up or early stopping has spoken."""
+        """Whether the step budget is used up, or early stopping or the schedule has spoken."""
         patience_over = self.patience is not None and self.evaluations_without_better >= self.patience
-        return self.step >= self.total_steps or patience_over
+        return self.step >= self.total_steps or patience_over or self.schedule.finished
 
     @property
     def trained_parameters(self) -> list[nn.Parameter]:
@@ -183,6 +185,9 @@ class Training:
         if better:
             self.best, self.best_step = value, self.step
         self.evaluations_without_better = 0 if better else self.evaluations_without_better + 1
+        if self.step > 0 and self.schedule.observe(None if value is None else sign * value):
+            self.schedule.set(self.step)
+            self.say(f"learning rates fall to {self.schedule.rates()}: {key} has stopped improving")
         return better
 
     def check_metric(self) -> None:
@@ -216,6 +221,7 @@ class Training:
         state = {
             "step": self.step,
             "categories": [asdict(category) for category in self.val_table.categories],
+            "predicates": list(self.val_table.predicates),
             "sampler": self.sampler.state_dict(),
             "schedule": self.schedule.state_dict(),
             "total_steps": self.total_steps,

@@ -5,8 +5,6 @@ from functools import partial
 from toolkit.checkpoint import linked, load_checkpoint
 from toolkit.distributed import broadcast_buffers, run_on_main
 from toolkit.errors import Preempted
-from toolkit.evaluation import draw
-from toolkit.evaluation.coco import explain_zero_ap, per_class_table
 from toolkit.evaluation.loop import predict_dataset
 from toolkit.training import Training
 
@@ -72,11 +70,9 @@ def _show(t: Training, predictions: dict, scores: dict, better: bool) -> None:
     """The table on the console, why an AP is 0, and the pictures, on the main process."""
     if not t.accelerator.is_main_process:
         return
-    t.say(f"evaluation at step {t.step}{' (best so far)' if better else ''}\n{per_class_table(scores, t.val_table)}")
-    if not scores["bbox_AP"]:
-        for reason in explain_zero_ap(predictions, t.val_table):
-            t.say(f"AP is 0: {reason}")
+    table = t.evaluator.describe(scores, predictions)
+    t.say(f"evaluation at step {t.step}{' (best so far)' if better else ''}\n{table}")
     if t.pictures:
         path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"
-        draw.draw_predictions(t.val_table, predictions, t.pictures, path)
+        t.evaluator.draw(predictions, t.pictures, path)
         t.writer.log_images({"val/predictions": path}, t.step)

@@ -10,6 +10,7 @@ import gc
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from pycocotools.cocoeval import COCOeval
 
 from toolkit.errors import BadInput
 from toolkit.evaluation.arrays import BoxArrays, drop_unusable, ground_truth_arrays, prediction_arrays
+from toolkit.evaluation.draw import draw_predictions
 from toolkit.evaluation.explain import explain_zero_ap
 
 __all__ = [
@@ -49,7 +51,7 @@ class CocoEvaluator:
     def __init__(self, table, backend: str = "faster", max_dets: Sequence[int] = (1, 10, 100)):
         if backend not in BACKENDS:
             raise BadInput(f"eval.backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
-        self.image_ids = table.image_ids().tolist()
+        self.table, self.image_ids = table, table.image_ids().tolist()
         self.class_keys = class_keys(table)
         self.max_dets = sorted(max_dets)
         self._coco, self._eval = BACKENDS[backend]
@@ -79,6 +81,15 @@ class CocoEvaluator:
             run.evaluate()
             run.accumulate()
         return self._summary(run)
+
+    def describe(self, scores: Mapping, predictions: Mapping) -> str:
+        """`per_class_table` of what `evaluate` returned, and why an AP is 0."""
+        reasons = [] if scores["bbox_AP"] else explain_zero_ap(predictions, self.table)
+        return "\n".join([per_class_table(scores, self.table), *(f"AP is 0: {reason}" for reason in reasons)])
+
+    def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
+        """A picture of `count` images, predictions beside the annotated boxes."""
+        return draw_predictions(self.table, predictions, count, path)
 
     def _summary(self, run) -> dict[str, float | None]:
         """COCOeval.summarize() without its printing and with the classes; `precision` is (T, R, K, A, M)."""

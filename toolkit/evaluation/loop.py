@@ -161,9 +161,9 @@ def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn
 
 
 def _on_host(found: list[dict]) -> list[dict]:
-    """Predictions of a batch on the CPU: one copy for each of boxes, scores and labels instead of three per image."""
-    counts = [len(p["scores"]) for p in found]
-    columns = {k: torch.cat([p[k] for p in found]).cpu().split(counts) for k in ("boxes", "scores", "labels")}
+    """Predictions of a batch on the CPU: one copy for each of boxes, scores, labels, ... instead of one per image."""
+    parts = {k: [p[k] for p in found] for k in found[0]}
+    columns = {k: torch.cat(values).cpu().split([len(v) for v in values]) for k, values in parts.items()}
     return [{k: parts[i] for k, parts in columns.items()} for i in range(len(found))]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from toolkit.errors import BadInput
 from toolkit.evaluation.scene_graph_matches import Matches, match_relations
 
+PROTOCOLS = ("original", "strict")
 NEVER = np.iinfo(np.int64).max  # the rank of a relation that no prediction finds
 
 
@@ -90,7 +91,7 @@ def _check(truths, predictions, mode: str, protocol: str, num_predicates: int) -
     problems = []
     if mode not in ("predcls", "sgcls", "sgdet", "phrdet"):
         problems.append(f"mode is {mode!r}; expected predcls, sgcls, sgdet or phrdet")
-    if protocol not in ("original", "strict"):
+    if protocol not in PROTOCOLS:
         problems.append(f"protocol is {protocol!r}; expected original or strict")
     if len(truths) != len(predictions):
         raise BadInput([*problems, f"{len(predictions)} predictions for {len(truths)} images; expected one per image"])

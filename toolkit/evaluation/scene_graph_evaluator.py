@@ -1,0 +1,143 @@
+"""Scene graph metrics of predictions kept by image id, in place of `CocoEvaluator`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
+from toolkit.evaluation.arrays import check_image_ids
+from toolkit.evaluation.coco import CocoEvaluator, align
+from toolkit.evaluation.scene_graph import PROTOCOLS, evaluate_scene_graphs
+
+TOP = (20, 50, 100)
+
+
+class SceneGraphEvaluator:
+    """R@K and its family for one dataset; with predicted labels (sgcls, sgdet) the COCO numbers of the boxes too.
+
+    Args:
+        table: the `DetectionTable` with boxes and relations; crowd regions and their relations do not count.
+        mode: predcls, sgcls or sgdet.
+        zero_shot: (Z, 3) subject class, object class, predicate that training never had; None: no zR@K.
+        protocol: "original" (as published) or "strict"; see `evaluate_scene_graphs`.
+        backend: of the COCO numbers.
+
+    Raises:
+        BadInput: unknown protocol, a table without predicates.
+    """
+
+    def __init__(
+        self,
+        table: DetectionTable,
+        mode: str,
+        *,
+        zero_shot: np.ndarray | None = None,
+        protocol: str = "original",
+        backend: str = "faster",
+    ):
+        if protocol not in PROTOCOLS:
+            raise BadInput(f"eval.protocol is {protocol!r}; expected {' or '.join(PROTOCOLS)}")
+        if not table.predicates:
+            raise BadInput(f"{table.name}: no predicates; scene graphs need data with relations")
+        self.table, self.mode, self.protocol, self.zero_shot = table, mode, protocol, zero_shot
+        self.image_ids = table.image_ids().tolist()
+        self._truths = {row["image_id"]: true_graph(row) for row in map(table.row, range(len(table)))}
+        self._boxes = None if mode == "predcls" else CocoEvaluator(table, backend)
+
+    def evaluate(self, predictions: Mapping) -> dict[str, float | None]:
+        """Metrics of a full set of predictions.
+
+        Args:
+            predictions: for every image id `boxes (M, 4)` xyxy in original pixels, `scores (M,)`, `labels (M,)` from 0
+                (-1: no class), `pairs (P, 2)`, best first, `predicate_scores (P, predicates)`. Where boxes were given
+                (predcls, sgcls) `true_labels (N,)` and `true_relations (R, 3)` are the graph whose boxes the
+                predictions have: a box that resizing left without width is in neither. Without pairs: none.
+
+        Returns:
+            `R@20`, ..., `mR@100`, ..., `mR@100/<predicate>`, and the COCO numbers with predicted labels; None where
+            undefined.
+
+        Raises:
+            BadInput: image ids of predictions and table differ.
+        """
+        check_image_ids(predictions, self.image_ids)
+        found = [_completed(predictions[image_id], len(self.table.predicates)) for image_id in self.image_ids]
+        truths = [self.truth(image_id, predictions[image_id]) for image_id in self.image_ids]
+        metrics = evaluate_scene_graphs(
+            truths, found, self.mode, len(self.table.predicates), self.zero_shot, top=TOP, protocol=self.protocol
+        )
+        row = metrics.as_row(self.table.predicates)
+        if self._boxes is not None:
+            row |= self._boxes.evaluate({image_id: _with_class(p) for image_id, p in predictions.items()})
+        return row
+
+    def truth(self, image_id: int | str, prediction: Mapping) -> dict[str, np.ndarray]:
+        """The graph that a prediction is compared with: `boxes`, `labels`, `relations`."""
+        if "true_relations" not in prediction:
+            return self._truths[image_id]
+        parts = {"boxes": "boxes", "labels": "true_labels", "relations": "true_relations"}
+        return {name: np.asarray(prediction[key]) for name, key in parts.items()}
+
+    def describe(self, scores: Mapping, predictions: Mapping) -> str:
+        """Text: the metrics by K, then the predicates with how often they occur and their recall."""
+        names = [name.partition("@")[0] for name in scores if name.endswith(f"@{TOP[0]}")]
+        rows = [("metric", *(f"@{k}" for k in TOP))]
+        rows += [(name, *(_number(scores[f"{name}@{k}"]) for k in TOP)) for name in names]
+        counts = np.zeros(len(self.table.predicates), np.int64)
+        for truth in self._truths.values():
+            np.add.at(counts, truth["relations"][:, 2], 1)
+        found = [("predicate", "relations", f"mR@{TOP[-1]}")]
+        found += [
+            (name, str(count), _number(scores.get(f"mR@{TOP[-1]}/{name}")))
+            for name, count in zip(self.table.predicates, counts, strict=True)
+        ]
+        boxes = [f"boxes: AP {_number(scores['bbox_AP'])}, AP50 {_number(scores['bbox_AP50'])}"] * ("bbox_AP" in scores)
+        return "\n".join([align(rows), "", align(found), *boxes])
+
+    def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
+        """A picture of `count` images, graphs beside the annotated ones, and the same graphs as JSON beside it."""
+        from toolkit.evaluation.scene_graph_draw import draw_graphs, write_graphs
+
+        write_graphs(self.table, predictions, Path(path).with_suffix(".json"), count)
+        return draw_graphs(self.table, predictions, count, path)
+
+
+def true_graph(row: Mapping) -> dict[str, np.ndarray]:
+    """`boxes (N, 4)`, `labels (N,)`, `relations (R, 3)` of a table row, without crowd regions and their relations."""
+    objects, relations = row["objects"], row["relations"]
+    keep = objects["iscrowd"] == 0
+    triplets = np.stack([relations[key] for key in ("subject", "object", "predicate")], 1)
+    triplets = triplets[keep[triplets[:, :2]].all(1)]
+    triplets[:, :2] = (np.cumsum(keep) - 1)[triplets[:, :2]]
+    return {"boxes": objects["bbox"][keep], "labels": objects["category"][keep], "relations": triplets}
+
+
+def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray]:
+    """Arrays; a prediction without pairs gets none."""
+    found = {key: np.asarray(prediction[key]) for key in ("boxes", "labels", "scores")}
+    pairs = np.asarray(prediction.get("pairs", torch.zeros(0, 2, dtype=torch.int64)))
+    scores = np.asarray(prediction.get("predicate_scores", torch.zeros(0, num_predicates)))
+    return found | {"pairs": pairs, "predicate_scores": scores}
+
+
+def _with_class(prediction: Mapping) -> dict:
+    keep = prediction["labels"] >= 0
+    return {key: prediction[key][keep] for key in ("boxes", "labels", "scores")}
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
+    """(Z, 3) triplets of classes and predicate in `table` that are not in `seen` (C, C, P) bool, all from 0."""
+    triplets: set[Sequence[int]] = set()
+    for row in map(table.row, range(len(table))):
+        graph = true_graph(row)
+        ends = graph["labels"][graph["relations"][:, :2]]
+        triplets.update(zip(*ends.T.tolist(), graph["relations"][:, 2].tolist(), strict=True))
+    rows = np.asarray(sorted(triplets), np.int64).reshape(-1, 3)
+    return rows[~seen[tuple(rows.T)]]
