@@ -19,8 +19,8 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from toolkit import cli
-from toolkit.checkpoint import resolve_resume
-from toolkit.config import DataConfig, EvalConfig, LossConfig, OptimConfig, RunConfig, ScheduleConfig, save_config
+from toolkit.checkpoint import Checkpoint, resolve_resume
+from toolkit.config import DataConfig, EvalConfig, LossConfig, OptimConfig, PretrainedConfig, RunConfig, ScheduleConfig
 from toolkit.data import loading
 from toolkit.determinism import be_deterministic
 from toolkit.distributed import reduce_dict, run_on_main, seed_step
@@ -28,12 +28,12 @@ from toolkit.ema import Ema
 from toolkit.errors import BadInput, Preempted
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.report import write_report
+from toolkit.finetune import start_detector
 from toolkit.guards import Action, NanGuard, gradient_norm
 from toolkit.losses import LossWeights, window_denominators
 from toolkit.memory import naming_the_batch, probe_memory
-from toolkit.models import build_detector
 from toolkit.optim import build_optimizer, parameter_groups
-from toolkit.runfolder import prepare_run_folder, write_environment
+from toolkit.runfolder import prepare_run_folder
 from toolkit.schedules import Schedule, StepBudget, is_time, steps_from
 from toolkit.signals import StopSignals
 from toolkit.training import Training, add_up
@@ -44,15 +44,13 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "detr" / "
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(PretrainedConfig):
     """The detector. A key that is not given keeps the architecture's published value; see toolkit/models/."""
 
     architecture: Literal["detr", "rt_detr_v2"] = "rt_detr_v2"
     """detr: Carion et al. 2020; rt_detr_v2: Lv et al. 2024."""
     backbone: str | None = None
     """Name of a timm model."""
-    pretrained_backbone: bool | str = False
-    """timm's weights for the backbone (downloaded once), or a file of them."""
     freeze: Literal["paper", "norms", "none"] | None = None
     """What of the backbone is not trained."""
     dilation: bool | None = None
@@ -158,7 +156,9 @@ def train_one_epoch(config: Config, t: Training) -> None:
     t.sampler.set_epoch(t.sampler.epoch + 1)
 
 
-def build(config: Config, accelerator: Accelerator, folder: Path, signals: StopSignals) -> Training:
+def build(
+    config: Config, accelerator: Accelerator, folder: Path, signals: StopSignals, checkpoint: Checkpoint | None
+) -> Training:
     """Data, model, optimizer and the rest of a run, in this order."""
     c, options = config, vars(config.data)
     reading = {key: options[key] for key in ("image_dir", "format", "name", "on_error")}
@@ -172,8 +172,9 @@ def build(config: Config, accelerator: Accelerator, folder: Path, signals: StopS
         transform = loading.val_transform(**sizes)
 
     seed_step(c.run.seed, 0, 0)  # the same weights on every rank
-    chosen = {key: value for key, value in vars(c.model).items() if value is not None}
-    detector = build_detector(**chosen, class_names=table.class_names).to(accelerator.device)
+    detector = start_detector(
+        vars(c.model), table.class_names, folder, resumed_from=checkpoint and checkpoint.path, say=accelerator.print
+    ).to(accelerator.device)
     if detector.fixed_size and c.data.scales:
         raise BadInput(f"{c.model.architecture} needs images of one size: leave data.scales empty, set data.image_size")
     weights = LossWeights(detector.loss_names, c.loss.weights, detector.default_weights).to(accelerator.device)
@@ -233,10 +234,8 @@ def main(config: Config) -> dict[str, float]:
         cli.announce(accelerator.num_processes, is_main, folder, messages)
         if run.deterministic:
             be_deterministic()
-        if is_main:
-            save_config(config, folder / "config.yaml")
-            write_environment(folder, run.seed, accelerator.num_processes)
-        t = build(config, accelerator, folder, signals)
+        cli.record_run(config, folder, run.seed, accelerator.num_processes, is_main)
+        t = build(config, accelerator, folder, signals, checkpoint)
         for note in t.load(checkpoint, run.resume_schedule == "saved") if checkpoint is not None else []:
             t.say(note)
         writer = RunWriter(

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torchvision.ops import MultiScaleRoIAlign
 
 from toolkit.errors import BadInput
+from toolkit.finetune import map_weights
 from toolkit.models.relation import HEADS, HeadSizes, build_relation_head, losses
 from toolkit.models.relation.batch import RelationBatch, RelationOutput
 from toolkit.models.relation.frequency import predicate_weights
 from toolkit.models.relation.geometry import iou_plus_one, reading_order, rectangle_masks
-from toolkit.models.relation.mapping import map_weights
 from toolkit.models.relation.postprocess import graph_to_json, late_nms, rank_triplets
 from toolkit.models.relation.sampling import (
     join_samples,

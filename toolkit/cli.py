@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from toolkit.config import parse_config
+from toolkit.config import parse_config, save_config
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
-from toolkit.runfolder import write_status
+from toolkit.runfolder import write_environment, write_status
 
 STATES = {BadInput: "bad_input", StoppedByGuard: "stopped_by_guard", Preempted: "preempted"}
 
@@ -56,6 +56,13 @@ def run_status(folder: Path, is_main: bool) -> Iterator[dict]:
             warnings.warn(f"status.json could not be written: {unwritable}", stacklevel=2)
         raise
     write("done")
+
+
+def record_run(config: object, folder: Path, seed: int, processes: int, is_main: bool) -> None:
+    """Writes `config.yaml` and `environment.json` on the main process."""
+    if is_main:
+        save_config(config, folder / "config.yaml")
+        write_environment(folder, seed, processes)
 
 
 def set_threads(threads: int | None, device: torch.device) -> None:

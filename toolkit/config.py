@@ -5,6 +5,7 @@ Every default stands here or in a script's own `ModelConfig`, nowhere else; a YA
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -16,6 +17,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 from toolkit.errors import BadInput
 
 Config = TypeVar("Config")
+PRETRAINED_CONFIG = "pretrained_config.json"  # beside config.yaml: what the source of the weights says of the detector
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
@@ -116,6 +118,20 @@ class DataConfig:
 
 
 @dataclass
+class PretrainedConfig:
+    """The weights that a detector starts from, and those that stay as they are; base of the scripts' `ModelConfig`."""
+
+    pretrained: str | None = None
+    """Trained weights to start from: hub name, transformers folder, `final/`, run folder or checkpoint. Settings of the
+    model that are not given are then the source's; rows of classes of the same name are kept. A resumed run has its
+    own."""
+    pretrained_backbone: bool | str = False
+    """timm's weights for the backbone (downloaded once), or a file of them; not used with `pretrained`."""
+    freeze_prefixes: list[str] = field(default_factory=list)
+    """Modules or parameters that are not trained, by name or prefix of it; frozen modules stay in evaluation mode."""
+
+
+@dataclass
 class OptimConfig:
     """The optimizer step."""
 
@@ -131,6 +147,8 @@ class OptimConfig:
     """No weight decay on norm layers and biases."""
     lr_multipliers: dict[str, float] = field(default_factory=dict)
     """Factor on the learning rate by prefix of the parameter name."""
+    layer_decay: PositiveFloat = 1.0
+    """Factor on the learning rate from each layer of the timm backbone to the one before it."""
     momentum: NonNegativeFloat = 0.9
     """Momentum of SGD."""
     max_norm: NonNegativeFloat = 0.1
@@ -240,8 +258,14 @@ def save_config(config: object, path: Path) -> None:
     path.write_text(yaml.safe_dump(plain, sort_keys=False))
 
 
+def detector_options(settings: Mapping) -> dict:
+    """Keywords of `build_detector`: the settings of a model that are given, but those of `PretrainedConfig` alone."""
+    about_starting = ("pretrained", "freeze_prefixes")
+    return {key: value for key, value in settings.items() if value is not None and key not in about_starting}
+
+
 def load_config_dict(path: Path) -> dict:
-    """The resolved settings of a run folder as nested dicts.
+    """The resolved settings of a run folder as nested dicts, what the source of its weights said of the model included.
 
     Raises:
         BadInput: the file is missing or no mapping.
@@ -252,4 +276,8 @@ def load_config_dict(path: Path) -> dict:
         raise BadInput(f"{path}: cannot be read as the settings of a run: {error}") from error
     if not isinstance(groups, dict):
         raise BadInput(f"{path}: expected the settings of a run, a mapping of groups")
+    source = path.with_name(PRETRAINED_CONFIG)
+    if source.is_file():
+        given = {key: value for key, value in groups["model"].items() if value is not None}
+        groups["model"] = {**json.loads(source.read_text())["options"], **given}
     return groups

@@ -6,11 +6,12 @@ from pathlib import Path
 from torch import nn
 
 from toolkit.checkpoint import Checkpoint, resolve_resume
-from toolkit.config import load_config_dict
+from toolkit.config import detector_options, load_config_dict
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.losses import LossWeights
 from toolkit.models import build_detector
+from toolkit.norms import freeze_prefixes
 
 
 @dataclass
@@ -37,9 +38,7 @@ def open_run(path: Path) -> Run:
     path = Path(path).expanduser()
     if not path.exists():
         raise BadInput(f"{path}: there is no such folder. Give a run folder or a checkpoint inside one.")
-    folder = next((place for place in (path, *path.absolute().parents) if (place / "config.yaml").is_file()), None)
-    if folder is None:
-        raise BadInput(f"{path}: no run folder: neither it nor a folder above it holds a config.yaml")
+    folder = run_folder_of(path)
     if path == folder:
         path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
     checkpoint, _ = resolve_resume(str(path), folder)
@@ -47,10 +46,44 @@ def open_run(path: Path) -> Run:
     return Run(folder, load_config_dict(folder / "config.yaml"), checkpoint, categories)
 
 
+def run_folder_of(path: Path) -> Path:
+    """The run folder that `path` is, or lies in.
+
+    Raises:
+        BadInput: neither it nor a folder above it holds settings.
+    """
+    for place in (path, *path.absolute().parents):
+        if (place / "config.yaml").is_file():
+            return place
+    raise BadInput(f"{path}: no run folder: neither it nor a folder above it holds a config.yaml")
+
+
+def chosen_weights(run: Run, asked: str | None = None) -> str:
+    """"model" or "ema": what was asked for, else what the metric for best goes by, as in `final/`.
+
+    Raises:
+        BadInput: the checkpoint does not hold what was asked for.
+    """
+    averaged = run.config["eval"]["metric_for_best"].startswith("ema/")
+    chosen = asked or ("ema" if averaged and "ema" in run.weights_names else "model")
+    if chosen not in run.weights_names:
+        raise BadInput(f"--weights {chosen}: {run.checkpoint.path} holds {', '.join(run.weights_names)}")
+    return chosen
+
+
+def load_detector(run: Run, weights: str) -> nn.Module:
+    """The run's detector in evaluation mode, with the weights of that name; see `chosen_weights`."""
+    detector = rebuild_detector(run.config, [category.name for category in run.categories])
+    detector.load_state_dict(run.checkpoint.tensors[weights])
+    return detector.eval()
+
+
 def rebuild_detector(config: dict, class_names: list[str]) -> nn.Module:
-    """The detector that `config.yaml` describes, randomly initialised; nothing is downloaded."""
-    options = {key: value for key, value in config["model"].items() if value is not None}
-    return build_detector(**{**options, "pretrained_backbone": False}, class_names=class_names)
+    """The detector that `config.yaml` describes, randomly initialised, frozen as told; nothing is downloaded."""
+    options = {**detector_options(config["model"]), "pretrained_backbone": False}
+    detector = build_detector(**options, class_names=class_names)
+    freeze_prefixes(detector, config["model"].get("freeze_prefixes") or [])
+    return detector
 
 
 def rebuild_loss_weights(run: Run, detector: nn.Module) -> LossWeights:

@@ -15,12 +15,13 @@ from transformers import DetrConfig, DetrForObjectDetection, DetrImageProcessor
 
 from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.data.loaders import normalize_images, pixel_mask
-from toolkit.models.backbones import (
-    backbone_config,
-    feature_strides,
-    freeze_backbone,
-    image_statistics,
-    load_backbone_weights,
+from toolkit.models.detr_config import (
+    backbone_entry,
+    build_model,
+    detector_config,
+    matching_costs,
+    pixel_statistics,
+    prepare_backbone,
 )
 from toolkit.models.detr_criterion import DetrCriterion
 from toolkit.models.final import save_transformers_folder
@@ -31,24 +32,29 @@ class Detr(nn.Module):
 
     Args:
         class_names: one name per class, in the order of the labels.
-        backbone: name of a timm model; its last feature map is used.
+        source_config: a transformers config of a DETR as a dict (`config.to_dict()` of a hub model): the model is built
+            from exactly that, with our classes and the options that are given; None: the published one.
+        backbone: name of a timm model; its last feature map is used. None: the source's, or resnet50.
         pretrained_backbone: True (timm's, downloaded once), False (random), or the path of a file.
-        freeze: "paper" (stem, first stage and all batch norms), "norms" or "none"; see `freeze_backbone`.
+        freeze: "paper" (stem, first stage and all batch norms), "norms" or "none"; see `freeze_backbone`. None: "paper"
+            where the backbone is timm's or a ResNet.
         dilation: the last backbone stage is dilated instead of strided (DC5).
-        d_model, heads, encoder_layers, decoder_layers, ffn_dim, num_queries, dropout: the transformer; the paper's by
-            default.
+        d_model, heads, encoder_layers, decoder_layers, ffn_dim, num_queries, dropout: the transformer; None, here and
+            below: the source's value, or the paper's.
         aux_loss: losses on every decoder layer, not on the last one alone.
         eos_coef: weight of the no-object class in `loss_ce`.
         class_cost, bbox_cost, giou_cost: weights in the matching cost.
         mean, std: of RGB values in [0, 1]; None: those the backbone was trained with.
 
     Raises:
-        BadInput: unknown backbone or `freeze`, weights that cannot be had.
+        BadInput: unknown backbone or `freeze`, weights that cannot be had, a source of another architecture.
     """
 
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     denominator_names = DetrCriterion.denominator_names
     averaged_denominators = ("boxes",)  # by rank, in the original
+    class_tensors = {"model.class_labels_classifier.*": (0, 1, 1)}  # no-object last
+    processor_class = DetrImageProcessor
     fixed_size = False
     stride = 1
 
@@ -56,29 +62,32 @@ class Detr(nn.Module):
         self,
         *,
         class_names: Sequence[str],
-        backbone: str = "resnet50",
+        source_config: Mapping | None = None,
+        backbone: str | None = None,
         pretrained_backbone: bool | str = False,
-        freeze: str = "paper",
-        dilation: bool = False,
-        d_model: int = 256,
-        heads: int = 8,
-        encoder_layers: int = 6,
-        decoder_layers: int = 6,
-        ffn_dim: int = 2048,
-        num_queries: int = 100,
-        dropout: float = 0.1,
+        freeze: str | None = None,
+        dilation: bool | None = None,
+        d_model: int | None = None,
+        heads: int | None = None,
+        encoder_layers: int | None = None,
+        decoder_layers: int | None = None,
+        ffn_dim: int | None = None,
+        num_queries: int | None = None,
+        dropout: float | None = None,
         aux_loss: bool = True,
-        eos_coef: float = 0.1,
-        class_cost: float = 1.0,
-        bbox_cost: float = 5.0,
-        giou_cost: float = 2.0,
+        eos_coef: float | None = None,
+        class_cost: float | None = None,
+        bbox_cost: float | None = None,
+        giou_cost: float | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ):
         super().__init__()
-        last_feature = len(feature_strides(backbone)) - 1
-        config = DetrConfig(
-            backbone_config=backbone_config(backbone, [last_feature], True, output_stride=16 if dilation else None),
+        config = detector_config(
+            DetrConfig,
+            class_names,
+            source_config,
+            backbone_config=backbone_entry(source_config, backbone, None, dilation),
             dilation=dilation,
             d_model=d_model,
             encoder_attention_heads=heads,
@@ -90,20 +99,16 @@ class Detr(nn.Module):
             num_queries=num_queries,
             dropout=dropout,
             eos_coefficient=eos_coef,
-            id2label=dict(enumerate(class_names)),
-            auxiliary_loss=False,
         )
-        self.model = DetrForObjectDetection(config)
+        self.model = build_model(DetrForObjectDetection, config)
         initialise_as_published_(self.model)
-        load_backbone_weights(self.model.model.backbone.model, config.backbone_config, pretrained_backbone)
-        freeze_backbone(self.model.model.backbone.model, backbone, freeze, pretrained_backbone)
+        prepare_backbone(self.model.model.backbone.model, config, pretrained_backbone, freeze, timm_freeze="paper")
         self.aux_loss = aux_loss
-        self.set_loss = DetrCriterion(
-            len(class_names), decoder_layers if aux_loss else 1, eos_coef, (class_cost, bbox_cost, giou_cost)
-        )
+        costs = matching_costs(source_config, class_cost, bbox_cost, giou_cost, published_class_cost=1)
+        layers = config.decoder_layers if aux_loss else 1
+        self.set_loss = DetrCriterion(len(class_names), layers, config.eos_coefficient, costs)
         self.loss_names, self.metric_names = self.set_loss.loss_names, self.set_loss.metric_names
-        own_mean, own_std = image_statistics(backbone)
-        self.mean, self.std = tuple(mean or own_mean), tuple(std or own_std)
+        self.mean, self.std = pixel_statistics(config, mean, std)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """Class logits and boxes of every decoder layer.
@@ -159,7 +164,7 @@ class Detr(nn.Module):
             processor_size: what the image processor resizes to, as transformers spells it, e.g.
                 `{"shortest_edge": 800, "longest_edge": 1333}`; None: it does not resize.
         """
-        processor = DetrImageProcessor(
+        processor = self.processor_class(
             image_mean=list(self.mean), image_std=list(self.std), do_resize=processor_size is not None
         )
         save_transformers_folder(self.model, processor, processor_size, folder, categories)
@@ -196,16 +201,22 @@ def detr_detections(
 def initialise_as_published_(model: DetrForObjectDetection) -> None:
     """Random weights as facebookresearch/detr draws them; transformers draws N(0, 0.02), which trains more slowly.
 
-    Transformer matrices are Xavier uniform, query, key and value as the one matrix they are there; heads and input
-    projection are PyTorch's default, queries N(0, 1). The backbone is left alone.
+    Heads and input projection are PyTorch's default, queries N(0, 1). The backbone is left alone.
     """
     for module in (model.model.input_projection, model.class_labels_classifier, *model.bbox_predictor.layers):
         module.reset_parameters()
     model.model.query_position_embeddings.reset_parameters()
-    for name, module in (*model.model.encoder.named_modules(), *model.model.decoder.named_modules()):
+    initialise_transformer_(model.model.encoder)
+    initialise_transformer_(model.model.decoder)
+
+
+@torch.no_grad()
+def initialise_transformer_(transformer: nn.Module) -> None:
+    """Matrices Xavier uniform, query, key and value as the one matrix they are in `nn.MultiheadAttention`."""
+    for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear):
             fused = name.endswith(("q_proj", "k_proj", "v_proj"))
             module.reset_parameters()
             nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if fused else 1.0)
-            if fused or name.endswith("o_proj"):
+            if fused or name.endswith(("o_proj", "out_proj")):
                 nn.init.zeros_(module.bias)

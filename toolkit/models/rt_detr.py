@@ -5,32 +5,24 @@ divided by the boxes of that batch. Here the forward only collects what the loss
 float32, unweighted, divided by the denominators it is given. Its numbers are those of transformers' `RTDetrLoss`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForObjectDetection, RTDetrImageProcessor, RTDetrV2Config
-from transformers.models.rt_detr_v2.modeling_rt_detr_v2 import RTDetrV2MultiscaleDeformableAttention
+from transformers import AutoModelForObjectDetection, PreTrainedConfig, RTDetrImageProcessor, RTDetrV2Config
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes, normalize_boxes, xyxy_to_cxcywh
 from toolkit.data.loaders import normalize_images
 from toolkit.errors import BadInput
-from toolkit.models.backbones import (
-    backbone_config,
-    feature_strides,
-    freeze_backbone,
-    image_statistics,
-    load_backbone_weights,
-)
+from toolkit.models.backbones import freeze_backbone, image_statistics, load_backbone_weights
 from toolkit.models.detr_criterion import count_objects
 from toolkit.models.final import save_transformers_folder
+from toolkit.models.rt_detr_build import family_config, initialise_as_published_
 from toolkit.models.rt_detr_criterion import RTDetrCriterion
-
-STRIDES = (8, 16, 32)
-PRIOR = 0.01  # probability that the class heads start from
 
 
 class RTDetrV2(nn.Module):
@@ -40,78 +32,118 @@ class RTDetrV2(nn.Module):
 
     Args:
         class_names: one name per class, in the order of the labels.
+        source_config: `to_dict()` of a transformers config, of a model on the hub for example: the model is built from
+            it, backbone included, with these classes, and the options below that are given override its entries.
         backbone: name of a timm model with feature maps of stride 8, 16 and 32.
         pretrained_backbone: True (timm's, downloaded once), False (random), or the path of a file.
-        freeze: "none" (batch norms learn), "norms", or "paper" (also stem and first stage); see `freeze_backbone`.
+        freeze: "none" (batch norms learn), "norms", or "paper" (also stem and first stage; of timm backbones only);
+            see `freeze_backbone`.
         d_model: width of encoder and decoder.
-        num_queries: detections per image; at most the number of positions in the three feature maps.
+        num_queries: detections per image; at most the number of positions in the feature maps.
         num_denoising: denoising queries in training; 0: none.
         hidden_expansion: width of the encoder's convolution blocks as a fraction of d_model.
         varifocal_gamma: see `RTDetrCriterion`; 1 tells classes apart sooner when training from random weights.
         encoder_layers, decoder_layers, heads, ffn_dim, dropout: the transformer.
         mean, std: of RGB values in [0, 1]; None: those the backbone was trained with.
 
+    An option that is None has its published value (`published`), or that of `source_config`.
+
     Raises:
-        BadInput: unknown backbone or `freeze`, missing strides, weights that cannot be had.
+        BadInput: unknown backbone or `freeze`, missing strides, weights that cannot be had, a `source_config` of
+            another model, or options that its backbone does not have.
     """
 
     default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     denominator_names = ("boxes",)
     averaged_denominators = ("boxes",)  # by rank, in the original
+    class_tensors = {  # see finetune.py; the denoising embedding has its padding last
+        "*.class_embed.*": (0, 1, 0),
+        "*enc_score_head.*": (0, 1, 0),
+        "*denoising_class_embed.weight": (0, 1, 1),
+    }
     metric_names = ()
     fixed_size = True
     stride = 32
+    config_class = RTDetrV2Config
+    published = {
+        "backbone": "resnet18d",
+        "freeze": "norms",
+        "d_model": 256,
+        "heads": 8,
+        "encoder_layers": 1,
+        "decoder_layers": 6,
+        "ffn_dim": 1024,
+        "num_queries": 300,
+        "num_denoising": 100,
+        "hidden_expansion": 1.0,
+        "varifocal_gamma": 2.0,
+        "dropout": 0.0,
+    }
 
     def __init__(
         self,
         *,
         class_names: Sequence[str],
-        backbone: str = "resnet18d",
+        source_config: Mapping[str, Any] | None = None,
+        backbone: str | None = None,
         pretrained_backbone: bool | str = False,
-        freeze: str = "norms",
-        d_model: int = 256,
-        heads: int = 8,
-        encoder_layers: int = 1,
-        decoder_layers: int = 6,
-        ffn_dim: int = 1024,
-        num_queries: int = 300,
-        num_denoising: int = 100,
-        hidden_expansion: float = 1.0,
-        varifocal_gamma: float = 2.0,
-        dropout: float = 0.0,
+        freeze: str | None = None,
+        d_model: int | None = None,
+        heads: int | None = None,
+        encoder_layers: int | None = None,
+        decoder_layers: int | None = None,
+        ffn_dim: int | None = None,
+        num_queries: int | None = None,
+        num_denoising: int | None = None,
+        hidden_expansion: float | None = None,
+        varifocal_gamma: float | None = None,
+        dropout: float | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ):
         super().__init__()
-        out_indices = _indices_of_strides(backbone)
-        config = RTDetrV2Config(
-            backbone_config=backbone_config(backbone, out_indices, frozen_norms=freeze != "none"),
-            freeze_backbone_batch_norms=False,  # timm has frozen them, with their activations; see backbones.py
-            d_model=d_model,
-            encoder_hidden_dim=d_model,
-            decoder_in_channels=[d_model] * len(STRIDES),
-            encoder_attention_heads=heads,
-            decoder_attention_heads=heads,
-            encoder_layers=encoder_layers,
-            decoder_layers=decoder_layers,
-            encoder_ffn_dim=ffn_dim,
-            decoder_ffn_dim=ffn_dim,
-            num_queries=num_queries,
-            num_denoising=num_denoising,
-            hidden_expansion=hidden_expansion,
+        options = dict(
+            backbone=backbone, pretrained_backbone=pretrained_backbone, freeze=freeze, d_model=d_model, heads=heads,
+            encoder_layers=encoder_layers, decoder_layers=decoder_layers, ffn_dim=ffn_dim, num_queries=num_queries,
+            num_denoising=num_denoising, hidden_expansion=hidden_expansion, varifocal_gamma=varifocal_gamma,
             dropout=dropout,
-            id2label=dict(enumerate(class_names)),
+        )  # fmt: skip
+        config = self._build(class_names, source_config, options, mean, std)
+        self.set_loss = RTDetrCriterion(
+            len(class_names), config.decoder_layers, config.num_denoising > 0, config.focal_loss_gamma
+        )
+        self.loss_names = self.set_loss.loss_names
+
+    def _build(
+        self,
+        class_names: Sequence[str],
+        source_config: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+    ) -> PreTrainedConfig:
+        """Makes `model`, its weights, `mean` and `std`; returns its config."""
+        config, timm_name, freeze = family_config(
+            self.config_class, self.published, class_names, source_config, options
         )
         self.model = AutoModelForObjectDetection.from_config(config)
-        initialise_as_published_(self.model)
-        timm_backbone = self.model.model.backbone.model._backbone
-        load_backbone_weights(timm_backbone, config.backbone_config, pretrained_backbone)
-        freeze_backbone(timm_backbone, backbone, freeze, pretrained_backbone)
+        backbone = self._backbone()
+        initialise_as_published_(self.model, backbone)
+        if timm_name is not None:
+            pretrained = options["pretrained_backbone"]
+            load_backbone_weights(backbone._backbone, config.backbone_config, pretrained)
+            freeze_backbone(backbone._backbone, timm_name, freeze, pretrained)
+            own_mean, own_std = image_statistics(timm_name)
+        elif config.backbone_config.model_type == "dinov3_vit":
+            own_mean, own_std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+        else:  # the published models take RGB values in [0, 1] as they are
+            own_mean, own_std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
         self.model.loss_function = _no_loss_in_forward
-        self.set_loss = RTDetrCriterion(len(class_names), decoder_layers, num_denoising > 0, varifocal_gamma)
-        self.loss_names = self.set_loss.loss_names
-        own_mean, own_std = image_statistics(backbone)
         self.mean, self.std = tuple(mean or own_mean), tuple(std or own_std)
+        return config
+
+    def _backbone(self) -> nn.Module:
+        return self.model.model.backbone.model
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
         """Predictions, and with targets what the loss needs beside them.
@@ -143,23 +175,25 @@ class RTDetrV2(nn.Module):
         denoising = outputs.denoising_meta_values
         if denoising is not None:
             predictions = {k: v[:, denoising["dn_num_split"][0] :] for k, v in predictions.items()}
-        return predictions | {
-            "layers": {
-                "logits": outputs.intermediate_logits,
-                "boxes": outputs.intermediate_reference_points,
-                "encoder_logits": outputs.enc_topk_logits,
-                "encoder_boxes": outputs.enc_topk_bboxes,
-                "denoising": denoising,
-            }
+        return predictions | {"layers": self._layers(outputs)}
+
+    def _layers(self, outputs: Any) -> dict:
+        return {
+            "logits": outputs.intermediate_logits,
+            "boxes": outputs.intermediate_reference_points,
+            "encoder_logits": outputs.enc_topk_logits,
+            "encoder_boxes": outputs.enc_topk_bboxes,
+            "denoising": outputs.denoising_meta_values,
         }
 
     def _check_size(self, height: int, width: int) -> None:
+        config = self.model.config
         if height % self.stride or width % self.stride:
-            raise BadInput(f"images of {height}x{width} px: rt_detr_v2 needs both sides to be multiples of 32.")
-        positions = sum((height // stride) * (width // stride) for stride in STRIDES)
-        if positions < self.model.config.num_queries:
+            raise BadInput(f"images of {height}x{width} px: {config.model_type} needs both sides to be multiples of 32.")
+        positions = sum((height // stride) * (width // stride) for stride in config.feat_strides)
+        if positions < config.num_queries:
             raise BadInput(
-                f"model.num_queries {self.model.config.num_queries}: images of {height}x{width} px have only "
+                f"model.num_queries {config.num_queries}: images of {height}x{width} px have only "
                 f"{positions} positions; use larger images or fewer queries."
             )
 
@@ -209,47 +243,8 @@ class RTDetrV2(nn.Module):
         save_transformers_folder(self.model, processor, processor_size, folder, categories)
 
 
-@torch.no_grad()
-def initialise_as_published_(model: nn.Module) -> None:
-    """Random weights as lyuwenyu/RT-DETR draws them; the backbone is left alone.
-
-    transformers draws all of them, the scales of batch norms too, from N(0, 0.01): made for loading a checkpoint, they
-    let almost nothing through at first, and training from random weights hardly gets going.
-    """
-    core = model.model
-    for name, module in core.named_modules():
-        if not name.startswith("backbone") and isinstance(module, nn.Linear | nn.Conv2d | nn.BatchNorm2d):
-            module.reset_parameters()
-    for name, module in core.named_modules():
-        if isinstance(module, RTDetrV2MultiscaleDeformableAttention):
-            model._init_weights(module)
-        elif name.endswith(("q_proj", "k_proj", "v_proj", "o_proj")):
-            nn.init.xavier_uniform_(module.weight, gain=1.0 if name.endswith("o_proj") else math.sqrt(0.5))
-            nn.init.zeros_(module.bias)
-    projections = [block[0] for block in (*core.encoder_input_proj, *core.decoder_input_proj) if len(block)]
-    for module in (*projections, core.enc_output[0], *core.decoder.query_pos_head.layers):
-        nn.init.xavier_uniform_(module.weight)
-    for head in (core.enc_score_head, *core.decoder.class_embed):
-        nn.init.constant_(head.bias, -math.log((1 - PRIOR) / PRIOR))
-    for head in (core.enc_bbox_head, *core.decoder.bbox_embed):
-        nn.init.zeros_(head.layers[-1].weight)
-        nn.init.zeros_(head.layers[-1].bias)
-    if hasattr(core, "denoising_class_embed"):
-        nn.init.normal_(core.denoising_class_embed.weight)
-
-
 def _no_loss_in_forward(*args, **kwargs):
     return None, None, None
-
-
-def _indices_of_strides(backbone: str) -> list[int]:
-    strides = feature_strides(backbone)
-    if missing := [stride for stride in STRIDES if stride not in strides]:
-        raise BadInput(
-            f"model.backbone: rt_detr_v2 needs feature maps of stride 8, 16 and 32; {backbone!r} has {strides}, "
-            f"without {', '.join(map(str, missing))}."
-        )
-    return [strides.index(stride) for stride in STRIDES]
 
 
 def without_crowd(target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
