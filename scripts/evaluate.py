@@ -20,7 +20,7 @@ from toolkit.data.loading import open_split, val_transform, validation_loader
 from toolkit.errors import BadInput
 from toolkit.evaluation.coco import CocoEvaluator, per_class_table
 from toolkit.evaluation.loop import predict_dataset
-from toolkit.runs import open_run, rebuild_detector, rebuild_loss_weights
+from toolkit.runs import chosen_weights, load_detector, open_run, rebuild_loss_weights
 
 
 def expected_numbers(arguments: list[str]) -> dict[str, float]:
@@ -37,10 +37,7 @@ def expected_numbers(arguments: list[str]) -> dict[str, float]:
 def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     """Prints the table and returns whether every expected number was met."""
     run = open_run(arguments.run)
-    config, averaged = run.config, run.config["eval"]["metric_for_best"].startswith("ema/")
-    chosen = arguments.weights or ("ema" if averaged and "ema" in run.weights_names else "model")
-    if chosen not in run.weights_names:
-        raise BadInput(f"--weights {chosen}: {run.checkpoint.path} holds {', '.join(run.weights_names)}")
+    config, chosen = run.config, chosen_weights(run, arguments.weights)
     accelerator = Accelerator()
     data, evaluation = config["data"], config["eval"]
     reading = {key: data[key] for key in ("image_dir", "format", "name", "on_error")}
@@ -49,8 +46,7 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     table = open_split(arguments.split or data["val"], **reading)
     if [c.name for c in table.categories] != [c.name for c in run.categories]:
         raise BadInput(f"the data has classes {table.class_names}, the run {[c.name for c in run.categories]}")
-    detector = rebuild_detector(config, table.class_names)
-    detector.load_state_dict(run.checkpoint.tensors[chosen])
+    detector = load_detector(run, chosen)
     loader = validation_loader(
         table,
         val_transform(data["image_size"], data["scales"], data["max_size"]),

@@ -56,6 +56,38 @@ def draw_predictions(table, predictions: Mapping, count: int, path: Path, score_
     return draw_grid(samples, table.class_names, path, score_threshold)
 
 
+def draw_detections(image: Tensor, found: Mapping, class_names: Sequence[str], path: Path) -> Path:
+    """Writes `picture_with_boxes` of `image` as a JPEG or PNG, by the suffix of `path`; its folder is made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture_with_boxes(image, found, class_names).save(path, quality=92)
+    return path
+
+
+def picture_with_boxes(
+    image: Tensor, found: Mapping, class_names: Sequence[str], smallest_side: int = 640
+) -> Image.Image:
+    """The image with boxes and tags; lines and letters grow with it.
+
+    Args:
+        image: uint8 (3, H, W).
+        found: `boxes (K, 4)` xyxy pixels of the image, `labels (K,)`, and `scores (K,)` where they are detections or
+            `iscrowd (K,)` where they are ground truth.
+        smallest_side: an image whose longer side is shorter, in pixels, is enlarged to that, so that tags can be read.
+    """
+    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    scale = max(1.0, smallest_side / max(picture.size))
+    if scale > 1:
+        picture = picture.resize([max(1, round(side * scale)) for side in picture.size], Image.Resampling.BICUBIC)
+    scores = found["scores"].tolist() if "scores" in found else [None] * len(found["labels"])
+    crowd = found["iscrowd"].tolist() if "iscrowd" in found else [0] * len(found["labels"])
+    order = sorted(range(len(scores)), key=lambda i: scores[i] or 0)  # best on top
+    boxes, labels = found["boxes"][order] * scale, found["labels"][order]
+    size = max(14, round(max(picture.size) / 50))
+    _draw_boxes(picture, boxes, labels, [scores[i] for i in order], [crowd[i] for i in order], class_names, size)
+    return picture
+
+
 def draw_grid(
     samples: Sequence[tuple[Tensor, Mapping, Mapping]],
     class_names: Sequence[str],
@@ -120,8 +152,11 @@ def _tile(image: Tensor, predictions: Mapping, truth: Mapping, class_names: Sequ
     return tile
 
 
-def _draw_boxes(picture: Image.Image, boxes: Tensor, labels: Tensor, scores: list, dashed: list, class_names) -> None:
-    draw, font = ImageDraw.Draw(picture), _font(12)
+def _draw_boxes(
+    picture: Image.Image, boxes: Tensor, labels: Tensor, scores: list, dashed: list, class_names, size: int = 12
+) -> None:
+    """size: of the letters in pixels."""
+    draw, font, line = ImageDraw.Draw(picture), _font(size), max(2, (size + 4) // 6)
     limit = torch.tensor([picture.width - 1, picture.height - 1] * 2)
     boxes = torch.minimum(boxes.detach().cpu().float().nan_to_num(0).clamp(min=0), limit)
     tags = []
@@ -131,16 +166,36 @@ def _draw_boxes(picture: Image.Image, boxes: Tensor, labels: Tensor, scores: lis
         if is_dashed:
             _dashed(draw, (x1, y1, x2, y2), colour)
         else:
-            draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline="#000000", width=4)  # seen on any background
-            draw.rectangle((x1, y1, x2, y2), outline=colour, width=2)
+            draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline="#000000", width=line + 2)  # on any background
+            draw.rectangle((x1, y1, x2, y2), outline=colour, width=line)
         name = class_names[label] if 0 <= label < len(class_names) else f"label {label}?"
-        tags.append((x1, y1, name if score is None else f"{name} {score:.2f}", colour))
-    for x1, y1, text, colour in tags:  # after all boxes, so that no line crosses a text
-        width, height = draw.textlength(text, font=font) + 6, 16
-        x = max(0, min(x1 - 1, picture.width - width))
-        y = y1 - height if y1 >= height else y1
-        draw.rectangle((x, y, x + width, y + height), fill=colour)
-        draw.text((x + 3, y + 1), text, fill=_contrast(colour), font=font)
+        tags.append(((x1, y1, x2, y2), name if score is None else f"{name} {score:.2f}", colour))
+    taken: list[tuple] = []
+    for box, text, _ in reversed(tags):  # the best first, which gets the best place
+        width = draw.textlength(text, font=font) + size // 2
+        taken.append(_place_of_tag(box, width, size + 4, picture.size, taken))
+    for place, (_, text, colour) in zip(reversed(taken), tags, strict=True):  # after all boxes: no line crosses a text
+        x, y = place[0] + size // 4, (place[1] + place[3]) / 2
+        draw.rectangle(place, fill=colour)
+        draw.text((x, y), text, fill=_contrast(colour), font=font, anchor="lm")
+
+
+def _place_of_tag(box: tuple, width: float, height: float, picture_size: tuple, taken: list[tuple]) -> tuple:
+    """(x1, y1, x2, y2) of a tag at a corner of its box: inside the picture, and off the tags that are there already
+    where one of the places is."""
+    x1, y1, x2, y2 = box
+    left, right = x1 - 1, x2 + 2 - width
+    places = []
+    for x, y in ((left, y1 - height), (left, y2), (right, y1 - height), (right, y2), (left, y1), (right, y2 - height)):
+        x, inside = max(0, min(x, picture_size[0] - width)), max(0, min(y, picture_size[1] - height))
+        if inside == y or not places:
+            places.append((x, inside, x + width, inside + height))
+    return min(places, key=lambda place: sum(_overlap(place, other) for other in taken))
+
+
+def _overlap(a: tuple, b: tuple) -> float:
+    """Area in common."""
+    return max(0, min(a[2], b[2]) - max(a[0], b[0])) * max(0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
 def _dashed(draw: ImageDraw.ImageDraw, box: tuple, colour: str, dash: int = 8) -> None:

@@ -1,0 +1,198 @@
+"""scripts/predict.py and evaluate.py on a run of every training script, and against transformers' pipeline.
+
+    python -m pytest tests/scripts/test_predict.py
+    DETECTION_TOOLKIT_BCCD=... python -m pytest tests/scripts/test_predict.py     # on photographs too
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from launching import ROOT, rows
+from PIL import Image
+
+from toolkit.data.images import decode_image
+from toolkit.prediction import open_predictor
+
+PREDICT, EVALUATE = ROOT / "scripts" / "predict.py", ROOT / "scripts" / "evaluate.py"
+BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[3] / "shared" / "data" / "bccd")
+
+
+@pytest.fixture(scope="module")
+def run(server, script, settings, tmp_path_factory):
+    """Folder of a run of two steps, with its final folder."""
+    args = settings("--run.output_dir", tmp_path_factory.mktemp("runs"), "--run.max_steps", 2, "--run.eval_every", 2)
+    return server.run(script, args, whole=True).ok().folder
+
+
+@pytest.fixture(scope="module")
+def photos(data, tmp_path_factory):
+    """Pictures of three sizes, in two folders, one of them cut off; and a text file."""
+    folder = tmp_path_factory.mktemp("photos")
+    (folder / "below").mkdir()
+    sources = sorted((data / "val").iterdir())
+    for i, size in enumerate([(64, 64), (64, 64), (96, 64), (80, 120)]):
+        Image.open(sources[i]).resize(size).save(folder / ("below" if i == 1 else ".") / f"{i}.png")
+    shutil.copy(ROOT / "tests" / "data" / "dirty" / "images" / "truncated.jpg", folder / "cut.jpg")
+    (folder / "notes.txt").write_text("not an image")
+    return folder
+
+
+def predict(server, *args, code: int = 0) -> tuple[dict, str]:
+    """(predictions.json, what was printed)"""
+    ended = server.run(PREDICT, args)
+    assert ended.code == code, ended.text
+    assert "Traceback" not in ended.text
+    return json.loads((Path(args[args.index("--out") + 1]) / "predictions.json").read_text()), ended.text
+
+
+def test_json_and_pictures_of_everything_that_can_be_read(server, run, photos, data, tmp_path):
+    document, text = predict(server, run, photos, "--out", tmp_path, "--score-threshold", 0, "--batch-size", 3, code=1)
+    names = [Path(image["file_name"]).relative_to(photos).as_posix() for image in document["images"]]
+    assert names == ["0.png", "2.png", "3.png", "below/1.png"]
+    sizes = [(image["width"], image["height"]) for image in document["images"]]
+    assert sizes == [(64, 64), (96, 64), (80, 120), (64, 64)]
+    (error,) = document["errors"]
+    assert error == {"file_name": str(photos / "cut.jpg"), "error": "image data truncated"}
+    assert "cut.jpg: image data truncated" in text
+    assert "1 files could not be read" in text
+    truth = json.loads((data / "annotations" / "val.json").read_text())["categories"]
+    assert document["categories"] == [{"id": each["id"], "name": each["name"]} for each in truth]
+    assert any(image["detections"] for image in document["images"])
+    ids = {each["id"]: each["name"] for each in truth}
+    for image in document["images"]:
+        scores = [each["score"] for each in image["detections"]]
+        assert scores == sorted(scores, reverse=True)
+        assert all(ids[each["category_id"]] == each["category"] for each in image["detections"])
+        with Image.open(tmp_path / image["picture"]) as picture:
+            assert picture.width / picture.height == pytest.approx(image["width"] / image["height"], rel=0.01)
+
+
+def test_final_folder_and_run_find_the_same_one_at_a_time_or_together(run, photos):
+    images = [decode_image(path) for path in sorted(photos.rglob("*.png"))]
+    of_run, of_final = open_predictor(run), open_predictor(run / "final")
+    assert of_final.categories == of_run.categories
+    together = of_run.predict(images, 0.0)
+    assert any(len(found["scores"]) for found in together)
+    for image, expected in zip(images, together, strict=True):
+        assert_same(of_run.predict([image], 0.0)[0], expected)
+        assert_same(of_final.predict([image], 0.0)[0], expected)
+
+
+def test_final_folder_gives_what_the_pipeline_gives(server, run, photos, tmp_path):
+    if not is_transformers(run / "final"):
+        pytest.skip("this detector is not one of transformers")
+    paths = sorted(photos.rglob("*.png"))
+    assert_equal_to_pipeline(server, run / "final", paths, tmp_path)
+    assert_equal_to_pipeline(server, run, paths, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def published(server, script, settings, tmp_path_factory):
+    """A published DETR, trained for two steps, that keeps the aspect ratio of its images."""
+    if script.name != "train_detr":
+        pytest.skip("one script is enough")
+    args = settings("--config", script.config.with_name("detr_published.yaml"), "--run.max_steps", 2,
+                    "--run.output_dir", tmp_path_factory.mktemp("published"), "--data.scales", "[96,128]",
+                    "--data.max_size", 200)  # fmt: skip
+    return server.run(script, args, whole=True).ok().folder
+
+
+def test_published_detr_gives_what_the_pipeline_gives(server, published, photos, tmp_path):
+    paths = sorted(photos.rglob("*.png"))
+    assert_equal_to_pipeline(server, published / "final", paths, tmp_path)
+    assert_equal_to_pipeline(server, published, paths, tmp_path)
+
+
+@pytest.mark.skipif(not BCCD.is_dir(), reason="no BCCD data: set DETECTION_TOOLKIT_BCCD to its folder")
+def test_photographs_give_what_the_pipeline_gives(server, published, tmp_path):
+    paths = sorted((BCCD / "JPEGImages").glob("*.jpg"))[:8]
+    assert_equal_to_pipeline(server, published / "final", paths, tmp_path)
+    assert_equal_to_pipeline(server, published, paths, tmp_path)
+
+
+def test_evaluation_of_the_folder_alone_gives_the_numbers_of_the_run(server, run):
+    (trained,) = [row for row in rows(run) if "val/bbox_AP" in row]
+    for weights, prefix in (("model", "val/"), ("ema", "val/ema/")):
+        ended = server.run(EVALUATE, [run, "--weights", weights]).ok()
+        again = json.loads(ended.text.splitlines()[-1])
+        expected = {k.removeprefix(prefix): v for k, v in trained.items() if k.startswith(f"{prefix}bbox")}
+        assert expected == {k: v for k, v in again.items() if k.startswith("bbox")}
+    ended = server.run(EVALUATE, [run, "--expect.bbox_AP", "0.99"])
+    assert ended.code == 1
+    assert "missed: bbox_AP" in ended.text
+
+
+BAD = {
+    "no model": (["{tmp}/none", "{photos}"], ["{tmp}/none", "neither a run folder"]),
+    "no run": (["{photos}", "{photos}"], ["no run folder"]),
+    "no images": (["{run}", "{tmp}/none.jpg", "{photos}/*.gif", "{empty}"], ["none.jpg", "*.gif", "{empty}: holds no"]),
+    "weights of a final folder": (["{run}/final", "{photos}", "--weights", "ema"], ["--weights ema"]),
+    "no batch": (["{run}", "{photos}", "--batch-size", "0"], ["--batch-size 0"]),
+    "out is a file": (["{run}", "{photos}", "--out", "{photos}/notes.txt"], ["--out", "notes.txt"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_one_message_and_code_2(server, run, photos, tmp_path, case):
+    (tmp_path / "empty").mkdir()
+    given, wanted = BAD[case]
+    places = {"run": run, "photos": photos, "tmp": tmp_path, "empty": tmp_path / "empty"}
+    args = [part.format(**places) for part in given]
+    ended = server.run(PREDICT, args if "--out" in args else [*args, "--out", tmp_path / "out"])
+    assert ended.code == 2, ended.text
+    assert "Traceback" not in ended.text and ended.text.count("error: ") == 1
+    for word in wanted:
+        assert word.format(**places) in ended.text
+    assert not (tmp_path / "out").exists()
+
+
+def is_transformers(final: Path) -> bool:
+    return "model_type" in json.loads((final / "config.json").read_text())
+
+
+def assert_equal_to_pipeline(server, model: Path, paths: list[Path], out: Path) -> None:
+    """What predict.py writes is what `pipeline("object-detection")` finds: scores to 1e-4, boxes to 1e-4 of the image.
+
+    The pipeline's own boxes are cut to whole pixels; they are taken before that.
+    """
+    from transformers import pipeline
+
+    final = model if (model / "config.json").exists() else model / "final"
+    pipe = pipeline("object-detection", model=str(final), device="cpu")
+    pipe._get_bounding_box = lambda box: box.tolist()
+    document, _ = predict(server, model, *paths, "--out", out, "--score-threshold", 0, "--batch-size", 4)
+    assert len(document["images"]) == len(paths)
+    for image in document["images"]:
+        theirs = [(each["score"], each["label"], each["box"]) for each in pipe(image["file_name"], threshold=0.0)]
+        ours = [(each["score"], each["category"], xyxy(each["bbox"])) for each in image["detections"]]
+        assert theirs
+        # RT-DETR's processor gives as many pairs of query and class as there are queries, we give up to 300
+        assert_matched(sorted(theirs, reverse=True), ours, max(image["width"], image["height"]))
+        assert_matched(ours[: len(theirs)], sorted(theirs, reverse=True), max(image["width"], image["height"]))
+
+
+def xyxy(bbox: list[float]) -> list[float]:
+    x, y, width, height = bbox
+    return [x, y, x + width, y + height]
+
+
+def assert_same(found, expected) -> None:
+    """As many as both have: RT-DETR's processor gives one detection per query, we give up to 300."""
+    keys = ("scores", "labels", "boxes")
+    found, expected = ([*zip(*(each[k].tolist() for k in keys), strict=True)] for each in (found, expected))
+    count = min(len(found), len(expected))
+    assert count or not (found or expected)
+    assert_matched(found[:count], expected, 100)
+    assert_matched(expected[:count], found, 100)
+
+
+def assert_matched(found: list[tuple], expected: list[tuple], longer_side: int) -> None:
+    """Every (score, label, box xyxy) of `found` is an expected one; of nearly equal scores the order is free."""
+    for score, label, box in found:
+        near = [b for s, other, b in expected if other == label and abs(score - s) <= 1e-4]
+        assert any(max(abs(x - y) for x, y in zip(box, b, strict=True)) <= 1e-4 * longer_side for b in near), (
+            f"score {score}, {label}, {box}; of that class and score are {near}"
+        )
