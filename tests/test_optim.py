@@ -5,6 +5,7 @@ import timm
 import torch
 import torchvision
 import transformers
+from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from toolkit.errors import BadInput
@@ -138,3 +139,27 @@ def test_optimizers_step_and_their_state_returns(name):
 def test_an_unknown_optimizer():
     with pytest.raises(BadInput, match="adamw, adam or sgd"):
         build_optimizer("lion", parameter_groups(nn.Linear(1, 1), lr=1.0, weight_decay=0.0))
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "convnext_atto", "vit_tiny_patch16_224"])
+def test_layer_decay_gives_each_backbone_layer_the_factor_that_timm_gives_it(name):
+    with torch.device("meta"):
+        whole, features = timm.create_model(name), timm.create_model(name, features_only=True)
+        model = nn.ModuleDict({"backbone": features, "head": nn.Linear(2, 2)})
+    timm_groups = param_groups_layer_decay(whole, weight_decay=0, layer_decay=0.5)
+    name_of = {id(p): name for name, p in whole.named_parameters()}
+    scales = {name_of[id(p)]: group["lr_scale"] for group in timm_groups for p in group["params"]}
+    groups = parameter_groups(model, lr=1.0, backbone_lr=0.1, weight_decay=0.0, layer_decay=0.5)
+    assert_each_once(model, groups)
+    spelt = {name.replace(".", "_"): scale for name, scale in scales.items()}
+    for group in groups:
+        for parameter in group["param_names"]:
+            scale = spelt.get(parameter.removeprefix("backbone.").removeprefix("model.").replace(".", "_"))
+            assert group["lr"] == (1.0 if parameter.startswith("head") else pytest.approx(0.1 * scale)), parameter
+    assert len({group["lr"] for group in groups}) > 4
+    assert "backbone/layer-1" in by_group(groups)
+
+
+def test_layer_decay_needs_a_backbone_of_timm():
+    with pytest.raises(BadInput, match="layer_decay"):
+        parameter_groups(Detector(), lr=1.0, weight_decay=0.0, layer_decay=0.5)

@@ -16,6 +16,7 @@ def parameter_groups(
     backbone_lr: float | None = None,
     no_decay_on_norm_and_bias: bool = False,
     multipliers: Mapping[str, float] | None = None,
+    layer_decay: float = 1.0,
     backbone_prefix: str | None = None,
 ) -> list[dict]:
     """Groups of an optimizer: every parameter that requires a gradient, in exactly one.
@@ -27,19 +28,24 @@ def parameter_groups(
         no_decay_on_norm_and_bias: no weight decay on parameters of norm layers (found by the type of the module, not by
             a pattern on names) and on biases.
         multipliers: factor on the learning rate by prefix of the parameter name; the longest prefix counts.
+        layer_decay: factor on the learning rate of a layer of the timm backbone for each layer between it and what is
+            above the backbone; see `layer_depths`.
         backbone_prefix: prefix of the backbone's parameters; None: a part of the name that reads "backbone".
 
     Returns:
         [{name, params, param_names, lr, weight_decay}], in the order of their first parameter. Names, for
-        `train/lr/<name>`: "main" or "backbone", then "/no_decay", then "/<prefix>" of a multiplier.
+        `train/lr/<name>`: "main" or "backbone", then "/no_decay", then "/<prefix>" of a multiplier, then
+        "/layer-<depth>" with a layer decay.
 
     Raises:
-        BadInput: a multiplier that matches no parameter, a backbone rate without a backbone, nothing that trains.
+        BadInput: a multiplier that matches no parameter, a backbone rate or a layer decay without a backbone, nothing
+            that trains.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     multipliers = dict(multipliers or {})
     _check(trained, multipliers, backbone_lr, backbone_prefix)
     undecayed = _norms_and_biases(model) if no_decay_on_norm_and_bias else set()
+    depths = layer_depths(model) if layer_decay != 1.0 else {}
     groups: dict[str, dict] = {}
     for name, parameter in trained:
         in_backbone = backbone_lr is not None and _in_backbone(name, backbone_prefix)
@@ -48,6 +54,9 @@ def parameter_groups(
         group_name = "backbone" if in_backbone else "main"
         group_name += ("" if decays else "/no_decay") + ("" if prefix is None else f"/{prefix}")
         group_lr = (backbone_lr if in_backbone else lr) * (1.0 if prefix is None else multipliers[prefix])
+        if name in depths:
+            group_name += f"/layer-{depths[name]}"
+            group_lr *= layer_decay ** depths[name]
         group = groups.setdefault(
             group_name,
             {
@@ -61,6 +70,45 @@ def parameter_groups(
         group["params"].append(parameter)
         group["param_names"].append(name)
     return list(groups.values())
+
+
+def layer_depths(model: nn.Module) -> dict[str, int]:
+    """How many layers below the top each parameter of the model's timm backbones lies; 1: in the last one.
+
+    Layers are those of timm's `group_matcher`, from which its own `layer_decay` is computed: residual or transformer
+    blocks, and one for the stem.
+
+    Raises:
+        BadInput: the model has no timm backbone, or one that does not say what its layers are.
+    """
+    depths = {}
+    for prefix, module in model.named_modules():
+        if isinstance(cfg := getattr(module, "pretrained_cfg", None), dict) and "architecture" in cfg:
+            of_name = _timm_depths(cfg["architecture"])
+            for name, _ in module.named_parameters():
+                if (depth := of_name.get(_spelling(name))) is not None:
+                    depths[f"{prefix}.{name}" if prefix else name] = depth
+    if not depths:
+        raise BadInput("optim.layer_decay: the detector has no timm backbone that names its layers; set it to 1")
+    return depths
+
+
+def _timm_depths(architecture: str) -> dict[str, int]:
+    """Depths of the parameters of a timm model, its head left out, by `_spelling` of their names."""
+    import timm  # takes seconds; most runs do without layer decay
+
+    with torch.device("meta"):  # only the names are wanted
+        whole = timm.create_model(architecture)
+    if not hasattr(whole, "group_matcher"):
+        return {}
+    layers = timm.models.group_parameters(whole, whole.group_matcher(coarse=False), reverse=True)
+    head = max(layers.values())
+    return {_spelling(name): head - layer for name, layer in layers.items() if layer < head}
+
+
+def _spelling(name: str) -> str:
+    """One for timm's whole models and their feature extractors, which flatten "stages.1.0" to "stages_1.0"."""
+    return name.removeprefix("model.").replace("_", ".")
 
 
 def build_optimizer(
