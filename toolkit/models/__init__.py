@@ -13,8 +13,17 @@ from toolkit.errors import BadInput
 # loader processes need not wait for.
 ARCHITECTURES = {
     "detr": ("toolkit.models.detr", "Detr"),
+    "conditional_detr": ("toolkit.models.conditional_detr", "ConditionalDetr"),
+    "deformable_detr": ("toolkit.models.deformable_detr", "DeformableDetr"),
+    "dab-detr": ("toolkit.models.dab_detr", "DabDetr"),
+    "rf_detr": ("toolkit.models.rf_detr", "RfDetr"),
+    "yolos": ("toolkit.models.yolos", "Yolos"),
     "rt_detr_v2": ("toolkit.models.rt_detr", "RTDetrV2"),
+    "d_fine": ("toolkit.models.d_fine", "DFine"),
+    "deimv2": ("toolkit.models.d_fine", "Deimv2"),
     "yolov3": ("toolkit.models.yolov3", "build_yolov3"),
+    "ssd": ("toolkit.models.ssd", "SSD"),
+    "ssdlite": ("toolkit.models.ssd", "SSDLite"),
 }
 
 

@@ -211,12 +211,15 @@ def initialise_as_published_(model: DetrForObjectDetection) -> None:
 
 
 @torch.no_grad()
-def initialise_transformer_(transformer: nn.Module) -> None:
-    """Matrices Xavier uniform, query, key and value as the one matrix they are in `nn.MultiheadAttention`."""
+def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")) -> None:
+    """Matrices Xavier uniform; those whose names end in `fused` as the one matrix they are in `nn.MultiheadAttention`.
+
+    Biases are PyTorch's default, but 0 in that module and in every attention's output projection.
+    """
     for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear):
-            fused = name.endswith(("q_proj", "k_proj", "v_proj"))
+            in_one = name.endswith(fused)
             module.reset_parameters()
-            nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if fused else 1.0)
-            if fused or name.endswith(("o_proj", "out_proj")):
+            nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if in_one else 1.0)
+            if in_one or name.endswith(("o_proj", "out_proj", "output_proj")):
                 nn.init.zeros_(module.bias)

@@ -91,5 +91,6 @@ def _write_categories(folder: Path, categories: Sequence) -> None:
 
 
 def _counts_batches_of_frozen_norm(model: PreTrainedModel, key: str) -> bool:
-    frozen_when_loaded = model.config.backbone_config.freeze_batch_norm_2d
+    backbone = getattr(model.config, "backbone_config", None)
+    frozen_when_loaded = getattr(backbone, "freeze_batch_norm_2d", False)  # of timm backbones
     return frozen_when_loaded and ".backbone." in key and key.endswith("num_batches_tracked")
