@@ -14,7 +14,7 @@ import torch
 
 from toolkit.errors import BadInput
 
-SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear")
+SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear", "cyclic")
 
 
 def lr_factor(
@@ -29,6 +29,9 @@ def lr_factor(
     gamma: float = 0.1,
     power: float = 0.9,
     final_factor: float = 0.0,
+    stairs: int = 5,
+    cycles: int = 10,
+    last_cycle: str = "linear",
 ) -> float:
     """Factor on the initial learning rate at a step.
 
@@ -37,7 +40,7 @@ def lr_factor(
             milestone is the first with the lower rate). With p = (step - warmup_steps) / (total_steps - warmup_steps),
             from 0 to 1, and f = final_factor: cosine: f + (1 - f) (1 + cos(pi p)) / 2. linear: f + (1 - f) (1 - p).
             poly: f + (1 - f) (1 - p)^power. They reach f at `total_steps`, after the last update, whose rate is thus
-            not 0. Without `total_steps` (not known yet) they stay at p = 0.
+            not 0. Without `total_steps` (not known yet) they stay at p = 0. cyclic: see `cyclic_factor`.
         warmup_steps: over these the factor is multiplied by warmup_factor + (1 - warmup_factor) step / warmup_steps,
             which meets the schedule at `warmup_steps` without a jump.
         milestones, step_size: in steps, counted from step 0.
@@ -49,6 +52,11 @@ def lr_factor(
         return warm * gamma ** (step // step_size)
     if name == "multistep":
         return warm * gamma ** bisect_right(milestones, step)
+    if name == "cyclic":
+        decay = gamma ** bisect_right(milestones, step)
+        if step < warmup_steps:
+            return warm * decay / stairs
+        return cyclic_factor(step, total_steps, step_size, decay, stairs, cycles, last_cycle, final_factor)
     done = 0.0 if total_steps is None else (step - warmup_steps) / max(1, total_steps - warmup_steps)
     done = min(max(done, 0.0), 1.0)
     if name == "cosine":
@@ -56,6 +64,30 @@ def lr_factor(
     else:
         left = (1.0 - done) ** (power if name == "poly" else 1.0)
     return warm * (final_factor + (1.0 - final_factor) * left)
+
+
+def cyclic_factor(
+    step: int,
+    total_steps: int | None,
+    step_size: int,
+    decay: float,
+    stairs: int,
+    cycles: int,
+    last_cycle: str,
+    final_factor: float,
+) -> float:
+    """Warm restarts in stairs, then one long decay (ESPNetv2, Mehta et al., CVPR 2019, section 4.1).
+
+    A cycle has `stairs` stairs of `step_size` steps each: the lowest rate, 1 / stairs, then 1 and down by 1 / stairs at
+    every stair, times `decay`. After `cycles` of them the lowest rate goes down to `final_factor` at `total_steps`, in a
+    straight line or as a cosine (`last_cycle`).
+    """
+    stair, lowest, cyclic_steps = step // step_size, decay / stairs, cycles * stairs * step_size
+    if step < cyclic_steps or total_steps is None:
+        return lowest * ((stairs - stair) % stairs + 1)
+    done = min((step - cyclic_steps) / max(1, total_steps - cyclic_steps), 1.0)
+    left = (1.0 + math.cos(math.pi * done)) / 2.0 if last_cycle == "cosine" else 1.0 - done
+    return final_factor + (lowest - final_factor) * left
 
 
 class Schedule:
@@ -126,7 +158,8 @@ class StepBudget:
     Args:
         max_minutes: of training.
         skip_steps: first steps that are no measure of the speed (compilation, caches); their time counts all the same.
-        measure_steps: steps that the speed is measured on; fewer when they would take over a fifth of the minutes.
+        measure_steps: steps that the speed is measured on; fewer when they would take over a fifth of the minutes. A
+            fifth of them, the slowest and the fastest, are left out of their mean: one hiccup is no speed.
     """
 
     _STATE = ("total_steps", "steps", "elapsed_s", "measured_s")
@@ -134,24 +167,27 @@ class StepBudget:
     def __init__(self, max_minutes: float, skip_steps: int = 3, measure_steps: int = 20):
         self.max_minutes, self.skip_steps, self.measure_steps = max_minutes, skip_steps, measure_steps
         self.total_steps: int | None = None
-        self.steps, self.elapsed_s, self.measured_s = 0, 0.0, 0.0
+        self.steps, self.elapsed_s = 0, 0.0
+        self.measured_s: list[float] = []
 
     def add(self, step_s: float) -> None:
         """One more step took `step_s` seconds."""
         self.steps += 1
         self.elapsed_s += step_s
         if self.steps > self.skip_steps:
-            self.measured_s += step_s
+            self.measured_s.append(step_s)
 
     def propose(self) -> int | None:
         """The number of steps that fit into the minutes, the ones made included; None while it is too early to say."""
-        budget_s, measured = 60.0 * self.max_minutes, self.steps - self.skip_steps
+        budget_s, measured = 60.0 * self.max_minutes, len(self.measured_s)
         spent = self.elapsed_s >= budget_s
         if measured < 1:
             return self.steps if spent else None
         if measured < self.measure_steps and self.elapsed_s < budget_s / 5:
             return None
-        return self.steps + max(0, int((budget_s - self.elapsed_s) / (self.measured_s / measured)))
+        outside = -(-measured // 10) if measured > 2 else 0
+        typical = sorted(self.measured_s)[outside : measured - outside]
+        return self.steps + max(0, int((budget_s - self.elapsed_s) * len(typical) / sum(typical)))
 
     def fix(self, total_steps: int | None) -> None:
         """Takes what the ranks agreed on, once; None: not yet."""
@@ -159,11 +195,11 @@ class StepBudget:
             self.total_steps = total_steps
 
     def state_dict(self) -> dict:
-        return {name: getattr(self, name) for name in self._STATE}
+        return {name: copy.copy(getattr(self, name)) for name in self._STATE}
 
     def load_state_dict(self, state: Mapping) -> None:
         for name in self._STATE:
-            setattr(self, name, state[name])
+            setattr(self, name, copy.copy(state[name]))
 
 
 def steps_from(value: int | str, steps_per_epoch: int) -> int:
@@ -197,7 +233,7 @@ def _check(name: str, options: Mapping) -> None:
         problems.append(f"schedule.milestones are {milestones}; expected increasing steps")
     if name == "multistep" and not milestones:
         problems.append("schedule.milestones is empty; multistep needs the steps at which the rate drops")
-    if name == "step" and options.get("step_size", 0) <= 0:
+    if name in ("step", "cyclic") and options.get("step_size", 0) <= 0:
         problems.append(f"schedule.step_size is {options.get('step_size', 0)}; expected a positive number of steps")
     if options.get("warmup_steps", 0) < 0:
         problems.append(f"schedule.warmup_steps is {options['warmup_steps']}; expected 0 or more")
