@@ -102,12 +102,21 @@ class RTDetrV2(nn.Module):
         std: Sequence[float] | None = None,
     ):
         super().__init__()
-        options = dict(
-            backbone=backbone, pretrained_backbone=pretrained_backbone, freeze=freeze, d_model=d_model, heads=heads,
-            encoder_layers=encoder_layers, decoder_layers=decoder_layers, ffn_dim=ffn_dim, num_queries=num_queries,
-            num_denoising=num_denoising, hidden_expansion=hidden_expansion, varifocal_gamma=varifocal_gamma,
-            dropout=dropout,
-        )  # fmt: skip
+        options = {
+            "backbone": backbone,
+            "pretrained_backbone": pretrained_backbone,
+            "freeze": freeze,
+            "d_model": d_model,
+            "heads": heads,
+            "encoder_layers": encoder_layers,
+            "decoder_layers": decoder_layers,
+            "ffn_dim": ffn_dim,
+            "num_queries": num_queries,
+            "num_denoising": num_denoising,
+            "hidden_expansion": hidden_expansion,
+            "varifocal_gamma": varifocal_gamma,
+            "dropout": dropout,
+        }
         config = self._build(class_names, source_config, options, mean, std)
         self.set_loss = RTDetrCriterion(
             len(class_names), config.decoder_layers, config.num_denoising > 0, config.focal_loss_gamma
@@ -189,7 +198,7 @@ class RTDetrV2(nn.Module):
     def _check_size(self, height: int, width: int) -> None:
         config = self.model.config
         if height % self.stride or width % self.stride:
-            raise BadInput(f"images of {height}x{width} px: {config.model_type} needs both sides to be multiples of 32.")
+            raise BadInput(f"images of {height}x{width} px: {config.model_type} needs sides that are multiples of 32.")
         positions = sum((height // stride) * (width // stride) for stride in config.feat_strides)
         if positions < config.num_queries:
             raise BadInput(

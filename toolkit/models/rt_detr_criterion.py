@@ -54,12 +54,12 @@ class RTDetrCriterion(nn.Module):
         """
         device = layers["logits"].device
         with torch.autocast(device.type, enabled=False):
-            logits, boxes = (_full_precision(layers[key]).transpose(0, 1) for key in ("logits", "boxes"))
+            logits, boxes = (full_precision(layers[key]).transpose(0, 1) for key in ("logits", "boxes"))
             padded = pad_targets(targets, device, logits.dtype)
             meta = layers["denoising"]
             noisy = meta["dn_num_split"][0] if meta is not None else 0
-            query_logits = torch.cat([logits[:, :, noisy:], _full_precision(layers["encoder_logits"])[None]])
-            query_boxes = torch.cat([boxes[:, :, noisy:], _full_precision(layers["encoder_boxes"])[None]])
+            query_logits = torch.cat([logits[:, :, noisy:], full_precision(layers["encoder_logits"])[None]])
+            query_boxes = torch.cat([boxes[:, :, noisy:], full_precision(layers["encoder_boxes"])[None]])
             matches = match_focal(query_logits.detach(), query_boxes.detach(), padded)
             losses = self._losses(query_logits, query_boxes, padded, matches, self.query_suffixes, boxes_denominator)
             if meta is not None:
@@ -113,5 +113,5 @@ def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, dev
     return Matches(layer, image.repeat(num_layers), query.repeat(num_layers), target.repeat(num_layers))
 
 
-def _full_precision(tensor: Tensor) -> Tensor:
+def full_precision(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
