@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "deimv2": ("toolkit.models.d_fine", "Deimv2"),
     "faster_rcnn": ("toolkit.models.faster_rcnn_build", "build_faster_rcnn"),
     "fasterrcnn_resnet50_fpn_v2": ("toolkit.models.faster_rcnn_build", "build_resnet50_fpn_v2"),
+    "scene_graph": ("toolkit.models.scene_graph", "SceneGraph"),
     "yolov3": ("toolkit.models.yolov3", "build_yolov3"),
     "ssd": ("toolkit.models.ssd", "SSD"),
     "ssdlite": ("toolkit.models.ssd", "SSDLite"),

@@ -1,0 +1,364 @@
+"""Faster R-CNN: matching, sampling, losses, detections. Run: `python -m pytest tests/test_faster_rcnn.py`."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision.models.detection import fasterrcnn_resnet50_fpn, fasterrcnn_resnet50_fpn_v2
+from torchvision.models.detection._utils import Matcher
+from torchvision.models.detection.image_list import ImageList
+from torchvision.ops import box_iou
+
+from toolkit.data.table import Category
+from toolkit.errors import BadInput
+from toolkit.evaluation.loop import eval_mode
+from toolkit.models import build_detector
+from toolkit.models.faster_rcnn_build import SAMPLING_OPTIONS
+from toolkit.models.faster_rcnn_criterion import BACKGROUND, IGNORED, covered_share, match_boxes, sample, shares
+from toolkit.models.final import load_detector_folder
+from toolkit.norms import FrozenBatchNorm2d
+
+CLASSES = ("red", "white", "platelet")
+TINY = {
+    "backbone": "resnet10t", "norm": "group", "freeze": "none", "strides": [8, 16], "fpn_channels": 16,
+    "anchor_sizes": [[16], [32], [48]], "aspect_ratios": [1.0], "representation_size": 24,
+    "rpn_pre_nms_top_n_train": 40, "rpn_post_nms_top_n_train": 30, "rpn_pre_nms_top_n_test": 40,
+    "rpn_post_nms_top_n_test": 20, "rpn_batch_size_per_image": 32, "box_batch_size_per_image": 16,
+}  # fmt: skip
+EVERYTHING = {"rpn_batch_size_per_image": 10**6, "box_batch_size_per_image": 10**6}
+
+
+def tiny(seed=0, **options):
+    torch.manual_seed(seed)
+    return build_detector("faster_rcnn", class_names=CLASSES, **{**TINY, **options})
+
+
+def target(boxes, labels=None, iscrowd=None):
+    count = len(boxes)
+    return {
+        "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
+        "labels": torch.tensor(labels or [i % len(CLASSES) for i in range(count)], dtype=torch.int64),
+        "iscrowd": torch.tensor(iscrowd or [0] * count, dtype=torch.int64),
+    }
+
+
+TARGETS = [
+    target([[4, 4, 30, 28], [20, 30, 60, 62]]),
+    target([]),
+    target([[10, 10, 40, 40]]),
+    target([[0, 0, 64, 40], [8, 8, 24, 24]], iscrowd=[1, 0]),
+]
+
+
+def images_of(count, side=64):
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+    return images, torch.tensor([[side, side]] * count)
+
+
+def losses_of(detector, images, sizes, targets, images_in_all=None, seed=1):
+    torch.manual_seed(seed)
+    outputs = detector(images, sizes, targets)
+    losses, metrics = detector.criterion(outputs, targets, {"images": float(images_in_all or len(targets))})
+    assert tuple(losses) == detector.loss_names and tuple(metrics) == detector.metric_names
+    return losses, outputs
+
+
+def gradients(detector):
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in detector.parameters()])
+
+
+# Matching and sampling
+
+corner_and_size = st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 30), st.integers(1, 30))
+boxes = st.lists(corner_and_size, min_size=1, max_size=12).map(
+    lambda rows: torch.tensor([(x, y, x + w, y + h) for x, y, w, h in rows], dtype=torch.float32)
+)
+
+
+@given(boxes, boxes, st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_matches_are_torchvisions(candidates, objects, best_of_each_box):
+    ours = match_boxes(candidates, objects, torch.zeros(len(objects)), 0.6, 0.3, best_of_each_box=best_of_each_box)
+    iou = box_iou(objects, candidates)
+    if best_of_each_box:  # torchvision also takes all candidates for an object that none of them touches
+        iou = torch.cat([row[None] for row in iou if row.max() > 0] or [iou[:0]])
+        assert ours[iou.amax(0) >= 0.6].ge(0).all() if len(iou) else (ours == BACKGROUND).all()
+        if len(iou) < len(objects):
+            return
+    assert torch.equal(ours, Matcher(0.6, 0.3, best_of_each_box)(iou))
+
+
+@given(boxes, boxes)
+@settings(max_examples=40, deadline=None)
+def test_nothing_that_lies_in_a_crowd_region_is_positive_or_negative(candidates, objects):
+    crowd = torch.zeros(len(objects)).index_fill(0, torch.tensor(0), 1)
+    match = match_boxes(candidates, objects, crowd, 0.5, 0.3, best_of_each_box=True)
+    covered = covered_share(candidates, objects[:1])[0] >= 0.7
+    assert (match[covered] == IGNORED).all()
+    without = match_boxes(candidates, objects[1:], crowd[1:], 0.5, 0.3, best_of_each_box=True)
+    expected = torch.where(without >= 0, without + 1, without)
+    assert torch.equal(match[~covered], expected[~covered])
+
+
+def test_a_crowd_region_is_never_matched_even_by_itself():
+    box = torch.tensor([[0.0, 0.0, 10.0, 10.0]])
+    assert match_boxes(box, box, torch.ones(1), 0.5, 0.5, best_of_each_box=True).tolist() == [IGNORED]
+    small = torch.tensor([[0.0, 0.0, 100.0, 100.0]])
+    assert match_boxes(small, box, torch.ones(1), 0.5, 0.5, best_of_each_box=True).tolist() == [BACKGROUND]
+
+
+def test_an_object_that_no_anchor_touches_leaves_them_background():
+    anchors = torch.tensor([[0.0, 0.0, 10.0, 10.0]])
+    far = torch.tensor([[50.0, 50.0, 60.0, 60.0]])
+    assert match_boxes(anchors, far, torch.zeros(1), 0.7, 0.3, best_of_each_box=True).tolist() == [BACKGROUND]
+
+
+@given(st.lists(st.sampled_from([IGNORED, BACKGROUND, 0, 1]), min_size=1, max_size=40), st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_samples_are_as_many_as_asked_for_positives_first(rows, size):
+    match = torch.tensor(rows)
+    index, chosen = sample(match, size, 0.25, torch.rand(len(rows)))
+    positives = min(int(size * 0.25), int((match >= 0).sum()))
+    negatives = min(size - positives, int((match == BACKGROUND).sum()))
+    assert len(set(index.tolist())) == len(index) == min(size, len(rows))
+    assert (chosen >= 0).sum() == positives and (chosen == BACKGROUND).sum() == negatives
+    kept = chosen != IGNORED
+    assert torch.equal(chosen[kept], match[index[kept]])
+    assert float(shares(chosen).sum()) == pytest.approx(1.0 if positives + negatives else 0.0)
+
+
+def test_samples_are_drawn_evenly():
+    match = torch.tensor([0] * 6 + [BACKGROUND] * 10)
+    drawn = torch.zeros(16)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2000):
+        drawn[sample(match, 8, 0.25, torch.rand(16, generator=generator))[0]] += 1
+    assert drawn[:6] / 2000 == pytest.approx(torch.full((6,), 2 / 6), abs=0.05)
+    assert drawn[6:] / 2000 == pytest.approx(torch.full((10,), 6 / 10), abs=0.05)
+
+
+# Losses
+
+
+def test_losses_and_gradients_are_torchvisions_on_one_image():
+    """All anchors and proposals sampled, so that nothing is drawn; torchvision labels classes from 1."""
+    detector = tiny(**EVERYTHING).train()
+    images, sizes = images_of(1)
+    losses, _ = losses_of(detector, images, sizes, TARGETS[:1])
+    sum(losses.values()).backward()
+    ours = gradients(detector)
+    detector.zero_grad()
+    features, images_hw = detector.features(images, sizes)
+    theirs_targets = [{**t, "labels": t["labels"] + 1} for t in TARGETS[:1]]
+    proposals, rpn = detector.rpn(ImageList(images, images_hw), features, theirs_targets)
+    _, roi = detector.roi_heads(features, proposals, images_hw, theirs_targets)
+    theirs = {**rpn, **roi}
+    assert theirs.keys() == losses.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(losses[name], value, rtol=1e-5, atol=1e-7, msg=name)
+    sum(theirs.values()).backward()
+    torch.testing.assert_close(ours, gradients(detector), rtol=1e-4, atol=1e-6)
+
+
+def test_accumulation_is_the_big_batch_when_nothing_is_drawn():
+    detector = tiny(**EVERYTHING).train()
+    images, sizes = images_of(4)
+    losses, _ = losses_of(detector, images, sizes, TARGETS)
+    sum(losses.values()).backward()
+    big = gradients(detector)
+    detector.zero_grad()
+    for part in (slice(0, 1), slice(1, 4)):
+        losses, _ = losses_of(detector, images[part], sizes[part], TARGETS[part], images_in_all=4)
+        sum(losses.values()).backward()
+    torch.testing.assert_close(gradients(detector), big, rtol=1e-4, atol=1e-6)
+
+
+def test_accumulation_differs_from_the_big_batch_as_another_draw_of_samples_does():
+    """The figures are in docs/differences.md: what remains is the draw, which depends on step, rank and micro-batch."""
+    detector = tiny().train()
+    images, sizes = images_of(4)
+
+    def gradient(seed, parts):
+        detector.zero_grad()
+        for micro, part in enumerate(parts):
+            losses, _ = losses_of(detector, images[part], sizes[part], TARGETS[part], 4, 100 * seed + micro)
+            sum(losses.values()).backward()
+        return gradients(detector)
+
+    whole, halves = (slice(0, 4),), (slice(0, 2), slice(2, 4))
+    draws = 12
+    big = torch.stack([gradient(seed, whole) for seed in range(draws)])
+    accumulated = torch.stack([gradient(seed, halves) for seed in range(draws, 2 * draws)])
+    spread = (big - big.mean(0)).norm(dim=1).mean() / big.mean(0).norm()
+    between = (accumulated.mean(0) - big.mean(0)).norm() / big.mean(0).norm()
+    noise = spread * math.sqrt(2 / draws)
+    print(f"one draw differs by {spread:.3f}, the means over {draws} draws by {between:.3f}, noise alone {noise:.3f}")
+    assert 0.02 < spread < 1.0
+    assert between < 1.5 * noise
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [target([]), target([])],
+        [target([[-64, -64, 128, 128]], iscrowd=[1])] * 2,
+        [target([[3, 3, 3, 20]]), target([[5, 5, 25, 25]])],
+    ],
+    ids=["no objects", "crowd only", "an object without area"],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_losses_are_finite_and_reach_every_parameter(targets, training):
+    detector = tiny().train(training)
+    losses, _ = losses_of(detector, *images_of(2), targets)
+    assert all(torch.isfinite(value) for value in losses.values())
+    sum(losses.values()).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in detector.parameters())
+    is_crowd = bool(targets[0]["iscrowd"].any())
+    assert (losses["loss_objectness"].item() == 0) == is_crowd  # images without objects train as background
+
+
+def test_evaluation_losses_do_not_depend_on_the_generator_or_the_batch():
+    detector = tiny().eval()
+    images, sizes = images_of(2)
+    together, _ = losses_of(detector, images, sizes, TARGETS[:2], seed=1)
+    apart = [losses_of(detector, images[i : i + 1], sizes[i : i + 1], TARGETS[i : i + 1], 2, seed=i)[0] for i in (0, 1)]
+    for name in detector.loss_names:
+        torch.testing.assert_close(together[name], apart[0][name] + apart[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_keeps_boxes_and_losses_in_float32():
+    detector = tiny().train()
+    images, sizes = images_of(2)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = detector(images, sizes, TARGETS[:2])
+    assert {v.dtype for v in outputs.values()} <= {torch.float32, torch.int64}
+    losses, _ = detector.criterion(outputs, TARGETS[:2], {"images": 2.0})
+    full, _ = losses_of(detector, images, sizes, TARGETS[:2], seed=0)
+    assert float(losses["loss_objectness"]) == pytest.approx(float(full["loss_objectness"]), rel=0.05)
+
+
+# Detections
+
+
+def test_padded_images_are_detected_within_their_own_size():
+    detector = tiny(box_score_thresh=0.0).eval()
+    images, _ = images_of(2)
+    sizes = torch.tensor([[64, 64], [40, 33]])
+    with torch.no_grad():
+        outputs = detector(images, sizes)
+    original = torch.tensor([[128, 64], [80, 66]])
+    first, second = detector.postprocess(outputs, sizes, original)
+    assert len(second["boxes"]) and (second["boxes"][:, 2] <= 66).all() and (second["boxes"][:, 3] <= 80).all()
+    assert first["boxes"][:, 3].max() > 64
+    assert (first["scores"].diff() <= 0).all() and set(first["labels"].tolist()) <= {0, 1, 2}
+    few = detector.postprocess(outputs, sizes, original, score_threshold=float(first["scores"][5]), top_k=3)
+    assert torch.equal(few[0]["boxes"], first["boxes"][:3])
+    assert (few[1]["scores"] > first["scores"][5]).all()
+
+
+def test_detections_are_the_same_with_and_without_targets():
+    detector = tiny(box_score_thresh=0.0).eval()
+    images, sizes = images_of(3)
+    with torch.no_grad():
+        plain, with_targets = detector(images, sizes), detector(images, sizes, TARGETS[:3])
+    for a, b in zip(*(detector.postprocess(o, sizes, sizes) for o in (plain, with_targets)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_detections_with_logits_are_one_class_per_proposal():
+    detector = tiny(box_score_thresh=0.0).eval()
+    images, sizes = images_of(2)
+    with torch.no_grad():
+        features, images_hw = detector.features(images, sizes)
+        found = detector.detect_with_logits(features, images_hw, top_k=7)
+        proposals = detector.proposals(features, images_hw)
+        pooled = detector.box_pool(features, proposals, images_hw)
+    assert detector.box_head(pooled).shape[1] == detector.representation_size == 24
+    for image, own in zip(found, proposals, strict=True):
+        rows, labels = torch.arange(len(image["labels"])), image["labels"] + 1
+        assert 0 < len(rows) <= min(7, len(own))
+        assert image["logits"].shape == (len(rows), 4) and image["boxes_per_class"].shape == (len(rows), 4, 4)
+        assert torch.equal(image["boxes"], image["boxes_per_class"][rows, labels])
+        torch.testing.assert_close(image["scores"], image["logits"].softmax(1)[rows, labels])
+        assert (image["scores"].diff() <= 0).all()
+        assert (image["boxes"] >= 0).all() and (image["boxes"] <= 64).all()
+
+
+def test_resnet50_fpn_v2_is_torchvisions():
+    torch.manual_seed(0)
+    theirs = fasterrcnn_resnet50_fpn_v2(
+        weights=None, weights_backbone=None, num_classes=4, min_size=64, max_size=64, box_score_thresh=0.0
+    ).eval()
+    ours = build_detector("fasterrcnn_resnet50_fpn_v2", class_names=CLASSES, box_score_thresh=0.0).eval()
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    images, sizes = images_of(2)
+    with torch.no_grad():
+        expected = theirs(list(images.float() / 255))
+        found = ours.postprocess(ours(images, sizes), sizes, sizes)
+    for a, b in zip(found, expected, strict=True):
+        assert len(a["boxes"]) and torch.equal(a["labels"] + 1, b["labels"])
+        torch.testing.assert_close(a["boxes"], b["boxes"], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(a["scores"], b["scores"], rtol=1e-4, atol=1e-5)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+
+
+# Building
+
+
+def test_default_settings_are_torchvisions_resnet50_fpn():
+    with torch.device("meta"):
+        theirs = fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None, num_classes=91)
+    detector = build_detector("faster_rcnn", class_names=["thing"] * 90)
+    assert sum(p.numel() for p in detector.parameters()) + sum(
+        m.weight.numel() * 2 for m in detector.modules() if isinstance(m, FrozenBatchNorm2d)
+    ) == sum(p.numel() for p in theirs.parameters())
+    trained = {name.split(".")[2] for name, p in detector.backbone.named_parameters("backbone") if p.requires_grad}
+    assert trained == {"layer2", "layer3", "layer4", "inner_blocks", "layer_blocks"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strides": [16], "anchor_sizes": [[16, 32]]},
+        {"backbone": "mobilenetv3_small_050", "norm": "batch", "box_convs": 1, "head_norm": "group", "rpn_convs": 2},
+        {"backbone": "test_convnext", "head_norm": "batch"},
+    ],
+    ids=["one level", "convolutions in the heads", "convnext"],
+)
+def test_levels_heads_and_backbones(options, tmp_path):
+    detector = tiny(**options).train()
+    images, sizes = images_of(2)
+    losses, _ = losses_of(detector, images, sizes, TARGETS[:2])
+    sum(losses.values()).backward()
+    detector.save_final(tmp_path, [Category(i, name) for i, name in enumerate(CLASSES)])
+    loaded, categories, _ = load_detector_folder(tmp_path)
+    assert [c.name for c in categories] == list(CLASSES)
+    with torch.no_grad(), eval_mode(detector):
+        torch.testing.assert_close(loaded(images, sizes)["logits"], detector(images, sizes)["logits"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"freeze": "paper", "norm": "group"}, "use freeze none"),
+        ({"freeze": "some"}, "model.freeze"),
+        ({"strides": [8, 32]}, "double"),
+        ({"anchor_sizes": [[16]]}, "anchor_sizes"),
+        ({"anchor_sizes": [[16], [32, 64]]}, "anchor_sizes"),
+        ({"head_norm": "layer"}, "head_norm"),
+        ({"num_queries": 3}, "no setting model.num_queries"),
+    ],
+)
+def test_faults_are_bad_input(options, words):
+    with pytest.raises(BadInput, match=words):
+        tiny(**options)
+
+
+def test_settings_of_the_other_architecture_are_bad_input():
+    with pytest.raises(BadInput, match="no setting model.strides"):
+        build_detector("fasterrcnn_resnet50_fpn_v2", class_names=CLASSES, strides=[8, 16])
+    assert {"rpn_nms_thresh", "box_detections_per_img", "rpn_pre_nms_top_n_train"} <= set(SAMPLING_OPTIONS)
