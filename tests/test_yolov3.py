@@ -380,7 +380,6 @@ def test_sides_must_be_multiples_of_32():
         ({"backbone": "vit_tiny_patch16_224"}, "8, 16, 32"),
         ({"backbone": "darknet17", "pretrained_backbone": "missing.safetensors"}, "missing.safetensors"),
         ({"backbone": "darknet17", "num_queries": 5}, "model.num_queries"),
-        ({"backbone": "darknet17", "norm": "layer"}, "model.norm"),
         ({"backbone": "darknet17", "anchors": [[[1, 2]], [[3, 4]]]}, "anchors"),
         ({"backbone": "darknet17", "anchors": [[[1, 0]], [[3, 4]], [[3, 4]]]}, "anchors"),
         ({"backbone": "darknet17", "anchors": [[[1, 5]], [[3, 4], [1, 1]], [[3, 4]]]}, "anchors"),

@@ -19,6 +19,10 @@ SCRIPTS = (
         "train_detr",
         slow_end=("toolkit.evaluation.report:write_report", "toolkit.models.rt_detr:save_transformers_folder"),
     ),
+    Script(
+        "train_yolov3",
+        slow_end=("toolkit.evaluation.report:write_report", "toolkit.models.yolov3:YOLOv3.export"),
+    ),
 )
 
 

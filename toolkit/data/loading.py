@@ -1,8 +1,10 @@
 """From the name of a split to its batches: what every script does with its `data` settings."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.utils.data import Dataset
 
 from toolkit.data import open_dataset
 from toolkit.data.dataset import DetectionDataset
@@ -115,12 +117,13 @@ def training_loader(
     cache_images: bool = False,
     shuffle: bool = True,
     sizes: VariableSizes | None = None,
+    make_dataset: Callable[..., Dataset] = DetectionDataset,
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
     """This rank's sampler and loader of the training data; with `sizes` the transform is called with a size too."""
     rank, world_size = world()
     groups = aspect_ratio_groups(table.sizes_hw()) if by_aspect_ratio else None
     sampler = EpochSampler(len(table), batch_size_per_device, rank, world_size, seed, groups, shuffle, sizes)
-    dataset = DetectionDataset(table, transform, seed, cache_images)
+    dataset = make_dataset(table, transform, seed, cache_images)
     return sampler, make_loader(dataset, sampler, workers, stride, pin=torch.cuda.is_available())
 
 

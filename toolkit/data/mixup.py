@@ -1,12 +1,12 @@
 """Detection mixup (Zhang et al., Bag of Freebies for Object Detection, 2019), as GluonCV's MixupDetection."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.data.transforms import Target
-
-PER_BOX = ("boxes", "labels", "area", "iscrowd")
+from toolkit.data.transforms import PER_BOX_FIELDS, Target
 
 
 def draw_mixup_lambda(generator: torch.Generator, alpha: float = 1.5) -> float:
@@ -33,11 +33,22 @@ def mixup(first: tuple[Tensor, Target], second: tuple[Tensor, Target], lam: floa
     canvas = torch.zeros(3, height, width)
     canvas[:, : image1.shape[1], : image1.shape[2]] = image1.float() * lam
     canvas[:, : image2.shape[1], : image2.shape[2]] += image2.float() * (1 - lam)
-    counts = len(target1["labels"]), len(target2["labels"])
-    joined = {key: torch.cat((target1[key], target2[key])) for key in PER_BOX if key in target1 and key in target2}
-    if "relations" in target1 and "relations" in target2:
-        moved = target2["relations"] + torch.tensor([counts[0], counts[0], 0])  # subject and object are rows of boxes
-        joined["relations"] = torch.cat((target1["relations"], moved))
-    joined["mixup"] = torch.tensor([lam] * counts[0] + [1 - lam] * counts[1], dtype=torch.float32)
     size = torch.tensor([height, width])
-    return canvas.to(torch.uint8), target1 | joined | {"orig_size": size, "size": size.clone()}
+    weights = [torch.full((len(t["labels"]),), w) for t, w in ((target1, lam), (target2, 1 - lam))]
+    joined = join_targets((target1, target2)) | {"mixup": torch.cat(weights)}
+    return canvas.to(torch.uint8), joined | {"orig_size": size, "size": size.clone()}
+
+
+def join_targets(targets: Sequence[Target]) -> Target:
+    """One target with the boxes and relations of several, in order; everything else is the first's."""
+    joined = dict(targets[0])
+    for name in PER_BOX_FIELDS:
+        if all(name in target for target in targets):
+            joined[name] = torch.cat([target[name] for target in targets])
+    if all("relations" in target for target in targets):
+        relations, first = [], 0
+        for target in targets:  # subject and object are rows of the boxes
+            relations.append(target["relations"] + torch.tensor([first, first, 0]))
+            first += len(target["labels"])
+        joined["relations"] = torch.cat(relations)
+    return joined

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
@@ -83,6 +82,7 @@ class YOLOv3(nn.Module):
     metric_names = ("class_error", "box_iou")
     denominator_names = ("images",)
     averaged_denominators = ()  # by rank, in the original
+    class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see toolkit/finetune.py
     fixed_size = True  # no mask is looked at: padding would be seen as black picture
     stride = 32
 
@@ -217,6 +217,12 @@ class YOLOv3(nn.Module):
 
         save_detector_folder(self, processor_size, folder, categories)
 
+    def export(self, folder: Path, images: Tensor) -> str:
+        """ONNX and torch.export beside the final weights; see `toolkit.models.yolov3_export.export_final`."""
+        from toolkit.models.yolov3_export import export_final  # takes seconds too
+
+        return export_final(self, folder, images)
+
 
 def _checked_anchors(anchors: Sequence) -> Tensor:
     try:
@@ -295,7 +301,6 @@ def build_yolov3(
     *,
     pretrained_backbone: bool | str = False,
     leaky_slope: float | None = None,
-    norm: str = "batch",
     **options,
 ) -> YOLOv3:
     """A `YOLOv3` on a timm backbone; `options` are its other arguments, mean and std by default the backbone's.
@@ -305,17 +310,14 @@ def build_yolov3(
         pretrained_backbone: True: timm's weights; a path: a file of such weights; False: timm's random ones.
         leaky_slope: of a Darknet's leaky ReLUs. Default: YOLO's 0.1 from random weights. timm's pretrained ones know
             0.01, and a run that is taken up again must know it too: it has to be given there.
-        norm: "batch", or "sync": batch norms with the statistics of all ranks, in the heads too.
 
     Raises BadInput: unknown backbone, none with feature maps of strides 8, 16 and 32, no weights to be had, options
     that YOLOv3 does not have.
     """
     own = [name for name, p in inspect.signature(YOLOv3).parameters.items() if p.kind is p.KEYWORD_ONLY]
     if foreign := [name for name in options if name not in own]:
-        known = ", ".join(["backbone", "pretrained_backbone", "leaky_slope", "norm", *own])
+        known = ", ".join(["backbone", "pretrained_backbone", "leaky_slope", *own])
         raise BadInput(f"yolov3 has no setting model.{', model.'.join(foreign)}; it has {known}")
-    if norm not in ("batch", "sync"):
-        raise BadInput(f"model.norm: {norm!r} is not one of batch, sync")
     features, _ = timm_features(backbone, strides=STRIDES[::-1], pretrained_backbone=pretrained_backbone)
     leaky = [module for module in features.modules() if isinstance(module, nn.LeakyReLU)]
     if leaky and pretrained_backbone and leaky_slope is None:
@@ -326,8 +328,7 @@ def build_yolov3(
     for module in leaky:
         module.negative_slope = LEAKY_SLOPE if leaky_slope is None else leaky_slope
     mean, std = image_statistics(backbone)
-    detector = YOLOv3(features, len(class_names), **({"mean": mean, "std": std} | options))
-    return convert_sync_batchnorm(detector) if norm == "sync" else detector
+    return YOLOv3(features, len(class_names), **({"mean": mean, "std": std} | options))
 
 
 def box_sizes(table: DetectionTable, input_hw: tuple[int, int]) -> np.ndarray:

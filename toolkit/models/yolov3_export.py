@@ -1,7 +1,10 @@
 """YOLOv3 outside PyTorch: one ONNX file or torch.export program from pixels to boxes, for any batch and image size."""
 
+import copy
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import onnxscript
 import torch
 from onnxscript import opset18 as op
@@ -11,6 +14,9 @@ from torch.nn.functional import pad
 from toolkit.models.yolov3 import YOLOv3, class_scores, not_suppressed
 from toolkit.models.yolov3_targets import decode_boxes
 
+FILES = ("model.onnx", "model.pt2")
+# Largest differences from PyTorch that rounding explains: of a side in units of the image, of a score.
+BOX_TOLERANCE, SCORE_TOLERANCE = 1e-3, 1e-4
 EXAMPLE_HW = (96, 128)  # any will do: batch and size are dynamic
 MAX_SIDE = 32 * 256
 
@@ -109,3 +115,32 @@ def export_onnx(detector: YOLOv3, path: Path | str, *, nms: bool = False, top_k:
         external_data=False,
         verbose=False,
     )
+
+
+def export_final(detector: YOLOv3, folder: Path, images: Tensor) -> str:
+    """Writes `model.onnx` and `model.pt2` (torch.export), decoded, no NMS, and holds both to PyTorch on `images`.
+
+    Args:
+        images: uint8 (B, 3, H, W), sides multiples of 32; real ones, B >= 1.
+
+    Returns a sentence with the largest differences. Raises RuntimeError when they are more than rounding.
+    """
+    detector = copy.deepcopy(detector).cpu().float().eval()
+    images = images.cpu().contiguous()
+    folder = Path(folder)
+    export_onnx(detector, folder / FILES[0])
+    torch.export.save(export_program(detector), folder / FILES[1])
+    with torch.no_grad():
+        ours = [output.numpy() for output in PixelsToBoxes(detector, nms=False)(images)]
+        program = [output.numpy() for output in torch.export.load(folder / FILES[1]).module()(images)]
+    session = onnxruntime.InferenceSession(folder / FILES[0])
+    onnx = session.run(None, {"images": images.numpy()})
+    # A box that a wild raw value makes larger than the image is compared in its own size.
+    unit = np.maximum(np.abs(ours[0]), max(images.shape[-2:]))
+    found = []
+    for name, (boxes, scores) in zip(FILES, (onnx, program), strict=True):
+        apart = float((np.abs(boxes - ours[0]) / unit).max()), float(np.abs(scores - ours[1]).max())
+        found.append(f"{name} {apart[0]:.1e} of the image's side, scores {apart[1]:.1e}")
+        if not (apart[0] <= BOX_TOLERANCE and apart[1] <= SCORE_TOLERANCE):
+            raise RuntimeError(f"{folder / name} does not compute what PyTorch does; largest differences: {found[-1]}")
+    return f"exported; largest differences from PyTorch on {len(images)} images: boxes of {'; '.join(found)}"
