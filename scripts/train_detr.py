@@ -47,8 +47,8 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "detr" / "
 class ModelConfig(PretrainedConfig):
     """The detector. A key that is not given keeps the architecture's published value; see toolkit/models/."""
 
-    architecture: Literal["detr", "rt_detr_v2"] = "rt_detr_v2"
-    """detr: Carion et al. 2020; rt_detr_v2: Lv et al. 2024."""
+    architecture: Literal["detr", "rt_detr_v2", "d_fine", "deimv2"] = "rt_detr_v2"
+    """detr: Carion et al. 2020; rt_detr_v2: Lv et al. 2024; d_fine: Peng et al. 2024; deimv2: Huang et al. 2025."""
     backbone: str | None = None
     """Name of a timm model."""
     freeze: Literal["paper", "norms", "none"] | None = None
@@ -68,11 +68,15 @@ class ModelConfig(PretrainedConfig):
     num_queries: int | None = None
     """Detections per image at most."""
     num_denoising: int | None = None
-    """rt_detr_v2: denoising queries in training."""
+    """All but detr: denoising queries in training."""
     hidden_expansion: float | None = None
-    """rt_detr_v2: width of the encoder's convolution blocks as a fraction of d_model."""
+    """All but detr: width of the encoder's convolution blocks as a fraction of d_model."""
+    depth_mult: float | None = None
+    """d_fine, deimv2: number of those blocks, as a fraction of 3."""
+    union_matching: bool | None = None
+    """d_fine, deimv2: losses of boxes on all queries that any layer matched."""
     varifocal_gamma: float | None = None
-    """rt_detr_v2: exponent of the varifocal loss; 1 tells classes apart sooner from random weights."""
+    """All but detr: exponent of the loss of classes; 1 tells classes apart sooner from random weights."""
     dropout: float | None = None
     """Dropout in the transformer."""
     aux_loss: bool | None = None
@@ -150,7 +154,7 @@ def train_one_epoch(config: Config, t: Training) -> None:
         if better or reduced["signal"] or is_time(t.step, t.save_every):
             t.save(best=better)
         if reduced["signal"]:
-            raise Preempted(f"signal at step {t.step}; saved, `--run.resume latest` goes on")
+            raise Preempted(f"{t.signals.name or 'signal'} at step {t.step}; saved, `--run.resume latest` goes on")
         if t.finished:
             return
     t.sampler.set_epoch(t.sampler.epoch + 1)
@@ -196,6 +200,7 @@ def build(
     groups = parameter_groups(
         detector, lr=c.optim.lr, backbone_lr=c.optim.backbone_lr, weight_decay=c.optim.weight_decay,
         no_decay_on_norm_and_bias=c.optim.no_weight_decay_on_norm_and_bias, multipliers=c.optim.lr_multipliers,
+        layer_decay=c.optim.layer_decay,
     )  # fmt: skip
     groups += weights.parameter_groups(c.optim.lr)
     model, optimizer = accelerator.prepare(detector, build_optimizer(c.optim.name, groups, momentum=c.optim.momentum))

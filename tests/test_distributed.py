@@ -16,7 +16,6 @@ from toolkit.distributed import (
     reduce_dict,
     run_on_main,
     seed_step,
-    wait_for_all,
     world,
 )
 from toolkit.errors import BadInput
@@ -68,7 +67,6 @@ def everything_between_ranks():
             raise error
 
         result[name] = message_of(run_on_main, fail)
-    wait_for_all()
     return result
 
 

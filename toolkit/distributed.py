@@ -159,11 +159,6 @@ def agree_max(value: int) -> int:
     return int(all_reduce(torch.tensor(value), "max"))
 
 
-def wait_for_all() -> None:
-    """Returns when every rank has called it."""
-    agree_max(0)
-
-
 def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
     """Seeds torch (CPU and accelerators), NumPy and Python as a pure function of the four numbers (all >= 0).
 

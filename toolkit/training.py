@@ -25,7 +25,7 @@ from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.guards import Action, NanGuard, drop_gradients
 from toolkit.losses import LossWeights, WeightedLosses
-from toolkit.meters import Meters, StepTimer
+from toolkit.meters import Meters, MomentumMeter, StepTimer
 from toolkit.nan_report import investigate, rerun_window
 from toolkit.plateau import PlateauSchedule
 from toolkit.schedules import Schedule, StepBudget, is_time
@@ -89,11 +89,15 @@ class Training:
         """Every parameter that the optimizer holds."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    @property
+    def loss_names(self) -> list[str]:
+        """Names that losses have in a row: the total, and every loss weighted and unscaled."""
+        return ["loss", *(f"{name}{suffix}" for name in self.detector.loss_names for suffix in ("", "_unscaled"))]
+
     def names(self) -> list[str]:
         """What every rank hands to the one collective of a step, whatever its batch produced."""
-        losses = [f"{name}{suffix}" for name in self.detector.loss_names for suffix in ("", "_unscaled")]
         metrics = [f"{name}/{part}" for name in self.detector.metric_names for part in ("sum", "count")]
-        return ["loss", *losses, *metrics, "grad_norm", "buffers_finite", "signal", "time_s"]
+        return [*self.loss_names, *metrics, "grad_norm", "buffers_finite", "signal", "time_s"]
 
     def windows(self, accumulation_steps: int) -> Iterator[list[Batch]]:
         """The accumulation windows of what is left of the epoch; the waiting is timed, evaluating and saving not."""
@@ -124,7 +128,8 @@ class Training:
         self.status["step"] = self.step
         left = self.total_steps - self.step
         if is_time(self.step, self.log_every, last=self.total_steps):
-            self.log({**row, **self.timer.row(left)})
+            means = {f"train/mean/{k}": m.mean for k, m in self.meters.items() if isinstance(m, MomentumMeter)}
+            self.log({**row, **means, **self.timer.row(left)})
         if self.budget is not None and self.budget.total_steps is None:
             self.budget.add(reduced["time_s"])
             self.budget.fix(self.budget.propose())
@@ -194,8 +199,7 @@ class Training:
         """Raises BadInput before step 0 when no evaluation can have the metric for best; a collective."""
         empty = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
         nothing = dict.fromkeys(self.evaluator.image_ids, empty)
-        losses = [f"{name}{suffix}" for name in self.detector.loss_names for suffix in ("", "_unscaled")]
-        known = [*run_on_main(lambda: list(self.evaluator.evaluate(nothing))), "loss", *losses]
+        known = [*run_on_main(lambda: list(self.evaluator.evaluate(nothing))), *self.loss_names]
         known += self.detector.metric_names
         if self.ema is not None:
             known += [f"ema/{name}" for name in known]

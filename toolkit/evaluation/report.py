@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
 
 from toolkit.evaluation.draw import COLOURS
+from toolkit.writers import read_metrics
 
 LINES = tuple(c for c in COLOURS if c not in ("#F0E442", "#DDCC77"))  # without the yellows: the paper is white
 STYLES = ("-", "--", ":", "-.")
@@ -16,29 +18,9 @@ BOX_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100"
 _LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.losses
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """Rows of a metrics.jsonl; none when there is no file. A last line cut off by a crash is left out.
-
-    Raises:
-        ValueError: a broken line elsewhere; names file and line.
-    """
-    path = Path(path)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-    return rows
-
-
 def series(rows: Sequence[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of the rows that have a number for `key`."""
-    pairs = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+    """(steps, values) of the rows that have a finite number for `key`."""
+    pairs = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float) and isfinite(row[key])]
     steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
     return steps, values
 
