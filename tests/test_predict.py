@@ -1,0 +1,172 @@
+"""Files to predict on, sizes, numbers in the JSON, and the pictures; tests/scripts/test_predict.py runs the script.
+
+    python -m pytest tests/test_predict.py
+"""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from toolkit.data.loading import processor_size, val_transform
+from toolkit.data.table import Category
+from toolkit.errors import BadInput
+from toolkit.evaluation.draw import COLOURS, draw_detections, picture_with_boxes
+from toolkit.prediction import detections_as_json, find_images, input_hw, open_predictor, predict_files
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("predict", ROOT / "scripts" / "predict.py")
+predict = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(predict)
+
+
+def image_file(path: Path, size=(8, 6)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, "#336699").save(path)
+    return path
+
+
+def found_of(boxes, labels, scores) -> dict:
+    return {"boxes": torch.tensor(boxes).reshape(-1, 4), "labels": torch.tensor(labels, dtype=torch.int64),
+            "scores": torch.tensor(scores)}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("a.jpg", "b/a.jpg", "b/c/d.PNG", "out/pictures/a.jpg", "odd[1].jpg"):
+        image_file(tmp_path / name)
+    (tmp_path / "b" / "notes.txt").write_text("")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def test_files_folders_and_patterns_each_file_once(folder):
+    everything = ["a.jpg", "b/a.jpg", "b/c/d.PNG", "odd[1].jpg"]
+    found = find_images([folder], leave_out=folder / "out")
+    assert [path.relative_to(folder).as_posix() for path in found] == everything
+    assert [name.as_posix() for name in found.values()] == everything
+    again = find_images([folder / "odd[1].jpg", folder / "b", folder / "b" / "a.jpg", f"{folder}/b/**/*"])
+    assert [name.as_posix() for name in again.values()] == ["odd[1].jpg", "a.jpg", "c/d.PNG"]
+    assert list(find_images([folder / "b" / "notes.txt"])) == [folder / "b" / "notes.txt"]  # asked for by name
+
+
+def test_all_that_is_missing_is_named_at_once(folder):
+    with pytest.raises(BadInput) as error:
+        find_images([folder / "a.jpg", folder / "none.jpg", folder / "empty", f"{folder}/*.gif"])
+    assert len(error.value.problems) == 3
+    for word in ("none.jpg", "empty: holds no image files", "*.gif"):
+        assert word in str(error.value)
+
+
+def test_pictures_of_one_name_do_not_replace_each_other(tmp_path):
+    given = {tmp_path / name: Path(name).relative_to(Path(name).parts[0])
+             for name in ("x/a.jpg", "y/a.jpg", "z/a.webp", "z/b/a.jpg", "x/a.png")}  # fmt: skip
+    names = [path.as_posix() for path in predict.picture_names(given).values()]
+    assert names == ["pictures/a.jpg", "pictures/a_2.jpg", "pictures/a.png", "pictures/b/a.jpg", "pictures/a_2.png"]
+
+
+@given(height=st.integers(1, 2000), width=st.integers(1, 2000), image_size=st.integers(1, 900),
+       scales=st.lists(st.integers(1, 900), max_size=3), max_size=st.integers(900, 1400))  # fmt: skip
+def test_images_are_resized_as_in_the_evaluation(height, width, image_size, scales, max_size):
+    image = torch.empty(3, 1, 1, dtype=torch.uint8).expand(3, height, width)
+    sizes = {"image_size": image_size, "scales": scales, "max_size": max_size}
+    transform = val_transform(**sizes)
+    resized = transform.draw((height, width), torch.Generator()) if scales else (transform.size, transform.size)
+    assert input_hw(tuple(image.shape[-2:]), processor_size(**sizes)) == resized
+    assert input_hw((height, width), None) == (height, width)
+
+
+def test_json_has_the_original_ids_and_xywh():
+    categories = [Category(7, "cup"), Category(90, "plate")]
+    found = found_of([[1.0, 2.0, 4.5, 8.0], [-1.0, 0.0, 3.0, 3.0]], [1, 0], [0.75, 0.5])
+    assert detections_as_json(found, categories) == [
+        {"category_id": 90, "category": "plate", "bbox": [1.0, 2.0, 3.5, 6.0], "score": 0.75},
+        {"category_id": 7, "category": "cup", "bbox": [-1.0, 0.0, 4.0, 3.0], "score": 0.5},
+    ]
+    assert detections_as_json(found_of([], [], []), categories) == []
+
+
+class Recorder:
+    """Finds one box in each image: its size."""
+
+    def __init__(self):
+        self.batches = []
+
+    def predict(self, images, score_threshold):
+        self.batches.append([tuple(image.shape[-2:]) for image in images])
+        return [found_of([0.0, 0.0, *map(float, image.shape[:0:-1])], [0], [1.0]) for image in images]
+
+
+def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
+    sizes = [(8, 6), (30, 10), (8, 6), (9, 7), (30, 10)]
+    paths = [image_file(tmp_path / f"{i}.png", size) for i, size in enumerate(sizes)]
+    (tmp_path / "broken.png").write_bytes(paths[1].read_bytes()[:-20])
+    paths.insert(2, tmp_path / "broken.png")
+    recorder = Recorder()
+    results = {each.path: each for each in predict_files(recorder, paths, batch_size=2)}
+    assert results.keys() == set(paths)
+    assert results[tmp_path / "broken.png"].error == "image data truncated"
+    for i, (width, height) in enumerate(sizes):
+        result = results[tmp_path / f"{i}.png"]
+        assert result.error is None and tuple(result.image.shape) == (3, height, width)
+        assert result.found["boxes"].tolist() == [[0, 0, width, height]]
+    assert sum(map(len, recorder.batches)) == 5 and max(map(len, recorder.batches)) <= 2
+    assert list(predict_files(recorder, [tmp_path / "broken.png"]))[0].image is None  # a batch without images
+
+
+def test_what_holds_no_detector_is_bad_input(tmp_path):
+    with pytest.raises(BadInput, match="no run folder"):
+        open_predictor(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BadInput, match="config.json: cannot be read"):
+        open_predictor(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(BadInput, match="neither a run folder"):
+        open_predictor(tmp_path)
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def pixels(picture: Image.Image) -> np.ndarray:
+    return np.asarray(picture.convert("RGB")).astype(int)
+
+
+def colour(label: int) -> list[int]:
+    return [int(COLOURS[label][i : i + 2], 16) for i in (1, 3, 5)]
+
+
+def test_boxes_are_drawn_where_they_are_in_the_colour_of_their_class():
+    grey = torch.full((3, 400, 800), 128, dtype=torch.uint8)
+    drawn = pixels(picture_with_boxes(grey, found_of([[200.0, 100.0, 600.0, 300.0]], [2], [0.9]), ["a", "b", "c"]))
+    assert drawn.shape == (400, 800, 3)
+    assert drawn[200, 200].tolist() == drawn[300, 400].tolist() == colour(2)
+    assert drawn[200, 400].tolist() == [128] * 3  # inside nothing is covered
+    assert (drawn[70:99, 200:300] != 128).any()  # the tag, above the box
+    untouched = pixels(picture_with_boxes(grey, found_of([], [], []), ["a"]))
+    assert (untouched == 128).all()
+
+
+def test_small_images_are_enlarged_and_tags_keep_off_each_other():
+    small = torch.full((3, 32, 64), 128, dtype=torch.uint8)
+    box = [20.0, 12.0, 44.0, 28.0]
+    one = pixels(picture_with_boxes(small, found_of([box], [0], [0.9]), ["name"]))
+    two = pixels(picture_with_boxes(small, found_of([box, box], [0, 0], [0.9, 0.8]), ["name"]))
+    assert one.shape == (320, 640, 3)
+    tag = (np.abs(one - colour(0)).sum(-1) == 0).sum()
+    assert (np.abs(two - colour(0)).sum(-1) == 0).sum() > 1.2 * tag  # both can be seen
+
+
+ODD = [[-50.0, -50.0, 900.0, 900.0], [0.0, 0.0, 0.0, 0.0], [9.0, 9.0, 2.0, 2.0], [float("nan")] * 4]
+
+
+@pytest.mark.parametrize("box", ODD)
+def test_odd_boxes_are_drawn(tmp_path, box):
+    image = torch.zeros(3, 3, 700, dtype=torch.uint8)
+    path = draw_detections(image, found_of([box], [5], [0.5]), ["only one"], tmp_path / "below" / "a.png")
+    assert Image.open(path).size == (700, 3)
