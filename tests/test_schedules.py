@@ -144,6 +144,19 @@ def test_a_budget_is_fixed_once_from_the_steps_after_the_first():
     assert restored.total_steps == 110
 
 
+def test_one_slow_step_does_not_shorten_the_run():
+    even, uneven = StepBudget(max_minutes=10.0), StepBudget(max_minutes=10.0)
+    for step in range(23):
+        assert even.propose() is None
+        even.add(0.5)
+        uneven.add(20.0 if step == 12 else 0.5)
+        if step == 15:  # killed and resumed in between
+            uneven, state = StepBudget(max_minutes=10.0), json.loads(json.dumps(uneven.state_dict()))
+            uneven.load_state_dict(state)
+    assert even.propose() == 1200
+    assert uneven.propose() == 1200 - 39  # but for the time that it took
+
+
 def test_a_budget_that_the_first_steps_use_up():
     slow = StepBudget(max_minutes=1.0, skip_steps=3, measure_steps=20)
     for _ in range(4):
@@ -152,3 +165,13 @@ def test_a_budget_that_the_first_steps_use_up():
     slow = StepBudget(max_minutes=0.1, skip_steps=3)
     slow.add(10.0)
     assert slow.propose() == 1
+
+
+@pytest.mark.parametrize("name", ["cosine", "poly", "linear", "multistep"])
+def test_a_rate_that_changes_once_an_epoch_is_that_of_the_epochs_first_step(name):
+    options = {"total_steps": 20, "warmup_steps": 3, "warmup_factor": 0.1, "milestones": [10]}
+    rates = [lr_factor(step, name, every=5, **options) for step in range(20)]
+    assert rates[:3] == [lr_factor(step, name, **options) for step in range(3)]
+    for step in range(5, 20):
+        assert rates[step] == lr_factor(step - step % 5, name, **options)
+    assert rates[3:5] == [1.0, 1.0]

@@ -32,6 +32,7 @@ def lr_factor(
     stairs: int = 5,
     cycles: int = 10,
     last_cycle: str = "linear",
+    every: int = 1,
 ) -> float:
     """Factor on the initial learning rate at a step.
 
@@ -44,8 +45,11 @@ def lr_factor(
         warmup_steps: over these the factor is multiplied by warmup_factor + (1 - warmup_factor) step / warmup_steps,
             which meets the schedule at `warmup_steps` without a jump.
         milestones, step_size: in steps, counted from step 0.
+        every: steps from one change of the rate to the next, after the warm-up; those of an epoch, say.
     """
     warm = warmup_factor + (1.0 - warmup_factor) * step / warmup_steps if step < warmup_steps else 1.0
+    if step >= warmup_steps:
+        step -= step % every
     if name == "constant":
         return warm
     if name == "step":
@@ -79,8 +83,8 @@ def cyclic_factor(
     """Warm restarts in stairs, then one long decay (ESPNetv2, Mehta et al., CVPR 2019, section 4.1).
 
     A cycle has `stairs` stairs of `step_size` steps each: the lowest rate, 1 / stairs, then 1 and down by 1 / stairs at
-    every stair, times `decay`. After `cycles` of them the lowest rate goes down to `final_factor` at `total_steps`, in a
-    straight line or as a cosine (`last_cycle`).
+    every stair, times `decay`. After `cycles` of them the lowest rate goes down to `final_factor` at `total_steps`, as
+    `last_cycle` says: linear or cosine.
     """
     stair, lowest, cyclic_steps = step // step_size, decay / stairs, cycles * stairs * step_size
     if step < cyclic_steps or total_steps is None:
@@ -217,6 +221,11 @@ def steps_from(value: int | str, steps_per_epoch: int) -> int:
     if "." in number:
         raise BadInput(f"{value!r} is no whole number of optimizer steps")
     return int(number)
+
+
+def accumulation_at(epoch: int, accumulation_steps: int, after_epoch: int) -> int:
+    """Micro-batches of one optimizer step in an epoch: 1 before the epoch `after_epoch` (counted from 0)."""
+    return accumulation_steps if epoch >= after_epoch else 1
 
 
 def is_time(step: int, every: int, last: int | None = None) -> bool:
