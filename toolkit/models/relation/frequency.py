@@ -124,7 +124,13 @@ class FrequencyBias(nn.Module):
         """log_frequency: (C, C, P)."""
         super().__init__()
         self.num_classes, _, num_predicates = log_frequency.shape
-        self.table = nn.Embedding.from_pretrained(log_frequency.reshape(-1, num_predicates).clone(), freeze=False)
+        self.table = nn.Embedding.from_pretrained(torch.zeros(self.num_classes**2, num_predicates), freeze=False)
+        self.start_from(log_frequency)
+
+    @torch.no_grad()
+    def start_from(self, log_frequency: Tensor) -> None:
+        """Sets the table; (C, C, P)."""
+        self.table.weight.copy_(log_frequency.flatten(0, 1))
 
     def forward(self, subjects: Tensor, objects: Tensor) -> Tensor:
         """(R,) labels of each side -> (R, P)."""

@@ -36,10 +36,8 @@ class PairScores(nn.Module):
     def __init__(self, sizes: HeadSizes, log_frequency: Tensor):
         super().__init__()
         hidden, num_classes = sizes.hidden_dim, sizes.num_classes
-        together = log_frequency.sum(-1)
         self.prior = nn.Linear(num_classes**2, 1, bias=False)
-        with torch.no_grad():
-            self.prior.weight.copy_((together + together.T).reshape(1, -1))
+        self.start_from(log_frequency)
         self.overlap = self._numbers(6)
         self.box = self._numbers(9)
         self.roi = xavier_linear(sizes.roi_dim, SCORE_DIM)
@@ -47,6 +45,12 @@ class PairScores(nn.Module):
         self.joined = xavier_linear(4 * SCORE_DIM, hidden)
         self.subject, self.object = xavier_linear(hidden, hidden), xavier_linear(hidden, hidden)
         self.vision = nn.Linear(3 * hidden + 1, 1)
+
+    @torch.no_grad()
+    def start_from(self, log_frequency: Tensor) -> None:
+        """Sets the prior of two classes being related, from (C, C, P)."""
+        together = log_frequency.sum(-1)
+        self.prior.weight.copy_((together + together.T).reshape(1, -1))
 
     @staticmethod
     def _numbers(count: int) -> nn.Sequential:

@@ -1,0 +1,319 @@
+"""Train scene graphs: relation heads on a Faster R-CNN.
+
+    accelerate launch scripts/train_sgg.py                                         # bundled data, minutes on a CPU
+    accelerate launch scripts/train_sgg.py --config configs/sgg/shapes_sgdet.yaml  # on a detector: configs/sgg
+    accelerate launch scripts/train_sgg.py --config configs/sgg/vg150.yaml --model.detector runs/vg150_detector
+    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_sgg.py       # two processes without a GPU
+
+The loop is that of Scene-Graph-Benchmark `relation_train_net.py` (frozen detector, slow heads, gradient table,
+validation before training, a rate that falls when validation stops improving and ends training), with the check of the
+gradients before the update and on all ranks. `--help` explains every key; the run folder holds settings, rows,
+checkpoints and the report. `--run.resume latest` goes on where a killed run stopped, to the bit.
+"""
+
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from toolkit import cli
+from toolkit.checkpoint import Checkpoint, resolve_resume
+from toolkit.config import DataConfig, EvalConfig, LossConfig, OptimConfig, PretrainedConfig, RunConfig, ScheduleConfig
+from toolkit.data import loading
+from toolkit.determinism import be_deterministic
+from toolkit.distributed import reduce_dict, run_on_main, seed_step
+from toolkit.ema import Ema
+from toolkit.errors import Preempted
+from toolkit.evaluation.report import write_report
+from toolkit.gradients import gradient_table
+from toolkit.guards import Action, NanGuard, gradient_norm
+from toolkit.losses import LossWeights, window_denominators
+from toolkit.memory import naming_the_batch, probe_memory
+from toolkit.models.relation.frequency import load_triplets
+from toolkit.models.scene_graph_start import start_scene_graph
+from toolkit.optim import build_optimizer, parameter_groups
+from toolkit.plateau import PlateauSchedule
+from toolkit.runfolder import prepare_run_folder
+from toolkit.schedules import Schedule, StepBudget, is_time, steps_from
+from toolkit.signals import StopSignals
+from toolkit.training import Training, add_up
+from toolkit.validation import finish, validate
+from toolkit.writers import RunWriter, tracker_kwargs
+
+DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "sgg" / "shapes.yaml"
+
+
+@dataclass
+class ModelConfig(PretrainedConfig):
+    """The scene graph model. A key that is not given keeps the published value; see toolkit/models/scene_graph.py."""
+
+    architecture: Literal["scene_graph"] = "scene_graph"
+    """A relation head on a Faster R-CNN."""
+    mode: Literal["predcls", "sgcls", "sgdet"] = "predcls"
+    """What is given: boxes and labels, boxes, or nothing but the image."""
+    head: Literal["frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal"] = "motifs"
+    """What tells the predicates of pairs; frequency is the baseline that only counts."""
+    head_options: dict[str, Any] | None = None
+    """Settings of the head, such as {context: vctree, fusion: gate, effect: TDE} of causal."""
+    detector: str | None = None
+    """Run folder (checkpoint, final/) of train_faster_rcnn.py to start from; frozen unless `freeze` says otherwise."""
+    detector_options: dict[str, Any] | None = None
+    """Settings of a detector without a run, as train_faster_rcnn.py has them."""
+    backbone: str | None = None
+    """timm model of a detector without a run."""
+    freeze: Literal["detector", "none"] | None = None
+    """Whether the detector is trained too (in predcls: its feature maps); none given: not if it comes from a run."""
+    hidden_dim: int | None = None
+    """Width of the head."""
+    embed_dim: int | None = None
+    """Width of the class vectors."""
+    pairs_per_image: int | None = None
+    """Pairs of an image that training samples."""
+    positive_fraction: float | None = None
+    """Share of these that may have a relation."""
+    require_overlap: bool | None = None
+    """sgdet: pairs of overlapping boxes only."""
+    detections_per_image: int | None = None
+    """sgdet: objects of an image at most."""
+    nms_threshold: float | None = None
+    """sgdet: IoU at which two objects cannot have the same class."""
+    label_smoothing: float | None = None
+    """Of the predicates and classes."""
+    rare_predicate_power: float | None = None
+    """Weight (most frequent / count) ** power of a predicate in its loss; 0: all alike."""
+
+
+@dataclass
+class SggOptimConfig(OptimConfig):
+    """The optimizer step. Slow heads: `lr_multipliers`, such as {box_features: 0.1, union.head: 0.1}."""
+
+    scale_lr_by_images: bool = False
+    """Multiply all learning rates by the images of an optimizer step over all processes, as the original does."""
+    gradient_table_every: NonNegativeInt = 0
+    """Optimizer steps between two tables of the largest gradients; 0: never."""
+
+
+@dataclass
+class SggScheduleConfig(ScheduleConfig):
+    """The learning rate as a function of the optimizer step, or of the validation."""
+
+    name: Literal["plateau", "constant", "step", "multistep", "cosine", "poly", "linear"] = "plateau"
+    """Shape after the warm-up. plateau: times `gamma` when `eval.metric_for_best` stops improving."""
+    plateau_patience: PositiveInt = 2
+    """plateau: validations in a row without improvement before the rate falls."""
+    plateau_threshold: NonNegativeFloat = 1e-3
+    """plateau: what a validation must exceed the best by to be an improvement."""
+    plateau_cooldown: NonNegativeInt = 0
+    """plateau: validations after a fall that cannot count as bad."""
+    max_decays: PositiveInt = 3
+    """plateau: training ends when the rate has fallen so many times."""
+
+
+@dataclass
+class SggEvalConfig(EvalConfig):
+    """Evaluation."""
+
+    metric_for_best: str = "R@100"
+    """Metric that `best`, early stopping and the plateau schedule go by."""
+    protocol: Literal["original", "strict"] = "original"
+    """original: as published; strict: images without a predicted pair and predicates without a relation count right."""
+    zero_shot: str | None = None
+    """List of triplets for zR@K (CSV or zeroshot_triplet.pytorch); none given: those that training data lack."""
+    before_training: bool = False
+    """Evaluate before the first step too."""
+
+
+@dataclass
+class Config:
+    """Train scene graphs."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(name="sgg"))
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: SggOptimConfig = field(default_factory=SggOptimConfig)
+    schedule: SggScheduleConfig = field(default_factory=SggScheduleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    eval: SggEvalConfig = field(default_factory=SggEvalConfig)
+
+
+def train_one_epoch(config: Config, t: Training) -> None:
+    """What is left of the epoch, or up to the last step of the run. Order of one step: see docs/design.md."""
+    t.model.train()
+    for window in t.windows(config.optim.accumulation_steps):
+        t.guard.snapshot(t.detector)
+        counts = [t.detector.denominators(batch.targets) for batch in window]
+        denominators = window_denominators(
+            counts, t.accelerator.device, config.loss.denominators, t.detector.averaged_denominators
+        )
+        sums, unknown = {}, []
+        with naming_the_batch(window):
+            for micro, batch in enumerate(window):
+                t.seed_micro_batch(micro)
+                batch = batch.to(t.accelerator.device, non_blocking=True)
+                with t.without_sync(more_to_come=micro < len(window) - 1):
+                    with t.accelerator.autocast():
+                        outputs = t.model(batch.images, batch.sizes, batch.targets)
+                    losses, metrics = t.detector.criterion(outputs, batch.targets, denominators[micro])  # in float32
+                    weighted = t.weights(losses, t.step, len(window))
+                    t.accelerator.backward(weighted.total)
+                add_up(sums, weighted, metrics)
+                unknown += weighted.unknown
+        t.weights.average_gradients()
+
+        # One collective and one host read for all that the step must know; then every rank decides alike.
+        t.accelerator.unscale_gradients()
+        grad_norm = gradient_norm(t.trained_parameters)
+        sums |= {"grad_norm": grad_norm, "buffers_finite": t.guard.buffers_finite()}
+        sums |= {"signal": t.signals.received, "time_s": t.timer.last_step_s}
+        reduced = reduce_dict(sums, t.names(), unknown)
+        action = t.decide(reduced)
+        t.sampler.advance_batches(len(window))
+        if action is not Action.STEP:
+            t.recover(action, window, denominators, reduced)
+            continue
+
+        if is_time(t.step + 1, config.optim.gradient_table_every):
+            t.say(gradient_table(t.detector.named_parameters(), config.optim.max_norm, top=20))
+        if config.optim.max_norm:
+            torch.nn.utils.clip_grads_with_norm_(t.trained_parameters, config.optim.max_norm, grad_norm)
+        t.optimizer.step()
+        t.optimizer.zero_grad()
+        t.step += 1
+        t.note_step(reduced, images=t.images_in(window))
+        t.schedule.set(t.step)
+        if t.ema is not None:
+            t.ema.update(t.detector)
+
+        better = is_time(t.step, t.eval_every) and validate(t)
+        if better or reduced["signal"] or is_time(t.step, t.save_every):
+            t.save(best=better)
+        if reduced["signal"]:
+            raise Preempted(f"{t.signals.name or 'signal'} at step {t.step}; saved, `--run.resume latest` goes on")
+        if t.finished:
+            return
+    t.sampler.set_epoch(t.sampler.epoch + 1)
+
+
+def build(
+    config: Config, accelerator: Accelerator, folder: Path, signals: StopSignals, checkpoint: Checkpoint | None
+) -> Training:
+    """Data, model, optimizer and the rest of a run, in this order."""
+    c, options = config, vars(config.data)
+    reading = {key: options[key] for key in ("image_dir", "format", "name", "on_error")}
+    sizes = {key: options[key] for key in ("image_size", "scales", "max_size")}
+    overfit = (c.data.overfit_batches or 0) * c.data.batch_size_per_device * accelerator.num_processes
+    table, val_table = loading.open_splits(
+        c.data.train, c.data.val, folder, max_train_images=c.data.max_train_images, overfit_images=overfit, **reading
+    )
+    transform = loading.train_transform(**sizes, flip=c.data.flip, photometric=c.data.photometric)
+    if overfit:
+        transform = loading.val_transform(**sizes)
+
+    seed_step(c.run.seed, 0, 0)  # the same weights on every rank
+    detector = start_scene_graph(vars(c.model), table, folder, checkpoint=checkpoint, say=accelerator.print)
+    detector = detector.to(accelerator.device)
+    weights = LossWeights(detector.loss_names, c.loss.weights, detector.default_weights).to(accelerator.device)
+
+    sampler, loader = loading.training_loader(
+        table, transform, batch_size_per_device=c.data.batch_size_per_device, workers=c.data.workers, seed=c.run.seed,
+        stride=detector.stride, by_aspect_ratio=c.data.group_by_aspect_ratio, cache_images=c.data.cache_images,
+    )  # fmt: skip
+    val_loader = loading.validation_loader(
+        val_table, loading.val_transform(**sizes), batch_size_per_device=c.eval.batch_size_per_device,
+        workers=c.data.workers, stride=detector.stride,
+    )  # fmt: skip
+    steps_per_epoch = -(-len(sampler) // c.optim.accumulation_steps)
+    total_steps = min(c.run.epochs * steps_per_epoch, c.run.max_steps or c.run.epochs * steps_per_epoch)
+
+    ema = Ema(detector, c.optim.ema_decay) if c.optim.ema_decay else None
+    if c.optim.compile:
+        detector.compile()
+    images = c.data.batch_size_per_device * c.optim.accumulation_steps * accelerator.num_processes
+    scale = images if c.optim.scale_lr_by_images else 1
+    accelerator.print(f"learning rates are multiplied by {scale}: {c.optim.lr * scale:g} with {images} images a step")
+    groups = parameter_groups(
+        detector, lr=c.optim.lr, backbone_lr=c.optim.backbone_lr, weight_decay=c.optim.weight_decay,
+        no_decay_on_norm_and_bias=c.optim.no_weight_decay_on_norm_and_bias, multipliers=c.optim.lr_multipliers,
+        layer_decay=c.optim.layer_decay,
+    )  # fmt: skip
+    for group in groups:
+        group["lr"] *= scale
+    groups += weights.parameter_groups(c.optim.lr)
+    model, optimizer = accelerator.prepare(detector, build_optimizer(c.optim.name, groups, momentum=c.optim.momentum))
+    schedule = PlateauSchedule(
+        optimizer, gamma=c.schedule.gamma, patience=c.schedule.plateau_patience,
+        threshold=c.schedule.plateau_threshold, cooldown=c.schedule.plateau_cooldown,
+        max_decays=c.schedule.max_decays, warmup_steps=c.schedule.warmup_steps,
+        warmup_start=c.schedule.warmup_factor,
+    ) if c.schedule.name == "plateau" else Schedule(
+        optimizer, c.schedule.name, total_steps, warmup_steps=c.schedule.warmup_steps,
+        warmup_factor=c.schedule.warmup_factor, gamma=c.schedule.gamma, power=c.schedule.power,
+        milestones=[steps_from(milestone, steps_per_epoch) for milestone in c.schedule.milestones],
+        step_size=steps_from(c.schedule.step_size, steps_per_epoch), final_factor=c.schedule.final_factor,
+    )  # fmt: skip
+    evaluator = detector.make_evaluator(
+        val_table, c.eval.backend, c.eval.protocol, load_triplets(c.eval.zero_shot) if c.eval.zero_shot else None
+    )
+    return Training(
+        accelerator=accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer,
+        schedule=schedule, ema=ema, sampler=sampler, loader=loader, val_table=val_table, val_loader=val_loader,
+        evaluator=evaluator, signals=signals, folder=folder, seed=c.run.seed,
+        guard=NanGuard(c.run.on_nonfinite, c.run.max_skips, c.run.max_rollbacks, c.run.rollback_lr_factor),
+        budget=StepBudget(c.run.max_minutes) if c.run.max_minutes else None, total_steps=total_steps,
+        log_every=c.run.log_every, eval_every=steps_from(c.run.eval_every, steps_per_epoch),
+        save_every=steps_from(c.run.save_every, steps_per_epoch), keep=c.run.keep,
+        metric_for_best=c.eval.metric_for_best, patience=c.eval.early_stopping_patience,
+        score_threshold=c.eval.score_threshold, pictures=c.eval.pictures,
+    )  # fmt: skip
+
+
+def main(config: Config) -> dict[str, float]:
+    """Trains as `config` says and returns the last evaluation. Notebooks call this with a Config of their own."""
+    run = config.run
+    accelerator = Accelerator(
+        mixed_precision=run.precision,
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+        **tracker_kwargs(run.tracker, Path(run.output_dir).expanduser().absolute() / run.name),
+    )
+    is_main = accelerator.is_main_process
+    folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume))
+    with StopSignals() as signals, cli.run_status(folder, is_main) as status:
+        cli.set_threads(run.threads, accelerator.device)
+        checkpoint, messages = run_on_main(lambda: resolve_resume(run.resume, folder))
+        cli.announce(accelerator.num_processes, is_main, folder, messages)
+        if run.deterministic:
+            be_deterministic()
+        cli.record_run(config, folder, run.seed, accelerator.num_processes, is_main)
+        t = build(config, accelerator, folder, signals, checkpoint)
+        for note in t.load(checkpoint, run.resume_schedule == "saved") if checkpoint is not None else []:
+            t.say(note)
+        writer = RunWriter(
+            folder, accelerator=accelerator, tracker=run.tracker, project=run.project, config=asdict(config),
+            is_main=is_main, resume_state=checkpoint.state["writer"] if checkpoint is not None else None,
+        )  # fmt: skip
+        t.start(writer, status)
+        if run.probe_memory:
+            probe_memory(t, config.data.batch_size_per_device)
+        first = config.eval.before_training and t.step == 0
+        if run.eval_only or (first or is_time(t.step, t.eval_every)) and t.evaluated_step != t.step:
+            better = validate(t)  # asked for, or interrupted by the signal that ended the run before
+            if better and not run.eval_only:
+                t.save(best=True)
+        while not (t.finished or run.eval_only):
+            train_one_epoch(config, t)
+        if not run.eval_only:
+            finish(t)
+        if is_main and not run.eval_only:
+            size = loading.processor_size(config.data.image_size, config.data.scales, config.data.max_size)
+            t.detector.save_final(folder / "final", t.val_table.categories, size)
+        t.close()
+    run_on_main(lambda: write_report(folder))
+    return t.last_row
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_script(main, Config, DEFAULT_CONFIG))

@@ -1,0 +1,128 @@
+"""The objects and pairs that a relation head is asked about: annotated ones, or those that the detector finds."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Generator, Tensor, nn
+
+from toolkit.evaluation.loop import eval_mode
+from toolkit.models.relation.geometry import iou_plus_one
+from toolkit.models.relation.sampling import (
+    SampledPairs,
+    join_samples,
+    pairs_to_ask,
+    relation_matrix,
+    sample_detected_boxes,
+    sample_given_boxes,
+)
+
+MATCH_IOU = 0.5  # of a detection with the object whose label it is to learn
+
+
+def annotated_graph(target: Mapping) -> dict[str, Tensor]:
+    """`boxes (N, 4)`, `labels (N,)` and `relations (R, 3)` of a target, without crowd regions; all from 0."""
+    keep = target["iscrowd"] == 0
+    relations = target["relations"]
+    relations = relations[keep[relations[:, :2]].all(1)]
+    ends = (keep.cumsum(0) - 1)[relations[:, :2]]
+    relations = torch.cat([ends, relations[:, 2:]], 1)
+    return {"boxes": target["boxes"][keep], "labels": target["labels"][keep], "relations": relations}
+
+
+def given_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping]) -> dict:
+    """Fields of a RelationBatch for annotated boxes; sgcls also asks the detector what they are."""
+    boxes = [truth["boxes"] for truth in truths]
+    pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw))
+    logits = None
+    if model.mode == "sgcls":
+        logits = model.detector.box_predictor(model.detector.box_head(pooled))[0].float()
+    return {
+        "boxes_xyxy": torch.cat(boxes),
+        "num_objects": [len(b) for b in boxes],
+        "roi_features": model.box_features(pooled),
+        "labels": torch.cat([truth["labels"] for truth in truths]) + 1,
+        "logits": logits,
+    }
+
+
+def detected_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping] | None) -> dict:
+    """Fields of a RelationBatch for what the detector finds; with truths each has the label of what it overlaps."""
+    with eval_mode(model.detector):
+        found = model.detector.detect_with_logits(maps, images_hw, top_k=model.detections_per_image)
+    boxes = [image["boxes"] for image in found]
+    pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw))
+    fields = {
+        "boxes_xyxy": torch.cat(boxes),
+        "num_objects": [len(b) for b in boxes],
+        "roi_features": model.box_features(pooled),
+        "logits": torch.cat([image["logits"] for image in found]).detach(),
+        "boxes_per_class": torch.cat([image["boxes_per_class"] for image in found]).detach(),
+    }
+    if truths is not None:
+        fields["labels"] = torch.cat([match_labels(b, truth)[1] for b, truth in zip(boxes, truths, strict=True)])
+    return fields
+
+
+def match_labels(boxes_xyxy: Tensor, truth: Mapping) -> tuple[Tensor, Tensor]:
+    """(K,) row of the annotated object that each detection overlaps most (-1: none enough), and its label from 1."""
+    count = len(boxes_xyxy)
+    if not len(truth["boxes"]) or not count:
+        return boxes_xyxy.new_full((count,), -1, dtype=torch.int64), boxes_xyxy.new_zeros(count, dtype=torch.int64)
+    value, best = iou_plus_one(truth["boxes"][:, None], boxes_xyxy[None]).max(0)
+    enough = value >= MATCH_IOU
+    return torch.where(enough, best, -1), torch.where(enough, truth["labels"][best] + 1, 0)
+
+
+def sampled_pairs(model: nn.Module, objects: Mapping, truths: Sequence[Mapping] | None) -> dict:
+    """`pairs`, `num_pairs`, `relation_labels`, `related` of a RelationBatch: a sample in training, else all pairs."""
+    counts = objects["num_objects"]
+    boxes = objects["boxes_xyxy"].split(counts)
+    if not model.training:
+        overlap = model.require_overlap and not model.given_boxes
+        samples = [_asked(model, b, None if truths is None else truths[i], overlap) for i, b in enumerate(boxes)]
+        return join_samples(samples, counts)
+    size = {"batch_size": model.pairs_per_image, "positive_fraction": model.positive_fraction}
+    matrices = [relation_matrix(_from_one(truth), len(truth["boxes"])) for truth in truths]
+    if model.given_boxes:
+        return join_samples([sample_given_boxes(matrix, **size) for matrix in matrices], counts)
+    samples = []
+    for b, labels, truth, matrix in zip(boxes, objects["labels"].split(counts), truths, matrices, strict=True):
+        seen = (b, labels, truth["boxes"], truth["labels"] + 1, matrix)
+        samples.append(sample_detected_boxes(*seen, require_overlap=model.require_overlap, **size))
+    return join_samples(samples, counts)
+
+
+def _asked(model: nn.Module, boxes: Tensor, truth: Mapping | None, require_overlap: bool) -> SampledPairs:
+    """All pairs of an image, with the predicates that are annotated for them, the same one of several every time."""
+    pairs = pairs_to_ask(boxes, require_overlap)
+    labels = pairs.new_zeros(len(pairs))
+    if truth is not None and len(truth["boxes"]) and len(pairs):
+        matrix = relation_matrix(_from_one(truth), len(truth["boxes"]), generator=Generator().manual_seed(0))
+        if model.given_boxes:
+            labels = matrix[pairs[:, 0], pairs[:, 1]]
+        else:
+            ends = match_labels(boxes, truth)[0][pairs]
+            labels = torch.where((ends >= 0).all(1), matrix[ends[:, 0], ends[:, 1]], 0)
+    related = torch.zeros(len(boxes), len(boxes), dtype=torch.bool, device=boxes.device)
+    return SampledPairs(pairs, labels, related)
+
+
+def _from_one(truth: Mapping) -> Tensor:
+    """Relations with predicates from 1, as heads count them."""
+    return truth["relations"] + truth["relations"].new_tensor([0, 0, 1])
+
+
+def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[str, float]:
+    """How many pairs, objects and images with objects `sampled_pairs` will give for annotated boxes."""
+    pairs = objects = images = 0
+    for truth in map(annotated_graph, targets):
+        count = len(truth["boxes"])
+        objects, images = objects + count, images + (count > 0)
+        if not model.training:
+            pairs += count * (count - 1) if count != 1 else 1
+            continue
+        ends = truth["relations"][:, :2].unique(dim=0)
+        apart = int((ends[:, 0] != ends[:, 1]).sum())
+        positive = min(len(ends), int(model.pairs_per_image * model.positive_fraction))
+        pairs += positive + min(count * (count - 1) - apart, model.pairs_per_image - positive)
+    return {"relation_pairs": float(pairs), "relation_objects": float(objects), "relation_images": float(images)}

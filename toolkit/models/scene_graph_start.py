@@ -1,0 +1,87 @@
+"""What a run of scene graphs begins with: the Faster R-CNN below, its weights, and the counts of the training split."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.checkpoint import Checkpoint
+from toolkit.config import PRETRAINED_CONFIG
+from toolkit.data.table import DetectionTable
+from toolkit.distributed import run_on_main, world
+from toolkit.errors import BadInput
+from toolkit.finetune import Pretrained, open_pretrained, start_detector
+from toolkit.models.relation.frequency import count_predicates, table_graphs
+from toolkit.models.scene_graph import SceneGraph
+
+COUNTS = ("relation_counts", "candidate_counts", "seen_triplets")
+
+
+def start_scene_graph(
+    settings: Mapping, table: DetectionTable, folder: Path, *, checkpoint: Checkpoint | None, say: Callable
+) -> SceneGraph:
+    """The model as the settings say, on the weights of `settings["detector"]`, with the counts of the training data.
+
+    What data and detector's run say about the model is written to `<folder>/pretrained_config.json`, so that the run
+    folder alone builds it again, and which tensor took which to `<folder>/detector_weights.txt`.
+
+    Args:
+        settings: those of `start_detector`; `detector` is a run, checkpoint or final/ folder of a Faster R-CNN.
+        table: training data.
+        folder: the run folder.
+        checkpoint: that a resumed run will load; weights and counts, read again from nowhere else, are in it.
+        say: prints a text on the main process.
+
+    Raises:
+        BadInput: a detector that cannot be had, is none, or knows other classes; what `start_detector` raises.
+    """
+    source = None
+    if checkpoint is None:
+        options = {"predicates": list(table.predicates)}
+        if settings["detector"]:
+            source = _open_faster_rcnn(settings, table)
+            options["detector_options"] = {"architecture": source.architecture, **source.options}
+        if world()[0] == 0:
+            stored = {"source": settings["detector"] or "", "options": options}
+            (folder / PRETRAINED_CONFIG).write_text(json.dumps(stored, indent=1) + "\n")
+        settings = {**settings, **options}
+    resumed_from = None if checkpoint is None else checkpoint.path
+    model = start_detector(settings, table.class_names, folder, resumed_from=resumed_from, say=say)
+    if checkpoint is not None:
+        model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
+    elif not settings["pretrained"]:
+        model.learn_counts(*run_on_main(lambda: count_table(table)))
+    if source is not None:
+        found = model.load_detector_weights(source.tensors)
+        say(f"weights of the detector {source.name}:\n{found.summary()}")
+        if world()[0] == 0:
+            (folder / "detector_weights.txt").write_text(found.table() + "\n")
+    return model
+
+
+def count_table(table: DetectionTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`count_predicates` of a training split, and (C, C, P) bool, without background: the triplets that occur in it."""
+    classes, predicates = len(table.categories), len(table.predicates)
+    relations, candidates = count_predicates(table_graphs(table), classes + 1, predicates + 1)
+    seen = np.zeros((classes, classes, predicates), bool)
+    for row in map(table.row, range(len(table))):
+        ends, labels = row["relations"], row["objects"]["category"]
+        seen[labels[ends["subject"]], labels[ends["object"]], ends["predicate"]] = True
+    return relations, candidates, seen
+
+
+def _open_faster_rcnn(settings: Mapping, table: DetectionTable) -> Pretrained:
+    name = settings["detector"]
+    source = open_pretrained(name)
+    problems = []
+    if "faster" not in source.architecture:
+        problems.append(f"model.detector {name} is a {source.architecture}; expected a run of train_faster_rcnn.py")
+    if source.class_names != table.class_names:
+        problems.append(f"model.detector {name} knows the classes {source.class_names}, the data {table.class_names}; "
+                        "train the detector on the same classes in the same order")  # fmt: skip
+    if settings["detector_options"] or settings["backbone"]:
+        problems.append(f"model.detector_options and model.backbone are those of model.detector {name}: leave them out")
+    if problems:
+        raise BadInput(problems)
+    return source
