@@ -1,0 +1,395 @@
+"""Conditional, Deformable, DAB and RF-DETR, YOLOS: losses, sources, initial weights, the final folder, two ranks.
+
+    pytest tests/test_detr_family.py
+
+DETR itself and RT-DETR-v2: tests/test_detr.py.
+"""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from processes import run_on_ranks
+from test_detr import CLASSES, batch_of, random_target, run
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoImageProcessor, AutoModelForObjectDetection, ResNetConfig, pipeline
+from transformers.loss.loss_lw_detr import LwDetrHungarianMatcher, LwDetrImageLoss
+
+from toolkit.boxes import normalize_boxes, xyxy_to_cxcywh
+from toolkit.data.loaders import collate, normalize_images, pixel_mask
+from toolkit.errors import BadInput
+from toolkit.losses import window_denominators
+from toolkit.models import build_detector
+from toolkit.models.focal_criterion import FocalCriterion, quality_terms
+
+TRANSFORMER = {"d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "ffn_dim": 32, "num_queries": 6,
+               "dropout": 0.0}  # fmt: skip
+ON_TIMM = {"backbone": "test_resnet", "freeze": "none", **TRANSFORMER}
+TINY_RF_DETR = {
+    "backbone_config": {"model_type": "rf_detr_dinov2", "hidden_size": 32, "num_attention_heads": 2, "image_size": 64,
+                        "patch_size": 8, "num_windows": 2, "num_hidden_layers": 2, "out_indices": [1, 2]},
+    "d_model": 32, "decoder_self_attention_heads": 2, "decoder_cross_attention_heads": 4, "decoder_layers": 2,
+    "decoder_ffn_dim": 32, "num_queries": 6, "group_detr": 3, "dropout": 0.0,
+}  # fmt: skip
+SMALL = {
+    "detr": ON_TIMM,
+    "conditional_detr": ON_TIMM,
+    "deformable_detr": ON_TIMM,
+    "deformable_detr+": {**ON_TIMM, "box_refine": "iterative"},
+    "deformable_detr++": {**ON_TIMM, "box_refine": "two_stage"},
+    "dab-detr": ON_TIMM,
+    "rf_detr": {"source_config": TINY_RF_DETR},
+    "yolos": {"d_model": 32, "heads": 2, "encoder_layers": 2, "ffn_dim": 32, "num_queries": 6},
+}
+NEW = [name for name in SMALL if name != "detr"]
+
+
+@dataclass
+class Class:
+    id: int
+    name: str
+
+
+def small(name: str, **options):
+    torch.manual_seed(0)
+    return build_detector(name.rstrip("+"), class_names=CLASSES, **{**SMALL[name], **options})
+
+
+def image_size(name: str) -> tuple[int, int]:
+    return (64, 64) if name == "rf_detr" else (64, 96)
+
+
+def wake(detector):
+    """Heads that start at zero would hide what is wrong below them."""
+    for name, module in detector.model.named_modules():
+        if isinstance(module, torch.nn.Linear) and any(part in name for part in ("bbox", "class")):
+            torch.nn.init.normal_(module.weight, std=0.2)
+    return detector
+
+
+def transformers_labels(targets):
+    return [
+        {"class_labels": t["labels"], "boxes": xyxy_to_cxcywh(normalize_boxes(t["boxes"], t["size"]))} for t in targets
+    ]
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def random_outputs(num_layers, batch_size, queries, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_layers + 1, batch_size, queries)
+    logits = torch.randn(*shape, len(CLASSES), generator=generator, dtype=torch.float64)
+    boxes = torch.rand(*shape, 4, generator=generator, dtype=torch.float64) * 0.4 + 0.2
+    return {"logits": logits[:-1], "boxes": boxes[:-1], "encoder_logits": logits[-1], "encoder_boxes": boxes[-1]}
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.lists(st.integers(0, 8), min_size=1, max_size=3), st.sampled_from([1, 3]))
+def test_losses_of_group_detr_are_those_of_transformers(seed, counts, groups):
+    targets = [random_target(n, seed=seed % 1000 + n, dtype=torch.float64) for n in counts]
+    outputs = random_outputs(3, len(counts), 5 * groups, seed)
+    criterion = FocalCriterion(len(CLASSES), 3, encoder="classes", class_terms=quality_terms)
+    boxes = max(1.0, float(sum(counts) * groups))
+    losses, _ = criterion(outputs, targets, {"boxes": boxes}, groups)
+
+    theirs = LwDetrImageLoss(LwDetrHungarianMatcher(2, 5, 2), len(CLASSES), 0.25, ["labels", "boxes"], groups)
+    pairs = [{"logits": c, "pred_boxes": b} for c, b in zip(outputs["logits"], outputs["boxes"], strict=True)]
+    encoder = {"logits": outputs["encoder_logits"], "pred_boxes": outputs["encoder_boxes"]}
+    wanted = theirs(pairs[-1] | {"auxiliary_outputs": pairs[:-1], "enc_outputs": encoder}, transformers_labels(targets))
+    assert set(losses) == set(wanted) == set(criterion.loss_names)
+    for name, value in wanted.items():
+        torch.testing.assert_close(losses[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_groups_are_matched_each_by_itself_and_only_the_first_is_measured():
+    outputs = random_outputs(2, 2, 8)
+    targets = [random_target(3, dtype=torch.float64), random_target(1, seed=1, dtype=torch.float64)]
+    criterion = FocalCriterion(len(CLASSES), 2, encoder="classes", class_terms=quality_terms)
+    whole, metrics = criterion(outputs, targets, {"boxes": 1.0}, groups=2)
+    halves = [
+        criterion({k: v[..., part, :] for k, v in outputs.items()}, targets, {"boxes": 1.0})
+        for part in (slice(0, 4), slice(4, 8))
+    ]
+    for name, value in whole.items():
+        torch.testing.assert_close(value, sum(losses[name] for losses, _ in halves))
+    assert metrics == halves[0][1] and metrics["class_error"][1] == 4
+
+
+@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("counts", [(2, 0, 1), (0, 0, 0)])
+def test_forward_and_losses_are_those_of_transformers(name, counts):
+    detector = wake(small(name)).train()
+    hw = image_size(name)
+    batch = batch_of(counts, hw)
+    if not detector.fixed_size:  # one image is smaller, padded
+        smaller = [(batch.images[0][:, :40, :90], random_target(counts[0], (40, 90)))]
+        batch = collate([*smaller, *zip(batch.images[1:], batch.targets[1:], strict=True)])
+    counted = {key: max(1.0, value) for key, value in detector.denominators(batch.targets).items()}
+    outputs = detector(batch.images, batch.sizes, batch.targets)
+    losses, metrics = detector.criterion(outputs, batch.targets, counted)
+    assert tuple(sorted(losses)) == tuple(sorted(detector.loss_names)) and set(metrics) == set(detector.metric_names)
+
+    model = detector.model
+    model.config.auxiliary_loss = auxiliary = name not in ("conditional_detr", "yolos")  # wrong or absent there
+    model.config.class_cost, model.config.bbox_cost, model.config.giou_cost = detector.set_loss.matching_costs
+    pixels = normalize_images(batch.images, batch.sizes, detector.mean, detector.std)
+    mask = {} if detector.fixed_size else {"pixel_mask": pixel_mask(batch.sizes, pixels.shape[-2:])}
+    theirs = model(pixels, **mask, labels=transformers_labels(batch.targets))
+    torch.testing.assert_close(outputs["logits"][-1], theirs.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs["boxes"][-1], theirs.pred_boxes, rtol=1e-4, atol=1e-5)
+    compared = {key: value for key, value in theirs.loss_dict.items() if key.startswith("loss")}
+    proposals = {key for key in losses if key.endswith("_enc") and key not in compared}  # transformers has no such loss
+    assert bool(proposals) == (name == "deformable_detr++")
+    assert set(losses) - proposals == set(compared) or not auxiliary
+    for key, value in compared.items():
+        torch.testing.assert_close(losses[key], value, rtol=1e-5, atol=1e-5, msg=key)
+    assert metrics["class_error"][1] == sum(counts)
+
+    sum(losses.values()).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) > 20 and all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_auxiliary_layers_of_conditional_detr_continue_the_raw_state():
+    """With one layer less, the last layer's predictions are those of the auxiliary layer with one layer more."""
+    two = wake(small("conditional_detr")).eval()
+    one = small("conditional_detr", decoder_layers=1).eval()
+    one.model.load_state_dict({k: v for k, v in two.model.state_dict().items() if "decoder.layers.1" not in k})
+    batch = batch_of([1, 1])
+    with torch.no_grad():
+        auxiliary, last = (d(batch.images, batch.sizes) for d in (two, one))
+    torch.testing.assert_close(auxiliary["logits"][0], last["logits"][0])
+    torch.testing.assert_close(auxiliary["boxes"][0], last["boxes"][0])
+
+
+def test_proposals_of_two_stage_deformable_detr_learn_foreground():
+    """Their classes do not matter, and every position counts: the focal loss of class 0 over all of them."""
+    outputs = random_outputs(1, 2, 7)
+    criterion = FocalCriterion(len(CLASSES), 1, encoder="foreground")
+    targets = [random_target(3, dtype=torch.float64), random_target(0, dtype=torch.float64)]
+    losses, _ = criterion(outputs, targets, {"boxes": 3.0})
+    relabelled = [{**t, "labels": torch.zeros_like(t["labels"])} for t in targets]
+    as_main = {"logits": outputs["encoder_logits"][None], "boxes": outputs["encoder_boxes"][None]}
+    wanted, _ = FocalCriterion(len(CLASSES), 1)(as_main, relabelled, {"boxes": 3.0})
+    assert {name: losses[f"{name}_enc"] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", ["conditional_detr", "rf_detr", "yolos"])
+def test_crowd_regions_are_neither_matched_nor_counted(name):
+    detector = wake(small(name)).eval()
+    batch = batch_of([3, 1], image_size(name), crowd=1)
+    without = [{**t, **{k: t[k][t["iscrowd"] == 0] for k in ("boxes", "labels", "iscrowd")}} for t in batch.targets]
+    assert detector.denominators(batch.targets) == detector.denominators(without)
+    outputs = detector(batch.images, batch.sizes, batch.targets)
+    counted = detector.denominators(batch.targets)
+    assert detector.criterion(outputs, batch.targets, counted) == detector.criterion(outputs, without, counted)
+
+
+def test_one_layer_has_losses_without_auxiliary_ones():
+    for name in ("conditional_detr", "deformable_detr", "dab-detr", "rf_detr"):
+        detector = small(name, aux_loss=False).eval()
+        losses, _ = run(detector, batch_of([1], image_size(name)))
+        assert not [key for key in losses if key.endswith("_0")]
+
+
+# --- random weights ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in NEW if n != "yolos"])
+def test_scores_start_at_the_prior_and_every_query_looks_elsewhere(name):
+    detector = small(name).eval()
+    batch = batch_of([1, 1], image_size(name))
+    with torch.no_grad():
+        outputs = detector(batch.images, batch.sizes)
+    scores = outputs["logits"].sigmoid()
+    assert 0.002 < scores.min() and scores.max() < 0.1
+    if name != "deformable_detr++":  # whose proposals may lie at the border, beside each other
+        centres = outputs["boxes"][-1, 0, :, :2]
+        assert torch.cdist(centres, centres).fill_diagonal_(1).min() > 1e-4
+
+
+def test_detection_tokens_of_yolos_start_apart():
+    """transformers starts them, and their positions, at 0: every token would stay like the others for good."""
+    embeddings = small("yolos").model.vit.embeddings
+    assert embeddings.detection_tokens.std(dim=1).min() > 0.001 and embeddings.position_embeddings.std() > 0.01
+    detector = small("yolos").eval()
+    batch = batch_of([1])
+    with torch.no_grad():
+        states = detector(batch.images, batch.sizes)["logits"][0, 0]
+    assert torch.cdist(states, states).fill_diagonal_(1).min() > 1e-4
+
+
+def test_deformable_attention_starts_as_a_star_and_boxes_at_an_eighth():
+    detector = small("deformable_detr")
+    attention = detector.model.model.encoder.layers[0].self_attn
+    assert (attention.sampling_offsets.weight == 0).all() and (attention.attention_weights.weight == 0).all()
+    offsets = attention.sampling_offsets.bias.view(2, 4, 4, 2)  # heads, levels, points
+    torch.testing.assert_close(offsets.abs().amax(-1), torch.arange(1.0, 5).expand(2, 4, 4))
+    batch = batch_of([1])
+    boxes = detector.eval()(batch.images, batch.sizes)["boxes"]
+    torch.testing.assert_close(boxes[..., 2:], torch.full_like(boxes[..., 2:], torch.tensor(-2.0).sigmoid().item()))
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_a_source_is_rebuilt_exactly_with_other_classes_and_given_options(name):
+    source = small(name)
+    config = json.loads(json.dumps(source.model.config.to_dict()))
+    options = {"freeze": "none"} if "freeze" in SMALL[name] else {}
+    again = build_detector(name.rstrip("+"), class_names=CLASSES, source_config=config, **options)
+    assert again.set_loss.matching_costs == source.set_loss.matching_costs or name.startswith("deformable")
+    again.model.load_state_dict(source.model.state_dict())
+    batch = batch_of([1, 2], image_size(name))
+    with torch.no_grad():
+        mine, theirs = (d.eval()(batch.images, batch.sizes) for d in (again, source))
+    torch.testing.assert_close(mine["boxes"], theirs["boxes"])
+
+    other = build_detector(name.rstrip("+"), class_names=["thing"], source_config=config, num_queries=4, **options)
+    assert other.model.config.id2label == {0: "thing"}
+    logits = other.eval()(batch.images, batch.sizes)["logits"]
+    assert logits.shape[2:] == (4, 2 if name in ("detr", "yolos") else 1)
+    rebuilt = build_detector(**json.loads(json.dumps(other.options)), class_names=["thing"])
+    rebuilt.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("name", ["detr", "conditional_detr", "deformable_detr", "dab-detr"])
+def test_a_source_with_a_backbone_of_transformers(name):
+    own = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 16, 32], depths=[1, 1, 1, 1], layer_type="basic",
+                       out_features=["stage2", "stage3", "stage4"]).to_dict()  # fmt: skip
+    config = small(name).model.config.to_dict() | {"backbone_config": own}
+    trained = {}
+    for freeze in (None, "norms"):
+        options = {} if freeze is None else {"freeze": freeze}
+        detector = build_detector(name, class_names=CLASSES, source_config=config, **options)
+        losses, _ = run(detector.train(), batch_of([1, 2]))
+        sum(losses.values()).backward()
+        trained[freeze] = {k for k, p in detector.named_parameters() if "backbone" in k and p.requires_grad}
+    assert trained[None] and all(".encoder.stages." in k and ".stages.0." not in k for k in trained[None])
+    assert trained[None] < trained["norms"]
+
+    on_timm = build_detector(name, class_names=CLASSES, source_config=config, backbone="test_resnet", freeze="none")
+    assert on_timm.model.config.backbone_config.backbone == "test_resnet"
+    for options, words in [
+        ({"freeze": "none"}, "'none' is not possible.*paper or norms"),
+        ({"pretrained_backbone": True}, "none of timm's"),
+        ({"freeze": "everything"}, "'everything' is not one of"),
+    ]:
+        with pytest.raises(BadInput, match=words):
+            build_detector(name, class_names=CLASSES, source_config=config, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("dab-detr", {"source_config": {"model_type": "detr"}}, "is a detr, not a dab-detr.*architecture to detr"),
+        ("deformable_detr", {"backbone": "vit_tiny_patch16_224"}, "stride 8, 16, 32 are needed.*without 8, 32"),
+        ("deformable_detr", {"d_model": 48}, "multiple of 32"),
+        ("deformable_detr", {"box_refine": "yes"}, "none, iterative, two_stage"),
+        ("deformable_detr", {"d_model": 32, "heads": 3}, "do not fit together"),
+        ("rf_detr", {"pretrained_backbone": True}, "pretrained RF-DETR"),
+        ("yolos", {"pretrained_backbone": True}, "pretrained YOLOS"),
+        ("yolos", {"freeze": "paper"}, "no setting model.freeze"),
+        ("yolos", {"d_model": 32, "heads": 3}, "do not fit together"),
+    ],
+)
+def test_wrong_options_are_named_with_what_would_have_worked(name, options, words):
+    with pytest.raises(BadInput, match=words):
+        build_detector(name, class_names=CLASSES, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "hw", "words"),
+    [
+        ("rf_detr", {}, (64, 80), "squares.*multiple of 16"),
+        ("rf_detr", {"num_queries": 5}, (16, 16), "num_queries 5.*only 4 positions"),
+        ("deformable_detr++", {"num_queries": 23}, (32, 32), "num_queries 23.*only 22 positions"),
+        ("yolos", {}, (64, 90), "multiples of 16"),
+    ],
+)
+def test_images_that_a_detector_cannot_work_with_are_refused(name, options, hw, words):
+    detector = small(name, **options).eval()
+    with pytest.raises(BadInput, match=words):
+        detector(torch.zeros(1, 3, *hw, dtype=torch.uint8), torch.tensor([hw]))
+
+
+# --- predictions and the final folder ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_the_final_folder_gives_the_same_boxes_in_transformers_and_its_pipeline(tmp_path, name):
+    detector = small(name)
+    run(detector.train(), batch_of([1, 2], image_size(name)))  # live norms move away from where they started
+    wake(detector).eval()
+    fixed = {"height": 64, "width": 64}
+    size = fixed if detector.fixed_size else None
+    detector.save_final(tmp_path, [Class(7, CLASSES[0]), Class(3, CLASSES[1]), Class(90, CLASSES[2])], size)
+
+    generator = torch.Generator().manual_seed(2)
+    hws = [(64, 64), (64, 64)] if size else [(64, 96), (40, 90)]
+    images = [torch.randint(256, (3, *hw), generator=generator, dtype=torch.uint8) for hw in hws]
+    batch = collate([(image, random_target(0, hw)) for image, hw in zip(images, hws, strict=True)])
+    model = AutoModelForObjectDetection.from_pretrained(tmp_path).eval()
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    with torch.no_grad():
+        outputs = detector(batch.images, batch.sizes)
+        ours = detector.postprocess(outputs, batch.sizes, batch.sizes, score_threshold=-1.0, top_k=6)
+        answer = model(**processor(images=images, return_tensors="pt"))
+        theirs = processor.post_process_object_detection(answer, -1.0, target_sizes=batch.sizes)
+    for mine, other in zip(ours, theirs, strict=True):
+        count = len(mine["scores"])  # transformers' top_k is 100
+        torch.testing.assert_close(mine["scores"], other["scores"][:count], rtol=0, atol=1e-4)
+        torch.testing.assert_close(mine["boxes"], other["boxes"][:count], rtol=0, atol=1e-4)
+        assert mine["labels"].tolist() == other["labels"][:count].tolist()
+
+    detect = pipeline("object-detection", model=model, image_processor=processor)
+    found = detect(Image.fromarray(images[0].permute(1, 2, 0).numpy()), threshold=0.0)[: len(ours[0]["scores"])]
+    alone = detector.postprocess(
+        detector(images[0][None], batch.sizes[:1]), batch.sizes[:1], batch.sizes[:1], 0.0, top_k=6
+    )[0]
+    np.testing.assert_allclose([d["score"] for d in found], alone["scores"].tolist(), atol=1e-4)
+    assert [d["label"] for d in found] == [CLASSES[label] for label in alone["labels"]]
+    whole = [[d["box"][side] for side in ("xmin", "ymin", "xmax", "ymax")] for d in found]  # pipelines cut to pixels
+    np.testing.assert_allclose(whole, alone["boxes"].detach().trunc().numpy(), atol=1)
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def train_two_steps_each() -> dict:
+    """Each member by name: names of its losses, whether all were finite, a number for its weights after two steps."""
+    rank = torch.distributed.get_rank()
+    report = {}
+    for name in NEW:
+        detector = small(name).train()
+        model = DistributedDataParallel(detector, find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        finite, names = [], set()
+        for step in range(2):
+            batch = batch_of([0, 0] if rank == step else [2, 1], image_size(name))
+            [counted] = window_denominators([detector.denominators(batch.targets)], "cpu")
+            outputs = model(batch.images, batch.sizes, batch.targets)
+            losses, _ = detector.criterion(outputs, batch.targets, counted)
+            total = sum(losses.values())
+            optimizer.zero_grad()
+            total.backward()
+            optimizer.step()
+            names |= losses.keys()
+            finite.append(bool(total.isfinite()))
+        weights = torch.cat([p.detach().flatten() for p in detector.parameters()])
+        report[name] = (sorted(names), all(finite), weights.double().sum().item(), weights.norm().item())
+    return report
+
+
+def test_every_member_trains_on_two_ranks_one_of_them_without_boxes():
+    first, second = run_on_ranks(train_two_steps_each, 2)
+    assert first == second and set(first) == set(NEW)
+    for name, (names, finite, *_) in first.items():
+        assert finite and tuple(names) == tuple(sorted(small(name).loss_names)), name
