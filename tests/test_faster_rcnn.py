@@ -1,6 +1,7 @@
 """Faster R-CNN: matching, sampling, losses, detections. Run: `python -m pytest tests/test_faster_rcnn.py`."""
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torchvision.models.detection._utils import Matcher
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import box_iou
 
+from toolkit.config import PretrainedConfig, TwoStageConfig
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.evaluation.loop import eval_mode
@@ -361,4 +363,5 @@ def test_faults_are_bad_input(options, words):
 def test_settings_of_the_other_architecture_are_bad_input():
     with pytest.raises(BadInput, match="no setting model.strides"):
         build_detector("fasterrcnn_resnet50_fpn_v2", class_names=CLASSES, strides=[8, 16])
-    assert {"rpn_nms_thresh", "box_detections_per_img", "rpn_pre_nms_top_n_train"} <= set(SAMPLING_OPTIONS)
+    names = {field.name for field in fields(TwoStageConfig)} - {field.name for field in fields(PretrainedConfig)}
+    assert names == set(SAMPLING_OPTIONS)

@@ -132,6 +132,46 @@ class PretrainedConfig:
 
 
 @dataclass
+class TwoStageConfig(PretrainedConfig):
+    """The two stages of a Faster R-CNN, under torchvision's names and with its values for keys that are not given."""
+
+    rpn_pre_nms_top_n_train: int | None = None
+    """Anchors per level that become candidates for proposals, in training."""
+    rpn_pre_nms_top_n_test: int | None = None
+    """The same in evaluation."""
+    rpn_post_nms_top_n_train: int | None = None
+    """Proposals per image, in training."""
+    rpn_post_nms_top_n_test: int | None = None
+    """Proposals per image, in evaluation."""
+    rpn_nms_thresh: float | None = None
+    """IoU from which a better proposal suppresses another."""
+    rpn_fg_iou_thresh: float | None = None
+    """IoU from which an anchor is to find an object."""
+    rpn_bg_iou_thresh: float | None = None
+    """IoU below which an anchor is background."""
+    rpn_batch_size_per_image: int | None = None
+    """Anchors per image that are trained."""
+    rpn_positive_fraction: float | None = None
+    """Share of them with objects, at most."""
+    rpn_score_thresh: float | None = None
+    """Proposals below this objectness are left out."""
+    box_score_thresh: float | None = None
+    """Detections below this score are left out."""
+    box_nms_thresh: float | None = None
+    """IoU from which a better detection of the class suppresses another."""
+    box_detections_per_img: int | None = None
+    """Detections per image at most."""
+    box_fg_iou_thresh: float | None = None
+    """IoU from which a proposal is to be classified as its object."""
+    box_bg_iou_thresh: float | None = None
+    """IoU below which a proposal is background."""
+    box_batch_size_per_image: int | None = None
+    """Proposals per image that are trained."""
+    box_positive_fraction: float | None = None
+    """Share of them with objects, at most."""
+
+
+@dataclass
 class OptimConfig:
     """The optimizer step."""
 

@@ -43,6 +43,10 @@ class FasterRCNN(nn.Module):
     metric_names = ("class_error",)
     denominator_names = ("images",)
     averaged_denominators = ()
+    class_tensors = {  # background first
+        "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
+        "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
+    }
     fixed_size = False
     stride = 32
 
@@ -116,6 +120,12 @@ class FasterRCNN(nn.Module):
         Samples are drawn from the global generator in training; in evaluation they are the same every time.
         """
         features, images_hw = self.features(images, sizes)
+        return self.from_features(features, images_hw, targets)
+
+    def from_features(
+        self, features: Mapping[str, Tensor], images_hw: Sizes, targets: Sequence[Mapping] | None = None
+    ) -> dict:
+        """`forward` on maps that are there already, those of `features`."""
         anchors, logits, deltas, per_level = self._predict_anchors(features)
         boxes = self._proposals(anchors, logits, deltas, per_level, images_hw)
         if targets is None:
