@@ -23,6 +23,7 @@ SCRIPTS = (
         "train_yolov3",
         slow_end=("toolkit.evaluation.report:write_report", "toolkit.models.yolov3:YOLOv3.export"),
     ),
+    Script("train_faster_rcnn", slow_end=("toolkit.evaluation.report:write_report",)),
 )
 
 
