@@ -151,7 +151,7 @@ def train_one_epoch(config: Config, t: Training) -> None:
         if better or reduced["signal"] or is_time(t.step, t.save_every):
             t.save(best=better)
         if reduced["signal"]:
-            raise Preempted(f"signal at step {t.step}; saved, `--run.resume latest` goes on")
+            raise Preempted(f"{t.signals.name or 'signal'} at step {t.step}; saved, `--run.resume latest` goes on")
         if t.finished:
             return
     t.sampler.set_epoch(t.sampler.epoch + 1)
@@ -198,6 +198,7 @@ def build(
     groups = parameter_groups(
         detector, lr=c.optim.lr, backbone_lr=c.optim.backbone_lr, weight_decay=c.optim.weight_decay,
         no_decay_on_norm_and_bias=c.optim.no_weight_decay_on_norm_and_bias, multipliers=c.optim.lr_multipliers,
+        layer_decay=c.optim.layer_decay,
     )  # fmt: skip
     groups += weights.parameter_groups(c.optim.lr)
     model, optimizer = accelerator.prepare(detector, build_optimizer(c.optim.name, groups, momentum=c.optim.momentum))
@@ -259,7 +260,7 @@ def main(config: Config) -> dict[str, float]:
             size = loading.processor_size(config.data.image_size, config.data.scales, config.data.max_size)
             t.detector.save_final(folder / "final", t.val_table.categories, size)
             if run.export:
-                t.say(t.detector.export(folder / "final", next(iter(t.val_loader)).images[:4]))
+                t.detector.export(folder / "final", next(iter(t.val_loader)).images[:4], t.say)
         t.close()
     run_on_main(lambda: write_report(folder))
     return t.last_row

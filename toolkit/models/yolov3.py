@@ -8,7 +8,7 @@ import argparse
 import inspect
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -217,11 +217,11 @@ class YOLOv3(nn.Module):
 
         save_detector_folder(self, processor_size, folder, categories)
 
-    def export(self, folder: Path, images: Tensor) -> str:
-        """ONNX and torch.export beside the final weights; see `toolkit.models.yolov3_export.export_final`."""
+    def export(self, folder: Path, images: Tensor, say: Callable[[str], None]) -> None:
+        """ONNX and torch.export beside the final weights; `say` gets what `yolov3_export.export_final` returns."""
         from toolkit.models.yolov3_export import export_final  # takes seconds too
 
-        return export_final(self, folder, images)
+        say(export_final(self, folder, images))
 
 
 def _checked_anchors(anchors: Sequence) -> Tensor:
