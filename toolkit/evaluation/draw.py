@@ -19,7 +19,7 @@ BACKGROUND, TEXT = "#FFFFFF", "#222222"
 
 
 @functools.cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
+def text_font(size: int) -> ImageFont.FreeTypeFont:
     """DejaVu Sans, which comes with matplotlib; Pillow's own has few letters beyond ASCII. `size` in pixels."""
     from matplotlib import font_manager  # half a second that the start of a run need not wait for
 
@@ -143,7 +143,7 @@ def _tile(image: Tensor, predictions: Mapping, truth: Mapping, class_names: Sequ
     tile = Image.new("RGB", (2 * size[0] + 4, size[1] + BAR), BACKGROUND)
     tile.paste(left, (0, BAR))
     tile.paste(right, (size[0] + 4, BAR))
-    draw, font = ImageDraw.Draw(tile), _font(14)
+    draw, font = ImageDraw.Draw(tile), text_font(14)
     objects, detections = len(truth["labels"]), len(order)
     title = f"{truth.get('image_id', '')}:  {objects} object{'s' * (objects != 1)}"
     draw.text((2, 2), _shortened(title, size[0], draw, font), fill=TEXT, font=font)
@@ -156,7 +156,7 @@ def _draw_boxes(
     picture: Image.Image, boxes: Tensor, labels: Tensor, scores: list, dashed: list, class_names, size: int = 12
 ) -> None:
     """size: of the letters in pixels."""
-    draw, font, line = ImageDraw.Draw(picture), _font(size), max(2, (size + 4) // 6)
+    draw, font, line = ImageDraw.Draw(picture), text_font(size), max(2, (size + 4) // 6)
     limit = torch.tensor([picture.width - 1, picture.height - 1] * 2)
     boxes = torch.minimum(boxes.detach().cpu().float().nan_to_num(0).clamp(min=0), limit)
     tags = []
