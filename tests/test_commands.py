@@ -4,6 +4,7 @@
     python -m pytest tests/test_commands.py -m slow      # each training command also runs a step
 """
 
+import functools
 import importlib
 import re
 import shlex
@@ -86,9 +87,14 @@ def test_command_is_understood(file, command, capsys):
         else:
             parse_config(module.Config, arguments, module.DEFAULT_CONFIG)
     else:
-        shown = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
         flags = {word for word in arguments if word.startswith("--") and not word.startswith("--expect.")}
-        assert all(flag in shown.stdout for flag in flags), f"{script} does not know {flags}"
+        assert all(flag in help_of(script) for flag in flags), f"{script} does not know {flags}"
+
+
+@functools.cache
+def help_of(script: str) -> str:
+    command = [sys.executable, script, "--help"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 SMALL = "--data.format shapes --data.train train --data.val val --data.max_train_images 16 --run.max_steps 1"
