@@ -1,13 +1,10 @@
-"""Train a DETR: the published one, or RT-DETR-v2 as the fast default, on any timm backbone.
+"""Train a DETR: the published one, one of its family, or RT-DETR-v2 as the fast default, on any timm backbone.
 
     accelerate launch scripts/train_detr.py                                        # bundled data, minutes on a CPU
-    accelerate launch scripts/train_detr.py --config configs/detr/bccd.yaml        # real photographs
     accelerate launch --mixed_precision fp16 scripts/train_detr.py --config configs/detr/detr_r50_coco.yaml   # all GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_detr.py      # two processes without a GPU
 
-The loop is that of facebookresearch/detr `engine.py` (weight dict over main and auxiliary losses, reduced values,
-finite check, clipping), with the check before the update and on all ranks. `--help` explains every key; the run folder
-holds settings, rows, checkpoints and the report. `--run.resume latest` goes on where a killed run stopped, to the bit.
+The loop is that of facebookresearch/detr `engine.py`, with the check before the update. `--help` explains every key.
 """
 
 import sys
@@ -47,14 +44,15 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "detr" / "
 class ModelConfig(PretrainedConfig):
     """The detector. A key that is not given keeps the architecture's published value; see toolkit/models/."""
 
-    architecture: Literal["detr", "rt_detr_v2", "d_fine", "deimv2"] = "rt_detr_v2"
-    """detr: Carion et al. 2020; rt_detr_v2: Lv et al. 2024; d_fine: Peng et al. 2024; deimv2: Huang et al. 2025."""
+    architecture: Literal["detr", "conditional_detr", "deformable_detr", "dab-detr", "rt_detr_v2", "d_fine", "deimv2",
+                          "rf_detr", "yolos"] = "rt_detr_v2"  # fmt: skip
+    """Whose paper each one is from says its file in toolkit/models/."""
     backbone: str | None = None
     """Name of a timm model."""
     freeze: Literal["paper", "norms", "none"] | None = None
     """What of the backbone is not trained."""
     dilation: bool | None = None
-    """detr: last backbone stage dilated instead of strided (DC5)."""
+    """detr, conditional_detr, dab-detr: last backbone stage dilated instead of strided (DC5)."""
     d_model: int | None = None
     """Width of the transformer."""
     heads: int | None = None
@@ -68,27 +66,29 @@ class ModelConfig(PretrainedConfig):
     num_queries: int | None = None
     """Detections per image at most."""
     num_denoising: int | None = None
-    """All but detr: denoising queries in training."""
+    """rt_detr_v2, d_fine, deimv2: denoising queries in training."""
     hidden_expansion: float | None = None
-    """All but detr: width of the encoder's convolution blocks as a fraction of d_model."""
+    """rt_detr_v2, d_fine, deimv2: width of the encoder's convolution blocks as a fraction of d_model."""
     depth_mult: float | None = None
     """d_fine, deimv2: number of those blocks, as a fraction of 3."""
     union_matching: bool | None = None
     """d_fine, deimv2: losses of boxes on all queries that any layer matched."""
     varifocal_gamma: float | None = None
-    """All but detr: exponent of the loss of classes; 1 tells classes apart sooner from random weights."""
+    """The same: exponent of the loss of classes; 1 tells classes apart sooner from random weights."""
     dropout: float | None = None
     """Dropout in the transformer."""
+    box_refine: Literal["none", "iterative", "two_stage"] | None = None
+    """deformable_detr: decoder layers refine each other's boxes; two_stage: those that the encoder proposes."""
     aux_loss: bool | None = None
-    """detr: losses on every decoder layer."""
+    """Losses on every decoder layer."""
     eos_coef: float | None = None
-    """detr: weight of the no-object class."""
+    """detr, yolos: weight of the no-object class."""
     class_cost: float | None = None
-    """detr: weight of the class probability in the matching."""
+    """Weight of the class term in the matching."""
     bbox_cost: float | None = None
-    """detr: weight of the L1 distance in the matching."""
+    """Weight of the L1 distance in the matching."""
     giou_cost: float | None = None
-    """detr: weight of the generalised IoU in the matching."""
+    """Weight of the generalised IoU in the matching."""
 
 
 @dataclass

@@ -34,6 +34,7 @@ class ConditionalDetr(FocalDetector):
     """
 
     default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    class_tensors = {"model.class_labels_classifier.*": (0, 1, 0)}
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ class DabDetr(FocalDetector):
     """
 
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    class_tensors = {"model.class_embed.*": (0, 1, 0)}
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ class DeformableDetr(FocalDetector):
     """
 
     default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.decoder.class_embed.*": (0, 1, 0)}
     processor_class = DeformableDetrImageProcessor
 
     def __init__(
@@ -89,6 +90,11 @@ class DeformableDetr(FocalDetector):
             with_box_refine=None if box_refine is None else box_refine != "none",
             two_stage=None if box_refine is None else box_refine == "two_stage",
         )
+        if config.decoder_layers == 1 and not config.two_stage:
+            raise BadInput(
+                "model.decoder_layers: 1 is too few, transformers shares heads between two and more; use 2, or "
+                "model.box_refine two_stage."
+            )
         self.model = build_model(DeformableDetrForObjectDetection, config)
         if config.with_box_refine and not config.two_stage:
             # transformers shares the class head between layers; the original has one per layer, like the box heads

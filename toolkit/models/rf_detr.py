@@ -22,7 +22,8 @@ from toolkit.models.focal_detector import FocalDetector, start_heads_
 class RfDetr(FocalDetector):
     """A detector (see docs/design.md) around `transformers.RfDetrForObjectDetection`.
 
-    Its backbone ignores padding, so images must be square, of one size, a multiple of `patch_size * windows`.
+    Its backbone ignores padding, so images must be square, of one size, a multiple of patch size times windows
+    along a side (56 px).
 
     Args:
         class_names: one name per class, in the order of the labels.
@@ -32,8 +33,6 @@ class RfDetr(FocalDetector):
             or that of RF-DETR base.
         heads: of the decoder's self-attention; its deformable attention has twice as many.
         encoder_layers: of the ViT; its maps are taken at four depths.
-        patch_size: pixels of a patch of the ViT.
-        windows: windows along each side that most of the ViT's layers look at one by one.
         aux_loss: losses on every decoder layer, not on the last one alone.
         class_cost, bbox_cost, giou_cost: weights in the matching cost.
         mean, std: of RGB values in [0, 1]; None: ImageNet's.
@@ -43,6 +42,7 @@ class RfDetr(FocalDetector):
     """
 
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.enc_out_class_embed.*": (0, 1, 0)}
     processor_class = RfDetrImageProcessor
     fixed_size = True
 
@@ -59,8 +59,6 @@ class RfDetr(FocalDetector):
         ffn_dim: int | None = None,
         num_queries: int | None = None,
         dropout: float | None = None,
-        patch_size: int | None = None,
-        windows: int | None = None,
         aux_loss: bool = True,
         class_cost: float | None = None,
         bbox_cost: float | None = None,
@@ -78,7 +76,7 @@ class RfDetr(FocalDetector):
             RfDetrConfig,
             class_names,
             source_config,
-            backbone_config=_backbone_entry(source_config, encoder_layers, patch_size, windows),
+            backbone_config=_backbone_entry(source_config, encoder_layers),
             d_model=d_model,
             decoder_self_attention_heads=heads,
             decoder_cross_attention_heads=None if heads is None else 2 * heads,
@@ -139,29 +137,26 @@ class RfDetr(FocalDetector):
         if height != width or height % self.stride:
             raise BadInput(
                 f"images of {height}x{width} px: rf_detr needs squares with a side that is a multiple of {self.stride} "
-                "(patch_size * windows); set data.image_size."
+                "(patch size times windows); set data.image_size."
             )
         positions = (height // config.backbone_config.patch_size) ** 2
         if positions < config.num_queries:
             raise BadInput(
                 f"model.num_queries {config.num_queries}: images of {height}x{width} px have only {positions} "
-                "positions; use larger images, smaller patches or fewer queries."
+                "positions; use larger images or fewer queries."
             )
 
 
-def _backbone_entry(source_config, encoder_layers, patch_size, windows) -> dict:
-    """DINOv2 small as in RF-DETR base, or the source's, with what is given; four maps at even depths."""
+def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None) -> dict:
+    """DINOv2 small as in RF-DETR base, or the source's; other depths give maps at the four quarters."""
     base = {"model_type": "rf_detr_dinov2", "hidden_size": 384, "num_attention_heads": 6, "image_size": 518,
             "num_hidden_layers": 12, "out_indices": [2, 5, 8, 11]}  # fmt: skip
     entry = dict((source_config or {}).get("backbone_config") or base)
-    if encoder_layers is not None:
-        depths = sorted({max(1, round(encoder_layers * part / 4) - 1) for part in (1, 2, 3, 4)})
-        entry = {k: v for k, v in entry.items() if k not in ("out_features", "stage_names", "window_block_indexes")}
-        entry |= {"num_hidden_layers": encoder_layers, "out_indices": depths}
-    if patch_size is not None:
-        side = entry["image_size"] // entry.get("patch_size", 14) * patch_size  # as many positions as before
-        entry |= {"patch_size": patch_size, "image_size": side}
-    return entry | ({} if windows is None else {"num_windows": windows})
+    if encoder_layers is None:
+        return entry
+    depths = sorted({max(1, round(encoder_layers * part / 4) - 1) for part in (1, 2, 3, 4)})
+    kept = {k: v for k, v in entry.items() if k not in ("out_features", "stage_names", "window_block_indexes")}
+    return kept | {"num_hidden_layers": encoder_layers, "out_indices": depths}
 
 
 @torch.no_grad()

@@ -17,14 +17,13 @@ class Yolos(Detr):
     """A detector (see docs/design.md) around `transformers.YolosForObjectDetection`; losses of the last layer only.
 
     It ignores padding, so images must all have one size and fill it. Position embeddings are those of `image_size` in
-    the config (512 x 864 px), interpolated to the images at every forward.
+    the config (YOLOS-Ti: 800 x 1333 px), interpolated to the images at every forward.
 
     Args:
         class_names: one name per class, in the order of the labels.
         source_config: a transformers config of a YOLOS as a dict; see `Detr`. None: YOLOS-Ti.
         pretrained_backbone: must be false: the ViT's weights come with a pretrained YOLOS.
         d_model, heads, encoder_layers, ffn_dim: the ViT; None, here and below: the source's value, or YOLOS-Ti's.
-        patch_size: pixels of a patch.
         num_queries: detection tokens.
         dropout: after embeddings, attention and feed-forward layers.
         eos_coef: weight of the no-object class in `loss_ce`.
@@ -35,6 +34,7 @@ class Yolos(Detr):
         BadInput: pretrained weights of a backbone, a source of another architecture.
     """
 
+    class_tensors = {"model.class_labels_classifier.layers.2.*": (0, 1, 1)}  # no-object last
     processor_class = YolosImageProcessor
     fixed_size = True
 
@@ -48,7 +48,6 @@ class Yolos(Detr):
         heads: int | None = None,
         encoder_layers: int | None = None,
         ffn_dim: int | None = None,
-        patch_size: int | None = None,
         num_queries: int | None = None,
         dropout: float | None = None,
         eos_coef: float | None = None,
@@ -64,7 +63,8 @@ class Yolos(Detr):
                 "model.pretrained_backbone: the ViT of YOLOS gets its weights with a pretrained YOLOS "
                 "(model.pretrained); set it to false."
             )
-        tiny = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "layer_norm_eps": 1e-6}
+        tiny = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "layer_norm_eps": 1e-6,
+                "image_size": [800, 1333], "use_mid_position_embeddings": False}  # fmt: skip
         config = detector_config(
             YolosConfig,
             class_names,
@@ -73,7 +73,6 @@ class Yolos(Detr):
             num_attention_heads=heads,
             num_hidden_layers=encoder_layers,
             intermediate_size=ffn_dim,
-            patch_size=patch_size,
             num_detection_tokens=num_queries,
             hidden_dropout_prob=dropout,
             eos_coefficient=eos_coef,
