@@ -465,6 +465,7 @@ def test_onnx_and_torch_export_without_nms(exportable, tmp_path):
             np.testing.assert_allclose(other[1], scores, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_onnx_with_nms_gives_the_detections_of_postprocess(exportable, tmp_path):
     export_onnx(exportable, tmp_path / "model.onnx", nms=True, top_k=50)
     session, exportable = onnxruntime.InferenceSession(tmp_path / "model.onnx"), exportable.eval()

@@ -5,6 +5,7 @@ Run: python -m pytest tests/golden/test_yolov3.py [--golden DIR]
 
 import json
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
+from toolkit.data.loaders import Batch
 from toolkit.data.mixup import mixup
+from toolkit.data.samplers import EpochSampler
+from toolkit.guards import NanGuard
+from toolkit.losses import LossWeights
 from toolkit.models.yolov3 import YOLOv3, build_yolov3, class_nms, class_scores
 from toolkit.models.yolov3_targets import (
     DEFAULT_ANCHORS,
@@ -28,7 +34,13 @@ from toolkit.models.yolov3_targets import (
     yolov3_losses,
 )
 from toolkit.optim import parameter_groups
-from toolkit.schedules import lr_factor
+from toolkit.schedules import Schedule, lr_factor
+from toolkit.signals import StopSignals
+from toolkit.training import Training
+from toolkit.writers import RunWriter, read_metrics
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts import train_yolov3  # noqa: E402
 
 LOSSES = YOLOv3.loss_names
 LEAVES = {"gamma": "weight", "beta": "bias"}
@@ -543,18 +555,67 @@ def image_losses(detector: YOLOv3, maps: list[torch.Tensor], targets: list[dict]
     return torch.stack(columns, dim=1)
 
 
-def train_step(detector: YOLOv3, optimizer, pixels: torch.Tensor, targets: list[dict]) -> torch.Tensor:
-    """One update by the mean over images of the sum of the four losses; (4, B) losses before it."""
-    maps, hw = detector.raw_maps(pixels), torch.tensor(pixels.shape[2:])
-    outputs = {f"raw_stride{s}": m for s, m in zip(STRIDES, maps, strict=True)} | {"sizes": hw.expand(len(pixels), 2)}
-    losses, _ = detector.criterion(outputs, targets, detector.denominators(targets))
-    optimizer.zero_grad()
-    sum(losses.values()).backward()
-    with torch.no_grad():
-        rows = image_losses(detector, maps, targets, hw)
-    close(torch.stack([losses[name] for name in LOSSES]), rows.mean(dim=1), rtol=1e-5, message="sum of images / images")
-    optimizer.step()
-    return rows
+class NotingSgd(torch.optim.SGD):
+    """torch.optim.SGD that notes the first gradients, and the norms of the whole state after the first update.
+
+    rate_in_momentum: MXNet's v = m v - lr g, w += v. Rescaling torch's momentum by lr_before / lr gives just that.
+    """
+
+    def __init__(self, groups, detector: YOLOv3, momentum: float, rate_in_momentum: bool):
+        super().__init__(groups, lr=groups[0]["lr"], momentum=momentum)
+        self.detector, self.rate_in_momentum, self.last_rate = detector, rate_in_momentum, None
+        self.gradients: dict[str, float] = {}
+        self.norms: dict[str, float] = {}
+
+    def step(self, closure=None):
+        (rate,) = {group["lr"] for group in self.param_groups}
+        if self.last_rate is None:
+            self.gradients = {n: p.grad.norm().item() for n, p in self.detector.named_parameters()}
+        elif self.rate_in_momentum:
+            for state in self.state.values():
+                state["momentum_buffer"] *= self.last_rate / rate
+        super().step()
+        if self.last_rate is None:
+            self.norms = {n: v.double().norm().item() for n, v in self.detector.state_dict().items()}
+        self.last_rate = rate
+
+
+def train(detector: YOLOv3, batches: list, config: dict, folder: Path, rate_in_momentum: bool = True):
+    """One epoch of the script's own train_one_epoch over (pixels (B, 3, H, W), targets); pixels are normalised already.
+
+    Returns rows of metrics, losses (steps, 4, B) before each update, and the optimizer.
+    """
+    detector.mean, detector.std = (0.0,) * 3, (1 / 255,) * 3
+    loader = [Batch(p.double(), torch.tensor(p.shape[2:]).expand(len(p), 2), t) for p, t in batches]
+    lr, warm, iterations = config.get("sched") or (config["lr"], 0, 0)
+    updates = int(warm * iterations)
+    groups = parameter_groups(detector, lr=lr, weight_decay=config["wd"], no_decay_on_norm_and_bias=config["no_wd"])
+    accelerator, settings = Accelerator(cpu=True), train_yolov3.Config()
+    settings.optim.max_norm = 0
+    noting = NotingSgd(groups, detector, config["momentum"], rate_in_momentum)
+    model, optimizer = accelerator.prepare(detector, noting)
+    # Theirs is lr * t / (n - 1) at t = k + 1 in update k; see test_learning_rates.
+    options = {"warmup_steps": updates - 2, "warmup_factor": 1 / (updates - 1)} if updates else {}
+    t = Training(
+        accelerator=accelerator, model=model, detector=detector, optimizer=optimizer, guard=NanGuard(),
+        weights=LossWeights(LOSSES, {}, detector.default_weights), schedule=Schedule(optimizer, "constant", **options),
+        loader=loader, sampler=EpochSampler(sum(map(len, loader)), len(loader[0]), shuffle=False), val_table=None,
+        val_loader=None, evaluator=None, signals=StopSignals(), folder=folder, seed=0, total_steps=len(loader),
+        log_every=1,
+    )  # fmt: skip
+    seen = []
+    hook = detector.register_forward_hook(lambda _, args, outputs: seen.append((args[2], outputs)))
+    t.start(RunWriter(folder), {})
+    try:
+        train_yolov3.train_one_epoch(settings, t)
+    finally:
+        t.close()
+        hook.remove()
+    losses = [
+        image_losses(detector, [outputs[f"raw_stride{s}"].detach() for s in STRIDES], targets, outputs["sizes"][0])
+        for targets, outputs in seen
+    ]
+    return read_metrics(folder / "metrics.jsonl"), torch.stack(losses), noting
 
 
 def running_var_elements(detector: YOLOv3, pixels: torch.Tensor) -> dict[str, int]:
@@ -576,33 +637,22 @@ def running_var_elements(detector: YOLOv3, pixels: torch.Tensor) -> dict[str, in
     return counts
 
 
-def run_trajectory(golden: Path, case: str, rate_in_momentum: bool) -> SimpleNamespace:
-    """Trains as the file says with torch.optim.SGD.
-
-    rate_in_momentum: MXNet's v = m v - lr g, w += v. Rescaling torch's momentum by lr_before / lr gives just that.
-    """
+def run_trajectory(golden: Path, case: str, folder: Path, rate_in_momentum: bool) -> SimpleNamespace:
+    """Trains as the file says, through the loop of scripts/train_yolov3.py."""
     g, config = tensors(golden, "trajectory", f"{case}_"), arrays(golden, "trajectory")[f"{case}_config_json"]
     config = json.loads(str(config))
     initial = {k.removeprefix("init/"): v.numpy() for k, v in g.items() if k.startswith("init/")}
     detector, names = small_detector(initial, config["C"], config["smooth"])
-    groups = parameter_groups(detector, lr=1.0, weight_decay=config["wd"], no_decay_on_norm_and_bias=config["no_wd"])
-    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=config["momentum"])
-    losses, first_gradients, rates = [], {}, g["lr"].tolist()
-    for step, rate in enumerate(rates):
-        batch = step if config["distinct"] else 0
-        ratios = g["gt_mixratio"][batch] if config["mixed"] else None
-        targets = targets_of(g["gt_boxes"][batch], g["gt_ids"][batch], ratios)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        if rate_in_momentum and step:
-            for state in optimizer.state.values():
-                state["momentum_buffer"] *= rates[step - 1] / rate
-        losses.append(train_step(detector, optimizer, g["input"][batch], targets))
-        if step == 0:
-            scale = len(targets)  # theirs is of the sum over the batch
-            first_gradients = {n: p.grad.norm().item() * scale for n, p in detector.named_parameters()}
+    batches = []
+    for step in range(len(g["lr"])):
+        i = step if config["distinct"] else 0
+        ratios = g["gt_mixratio"][i] if config["mixed"] else None
+        batches.append((g["input"][i], targets_of(g["gt_boxes"][i], g["gt_ids"][i], ratios)))
+    rows, losses, noting = train(detector, batches, config, folder, rate_in_momentum)
+    # theirs is of the sum over the batch
+    gradients = {name: norm * len(batches[0][1]) for name, norm in noting.gradients.items()}
     return SimpleNamespace(
-        g=g, config=config, detector=detector, names=names, losses=torch.stack(losses), gradients=first_gradients
+        g=g, config=config, detector=detector, names=names, rows=rows, losses=losses, gradients=gradients
     )
 
 
@@ -633,20 +683,26 @@ def check_end(run: SimpleNamespace) -> None:
     close(decode_boxes(predictions, grid), g["final_boxes"], atol=1e-2)
 
 
-def test_trajectory(golden, trajectory):
-    """Losses of every step, first gradients, final parameters and predictions, with the rate inside the momentum.
-
-    At a constant rate this is torch.optim.SGD itself: the rescaling is by 1.
+def test_train_one_epoch_follows_the_original_step_by_step(golden, trajectory, tmp_path):
+    """The loop of scripts/train_yolov3.py: rates and losses of every step, first gradients, final parameters and
+    predictions, with the rate inside the momentum. At a constant rate that is torch.optim.SGD itself.
     """
-    run = run_trajectory(golden, trajectory, rate_in_momentum=True)
+    run = run_trajectory(golden, trajectory, tmp_path, rate_in_momentum=True)
+    assert len(run.rows) == len(run.losses) == len(run.g["losses"])
     for step, (ours, theirs) in enumerate(zip(run.losses, run.g["losses"], strict=True)):
         close(ours, theirs, rtol=1e-4, message=f"losses before update {step}")
+        for name, value in zip(LOSSES, theirs.double().mean(dim=1).tolist(), strict=True):
+            assert run.rows[step][f"train/{name}"] == pytest.approx(value, rel=1e-4), (step, name)
+        assert run.rows[step]["train/loss"] == pytest.approx(theirs.double().mean(dim=1).sum().item(), rel=1e-4)
+    rates = [{v for k, v in row.items() if k.startswith("train/lr/")} for row in run.rows]
+    assert all(len(values) == 1 for values in rates)
+    np.testing.assert_allclose([min(values) for values in rates], run.g["lr"], rtol=1e-6)
     check_end(run)
 
 
-def test_running_variance_is_pytorchs(golden, trajectory):
+def test_running_variance_is_pytorchs(golden, trajectory, tmp_path):
     """The difference: PyTorch's running variance takes the unbiased batch variance, MXNet's the biased one."""
-    run = run_trajectory(golden, trajectory, rate_in_momentum=True)
+    run = run_trajectory(golden, trajectory, tmp_path, rate_in_momentum=True)
     worst = max(
         relative_to_largest(run.detector.state_dict()[ours], run.g[f"final/{original}"])
         for original, ours in run.names.items()
@@ -655,14 +711,14 @@ def test_running_variance_is_pytorchs(golden, trajectory):
     assert 1e-3 < worst < 2e-2
 
 
-def test_trajectory_of_torch_sgd(golden, trajectory):
+def test_trajectory_of_torch_sgd(golden, trajectory, tmp_path):
     """torch.optim.SGD keeps the rate outside the momentum: v = m v + g, w -= lr v. MXNet: v = m v - lr g, w += v.
 
     They agree as long as the rate has not changed: in every step of a constant rate; in warm-up in the losses before
     updates 0 and 1. After that torch's steps are larger, as it applies the risen rate to earlier gradients too, and the
     losses differ by over 1 %.
     """
-    run = run_trajectory(golden, trajectory, rate_in_momentum=False)
+    run = run_trajectory(golden, trajectory, tmp_path, rate_in_momentum=False)
     rates = run.g["lr"].tolist()
     same = next((i for i in range(1, len(rates)) if rates[i] != rates[i - 1]), len(rates)) + 1
     error = ((run.losses - run.g["losses"]).abs() / run.g["losses"].abs()).amax(dim=(1, 2))
@@ -672,7 +728,7 @@ def test_trajectory_of_torch_sgd(golden, trajectory):
         check_end(run)
 
 
-def test_trajectory_of_the_full_darknet(golden, network_json):
+def test_trajectory_of_the_full_darknet(golden, network_json, tmp_path):
     g = arrays(golden, "trajectory_full")
     config, originals = json.loads(str(g["config_json"])), [str(name) for name in g["param_names"]]
     shapes = {name: shape for _, name, shape in network_json["parameter_list"]}
@@ -687,29 +743,19 @@ def test_trajectory_of_the_full_darknet(golden, network_json):
         return np.full(shapes[name], float(leaf in ("gamma", "running_var")), dtype=np.float32)
 
     load_values(detector, names, {name: start(i, name) for i, name in enumerate(originals)})
-    groups = parameter_groups(
-        detector, lr=config["lr"], weight_decay=config["wd"], no_decay_on_norm_and_bias=config["no_wd"]
-    )
-    optimizer = torch.optim.SGD(groups, lr=config["lr"], momentum=config["momentum"])
     boxes, ids, pixels = (torch.from_numpy(g[key]) for key in ("gt_boxes", "gt_ids", "input"))
     targets = targets_of(boxes, ids, torch.from_numpy(g["gt_mixratio"]) if config["mixed"] else None)
+    _, losses, noting = train(detector, [(pixels, targets)] * len(g["losses"]), config, tmp_path)
+    for step, (ours, theirs) in enumerate(zip(losses, torch.from_numpy(g["losses"]), strict=True)):
+        close(ours, theirs, rtol=1e-4 if step == 0 else 3e-3, message=f"losses before update {step}")
 
-    def check_norms(expected: np.ndarray) -> None:
-        state = detector.state_dict()
-        for name, norm in zip(originals, expected.tolist(), strict=True):
+    for name, norm in zip(originals, g["grad_norm_step1"].tolist(), strict=True):
+        if not np.isnan(norm):
+            assert noting.gradients[names[name]] * len(targets) == pytest.approx(norm, rel=1e-2), name
+    last = {name: value.double().norm().item() for name, value in detector.state_dict().items()}
+    for norms, key in ((noting.norms, "param_norm_after_step1"), (last, "param_norm_after_step5")):
+        for name, norm in zip(originals, g[key].tolist(), strict=True):
             # What starts at 0 is lr times gradients, and as exact as these; the others are held to the README's 1e-3.
             rtol = 1e-2 if name.endswith(("beta", "bias")) else 1e-3
             if not name.endswith("running_var"):  # biased there, see test_running_variance_is_pytorchs
-                assert state[names[name]].norm().item() == pytest.approx(norm, rel=rtol, abs=1e-9), name
-
-    for step, theirs in enumerate(torch.from_numpy(g["losses"])):
-        ours = train_step(detector, optimizer, pixels, targets)
-        close(ours, theirs, rtol=1e-4 if step == 0 else 3e-3, message=f"losses before update {step}")
-        if step == 0:
-            parameters = dict(detector.named_parameters())
-            for name, norm in zip(originals, g["grad_norm_step1"].tolist(), strict=True):
-                if not np.isnan(norm):
-                    gradient = parameters[names[name]].grad.norm().item() * len(targets)
-                    assert gradient == pytest.approx(norm, rel=1e-2), name
-            check_norms(g["param_norm_after_step1"])
-    check_norms(g["param_norm_after_step5"])
+                assert norms[names[name]] == pytest.approx(norm, rel=rtol, abs=1e-9), (key, name)
