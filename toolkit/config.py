@@ -132,6 +132,32 @@ class PretrainedConfig:
 
 
 @dataclass
+class SsdConfig(PretrainedConfig):
+    """Anchors of an SSD, what they are to find, its loss and its detections; CVNets' values for keys not given."""
+
+    aspect_ratios: list[list[float]] | None = None
+    """Of each level's anchors, beside two squares; each counts as width to height and height to width."""
+    min_scale: float | None = None
+    """Side of the finest level's anchors as a fraction of the image's."""
+    max_scale: float | None = None
+    """Side that the anchors of a further level would have."""
+    iou_threshold: float | None = None
+    """Overlap from which an anchor is to find a box."""
+    negatives_per_positive: int | None = None
+    """Hardest negative anchors of an image that count, per positive one."""
+    label_smoothing: float | None = None
+    """In the loss of classes."""
+    self_weighting_steps: int | None = None
+    """Optimizer steps over which the loss of boxes is brought to weigh as much as that of classes; 0: none."""
+    self_weighting_every: int | None = None
+    """Optimizer steps between two adjustments of its weight."""
+    min_score: float | None = None
+    """Detections need a probability above it."""
+    nms_iou: float | None = None
+    """A detection that overlaps a better one of its class by more goes."""
+
+
+@dataclass
 class TwoStageConfig(PretrainedConfig):
     """The two stages of a Faster R-CNN, under torchvision's names and with its values for keys that are not given."""
 
@@ -197,8 +223,8 @@ class OptimConfig:
     """Micro-batches of one optimizer step."""
     ema_decay: ClosedUnitInterval = 0.0
     """Decay of the moving average of the weights; 0: none."""
-    compile: bool = False
-    """torch.compile the model."""
+    compile: bool | str = False
+    """torch.compile the model; a name: with that backend."""
 
 
 @dataclass
@@ -221,6 +247,20 @@ class ScheduleConfig:
     """Exponent of poly."""
     final_factor: NonNegativeFloat = 0.0
     """Factor on the rate that cosine, poly and linear end at."""
+
+
+@dataclass
+class CyclicScheduleConfig(ScheduleConfig):
+    """The learning rate as a function of the optimizer step, warm restarts included."""
+
+    name: Literal["constant", "step", "multistep", "cosine", "poly", "linear", "cyclic"] = "constant"
+    """Shape after the warm-up."""
+    stairs: PositiveInt = 5
+    """cyclic: stairs of one cycle, each of `step_size`; the lowest rate is 1 / stairs of the highest."""
+    cycles: PositiveInt = 10
+    """cyclic: cycles before the last decay, to `final_factor`."""
+    last_cycle: Literal["linear", "cosine"] = "linear"
+    """cyclic: shape of the last decay."""
 
 
 @dataclass

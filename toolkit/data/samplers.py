@@ -11,6 +11,7 @@ import numpy as np
 
 from toolkit.data.variable_batches import VariableSizes
 from toolkit.errors import BadInput
+from toolkit.schedules import accumulation_at
 
 
 class SampleKey(NamedTuple):
@@ -144,6 +145,21 @@ class EpochSampler:
     def __len__(self) -> int:
         """Micro-batches in the whole epoch."""
         return len(self._ends)
+
+    def steps_in(self, epochs: int, accumulation_steps: int = 1, accumulate_after_epoch: int = 0) -> int:
+        """Optimizer steps of so many epochs that are not cut short; see `toolkit.schedules.accumulation_at`.
+
+        Where the number of images follows their size, an epoch has as many micro-batches as its sizes make of it.
+        """
+        counts = [len(batch_sizes(self.num_samples, self.world_size * self.batch_size, self.world_size))] * epochs
+        if self.sizes is not None:
+            counts = [self._number_of_varying_batches(epoch) for epoch in range(epochs)]
+        windows = (accumulation_at(epoch, accumulation_steps, accumulate_after_epoch) for epoch in range(epochs))
+        return sum(-(-count // window) for count, window in zip(counts, windows, strict=True))
+
+    def _number_of_varying_batches(self, epoch: int) -> int:
+        drawn = iter(self.sizes.draw(self.seed, epoch, self.num_samples + 1))
+        return len(self.sizes.batch_sizes(drawn, self.num_samples, self.batch_size, self.world_size))
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         # Bound here, not lazily: what runs ahead must not notice `advance` or `set_epoch`.

@@ -4,7 +4,7 @@ Two uses of one mechanism: the batch size stays (YOLO's multi-scale training), o
 pixels stays (CVNets' variable batch sampler). The size travels in each sample's key, so workers need not be told of it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,3 +77,10 @@ class ThenResize:
 
     def __call__(self, image: Tensor, target: Target, generator, size_hw: tuple[int, int]) -> tuple[Tensor, Target]:
         return resize(*self.transform(image, target, generator), size_hw)
+
+
+def square_sizes(sides: Sequence[int], base_side: int) -> VariableSizes:
+    """Squares of these sides, with as many pixels in a batch as for `base_side`; without sides `base_side` alone."""
+    if not sides:
+        return VariableSizes(((base_side, base_side),))
+    return VariableSizes(tuple((side, side) for side in sides), base_hw=(base_side, base_side))
