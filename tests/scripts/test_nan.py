@@ -22,7 +22,7 @@ def arguments(settings, tmp_path_factory):
         return settings(
             "--run.output_dir", tmp_path_factory.mktemp("nan"), "--run.name", name, "--run.on_nonfinite", policy,
             "--optim.accumulation_steps", 2, "--data.batch_size_per_device", 4 // processes, "--run.save_every", 2,
-            "--run.max_rollbacks", 10, "--model.freeze", "none", "--run.eval_every", 0, "--run.max_steps", 5,
+            "--run.max_rollbacks", 10, "--run.eval_every", 0, "--run.max_steps", 5,
             "--run.epochs", 20,
         )  # fmt: skip
 
