@@ -30,7 +30,8 @@ def parameter_groups(
         multipliers: factor on the learning rate by prefix of the parameter name; the longest prefix counts.
         layer_decay: factor on the learning rate of a layer of the timm backbone for each layer between it and what is
             above the backbone; see `layer_depths`.
-        backbone_prefix: prefix of the backbone's parameters; None: a part of the name that reads "backbone".
+        backbone_prefix: prefix of the backbone's parameters; None: a part of the name that reads "backbone", or
+            "_backbone", as transformers calls a timm model.
 
     Returns:
         [{name, params, param_names, lr, weight_decay}], in the order of their first parameter. Names, for
@@ -158,7 +159,7 @@ def _norms_and_biases(model: nn.Module) -> set[str]:
 
 
 def _in_backbone(name: str, prefix: str | None) -> bool:
-    return "backbone" in name.split(".") if prefix is None else _below(name, prefix)
+    return not {"backbone", "_backbone"}.isdisjoint(name.split(".")) if prefix is None else _below(name, prefix)
 
 
 def _below(name: str, prefix: str) -> bool:
