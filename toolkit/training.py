@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from toolkit.checkpoint import Checkpoint, linked, mark_best, newest_valid, save_checkpoint
+from toolkit.compiling import GraphCount
 from toolkit.data.loaders import Batch, windows
 from toolkit.data.samplers import EpochSampler
 from toolkit.data.table import DetectionTable
@@ -74,6 +75,7 @@ class Training:
     elapsed_s: float = 0.0
     last_row: dict[str, float | None] = field(default_factory=dict)
     writer: RunWriter | None = None
+    graphs: GraphCount = field(default_factory=GraphCount)
 
     def __post_init__(self):
         self._began, self._bar = time.monotonic(), None
@@ -130,6 +132,8 @@ class Training:
         if is_time(self.step, self.log_every, last=self.total_steps):
             means = {f"train/mean/{k}": m.mean for k, m in self.meters.items() if isinstance(m, MomentumMeter)}
             self.log({**row, **means, **self.timer.row(left)})
+            if news := self.graphs.news(self.step):
+                self.say(news)
         if self.budget is not None and self.budget.total_steps is None:
             self.budget.add(reduced["time_s"])
             self.budget.fix(self.budget.propose())

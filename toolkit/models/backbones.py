@@ -6,6 +6,8 @@ replacement, which keeps them, and travels in `config.json`, so the saved model 
 """
 
 import difflib
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import timm
@@ -16,6 +18,7 @@ from torch import nn
 from transformers import TimmBackboneConfig
 
 from toolkit.errors import BadInput
+from toolkit.hub import cached_when_offline
 
 FREEZE_CHOICES = ("paper", "norms", "none")
 
@@ -56,27 +59,37 @@ def load_backbone_weights(backbone: nn.Module, config: TimmBackboneConfig, pretr
     """Give `backbone` (a timm feature extractor made from `config`) the weights timm makes it with.
 
     transformers would initialise the convolutions as N(0, 0.02), in which a deep network without norms dies out.
+    `pretrained` and what is raised: see `timm_extractor`.
+    """
+    source = timm_extractor(config.backbone, config.out_indices, pretrained, output_stride=config.output_stride)
+    backbone.load_state_dict(source.state_dict())
+
+
+def timm_extractor(name: str, out_indices: Sequence[int], pretrained: bool | str, **options) -> nn.Module:
+    """`timm.create_model(name, features_only=True)`, whose faults are BadInput.
 
     Args:
-        pretrained: True: timm's pretrained weights; a path: a local file of such weights; False: timm's random ones.
+        pretrained: True: timm's pretrained weights (downloaded once); a path: a local file of such weights; False:
+            timm's random ones.
+        options: more keywords of `timm.create_model`.
 
     Raises:
         BadInput: the weights cannot be fetched, or the file is missing or does not fit.
     """
-    options = {"features_only": True, "out_indices": tuple(config.out_indices), "output_stride": config.output_stride}
+    options = {"features_only": True, "out_indices": tuple(out_indices), **options}
     if isinstance(pretrained, str):
         if not Path(pretrained).is_file():
             raise BadInput(f"model.pretrained_backbone: there is no file {pretrained}; give a file, true or false.")
         options["pretrained_cfg_overlay"] = {"file": pretrained}
     try:
-        source = timm.create_model(config.backbone, pretrained=bool(pretrained), **options)
+        with cached_when_offline() if pretrained is True else nullcontext():
+            return timm.create_model(name, pretrained=bool(pretrained), **options)
     except (OSError, RuntimeError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise BadInput(
-            f"model.pretrained_backbone: no pretrained weights for {config.backbone!r} ({first_line}); connect to the "
-            "network once, set it to a file of weights, or to false to start from random ones."
+            f"model.pretrained_backbone: no pretrained weights for {name!r} ({first_line}); connect to the network "
+            "once, set it to a file of weights, or to false to start from random ones."
         ) from error
-    backbone.load_state_dict(source.state_dict())
 
 
 def freeze_backbone(backbone: nn.Module, name: str, freeze: str, pretrained: bool | str) -> None:

@@ -1,15 +1,13 @@
 """Feature maps of timm backbones at chosen strides, with the kind of norm that the training calls for."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import timm
 import torch
 from timm.layers import GroupNormAct, convert_sync_batchnorm
 from torch import Tensor, nn
 
 from toolkit.errors import BadInput
-from toolkit.models.backbones import feature_strides
+from toolkit.models.backbones import feature_strides, timm_extractor
 from toolkit.norms import freeze_batch_norms
 
 NORM_CHOICES = ("batch", "frozen", "group", "sync")
@@ -51,23 +49,6 @@ def timm_features(
         if not pretrained_backbone:
             _wake_frozen_norms(features)
     return (_ChannelsFirst(features) if _is_channels_last(features) else features), channels
-
-
-def timm_extractor(backbone: str, out_indices: Sequence[int], pretrained: bool | str) -> nn.Module:
-    """`timm.create_model(backbone, features_only=True)`, whose faults are BadInput; arguments as `timm_features`."""
-    options = {"features_only": True, "out_indices": tuple(out_indices)}
-    if isinstance(pretrained, str):
-        if not Path(pretrained).is_file():
-            raise BadInput(f"model.pretrained_backbone: there is no file {pretrained}; give a file, true or false.")
-        options["pretrained_cfg_overlay"] = {"file": pretrained}
-    try:
-        return timm.create_model(backbone, pretrained=bool(pretrained), **options)
-    except (OSError, RuntimeError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise BadInput(
-            f"model.pretrained_backbone: no pretrained weights for {backbone!r} ({first_line}); connect to the network "
-            "once, set it to a file of weights, or to false to start from random ones."
-        ) from error
 
 
 def group_norms(module: nn.Module) -> nn.Module:
