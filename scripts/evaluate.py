@@ -18,9 +18,8 @@ from accelerate import Accelerator
 
 from toolkit.data.loading import open_split, val_transform, validation_loader
 from toolkit.errors import BadInput
-from toolkit.evaluation.coco import CocoEvaluator, per_class_table
 from toolkit.evaluation.loop import predict_dataset
-from toolkit.runs import chosen_weights, load_detector, open_run, rebuild_loss_weights
+from toolkit.runs import chosen_weights, load_detector, open_run, rebuild_evaluator, rebuild_loss_weights
 
 
 def expected_numbers(arguments: list[str]) -> dict[str, float]:
@@ -62,10 +61,12 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
         step=run.checkpoint.step,
         score_threshold=evaluation["score_threshold"],
     )
-    scores = CocoEvaluator(table, arguments.backend or evaluation["backend"]).evaluate(found.by_image)
+    evaluator = rebuild_evaluator(run, detector, table, arguments.backend)
+    scores = evaluator.evaluate(found.by_image)
     result = {**scores, **found.losses}
     if accelerator.is_main_process:
-        print(f"{run.checkpoint.path} ({chosen} weights), {len(table)} images\n{per_class_table(scores, table)}")
+        shown = evaluator.describe(scores, found.by_image)
+        print(f"{run.checkpoint.path} ({chosen} weights), {len(table)} images\n{shown}")
         print(json.dumps(result))
     unknown = expected.keys() - result.keys()
     if unknown:

@@ -33,7 +33,6 @@ from toolkit.gradients import gradient_table
 from toolkit.guards import Action, NanGuard, gradient_norm
 from toolkit.losses import LossWeights, window_denominators
 from toolkit.memory import naming_the_batch, probe_memory
-from toolkit.models.relation.frequency import load_triplets
 from toolkit.models.scene_graph_start import start_scene_graph
 from toolkit.optim import build_optimizer, parameter_groups
 from toolkit.plateau import PlateauSchedule
@@ -255,9 +254,7 @@ def build(
         milestones=[steps_from(milestone, steps_per_epoch) for milestone in c.schedule.milestones],
         step_size=steps_from(c.schedule.step_size, steps_per_epoch), final_factor=c.schedule.final_factor,
     )  # fmt: skip
-    evaluator = detector.make_evaluator(
-        val_table, c.eval.backend, c.eval.protocol, load_triplets(c.eval.zero_shot) if c.eval.zero_shot else None
-    )
+    evaluator = detector.make_evaluator(val_table, c.eval.backend, c.eval.protocol, c.eval.zero_shot)
     return Training(
         accelerator=accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer,
         schedule=schedule, ema=ema, sampler=sampler, loader=loader, val_table=val_table, val_loader=val_loader,

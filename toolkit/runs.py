@@ -7,8 +7,9 @@ from torch import nn
 
 from toolkit.checkpoint import Checkpoint, resolve_resume
 from toolkit.config import detector_options, load_config_dict
-from toolkit.data.table import Category
+from toolkit.data.table import Category, DetectionTable
 from toolkit.errors import BadInput
+from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.losses import LossWeights
 from toolkit.models import build_detector
 from toolkit.norms import freeze_prefixes
@@ -84,6 +85,15 @@ def rebuild_detector(config: dict, class_names: list[str]) -> nn.Module:
     detector = build_detector(**options, class_names=class_names)
     freeze_prefixes(detector, config["model"].get("freeze_prefixes") or [])
     return detector
+
+
+def rebuild_evaluator(run: Run, detector: nn.Module, table: DetectionTable, backend: str | None = None):
+    """What measures the run's detector on a table, as in training: scene graphs, or boxes. backend: None: the run's."""
+    settings = run.config["eval"]
+    backend = backend or settings["backend"]
+    if hasattr(detector, "make_evaluator"):
+        return detector.make_evaluator(table, backend, settings["protocol"], settings["zero_shot"])
+    return CocoEvaluator(table, backend)
 
 
 def rebuild_loss_weights(run: Run, detector: nn.Module) -> LossWeights:

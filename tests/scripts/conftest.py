@@ -24,6 +24,8 @@ SCRIPTS = (
         slow_end=("toolkit.evaluation.report:write_report", "toolkit.models.yolov3:YOLOv3.export"),
     ),
     Script("train_faster_rcnn", slow_end=("toolkit.evaluation.report:write_report",)),
+    Script("train_sgg", slow_end=("toolkit.evaluation.report:write_report",)),
+    Script("train_ssd", slow_end=("toolkit.evaluation.report:write_report",)),
 )
 
 

@@ -113,7 +113,10 @@ def test_never_on_an_existing_run_leaves_it_alone(server, script, resumable):
 
 @pytest.mark.every_script
 def test_dropping_defective_records_trains_and_lists_them(server, script, settings, tmp_path):
-    split = DIRTY / "annotations" / "instances.json"
+    document = json.loads((DIRTY / "annotations" / "instances.json").read_text())
+    relations = {"rel_categories": [{"id": 1, "name": "near"}], "relations": [[1001, 1002, 1], [16001, 5001, 1]]}
+    split = tmp_path / "instances.json"
+    split.write_text(json.dumps(document | relations))
     args = settings("--run.output_dir", tmp_path, "--data.train", split, "--data.val", split, "--data.image_dir",
                     DIRTY / "images", "--data.on_error", "drop", "--run.epochs", 1)  # fmt: skip
     ended = server.run(script, args).ok()

@@ -15,6 +15,7 @@ LINES = tuple(c for c in COLOURS if c not in ("#F0E442", "#DDCC77"))  # without 
 STYLES = ("-", "--", ":", "-.")
 BLUE, VERMILION, GREEN = COLOURS[4], COLOURS[5], COLOURS[2]
 BOX_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+GRAPH_METRICS = ("R", "ngR", "zR", "mR", "ngmR", "A")
 _LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.losses
 
 
@@ -37,7 +38,8 @@ def smoothed(values: np.ndarray, share: float = 0.05) -> np.ndarray:
 
 
 def plot_curves(metrics_jsonl: Path, out_folder: Path) -> list[Path]:
-    """`curves.png` (losses, learning rates, gradient norm) and `ap.png` (AP, AP50, AP by class; raw and EMA).
+    """`curves.png` (losses, learning rates, gradient norm), `ap.png` (AP, AP50, AP by class; raw and EMA) and, of scene
+    graphs, `recall.png`.
 
     Columns that are missing leave their panel out; a picture without any panel is not written.
 
@@ -50,6 +52,7 @@ def plot_curves(metrics_jsonl: Path, out_folder: Path) -> list[Path]:
     written = [
         _picture(rows, names, panels, Path(out_folder) / "curves.png"),
         _picture(rows, names, [_ap_panel, _class_panel], Path(out_folder) / "ap.png"),
+        _picture(rows, names, [_recall_panel], Path(out_folder) / "recall.png"),
     ]
     return [path for path in written if path is not None]
 
@@ -181,6 +184,17 @@ def _class_panel(axes, rows, names) -> bool:
     return _legend(axes, bool(chosen))
 
 
+def _recall_panel(axes, rows, names) -> bool:
+    drawn = False
+    for i, metric in enumerate(("R@20", "R@50", "R@100", "mR@20", "mR@50", "mR@100")):
+        for prefix, label in (("val/", ""), ("val/ema/", ", EMA")):
+            drawn |= _line(axes, rows, prefix + metric, metric + label, LINES[i], marker="o", markersize=3,
+                           linestyle="--" if label else "-")  # fmt: skip
+    axes.set_title("recall of relations on the validation data")
+    _share_of_one(axes)
+    return _legend(axes, drawn)
+
+
 def _share_of_one(axes) -> None:
     """From 0 to somewhat above the highest point, at most 1: low AP stays readable."""
     axes.set_ylim(0, min(1.0, max(0.05, 1.15 * axes.dataLim.y1)) if np.isfinite(axes.dataLim.y1) else 1.0)
@@ -228,16 +242,19 @@ def _state(run_folder: Path, rows: list[dict]) -> list[str]:
 
 def _numbers(rows: list[dict]) -> list[str]:
     """Markdown tables of the twelve numbers and of the classes: last and best evaluation, raw and EMA."""
-    columns = {}
+    columns, graphs = {}, any(row.get("val/R@100") is not None for row in rows)
+    decisive = "R@100" if graphs else "bbox_AP"
     for prefix, name in (("val/", "raw"), ("val/ema/", "EMA")):
-        evaluated = [row for row in rows if row.get(f"{prefix}bbox_AP") is not None]
+        evaluated = [row for row in rows if row.get(f"{prefix}{decisive}") is not None]
         if evaluated:
-            best = max(evaluated, key=lambda row: row[f"{prefix}bbox_AP"])
+            best = max(evaluated, key=lambda row: row[f"{prefix}{decisive}"])
             columns[f"{name}, last (step {evaluated[-1]['step']})"] = (prefix, evaluated[-1])
             columns[f"{name}, best (step {best['step']})"] = (prefix, best)
     if not columns:
         return ["There is no evaluation with ground truth yet."]
-    metrics = [f"bbox_{name}" for name in BOX_METRICS] + ["loss"]
+    metrics = [f"{name}@{k}" for name in GRAPH_METRICS for k in (20, 50, 100)] if graphs else []
+    metrics += [f"bbox_{name}" for name in BOX_METRICS] if any("val/bbox_AP" in row for row in rows) else []
+    metrics += ["loss"]
     parts = ["## Numbers", _markdown(["metric", *columns], [_cells(m, columns) for m in metrics])]
     classes = list(dict.fromkeys(
         key.split("/AP/", 1)[1] for prefix, row in columns.values() for key in row if key.startswith(f"{prefix}AP/")

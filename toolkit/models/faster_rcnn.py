@@ -219,7 +219,8 @@ class FasterRCNN(nn.Module):
         proposals = self.proposals(features, images_hw)
         logits, deltas = self.detect(features, proposals, images_hw)
         counts = [len(boxes) for boxes in proposals]
-        decoded = heads.box_coder.decode(deltas.flatten(1), proposals)  # (R, 1 + C, 4)
+        # torchvision forgets the shape of no boxes at all
+        decoded = heads.box_coder.decode(deltas.flatten(1), proposals).reshape(deltas.shape)  # (R, 1 + C, 4)
         images = zip(logits.split(counts), decoded.split(counts), images_hw, strict=True)
         return [
             _one_class_each(logits, clip_boxes_to_image(boxes, image_hw), score_threshold, nms_threshold, top_k)

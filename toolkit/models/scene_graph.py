@@ -20,7 +20,7 @@ from toolkit.models import build_detector
 from toolkit.models.final import save_detector_folder
 from toolkit.models.relation import HEADS, HeadSizes, build_relation_head
 from toolkit.models.relation.batch import MODES, RelationBatch, RelationOutput
-from toolkit.models.relation.frequency import FrequencyBias, log_frequencies, predicate_weights
+from toolkit.models.relation.frequency import FrequencyBias, load_triplets, log_frequencies, predicate_weights
 from toolkit.models.relation.losses import head_losses, mean
 from toolkit.models.relation.objects import (
     annotated_graph,
@@ -189,7 +189,11 @@ class SceneGraph(nn.Module):
         pairs = sampled_pairs(self, objects, truths)
         batch = RelationBatch(sizes_hw=sizes, **objects, **pairs)
         batch.union_features = self.union(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, sizes)
-        outputs = {"output": self.head(batch), "batch": batch, "truths": truths, "images": len(images)}
+        output = self.head(batch)
+        # DDP waits for gradients of all that the outputs hang on: nothing may be among them that no loss is made of,
+        # as the features of a batch without objects are.
+        batch.roi_features = batch.union_features = output.context = None
+        outputs = {"output": output, "batch": batch, "truths": truths, "images": len(images)}
         if self.joint and targets is not None:
             outputs["detector"] = self.detector.from_features(maps, images_hw, targets)
         return outputs
@@ -271,21 +275,21 @@ class SceneGraph(nn.Module):
         return graphs
 
     def make_evaluator(
-        self, table: DetectionTable, backend: str, protocol: str = "original", zero_shot: np.ndarray | None = None
+        self, table: DetectionTable, backend: str, protocol: str = "original", zero_shot: str | Path | None = None
     ) -> SceneGraphEvaluator:
-        """What measures this model on a table. zero_shot: None: the triplets that the training split did not have.
+        """What measures this model on a table.
 
-        Raises:
-            BadInput: the table's predicates are others.
+        zero_shot: file of triplets, see `load_triplets`; None: those of the table that the training split did not have.
+        Raises BadInput: the table's predicates are others, a file that is no such list.
         """
         if tuple(table.predicates) != self.predicates:
             raise BadInput(
                 f"{table.name} has the predicates {list(table.predicates)}, training data {list(self.predicates)}: "
                 "give both the same ones in the same order"
             )
-        if zero_shot is None:
-            zero_shot = zero_shot_triplets(self.seen_triplets.cpu().numpy(), table)
-        return SceneGraphEvaluator(table, self.mode, zero_shot=zero_shot, protocol=protocol, backend=backend)
+        seen = self.seen_triplets.cpu().numpy()
+        triplets = load_triplets(zero_shot) if zero_shot else zero_shot_triplets(seen, table)
+        return SceneGraphEvaluator(table, self.mode, zero_shot=triplets, protocol=protocol, backend=backend)
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
         """Write a folder that `toolkit.models.final.load_detector_folder` loads; predicate names are in its options."""
