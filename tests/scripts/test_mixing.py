@@ -1,0 +1,32 @@
+"""Mixup and mosaic end with the epoch that the settings say, for running workers and for a run that was killed too.
+
+    python -m pytest tests/scripts/test_mixing.py
+"""
+
+import pytest
+from launching import assert_same_run, training_rows
+
+
+@pytest.fixture
+def yolov3(script):
+    if script.name != "train_yolov3":
+        pytest.skip("the other scripts mix no images")
+    return script
+
+
+@pytest.mark.every_script
+def test_mixing_ends_with_its_epoch_also_when_resumed(server, yolov3, settings, tmp_path):
+    """Two epochs of five steps, the second not mixed; killed in the first, and again one step into the second."""
+    args = settings("--run.output_dir", tmp_path, "--data.workers", 2, "--run.eval_every", 0, "--run.save_every", 3,
+                    "--run.resume", "latest", "--data.plain_epochs", 1)  # fmt: skip
+    reference = server.run(yolov3, [*args, "--run.name", "whole"]).ok().folder
+    for call in (5, 5):  # at step 5, saved at 3; then at step 8, saved at 6
+        fault = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": call}
+        assert server.run(yolov3, [*args, "--run.name", "killed"], 1, [fault]).code == -9
+    assert_same_run(server.run(yolov3, [*args, "--run.name", "killed"]).ok().folder, reference)
+
+    trained = training_rows(reference)
+    mixed = training_rows(server.run(yolov3, [*args, "--run.name", "mixed", "--data.plain_epochs", "0"]).ok().folder)
+    assert [row["epoch"] for row in trained] == [0] * 5 + [1] * 5
+    assert trained[:5] == mixed[:5]
+    assert trained[5]["train/loss"] != mixed[5]["train/loss"]
