@@ -56,20 +56,35 @@ def open_predictor(source: str | Path, weights: str | None = None, device: torch
     Raises:
         BadInput: nothing of all this is there, or it cannot be loaded.
     """
+    own = open_own_detector(source, weights)
+    if own is None:
+        return _open_transformers(source, device)
+    return Predictor(own.source, own.categories, _own_predict(own.detector.to(device), own.size))
+
+
+class OwnDetector(NamedTuple):
+    """detector: in evaluation mode, on the CPU; size: what images are resized to, as in `input_hw`."""
+
+    source: str
+    detector: nn.Module
+    categories: list[Category]
+    size: dict[str, int] | None
+
+
+def open_own_detector(source: str | Path, weights: str | None = None) -> OwnDetector | None:
+    """As `open_predictor`, for detectors built by this project; None: `source` is a model of transformers, if any."""
     path = Path(source).expanduser()
-    kind = _config_of(path)
-    if kind is None and path.exists():
+    config = _config_of(path)
+    if config is None and path.exists():
         run = open_run(path)
         name, data = chosen_weights(run, weights), run.config["data"]
         size = processor_size(data["image_size"], data["scales"], data["max_size"])
-        detector = load_detector(run, name).to(device)
-        return Predictor(f"{run.checkpoint.path} ({name} weights)", run.categories, _own_predict(detector, size))
+        return OwnDetector(f"{run.checkpoint.path} ({name} weights)", load_detector(run, name), run.categories, size)
     if weights is not None:
         raise BadInput(f"--weights {weights}: only a run has several; {source} is no run folder or checkpoint")
-    if kind is not None and "model_type" not in kind:
-        detector, categories, size = load_detector_folder(path)
-        return Predictor(str(path), categories, _own_predict(detector.to(device), size))
-    return _open_transformers(source, path, device)
+    if config is not None and "model_type" not in config:
+        return OwnDetector(str(path), *load_detector_folder(path))
+    return None
 
 
 def _config_of(path: Path) -> dict | None:
@@ -104,11 +119,12 @@ def _own_predict(detector: nn.Module, size: Mapping[str, int] | None):
     return predict
 
 
-def _open_transformers(source: str | Path, path: Path, device: torch.device | str) -> Predictor:
+def _open_transformers(source: str | Path, device: torch.device | str) -> Predictor:
     from transformers import AutoImageProcessor, AutoModelForObjectDetection
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # of reading the weights: a blink
+    path = Path(source).expanduser()
     name = str(path) if path.exists() else str(source)
     try:
         processor = AutoImageProcessor.from_pretrained(name)
