@@ -18,6 +18,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from toolkit import cli
 from toolkit.checkpoint import Checkpoint, resolve_resume
+from toolkit.compiling import compile_in_place
 from toolkit.config import DataConfig, EvalConfig, LossConfig, OptimConfig, PretrainedConfig, RunConfig, ScheduleConfig
 from toolkit.data import loading, mixing, variable_batches, yolov3_transforms
 from toolkit.determinism import be_deterministic
@@ -193,8 +194,7 @@ def build(
     total_steps = min(c.run.epochs * steps_per_epoch, c.run.max_steps or c.run.epochs * steps_per_epoch)
 
     ema = Ema(detector, c.optim.ema_decay) if c.optim.ema_decay else None
-    if c.optim.compile:
-        detector.compile()
+    compile_in_place(detector, c.optim.compile)
     groups = parameter_groups(
         detector, lr=c.optim.lr, backbone_lr=c.optim.backbone_lr, weight_decay=c.optim.weight_decay,
         no_decay_on_norm_and_bias=c.optim.no_weight_decay_on_norm_and_bias, multipliers=c.optim.lr_multipliers,
