@@ -13,9 +13,9 @@ IMAGES are files, folders (searched below too) and quoted patterns. `found/predi
                                  "score": 0.93}, ...]}, ...],
      "errors": [{"file_name": "holiday/b.jpg", "error": "image data truncated"}, ...]}
 
-with ids and names of the training data, boxes in pixels of the (upright) image as in COCO results, best first. An image
-may also have "relations": [{"subject": i, "object": j, "predicate": ..., "score": ...}], where i and j are positions in
-its detections. Files of an earlier prediction in the same folder are overwritten.
+with ids and names of the training data, boxes in pixels of the (upright) image as in COCO results, best first. Of a
+scene-graph detector (sgdet) an image also has its best "relations": [{"subject": i, "object": j, "predicate": "on",
+"score": 0.61}, ...], where i and j are positions in its detections. Files of an earlier prediction are overwritten.
 
 Exit code 0: all done; 1: some files could not be read, they are listed and the others are done; 2: bad input.
 """
@@ -31,7 +31,15 @@ from tqdm import tqdm
 
 from toolkit.errors import BadInput
 from toolkit.evaluation.draw import draw_detections
-from toolkit.prediction import FilePrediction, Predictor, detections_as_json, find_images, open_predictor, predict_files
+from toolkit.prediction import (
+    FilePrediction,
+    Predictor,
+    detections_as_json,
+    find_images,
+    open_predictor,
+    predict_files,
+    relations_as_json,
+)
 from toolkit.runfolder import write_text_atomic
 
 
@@ -88,7 +96,10 @@ def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
 def entry(prediction: FilePrediction, predictor: Predictor) -> dict:
     height, width = prediction.image.shape[-2:]
     detections = detections_as_json(prediction.found, predictor.categories)
-    return {"file_name": str(prediction.path), "width": width, "height": height, "detections": detections}
+    result = {"file_name": str(prediction.path), "width": width, "height": height, "detections": detections}
+    if "pairs" in prediction.found:
+        result["relations"] = relations_as_json(prediction.found, predictor.predicates)
+    return result
 
 
 def as_text(document: dict) -> str:

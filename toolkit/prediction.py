@@ -21,6 +21,7 @@ from toolkit.models.final import load_detector_folder
 from toolkit.runs import chosen_weights, load_detector, open_run
 
 MAX_DETECTIONS = 300  # of one image; the number of queries of the DETR family
+MAX_RELATIONS = 100  # of one image, as recall counts
 Found = dict[str, Tensor]
 
 
@@ -31,14 +32,17 @@ class Predictor:
     source: where it came from, in words.
     categories: classes in the order of the labels, with the ids that the training data gave them.
     predict: `(images uint8 (3, H, W) RGB of any sizes, score_threshold)` -> one dict per image, on the CPU: `boxes
-        (K, 4)` float32 xyxy in pixels of that image, not clipped; `scores (K,)` above the threshold, best first;
-        `labels (K,)` int64. What is found in an image does not depend on the images beside it: batches are made of
-        images of one size, so nothing is padded.
+        (K, 4)` float32 xyxy in pixels of that image, as the detector gives them (transformers clips nothing); `scores
+        (K,)` above the threshold, best first; `labels (K,)` int64; of scene graphs also `pairs (P, 2)` of positions in
+        `boxes`, `predicates (P,)` and `triplet_scores (P,)`, best first. What is found in an image does not depend on
+        the images beside it: batches are made of images of one size, so none is padded to the size of another.
+    predicates: names, of scene graphs.
     """
 
     source: str
     categories: list[Category]
     predict: Callable[[Sequence[Tensor], float], list[Found]]
+    predicates: Sequence[str] = ()
 
     @property
     def class_names(self) -> list[str]:
@@ -59,7 +63,8 @@ def open_predictor(source: str | Path, weights: str | None = None, device: torch
     own = open_own_detector(source, weights)
     if own is None:
         return _open_transformers(source, device)
-    return Predictor(own.source, own.categories, _own_predict(own.detector.to(device), own.size))
+    predicates = getattr(own.detector, "predicates", ())
+    return Predictor(own.source, own.categories, _own_predict(own.detector.to(device), own.size), predicates)
 
 
 class OwnDetector(NamedTuple):
@@ -177,8 +182,17 @@ def _of_one_shape(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _sorted_on_host(found: Mapping[str, Tensor]) -> Found:
+    """Best first, on the CPU; without the boxes of a scene graph that lost every class (label -1)."""
     order = found["scores"].argsort(descending=True, stable=True)
-    return {key: found[key][order].cpu() for key in ("boxes", "scores", "labels")}
+    order = order[found["labels"][order] >= 0]
+    result = {key: found[key][order] for key in ("boxes", "scores", "labels")}
+    if "pairs" in found:
+        place = torch.full_like(found["labels"], -1)
+        place[order] = torch.arange(len(order), device=order.device)
+        pairs = place[found["pairs"]]
+        kept = (pairs >= 0).all(1)
+        result |= {"pairs": pairs[kept]} | {key: found[key][kept] for key in ("predicates", "triplet_scores")}
+    return {key: value.cpu() for key, value in result.items()}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -276,3 +290,12 @@ def detections_as_json(found: Found, categories: Sequence[Category]) -> list[dic
             {"category_id": category.id, "category": category.name, "bbox": bbox, "score": round(score, 6)}
         )
     return detections
+
+
+def relations_as_json(found: Found, predicates: Sequence[str]) -> list[dict]:
+    """The best relations of one image: `subject` and `object` are positions in its detections."""
+    columns = (found[key][:MAX_RELATIONS].tolist() for key in ("pairs", "predicates", "triplet_scores"))
+    return [
+        {"subject": subject, "object": other, "predicate": predicates[predicate], "score": round(score, 6)}
+        for (subject, other), predicate, score in zip(*columns, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""scripts/predict.py and evaluate.py on a run of every training script, and against transformers' pipeline.
+"""scripts/predict.py, evaluate.py and export.py on a run of every training script, and against transformers' pipeline.
 
     python -m pytest tests/scripts/test_predict.py
     DETECTION_TOOLKIT_BCCD=... python -m pytest tests/scripts/test_predict.py     # on photographs too
@@ -16,7 +16,7 @@ from PIL import Image
 from toolkit.data.images import decode_image
 from toolkit.prediction import open_predictor
 
-PREDICT, EVALUATE = ROOT / "scripts" / "predict.py", ROOT / "scripts" / "evaluate.py"
+PREDICT, EVALUATE, EXPORT = (ROOT / "scripts" / f"{name}.py" for name in ("predict", "evaluate", "export"))
 BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[3] / "shared" / "data" / "bccd")
 
 
@@ -24,7 +24,8 @@ BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[3
 def run(server, script, settings, tmp_path_factory):
     """Folder of a run of two steps, with its final folder."""
     args = settings("--run.output_dir", tmp_path_factory.mktemp("runs"), "--run.max_steps", 2, "--run.eval_every", 2)
-    return server.run(script, args, whole=True).ok().folder
+    whole = script.name == "train_detr"  # the others save it in any case
+    return server.run(script, args, whole=whole).ok().folder
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,8 @@ def predict(server, *args, code: int = 0) -> tuple[dict, str]:
     return json.loads((Path(args[args.index("--out") + 1]) / "predictions.json").read_text()), ended.text
 
 
-def test_json_and_pictures_of_everything_that_can_be_read(server, run, photos, data, tmp_path):
+@pytest.mark.every_script
+def test_json_and_pictures_of_everything_that_can_be_read(server, script, run, photos, data, tmp_path):
     document, text = predict(server, run, photos, "--out", tmp_path, "--score-threshold", 0, "--batch-size", 3, code=1)
     names = [Path(image["file_name"]).relative_to(photos).as_posix() for image in document["images"]]
     assert names == ["0.png", "2.png", "3.png", "below/1.png"]
@@ -61,15 +63,21 @@ def test_json_and_pictures_of_everything_that_can_be_read(server, run, photos, d
     truth = json.loads((data / "annotations" / "val.json").read_text())["categories"]
     assert document["categories"] == [{"id": each["id"], "name": each["name"]} for each in truth]
     assert any(image["detections"] for image in document["images"])
+    assert all(("relations" in image) == (script.name == "train_sgg") for image in document["images"])
     ids = {each["id"]: each["name"] for each in truth}
     for image in document["images"]:
         scores = [each["score"] for each in image["detections"]]
         assert scores == sorted(scores, reverse=True)
         assert all(ids[each["category_id"]] == each["category"] for each in image["detections"])
+        for relation in image.get("relations", ()):
+            assert isinstance(relation["predicate"], str)
+            assert relation["subject"] != relation["object"]
+            assert 0 <= min(relation["subject"], relation["object"]) < len(scores)
         with Image.open(tmp_path / image["picture"]) as picture:
             assert picture.width / picture.height == pytest.approx(image["width"] / image["height"], rel=0.01)
 
 
+@pytest.mark.every_script
 def test_final_folder_and_run_find_the_same_one_at_a_time_or_together(run, photos):
     images = [decode_image(path) for path in sorted(photos.rglob("*.png"))]
     of_run, of_final = open_predictor(run), open_predictor(run / "final")
@@ -113,6 +121,7 @@ def test_photographs_give_what_the_pipeline_gives(server, published, tmp_path):
     assert_equal_to_pipeline(server, published, paths, tmp_path)
 
 
+@pytest.mark.every_script
 def test_evaluation_of_the_folder_alone_gives_the_numbers_of_the_run(server, run):
     (trained,) = [row for row in rows(run) if "val/bbox_AP" in row]
     for weights, prefix in (("model", "val/"), ("ema", "val/ema/")):
@@ -123,6 +132,17 @@ def test_evaluation_of_the_folder_alone_gives_the_numbers_of_the_run(server, run
     ended = server.run(EVALUATE, [run, "--expect.bbox_AP", "0.99"])
     assert ended.code == 1
     assert "missed: bbox_AP" in ended.text
+
+
+def test_export_writes_what_can_be_exported(server, script, run, tmp_path):
+    ended = server.run(EXPORT, [run, "--out", tmp_path / "out", "--nms"])
+    if script.name == "train_yolov3":
+        assert ended.ok()
+        written = {path.name for path in (tmp_path / "out").iterdir()}
+        assert written == {"model.onnx", "model.pt2", "model_nms.onnx", "categories.json"}
+    else:
+        assert ended.code == 2
+        assert "cannot be exported" in ended.text and "Traceback" not in ended.text
 
 
 BAD = {
