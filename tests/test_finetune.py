@@ -1,0 +1,218 @@
+"""python -m pytest tests/test_finetune.py"""
+
+import json
+import time
+
+import pytest
+import torch
+from huggingface_hub import constants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from toolkit.config import load_config_dict
+from toolkit.data.table import Category
+from toolkit.errors import BadInput
+from toolkit.finetune import Pretrained, copy_class_rows, load_pretrained, map_weights, open_pretrained, start_detector
+from toolkit.models import build_detector
+from toolkit.models.backbones import timm_extractor
+from toolkit.models.final import save_detector_folder
+from toolkit.runs import rebuild_detector
+
+SMALL = {"backbone": "resnet10t", "freeze": "none", "d_model": 16, "heads": 2, "ffn_dim": 16, "encoder_layers": 1,
+         "decoder_layers": 1, "num_queries": 5}  # fmt: skip
+DETR = {"architecture": "detr", **SMALL}
+RT_DETR = {"architecture": "rt_detr_v2", **SMALL, "decoder_layers": 2, "num_denoising": 4}
+LAYOUTS = [(0, 1, 0), (0, 1, 1), (1, 1, 0), (4, 4, 0), (5, 1, 0)]
+
+
+def detector_of(options, classes, seed):
+    torch.manual_seed(seed)
+    return build_detector(**options, class_names=classes)
+
+
+def weights_of(detector, classes, name="source"):
+    return Pretrained(name, detector.options["architecture"], {}, list(classes), detector.state_dict())
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def begin(options, classes, folder, resumed_from=None, seed=7):
+    """`start_detector` as a script calls it: settings written first. Returns the detector and what was said."""
+    model = {"pretrained": None, "freeze_prefixes": [], **options}
+    (folder / "config.yaml").write_text(json.dumps({"model": model}))  # JSON is YAML
+    said = []
+    torch.manual_seed(seed)
+    return start_detector(model, classes, folder, resumed_from=resumed_from, say=said.append), "\n".join(said)
+
+
+class_lists = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=6, unique=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=st.sampled_from(LAYOUTS), blocks=st.integers(1, 3), ours=class_lists, theirs=class_lists)
+def test_rows_go_to_the_same_class_and_block(layout, blocks, ours, theirs):
+    before, each, after = layout
+    own, source = (
+        torch.arange(start, start + blocks * (before + each * len(names) + after) * 2.0).reshape(-1, 2)
+        for start, names in ((0, ours), (1000, theirs))
+    )
+    found = copy_class_rows(own, source, layout, ours, theirs)
+    width, their_width = len(own) // blocks, len(source) // blocks
+    for block in range(blocks):
+        mine, old, other = found[block * width :], own[block * width :], source[block * their_width :]
+        assert mine[:before].equal(other[:before])
+        for i, name in enumerate(ours):
+            rows = slice(before + i * each, before + (i + 1) * each)
+            j = theirs.index(name) if name in theirs else None
+            taken = old[rows] if j is None else other[before + j * each : before + (j + 1) * each]
+            assert mine[rows].equal(taken), name
+        assert mine[width - after : width].equal(other[their_width - after : their_width])
+    there_and_back = copy_class_rows(source, found, layout, theirs, ours)
+    assert there_and_back.equal(source)
+
+
+def test_detr_keeps_rows_of_equal_classes_and_no_object():
+    source, detector = detector_of(DETR, ["a", "b", "c"], 1), detector_of(DETR, ["c", "new", "a"], 2)
+    fresh = detector.model.class_labels_classifier.weight.clone()
+    table = load_pretrained(detector, weights_of(source, ["a", "b", "c"]), ["c", "new", "a"])
+    for parameter in ("weight", "bias"):
+        old, mine = (getattr(d.model.class_labels_classifier, parameter) for d in (source, detector))
+        assert mine[[0, 2, 3]].equal(old[[2, 0, 3]])
+    assert detector.model.class_labels_classifier.weight[1].equal(fresh[1])
+    assert table.rows["model.class_labels_classifier.weight"] == "rows of 2 of 3 classes: c, a"
+    assert not table.new and not table.unused
+    others = [name for name in table.sources if "class_labels" not in name]
+    mine, old = detector.state_dict(), source.state_dict()
+    assert others and all(mine[name].equal(old[name]) for name in others)
+
+
+def test_new_classes_of_rt_detr_keep_the_bias_prior_and_their_embedding():
+    source, detector = detector_of(RT_DETR, ["a", "b"], 1), detector_of(RT_DETR, ["b", "x", "y"], 2)
+    with torch.no_grad():
+        source.model.model.enc_score_head.bias.fill_(3.0)
+        for head in source.model.model.decoder.class_embed:
+            head.bias.fill_(3.0)
+    fresh = detector.model.model.denoising_class_embed.weight.clone()
+    load_pretrained(detector, weights_of(source, ["a", "b"]), ["b", "x", "y"])
+    core = detector.model.model
+    for head in (core.enc_score_head, *core.decoder.class_embed):
+        assert torch.sigmoid(head.bias).tolist() == pytest.approx([0.952574, 0.01, 0.01])
+    embedding = core.denoising_class_embed.weight
+    assert embedding[[0, 3]].equal(source.model.model.denoising_class_embed.weight[[1, 2]])
+    assert embedding[1:3].equal(fresh[1:3])
+
+
+def test_equal_classes_in_another_order_are_no_reason_to_start_anew():
+    source, detector = detector_of(DETR, ["a", "b"], 1), detector_of(DETR, ["b", "a"], 2)
+    load_pretrained(detector, weights_of(source, ["a", "b"]), ["b", "a"])
+    head, old = detector.model.class_labels_classifier.weight, source.model.class_labels_classifier.weight
+    assert head.equal(old[[1, 0, 2]])
+
+
+def test_shapes_that_differ_are_all_named():
+    source = detector_of(DETR, ["a"], 1)
+    detector = detector_of(DETR | {"num_queries": 6, "ffn_dim": 8}, ["a"], 2)
+    with pytest.raises(BadInput) as caught:
+        load_pretrained(detector, weights_of(source, ["a"]), ["a"])
+    assert "query_position_embeddings" in str(caught.value) and "(6, 16)" in str(caught.value)
+    assert "fc1.weight" in str(caught.value)
+
+
+def test_ambiguous_classes_and_weights_of_something_else_are_refused():
+    with pytest.raises(BadInput, match="class 'a' stands 2 times in the checkpoint"):
+        map_weights({}, {}, class_tensors={"x": (0, 1, 0)}, classes=["a", "b"], source_classes=["a", "N/A", "a", "N/A"])
+    detector = detector_of(DETR, ["a"], 1)
+    with pytest.raises(BadInput, match="none of its 2 tensors"):
+        load_pretrained(detector, Pretrained("x", "detr", {}, ["a"], nn.Linear(1, 1).state_dict()), ["a"])
+
+
+def test_a_final_folder_is_built_from_its_own_config_and_by_the_run_folder_alone(tmp_path, run_folder):
+    source = detector_of(DETR | {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}, ["a", "b"], 1)
+    source.save_final(tmp_path / "final", [Category(3, "a"), Category(7, "b")], {"height": 64, "width": 64})
+    given = {"architecture": "detr", "pretrained": str(tmp_path / "final"), "freeze": "none"}
+    detector, said = begin(given, ["b", "new"], run_folder)
+    assert (detector.mean, detector.std) == (pytest.approx((0.1, 0.2, 0.3)), pytest.approx((0.4, 0.5, 0.6)))
+    assert detector.model.config.d_model == 16 and detector.model.config.num_queries == 5
+    assert "mapped" in said and "rows of 1 of 2 classes: b" in said and len(said.splitlines()) < 15
+    written = (run_folder / "pretrained.txt").read_text()
+    assert "mapped  model.class_labels_classifier.bias rows of 1 of 2 classes: b" in written
+
+    (tmp_path / "final").rename(tmp_path / "gone")
+    rebuilt = rebuild_detector(load_config_dict(run_folder / "config.yaml"), ["b", "new"])
+    rebuilt.load_state_dict(detector.state_dict())
+    image, sizes = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8), torch.tensor([[64, 64]])
+    with torch.no_grad():
+        expected, found = (d.eval()(image, sizes)["logits"] for d in (detector, rebuilt))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_resumed_run_neither_needs_nor_loads_its_source(tmp_path, run_folder):
+    detector_of(DETR, ["a"], 1).save_final(tmp_path / "final", [Category(1, "a")])
+    given = {"architecture": "detr", "pretrained": str(tmp_path / "final")}
+    begin(given, ["a"], run_folder)
+    (tmp_path / "final").rename(tmp_path / "gone")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    detector, said = begin(given, ["a"], elsewhere, resumed_from=run_folder / "checkpoints" / "step_000003")
+    assert detector.model.config.d_model == 16 and not said
+    rebuild_detector(load_config_dict(elsewhere / "config.yaml"), ["a"])
+
+
+def test_our_own_folder_gives_weights_and_settings(tmp_path, run_folder):
+    source = detector_of(DETR, ["a", "b"], 1)
+    save_detector_folder(source, None, tmp_path / "final", [Category(1, "a"), Category(2, "b")])
+    given = {"architecture": "detr", "pretrained": str(tmp_path / "final"), "dropout": 0.3}
+    detector, _ = begin(given, ["a", "b"], run_folder)
+    assert detector.model.config.dropout == 0.3, "what is given counts"
+    mine, old = detector.state_dict(), source.state_dict()
+    assert mine.keys() == old.keys() and all(mine[name].equal(old[name]) for name in mine)
+
+
+def test_frozen_prefixes_stay_in_evaluation_mode_and_unknown_ones_are_refused(run_folder):
+    detector, _ = begin({**DETR, "freeze_prefixes": ["model.model.backbone"]}, ["a"], run_folder)
+    detector.train()
+    backbone = detector.model.model.backbone
+    assert not any(module.training for module in backbone.modules())
+    trained = [name for name, parameter in detector.named_parameters() if parameter.requires_grad]
+    assert trained and not any(".backbone." in name for name in trained)
+    rebuilt = rebuild_detector(load_config_dict(run_folder / "config.yaml"), ["a"]).train()
+    assert not rebuilt.model.model.backbone.training, "a replayed batch must see what the run saw"
+    with pytest.raises(BadInput, match="cannot freeze 'model.backbon'"):
+        begin({**DETR, "freeze_prefixes": ["model.backbon"]}, ["a"], run_folder)
+
+
+def test_another_architecture_is_refused_with_both_names(tmp_path, run_folder):
+    detector_of(DETR, ["a"], 1).save_final(tmp_path / "final", [Category(1, "a")])
+    with pytest.raises(BadInput, match=r"rt_detr_v2, but model.pretrained .* is detr"):
+        begin({"architecture": "rt_detr_v2", "pretrained": str(tmp_path / "final")}, ["a"], run_folder)
+
+
+def test_a_source_that_is_none(tmp_path):
+    (tmp_path / "weights.pth").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "bert"}')
+    reasons = {"weights.pth": "is a file", "empty": "no run folder", "broken": "not a detector", "a/b/c": "there is no"}
+    for name, reason in reasons.items():
+        with pytest.raises(BadInput, match=reason):
+            open_pretrained(str(tmp_path / name))
+
+
+def test_without_a_network_one_sentence_at_once_says_what_to_set(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    began = time.monotonic()
+    with pytest.raises(BadInput) as of_detector:
+        open_pretrained("no-such-owner/no-such-detector")
+    with pytest.raises(BadInput) as of_backbone:
+        timm_extractor("resnet10t", [4], True)
+    assert time.monotonic() - began < 8
+    for caught in (of_detector, of_backbone):
+        assert "connect to the network once" in str(caught.value) and "\n" not in str(caught.value)
+    assert constants.HF_HUB_OFFLINE is False, "other downloads of this process are not cut off"
