@@ -2,8 +2,7 @@
 
     accelerate launch scripts/train_faster_rcnn.py                                 # bundled data, minutes on a CPU
     accelerate launch scripts/train_faster_rcnn.py --config configs/faster_rcnn/bccd.yaml         # real photographs
-    accelerate launch --mixed_precision fp16 scripts/train_faster_rcnn.py \\
-        --config configs/faster_rcnn/faster_rcnn_r50_fpn_coco.yaml                 # all GPUs
+    accelerate launch scripts/train_faster_rcnn.py --config configs/faster_rcnn/faster_rcnn_r50_fpn_coco.yaml   # GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_faster_rcnn.py   # two processes without a GPU
 
 The loop is that of Seamless Scene Segmentation's `train_detection.py` (named weights of four losses, schedule per batch
