@@ -365,6 +365,8 @@ def test_console_line():
 def test_console_line_of_torchvision_names_and_missing_values():
     row = {"step": 1, "train/loss": math.nan, "train/loss_rpn_box_reg": 1.0, "time/eta_s": math.nan}
     assert console_line(row) == "step 1  loss nan  (rpn_box_reg 1)"
+    row["train/mean/loss_rpn_box_reg"] = 1.25
+    assert console_line(row) == "step 1  loss nan  (rpn_box_reg 1 [1.25])"
 
 
 def test_progress_is_silent_without_a_terminal(capsys):

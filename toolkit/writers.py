@@ -362,7 +362,8 @@ _LAYER = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
 
 
 def console_line(row: Mapping, total_steps: int | None = None) -> str:
-    """A training row as one line for people; losses of auxiliary layers are left to metrics.jsonl.
+    """A training row as one line for people, a loss with its running mean in brackets; losses of auxiliary layers are
+    left to metrics.jsonl.
 
     Args:
         row: as for `RunWriter.log`; what it lacks is left out.
@@ -374,7 +375,11 @@ def console_line(row: Mapping, total_steps: int | None = None) -> str:
         return [] if value is None else [f"{label} {value:{form}}".strip()]
 
     names = [k.removeprefix("train/") for k in row if k.startswith("train/loss_")]
-    losses = " ".join(f"{n.removeprefix('loss_')} {row[f'train/{n}']:.4g}" for n in names if not _LAYER.search(n))
+    names = [n for n in names if not _LAYER.search(n)]
+    means = [f" [{row[f'train/mean/{n}']:.4g}]" if f"train/mean/{n}" in row else "" for n in names]
+    losses = " ".join(
+        f"{n.removeprefix('loss_')} {row[f'train/{n}']:.4g}{mean}" for n, mean in zip(names, means, strict=True)
+    )
     rates = " ".join(f"{k.removeprefix('train/lr/')} {row[k]:.3g}" for k in row if k.startswith("train/lr/"))
     eta = row.get("time/eta_s")
     parts = [f"step {row['step']}" + (f"/{total_steps}" if total_steps else ""), *show("epoch", "epoch", ".4g")]
