@@ -19,6 +19,7 @@ from benches.criterion import bench_criterion
 from benches.evaluation import bench_evaluation
 from benches.loading import bench_loading
 from benches.loop import bench_loop
+from benches.ssd import bench_ssd
 from benches.startup import bench_startup
 from benches.table import bench_table
 from benches.yolov3 import bench_yolov3_export, bench_yolov3_losses
@@ -35,6 +36,7 @@ BENCHES: tuple[tuple[str, Callable[..., list[dict]], dict], ...] = (
     ("startup", bench_startup, {"repeats": 1}),
     ("yolov3_losses", bench_yolov3_losses, {"batch": 1, "side": 64, "boxes": 3, "num_classes": 4, "repeats": 1}),
     ("yolov3_export", bench_yolov3_export, {"batch": 1, "side": 64, "repeats": 1}),
+    ("ssd", bench_ssd, {"batch": 2, "side": 64, "boxes": 3, "num_classes": 4, "repeats": 1}),
 )
 # What a row must reach; the others explain it.
 REQUIREMENTS = {

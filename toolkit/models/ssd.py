@@ -146,7 +146,8 @@ class SSD(nn.Module):
             `logits (B, A, C + 1)`, the background first; `offsets (B, A, 4)`; and of the image size `anchors (A, 4)`
             cxcywh as fractions of the image and `image_hw (2,)` pixels.
         """
-        features = list(self.backbone(normalize_images(images, sizes, self.mean, self.std)))
+        dtype = next(self.backbone.parameters()).dtype
+        features = list(self.backbone(normalize_images(images, sizes, self.mean, self.std, dtype)))
         for layer in self.extra:
             features.append(layer(features[-1]))
         flat = [

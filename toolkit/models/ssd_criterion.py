@@ -246,9 +246,10 @@ class SsdCriterion(nn.Module):
         boxes = objects.boxes.gather(1, index[..., None].expand(-1, -1, 4))
         # The others' offsets do not count, but an infinite one would make NaN in the backward pass.
         boxes = torch.where((labels > 0)[..., None], boxes, cxcywh_to_xyxy(anchors_cxcywh))
-        wanted = encode_boxes(boxes, anchors_cxcywh, *self.variances)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        wanted = encode_boxes(boxes, anchors_cxcywh, *self.variances).to(exact)
         loss_cls, loss_loc = multibox_loss(
-            logits.float(), offsets.float(), labels, wanted, self.negatives_per_positive, self.label_smoothing
+            logits.to(exact), offsets.to(exact), labels, wanted, self.negatives_per_positive, self.label_smoothing
         )
         if self.training:
             loss_loc = loss_loc * self.balance.weight
