@@ -94,8 +94,10 @@ class SceneGraphEvaluator:
             (name, str(count), _number(scores.get(f"mR@{TOP[-1]}/{name}")))
             for name, count in zip(self.table.predicates, counts, strict=True)
         ]
-        boxes = [f"boxes: AP {_number(scores['bbox_AP'])}, AP50 {_number(scores['bbox_AP50'])}"] * ("bbox_AP" in scores)
-        return "\n".join([align(rows), "", align(found), *boxes])
+        lines = [align(rows), "", align(found)]
+        if self._boxes is not None:
+            lines.append(f"boxes: AP {_number(scores['bbox_AP'])}, AP50 {_number(scores['bbox_AP50'])}")
+        return "\n".join(lines)
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
         """A picture of `count` images, graphs beside the annotated ones, and the same graphs as JSON beside it."""

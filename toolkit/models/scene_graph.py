@@ -98,9 +98,8 @@ class SceneGraph(nn.Module):
         self.joint = freeze == "none" and mode != "predcls"
         width = self.detector.representation_size
         self.box_features = copy.deepcopy(self.detector.box_head)
-        self.union = UnionFeatures(
-            self.detector.box_pool, copy.deepcopy(self.detector.box_head), self.detector.backbone.out_channels
-        )
+        parts = (copy.deepcopy(part) for part in (self.detector.box_pool, self.detector.box_head))
+        self.union = UnionFeatures(*parts, self.detector.backbone.out_channels)
         if freeze == "detector":
             freeze_module(self.detector)
         elif mode == "predcls":  # nothing asks them, so nothing may train them

@@ -1,0 +1,276 @@
+"""Scene graphs on a Faster R-CNN: modes, losses, counts. Run: python -m pytest tests/test_scene_graph_detector.py"""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.data import open_dataset
+from toolkit.data.loading import training_loader, val_transform
+from toolkit.data.shapes import PREDICATES, make_shapes
+from toolkit.errors import BadInput
+from toolkit.evaluation.loop import predict_dataset
+from toolkit.evaluation.scene_graph_draw import correct_triplets
+from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator, true_graph
+from toolkit.losses import LossWeights
+from toolkit.models import build_detector
+from toolkit.models.final import load_detector_folder
+from toolkit.models.relation import HEADS
+from toolkit.models.relation.frequency import log_frequencies
+from toolkit.models.relation.objects import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
+from toolkit.models.scene_graph_start import count_table
+
+INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,
+         "anchor_sizes": [[16], [32]], "rpn_post_nms_top_n_test": 12, "rpn_post_nms_top_n_train": 12}  # fmt: skip
+OPTIONS = {"backbone": "resnet10t", "detector_options": INNER, "hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16,
+           "detections_per_image": 5}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes") / "data"
+    make_shapes(folder, train_images=6, val_images=1, image_size=64)
+    return open_dataset(folder / "annotations" / "train.json", cache_dir=folder.parent / "cache")
+
+
+@pytest.fixture(scope="module")
+def batch(table):
+    """Six images as they are; then the first without objects, the second with one, the third with a crowd only."""
+    loader = training_loader(
+        table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32, shuffle=False
+    )[1]
+    batch = next(iter(loader))
+    for count, target in zip((0, 1, 1), batch.targets, strict=False):
+        target.update({key: target[key][:count] for key in ("boxes", "labels", "area", "iscrowd")})
+        target["relations"] = target["relations"][:0]
+    batch.targets[2]["iscrowd"] = torch.ones(1, dtype=torch.int64)
+    return batch
+
+
+def model_of(table, mode="predcls", head="motifs", **options):
+    torch.manual_seed(0)
+    model = build_detector("scene_graph", class_names=table.class_names, predicates=list(table.predicates),
+                           mode=mode, head=head, **OPTIONS | options)  # fmt: skip
+    model.learn_counts(*count_table(table))
+    return model
+
+
+def losses_of(model, images, sizes, targets, denominators=None):
+    denominators = denominators or model.denominators(targets)
+    denominators = {name: torch.tensor(max(value, 1.0)) for name, value in denominators.items()}
+    return model.criterion(model(images, sizes, targets), targets, denominators)
+
+
+@pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])
+def test_losses_are_the_announced_ones_and_reach_all_that_trains(table, batch, mode):
+    for head in HEADS if mode == "predcls" else ("vctree",):
+        model = model_of(table, mode, head).train()
+        losses, metrics = losses_of(model, batch.images, batch.sizes, batch.targets)
+        assert losses.keys() == set(model.loss_names) and metrics.keys() == set(model.metric_names)
+        assert all(loss.isfinite() for loss in losses.values())
+        sum(losses.values()).backward()
+        reached = {name.split(".")[0] for name, p in model.named_parameters() if p.grad is not None}
+        assert "head" in reached
+        assert head == "frequency" or reached == {"detector", "box_features", "union", "head"}
+        assert ("loss_objectness" in losses) == (mode != "predcls"), "the detector's own"
+
+
+@pytest.mark.parametrize("mode", ["predcls", "sgdet"])
+def test_a_batch_without_any_object_has_losses_of_zero_with_gradients(table, batch, mode):
+    for head in HEADS:
+        model = model_of(table, mode, head).train()
+        losses, _ = losses_of(model, batch.images[:1], batch.sizes[:1], batch.targets[:1])
+        relation = [losses[name] for name in model.relation_losses if name in losses]
+        assert relation and (mode == "sgdet" or all(loss.item() == 0 for loss in relation))
+        sum(losses.values()).backward()
+        assert any(p.grad is not None for p in model.head.parameters())
+
+
+def test_outputs_hang_on_nothing_that_no_loss_is_made_of(table, batch):
+    """DDP waits for the gradient of every parameter that its outputs hang on: other ranks would wait for ever."""
+    for targets in (batch.targets, batch.targets[:1]):
+        model = model_of(table, "sgcls", "imp").train()
+        outputs = model(batch.images[: len(targets)], batch.sizes[: len(targets)], targets)
+        found = [outputs["output"], outputs["batch"]]
+        tensors = [v for part in found for v in vars(part).values() if isinstance(v, torch.Tensor) and v.requires_grad]
+        tensors += [v for v in outputs["detector"].values() if isinstance(v, torch.Tensor) and v.requires_grad]
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        hang = torch.autograd.grad(sum(t.sum() for t in tensors), parameters, retain_graph=True, allow_unused=True)
+        denominators = {name: torch.tensor(max(v, 1.0)) for name, v in model.denominators(targets).items()}
+        losses, _ = model.criterion(outputs, targets, denominators)
+        learn = torch.autograd.grad(sum(losses.values()), parameters, allow_unused=True)
+        assert [h is None for h in hang] == [g is None for g in learn]
+
+
+def test_micro_batches_make_the_losses_of_the_big_batch(table, batch):
+    """Given boxes: exactly, since pairs can be counted beforehand. In evaluation: batch norms of training differ."""
+    model = model_of(table, "sgcls", freeze="detector").eval()
+    whole, _ = losses_of(model, batch.images, batch.sizes, batch.targets)
+    counts = model.denominators(batch.targets)
+    parts = [losses_of(model, batch.images[i : i + 2], batch.sizes[i : i + 2], batch.targets[i : i + 2], counts)[0]
+             for i in (0, 2, 4)]  # fmt: skip
+    for name in whole:
+        torch.testing.assert_close(sum(part[name] for part in parts), whole[name], rtol=1e-5, atol=1e-6)
+
+
+relation_rows = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3)), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(relation_rows, st.integers(5, 8), st.integers(1, 30), st.booleans(), st.booleans())
+def test_pairs_are_as_many_as_counted_beforehand(rows, count, per_image, training, crowd):
+    model = SimpleNamespace(training=training, given_boxes=True, pairs_per_image=per_image, positive_fraction=0.5,
+                            require_overlap=True)  # fmt: skip
+    target = {"boxes": torch.rand(count, 2).repeat(1, 2) + torch.tensor([0.0, 0, 1, 1]),
+              "labels": torch.zeros(count, dtype=torch.int64), "iscrowd": torch.zeros(count, dtype=torch.int64),
+              "relations": torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)}  # fmt: skip
+    target["iscrowd"][0] = int(crowd)
+    truth = annotated_graph(target)
+    assert len(truth["boxes"]) == count - crowd
+    assert all(predicate < 4 for predicate in truth["relations"][:, 2].tolist())
+    objects = {"num_objects": [len(truth["boxes"])], "boxes_xyxy": truth["boxes"]}
+    found = sampled_pairs(model, objects, [truth])
+    counted = count_sampled_pairs(model, [target])
+    assert counted["relation_pairs"] == len(found["pairs"]) == len(found["relation_labels"])
+    pairs = set(map(tuple, found["pairs"].tolist()))
+    assert len(pairs) == len(found["pairs"]), "no pair twice"
+    annotated = {tuple(row[:2]): None for row in truth["relations"].tolist()}
+    for pair, label in zip(found["pairs"].tolist(), found["relation_labels"].tolist(), strict=True):
+        assert (label > 0) == (tuple(pair) in annotated)
+
+
+def test_detections_learn_the_label_of_what_they_overlap():
+    truth = {"boxes": torch.tensor([[0.0, 0, 50, 50], [60, 60, 90, 90]]), "labels": torch.tensor([3, 0])}
+    boxes = torch.tensor([[0.0, 0, 50, 40], [61, 60, 90, 90], [0, 60, 30, 90]])
+    rows, labels = match_labels(boxes, truth)
+    assert rows.tolist() == [0, 1, -1] and labels.tolist() == [4, 1, 0]
+    nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
+    assert match_labels(boxes, nothing)[1].tolist() == [0, 0, 0]
+
+
+def test_frozen_detector_stays_as_it_is(table, batch):
+    model = copy.deepcopy(model_of(table, "sgdet", freeze="detector")).train()
+    assert not any(m.training for m in model.detector.modules()) and model.head.training
+    before = copy.deepcopy(model.detector.state_dict())
+    losses, _ = losses_of(model, batch.images, batch.sizes, batch.targets)
+    assert set(losses) == {"loss_rel", "loss_refine_obj"}
+    sum(losses.values()).backward()
+    assert all(p.grad is None for p in model.detector.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.detector.state_dict().items())
+
+
+def test_weights_of_a_detector_go_where_they_belong(table):
+    model = model_of(table, "sgdet", freeze="detector")
+    inner = build_detector("faster_rcnn", class_names=table.class_names, backbone="resnet10t", **INNER)
+    found = model.load_detector_weights(inner.state_dict())
+    weights = inner.roi_heads.box_head.fc6.weight
+    for taken in (model.detector.box_head, model.box_features, model.union.head):
+        assert torch.equal(taken.fc6.weight, weights)
+    lines = found.table().splitlines()
+    assert "mapped  union.head.fc6.weight <- detector.roi_heads.box_head.fc6.weight" in lines
+    assert any(line.startswith("new     union.rectangles") for line in lines)
+    assert any(line.startswith("new     head.") for line in lines) and not found.unused
+    wider = build_detector("faster_rcnn", class_names=table.class_names, backbone="resnet10t",
+                           **INNER | {"representation_size": 32})  # fmt: skip
+    with pytest.raises(BadInput, match="box_features.fc6.weight"):
+        model.load_detector_weights(wider.state_dict())
+
+
+def test_counts_start_the_bias_and_travel_with_the_weights(table, tmp_path, batch):
+    model = model_of(table, "sgdet", "vctree")
+    relations, candidates, seen = count_table(table)
+    expected = log_frequencies(relations, candidates)
+    assert torch.equal(model.head.frequency.table.weight, expected.flatten(0, 1))
+    prior = expected.sum(-1)
+    torch.testing.assert_close(model.head.context.scores.prior.weight.view_as(prior), prior + prior.T)
+    graph = true_graph(table.row(4))
+    subject, object_, predicate = graph["relations"][0]
+    assert seen[graph["labels"][subject], graph["labels"][object_], predicate]
+    model.save_final(tmp_path, table.categories)
+    again, _, _ = load_detector_folder(tmp_path)
+    assert again.predicates == PREDICATES and torch.equal(again.relation_counts, torch.from_numpy(relations))
+    with torch.no_grad():
+        ours, theirs = (
+            m.eval().postprocess(m(batch.images, batch.sizes), batch.sizes, batch.sizes) for m in (model, again)
+        )
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.keys() == their.keys() and all(torch.equal(our[key], their[key]) for key in our)
+
+
+def test_the_best_pairs_and_the_annotated_ones_are_all_that_metrics_need(table):
+    """`top_k` pairs of each image give the numbers that all pairs give."""
+    loader = training_loader(table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32)[1]
+    model = model_of(table, "sgcls", "imp").eval()
+    evaluator = model.make_evaluator(table, "faster")
+    weights = LossWeights(model.loss_names, {}, model.default_weights)
+    found = {top: predict_dataset(model, loader, "cpu", loss_weights=weights, top_k=top) for top in (1, 20, 999)}
+    assert max(len(p["pairs"]) for p in found[999].by_image.values()) > 20
+    rows = {top: evaluator.evaluate(predictions.by_image) for top, predictions in found.items()}
+    assert {k: v for k, v in rows[1].items() if k.startswith("A@")} == {
+        k: v for k, v in rows[999].items() if k.startswith("A@")
+    }
+    assert rows[20]["R@20"] == rows[999]["R@20"] and rows[20]["ngR@20"] == rows[999]["ngR@20"]
+    assert rows[999]["bbox_AP"] is not None and rows[999]["zR@20"] is None
+
+
+def test_truth_is_that_of_the_boxes_that_were_asked(table):
+    """A box that resizing left without width is in neither graph: recall is that of the others."""
+    evaluator = SceneGraphEvaluator(table, "predcls")
+    predictions = {}
+    for row in map(table.row, range(len(table))):
+        graph = {key: torch.from_numpy(value) for key, value in true_graph(row).items()}
+        keep = graph["relations"][:, :2].lt(1).any(1).logical_not()  # without box 0 ...
+        relations = graph["relations"][keep] - torch.tensor([1, 1, 0])
+        scores = torch.zeros(len(relations), len(PREDICATES))
+        scores[torch.arange(len(relations)), relations[:, 2]] = 1.0
+        predictions[row["image_id"]] = {
+            "boxes": graph["boxes"][1:], "labels": graph["labels"][1:], "scores": torch.ones(len(graph["boxes"]) - 1),
+            "pairs": relations[:, :2], "predicate_scores": scores,
+            "true_labels": graph["labels"][1:], "true_relations": relations,
+        }  # fmt: skip
+    scores = evaluator.evaluate(predictions)
+    assert scores["ngR@100"] == scores["A@100"] == 1.0
+    assert "R" in evaluator.describe(scores, predictions) and "left of" in evaluator.describe(scores, predictions)
+    empty = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
+    strict = SceneGraphEvaluator(table, "sgdet", protocol="strict").evaluate(dict.fromkeys(evaluator.image_ids, empty))
+    assert strict["R@100"] == 0.0 and strict["bbox_AP"] == 0.0
+
+
+def test_pictures_and_json(table, tmp_path):
+    model = model_of(table, "sgdet").eval()
+    loader = training_loader(table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32)[1]
+    found = predict_dataset(model, loader, "cpu").by_image
+    path = model.make_evaluator(table, "faster").draw(found, 2, tmp_path / "graphs.png")
+    assert path.stat().st_size > 1000
+    graphs = json.loads(path.with_suffix(".json").read_text())
+    assert len(graphs) == 2
+    for graph in graphs.values():
+        for triplet in graph["triplets"]:
+            assert triplet["predicate"] in PREDICATES and triplet["subject"] < len(graph["objects"])
+    truth = {"boxes": np.array([[0.0, 0, 10, 10], [20, 20, 30, 30]]), "labels": np.array([1, 2]),
+             "relations": np.array([[0, 1, 3]])}  # fmt: skip
+    boxes, labels = np.array([[20.0, 20, 30, 30], [0, 0, 10, 9], [0, 0, 3, 3]]), np.array([2, 1, 1])
+    triplets = np.array([[1, 0, 3], [0, 1, 3], [1, 0, 2], [2, 0, 3]])
+    assert correct_triplets(triplets, boxes, labels, truth).tolist() == [True, False, False, False]
+
+
+def test_mistakes_are_explained(table, batch):
+    with pytest.raises(BadInput) as caught:
+        build_detector("scene_graph", class_names=["a"], mode="sgdett", head="motif", freeze="all")
+    for word in ("sgdett", "'motif'", "'all'", "predicates"):
+        assert word in str(caught.value)
+    with pytest.raises(BadInput, match="head_options"):
+        model_of(table, head="motifs", head_options={"context": "vctree"})
+    with pytest.raises(BadInput, match="--model.mode sgdet"):
+        model_of(table)(batch.images, batch.sizes)
+    with pytest.raises(BadInput, match="left of"):
+        build_detector("scene_graph", class_names=table.class_names, predicates=["on"], **OPTIONS).make_evaluator(
+            table, "faster"
+        )
+    with pytest.raises(BadInput, match="protocol"):
+        SceneGraphEvaluator(table, "predcls", protocol="lenient")
