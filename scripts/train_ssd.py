@@ -18,6 +18,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from toolkit import cli
 from toolkit.checkpoint import Checkpoint, resolve_resume
+from toolkit.compiling import compile_in_place
 from toolkit.config import CyclicScheduleConfig, DataConfig, EvalConfig, LossConfig, OptimConfig, RunConfig, SsdConfig
 from toolkit.data import loading
 from toolkit.data.ssd_transforms import SsdTransform
@@ -136,8 +137,8 @@ def train_one_epoch(config: Config, t: Training) -> None:
             t.recover(action, window, denominators, reduced)
             continue
 
-        if optim.max_norm:
-            torch.nn.utils.clip_grads_with_norm_(t.trained_parameters, optim.max_norm, grad_norm)
+        if config.optim.max_norm:
+            torch.nn.utils.clip_grads_with_norm_(t.trained_parameters, config.optim.max_norm, grad_norm)
         t.optimizer.step()
         t.optimizer.zero_grad()
         t.step += 1
@@ -193,8 +194,7 @@ def build(
     total_steps = min(all_steps, c.run.max_steps or all_steps)
 
     ema = Ema(detector, c.optim.ema_decay) if c.optim.ema_decay else None
-    if c.optim.compile:
-        detector.compile()
+    compile_in_place(detector, c.optim.compile)
     groups = parameter_groups(
         detector, lr=c.optim.lr, backbone_lr=c.optim.backbone_lr, weight_decay=c.optim.weight_decay,
         no_decay_on_norm_and_bias=c.optim.no_weight_decay_on_norm_and_bias, multipliers=c.optim.lr_multipliers,
