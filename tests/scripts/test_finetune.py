@@ -1,0 +1,76 @@
+"""A run on the weights of another: rows of equal classes kept, parts frozen, the folder needs its source no more.
+
+    python -m pytest tests/scripts/test_finetune.py
+"""
+
+import json
+import shutil
+
+import pytest
+from launching import ROOT, checkpoint_tensors, rows, training_rows
+
+
+@pytest.fixture(scope="module")
+def source(server, script, settings, tmp_path_factory):
+    """The folder of a run of two steps on the four classes of the shapes."""
+    args = settings("--run.output_dir", tmp_path_factory.mktemp("source"), "--run.max_steps", 2, "--run.eval_every", 0)
+    return server.run(script, args).ok().folder
+
+
+@pytest.fixture(scope="module")
+def other_classes(data, tmp_path_factory):
+    """The same pictures; the first class is called something else."""
+    folder = shutil.copytree(data, tmp_path_factory.mktemp("other") / "shapes")
+    paths = {split: folder / "annotations" / f"{split}.json" for split in ("train", "val")}
+    for path in paths.values():
+        document = json.loads(path.read_text())
+        document["categories"][0]["name"] = "hexagon"
+        path.write_text(json.dumps(document))
+    return [part for split, path in paths.items() for part in (f"--data.{split}", path)]
+
+
+def test_a_run_starts_from_another_and_its_folder_is_enough_from_then_on(
+    server, script, settings, source, other_classes, tmp_path
+):
+    copy = shutil.copytree(source, tmp_path / "source", symlinks=True)
+    prefix = next(name for name in checkpoint_tensors(copy / "checkpoints" / "latest") if "backbone" in name)
+    prefix = prefix.removeprefix("model/")[: prefix.index("backbone") + len("backbone") - len("model/")]
+    common = settings(*other_classes, "--run.output_dir", tmp_path, "--run.name", "tuned", "--run.resume", "latest",
+                      "--run.save_every", 2, "--model.pretrained", copy, "--model.freeze_prefixes", f"[{prefix}]",
+                      "--optim.lr", "1e-5")  # fmt: skip
+    fault = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 4}
+    killed = server.run(script, common, 1, [fault])
+    assert killed.code == -9
+    table = (killed.folder / "pretrained.txt").read_text()
+    assert "rows of 3 of 4 classes: square, triangle, star" in table and "loaded" in killed.text
+
+    shutil.rmtree(copy)
+    ended = server.run(script, common).ok()
+    assert "Resuming from" in ended.text and "loaded" not in ended.text
+    assert [row["step"] for row in training_rows(ended.folder)] == list(range(1, len(training_rows(ended.folder)) + 1))
+    before, after = (checkpoint_tensors(folder / "checkpoints" / "latest") for folder in (source, ended.folder))
+    frozen = [name for name in after if name.startswith(f"model/{prefix}")]
+    assert frozen and all(after[name].equal(before[name]) for name in frozen), "batch statistics included"
+    assert not all(after[name].equal(before[name]) for name in before if after[name].shape == before[name].shape)
+
+    evaluated = server.run(ROOT / "scripts" / "evaluate.py", [ended.folder, "--weights", "model"])
+    assert evaluated.code == 0, evaluated.text
+    last = rows(ended.folder)[-1]
+    assert json.loads(evaluated.text.splitlines()[-1])["bbox_AP"] == last["val/bbox_AP"]
+
+
+def test_every_rank_starts_from_the_same_weights(server, script, settings, source, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--run.name", "ranks", "--model.pretrained", source,
+                    "--run.max_steps", 1, "--run.eval_every", 0, "--optim.lr", 0)  # fmt: skip
+    ended = server.run(script, args, 2).ok()
+    before, after = (checkpoint_tensors(folder / "checkpoints" / "latest") for folder in (source, ended.folder))
+    moved = ("running_mean", "running_var", "num_batches_tracked")
+    learned = [name for name in before if name.startswith("model/") and not name.endswith(moved)]
+    assert learned and all(after[name].equal(before[name]) for name in learned)
+    assert ended.text.count("weights of") == 1, "said once"
+
+
+def test_a_source_that_does_not_fit_ends_with_code_2_before_training(server, script, settings, source, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--run.name", "missing", "--model.pretrained", "runs/of/nobody")
+    missing = server.run(script, args)
+    assert missing.code == 2 and "there is no runs/of/nobody" in missing.text and "Traceback" not in missing.text
