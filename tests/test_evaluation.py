@@ -331,20 +331,21 @@ class TinyDetector(nn.Module):
 
     def postprocess(self, outputs, sizes, orig_sizes, score_threshold=0.0, top_k=100):
         scores, labels = outputs["logits"].softmax(-1)[..., :-1].max(-1)
-        boxes = outputs["boxes"] * orig_sizes[:, [1, 0, 1, 0]][:, None]
-        return [{"boxes": b, "scores": s, "labels": c} for b, s, c in zip(boxes, scores, labels, strict=True)]
+        boxes, keep = outputs["boxes"] * orig_sizes[:, [1, 0, 1, 0]][:, None], scores > score_threshold
+        columns = zip(boxes, scores, labels, keep, strict=True)
+        return [{"boxes": b[k], "scores": s[k], "labels": c[k]} for b, s, c, k in columns]
 
 
-def tiny_batches(batch_size, rank=0, world_size=1, num_images=7):
-    """The batches of one rank of a dataset of seven 8 x 8 images, the sixth and seventh without boxes."""
+def tiny_batches(batch_size, rank=0, world_size=1, num_images=7, num_classes=3, most_boxes=5):
+    """The batches of one rank of a dataset of 8 x 8 images: `most_boxes` in the first, then fewer and fewer."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (num_images, 3, 8, 8), dtype=torch.uint8, generator=generator)
     corners = torch.rand(num_images, 5, 2, generator=generator) * 4
     targets = []
     for i in range(num_images):
-        count = max(0, 5 - i)
+        count = max(0, most_boxes - i)
         boxes = torch.cat([corners[i, :count], corners[i, :count] + 2], 1)
-        targets.append({"image_id": 7 + 3 * i, "boxes": boxes, "labels": torch.arange(count) % 3,
+        targets.append({"image_id": 7 + 3 * i, "boxes": boxes, "labels": torch.arange(count) % num_classes,
                         "iscrowd": torch.zeros(count, dtype=torch.int64), "size": torch.tensor([8, 8]),
                         "orig_size": torch.tensor([HEIGHT, WIDTH])})  # fmt: skip
     batches = []
@@ -354,9 +355,9 @@ def tiny_batches(batch_size, rank=0, world_size=1, num_images=7):
     return batches
 
 
-def tiny_detector():
+def tiny_detector(num_classes=3):
     torch.manual_seed(0)
-    detector = TinyDetector()
+    detector = TinyDetector(num_classes)
     detector.train()
     detector.frozen.eval()
     return detector, LossWeights(detector.loss_names, {}, {"loss_ce": 1, "loss_bbox": 5, "loss_giou": 2})
@@ -401,29 +402,64 @@ def test_a_signal_ends_the_evaluation():
     assert len(polled) == 3 and detector.training
 
 
+# (images, classes, boxes of the first image, score threshold)
+ON_RANKS = {
+    "uneven, one batch empty on one rank": (7, 3, 5, 0.0),
+    "one image, nothing on the other rank": (1, 3, 5, 0.0),
+    "one class": (5, 1, 5, 0.0),
+    "no ground truth": (3, 3, 0, 0.0),
+    "no predictions": (5, 3, 5, 1.0),
+}
+
+
+def predict_case(case, rank=0, world_size=1):
+    images, classes, boxes, threshold = ON_RANKS[case]
+    detector, weights = tiny_detector(classes)
+    batches = tiny_batches(2, rank, world_size, images, classes, boxes)
+    return predict_dataset(detector, batches, "cpu", loss_weights=weights, score_threshold=threshold)
+
+
 def _on_rank(rank, world_size, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
-    detector, weights = tiny_detector()
-    batches = tiny_batches(2, rank, world_size)
-    result = predict_dataset(detector, batches, "cpu", loss_weights=weights)
-    stopped = predict_dataset(detector, batches, "cpu", stop=lambda: 12 * rank)
-    torch.save({"by_image": result.by_image, "losses": result.losses, "batches": [len(b) for b in batches],
-                "stopped": tuple(stopped)}, f"{folder}/{rank}.pt")  # fmt: skip
+    results = {case: tuple(predict_case(case, rank, world_size)) for case in ON_RANKS}
+    detector, batches = tiny_detector()[0], tiny_batches(2, rank, world_size)
+    results["stopped"] = tuple(predict_dataset(detector, batches, "cpu", stop=lambda: 12 * rank))
+    torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_two_ranks_give_what_one_gives(tmp_path):
-    """Seven images over two ranks in batches of two: uneven, one batch empty on one rank."""
-    mp.spawn(_on_rank, args=(2, str(tmp_path)), nprocs=2)
-    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
-    detector, weights = tiny_detector()
-    alone = predict_dataset(detector, tiny_batches(2), "cpu", loss_weights=weights)
-    assert [len(r["batches"]) for r in results] == [2, 2] and sum(results[0]["batches"] + results[1]["batches"]) == 7
-    for result in results:
-        assert set(result["by_image"]) == set(alone.by_image)
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    """What each of two ranks got in every case, from one start of the processes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(_on_rank, args=(2, str(folder)), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", ON_RANKS)
+def test_two_ranks_give_what_one_gives(on_two_ranks, tmp_path, case):
+    alone = predict_case(case)
+    (first, first_losses, _), (second, second_losses, _) = (results[case] for results in on_two_ranks)
+    for by_image in (first, second):
+        assert by_image.keys() == alone.by_image.keys()
         for image_id, expected in alone.by_image.items():
-            torch.testing.assert_close(result["by_image"][image_id], expected)
-        assert result["losses"] == pytest.approx(alone.losses, rel=1e-6)
-        assert result["stopped"] == ({}, {}, 12)
-    assert results[0]["losses"] == results[1]["losses"]  # to the last bit
+            torch.testing.assert_close(by_image[image_id], expected)
+    assert first_losses == second_losses  # to the last bit
+    assert first_losses == pytest.approx(alone.losses, rel=1e-6)
+    images, classes, boxes, threshold = ON_RANKS[case]
+    assert len(first) == images and (threshold < 1) == any(len(found["scores"]) for found in first.values())
+
+    scale = torch.tensor([WIDTH, HEIGHT, WIDTH, HEIGHT]) / 8
+    targets = [target for batch in tiny_batches(1, 0, 1, images, classes, boxes) for target in batch.targets]
+    table = make_table(tmp_path, [((t["boxes"] * scale).numpy(), t["labels"].tolist()) for t in targets], classes)
+    numbers = CocoEvaluator(table).evaluate(first)
+    assert numbers == CocoEvaluator(table).evaluate(alone.by_image)
+    if boxes == 0:
+        assert set(numbers.values()) == {None} and first_losses["loss_bbox"] == 0
+    if case == "no predictions":
+        assert numbers["bbox_AP"] == numbers["bbox_AR100"] == 0
+
+
+def test_a_signal_on_one_rank_ends_the_evaluation_on_both(on_two_ranks):
+    assert [results["stopped"] for results in on_two_ranks] == [({}, {}, 12)] * 2

@@ -72,7 +72,7 @@ def test_json_and_pictures_of_everything_that_can_be_read(server, script, run, p
         for relation in image.get("relations", ()):
             assert isinstance(relation["predicate"], str)
             assert relation["subject"] != relation["object"]
-            assert 0 <= min(relation["subject"], relation["object"]) < len(scores)
+            assert {relation["subject"], relation["object"]} <= set(range(len(scores)))
         with Image.open(tmp_path / image["picture"]) as picture:
             assert picture.width / picture.height == pytest.approx(image["width"] / image["height"], rel=0.01)
 
