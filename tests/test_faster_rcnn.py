@@ -16,6 +16,7 @@ from toolkit.config import PretrainedConfig, TwoStageConfig
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.evaluation.loop import eval_mode
+from toolkit.finetune import start_detector
 from toolkit.models import build_detector
 from toolkit.models.faster_rcnn_build import SAMPLING_OPTIONS
 from toolkit.models.faster_rcnn_criterion import BACKGROUND, IGNORED, covered_share, match_boxes, sample, shares
@@ -341,6 +342,26 @@ def test_levels_heads_and_backbones(options, tmp_path):
     assert [c.name for c in categories] == list(CLASSES)
     with torch.no_grad(), eval_mode(detector):
         torch.testing.assert_close(loaded(images, sizes)["logits"], detector(images, sizes)["logits"])
+
+
+def test_another_set_of_classes_takes_everything_but_the_rows_of_new_ones(tmp_path):
+    """Rows of classes of the same name are kept, wherever they stand; background is the first row of both."""
+    source, folder = tiny(seed=1), tmp_path / "final"
+    source.save_final(folder, [Category(i, name) for i, name in enumerate(CLASSES)])
+    settings = {"pretrained": str(folder), "architecture": "faster_rcnn"}
+    torch.manual_seed(2)
+    said = []
+    started = start_detector(settings, ("platelet", "new"), tmp_path, resumed_from=None, say=said.append)
+    assert "roi_heads.box_predictor.cls_score.weight" in (tmp_path / "pretrained.txt").read_text() and said
+    theirs, ours = source.state_dict(), started.state_dict()
+    for name, tensor in ours.items():
+        if "box_predictor" not in name:
+            assert torch.equal(tensor, theirs[name]), name
+            continue
+        each = 4 if "bbox_pred" in name else 1
+        of_class = tensor.unflatten(0, (3, each)), theirs[name].unflatten(0, (4, each))
+        assert torch.equal(of_class[0][0], of_class[1][0]) and torch.equal(of_class[0][1], of_class[1][3])
+        assert not any(torch.equal(of_class[0][2], row) for row in of_class[1]) or "bias" in name
 
 
 @pytest.mark.parametrize(
