@@ -6,9 +6,7 @@
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_faster_rcnn.py   # two processes without a GPU
 
 The loop is that of Seamless Scene Segmentation's `train_detection.py` (named weights of four losses, schedule per batch
-or per epoch, burn-in, batches of like aspect ratio, momentum meters, data and step time), with losses over the whole
-window and all ranks. `--help` explains every key; the run folder holds settings, rows, checkpoints and the report.
-`--run.resume latest` goes on where a killed run stopped, to the bit.
+or epoch, burn-in, batches of like aspect ratio, momentum meters), over window and ranks. `--help` explains every key.
 """
 
 import sys
@@ -21,6 +19,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from toolkit import cli
 from toolkit.checkpoint import Checkpoint, resolve_resume
+from toolkit.compiling import compile_in_place
 from toolkit.config import DataConfig, EvalConfig, LossConfig, OptimConfig, RunConfig, ScheduleConfig, TwoStageConfig
 from toolkit.data import loading
 from toolkit.determinism import be_deterministic
@@ -188,8 +187,7 @@ def build(
     total_steps = min(c.run.epochs * steps_per_epoch, c.run.max_steps or c.run.epochs * steps_per_epoch)
 
     ema = Ema(detector, c.optim.ema_decay) if c.optim.ema_decay else None
-    if c.optim.compile:
-        detector.compile()
+    compile_in_place(detector, c.optim.compile)
     groups = parameter_groups(
         detector, lr=c.optim.lr, backbone_lr=c.optim.backbone_lr, weight_decay=c.optim.weight_decay,
         no_decay_on_norm_and_bias=c.optim.no_weight_decay_on_norm_and_bias, multipliers=c.optim.lr_multipliers,
