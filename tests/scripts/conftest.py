@@ -21,7 +21,7 @@ SCRIPTS = (
     ),
     Script(
         "train_yolov3",
-        slow_end=("toolkit.evaluation.report:write_report", "toolkit.models.yolov3:YOLOv3.export"),
+        slow_end=("toolkit.evaluation.report:write_report",),
     ),
     Script("train_faster_rcnn", slow_end=("toolkit.evaluation.report:write_report",)),
     Script("train_sgg", slow_end=("toolkit.evaluation.report:write_report",)),

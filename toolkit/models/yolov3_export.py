@@ -104,6 +104,10 @@ def export_onnx(detector: YOLOv3, path: Path | str, *, nms: bool = False, top_k:
     was_training = detector.training
     program = export_program(detector.eval(), nms, top_k)
     detector.train(was_training)
+    _write_onnx(program, Path(path), nms)
+
+
+def _write_onnx(program: torch.export.ExportedProgram, path: Path, nms: bool) -> None:
     torch.onnx.export(
         program,
         f=str(path),
@@ -128,17 +132,18 @@ def export_final(detector: YOLOv3, folder: Path, images: Tensor) -> str:
     detector = copy.deepcopy(detector).cpu().float().eval()
     images = images.cpu().contiguous()
     folder = Path(folder)
-    export_onnx(detector, folder / FILES[0])
-    torch.export.save(export_program(detector), folder / FILES[1])
+    program = export_program(detector)
+    _write_onnx(program, folder / FILES[0], nms=False)
+    torch.export.save(program, folder / FILES[1])
     with torch.no_grad():
         ours = [output.numpy() for output in PixelsToBoxes(detector, nms=False)(images)]
-        program = [output.numpy() for output in torch.export.load(folder / FILES[1]).module()(images)]
+        loaded = [output.numpy() for output in torch.export.load(folder / FILES[1]).module()(images)]
     session = onnxruntime.InferenceSession(folder / FILES[0])
     onnx = session.run(None, {"images": images.numpy()})
     # A box that a wild raw value makes larger than the image is compared in its own size.
     unit = np.maximum(np.abs(ours[0]), max(images.shape[-2:]))
     found = []
-    for name, (boxes, scores) in zip(FILES, (onnx, program), strict=True):
+    for name, (boxes, scores) in zip(FILES, (onnx, loaded), strict=True):
         apart = float((np.abs(boxes - ours[0]) / unit).max()), float(np.abs(scores - ours[1]).max())
         found.append(f"{name} {apart[0]:.1e} of the image's side, scores {apart[1]:.1e}")
         if not (apart[0] <= BOX_TOLERANCE and apart[1] <= SCORE_TOLERANCE):

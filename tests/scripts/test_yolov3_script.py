@@ -1,16 +1,18 @@
-"""Mixup and mosaic end with the epoch that the settings say, for running workers and for a run that was killed too.
+"""What only train_yolov3.py does: mixup and mosaic that end with an epoch, and the export at the end.
 
-    python -m pytest tests/scripts/test_mixing.py
+    python -m pytest tests/scripts/test_yolov3_script.py        -m "slow or not slow" for the export
 """
 
+import onnxruntime
 import pytest
+import torch
 from launching import assert_same_run, training_rows
 
 
 @pytest.fixture
 def yolov3(script):
     if script.name != "train_yolov3":
-        pytest.skip("the other scripts mix no images")
+        pytest.skip("the other scripts do neither")
     return script
 
 
@@ -30,3 +32,15 @@ def test_mixing_ends_with_its_epoch_also_when_resumed(server, yolov3, settings, 
     assert [row["epoch"] for row in trained] == [0] * 5 + [1] * 5
     assert trained[:5] == mixed[:5]
     assert trained[5]["train/loss"] != mixed[5]["train/loss"]
+
+
+@pytest.mark.slow
+def test_export_at_the_end(server, yolov3, settings, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--run.epochs", 1, "--run.export", "true")
+    ended = server.run(yolov3, args, whole=True).ok()
+    assert "largest differences from PyTorch on 3 images" in ended.text
+    session = onnxruntime.InferenceSession(ended.folder / "final" / "model.onnx")
+    images = torch.randint(0, 256, (2, 3, 96, 64), dtype=torch.uint8)
+    boxes, scores = session.run(None, {"images": images.numpy()})
+    predictions = 3 * (3 * 2 + 6 * 4 + 12 * 8)
+    assert boxes.shape == (2, predictions, 4) and scores.shape == (2, predictions, 4)
