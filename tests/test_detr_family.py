@@ -11,11 +11,13 @@ from fnmatch import fnmatch
 
 import numpy as np
 import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from processes import run_on_ranks
+from safetensors.torch import save_file
 from test_detr import CLASSES, batch_of, random_target, run
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoImageProcessor, AutoModelForObjectDetection, ResNetConfig, pipeline
@@ -48,6 +50,7 @@ SMALL = {
     "yolos": {"d_model": 32, "heads": 2, "encoder_layers": 2, "ffn_dim": 32, "num_queries": 6},
 }
 NEW = [name for name in SMALL if name != "detr"]
+ON_RANKS = ["conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", "yolos"]
 
 
 @dataclass
@@ -315,8 +318,8 @@ def test_a_source_with_a_backbone_of_transformers(name):
         ("deformable_detr", {"decoder_layers": 1}, "1 is too few"),
         ("deformable_detr", {"box_refine": "yes"}, "none, iterative, two_stage"),
         ("deformable_detr", {"d_model": 32, "heads": 3}, "do not fit together"),
-        ("rf_detr", {"pretrained_backbone": True}, "pretrained RF-DETR"),
-        ("yolos", {"pretrained_backbone": True}, "pretrained YOLOS"),
+        ("rf_detr", {"source_config": TINY_RF_DETR, "pretrained_backbone": True}, "width 384 .*, not 32"),
+        ("yolos", {"pretrained_backbone": "no/such.safetensors"}, "no file no/such.safetensors"),
         ("yolos", {"freeze": "paper"}, "no setting model.freeze"),
         ("yolos", {"d_model": 32, "heads": 3}, "do not fit together"),
     ],
@@ -339,6 +342,41 @@ def test_images_that_a_detector_cannot_work_with_are_refused(name, options, hw, 
     detector = small(name, **options).eval()
     with pytest.raises(BadInput, match=words):
         detector(torch.zeros(1, 3, *hw, dtype=torch.uint8), torch.tensor([hw]))
+
+
+@pytest.mark.parametrize("name", ["yolos", "rf_detr"])
+def test_a_vit_takes_the_weights_of_timm(tmp_path, name):
+    timm_name = {"yolos": "deit_tiny_patch16_224", "rf_detr": "vit_small_patch14_dinov2"}[name]
+    theirs = timm.create_model(timm_name).eval()
+    for tensor in theirs.parameters():  # norms, biases and layer scales too
+        torch.nn.init.normal_(tensor, std=0.2)
+    save_file(theirs.state_dict(), tmp_path / "vit.safetensors")
+    detector = small_of_own_vit(name, pretrained_backbone=str(tmp_path / "vit.safetensors")).eval()
+    vit = detector.model.vit if name == "yolos" else detector.model.model.backbone.backbone
+
+    tokens = torch.randn(1, 7, theirs.embed_dim)
+    pixels = torch.randn(1, 3, 28, 42 if name == "rf_detr" else 48)
+    with torch.no_grad():
+        patches = theirs.patch_embed.proj(pixels).flatten(2).transpose(1, 2)
+        torch.testing.assert_close(vit.embeddings.patch_embeddings(pixels), patches, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(vit.layernorm(tokens), theirs.norm(tokens))
+        for index, block in enumerate(theirs.blocks):
+            layer = vit.encoder.layer[index]
+            if not getattr(layer, "global_attention", False):  # which puts windows together before it
+                torch.testing.assert_close(layer(tokens), block(tokens), rtol=1e-3, atol=1e-3)
+    positions = vit.embeddings.position_embeddings
+    torch.testing.assert_close(vit.embeddings.cls_token, theirs.cls_token)
+    torch.testing.assert_close(positions[:, 0], theirs.pos_embed[:, 0])
+    if name == "rf_detr":
+        torch.testing.assert_close(positions, theirs.pos_embed)
+    else:  # interpolated; the detection tokens' are our own
+        assert positions[:, :-100].std() > 0.1 and positions[:, -100:].std() < 0.03
+    with pytest.raises(BadInput, match="does not fit the model.*depth"):
+        small_of_own_vit(name, pretrained_backbone=str(tmp_path / "vit.safetensors"), encoder_layers=4)
+
+
+def small_of_own_vit(name: str, **options):
+    return build_detector(name, class_names=CLASSES, num_queries=100 if name == "yolos" else 4, **options)
 
 
 # --- predictions and the final folder ---------------------------------------------------------------------------------
@@ -388,7 +426,7 @@ def train_two_steps_each() -> dict:
     """Each member by name: names of its losses, whether all were finite, a number for its weights after two steps."""
     rank = torch.distributed.get_rank()
     report = {}
-    for name in NEW:
+    for name in ON_RANKS:
         detector = small(name).train()
         model = DistributedDataParallel(detector, find_unused_parameters=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -411,6 +449,6 @@ def train_two_steps_each() -> dict:
 
 def test_every_member_trains_on_two_ranks_one_of_them_without_boxes():
     first, second = run_on_ranks(train_two_steps_each, 2)
-    assert first == second and set(first) == set(NEW)
+    assert first == second and set(first) == set(ON_RANKS)
     for name, (names, finite, *_) in first.items():
         assert finite and tuple(names) == tuple(sorted(small(name).loss_names)), name

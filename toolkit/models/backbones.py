@@ -66,7 +66,12 @@ def load_backbone_weights(backbone: nn.Module, config: TimmBackboneConfig, pretr
 
 
 def timm_extractor(name: str, out_indices: Sequence[int], pretrained: bool | str, **options) -> nn.Module:
-    """`timm.create_model(name, features_only=True)`, whose faults are BadInput.
+    """`timm_model(name, features_only=True)`: the maps at `out_indices`."""
+    return timm_model(name, pretrained, features_only=True, out_indices=tuple(out_indices), **options)
+
+
+def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
+    """`timm.create_model(name)`, whose faults are BadInput.
 
     Args:
         pretrained: True: timm's pretrained weights (downloaded once); a path: a local file of such weights; False:
@@ -76,7 +81,6 @@ def timm_extractor(name: str, out_indices: Sequence[int], pretrained: bool | str
     Raises:
         BadInput: the weights cannot be fetched, or the file is missing or does not fit.
     """
-    options = {"features_only": True, "out_indices": tuple(out_indices), **options}
     if isinstance(pretrained, str):
         if not Path(pretrained).is_file():
             raise BadInput(f"model.pretrained_backbone: there is no file {pretrained}; give a file, true or false.")

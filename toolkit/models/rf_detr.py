@@ -13,10 +13,14 @@ from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProc
 
 from toolkit.data.loaders import normalize_images
 from toolkit.errors import BadInput
+from toolkit.models import vit_weights
 from toolkit.models.detr import initialise_transformer_
 from toolkit.models.detr_config import build_model, detector_config, matching_costs, pixel_statistics
 from toolkit.models.focal_criterion import FocalCriterion, quality_terms
 from toolkit.models.focal_detector import FocalDetector, start_heads_
+from toolkit.models.vit_weights import load_timm_vit
+
+TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}
 
 
 class RfDetr(FocalDetector):
@@ -28,7 +32,7 @@ class RfDetr(FocalDetector):
     Args:
         class_names: one name per class, in the order of the labels.
         source_config: a transformers config of an RF-DETR as a dict; see `Detr`. None: RF-DETR base.
-        pretrained_backbone: must be false: the published DINOv2 weights come with a pretrained RF-DETR.
+        pretrained_backbone: True (timm's DINOv2 of the same width, downloaded once), or the path of a file of it.
         d_model, decoder_layers, ffn_dim, num_queries, dropout: the decoder; None, here and below: the source's value,
             or that of RF-DETR base.
         heads: of the decoder's self-attention; its deformable attention has twice as many.
@@ -38,7 +42,7 @@ class RfDetr(FocalDetector):
         mean, std: of RGB values in [0, 1]; None: ImageNet's.
 
     Raises:
-        BadInput: pretrained weights of a backbone, a source of another architecture.
+        BadInput: weights that cannot be had or do not fit, a source of another architecture.
     """
 
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
@@ -67,11 +71,6 @@ class RfDetr(FocalDetector):
         std: Sequence[float] | None = None,
     ):
         super().__init__()
-        if pretrained_backbone:
-            raise BadInput(
-                "model.pretrained_backbone: RF-DETR's own backbone gets its weights with a pretrained RF-DETR "
-                "(model.pretrained); set it to false."
-            )
         config = detector_config(
             RfDetrConfig,
             class_names,
@@ -88,6 +87,10 @@ class RfDetr(FocalDetector):
         )
         self.model = build_model(RfDetrForObjectDetection, config)
         initialise_as_published_(self.model)
+        if pretrained_backbone:
+            side = config.backbone_config.image_size // config.backbone_config.patch_size
+            vit = self.model.model.backbone.backbone
+            load_timm_vit(vit, TIMM_DINOV2, pretrained_backbone, vit_weights.DINOV2, (side, side))
         self.stride = config.backbone_config.patch_size * config.backbone_config.num_windows
         self.aux_loss = aux_loss
         costs = matching_costs(source_config, class_cost, bbox_cost, giou_cost, published_class_cost=2)

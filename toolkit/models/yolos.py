@@ -8,9 +8,13 @@ from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcess
 
 from toolkit.data.loaders import normalize_images
 from toolkit.errors import BadInput
+from toolkit.models import vit_weights
 from toolkit.models.detr import Detr
 from toolkit.models.detr_config import build_model, detector_config, matching_costs, pixel_statistics
 from toolkit.models.detr_criterion import DetrCriterion
+from toolkit.models.vit_weights import load_timm_vit
+
+DEIT = {192: "deit_tiny_patch16_224", 384: "deit_small_patch16_224", 768: "deit_base_patch16_224"}
 
 
 class Yolos(Detr):
@@ -22,7 +26,7 @@ class Yolos(Detr):
     Args:
         class_names: one name per class, in the order of the labels.
         source_config: a transformers config of a YOLOS as a dict; see `Detr`. None: YOLOS-Ti.
-        pretrained_backbone: must be false: the ViT's weights come with a pretrained YOLOS.
+        pretrained_backbone: True (timm's DeiT of the same width, downloaded once), or the path of a file of it.
         d_model, heads, encoder_layers, ffn_dim: the ViT; None, here and below: the source's value, or YOLOS-Ti's.
         num_queries: detection tokens.
         dropout: after embeddings, attention and feed-forward layers.
@@ -31,7 +35,7 @@ class Yolos(Detr):
         mean, std: of RGB values in [0, 1]; None: ImageNet's.
 
     Raises:
-        BadInput: pretrained weights of a backbone, a source of another architecture.
+        BadInput: weights that cannot be had or do not fit, a source of another architecture.
     """
 
     class_tensors = {"model.class_labels_classifier.layers.2.*": (0, 1, 1)}  # no-object last
@@ -58,11 +62,6 @@ class Yolos(Detr):
         std: Sequence[float] | None = None,
     ):
         nn.Module.__init__(self)
-        if pretrained_backbone:
-            raise BadInput(
-                "model.pretrained_backbone: the ViT of YOLOS gets its weights with a pretrained YOLOS "
-                "(model.pretrained); set it to false."
-            )
         tiny = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "layer_norm_eps": 1e-6,
                 "image_size": [800, 1333], "use_mid_position_embeddings": False}  # fmt: skip
         config = detector_config(
@@ -79,6 +78,9 @@ class Yolos(Detr):
         )
         self.model = build_model(YolosForObjectDetection, config)
         initialise_as_published_(self.model)
+        if pretrained_backbone:
+            grid_hw = tuple(side // config.patch_size for side in config.image_size)
+            load_timm_vit(self.model.vit, DEIT, pretrained_backbone, vit_weights.YOLOS, grid_hw)
         self.stride = config.patch_size
         costs = matching_costs(source_config, class_cost, bbox_cost, giou_cost, published_class_cost=1)
         self.set_loss = DetrCriterion(len(class_names), 1, config.eos_coefficient, costs)
