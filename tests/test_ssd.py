@@ -16,6 +16,7 @@ from toolkit.boxes import cxcywh_to_xyxy
 from toolkit.data.table import Category
 from toolkit.distributed import all_reduce, world
 from toolkit.errors import BadInput
+from toolkit.finetune import map_weights
 from toolkit.losses import window_denominators
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
@@ -354,6 +355,22 @@ def test_a_saved_detector_finds_the_same(tiny, tmp_path):
     images, sizes = batch_of(2)
     for ours, again in zip(*(m.postprocess(m(images, sizes), sizes, sizes) for m in (model, loaded)), strict=True):
         assert all(ours[name].equal(again[name]) for name in ours)
+
+
+def test_other_classes_start_from_the_rows_of_those_of_the_same_name(tiny):
+    """One of (star, moon, circle) that takes over one of (circle, square, star) scores the common classes alike."""
+    names = ["star", "moon", "circle"]
+    torch.manual_seed(1)
+    other = build_detector("ssdlite", class_names=names, **TINY)
+    table = map_weights(
+        other.state_dict(), tiny.state_dict(), class_tensors=other.class_tensors, classes=names, source_classes=NAMES
+    )
+    assert not table.new and not table.unused
+    other.load_state_dict(table.state)
+    images, sizes = batch_of(2)
+    source, found = (model.eval()(images, sizes) for model in (copy.deepcopy(tiny), other))
+    assert found["offsets"].equal(source["offsets"])
+    torch.testing.assert_close(found["logits"][..., [0, 1, 3]], source["logits"][..., [0, 3, 1]])
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

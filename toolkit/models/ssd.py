@@ -98,6 +98,9 @@ class SSD(nn.Module):
             self._head(width, into, 2 + 2 * len(set(ratios)), whole=stride == WHOLE_IMAGE)
             for width, into, ratios, stride in zip(widths, channels, aspect_ratios, strides, strict=True)
         )
+        last_layers = (f"{i}" if isinstance(head, nn.Conv2d) else f"{i}.{len(head) - 1}" for i, head in
+                       enumerate(self.heads))  # fmt: skip
+        self.class_tensors = {f"heads.{name}.*": (5, 1, 0) for name in last_layers}  # see toolkit.finetune
         for module in (*self.extra.modules(), *self.heads.modules()):
             if isinstance(module, nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight)
@@ -158,6 +161,7 @@ class SSD(nn.Module):
         anchors, image_hw = self.anchors(images.shape[-2:], images.device)
         return {"logits": outputs[..., 4:], "offsets": outputs[..., :4], "anchors": anchors, "image_hw": image_hw}
 
+    @torch.compiler.disable
     def anchors(self, image_hw: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Anchors (A, 4) cxcywh fractions of images of (h, w) pixels, and that size (2,), on `device`; kept there."""
         key = (*image_hw, str(device))

@@ -110,23 +110,26 @@ def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float
     Returns:
         labels (B, A) int64: 0 background, 1 on: class + 1, `IGNORED`; index (B, A) of the matched box.
     """
-    left, top, right, bottom = cxcywh_to_xyxy(anchors_cxcywh).unbind(-1)
+    left, top, right, bottom = cxcywh_to_xyxy(anchors_cxcywh).t().contiguous()  # planes: strided ones are slow
     x0, y0, x1, y1 = objects.boxes[..., None].unbind(-2)  # (B, T, 1)
-    width = (torch.minimum(x1, right) - torch.maximum(x0, left)).clamp_(min=0)
-    common = (torch.minimum(y1, bottom) - torch.maximum(y0, top)).clamp_(min=0).mul_(width)  # (B, T, A)
+    # (B, T, A); in place where it can be: on a CPU, memory that is new costs more than the arithmetic
+    common = torch.minimum(x1, right).sub_(torch.maximum(x0, left)).clamp_(min=0)
+    common.mul_(torch.minimum(y1, bottom).sub_(torch.maximum(y0, top)).clamp_(min=0))
     anchor_area = (right - left) * (bottom - top)
     real = (objects.labels >= 0) & ~objects.crowd
-    iou = common / ((x1 - x0) * (y1 - y0) + anchor_area - common + 1e-5)  # the 1e-5 is CVNets'
-    iou = iou.masked_fill_(~real[..., None], -1.0)
+    union = ((x1 - x0) * (y1 - y0) + anchor_area).sub_(common).add_(1e-5)  # the 1e-5 is CVNets'
+    iou = torch.div(common, union, out=union).masked_fill_(~real[..., None], -1.0)
 
     best_iou, best_box = iou.max(dim=1)
     order = torch.arange(iou.shape[1], device=iou.device).expand_as(real).masked_fill(~real, -1)
     forced = torch.full_like(best_box, -1).scatter_reduce_(1, iou.argmax(dim=2), order, "amax")
     index = torch.where(forced >= 0, forced, best_box)
     positive = (forced >= 0) | (best_iou >= iou_threshold)
-    in_crowd = (common * objects.crowd[..., None]).amax(dim=1) >= iou_threshold * anchor_area
-    rest = in_crowd.long() * IGNORED
-    return torch.where(positive, objects.labels.gather(1, index) + 1, rest), index
+    labels = torch.where(positive, objects.labels.gather(1, index) + 1, 0)
+    if objects.crowd.is_cuda or bool(objects.crowd.any()):  # a GPU would be waited for
+        in_crowd = (common * objects.crowd[..., None]).amax(dim=1) >= iou_threshold * anchor_area
+        labels = labels.masked_fill_(in_crowd & ~positive, IGNORED)
+    return labels, index
 
 
 def mine_negatives(background_loss: Tensor, labels: Tensor, ratio: int) -> Tensor:
