@@ -28,6 +28,7 @@ from transformers.loss.loss_deimv2 import Deimv2Loss
 
 from toolkit.data.loaders import collate
 from toolkit.errors import BadInput
+from toolkit.finetune import start_detector
 from toolkit.losses import LossWeights, window_denominators
 from toolkit.models import build_detector
 from toolkit.models.rt_detr import _transformers_target, without_crowd
@@ -344,6 +345,29 @@ def test_options_that_a_config_of_the_hub_does_not_allow_are_named(architecture,
         build_detector(architecture, class_names=CLASSES, **{"source_config": hub_config(architecture), **options})
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("architecture", FAMILY)
+def test_fine_tuning_from_a_folder_of_the_hub_keeps_what_its_classes_know(tmp_path, architecture):
+    names = ["star", "dog", "circle"]
+    source = hub_config(architecture) | {"id2label": dict(enumerate(names))}
+    config = type(small(architecture)).config_class.from_dict(source)
+    original = AutoModelForObjectDetection.from_config(config).eval()
+    original.save_pretrained(tmp_path / "hub")
+    (tmp_path / "run").mkdir()
+    settings = {"architecture": architecture, "pretrained": str(tmp_path / "hub"), "freeze": "none"}
+    detector = start_detector(settings, CLASSES, tmp_path / "run", resumed_from=None, say=print).eval()
+    batch = batch_of([0])
+    with torch.no_grad():  # as many queries as positions: another class cannot choose other ones
+        detector.model.config.num_queries = original.config.num_queries = 21
+        ours, theirs = detector(batch.images, batch.sizes)["logits"], original(batch.images / 255).logits
+    for name in ("star", "circle"):
+        values = [
+            logits[0, :, classes.index(name)].sort().values for logits, classes in ((ours, CLASSES), (theirs, names))
+        ]
+        torch.testing.assert_close(*values, rtol=1e-3, atol=1e-4)
+    losses = run(detector.train(), batch_of([2, 1], (128, 128)))
+    assert sum(losses.values()).isfinite()
 
 
 # --- weights and the final folder -------------------------------------------------------------------------------------

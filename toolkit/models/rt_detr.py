@@ -64,6 +64,12 @@ class RTDetrV2(nn.Module):
     metric_names = ()
     fixed_size = True
     stride = 32
+    class_tensors = {
+        "model.class_embed.*": (0, 1, 0),
+        "model.model.decoder.class_embed.*": (0, 1, 0),
+        "model.model.enc_score_head.*": (0, 1, 0),
+        "model.model.denoising_class_embed.*": (0, 1, 1),
+    }
     config_class = RTDetrV2Config
     published = {
         "backbone": "resnet18d",
