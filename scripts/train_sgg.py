@@ -1,7 +1,7 @@
 """Train scene graphs: relation heads on a Faster R-CNN.
 
     accelerate launch scripts/train_sgg.py                                         # bundled data, minutes on a CPU
-    accelerate launch scripts/train_sgg.py --config configs/sgg/shapes_sgdet.yaml  # on a detector: configs/sgg
+    accelerate launch scripts/train_sgg.py --config configs/sgg/shapes_sgdet.yaml --model.detector runs/faster_rcnn
     accelerate launch scripts/train_sgg.py --config configs/sgg/vg150.yaml --model.detector runs/vg150_detector
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_sgg.py       # two processes without a GPU
 

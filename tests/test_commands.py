@@ -102,7 +102,8 @@ SMALL += " --run.epochs 1"
 SMALL += " --data.batch_size_per_device 2 --data.workers 0 --optim.accumulation_steps 1 --eval.batch_size_per_device 8"
 SMALL += " --model.pretrained_backbone false --data.overfit_batches 1 --run.tracker none --run.resume never"
 TRAINING = sorted({(Path(s).stem, shlex.join(a)) for _, c in COMMANDS for s, a in [split(c)]
-                   if s and "/train_" in s and "--help" not in c and "--print_config" not in c})  # fmt: skip
+                   if s and "/train_" in s and "--help" not in c and "--print_config" not in c
+                   and "runs/" not in c})  # fmt: skip
 
 
 @pytest.mark.slow
@@ -112,4 +113,5 @@ def test_training_command_runs(script, arguments, tmp_path, monkeypatch):
     module = training_module(f"scripts/{script}.py")
     small = [*shlex.split(arguments), *SMALL.split(), "--run.output_dir", str(tmp_path)]
     config = parse_config(module.Config, small, module.DEFAULT_CONFIG)
-    assert module.main(config)["val/bbox_AP"] is not None
+    row = module.main(config)
+    assert row.get("val/bbox_AP", row.get("val/R@100")) is not None

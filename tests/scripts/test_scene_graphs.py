@@ -1,0 +1,129 @@
+"""What only train_sgg.py does: a detector below, files of Visual Genome, a rate that validation decides.
+
+    python -m pytest tests/scripts/test_scene_graphs.py
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launching import Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
+from PIL import Image
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from test_visual_genome import synthetic_table  # noqa: E402
+
+from toolkit.data.visual_genome_writer import write_visual_genome  # noqa: E402
+from toolkit.models.final import load_detector_folder  # noqa: E402
+
+SGG = Script("train_sgg", slow_end=("toolkit.evaluation.report:write_report",))
+GIVEN = {"--model.mode": "predcls", "--optim.ema_decay": 0, "--run.epochs": 1, "--eval.metric_for_best": "R@20",
+         "--data.image_size": 64, "--data.workers": 0, "--run.log_every": 1, "--eval.pictures": 0,
+         "--run.name": "run"}  # fmt: skip
+
+
+def arguments(folder, train, val, **options) -> list:
+    given = {"--config": SGG.config} | GIVEN | {"--run.output_dir": folder, "--data.train": train, "--data.val": val}
+    given |= {f"--{key.replace('__', '.')}": value for key, value in options.items()}
+    return [part for pair in given.items() for part in pair]
+
+
+def of_coco(folder, data, **options) -> list:
+    files = (data / "annotations" / f"{split}.json" for split in ("train", "val"))
+    return arguments(folder, *files, **{"data__format": "coco", "data__batch_size_per_device": 4} | options)
+
+
+def test_a_rank_whose_batches_have_no_relation_does_not_stop_the_others(server, data, tmp_path):
+    """Of two ranks one has an image with relations in each step; the other none, or not even an object."""
+    document = json.loads((data / "annotations" / "train.json").read_text())
+    kept = {document["images"][0]["id"]}
+    few = {document["images"][i]["id"] for i in range(1, 6)}
+    document["annotations"] = [a for a in document["annotations"] if a["image_id"] in kept | few]
+    document["rel_annotations"] = [r for r in document["rel_annotations"] if r["image_id"] in kept]
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations" / "train.json").write_text(json.dumps(document))
+    (tmp_path / "train").symlink_to(data / "train")
+    args = of_coco(tmp_path, data, data__train=tmp_path / "annotations" / "train.json", run__eval_every=0,
+                   data__batch_size_per_device=1)  # fmt: skip
+    for mode in ("predcls", "sgdet"):
+        ended = server.run(SGG, [*args, "--run.name", mode, "--model.mode", mode], processes=2).ok()
+        trained = training_rows(ended.folder)
+        assert len(trained) == 9 and sum(row["train/loss_rel"] > 0 for row in trained) >= 1
+
+
+def test_on_a_frozen_detector_of_its_own_run(server, data, tmp_path):
+    """The chain: train a detector, then graphs on it; resumed when the detector's run is gone; used by itself."""
+    detector = Script("train_faster_rcnn", slow_end=SGG.slow_end)
+    files = [part for part in of_coco(tmp_path, data) if part != SGG.config]
+    common = dict(zip(files[1::2], files[2::2], strict=False)) if files[0] == "--config" else {}
+    common = {key: value for key, value in common.items() if key.startswith(("--run", "--data"))}
+    args = [part for pair in ({"--config": detector.config} | common).items() for part in pair]
+    trained = server.run(detector, [*args, "--run.name", "detector"]).ok().folder
+
+    args = [*of_coco(tmp_path, data, model__mode="sgdet", model__detector=trained, run__epochs=2, run__save_every=2,
+                     eval__metric_for_best="R@100", run__resume="latest", schedule__name="plateau",
+                     schedule__plateau_patience=1, schedule__max_decays=9, run__eval_every=2),
+            "--model.backbone", "null", "--model.detector_options", "null"]  # fmt: skip
+    reference = server.run(SGG, [*args, "--run.name", "reference"]).ok()
+    assert "weights of the detector" in reference.text and "mapped" in reference.text
+    kill = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 6}
+    assert server.run(SGG, [*args, "--run.name", "killed"], 1, [kill]).code == -9
+    trained.rename(tmp_path / "elsewhere")
+    assert_same_run(server.run(SGG, [*args, "--run.name", "killed"]).ok().folder, reference.folder)
+
+    own = checkpoint_tensors(tmp_path / "elsewhere" / "checkpoints" / "best")
+    graphs = checkpoint_tensors(reference.folder / "checkpoints" / "latest")
+    parts = {name: value for name, value in graphs.items() if name.startswith("model/detector.")}
+    averaged = "ema/" if any(name.startswith("ema/") for name in own) else "model/"
+    assert parts
+    assert all(torch.equal(value, own[averaged + name[15:]]) for name, value in parts.items())
+    model, categories, _ = load_detector_folder(reference.folder / "final")
+    assert model.mode == "sgdet" and [c.name for c in categories] == ["circle", "square", "triangle", "star"]
+    found = model(torch.zeros(1, 3, 64, 64, dtype=torch.uint8), torch.tensor([[64, 64]]))
+    assert model.postprocess(found, torch.tensor([[64, 64]]), torch.tensor([[128, 128]]))[0].keys() >= {"pairs"}
+
+
+def test_training_ends_when_the_rate_has_fallen_often_enough(server, data, tmp_path):
+    """With rate 0 nothing improves: two falls, and the model of the end is saved."""
+    args = of_coco(tmp_path, data, optim__lr=0, schedule__name="plateau", schedule__plateau_patience=2,
+                   schedule__max_decays=2, run__eval_every=1, run__epochs=50, eval__before_training="true",
+                   optim__gradient_table_every=2, model__head="imp", model__head_options="null",
+                   optim__scale_lr_by_images="true")  # fmt: skip
+    ended = server.run(SGG, args).ok()
+    evaluated = [row for row in rows(ended.folder) if "val/R@20" in row]
+    assert [row["step"] for row in evaluated] == list(range(len(evaluated))), "before the first step too"
+    state = checkpoint_state(ended.folder / "checkpoints" / "latest")
+    assert state["step"] == evaluated[-1]["step"] < 50 and state["schedule"]["decays"] == 2
+    assert state["predicates"][0] == "left of"
+    assert (ended.folder / "final" / "model.safetensors").exists()
+    assert "---Total norm" in ended.text and "with 4 images a step" in ended.text
+
+
+def visual_genome(folder: Path, count: int) -> Path:
+    """Files in the layout of VG150, its vocabulary, random boxes and relations, and a small picture for each image."""
+    tables = synthetic_table(folder, count, first_id=2_000_000), synthetic_table(folder, count // 5, 3_000_000, seed=1)
+    write_visual_genome([(tables[0], 0), (tables[1], 2)], folder)
+    (folder / "images").mkdir()
+    rng = np.random.default_rng(0)
+    picture = Image.fromarray(rng.integers(0, 255, (768, 1024, 3), np.uint8).astype(np.uint8))
+    for table in tables:
+        for image_id in table.image_ids().tolist():
+            picture.save(folder / "images" / f"{image_id}.jpg", quality=5)
+    return folder
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_files_of_visual_genome(server, tmp_path, count):
+    folder = visual_genome(tmp_path / "vg", count)
+    args = arguments(tmp_path / "runs", f"train:{count // 10}", "test", data__format="visual_genome",
+                     data__name=folder, data__image_dir=folder / "images", data__batch_size_per_device=8,
+                     model__pairs_per_image=64)  # fmt: skip
+    ended = server.run(SGG, args).ok()
+    last = rows(ended.folder)[-1]
+    assert 0 <= last["val/R@20"] <= last["val/R@100"] <= 1 and 0 <= last["val/zR@100"] <= 1
+    assert len([name for name in last if name.startswith("val/mR@100/")]) == 50
+    counts = checkpoint_tensors(ended.folder / "checkpoints" / "latest")["model/relation_counts"]
+    assert counts.shape == (151, 151, 51) and counts.sum() > 0
