@@ -84,6 +84,8 @@ class ModelConfig(PretrainedConfig):
     """Of the predicates and classes."""
     rare_predicate_power: float | None = None
     """Weight (most frequent / count) ** power of a predicate in its loss; 0: all alike."""
+    norm_momentum: float | None = None
+    """Of the batch norms of the head; the published ones are for tens of thousands of steps, short runs need 0.1."""
 
 
 @dataclass

@@ -33,6 +33,7 @@ from toolkit.models.relation.postprocess import rank_triplets
 from toolkit.models.relation.union import UnionFeatures
 from toolkit.models.relation.vctree import PairScores
 from toolkit.norms import freeze as freeze_module
+from toolkit.norms import set_bn_momentum
 
 
 class SceneGraph(nn.Module):
@@ -52,6 +53,8 @@ class SceneGraph(nn.Module):
         detections_per_image, nms_threshold: of sgdet.
         label_smoothing: of both losses.
         rare_predicate_power: weight (most frequent / count) ** power of a predicate in `loss_rel`; 0: all alike.
+        norm_momentum: of the batch norms of head and union features; None: the published 0.001 and 0.01, whose running
+            statistics need tens of thousands of steps.
 
     The counts of the training split come in by `learn_counts`; they are saved with the weights.
 
@@ -84,6 +87,7 @@ class SceneGraph(nn.Module):
         nms_threshold: float = 0.5,
         label_smoothing: float = 0.0,
         rare_predicate_power: float = 0.0,
+        norm_momentum: float | None = None,
     ):
         super().__init__()
         freeze = freeze or ("none" if detector is None else "detector")
@@ -108,6 +112,8 @@ class SceneGraph(nn.Module):
         classes, size = len(class_names) + 1, len(predicates) + 1
         sizes = HeadSizes(classes, size, width, width, hidden_dim, width, embed_dim)
         self.head = _build_head(head, mode, sizes, torch.zeros(classes, classes, size), head_options or {})
+        if norm_momentum is not None:
+            set_bn_momentum(nn.ModuleList([self.head, self.union]), norm_momentum)
         self.register_buffer("relation_counts", torch.zeros(classes, classes, size, dtype=torch.int64))
         self.register_buffer("candidate_counts", torch.zeros(classes, classes, dtype=torch.int64))
         self.register_buffer("seen_triplets", torch.zeros(classes - 1, classes - 1, size - 1, dtype=torch.bool))
