@@ -26,6 +26,7 @@ from transformers.loss.loss_lw_detr import LwDetrHungarianMatcher, LwDetrImageLo
 from toolkit.boxes import normalize_boxes, xyxy_to_cxcywh
 from toolkit.data.loaders import collate, normalize_images, pixel_mask
 from toolkit.errors import BadInput
+from toolkit.finetune import start_detector
 from toolkit.losses import window_denominators
 from toolkit.models import build_detector
 from toolkit.models.focal_criterion import FocalCriterion, quality_terms
@@ -194,6 +195,21 @@ def test_proposals_of_two_stage_deformable_detr_learn_foreground():
     as_main = {"logits": outputs["encoder_logits"][None], "boxes": outputs["encoder_boxes"][None]}
     wanted, _ = FocalCriterion(len(CLASSES), 1)(as_main, relabelled, {"boxes": 3.0})
     assert {name: losses[f"{name}_enc"] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_half_precision_is_for_training_and_never_for_losses(name):
+    detector = wake(small(name)).train()
+    batch = batch_of([2, 1], image_size(name))
+    full, _ = run(detector, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = detector(batch.images, batch.sizes, batch.targets)
+        losses, _ = detector.criterion(outputs, batch.targets, detector.denominators(batch.targets))
+    assert {value.dtype for value in losses.values()} == {torch.float32}
+    assert sum(losses.values()).item() == pytest.approx(sum(full.values()).item(), rel=0.05)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        half = detector.eval()(batch.images, batch.sizes)
+    torch.testing.assert_close(half["boxes"], detector(batch.images, batch.sizes)["boxes"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["conditional_detr", "rf_detr", "yolos"])
@@ -417,6 +433,25 @@ def test_the_final_folder_gives_the_same_boxes_in_transformers_and_its_pipeline(
     assert [d["label"] for d in found] == [CLASSES[label] for label in alone["labels"]]
     whole = [[d["box"][side] for side in ("xmin", "ymin", "xmax", "ymax")] for d in found]  # pipelines cut to pixels
     np.testing.assert_allclose(whole, alone["boxes"].detach().trunc().numpy(), atol=1)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_run_starts_from_the_final_folder_of_another_one(tmp_path, name):
+    source = wake(small(name))
+    source.save_final(tmp_path / "final", [Class(i, c) for i, c in enumerate(CLASSES)], {"height": 64, "width": 64})
+    settings = {"architecture": name.rstrip("+"), "pretrained": str(tmp_path / "final"), "freeze_prefixes": []}
+    started = start_detector(settings, ["new", CLASSES[2]], tmp_path, resumed_from=None, say=print).state_dict()
+    of_classes = 0
+    for key, tensor in source.state_dict().items():
+        if key.endswith("num_batches_tracked"):  # frozen norms have none
+            continue
+        if started[key].shape == tensor.shape:
+            assert torch.equal(started[key], tensor), key
+        else:
+            assert torch.equal(started[key][1], tensor[2]), key
+            assert key.endswith("bias") or not torch.equal(started[key][0], tensor[0]), key  # biases: all the prior
+            of_classes += 1
+    assert of_classes >= 2
 
 
 # --- two ranks --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import ConditionalDetrConfig, ConditionalDetrForObjectDetection
 
 from toolkit.data.loaders import normalize_images, pixel_mask
-from toolkit.models.detr import initialise_transformer_
+from toolkit.models.detr import initialise_transformer_, precision
 from toolkit.models.detr_config import (
     backbone_entry,
     build_model,
@@ -89,7 +89,7 @@ class ConditionalDetr(FocalDetector):
         """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         mask = pixel_mask(sizes, images.shape[-2:])
-        with self.precision(images.device):
+        with precision(self.training, images.device):
             outputs = self.model.model(pixels, pixel_mask=mask, output_hidden_states=self.aux_loss)
             states = outputs.last_hidden_state[None]
             if self.aux_loss:

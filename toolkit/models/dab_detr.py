@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DabDetrConfig, DabDetrForObjectDetection
 
 from toolkit.data.loaders import normalize_images, pixel_mask
-from toolkit.models.detr import initialise_transformer_
+from toolkit.models.detr import initialise_transformer_, precision
 from toolkit.models.detr_config import (
     backbone_entry,
     build_model,
@@ -91,7 +91,7 @@ class DabDetr(FocalDetector):
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
-        with self.precision(images.device):
+        with precision(self.training, images.device):
             outputs = self.model.model(pixels, pixel_mask=pixel_mask(sizes, images.shape[-2:]))
         with torch.autocast(images.device.type, enabled=False):
             first = 0 if self.aux_loss else -1

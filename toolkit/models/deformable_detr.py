@@ -13,7 +13,7 @@ from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection,
 
 from toolkit.data.loaders import normalize_images, pixel_mask
 from toolkit.errors import BadInput
-from toolkit.models.detr import initialise_transformer_
+from toolkit.models.detr import initialise_transformer_, precision
 from toolkit.models.detr_config import (
     backbone_entry,
     build_model,
@@ -120,7 +120,7 @@ class DeformableDetr(FocalDetector):
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         if self.model.config.two_stage:
             self._check_positions(*images.shape[-2:])
-        with self.precision(images.device):
+        with precision(self.training, images.device):
             outputs = self.model.model(pixels, pixel_mask=pixel_mask(sizes, images.shape[-2:]))
         with torch.autocast(images.device.type, enabled=False):
             dtype = self.model.dtype

@@ -7,6 +7,7 @@ applied to a copy of every layer's state, as in facebookresearch/detr.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -124,12 +125,13 @@ class Detr(nn.Module):
         """
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         mask = pixel_mask(sizes, images.shape[-2:])
-        outputs = self.model.model(pixels, pixel_mask=mask, output_hidden_states=self.aux_loss)
-        states = outputs.last_hidden_state[None]
-        if self.aux_loss:
-            # decoder_hidden_states: the queries, the raw state after each layer but the last, the normed last state.
-            raw = outputs.decoder_hidden_states[1:-1]
-            states = torch.cat([*(self.model.model.decoder.layernorm(state)[None] for state in raw), states])
+        with precision(self.training, images.device):
+            outputs = self.model.model(pixels, pixel_mask=mask, output_hidden_states=self.aux_loss)
+            states = outputs.last_hidden_state[None]
+            if self.aux_loss:
+                # decoder_hidden_states: the queries, the raw state after each layer but the last, the normed last one.
+                raw = outputs.decoder_hidden_states[1:-1]
+                states = torch.cat([*(self.model.model.decoder.layernorm(state)[None] for state in raw), states])
         # The heads are small; in half precision a box would be known to 1/256 of the image only.
         with torch.autocast(images.device.type, enabled=False):
             states = states.to(self.model.dtype)
@@ -168,6 +170,12 @@ class Detr(nn.Module):
             image_mean=list(self.mean), image_std=list(self.std), do_resize=processor_size is not None
         )
         save_transformers_folder(self.model, processor, processor_size, folder, categories)
+
+
+def precision(training: bool, device: torch.device):
+    """Context of a forward: autocast's while training. Evaluation is in float32, like whoever loads `final/`: in half
+    precision a reference point, and with it a box, would be known to 1/256 of the image."""
+    return nullcontext() if training else torch.autocast(device.type, enabled=False)
 
 
 def detr_detections(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -29,11 +28,6 @@ class FocalDetector(nn.Module):
     def groups(self) -> int:
         """Groups of queries that train side by side; one detects."""
         return 1
-
-    def precision(self, device: torch.device):
-        """Context of the forward: autocast's while training. In half precision a reference point, and with it a box,
-        would be known to 1/256 of the image: evaluation is in float32, like whoever loads `final/`."""
-        return nullcontext() if self.training else torch.autocast(device.type, enabled=False)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """This batch's number of boxes (once per group of queries), from CPU targets; crowd regions do not count."""

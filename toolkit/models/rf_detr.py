@@ -14,7 +14,7 @@ from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProc
 from toolkit.data.loaders import normalize_images
 from toolkit.errors import BadInput
 from toolkit.models import vit_weights
-from toolkit.models.detr import initialise_transformer_
+from toolkit.models.detr import initialise_transformer_, precision
 from toolkit.models.detr_config import build_model, detector_config, matching_costs, pixel_statistics
 from toolkit.models.focal_criterion import FocalCriterion, quality_terms
 from toolkit.models.focal_detector import FocalDetector, start_heads_
@@ -121,7 +121,7 @@ class RfDetr(FocalDetector):
         """
         self._check_size(*images.shape[-2:])
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
-        with self.precision(images.device):
+        with precision(self.training, images.device):
             outputs = self.model.model(pixels)
         with torch.autocast(images.device.type, enabled=False):
             dtype = self.model.dtype

@@ -9,7 +9,7 @@ from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcess
 from toolkit.data.loaders import normalize_images
 from toolkit.errors import BadInput
 from toolkit.models import vit_weights
-from toolkit.models.detr import Detr
+from toolkit.models.detr import Detr, precision
 from toolkit.models.detr_config import build_model, detector_config, matching_costs, pixel_statistics
 from toolkit.models.detr_criterion import DetrCriterion
 from toolkit.models.vit_weights import load_timm_vit
@@ -93,7 +93,8 @@ class Yolos(Detr):
             height, width = images.shape[-2:]
             raise BadInput(f"images of {height}x{width} px: yolos needs both sides to be multiples of {self.stride}.")
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
-        states = self.model.vit(pixels).last_hidden_state[None, :, -self.model.config.num_detection_tokens :]
+        with precision(self.training, images.device):
+            states = self.model.vit(pixels).last_hidden_state[None, :, -self.model.config.num_detection_tokens :]
         with torch.autocast(images.device.type, enabled=False):
             states = states.to(self.model.dtype)
             logits = self.model.class_labels_classifier(states)
