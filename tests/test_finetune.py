@@ -2,15 +2,17 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from toolkit.config import load_config_dict
+from toolkit.config import detector_options, load_config_dict
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.finetune import Pretrained, copy_class_rows, load_pretrained, map_weights, open_pretrained, start_detector
@@ -23,6 +25,7 @@ SMALL = {"backbone": "resnet10t", "freeze": "none", "d_model": 16, "heads": 2, "
          "decoder_layers": 1, "num_queries": 5}  # fmt: skip
 DETR = {"architecture": "detr", **SMALL}
 RT_DETR = {"architecture": "rt_detr_v2", **SMALL, "decoder_layers": 2, "num_denoising": 4}
+SMALL_CONFIGS = Path(__file__).parent / "scripts" / "configs"
 LAYOUTS = [(0, 1, 0), (0, 1, 1), (1, 1, 0), (4, 4, 0), (5, 1, 0)]
 
 
@@ -216,3 +219,14 @@ def test_without_a_network_one_sentence_at_once_says_what_to_set(monkeypatch, tm
     for caught in (of_detector, of_backbone):
         assert "connect to the network once" in str(caught.value) and "\n" not in str(caught.value)
     assert constants.HF_HUB_OFFLINE is False, "other downloads of this process are not cut off"
+
+
+@pytest.mark.parametrize("name", ["train_detr", "train_faster_rcnn", "train_ssd", "train_yolov3"])
+def test_every_tensor_whose_shape_goes_by_the_classes_says_what_its_rows_are(name):
+    model = yaml.safe_load((SMALL_CONFIGS / f"{name}.yaml").read_text())["model"]
+    options = {"architecture": name.removeprefix("train_"), **detector_options(model)}
+    small, large = (build_detector(**options, class_names=names) for names in (["a", "b"], ["x", "b", "y", "z"]))
+    mine, old = large.state_dict(), small.state_dict()
+    table = load_pretrained(large, weights_of(small, ["a", "b"]), ["x", "b", "y", "z"])
+    assert set(table.rows) >= {name for name in mine if mine[name].shape != old[name].shape} != set()
+    assert not table.new and not table.unused

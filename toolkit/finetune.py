@@ -185,6 +185,9 @@ def map_weights(
         weights, layout = checkpoint[source], _layout(name, class_tensors or {})
         if layout is not None and list(classes) != list(source_classes):
             found = copy_class_rows(value, weights, layout, classes, source_classes)
+            if found is value:
+                table.new.append(name)
+                continue
             if found is not None:
                 table.state[name], table.sources[name] = found, source
                 table.rows[name] = _sentence(classes, source_classes)
@@ -204,14 +207,19 @@ def map_weights(
 def copy_class_rows(
     own: Tensor, source: Tensor, layout: ClassLayout, classes: Sequence[str], source_classes: Sequence[str]
 ) -> Tensor | None:
-    """`own` with the rows that `source` has for the same class, and those for no class; None where shapes forbid it."""
+    """`own` with the rows that `source` has for the same class, and those for no class.
+
+    None where the shapes forbid it; `own` itself where there are no such rows.
+    """
     own_rows, own_blocks = _row_meanings(len(own), layout, classes)
     source_rows, source_blocks = _row_meanings(len(source), layout, source_classes)
     if own_blocks != source_blocks or own.shape[1:] != source.shape[1:] or not own_blocks:
         return None
     place = {meaning: row for row, meaning in enumerate(source_rows)}
     pairs = [(row, place[meaning]) for row, meaning in enumerate(own_rows) if meaning in place]
-    into, taken = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    if not pairs:
+        return own
+    into, taken = torch.tensor(pairs).unbind(1)
     result = own.clone()
     result[into.to(own.device)] = source[taken].to(own.device, own.dtype)
     return result
