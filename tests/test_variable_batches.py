@@ -85,6 +85,19 @@ def test_another_number_of_ranks_or_other_sizes_go_on_with_the_samples_left_and_
     assert {key.index for keys in other for key in keys} == left
 
 
+@pytest.mark.parametrize("sizes", [None, VariableSizes(SIZES), VariableSizes(SIZES, base_hw=(160, 160))])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_steps_of_a_run_are_known_before_it(sizes, world_size):
+    """Seven epochs, three micro-batches a step from epoch 2 on, one before."""
+    sampler = EpochSampler(47, 4, 0, world_size, 5, sizes=sizes)
+    steps = 0
+    for epoch in range(7):
+        sampler.set_epoch(epoch)
+        steps += -(-len(sampler) // (3 if epoch >= 2 else 1))
+    sampler.set_epoch(3)
+    assert sampler.steps_in(7, 3, 2) == steps
+
+
 def test_the_largest_batch_has_the_most_pixels():
     assert VariableSizes(SIZES).largest(4) == ((192, 256), 4)
     assert VariableSizes(SIZES, base_hw=(160, 160)).largest(4) == ((160, 160), 4)

@@ -151,9 +151,10 @@ class EpochSampler:
 
         Where the number of images follows their size, an epoch has as many micro-batches as its sizes make of it.
         """
-        counts = [len(batch_sizes(self.num_samples, self.world_size * self.batch_size, self.world_size))] * epochs
-        if self.sizes is not None:
+        if self.sizes is not None and self.sizes.base_hw is not None:
             counts = [self._number_of_varying_batches(epoch) for epoch in range(epochs)]
+        else:
+            counts = [len(batch_sizes(self.num_samples, self.world_size * self.batch_size, self.world_size))] * epochs
         windows = (accumulation_at(epoch, accumulation_steps, accumulate_after_epoch) for epoch in range(epochs))
         return sum(-(-count // window) for count, window in zip(counts, windows, strict=True))
 
