@@ -17,6 +17,7 @@ from toolkit.data.loading import processor_size
 from toolkit.data.table import Category
 from toolkit.data.transforms import resize, shorter_side_size
 from toolkit.errors import BadInput
+from toolkit.hub import cached_when_offline
 from toolkit.models.final import load_detector_folder
 from toolkit.runs import chosen_weights, load_detector, open_run
 
@@ -132,8 +133,9 @@ def _open_transformers(source: str | Path, device: torch.device | str) -> Predic
     path = Path(source).expanduser()
     name = str(path) if path.exists() else str(source)
     try:
-        processor = AutoImageProcessor.from_pretrained(name)
-        model = AutoModelForObjectDetection.from_pretrained(name).eval().to(device)
+        with cached_when_offline():
+            processor = AutoImageProcessor.from_pretrained(name)
+            model = AutoModelForObjectDetection.from_pretrained(name).eval().to(device)
     except (OSError, ValueError) as error:  # not there, offline, or no detector
         reason = str(error).strip().partition("\n")[0]
         raise BadInput(
