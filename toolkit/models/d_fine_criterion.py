@@ -150,8 +150,10 @@ class DFineCriterion(nn.Module):
         classes = self._classification(outputs.logits, predicted.detach(), targets, own)
         wanted_cxcywh = _of_targets(targets.boxes_cxcywh, shared.target)
         wanted = cxcywh_to_xyxy(wanted_cxcywh)
-        l1 = (outputs.boxes_cxcywh - wanted_cxcywh).abs().sum(-1) * shared.matched
-        giou = (1 - generalized_box_iou(predicted, wanted)) * shared.matched
+        # A query without an object stands on its target: whatever its box, its gradient is 0, and not 0 times infinity.
+        placed = torch.where(shared.matched[..., None] > 0, outputs.boxes_cxcywh, wanted_cxcywh)
+        l1 = (placed - wanted_cxcywh).abs().sum(-1)
+        giou = (1 - generalized_box_iou(cxcywh_to_xyxy(placed), wanted)) * shared.matched
 
         refined = slice(1, self.num_layers + 1)
         iou = box_iou(predicted[refined].detach(), wanted[refined] if len(wanted) > 1 else wanted)
