@@ -250,7 +250,6 @@ def test_accumulated_gradients_equal_those_of_the_big_batch_as_far_as_docs_diffe
     assert accumulation_error("rt_detr_v2") < 1e-6
     error = accumulation_error("d_fine", union_matching=False)
     union_error = accumulation_error("d_fine")
-    print(error, union_error)
     assert error < 0.05 and union_error < 0.2
 
 
