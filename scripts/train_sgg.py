@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from toolkit import cli
 from toolkit.checkpoint import Checkpoint, resolve_resume
-from toolkit.config import DataConfig, EvalConfig, LossConfig, OptimConfig, PretrainedConfig, RunConfig, ScheduleConfig
+from toolkit.compiling import compile_in_place
+from toolkit.config import DataConfig, LossConfig, RunConfig
 from toolkit.data import loading
 from toolkit.determinism import be_deterministic
 from toolkit.distributed import reduce_dict, run_on_main, seed_step
@@ -37,6 +37,7 @@ from toolkit.models.scene_graph_start import start_scene_graph
 from toolkit.optim import build_optimizer, parameter_groups
 from toolkit.plateau import PlateauSchedule
 from toolkit.runfolder import prepare_run_folder
+from toolkit.scene_graph_config import GraphEvalConfig, GraphOptimConfig, GraphScheduleConfig, RelationConfig
 from toolkit.schedules import Schedule, StepBudget, is_time, steps_from
 from toolkit.signals import StopSignals
 from toolkit.training import Training, add_up
@@ -47,7 +48,7 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "sgg" / "s
 
 
 @dataclass
-class ModelConfig(PretrainedConfig):
+class ModelConfig(RelationConfig):
     """The scene graph model. A key that is not given keeps the published value; see toolkit/models/scene_graph.py."""
 
     architecture: Literal["scene_graph"] = "scene_graph"
@@ -66,66 +67,6 @@ class ModelConfig(PretrainedConfig):
     """timm model of a detector without a run."""
     freeze: Literal["detector", "none"] | None = None
     """Whether the detector is trained too (in predcls: its feature maps); none given: not if it comes from a run."""
-    hidden_dim: int | None = None
-    """Width of the head."""
-    embed_dim: int | None = None
-    """Width of the class vectors."""
-    pairs_per_image: int | None = None
-    """Pairs of an image that training samples."""
-    positive_fraction: float | None = None
-    """Share of these that may have a relation."""
-    require_overlap: bool | None = None
-    """sgdet: pairs of overlapping boxes only."""
-    detections_per_image: int | None = None
-    """sgdet: objects of an image at most."""
-    nms_threshold: float | None = None
-    """sgdet: IoU at which two objects cannot have the same class."""
-    label_smoothing: float | None = None
-    """Of the predicates and classes."""
-    rare_predicate_power: float | None = None
-    """Weight (most frequent / count) ** power of a predicate in its loss; 0: all alike."""
-    norm_momentum: float | None = None
-    """Of the batch norms of the head; the published ones are for tens of thousands of steps, short runs need 0.1."""
-
-
-@dataclass
-class SggOptimConfig(OptimConfig):
-    """The optimizer step. Slow heads: `lr_multipliers`, such as {box_features: 0.1, union.head: 0.1}."""
-
-    scale_lr_by_images: bool = False
-    """Multiply all learning rates by the images of an optimizer step over all processes, as the original does."""
-    gradient_table_every: NonNegativeInt = 0
-    """Optimizer steps between two tables of the largest gradients; 0: never."""
-
-
-@dataclass
-class SggScheduleConfig(ScheduleConfig):
-    """The learning rate as a function of the optimizer step, or of the validation."""
-
-    name: Literal["plateau", "constant", "step", "multistep", "cosine", "poly", "linear"] = "plateau"
-    """Shape after the warm-up. plateau: times `gamma` when `eval.metric_for_best` stops improving."""
-    plateau_patience: PositiveInt = 2
-    """plateau: validations in a row without improvement before the rate falls."""
-    plateau_threshold: NonNegativeFloat = 1e-3
-    """plateau: what a validation must exceed the best by to be an improvement."""
-    plateau_cooldown: NonNegativeInt = 0
-    """plateau: validations after a fall that cannot count as bad."""
-    max_decays: PositiveInt = 3
-    """plateau: training ends when the rate has fallen so many times."""
-
-
-@dataclass
-class SggEvalConfig(EvalConfig):
-    """Evaluation."""
-
-    metric_for_best: str = "R@100"
-    """Metric that `best`, early stopping and the plateau schedule go by."""
-    protocol: Literal["original", "strict"] = "original"
-    """original: as published; strict: images without a predicted pair and predicates without a relation count right."""
-    zero_shot: str | None = None
-    """List of triplets for zR@K (CSV or zeroshot_triplet.pytorch); none given: those that training data lack."""
-    before_training: bool = False
-    """Evaluate before the first step too."""
 
 
 @dataclass
@@ -135,10 +76,10 @@ class Config:
     run: RunConfig = field(default_factory=lambda: RunConfig(name="sgg"))
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    optim: SggOptimConfig = field(default_factory=SggOptimConfig)
-    schedule: SggScheduleConfig = field(default_factory=SggScheduleConfig)
+    optim: GraphOptimConfig = field(default_factory=GraphOptimConfig)
+    schedule: GraphScheduleConfig = field(default_factory=GraphScheduleConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    eval: SggEvalConfig = field(default_factory=SggEvalConfig)
+    eval: GraphEvalConfig = field(default_factory=GraphEvalConfig)
 
 
 def train_one_epoch(config: Config, t: Training) -> None:
@@ -231,8 +172,7 @@ def build(
     total_steps = min(c.run.epochs * steps_per_epoch, c.run.max_steps or c.run.epochs * steps_per_epoch)
 
     ema = Ema(detector, c.optim.ema_decay) if c.optim.ema_decay else None
-    if c.optim.compile:
-        detector.compile()
+    compile_in_place(detector, c.optim.compile)
     images = c.data.batch_size_per_device * c.optim.accumulation_steps * accelerator.num_processes
     scale = images if c.optim.scale_lr_by_images else 1
     accelerator.print(f"learning rates are multiplied by {scale}: {c.optim.lr * scale:g} with {images} images a step")
@@ -256,11 +196,11 @@ def build(
         milestones=[steps_from(milestone, steps_per_epoch) for milestone in c.schedule.milestones],
         step_size=steps_from(c.schedule.step_size, steps_per_epoch), final_factor=c.schedule.final_factor,
     )  # fmt: skip
-    evaluator = detector.make_evaluator(val_table, c.eval.backend, c.eval.protocol, c.eval.zero_shot)
     return Training(
         accelerator=accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer,
         schedule=schedule, ema=ema, sampler=sampler, loader=loader, val_table=val_table, val_loader=val_loader,
-        evaluator=evaluator, signals=signals, folder=folder, seed=c.run.seed,
+        evaluator=detector.make_evaluator(val_table, c.eval.backend, c.eval.protocol, c.eval.zero_shot),
+        signals=signals, folder=folder, seed=c.run.seed,
         guard=NanGuard(c.run.on_nonfinite, c.run.max_skips, c.run.max_rollbacks, c.run.rollback_lr_factor),
         budget=StepBudget(c.run.max_minutes) if c.run.max_minutes else None, total_steps=total_steps,
         log_every=c.run.log_every, eval_every=steps_from(c.run.eval_every, steps_per_epoch),

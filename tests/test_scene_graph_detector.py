@@ -23,6 +23,7 @@ from toolkit.models.final import load_detector_folder
 from toolkit.models.relation import HEADS
 from toolkit.models.relation.frequency import log_frequencies
 from toolkit.models.relation.objects import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
+from toolkit.models.relation.words import load_word_vectors, start_from_words
 from toolkit.models.scene_graph_start import count_table
 
 INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,
@@ -257,6 +258,27 @@ def test_pictures_and_json(table, tmp_path):
     boxes, labels = np.array([[20.0, 20, 30, 30], [0, 0, 10, 9], [0, 0, 3, 3]]), np.array([2, 1, 1])
     triplets = np.array([[1, 0, 3], [0, 1, 3], [1, 0, 2], [2, 0, 3]])
     assert correct_triplets(triplets, boxes, labels, truth).tolist() == [True, False, False, False]
+
+
+def test_class_vectors_start_from_words(table, tmp_path):
+    path = tmp_path / "glove.txt"
+    path.write_text("the 9 9 9\ncircle 1 2 3\nstart 4 5 6\nsquare 7 8 9\n")
+    vectors = load_word_vectors(path, ["Circle", "old square", "unknown"], 3)
+    assert vectors[0].tolist() == [4, 5, 6] and vectors[2].tolist() == [1, 2, 3] and vectors[3].tolist() == [7, 8, 9]
+    assert vectors.shape == (5, 3) and vectors[4].isfinite().all()
+    model = model_of(table, "sgcls", embed_dim=3)
+    vectors = load_word_vectors(path, table.class_names, 3)
+    assert set(start_from_words(model.head, vectors)) == {
+        "context.embed_in", "context.embed_out", "context.decoder.embed",
+    }  # fmt: skip
+    circle = table.class_names.index("circle")
+    assert model.head.context.embed_in.weight[1 + circle].tolist() == [1, 2, 3]
+    assert model.head.context.decoder.embed.weight[2 + circle].tolist() == [1, 2, 3]
+    assert start_from_words(model_of(table, "sgcls", "imp").head, vectors) == []
+    with pytest.raises(BadInput, match="embed_dim"):
+        load_word_vectors(path, ["circle"], 4)
+    with pytest.raises(BadInput, match="none.txt"):
+        load_word_vectors(tmp_path / "none.txt", ["circle"], 4)
 
 
 def test_mistakes_are_explained(table, batch):

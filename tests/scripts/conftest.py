@@ -24,7 +24,7 @@ SCRIPTS = (
         slow_end=("toolkit.evaluation.report:write_report",),
     ),
     Script("train_faster_rcnn", slow_end=("toolkit.evaluation.report:write_report",)),
-    Script("train_sgg", slow_end=("toolkit.evaluation.report:write_report",)),
+    Script("train_sgg", slow_end=("toolkit.evaluation.report:write_report",), freeze="detector"),
     Script("train_ssd", slow_end=("toolkit.evaluation.report:write_report",)),
 )
 

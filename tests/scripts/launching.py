@@ -23,10 +23,12 @@ class Script:
     """A training script; `configs/<name>.yaml` makes it small.
 
     slow_end: "module:name" of what takes seconds at the end of every run; left out except where it is tested.
+    freeze: value of model.freeze with which no batch norm changes detections.
     """
 
     name: str
     slow_end: tuple[str, ...] = ()
+    freeze: str = "norms"
 
     @property
     def path(self) -> Path:

@@ -43,7 +43,8 @@ class SceneGraph(nn.Module):
         class_names, predicates: one name each, in the order of the labels.
         mode: predcls (boxes and labels are given, the predicates are asked), sgcls (boxes are given) or sgdet.
         head: one of `HEADS`; head_options: its own, see its constructor.
-        detector: run folder that the weights of the Faster R-CNN came from; a note, it is not read here.
+        detector, word_vectors: run folder that the weights of the Faster R-CNN came from, file that the class vectors
+            came from; notes, they are not read here.
         detector_options: what `build_detector` makes the Faster R-CNN of; backbone and pretrained_backbone go before.
         freeze: "detector" (frozen and in evaluation mode for good; the published way) or "none": trained with its own
             losses, in predcls with those of the relations only.
@@ -88,6 +89,7 @@ class SceneGraph(nn.Module):
         label_smoothing: float = 0.0,
         rare_predicate_power: float = 0.0,
         norm_momentum: float | None = None,
+        word_vectors: str | None = None,
     ):
         super().__init__()
         freeze = freeze or ("none" if detector is None else "detector")
@@ -96,7 +98,7 @@ class SceneGraph(nn.Module):
         self.pairs_per_image, self.positive_fraction = pairs_per_image, positive_fraction
         self.require_overlap, self.label_smoothing = require_overlap, label_smoothing
         self.detections_per_image, self.nms_threshold = detections_per_image, nms_threshold
-        self.rare_predicate_power = rare_predicate_power
+        self.rare_predicate_power, self.embed_dim = rare_predicate_power, embed_dim
         self.detector = _build_inner(class_names, detector_options, backbone, pretrained_backbone)
         self.mean, self.std, self.stride = self.detector.mean, self.detector.std, self.detector.stride
         self.joint = freeze == "none" and mode != "predcls"

@@ -13,6 +13,7 @@ from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput
 from toolkit.finetune import Pretrained, open_pretrained, start_detector
 from toolkit.models.relation.frequency import count_predicates, table_graphs
+from toolkit.models.relation.words import load_word_vectors, start_from_words
 from toolkit.models.scene_graph import SceneGraph
 
 COUNTS = ("relation_counts", "candidate_counts", "seen_triplets")
@@ -52,6 +53,11 @@ def start_scene_graph(
         model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
     elif not settings["pretrained"]:
         model.learn_counts(*run_on_main(lambda: count_table(table)))
+        if settings["word_vectors"]:
+            vectors = load_word_vectors(settings["word_vectors"], table.class_names, model.embed_dim)
+            if not (names := start_from_words(model.head, vectors)):
+                raise BadInput(f"model.word_vectors: the head {settings['head']} has no class vectors; leave them out")
+            say(f"class vectors of {settings['word_vectors']}: {', '.join(names)}")
     if source is not None:
         found = model.load_detector_weights(source.tensors)
         say(f"weights of the detector {source.name}:\n{found.summary()}")
