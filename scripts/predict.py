@@ -45,13 +45,15 @@ from toolkit.runfolder import write_text_atomic
 
 def predict(arguments: argparse.Namespace) -> int:
     """Writes everything and returns the exit code."""
-    names = find_images(arguments.images, leave_out=arguments.out)
+    names = find_images(arguments.images, leave_out=arguments.out / "pictures")
+    pictures = {} if arguments.no_pictures else picture_names(names)
+    if lost := [path for path, picture in pictures.items() if (arguments.out / picture).resolve() == path.resolve()]:
+        raise BadInput([f"{path}: its picture would overwrite it; choose another --out" for path in lost])
     predictor = open_predictor(arguments.model, arguments.weights, arguments.device)
     try:
-        (arguments.out / "pictures").mkdir(parents=True, exist_ok=True)
+        arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out {arguments.out}: cannot be written: {error.strerror}") from error
-    pictures = {} if arguments.no_pictures else picture_names(names)
     predictions = predict_files(
         predictor, list(names), batch_size=arguments.batch_size, score_threshold=arguments.score_threshold
     )

@@ -151,6 +151,7 @@ BAD = {
     "no images": (["{run}", "{tmp}/none.jpg", "{photos}/*.gif", "{empty}"], ["none.jpg", "*.gif", "{empty}: holds no"]),
     "weights of a final folder": (["{run}/final", "{photos}", "--weights", "ema"], ["--weights ema"]),
     "no batch": (["{run}", "{photos}", "--batch-size", "0"], ["--batch-size 0"]),
+    "a picture over its image": (["{run}", "{tmp}/o/pictures/a.png", "--out", "{tmp}/o"], ["a.png", "overwrite"]),
     "out is a file": (["{run}", "{photos}", "--out", "{photos}/notes.txt"], ["--out", "notes.txt"]),
 }
 
@@ -158,6 +159,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_one_message_and_code_2(server, run, photos, tmp_path, case):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "o" / "pictures").mkdir(parents=True)
+    shutil.copy(photos / "0.png", tmp_path / "o" / "pictures" / "a.png")
     given, wanted = BAD[case]
     places = {"run": run, "photos": photos, "tmp": tmp_path, "empty": tmp_path / "empty"}
     args = [part.format(**places) for part in given]
