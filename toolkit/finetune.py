@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.config import PRETRAINED_CONFIG, detector_options
+from toolkit.data.table import write_json
 from toolkit.distributed import world
 from toolkit.errors import BadInput
 from toolkit.hub import cached_when_offline
@@ -127,7 +128,8 @@ def start_detector(
     if stored is not None:
         given = {**stored["options"], **given, "pretrained_backbone": False}
         if is_main:
-            (folder / PRETRAINED_CONFIG).write_text(json.dumps(stored, indent=1) + "\n")
+            # in one step: another rank of a resumed run may be reading the file that this replaces
+            write_json(folder / PRETRAINED_CONFIG, stored)
     detector = build_detector(**given, class_names=class_names)
     if source is not None:
         table = load_pretrained(detector, source, class_names)

@@ -4,6 +4,7 @@
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -108,10 +109,11 @@ def visual_genome(folder: Path, count: int) -> Path:
     write_visual_genome([(tables[0], 0), (tables[1], 2)], folder)
     (folder / "images").mkdir()
     rng = np.random.default_rng(0)
-    picture = Image.fromarray(rng.integers(0, 255, (768, 1024, 3), np.uint8).astype(np.uint8))
+    picture = folder / "picture.jpg"
+    Image.fromarray(rng.integers(0, 255, (768, 1024, 3), np.uint8)).save(picture, quality=5)
     for table in tables:
         for image_id in table.image_ids().tolist():
-            picture.save(folder / "images" / f"{image_id}.jpg", quality=5)
+            shutil.copy(picture, folder / "images" / f"{image_id}.jpg")
     return folder
 
 

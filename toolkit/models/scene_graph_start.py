@@ -1,6 +1,5 @@
 """What a run of scene graphs begins with: the Faster R-CNN below, its weights, and the counts of the training split."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 
 from toolkit.checkpoint import Checkpoint
 from toolkit.config import PRETRAINED_CONFIG
-from toolkit.data.table import DetectionTable
+from toolkit.data.table import DetectionTable, write_json
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput
 from toolkit.finetune import Pretrained, open_pretrained, start_detector
@@ -45,7 +44,7 @@ def start_scene_graph(
             options["detector_options"] = {"architecture": source.architecture, **source.options}
         if world()[0] == 0:
             stored = {"source": settings["detector"] or "", "options": options}
-            (folder / PRETRAINED_CONFIG).write_text(json.dumps(stored, indent=1) + "\n")
+            write_json(folder / PRETRAINED_CONFIG, stored)
         settings = {**settings, **options}
     resumed_from = None if checkpoint is None else checkpoint.path
     model = start_detector(settings, table.class_names, folder, resumed_from=resumed_from, say=say)
