@@ -92,6 +92,22 @@ def test_a_batch_without_any_object_has_losses_of_zero_with_gradients(table, bat
         assert any(p.grad is not None for p in model.head.parameters())
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_half_precision_forward_and_losses_in_full(table, batch, head):
+    model = model_of(table, "sgcls", head).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = model(batch.images, batch.sizes, batch.targets)
+    denominators = {name: torch.tensor(max(v, 1.0)) for name, v in model.denominators(batch.targets).items()}
+    losses, _ = model.criterion(outputs, batch.targets, denominators)
+    assert all(loss.isfinite() and loss.dtype == torch.float32 for loss in losses.values())
+    sum(losses.values()).backward()
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = model(batch.images, batch.sizes, batch.targets)
+    for graph in model.postprocess(outputs, batch.sizes, batch.sizes):
+        assert graph["predicate_scores"].dtype == graph["boxes"].dtype == torch.float32
+
+
 def test_outputs_hang_on_nothing_that_no_loss_is_made_of(table, batch):
     """DDP waits for the gradient of every parameter that its outputs hang on: other ranks would wait for ever."""
     for targets in (batch.targets, batch.targets[:1]):
