@@ -37,14 +37,17 @@ def test_quick_run_prints_every_row_and_equal_numbers(benchmark, capsys):
     assert "| evaluation, largest difference | 0 | AP | 0 |" in printed
 
 
-def test_script_loop_and_bare_loop_compute_the_same(benchmark):
+@pytest.mark.parametrize("script", ["detr", "faster_rcnn", "ssd", "yolov3"])
+def test_script_loop_and_bare_loop_compute_the_same(benchmark, script):
     """The loop of the script against one of a dozen lines: the same losses, step after step."""
     from benches import loop
 
-    rows = loop.measure("loop, DETR-R50", blocks=3, steps=2, image_size=64, model=loop.NARROW)
+    title, module, _ = next(wide for wide in loop.WIDE if wide[1].__name__ == f"train_{script}")
+    model = loop.NARROW if script == "detr" else {"backbone": "lcnet_035"}
+    rows = loop.measure(title, module, blocks=3, steps=2, image_size=64, model=model)
     values = {row["name"]: row["value"] for row in rows}
-    assert values["loop, DETR-R50, largest difference of a loss"] < 1e-4
-    assert {name for name in benchmark.REQUIREMENTS if name.startswith("loop")} <= set(values)
+    assert values[f"{title}, largest difference of a loss"] < 1e-4
+    assert {name for name in benchmark.REQUIREMENTS if name.startswith(f"{title},")} <= set(values)
 
 
 def test_unknown_bench_is_refused(benchmark, capsys):

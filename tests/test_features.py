@@ -79,6 +79,13 @@ def test_weights_from_a_file(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(source.parameters(), features.parameters(), strict=True))
 
 
+def test_a_file_of_other_weights_is_refused(tmp_path):
+    model = timm.create_model("resnet10t")
+    torch.save({f"encoder.{key}": value for key, value in model.state_dict().items()}, tmp_path / "renamed.pth")
+    with pytest.raises(BadInput, match="0 of the .* weights of 'resnet10t'"):
+        timm_features("resnet10t", strides=(8,), pretrained_backbone=str(tmp_path / "renamed.pth"))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

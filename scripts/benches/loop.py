@@ -1,57 +1,73 @@
-"""The loop of scripts/train_detr.py against a bare PyTorch loop: same model, criterion, clipping, optimizer and EMA.
+"""The loops of the scripts against a bare PyTorch loop: same model, criterion, clipping, optimizer and EMA.
 
-Ours is the script's own `build` and `train_one_epoch`, with all that they bring: guard, one reduction per step, meters,
+Ours is each script's own `build` and `train_one_epoch`, with all that they bring: guard, one reduction a step, meters,
 rows of metrics.jsonl, schedule, sampler. Both get the same batches in the same order, and must compute the same losses.
 """
 
 import contextlib
 import copy
 import io
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import train_detr
+import train_faster_rcnn
+import train_ssd
+import train_yolov3
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 
-from toolkit.config import DataConfig, OptimConfig, RunConfig
-from toolkit.data.loaders import Batch
-from toolkit.data.loading import open_split, train_transform, training_loader
+from toolkit.config import OptimConfig
+from toolkit.data.loaders import Batch, make_loader
+from toolkit.distributed import seed_step
 from toolkit.optim import build_optimizer, parameter_groups
 from toolkit.signals import StopSignals
 from toolkit.training import Training
 from toolkit.writers import RunWriter
 
 # As many layers, parameters and losses as DETR-R50 (ResNet-50 has 53 convolutions, this backbone 52), hardly any work.
-NARROW = {"backbone": "mobilenetv2_035", "d_model": 16, "heads": 2, "ffn_dim": 16, "num_queries": 10}
+NARROW = {"architecture": "detr", "backbone": "mobilenetv2_035", "d_model": 16, "heads": 2, "ffn_dim": 16,
+          "num_queries": 10, "dropout": 0.0}  # fmt: skip
+# title, script, model; dropout is off, so that both loops compute the same
+WIDE = (
+    ("loop, DETR-R50", train_detr, {"architecture": "detr", "backbone": "resnet50", "dropout": 0.0}),
+    ("loop, Faster R-CNN-R50", train_faster_rcnn, {"backbone": "resnet50"}),
+    ("loop, SSD-MobileViT-S", train_ssd, {"backbone": "mobilevit_s"}),
+    ("loop, YOLOv3-Darknet53", train_yolov3, {"backbone": "darknet53"}),
+)
 
 
 def bench_loop(blocks: int = 9, steps: int = 1, narrow_blocks: int = 15, narrow_steps: int = 10) -> list[dict]:
     """Seconds of a step, both loops in turn, block by block of `steps` steps, each block with one row of metrics.
 
-    DETR-R50, 256 px, two images, random weights; then a DETR as deep but so narrow that what our loop adds to a step
-    shows: that time in ms is what counts where the step itself is short, as on a GPU.
+    Each detector at 256 px, two images, random weights; then a DETR as deep but so narrow that what our loop adds to a
+    step shows: that time in ms is what counts where the step itself is short, as on a GPU.
 
     Rows with `name`, `value` and `unit`: the medians of both, the median of the blocks' ratios, the bare loop against
     itself (the noise), and the largest relative difference between the losses of both.
     """
-    wide = measure("loop, DETR-R50", blocks, steps, image_size=256, model={"backbone": "resnet50"})
-    narrow = measure("loop, narrow DETR", narrow_blocks, narrow_steps, image_size=64, model=NARROW)
-    return wide + narrow
+    rows = []
+    for title, script, model in WIDE:
+        rows += measure(title, script, blocks, steps, image_size=256, model=model)
+    return rows + measure("loop, narrow DETR", train_detr, narrow_blocks, narrow_steps, image_size=64, model=NARROW)
 
 
-def measure(title: str, blocks: int, steps: int, image_size: int, model: dict) -> list[dict]:
+def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size: int, model: dict) -> list[dict]:
     """The rows of one model: blocks of the bare loop, ours and the bare loop again, after a round that warms up."""
-    with full_loop(image_size, steps, model) as (config, training):
-        bare_losses, our_losses = [], []
-        bare = bare_loop(copy.deepcopy(training.detector), config, bare_losses)
-        ours = script_loop(config, training, our_losses)
+    with full_loop(script, image_size, steps, model) as (config, training):
+        bare_losses = []
+        bare = bare_loop(copy.deepcopy(training.detector), config, training.loader, bare_losses)
+        ours = script_loop(script, config, training)
         runs = (bare, ours, bare)
         times = [[_seconds(run, steps) for run in runs] for _ in range(blocks + 1)][1:]
+        rows = map(json.loads, (training.folder / "metrics.jsonl").read_text().splitlines())
+        our_losses = [row["train/loss"] for row in rows]  # one row a block, of its last step
     seconds = [[t[i] / steps for t in times] for i in range(3)]
     added_ms = [1000 * (ours - (bare + again) / 2) for bare, ours, again in zip(*seconds, strict=True)]
     pairs = zip(our_losses, (float(loss) for loss in bare_losses), strict=False)  # the bare loop made twice the steps
@@ -75,41 +91,45 @@ def _seconds(run: Callable[[int], None], steps: int) -> float:
 
 
 @contextlib.contextmanager
-def full_loop(image_size: int, log_every: int, model: dict) -> Iterator[tuple[train_detr.Config, Training]]:
-    """What `train_detr.main` has before its first step. Dropout is off, so that both loops compute the same."""
+def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) -> Iterator[tuple[object, Training]]:
+    """What a script's `main` has before its first step."""
     with tempfile.TemporaryDirectory() as folder, StopSignals() as signals:
-        config = train_detr.Config(
-            run=RunConfig(output_dir=folder, name="bench", epochs=1000, log_every=log_every,
-                          eval_every=0, save_every=0),
-            data=DataConfig(format="shapes", image_size=image_size, batch_size_per_device=2, workers=0,
-                            cache_images=True, max_train_images=64),
-            model=train_detr.ModelConfig(architecture="detr", dropout=0.0, **model),
-            optim=OptimConfig(backbone_lr=1e-5, ema_decay=0.9998),
-        )  # fmt: skip
+        config = script.Config(model=script.ModelConfig(**model))
+        settings = {
+            config.run: {"output_dir": folder, "name": "bench", "epochs": 1000, "log_every": log_every,
+                         "eval_every": 0, "save_every": 0},
+            config.data: {"format": "shapes", "image_size": image_size, "batch_size_per_device": 2, "workers": 0,
+                          "cache_images": True, "max_train_images": 64},
+            config.optim: {"backbone_lr": 1e-5, "ema_decay": 0.9998},
+        }  # fmt: skip
+        for group, values in settings.items():
+            for name, value in values.items():
+                setattr(group, name, value)
         accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
         with contextlib.redirect_stdout(io.StringIO()):
-            training = train_detr.build(config, accelerator, Path(folder), signals)
+            training = script.build(config, accelerator, Path(folder), signals)
         training.start(RunWriter(Path(folder), accelerator=accelerator), {})
         yield config, training
         training.close()
 
 
-def script_loop(config: train_detr.Config, t: Training, losses: list[float]) -> Callable[[int], None]:
-    """Runs the script's loop for so many steps; the printed lines go nowhere, the last loss to `losses`."""
+def script_loop(script: ModuleType, config: object, t: Training) -> Callable[[int], None]:
+    """Runs the script's loop for so many steps; the printed lines go nowhere."""
 
     def run(steps: int) -> None:
         t.total_steps = t.step + steps
         with contextlib.redirect_stdout(io.StringIO()):
             while not t.finished:
-                train_detr.train_one_epoch(config, t)
-        losses.append(t.meters["loss"].value)
+                script.train_one_epoch(config, t)
 
     return run
 
 
-def bare_loop(detector: nn.Module, config: train_detr.Config, losses: list[torch.Tensor]) -> Callable[[int], None]:
+def bare_loop(
+    detector: nn.Module, config: object, loader: torch.utils.data.DataLoader, losses: list[torch.Tensor]
+) -> Callable[[int], None]:
     """The shortest loop that trains the same: no check, no numbers for people, nothing read from the device."""
-    optim = config.optim
+    optim: OptimConfig = config.optim
     groups = parameter_groups(detector, lr=optim.lr, backbone_lr=optim.backbone_lr, weight_decay=optim.weight_decay)
     optimizer = build_optimizer(optim.name, groups)
     trained = [parameter for group in groups for parameter in group["params"]]
@@ -117,7 +137,7 @@ def bare_loop(detector: nn.Module, config: train_detr.Config, losses: list[torch
     source, into = list(detector.parameters()), list(average.parameters())
     device = source[0].device
     weights = {name: detector.default_weights[name.rstrip("_0123456789")] for name in detector.loss_names}
-    batches = endless_batches(config)
+    batches = endless_batches(loader)
     updates = 0
 
     def run(steps: int) -> None:
@@ -125,9 +145,10 @@ def bare_loop(detector: nn.Module, config: train_detr.Config, losses: list[torch
         detector.train()
         for _ in range(steps):
             batch = next(batches)
+            seed_step(config.run.seed, updates, 0)  # the same anchors and regions are sampled
             counts = detector.denominators(batch.targets)
             batch = batch.to(device, non_blocking=True)
-            outputs = detector(batch.images, batch.sizes)
+            outputs = detector(batch.images, batch.sizes, batch.targets)
             found, _ = detector.criterion(outputs, batch.targets, counts)
             loss = sum(weights[name] * value for name, value in found.items())
             loss.backward()
@@ -143,15 +164,10 @@ def bare_loop(detector: nn.Module, config: train_detr.Config, losses: list[torch
     return run
 
 
-def endless_batches(config: train_detr.Config) -> Iterator[Batch]:
+def endless_batches(loader: torch.utils.data.DataLoader) -> Iterator[Batch]:
     """The batches that the script trains on, epoch after epoch."""
-    data = config.data
-    table = open_split(data.train, format=data.format).head(data.max_train_images)
-    transform = train_transform(data.image_size, data.scales, data.max_size, data.flip, data.photometric)
-    sampler, loader = training_loader(
-        table, transform, batch_size_per_device=data.batch_size_per_device, workers=data.workers,
-        seed=config.run.seed, stride=1, cache_images=data.cache_images,
-    )  # fmt: skip
+    sampler = copy.deepcopy(loader.sampler)
+    own = make_loader(loader.dataset.dataset, sampler, 0, loader.dataset.stride)
     while True:
-        yield from loader
+        yield from own
         sampler.set_epoch(sampler.epoch + 1)

@@ -24,11 +24,14 @@ class Script:
 
     slow_end: "module:name" of what takes seconds at the end of every run; left out except where it is tested.
     freeze: value of model.freeze with which no batch norm changes detections.
+    losses: two that every step has. one_size: arguments with which all training images have one size.
     """
 
     name: str
     slow_end: tuple[str, ...] = ()
     freeze: str = "norms"
+    losses: tuple[str, str] = ("loss_giou", "loss_bbox")
+    one_size: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:

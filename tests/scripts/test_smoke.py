@@ -12,29 +12,36 @@ import yaml
 from launching import ROOT, checkpoint_state, checkpoint_tensors, finish, nonfinite, rows, start, training_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from toolkit.models.final import load_detector_folder
 from toolkit.writers import read_offline_wandb
 
+WEIGHTS = '{{"{}": "learned", "{}": [[0, 1.0], [2, 5.0]]}}'
 LAUNCHED = (
     "--run.precision", "bf16", "--optim.accumulation_steps", 2, "--run.tracker", "tensorboard", "--eval.pictures", 4,
     "--run.probe_memory", "true", "--run.deterministic", "true", "--data.photometric", "true",
     "--data.group_by_aspect_ratio", "true", "--data.cache_images", "true", "--schedule.name", "cosine",
     "--optim.backbone_lr", 1e-4, "--run.max_steps", 4, "--run.eval_every", "1 epoch",
-    "--loss.weights", '{"loss_giou": "learned", "loss_bbox": [[0, 1.0], [2, 5.0]]}',
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def launched(script, settings, tmp_path_factory):
+def options(script):
+    """`LAUNCHED`, and weights for two of the script's losses."""
+    return *LAUNCHED, *script.one_size, "--loss.weights", WEIGHTS.format(*script.losses)
+
+
+@pytest.fixture(scope="module")
+def launched(script, settings, options, tmp_path_factory):
     """The folder and the output of a run under `accelerate launch`, from a folder that knows nothing of the project."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    args = settings(*LAUNCHED, "--run.output_dir", "runs", "--run.name", "launched")
+    args = settings(*options, "--run.output_dir", "runs", "--run.name", "launched")
     command = [Path(sys.executable).with_name("accelerate"), "launch", "--num_processes", 1, script.path, *args]
     code, text = finish(start(command, cwd=elsewhere))
     assert code == 0, text
     return elsewhere / "runs" / "launched", text
 
 
-def test_run_folder_says_what_was_run(launched):
+def test_run_folder_says_what_was_run(script, launched):
     folder, text = launched
     assert "processes: 1" in text
     assert "Traceback" not in text
@@ -45,20 +52,20 @@ def test_run_folder_says_what_was_run(launched):
     assert {"torch", "accelerate", "transformers"} <= environment["packages"].keys()
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["run"]["precision"] == "bf16"
-    assert config["loss"]["weights"]["loss_bbox"] == [[0, 1.0], [2, 5.0]]
+    assert config["loss"]["weights"][script.losses[1]] == [[0, 1.0], [2, 5.0]]
     for name in ("README.md", "curves.png", "ap.png", "pictures/step_000003.png", "pictures/step_000004.png"):
         assert (folder / "report" / name).stat().st_size > 100, name
 
 
-def test_rows_have_losses_rates_and_times(launched):
-    folder, _ = launched
+def test_rows_have_losses_rates_and_times(script, launched):
+    folder, name = launched[0], f"train/{script.losses[1]}"
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     train = [row for row in logged if "train/loss" in row]
     assert [row["step"] for row in train] == [1, 2, 3, 4]
     for row in train:
         assert {"epoch", "time_s", "train/grad_norm", "time/data_s", "time/step_s"} <= row.keys()
         weight = min(1.0 + 2.0 * (row["step"] - 1), 5.0)  # from 1 to 5 over the first two updates
-        assert row["train/loss_bbox"] == pytest.approx(weight * row["train/loss_bbox_unscaled"], rel=1e-5)
+        assert row[name] == pytest.approx(weight * row[f"{name}_unscaled"], rel=1e-5)
         assert row["train/lr/backbone"] == pytest.approx(row["train/lr/main"] * 0.1)
     assert nonfinite(folder / "checkpoints" / "latest") == []
     evaluated = [row for row in logged if "val/loss" in row]
@@ -80,19 +87,24 @@ def test_tensorboard_has_every_row_once(launched):
     assert events.Tags()["images"]
 
 
-def test_final_folder_loads_in_transformers(launched):
+def test_final_folder_loads_without_the_run(script, launched):
     from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
     final = launched[0] / "final"
+    if script.name != "train_detr":
+        _, categories, size = load_detector_folder(final)
+        assert [category.name for category in categories] == ["circle", "square", "triangle", "star"]
+        assert size == {"height": 64, "width": 64}
+        return
     model = AutoModelForObjectDetection.from_pretrained(final)
     assert list(model.config.id2label.values()) == ["circle", "square", "triangle", "star"]
     processor = AutoImageProcessor.from_pretrained(final)
     assert dict(processor.size) == {"height": 64, "width": 64}
 
 
-def test_evaluating_only_gives_the_same_numbers(server, script, settings, launched, tmp_path):
+def test_evaluating_only_gives_the_same_numbers(server, script, settings, options, launched, tmp_path):
     folder, _ = launched
-    args = settings(*LAUNCHED, "--run.output_dir", tmp_path, "--run.name", "again", "--run.tracker", "none",
+    args = settings(*options, "--run.output_dir", tmp_path, "--run.name", "again", "--run.tracker", "none",
                     "--run.eval_only", "true", "--run.resume", folder / "checkpoints" / "latest")  # fmt: skip
     again = server.run(script, args).ok()
     (row,) = rows(again.folder)

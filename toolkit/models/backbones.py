@@ -13,6 +13,7 @@ from pathlib import Path
 import timm
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import load_state_dict
 from timm.utils.model import unfreeze_batch_norm_2d
 from torch import nn
 from transformers import TimmBackboneConfig
@@ -87,13 +88,28 @@ def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
         options["pretrained_cfg_overlay"] = {"file": pretrained}
     try:
         with cached_when_offline() if pretrained is True else nullcontext():
-            return timm.create_model(name, pretrained=bool(pretrained), **options)
+            model = timm.create_model(name, pretrained=bool(pretrained), **options)
     except (OSError, RuntimeError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise BadInput(
             f"model.pretrained_backbone: no pretrained weights for {name!r} ({first_line}); connect to the network "
             "once, set it to a file of weights, or to false to start from random ones."
         ) from error
+    if isinstance(pretrained, str):
+        _check_taken(model, name, pretrained)
+    return model
+
+
+def _check_taken(model: nn.Module, name: str, file: str) -> None:
+    """timm leaves weights random, in silence, for which a file has no tensor of that name: most must come from it."""
+    known = {(value.shape, float(value.double().sum())) for value in load_state_dict(file).values()}
+    weights = [parameter.detach() for parameter in model.parameters() if parameter.ndim > 1]
+    taken = sum((value.shape, float(value.double().sum())) in known for value in weights)
+    if 2 * taken < len(weights):
+        raise BadInput(
+            f"model.pretrained_backbone: {file} has {taken} of the {len(weights)} weights of {name!r} under timm's "
+            "names; give a file of timm's weights for this backbone."
+        )
 
 
 def freeze_backbone(backbone: nn.Module, name: str, freeze: str, pretrained: bool | str) -> None:
