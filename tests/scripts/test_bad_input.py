@@ -88,7 +88,7 @@ def test_one_message_and_code_2(server, script, settings, data, folder, case):
         wanted = wanted[:1]  # the rest are names of its losses and architectures
     given = [part.format(tmp=folder, data=data) for part in given]
     common = ["--data.image_dir", str(DIRTY / "images")] if str(DIRTY) in str(given) else []
-    name = case.replace(" ", "_")
+    name = f"{script.name}_{case}".replace(" ", "_")
     args = settings("--run.output_dir", folder / "runs", "--run.name", name, "--run.eval_every", 1, *common)
     ended = server.run(script, [*args, *given])
     assert ended.code == 2, ended.text
