@@ -95,19 +95,19 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
     """What a script's `main` has before its first step."""
     with tempfile.TemporaryDirectory() as folder, StopSignals() as signals:
         config = script.Config(model=script.ModelConfig(**model))
-        settings = {
-            config.run: {"output_dir": folder, "name": "bench", "epochs": 1000, "log_every": log_every,
-                         "eval_every": 0, "save_every": 0},
-            config.data: {"format": "shapes", "image_size": image_size, "batch_size_per_device": 2, "workers": 0,
-                          "cache_images": True, "max_train_images": 64},
-            config.optim: {"backbone_lr": 1e-5, "ema_decay": 0.9998},
-        }  # fmt: skip
-        for group, values in settings.items():
+        settings = (
+            (config.run, {"output_dir": folder, "name": "bench", "epochs": 1000, "log_every": log_every,
+                          "eval_every": 0, "save_every": 0}),
+            (config.data, {"format": "shapes", "image_size": image_size, "batch_size_per_device": 2, "workers": 0,
+                           "cache_images": True, "max_train_images": 64}),
+            (config.optim, {"backbone_lr": 1e-5, "ema_decay": 0.9998}),
+        )  # fmt: skip
+        for group, values in settings:
             for name, value in values.items():
                 setattr(group, name, value)
         accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
         with contextlib.redirect_stdout(io.StringIO()):
-            training = script.build(config, accelerator, Path(folder), signals)
+            training = script.build(config, accelerator, Path(folder), signals, checkpoint=None)
         training.start(RunWriter(Path(folder), accelerator=accelerator), {})
         yield config, training
         training.close()
