@@ -17,11 +17,14 @@ from toolkit.data.shapes import make_shapes
 REPORT = "toolkit.evaluation.report:write_report"
 SCRIPTS = (
     Script("train_detr", slow_end=(REPORT, "toolkit.models.rt_detr:save_transformers_folder")),
-    Script("train_yolov3", slow_end=(REPORT,), losses=("loss_cls", "loss_obj"), one_size=("--data.multi_scale", "[]")),
+    Script("train_yolov3", slow_end=(REPORT,), losses=("loss_cls", "loss_obj"), still=(),
+           one_size=("--data.multi_scale", "[]")),
     Script("train_faster_rcnn", slow_end=(REPORT,), losses=("loss_box_reg", "loss_classifier")),
-    Script("train_sgg", slow_end=(REPORT,), freeze="detector", losses=("loss_refine_obj", "loss_rel")),
-    Script("train_ssd", slow_end=(REPORT,), losses=("loss_cls", "loss_loc"), one_size=("--data.sizes", "[]")),
-)
+    Script("train_sgg", slow_end=(REPORT,), losses=("loss_refine_obj", "loss_rel"),
+           still=("--model.freeze", "detector")),
+    Script("train_ssd", slow_end=(REPORT,), losses=("loss_cls", "loss_loc"), still=("--model.norm", "frozen"),
+           one_size=("--data.sizes", "[]")),
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,13 +23,13 @@ class Script:
     """A training script; `configs/<name>.yaml` makes it small.
 
     slow_end: "module:name" of what takes seconds at the end of every run; left out except where it is tested.
-    freeze: value of model.freeze with which no batch norm changes detections.
+    still: arguments with which the backbone's batch norms change no detections.
     losses: two that every step has. one_size: arguments with which all training images have one size.
     """
 
     name: str
     slow_end: tuple[str, ...] = ()
-    freeze: str = "norms"
+    still: tuple[str, ...] = ("--model.freeze", "norms")
     losses: tuple[str, str] = ("loss_giou", "loss_bbox")
     one_size: tuple[str, ...] = ()
 

@@ -144,7 +144,7 @@ def test_minutes_become_steps_once_and_early_stopping_ends(server, script, setti
     assert f"training takes {state['step']} steps" in ended.text
 
     args = settings("--run.output_dir", tmp_path, "--run.name", "patience", "--run.eval_every", 1, "--optim.lr", 0,
-                    "--model.freeze", script.freeze, "--run.epochs", 1000, "--eval.metric_for_best", "ema/bbox_AP",
+                    *script.still, "--run.epochs", 1000, "--eval.metric_for_best", "ema/bbox_AP",
                     "--eval.early_stopping_patience", 2)  # fmt: skip
     ended = server.run(script, args).ok()
     assert ended.status["step"] <= 5
