@@ -112,6 +112,13 @@ def _check_taken(model: nn.Module, name: str, file: str) -> None:
         )
 
 
+def wake_frozen_norms(backbone: nn.Module) -> None:
+    """timm starts the last norm of a residual branch at weight 0, which only learning wakes; frozen it becomes 1."""
+    for module in backbone.modules():
+        if "weight" in module._buffers and not module.weight.any():
+            module.weight.fill_(1)
+
+
 def freeze_backbone(backbone: nn.Module, name: str, freeze: str, pretrained: bool | str) -> None:
     """Freeze parts of a timm feature extractor, after its weights are loaded.
 
@@ -130,9 +137,7 @@ def freeze_backbone(backbone: nn.Module, name: str, freeze: str, pretrained: boo
     if freeze == "none":
         unfreeze_batch_norm_2d(backbone)
     elif not pretrained:
-        for module in backbone.modules():
-            if "weight" in module._buffers and not module.weight.any():
-                module.weight.fill_(1)
+        wake_frozen_norms(backbone)
     if freeze == "paper":
         for parameter in _parameters_before_stride_8(backbone, name):
             parameter.requires_grad_(False)

@@ -7,7 +7,7 @@ from timm.layers import GroupNormAct, convert_sync_batchnorm
 from torch import Tensor, nn
 
 from toolkit.errors import BadInput
-from toolkit.models.backbones import feature_strides, timm_extractor
+from toolkit.models.backbones import feature_strides, timm_extractor, wake_frozen_norms
 from toolkit.norms import freeze_batch_norms
 
 NORM_CHOICES = ("batch", "frozen", "group", "sync")
@@ -47,7 +47,7 @@ def timm_features(
     elif norm == "frozen":
         features = freeze_batch_norms(features)
         if not pretrained_backbone:
-            _wake_frozen_norms(features)
+            wake_frozen_norms(features)
     return (_ChannelsFirst(features) if _is_channels_last(features) else features), channels
 
 
@@ -106,10 +106,3 @@ def _group_norm(norm: nn.BatchNorm2d) -> nn.GroupNorm:
             new.weight.copy_(norm.weight)
             new.bias.copy_(norm.bias)
     return new.train(norm.training)
-
-
-def _wake_frozen_norms(features: nn.Module) -> None:
-    """timm starts the last norm of a residual branch at weight 0, which only learning wakes; frozen it becomes 1."""
-    for module in features.modules():
-        if "weight" in module._buffers and not module.weight.any():
-            module.weight.fill_(1)
