@@ -24,13 +24,15 @@ def benchmark():
 
 
 def test_quick_run_prints_every_row_and_equal_numbers(benchmark, capsys):
-    names = ["criterion", "evaluation", "loading", "table", "yolov3_losses"]
-    rows = benchmark.main(["--quick", "--only", *names])
+    slow = {"loop", "startup", "yolov3_export"}
+    rows = benchmark.main(["--quick", "--only", *({name for name, _, _ in benchmark.BENCHES} - slow)])
     values = {row["name"]: row["value"] for row in rows}
     assert len(values) == len(rows)
-    assert {name for name in benchmark.REQUIREMENTS if not name.startswith("loop")} <= set(values)
+    assert {name for name in benchmark.REQUIREMENTS if not name.startswith(("loop,", "yolov3,"))} <= set(values)
     assert values["evaluation, largest difference"] == 0
-    assert values["yolov3 losses, largest difference"] < 1e-4
+    assert values["scene graph evaluation, largest difference"] <= 1e-12
+    for name in ("yolov3 losses", "relation head motifs", "relation head vctree"):
+        assert values[f"{name}, largest difference"] < 1e-4
     printed = capsys.readouterr().out
     for row in rows:
         assert f"| {row['name']} | " in printed and row["unit"] in printed
@@ -48,6 +50,13 @@ def test_script_loop_and_bare_loop_compute_the_same(benchmark, script):
     values = {row["name"]: row["value"] for row in rows}
     assert values[f"{title}, largest difference of a loss"] < 1e-4
     assert {name for name in benchmark.REQUIREMENTS if name.startswith(f"{title},")} <= set(values)
+
+
+@pytest.mark.slow
+def test_exported_yolov3_computes_the_same(benchmark):
+    values = {row["name"]: row["value"] for row in benchmark.main(["--quick", "--only", "yolov3_export"])}
+    required = {name: limit for name, limit in benchmark.REQUIREMENTS.items() if name.startswith("yolov3,")}
+    assert required and all(values[name] <= float(limit.removeprefix("≤ ")) for name, limit in required.items())
 
 
 def test_unknown_bench_is_refused(benchmark, capsys):
