@@ -347,6 +347,13 @@ def test_options_that_a_config_of_the_hub_does_not_allow_are_named(architecture,
 
 
 @pytest.mark.parametrize("architecture", FAMILY)
+def test_a_single_decoder_layer_is_refused(architecture):
+    """transformers ties the heads of the other layers to the first, and fails where there are none."""
+    with pytest.raises(BadInput, match=r"model\.decoder_layers: 1 is too few.*use 2"):
+        small(architecture, decoder_layers=1)
+
+
+@pytest.mark.parametrize("architecture", FAMILY)
 def test_fine_tuning_from_a_folder_of_the_hub_keeps_what_its_classes_know(tmp_path, architecture):
     names = ["star", "dog", "circle"]
     source = hub_config(architecture) | {"id2label": dict(enumerate(names))}

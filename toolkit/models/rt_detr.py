@@ -43,28 +43,23 @@ class RTDetrV2(nn.Module):
         num_denoising: denoising queries in training; 0: none.
         hidden_expansion: width of the encoder's convolution blocks as a fraction of d_model.
         varifocal_gamma: see `RTDetrCriterion`; 1 tells classes apart sooner when training from random weights.
-        encoder_layers, decoder_layers, heads, ffn_dim, dropout: the transformer.
+        encoder_layers, decoder_layers (2 or more), heads, ffn_dim, dropout: the transformer.
         mean, std: of RGB values in [0, 1]; None: those the backbone was trained with.
 
     An option that is None has its published value (`published`), or that of `source_config`.
 
     Raises:
-        BadInput: unknown backbone or `freeze`, missing strides, weights that cannot be had, a `source_config` of
-            another model, or options that its backbone does not have.
+        BadInput: unknown backbone or `freeze`, missing strides, weights that cannot be had, fewer than 2 decoder
+            layers, a `source_config` of another model, or options that its backbone does not have.
     """
 
     default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     denominator_names = ("boxes",)
     averaged_denominators = ("boxes",)  # by rank, in the original
-    class_tensors = {  # see finetune.py; the denoising embedding has its padding last
-        "*.class_embed.*": (0, 1, 0),
-        "*enc_score_head.*": (0, 1, 0),
-        "*denoising_class_embed.weight": (0, 1, 1),
-    }
     metric_names = ()
     fixed_size = True
     stride = 32
-    class_tensors = {
+    class_tensors = {  # see finetune.py; the denoising embedding has its padding last
         "model.class_embed.*": (0, 1, 0),
         "model.model.decoder.class_embed.*": (0, 1, 0),
         "model.model.enc_score_head.*": (0, 1, 0),
@@ -141,6 +136,11 @@ class RTDetrV2(nn.Module):
         config, timm_name, freeze = family_config(
             self.config_class, self.published, class_names, source_config, options
         )
+        if config.decoder_layers < 2:
+            raise BadInput(
+                f"model.decoder_layers: {config.decoder_layers} is too few, transformers' {config.model_type} shares "
+                "heads between two and more; use 2 or more."
+            )
         self.model = AutoModelForObjectDetection.from_config(config)
         backbone = self._backbone()
         initialise_as_published_(self.model, backbone)
