@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from launching import Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
 from PIL import Image
@@ -103,9 +102,9 @@ def test_training_ends_when_the_rate_has_fallen_often_enough(server, data, tmp_p
     assert "---Total norm" in ended.text and "with 4 images a step" in ended.text
 
 
-def visual_genome(folder: Path, count: int) -> Path:
+def visual_genome(folder: Path, train: int, test: int) -> Path:
     """Files in the layout of VG150, its vocabulary, random boxes and relations, and a small picture for each image."""
-    tables = synthetic_table(folder, count, first_id=2_000_000), synthetic_table(folder, count // 5, 3_000_000, seed=1)
+    tables = synthetic_table(folder, train, first_id=2_000_000), synthetic_table(folder, test, 3_000_000, seed=1)
     write_visual_genome([(tables[0], 0), (tables[1], 2)], folder)
     (folder / "images").mkdir()
     rng = np.random.default_rng(0)
@@ -117,11 +116,11 @@ def visual_genome(folder: Path, count: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
-def test_files_of_visual_genome(server, tmp_path, count):
-    folder = visual_genome(tmp_path / "vg", count)
-    args = arguments(tmp_path / "runs", f"train:{count // 10}", "test", data__format="visual_genome",
-                     data__name=folder, data__image_dir=folder / "images", data__batch_size_per_device=8,
+def test_files_of_visual_genome(server, tmp_path):
+    """tests/test_vg_scale.py does the same with 1,000 images."""
+    folder = visual_genome(tmp_path / "vg", train=20, test=4)
+    args = arguments(tmp_path / "runs", "train:2", "test", data__format="visual_genome", data__name=folder,
+                     data__image_dir=folder / "images", data__batch_size_per_device=8,
                      model__pairs_per_image=64)  # fmt: skip
     ended = server.run(SGG, args).ok()
     last = rows(ended.folder)[-1]

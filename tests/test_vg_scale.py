@@ -1,0 +1,94 @@
+"""1,000 images in the layout of VG150, through the commands that the real files take: docs/data.md, configs/sgg.
+
+    python -m pytest tests/test_vg_scale.py -m slow
+
+Only sizes, steps and the backbone's random weights differ from the commands.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launching import ROOT, checkpoint_state, checkpoint_tensors, finish, rows, start, training_rows
+from test_scene_graphs import visual_genome
+from test_visual_genome import CLASSES, PREDICATES
+
+from toolkit.data.visual_genome import read_visual_genome
+
+VAL_IMAGES = 40
+SMALL = {"--data.scales": "[64]", "--data.max_size": 96, "--data.batch_size_per_device": 4, "--data.workers": 0,
+         "--eval.batch_size_per_device": 4, "--run.max_steps": 4, "--run.eval_every": 2, "--run.save_every": 4,
+         "--run.log_every": 1}  # fmt: skip
+DETECTOR = {"--model.backbone": "resnet10t", "--model.pretrained_backbone": "false", "--model.fpn_channels": 16,
+            "--model.representation_size": 32, "--model.rpn_post_nms_top_n_train": 50,
+            "--model.rpn_post_nms_top_n_test": 50}  # fmt: skip
+GRAPHS = {"--model.hidden_dim": 16, "--model.embed_dim": 8, "--model.pairs_per_image": 32,
+          "--optim.gradient_table_every": 2}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """833 training images, 40 of them for validation, and 167 for test."""
+    return visual_genome(tmp_path_factory.mktemp("data") / "visual_genome", train=833, test=167)
+
+
+def run(folder: Path, script: str, *args) -> str:
+    """What a script prints that ends well."""
+    env = {"DETECTION_TOOLKIT_CACHE": str(folder / "cache"), "WANDB_MODE": "offline"}
+    code, text = finish(start([sys.executable, ROOT / "scripts" / script, *args], env, folder), timeout_s=900)
+    assert code == 0, text
+    return text
+
+
+def train(folder: Path, script: str, config: str, files: Path, **groups) -> str:
+    options = SMALL | {"--data.name": files, "--data.image_dir": files / "images"}
+    options |= {"--data.train": f"train:{VAL_IMAGES}", "--data.val": f"val:{VAL_IMAGES}"}
+    for group in groups.values():
+        options |= group
+    args = [part for pair in options.items() for part in pair]
+    return run(folder, script, "--config", ROOT / "configs" / "sgg" / config, *args)
+
+
+@pytest.mark.slow
+def test_the_documented_chain(files, tmp_path):
+    train(tmp_path, "train_faster_rcnn.py", "vg150_detector.yaml", files, sizes=DETECTOR)
+    detector = tmp_path / "runs" / "vg150_detector"
+    assert math.isfinite(training_rows(detector)[-1]["train/loss"]) and 0 <= rows(detector)[-1]["val/bbox_AP"] <= 1
+
+    printed = train(tmp_path, "train_sgg.py", "vg150.yaml", files, sizes=GRAPHS, chain={"--model.detector": detector})
+    assert "weights of the detector" in printed and "---Total norm" in printed and "150 classes" in printed
+    graphs = tmp_path / "runs" / "sgg_vg150"
+    trained, evaluated = training_rows(graphs), [row for row in rows(graphs) if "val/R@20" in row]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4]
+    assert [row["step"] for row in evaluated] == [0, 2, 4], "before the first step too"
+    assert all(math.isfinite(row["train/loss_rel"]) for row in trained)
+    check_metrics({name.removeprefix("val/"): value for name, value in evaluated[-1].items()})
+    assert checkpoint_state(graphs / "checkpoints" / "latest")["predicates"] == PREDICATES
+    check_counts(files, checkpoint_tensors(graphs / "checkpoints" / "latest"), tmp_path)
+
+    command = ("evaluate.py", graphs, "--split", "test", "--image-dir", files / "images")
+    printed = run(tmp_path, *command)
+    test = read_visual_genome(files, files / "images", "test", cache_dir=tmp_path / "cache", check_images=False)
+    assert f"{len(test)} images" in printed and 100 < len(test) <= 167
+    check_metrics(json.loads(printed.strip().splitlines()[-1]))
+
+
+def check_metrics(row: dict) -> None:
+    """All metrics of predcls, in order, and a recall for each of the 50 predicates."""
+    for name in ("R", "ngR", "zR", "ngzR", "mR", "ngmR", "A"):
+        assert 0 <= row[f"{name}@20"] <= row[f"{name}@50"] <= row[f"{name}@100"] <= 1, name
+    assert row["A@100"] > 0, "some of 50 predicates are guessed right"
+    by_predicate = [row[f"mR@100/{name}"] for name in PREDICATES]
+    assert len(by_predicate) == 50 and math.isclose(np.mean(by_predicate), row["mR@100"], abs_tol=1e-9)
+
+
+def check_counts(files: Path, tensors: dict, folder: Path) -> None:
+    """The frequency bias has seen the training split, and nothing else, with the vocabulary of VG150."""
+    counts = tensors["model/relation_counts"]
+    assert counts.shape == (len(CLASSES) + 1, len(CLASSES) + 1, len(PREDICATES) + 1) == (151, 151, 51)
+    options = {"num_val_images": VAL_IMAGES, "drop_non_overlapping": True, "check_images": False}
+    table = read_visual_genome(files, files / "images", "train", cache_dir=folder / "cache", **options)
+    assert counts.sum() == sum(len(table.row(i)["relations"]["subject"]) for i in range(len(table)))
