@@ -138,6 +138,11 @@ def test_one_image_is_mixed_with_itself(table):
     assert len(target["boxes"]) >= 1
 
 
+def test_a_negative_number_of_plain_epochs_is_bad_input():
+    with pytest.raises(BadInput, match="plain_epochs is -1"):
+        mixed_epochs(-1, total_steps=10, steps_per_epoch=5)
+
+
 def test_a_probability_above_one_is_bad_input():
     with pytest.raises(BadInput, match="mosaic"):
         mixed_dataset(mosaic=1.5)

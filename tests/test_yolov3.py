@@ -548,6 +548,18 @@ def test_anchor_command(tmp_path, capsys):
     assert tiny(anchors=anchors).predictions[0].out_channels == 8
 
 
+def test_anchor_command_on_a_rectangle_and_faulty_data(tmp_path, capsys):
+    """At 64 x 32 (height, width) a box of 20 x 10 in 200 x 100 is 3.2 wide and 6.4 high."""
+    file = coco_file(tmp_path, [[i, i, 20 * k, 10 * k] for k in (1, 2, 4) for i in range(4)] + [[5, 5, 0, 10]])
+    command = ["anchors", "--annotations", str(file), "--image-dir", str(tmp_path), "--per-level", "1", "--image-size"]
+    assert main([*command, "64", "32"]) == BadInput.exit_code
+    assert "annotation 13" in capsys.readouterr().err
+    assert main([*command, "64", "32", "--on-error", "drop"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["anchors"] == [[[12.8, 25.6]], [[6.4, 12.8]], [[3.2, 6.4]]]
+    assert main([*command, "64", "32", "3"]) == BadInput.exit_code
+    assert "--image-size 64 32 3" in capsys.readouterr().err
+
+
 def test_anchor_command_with_too_few_boxes(tmp_path, capsys):
     file = coco_file(tmp_path, [[1, 1, 20, 10]])
     assert main(["anchors", "--annotations", str(file), "--image-dir", str(tmp_path)]) == BadInput.exit_code

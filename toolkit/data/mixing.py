@@ -85,7 +85,11 @@ def mixed_epochs(plain: float, total_steps: int, steps_per_epoch: int, budget: S
         total_steps, steps_per_epoch: length of the run in optimizer steps.
         budget: the length follows from minutes; until it is known, and in the epoch in which it becomes known, there
             is mixing. That epoch is found again from the budget's state, so a resumed run decides the same.
+
+    Raises BadInput: `plain` is negative.
     """
+    if plain < 0:
+        raise BadInput(f"data.plain_epochs is {plain}; expected the last epochs without mixing, 0 or more")
     if budget is not None and budget.total_steps is None:
         return ALL_EPOCHS
     epochs = -(-total_steps // steps_per_epoch)

@@ -352,13 +352,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--annotations", required=True, help="annotation file, folder or split, as --data.train")
     command.add_argument("--image-dir", help="folder of the images, where the annotations do not say")
     command.add_argument("--format", default="auto", help="as --data.format")
+    command.add_argument("--name", help="as --data.name")
+    command.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error")
     command.add_argument("--image-size", type=int, nargs="+", default=[416], help="pixels: SIDE or HEIGHT WIDTH")
     command.add_argument("--per-level", type=int, default=3, help="anchors of each of the three levels")
     command.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    reading = {key: getattr(options, key) for key in ("image_dir", "format", "name", "on_error")}
+    side, size_hw = options.image_size[0], tuple(options.image_size)
     try:
-        table = open_dataset(options.annotations, image_dir=options.image_dir, format=options.format)
-        print(anchors_report(table, (options.image_size[0], options.image_size[-1]), options.per_level, options.seed))
+        if len(size_hw) > 2 or min(size_hw) < 1:
+            raise BadInput(f"--image-size {' '.join(map(str, size_hw))}: expected SIDE or HEIGHT WIDTH in pixels")
+        table = open_dataset(options.annotations, **reading)
+        print(anchors_report(table, size_hw if len(size_hw) == 2 else (side, side), options.per_level, options.seed))
     except BadInput as error:
         print(error, file=sys.stderr)
         return error.exit_code
