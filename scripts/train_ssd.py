@@ -26,7 +26,7 @@ from toolkit.data.variable_batches import square_sizes
 from toolkit.determinism import be_deterministic
 from toolkit.distributed import reduce_dict, run_on_main, seed_step
 from toolkit.ema import Ema
-from toolkit.errors import BadInput, Preempted
+from toolkit.errors import Preempted
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.report import write_report
 from toolkit.finetune import start_detector
@@ -176,8 +176,8 @@ def build(
     detector = start_detector(
         vars(c.model), table.class_names, folder, resumed_from=checkpoint and checkpoint.path, say=accelerator.print
     ).to(accelerator.device)
-    if detector.fixed_size and c.data.scales:
-        raise BadInput(f"{c.model.architecture} needs images of one size: leave data.scales empty, set data.image_size")
+    if detector.fixed_size:
+        loading.check_one_size(detector.stride, [c.data.image_size, *d.sizes], c.data.scales)
     weights = LossWeights(detector.loss_names, c.loss.weights, detector.default_weights).to(accelerator.device)
 
     sampler, loader = loading.training_loader(

@@ -39,8 +39,8 @@ ALLOWED: dict[str, dict[str, str]] = {
             -detector = start_detector(vars(c.model), table.class_names, folder
             -resumed_from=checkpoint and checkpoint.path
             -say=accelerator.print).to(accelerator.device)
-            -if detector.fixed_size and c.data.scales:
-            -raise BadInput(f'{c.model.architecture} needs images of one size: leave data.scales empty, set data.image_size')
+            -if detector.fixed_size:
+            -loading.check_one_size(detector.stride, [c.data.image_size], c.data.scales)
             +detector = start_scene_graph(vars(c.model), table, folder
             +checkpoint=checkpoint
             +say=accelerator.print)
@@ -105,6 +105,8 @@ ALLOWED: dict[str, dict[str, str]] = {
             +iou_crop=d.iou_crop
             +flip=d.flip
             +photometric=d.photometric)
+            -loading.check_one_size(detector.stride, [c.data.image_size], c.data.scales)
+            +loading.check_one_size(detector.stride, [c.data.image_size, *d.sizes], c.data.scales)
             -cache_images=c.data.cache_images)
             +cache_images=c.data.cache_images
             +sizes=square_sizes(d.sizes, d.image_size))
@@ -136,6 +138,8 @@ ALLOWED: dict[str, dict[str, str]] = {
             +transform = yolov3_transforms.yolov3_transform(colour=d.photometric
             +zoom=d.zoom
             +flip=d.flip)
+            -loading.check_one_size(detector.stride, [c.data.image_size], c.data.scales)
+            +loading.check_one_size(detector.stride, [c.data.image_size, *d.multi_scale], c.data.scales)
             -cache_images=c.data.cache_images)
             +cache_images=c.data.cache_images
             +sizes=variable_batches.VariableSizes(tuple(((side, side) for side in d.multi_scale or [d.image_size]))

@@ -46,6 +46,7 @@ CASES = {
     "no milestones": (["--schedule.name", "multistep"], ["schedule.milestones"]),
     "no such parameters": (["--optim.lr_multipliers", '{{"neck": 0.1}}'], ["optim.lr_multipliers.neck"]),
     "scales for a model of one size": (["--data.scales", "[64,96]"], ["data.scales", "one size"]),
+    "size that would be padded": (["--data.image_size", "100"], ["side 100", "multiple of 32", "96"]),
     "defective data": (["--data.train", str(DIRTY / "annotations" / "instances.json")], ["image 2)", "image 28)"]),
     "broken JSON": (["--data.train", str(DIRTY / "broken" / "truncated.json")], ["truncated.json", "line"]),
     "folder as name": (["--run.name", "a/b"], ["--run.name"]),
@@ -81,7 +82,7 @@ TAKE_ANY_SIZE = ("train_faster_rcnn", "train_sgg")
     "case", [pytest.param(case, marks=[pytest.mark.every_script] * (case in OF_EVERY_SCRIPT)) for case in CASES]
 )
 def test_one_message_and_code_2(server, script, settings, data, folder, case):
-    if case == "scales for a model of one size" and script.name in TAKE_ANY_SIZE:
+    if case in ("scales for a model of one size", "size that would be padded") and script.name in TAKE_ANY_SIZE:
         pytest.skip("its detectors take images of any size")
     given, wanted = CASES[case]
     if script.name != "train_detr":

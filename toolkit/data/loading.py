@@ -1,6 +1,6 @@
 """From the name of a split to its batches: what every script does with its `data` settings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -80,6 +80,20 @@ def check_same_classes(train: DetectionTable, val: DetectionTable) -> None:
             f"training data has {len(ours)} classes {ours}, validation data {len(theirs)} {theirs}: give both files "
             "the same categories in the same order"
         )
+
+
+def check_one_size(stride: int, sides: Sequence[int], scales: Sequence[int]) -> None:
+    """For detectors that ignore padding: raises BadInput for `scales`, or a side in pixels that is no multiple of
+    `stride`, whose images the loader would pad."""
+    faults = ["the detector needs images of one size: leave data.scales empty, set data.image_size"] if scales else []
+    faults += [
+        f"images of side {side} would be padded, which the detector ignores: give a multiple of {stride}, "
+        f"such as {max(1, round(side / stride)) * stride}"
+        for side in sides
+        if side % stride
+    ]
+    if faults:
+        raise BadInput(faults)
 
 
 def train_transform(image_size: int, scales: list[int], max_size: int, flip: bool, photometric: bool) -> Transform:
