@@ -100,7 +100,8 @@ def help_of(script: str) -> str:
 SMALL = "--data.format shapes --data.train train --data.val val --data.max_train_images 16 --run.max_steps 1"
 SMALL += " --run.epochs 1"
 SMALL += " --data.batch_size_per_device 2 --data.workers 0 --optim.accumulation_steps 1 --eval.batch_size_per_device 8"
-SMALL += " --model.pretrained_backbone false --data.overfit_batches 1 --run.tracker none --run.resume never"
+SMALL += " --model.pretrained null --model.pretrained_backbone false --data.overfit_batches 1"
+SMALL += " --run.tracker none --run.resume never"
 TRAINING = sorted({(Path(s).stem, shlex.join(a)) for _, c in COMMANDS for s, a in [split(c)]
                    if s and "/train_" in s and "--help" not in c and "--print_config" not in c
                    and "runs/" not in c})  # fmt: skip
