@@ -45,6 +45,8 @@ def report(table: DetectionTable) -> str:
                  f"{crowds} crowd regions, {len(table.categories)} classes")
     if table.predicates:
         lines.append(f"relations: {', '.join(table.predicates)}")
+    if table.attributes:
+        lines.append(f"attributes: {', '.join(table.attributes)}")
     return "\n".join(lines)
 
 

@@ -97,7 +97,7 @@ def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
 
 def entry(prediction: FilePrediction, predictor: Predictor) -> dict:
     height, width = prediction.image.shape[-2:]
-    detections = detections_as_json(prediction.found, predictor.categories)
+    detections = detections_as_json(prediction.found, predictor.categories, predictor.attributes)
     result = {"file_name": str(prediction.path), "width": width, "height": height, "detections": detections}
     if "pairs" in prediction.found:
         result["relations"] = relations_as_json(prediction.found, predictor.predicates)

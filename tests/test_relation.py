@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.ops import MultiScaleRoIAlign
 
+from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.finetune import map_weights
 from toolkit.models.relation import HEADS, HeadSizes, build_relation_head, losses
 from toolkit.models.relation.batch import RelationBatch, RelationOutput
 from toolkit.models.relation.frequency import predicate_weights
 from toolkit.models.relation.geometry import iou_plus_one, reading_order, rectangle_masks
-from toolkit.models.relation.postprocess import graph_to_json, late_nms, rank_triplets
+from toolkit.models.relation.postprocess import late_nms, rank_triplets
 from toolkit.models.relation.sampling import (
     join_samples,
     pairs_to_ask,
@@ -24,6 +25,7 @@ from toolkit.models.relation.sampling import (
 )
 from toolkit.models.relation.trees import grow_trees
 from toolkit.models.relation.union import UnionFeatures
+from toolkit.prediction import best_first, detections_as_json, relations_as_json
 
 CLASSES, PREDICATES = 6, 5
 SIZES = HeadSizes(CLASSES, PREDICATES, roi_dim=8, union_dim=10, hidden_dim=8, pooling_dim=10, embed_dim=4)
@@ -213,12 +215,11 @@ def test_a_box_that_lost_every_class_scores_nothing():
     assert sorted(graph["labels"].tolist()) == [-1, -1, 0, 1]
     assert (graph["scores"][graph["labels"] < 0] == 0).all()
     assert (graph["triplet_scores"].diff() <= 0).all()
-    written = json.loads(json.dumps(graph_to_json(graph, [7, 9], ["cat", "dog"], list("abcd"), top=3)))
-    assert sorted(str(entry["category_id"]) for entry in written["objects"]) == ["7", "9", "None", "None"]
-    best = written["triplets"][0]
-    assert len(written["triplets"]) == 3 and {best["subject"], best["object"]} == {
-        i for i, entry in enumerate(written["objects"]) if entry["category"]
-    }
+    found = best_first(graph)
+    categories = [Category(7, "cat"), Category(9, "dog")]
+    assert sorted(entry["category_id"] for entry in detections_as_json(found, categories)) == [7, 9]
+    written = json.loads(json.dumps(relations_as_json(found, list("abcd"))))
+    assert [sorted((entry["subject"], entry["object"])) for entry in written] == [[0, 1], [0, 1]]
 
 
 @settings(max_examples=30, deadline=None)

@@ -47,7 +47,7 @@ def batch(table):
     )[1]
     batch = next(iter(loader))
     for count, target in zip((0, 1, 1), batch.targets, strict=False):
-        target.update({key: target[key][:count] for key in ("boxes", "labels", "area", "iscrowd")})
+        target.update({key: target[key][:count] for key in ("boxes", "labels", "area", "iscrowd", "attributes")})
         target["relations"] = target["relations"][:0]
     batch.targets[2]["iscrowd"] = torch.ones(1, dtype=torch.int64)
     return batch
@@ -267,8 +267,8 @@ def test_pictures_and_json(table, tmp_path):
     graphs = json.loads(path.with_suffix(".json").read_text())
     assert len(graphs) == 2
     for graph in graphs.values():
-        for triplet in graph["triplets"]:
-            assert triplet["predicate"] in PREDICATES and triplet["subject"] < len(graph["objects"])
+        for relation in graph["relations"]:
+            assert relation["predicate"] in PREDICATES and relation["subject"] < len(graph["detections"])
     truth = {"boxes": np.array([[0.0, 0, 10, 10], [20, 20, 30, 30]]), "labels": np.array([1, 2]),
              "relations": np.array([[0, 1, 3]])}  # fmt: skip
     boxes, labels = np.array([[20.0, 20, 30, 30], [0, 0, 10, 9], [0, 0, 3, 3]]), np.array([2, 1, 1])

@@ -23,6 +23,7 @@ from toolkit.runs import chosen_weights, load_detector, open_run
 
 MAX_DETECTIONS = 300  # of one image; the number of queries of the DETR family
 MAX_RELATIONS = 100  # of one image, as recall counts
+MIN_ATTRIBUTE_SCORE = 0.5
 Found = dict[str, Tensor]
 
 
@@ -35,15 +36,17 @@ class Predictor:
     predict: `(images uint8 (3, H, W) RGB of any sizes, score_threshold)` -> one dict per image, on the CPU: `boxes
         (K, 4)` float32 xyxy in pixels of that image, as the detector gives them (transformers clips nothing); `scores
         (K,)` above the threshold, best first; `labels (K,)` int64; of scene graphs also `pairs (P, 2)` of positions in
-        `boxes`, `predicates (P,)` and `triplet_scores (P,)`, best first. What is found in an image does not depend on
+        `boxes`, `predicates (P,)` and `triplet_scores (P,)`, best first, and `attribute_scores (K, attributes)` if the
+        model tells any. What is found in an image does not depend on
         the images beside it: batches are made of images of one size, so none is padded to the size of another.
-    predicates: names, of scene graphs.
+    predicates, attributes: names, of scene graphs.
     """
 
     source: str
     categories: list[Category]
     predict: Callable[[Sequence[Tensor], float], list[Found]]
     predicates: Sequence[str] = ()
+    attributes: Sequence[str] = ()
 
     @property
     def class_names(self) -> list[str]:
@@ -64,8 +67,8 @@ def open_predictor(source: str | Path, weights: str | None = None, device: torch
     own = open_own_detector(source, weights)
     if own is None:
         return _open_transformers(source, device)
-    predicates = getattr(own.detector, "predicates", ())
-    return Predictor(own.source, own.categories, _own_predict(own.detector.to(device), own.size), predicates)
+    names = (getattr(own.detector, kind, ()) for kind in ("predicates", "attributes"))
+    return Predictor(own.source, own.categories, _own_predict(own.detector.to(device), own.size), *names)
 
 
 class OwnDetector(NamedTuple):
@@ -119,7 +122,7 @@ def _own_predict(detector: nn.Module, size: Mapping[str, int] | None):
             outputs = detector(batch.images, batch.sizes)
             of_group = detector.postprocess(outputs, batch.sizes, orig_sizes, score_threshold, MAX_DETECTIONS)
             for i, each in zip(group, of_group, strict=True):
-                found[i] = _sorted_on_host(each)
+                found[i] = best_first(each)
         return found
 
     return predict
@@ -157,7 +160,7 @@ def _open_transformers(source: str | Path, device: torch.device | str) -> Predic
             sizes = torch.tensor([_hw(images[i]) for i in group], device=device)
             of_group = processor.post_process_object_detection(model(**joined), score_threshold, target_sizes=sizes)
             for i, each in zip(group, of_group, strict=True):
-                found[i] = _sorted_on_host(each)
+                found[i] = best_first(each)
         return found
 
     return Predictor(str(source), categories, predict)
@@ -183,11 +186,12 @@ def _of_one_shape(tensors: Sequence[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _sorted_on_host(found: Mapping[str, Tensor]) -> Found:
+def best_first(found: Mapping[str, Tensor]) -> Found:
     """Best first, on the CPU; without the boxes of a scene graph that lost every class (label -1)."""
     order = found["scores"].argsort(descending=True, stable=True)
     order = order[found["labels"][order] >= 0]
-    result = {key: found[key][order] for key in ("boxes", "scores", "labels")}
+    of_objects = ("boxes", "scores", "labels", "attribute_scores")
+    result = {key: found[key][order] for key in of_objects if key in found}
     if "pairs" in found:
         place = torch.full_like(found["labels"], -1)
         place[order] = torch.arange(len(order), device=order.device)
@@ -281,9 +285,9 @@ def _decode_or_error(path: Path) -> Tensor | ImageError:
         return error
 
 
-def detections_as_json(found: Found, categories: Sequence[Category]) -> list[dict]:
+def detections_as_json(found: Found, categories: Sequence[Category], attributes: Sequence[str] = ()) -> list[dict]:
     """COCO results of one image, best first: `category_id` and `category` as in the training data, `bbox` [x, y,
-    width, height] in pixels, `score`."""
+    width, height] in pixels, `score`; with names of `attributes`, if the model tells any, those scoring above 0.5."""
     detections = []
     for (x1, y1, x2, y2), score, label in zip(*(found[k].tolist() for k in ("boxes", "scores", "labels")), strict=True):
         category = categories[label]
@@ -291,6 +295,10 @@ def detections_as_json(found: Found, categories: Sequence[Category]) -> list[dic
         detections.append(
             {"category_id": category.id, "category": category.name, "bbox": bbox, "score": round(score, 6)}
         )
+    if attributes and "attribute_scores" in found:
+        for detection, scores in zip(detections, found["attribute_scores"].tolist(), strict=True):
+            named = zip(attributes, scores, strict=True)
+            detection["attributes"] = [name for name, score in named if score > MIN_ATTRIBUTE_SCORE]
     return detections
 
 

@@ -230,6 +230,7 @@ class Training:
             "step": self.step,
             "categories": [asdict(category) for category in self.val_table.categories],
             "predicates": list(self.val_table.predicates),
+            "attributes": list(self.val_table.attributes),
             "sampler": self.sampler.state_dict(),
             "schedule": self.schedule.state_dict(),
             "total_steps": self.total_steps,

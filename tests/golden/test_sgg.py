@@ -570,7 +570,8 @@ def vg_folder(golden, tmp_path_factory) -> Path:
     (folder / "image_data.json").write_text(json.dumps(entries))
     names = {"label": data["ind_to_classes"].tolist()[1:], "predicate": data["ind_to_predicates"].tolist()[1:]}
     info = {f"{kind}_to_idx": {name: n + 1 for n, name in enumerate(listed)} for kind, listed in names.items()}
-    (folder / "VG-SGG-dicts-with-attri.json").write_text(json.dumps(info | {"attribute_to_idx": {"red": 1}}))
+    info["attribute_to_idx"] = {f"attribute {n + 1}": n + 1 for n in range(int(data["h5.attributes"].max(initial=0)))}
+    (folder / "VG-SGG-dicts-with-attri.json").write_text(json.dumps(info))
     (folder / "images").mkdir()
     for entry in entries:
         if entry["image_id"] not in data["image_ids_without_file"]:

@@ -27,7 +27,8 @@ def read_coco(
     check_images: True, "full" (decode each), "header", or False (the files are not looked at).
     The table and the verdict are cached by the content of the JSON, the options, and the names, sizes and times of
     the images, so that a second start reads neither. `rel_categories` and `rel_annotations`, or triplets `relations`
-    (rows of subject annotation id, object annotation id, predicate id), become `relations`.
+    (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids` of
+    annotations, ids of `attribute_categories`, become `attributes`.
     """
     if on_error not in ("raise", "drop"):
         raise BadInput(f"on_error is {on_error!r}; expected 'raise' or 'drop'")
@@ -51,15 +52,18 @@ def read_coco(
 
 
 def write_coco(table: DetectionTable, path: str | Path) -> None:
-    """Writes a table's images, boxes and relations as a COCO file, with the categories' original ids."""
+    """Writes a table's images, boxes, relations and attributes as a COCO file, with the categories' original ids."""
     images, annotations, relations = [], [], []
     for index in range(len(table)):
         row = table.row(index)
         images.append({"id": row["image_id"], **{key: row[key] for key in ("file_name", "width", "height")}})
         objects = {name: values.tolist() for name, values in row["objects"].items()}
-        for id_, (x1, y1, x2, y2), label, area, crowd in zip(*objects.values(), strict=True):
+        named = objects.pop("attributes", [()] * len(objects["id"]))
+        for id_, (x1, y1, x2, y2), label, area, crowd, attributes in zip(*objects.values(), named, strict=True):
             annotations.append({"id": id_, "image_id": row["image_id"], "category_id": table.categories[label].id,
                                 "bbox": [x1, y1, x2 - x1, y2 - y1], "area": area, "iscrowd": crowd})
+            if table.attributes:
+                annotations[-1]["attribute_ids"] = [attribute for attribute in attributes if attribute]
         for subject, object_, predicate in zip(*(part.tolist() for part in row["relations"].values()), strict=True):
             relations.append({"id": len(relations) + 1, "image_id": row["image_id"],
                               "subject_id": objects["id"][subject], "object_id": objects["id"][object_],
@@ -69,6 +73,8 @@ def write_coco(table: DetectionTable, path: str | Path) -> None:
     if table.predicates:
         document["rel_categories"] = [{"id": row + 1, "name": name} for row, name in enumerate(table.predicates)]
         document["rel_annotations"] = relations
+    if table.attributes:
+        document["attribute_categories"] = [{"id": row + 1, "name": name} for row, name in enumerate(table.attributes)]
     Path(path).write_text(json.dumps(document))
 
 
@@ -108,6 +114,8 @@ def _read(annotation_file: Path, image_dir: Path | None, check_images: bool | st
         cache_file=cache_file,
         categories=valid.categories,
         predicates=valid.predicates,
+        attributes=valid.attributes,
+        attribute_columns=valid.attribute_columns,
         image_root=image_root.resolve(),
         problems=problems,
         name=str(annotation_file),

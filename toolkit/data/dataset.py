@@ -23,11 +23,12 @@ def row_target(row: dict, size_hw: tuple[int, int]) -> Target:
     """The target of a table row, for its image of `size_hw` as decoded.
 
     image_id; boxes (N, 4) float32 xyxy; labels (N,) int64; area (N,) float32; iscrowd (N,) int64; relations (R, 3)
-    int64 subject, object, predicate; orig_size and size (2,) int64 (h, w).
+    int64 subject, object, predicate; orig_size and size (2,) int64 (h, w). Of tables with attributes also attributes
+    (N, A) int64, ids from 1, 0 after the last.
     """
     objects, relations = row["objects"], row["relations"]
     ends = [relations[name] for name in ("subject", "object", "predicate")]
-    return {
+    target = {
         "image_id": row["image_id"],
         "boxes": torch.from_numpy(objects["bbox"]),
         "labels": torch.from_numpy(objects["category"]),
@@ -37,6 +38,9 @@ def row_target(row: dict, size_hw: tuple[int, int]) -> Target:
         "orig_size": torch.tensor(size_hw),
         "size": torch.tensor(size_hw),
     }
+    if "attributes" in objects:
+        target["attributes"] = torch.from_numpy(objects["attributes"])
+    return target
 
 
 class DetectionDataset(torch.utils.data.Dataset):

@@ -3,7 +3,8 @@
     python -m toolkit.data.shapes --out DIR [--train-images 1000 --val-images 200 --image-size 128 --seed 0]
 
 writes an ordinary COCO data set: DIR/train/*.jpg, DIR/val/*.jpg, DIR/annotations/{train,val}.json, the JSON with
-`rel_categories` and `rel_annotations` beside the usual keys.
+`rel_categories`, `rel_annotations`, `attribute_categories` and, for each annotation, `attribute_ids` (its texture)
+beside the usual keys.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from toolkit.data.table import cache_root
 from toolkit.errors import BadInput
 
-VERSION = 3  # part of the cache folder's name: raise it when the pictures change
+VERSION = 4  # part of the cache folder's name: raise it when pictures or annotations change
 CLASSES = ("circle", "square", "triangle", "star")
 PREDICATES = ("left of", "right of", "above", "below", "inside", "contains", "overlaps", "larger than")
 SPLITS = ("train", "val")
@@ -30,6 +31,7 @@ MAX_OBJECTS = 6
 MIN_VISIBLE = 0.5  # of an object's pixels; a placement that would hide more of an earlier one is drawn again
 PLACEMENTS = 12
 TEXTURES = {"circle": "rings", "square": "checks", "triangle": "stripes", "star": "shading"}  # most often
+ATTRIBUTES = (*TEXTURES.values(), "blotches")
 TYPICAL = 0.75  # how often a shape has the texture of its class; else it has any
 RADIUS = (0.12, 0.28)  # of the image side
 STRETCH = {"triangle": 1.3, "star": 1.15}  # their corners reach further out, so that all shapes cover like areas
@@ -39,14 +41,15 @@ NESTED = 0.15  # how often a shape is put on the middle of an earlier, larger on
 def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tuple[np.ndarray, list[dict], list[tuple]]:
     """One picture, a function of its arguments alone.
 
-    Returns uint8 (image_size, image_size, 3); objects {category: 0-based, bbox: xywh of the visible pixels, area:
-    number of visible pixels}; relations (subject, object, predicate), rows of the objects and of PREDICATES.
+    Returns uint8 (image_size, image_size, 3); objects {category: 0-based, texture: row of ATTRIBUTES, bbox: xywh of the
+    visible pixels, area: number of visible pixels}; relations (subject, object, predicate), rows of the objects and of
+    PREDICATES.
     """
     rng = np.random.default_rng([seed, SPLITS.index(split), index])
     canvas = _background(rng, image_size)
     owner = np.full((image_size, image_size), -1, np.int8)  # which object shows at each pixel
     full_areas: list[int] = []
-    categories: list[int] = []
+    kinds: list[dict[str, int]] = []
     circles: list[tuple[float, float, float]] = []  # centre x, centre y, radius of each shape
     for _ in range(int(rng.integers(1, MAX_OBJECTS + 1))):
         for _ in range(PLACEMENTS):
@@ -55,14 +58,14 @@ def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tupl
             coverage, local = _cover(rng, CLASSES[category], image_size, *circle)
             mask = coverage > 0.5
             if mask.any() and _all_visible(owner, mask, full_areas):
-                _paint(rng, canvas, coverage, local, TEXTURES[CLASSES[category]])
-                owner[mask] = len(categories)
+                texture = _paint(rng, canvas, coverage, local, TEXTURES[CLASSES[category]])
+                owner[mask] = len(kinds)
                 full_areas.append(int(mask.sum()))
-                categories.append(category)
+                kinds.append({"category": category, "texture": ATTRIBUTES.index(texture)})
                 circles.append(circle)
                 break
     canvas += rng.normal(0, rng.uniform(2, 9), canvas.shape).astype(np.float32)
-    objects = [_visible(owner == row, category) for row, category in enumerate(categories)]
+    objects = [kind | _visible(owner == row) for row, kind in enumerate(kinds)]
     return canvas.clip(0, 255).astype(np.uint8), objects, _relations(objects)
 
 
@@ -121,7 +124,8 @@ def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) 
         images.append({"id": image_id, "file_name": name, "width": image_size, "height": image_size})
         for row, item in enumerate(objects):
             annotations.append({"id": first + row, "image_id": image_id, "category_id": item["category"] + 1,
-                                "bbox": item["bbox"], "area": item["area"], "iscrowd": 0})
+                                "bbox": item["bbox"], "area": item["area"], "iscrowd": 0,
+                                "attribute_ids": [item["texture"] + 1]})
         for subject, object_, predicate in triples:
             relations.append({"id": len(relations) + 1, "image_id": image_id, "subject_id": first + subject,
                               "object_id": first + object_, "predicate_id": predicate + 1})
@@ -132,6 +136,7 @@ def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) 
         "categories": [{"id": row + 1, "name": name} for row, name in enumerate(CLASSES)],
         "rel_categories": [{"id": row + 1, "name": name} for row, name in enumerate(PREDICATES)],
         "rel_annotations": relations,
+        "attribute_categories": [{"id": row + 1, "name": name} for row, name in enumerate(ATTRIBUTES)],
     }
     (out / "annotations" / f"{split}.json").write_text(json.dumps(document))
 
@@ -215,14 +220,14 @@ def _all_visible(owner: np.ndarray, mask: np.ndarray, full_areas: list[int]) -> 
     return bool((shown >= MIN_VISIBLE * np.array(full_areas)).all()) if full_areas else True
 
 
-def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, local: tuple, typical: str) -> None:
-    """Blends a shape, mostly with its class's typical texture, and with a dark rim into `canvas`."""
+def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, local: tuple, typical: str) -> str:
+    """Blends a shape with a dark rim and a texture, mostly that of its class, into `canvas`; returns the texture."""
     u, v, inside, radius = local
     under = canvas[coverage > 0.5].mean(axis=0)
     colours = [_colour(rng, (0.35, 1.0), (0.35, 1.0)) for _ in range(8)]
     colour = max(colours[: int(rng.integers(2, 9))], key=lambda c: float(abs(c - under).sum()))
     period = rng.uniform(4, 8)
-    texture = typical if rng.uniform() < TYPICAL else (*TEXTURES.values(), "blotches")[int(rng.integers(5))]
+    texture = typical if rng.uniform() < TYPICAL else ATTRIBUTES[int(rng.integers(5))]
     if texture == "stripes":
         pattern = np.sin(2 * np.pi * u / period)
     elif texture == "checks":
@@ -237,13 +242,13 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, l
     rim = ((1.5 - inside).clip(0, 1) * rng.uniform(0.2, 0.55))[..., None]
     paint = paint * (1 - rim)
     canvas += coverage[..., None] * (paint - canvas)
+    return texture
 
 
-def _visible(mask: np.ndarray, category: int) -> dict:
+def _visible(mask: np.ndarray) -> dict:
     columns, rows = np.flatnonzero(mask.any(axis=0)), np.flatnonzero(mask.any(axis=1))
     x, y = int(columns[0]), int(rows[0])
     return {
-        "category": category,
         "bbox": [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y],
         "area": int(mask.sum()),
     }

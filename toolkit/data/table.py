@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from toolkit.errors import BadInput
 
-TABLE_VERSION = 1  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
+TABLE_VERSION = 2  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
 
 OBJECT_TYPES = {
     "id": pa.int64(),
@@ -27,6 +27,7 @@ OBJECT_TYPES = {
     "area": pa.float32(),  # square pixels
     "iscrowd": pa.int8(),
 }
+ATTRIBUTE_ID = pa.int32()  # of `objects` where the data name attributes: a fixed number for each object
 RELATION_TYPES = {"subject": pa.int64(), "object": pa.int64(), "predicate": pa.int64()}  # rows of this image's objects
 BATCH_ROWS = 16384
 BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
@@ -70,7 +71,9 @@ class DetectionTable:
 
     rows: columns `image_id` (int64 or string), `file_name`, `image` (encoded bytes; only when embedded), `width`,
         `height`, `objects {id, bbox (xyxy float32, absolute), category (0-based), area, iscrowd}` and
-        `relations {subject, object, predicate}` (rows of the image's objects and of `predicates`).
+        `relations {subject, object, predicate}` (rows of the image's objects and of `predicates`). Where there are
+        `attributes`, `objects` has that column too: ids from 1, a fixed number for each object, 0 after the last.
+    attributes: names in the order of their ids; none: the data name none, and there is no such column.
     image_root: folder that `file_name` is relative to; None when the images are embedded.
     problems: what validation found and repaired or dropped.
     fingerprint: hash of rows and categories, whatever folder they were read from.
@@ -79,6 +82,7 @@ class DetectionTable:
     rows: datasets.Dataset
     categories: tuple[Category, ...]
     predicates: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
     image_root: Path | None = None
     problems: list[Problem] = field(default_factory=list)
     name: str = ""
@@ -90,7 +94,8 @@ class DetectionTable:
     def row(self, index: int) -> dict:
         """One image: the columns of `rows` with `objects` and `relations` as dicts of own (writable) NumPy arrays.
 
-        `bbox` is (N, 4) float32, `area` float32, everything else int64. Raises IndexError outside 0 <= index < len.
+        `bbox` is (N, 4) float32, `area` float32, everything else int64, `attributes` (where there are any) (N, A).
+        Raises IndexError outside 0 <= index < len.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a table of {len(self)} images")
@@ -148,8 +153,7 @@ class _Batch:
         ids = batch.column("image_id")
         self.int_ids = ids.to_numpy() if pa.types.is_integer(ids.type) else None
         self.sizes_hw = np.stack([batch.column(name).to_numpy().astype(np.int64) for name in ("height", "width")], 1)
-        self.objects = {name: _list_view(batch.column("objects").field(name)) for name in OBJECT_TYPES}
-        self.relations = {name: _list_view(batch.column("relations").field(name)) for name in RELATION_TYPES}
+        self.objects, self.relations = _list_views(batch.column("objects")), _list_views(batch.column("relations"))
 
     def image_ids(self) -> np.ndarray:
         if self.int_ids is not None:
@@ -167,8 +171,12 @@ class _Batch:
         return row
 
 
+def _list_views(column: pa.StructArray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    return {column.type.field(i).name: _list_view(column.field(i)) for i in range(column.type.num_fields)}
+
+
 def _list_view(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets, values) of a list column as views on the mapped file; lists of 4 become rows of an (N, 4) array."""
+    """(offsets, values) of a list column as views on the mapped file; lists of A become rows of an (N, A) array."""
     values = column.values
     if isinstance(values, pa.FixedSizeListArray):
         return column.offsets.to_numpy(), values.values.to_numpy().reshape(-1, values.type.list_size)
@@ -196,6 +204,8 @@ def write_table(
     cache_file: Path,
     categories: Sequence[Category],
     predicates: Sequence[str] = (),
+    attributes: Sequence[str] = (),
+    attribute_columns: int = 0,
     image_root: Path | None = None,
     problems: Sequence[Problem] = (),
     name: str = "",
@@ -205,6 +215,7 @@ def write_table(
 
     Two files: an Arrow stream named after its content, and `cache_file` (JSON: classes, problems, name of the Arrow
     file), which is put in place last and in one step. A reader never meets half a table; of two writers one wins.
+    attribute_columns: ids that `objects["attributes"]` has for each object, padding included; needed with `attributes`.
     checked: whatever the caller wants back from `open_table` to decide whether the cache still holds.
     """
     try:
@@ -215,8 +226,18 @@ def write_table(
                        "folder that can") from error
     os.close(descriptor)
     try:
-        _write_stream(rows, Path(temporary))
-        return _publish(Path(temporary), cache_file, categories, predicates, image_root, problems, name, checked)
+        _write_stream(rows, Path(temporary), attribute_columns)
+        info = {
+            "version": TABLE_VERSION,
+            "categories": [[category.id, category.name] for category in categories],
+            "predicates": list(predicates),
+            "attributes": list(attributes),
+            "image_root": None if image_root is None else str(image_root),
+            "problems": [dataclasses.astuple(problem) for problem in problems],
+            "name": name,
+            "checked": dict(checked or {}),
+        }
+        return _publish(Path(temporary), cache_file, info)
     except OSError as error:
         raise BadInput(f"{cache_file.parent}: the table could not be written ({error.strerror or error}); free space "
                        "or set DETECTION_TOOLKIT_CACHE to another folder") from error
@@ -224,34 +245,15 @@ def write_table(
         Path(temporary).unlink(missing_ok=True)
 
 
-def _publish(
-    temporary: Path,
-    cache_file: Path,
-    categories: Sequence[Category],
-    predicates: Sequence[str],
-    image_root: Path | None,
-    problems: Sequence[Problem],
-    name: str,
-    checked: Mapping[str, str] | None,
-) -> DetectionTable:
-    described = [[category.id, category.name] for category in categories]
+def _publish(temporary: Path, cache_file: Path, info: dict) -> DetectionTable:
+    names = [info["categories"], info["predicates"], *([info["attributes"]] if info["attributes"] else [])]
     with open(temporary, "rb") as stream:
         digest = hashlib.file_digest(stream, hashlib.blake2b)
-    digest.update(json.dumps([described, list(predicates)]).encode())
+    digest.update(json.dumps(names).encode())
     fingerprint = digest.hexdigest()[:32]
     arrow_file = cache_file.with_name(f"{fingerprint}.arrow")
     os.replace(temporary, arrow_file)
-    info = {
-        "version": TABLE_VERSION,
-        "arrow": arrow_file.name,
-        "fingerprint": fingerprint,
-        "categories": described,
-        "predicates": list(predicates),
-        "image_root": None if image_root is None else str(image_root),
-        "problems": [dataclasses.astuple(problem) for problem in problems],
-        "name": name,
-        "checked": dict(checked or {}),
-    }
+    info |= {"arrow": arrow_file.name, "fingerprint": fingerprint}
     write_json(cache_file, info)
     return _from_info(cache_file, info)
 
@@ -283,6 +285,7 @@ def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
         rows=datasets.Dataset.from_file(str(cache_file.with_name(info["arrow"]))),
         categories=tuple(Category(*category) for category in info["categories"]),
         predicates=tuple(info["predicates"]),
+        attributes=tuple(info["attributes"]),
         image_root=None if info["image_root"] is None else Path(info["image_root"]),
         problems=[Problem(*problem) for problem in info["problems"]],
         name=info["name"],
@@ -290,21 +293,24 @@ def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
     )
 
 
-def _schema(first: Mapping | None) -> pa.Schema:
+def _schema(first: Mapping | None, attribute_columns: int) -> pa.Schema:
     string_ids = first is not None and isinstance(first["image_id"], str)
     fields = {"image_id": pa.string() if string_ids else pa.int64(), "file_name": pa.string()}
     if first is not None and "image" in first:
         fields["image"] = pa.binary()
     fields |= {"width": pa.int64(), "height": pa.int64()}
-    for name, types in (("objects", OBJECT_TYPES), ("relations", RELATION_TYPES)):
+    of_objects = OBJECT_TYPES
+    if attribute_columns:
+        of_objects = of_objects | {"attributes": pa.list_(ATTRIBUTE_ID, attribute_columns)}
+    for name, types in (("objects", of_objects), ("relations", RELATION_TYPES)):
         fields[name] = pa.struct({key: pa.list_(type_) for key, type_ in types.items()})
     return pa.schema(fields)
 
 
-def _write_stream(rows: Iterable[Mapping], path: Path) -> None:
+def _write_stream(rows: Iterable[Mapping], path: Path, attribute_columns: int) -> None:
     rows = iter(rows)
     first = next(rows, None)
-    schema = _schema(first)
+    schema = _schema(first, attribute_columns)
     batch, size = [], 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for row in chain([] if first is None else [first], rows):

@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as F
 Target = dict[str, object]
 Transform = Callable[[Tensor, Target, torch.Generator], tuple[Tensor, Target]]
 
-PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "mixup")  # the last: toolkit.data.mixup only
+PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "mixup")  # the last: toolkit.data.mixup only
 DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
 
 

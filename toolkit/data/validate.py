@@ -22,12 +22,15 @@ class Document:
     rows: list[dict]
     categories: tuple[Category, ...]
     predicates: tuple[str, ...]
+    attributes: tuple[str, ...]
+    attribute_columns: int  # ids of each object, padding included; 0: no attributes
     problems: list[Problem]
     listed: set[str]  # every file_name of the document, those of unusable records too
 
 
 def validate_document(document: object, file: str) -> Document:
-    """Checks a parsed COCO document (`images`, `annotations`, `categories`, optional `rel_*`) and makes rows of it.
+    """Checks a parsed COCO document (`images`, `annotations`, `categories`, optional `rel_*`, `attribute_categories`)
+    and makes rows of it.
 
     Relations are `rel_annotations`, or triplets in `relations`; see `read_coco`. A repeated one is kept with a warning:
     it counts repeatedly in training and recall, as published numbers have it.
@@ -39,14 +42,17 @@ def validate_document(document: object, file: str) -> Document:
     problems: list[Problem] = []
     categories, labels = _categories(document["categories"], file, "category", problems)
     rows, unusable = _images(document["images"], file, problems)
-    places = _annotations(document["annotations"], file, rows, labels, problems)
+    attributes, attribute_rows = _categories(document.get("attribute_categories") or [], file, "attribute", problems)
+    places = _annotations(document["annotations"], file, rows, labels, attribute_rows, problems)
     predicates, predicate_rows = _categories(document.get("rel_categories") or [], file, "predicate", problems)
     relations = [*(document.get("rel_annotations") or []), *map(_as_entry, document.get("relations") or [])]
     _relations(relations, file, rows, places, predicate_rows, problems)
     usable = [row for image_id, row in rows.items() if image_id not in unusable]
     listed = {entry["file_name"] for entry in document["images"]
               if isinstance(entry, Mapping) and isinstance(entry.get("file_name"), str)}
-    return Document(usable, categories, tuple(predicate.name for predicate in predicates), problems, listed)
+    names = (tuple(entry.name for entry in entries) for entries in (predicates, attributes))
+    columns = _pad_attributes(usable) if attributes else 0
+    return Document(usable, categories, *names, columns, problems, listed)
 
 
 def settle(problems: list[Problem], on_error: str, file: str) -> None:
@@ -80,7 +86,7 @@ def _check_top(document: object, file: str) -> None:
         raise BadInput(f"{file}: expected an object with `images`, `annotations`, `categories`; found a {kind}{hint}")
     keys = ("images", "annotations", "categories")
     faults = [f"{file}: key `{key}` missing" for key in keys if key not in document]
-    for key in (*keys, "rel_categories", "rel_annotations", "relations"):
+    for key in (*keys, "rel_categories", "rel_annotations", "relations", "attribute_categories"):
         if key in document and not isinstance(document[key], list):
             faults.append(f"{file}: `{key}` is a {type(document[key]).__name__}; expected a list")
     for key in ("images", "categories"):
@@ -198,7 +204,9 @@ def _empty_row(entry: Mapping) -> dict:
     }
 
 
-def _annotations(entries: list, file: str, rows: dict, labels: dict, problems: list[Problem]) -> dict:
+def _annotations(
+    entries: list, file: str, rows: dict, labels: dict, attributes: dict, problems: list[Problem]
+) -> dict:
     """Fills the rows' objects; returns annotation id -> (image id, row among its objects), -1 for a dropped one."""
     times: dict[int, int] = {}
     for entry in entries:
@@ -214,6 +222,7 @@ def _annotations(entries: list, file: str, rows: dict, labels: dict, problems: l
         row = rows.get(image_id) if _is_id(image_id) else None
         box, faults, repairs = _box(entry.get("bbox"), row) if "bbox" in entry else (None, ["`bbox` missing"], [])
         faults += _annotation_faults(entry, number, times, labels, row is not None)
+        faults += _attribute_faults(entry, attributes)
         if faults or repairs:
             shown = row["file_name"] if row and isinstance(row["file_name"], str) else file
             for severity, messages in (("error", faults), ("warning", repairs)):
@@ -231,6 +240,9 @@ def _annotations(entries: list, file: str, rows: dict, labels: dict, problems: l
         objects["category"].append(labels[entry["category_id"]])
         objects["area"].append(_area(entry, box, bool(repairs)))
         objects["iscrowd"].append(int(entry.get("iscrowd", 0)))
+        if attributes:
+            ids = dict.fromkeys(entry.get("attribute_ids", ()))
+            objects.setdefault("attributes", []).append([attributes[id_] + 1 for id_ in ids])
     for image_id, count in bereft.items():
         if not rows[image_id]["objects"]["id"]:
             message = f"none of its {count} annotations is usable; with on_error drop it becomes a background image"
@@ -256,6 +268,25 @@ def _annotation_faults(entry: Mapping, number: int, times: Mapping, labels: Mapp
     if entry.get("iscrowd", 0) not in (0, 1):
         faults.append(f"`iscrowd` is {entry['iscrowd']!r}; expected 0 or 1")
     return faults
+
+
+def _attribute_faults(entry: Mapping, attributes: Mapping) -> list[str]:
+    """attributes: row of each id; none: the document has no attributes, and `attribute_ids` is an unknown key."""
+    ids = entry.get("attribute_ids", [])
+    if not attributes:
+        return []
+    if not isinstance(ids, list):
+        return [f"`attribute_ids` is {ids!r}; expected a list of ids of `attribute_categories`"]
+    return [f"attribute {id_!r} is not defined" for id_ in ids if not _is_id(id_) or id_ not in attributes]
+
+
+def _pad_attributes(rows: list[dict]) -> int:
+    """Fills the attribute ids of every object up with 0 to one length, which is returned."""
+    lists = [row["objects"].setdefault("attributes", []) for row in rows]
+    columns = max((len(ids) for of_image in lists for ids in of_image), default=0) or 1
+    for of_image in lists:
+        of_image[:] = [ids + [0] * (columns - len(ids)) for ids in of_image]
+    return columns
 
 
 def _box(bbox: object, row: Mapping | None) -> tuple[tuple[float, ...] | None, list[str], list[str]]:

@@ -2,7 +2,7 @@
 
 `VG-SGG-with-attri.h5` holds boxes and relations, `VG-SGG-dicts-with-attri.json` the names, `image_data.json` the image
 sizes. Classes, predicates and attributes are counted from 1 in the files; the arrays here keep that, the table counts
-classes and predicates from 0.
+classes and predicates from 0. Where no attributes are named, none are read.
 """
 
 import hashlib
@@ -174,16 +174,17 @@ def read_visual_genome(
 
 
 def _write(graphs, files, image_dir: Path, split: str, check_images, cache_file: Path, name: str) -> DetectionTable:
-    classes, predicates, _ = load_names(files[1])
+    classes, predicates, attributes = load_names(files[1])
     with h5py.File(files[0], "r") as h5:
         images = load_image_list(files[2], image_dir, len(h5["split"]))
+        columns = h5["attributes"].shape[1] if "attributes" in h5 else NUM_ATTRIBUTE_COLUMNS
     rows, problems = [], []
     for place, image in enumerate(graphs.index):
-        faults = _faults(graphs, place, len(classes), len(predicates))
+        faults = _faults(graphs, place, len(classes), len(predicates), len(attributes))
         image_id = images[image]["image_id"]
         problems += [Problem(severity, str(files[0]), image_id, None, message) for severity, message in faults]
         if not any(severity == "error" for severity, _ in faults):
-            rows.append(_row(graphs, place, images[image], drop=split == "train"))
+            rows.append(_row(graphs, place, images[image], drop=split == "train", attributes=bool(attributes)))
     checked = {}
     if check_images and rows:
         found, checked = check_image_files(rows, {f"{e['image_id']}.jpg" for e in images}, image_dir, check_images)
@@ -195,6 +196,8 @@ def _write(graphs, files, image_dir: Path, split: str, check_images, cache_file:
         cache_file=cache_file,
         categories=[Category(number + 1, class_name) for number, class_name in enumerate(classes)],
         predicates=predicates,
+        attributes=attributes,
+        attribute_columns=columns if attributes else 0,
         image_root=image_dir.resolve(),
         problems=problems,
         name=name,
@@ -202,25 +205,30 @@ def _write(graphs, files, image_dir: Path, split: str, check_images, cache_file:
     )
 
 
-def _faults(graphs: Graphs, place: int, num_classes: int, num_predicates: int) -> list[tuple[str, str]]:
+def _faults(
+    graphs: Graphs, place: int, num_classes: int, num_predicates: int, num_attributes: int
+) -> list[tuple[str, str]]:
     labels, relations = graphs.labels[place], graphs.relations[place]
     faults = []
     if len(wrong := np.setdiff1d(labels, np.arange(1, num_classes + 1))):
         faults.append(("error", f"class {int(wrong[0])} is not defined; ids are 1 .. {num_classes}"))
     if len(wrong := np.setdiff1d(relations[:, 2], np.arange(1, num_predicates + 1))):
         faults.append(("error", f"predicate {int(wrong[0])} is not defined; ids are 1 .. {num_predicates}"))
+    wrong = np.setdiff1d(graphs.attributes[place], np.arange(num_attributes + 1))
+    if num_attributes and len(wrong):
+        faults.append(("error", f"attribute {int(wrong[0])} is not defined; ids are 1 .. {num_attributes}, 0 for none"))
     if (relations[:, 0] == relations[:, 1]).any():
         faults.append(("warning", "a relation of a box to itself, kept"))
     return faults
 
 
-def _row(graphs: Graphs, place: int, entry: dict, drop: bool) -> dict:
+def _row(graphs: Graphs, place: int, entry: dict, drop: bool, attributes: bool) -> dict:
     size_wh = entry["width"], entry["height"]
     boxes = clip_boxes(scale_boxes(graphs.boxes[place], size_wh), size_wh)
-    labels, relations = graphs.labels[place], graphs.relations[place]
+    labels, relations, of_objects = graphs.labels[place], graphs.relations[place], graphs.attributes[place]
     if drop:
         keep, relations = drop_empty(boxes, relations)
-        boxes, labels = boxes[keep], labels[keep]
+        boxes, labels, of_objects = boxes[keep], labels[keep], of_objects[keep]
     objects = {
         "id": list(range(1, len(boxes) + 1)),
         "bbox": boxes.tolist(),
@@ -228,6 +236,8 @@ def _row(graphs: Graphs, place: int, entry: dict, drop: bool) -> dict:
         "area": (boxes[:, 2:] - boxes[:, :2]).prod(1).tolist(),
         "iscrowd": [0] * len(boxes),
     }
+    if attributes:
+        objects["attributes"] = of_objects.tolist()
     ends = zip(("subject", "object", "predicate"), (relations - [0, 0, 1]).T.tolist(), strict=True)
     row = {"image_id": entry["image_id"], "file_name": f"{entry['image_id']}.jpg"}
     return row | {"width": size_wh[0], "height": size_wh[1], "objects": objects, "relations": dict(ends)}

@@ -253,6 +253,7 @@ def _numbers(rows: list[dict]) -> list[str]:
     if not columns:
         return ["There is no evaluation with ground truth yet."]
     metrics = [f"{name}@{k}" for name in GRAPH_METRICS for k in (20, 50, 100)] if graphs else []
+    metrics += ["attribute_R_precision"] if any("val/attribute_R_precision" in row for row in rows) else []
     metrics += [f"bbox_{name}" for name in BOX_METRICS] if any("val/bbox_AP" in row for row in rows) else []
     metrics += ["loss"]
     parts = ["## Numbers", _markdown(["metric", *columns], [_cells(m, columns) for m in metrics])]

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from toolkit.data.images import decode_image
 from toolkit.evaluation.draw import BACKGROUND, COLOURS, GAP, PANEL, TEXT, choose_images, text_font
-from toolkit.models.relation.postprocess import graph_to_json
+from toolkit.prediction import best_first, detections_as_json, relations_as_json
 
 LINE = 18  # height in pixels of a line of text below a picture
 RIGHT, WRONG = "#117733", "#D55E00"
@@ -17,12 +17,14 @@ MOST_ARROWS = 12
 
 
 def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
-    """JSON {image id: {"objects", "triplets"}} of the images that `draw_graphs` draws; see `graph_to_json`."""
-    ids, names = [category.id for category in table.categories], table.class_names
+    """JSON {image id: {"detections", "relations"}}, as predict.py has them, of the images that `draw_graphs` draws."""
     graphs = {}
     for row in map(table.row, choose_images(table, count)):
-        graph = predictions[row["image_id"]]
-        graphs[str(row["image_id"])] = graph_to_json(graph, ids, names, table.predicates)
+        found = best_first(predictions[row["image_id"]])
+        graphs[str(row["image_id"])] = {
+            "detections": detections_as_json(found, table.categories, table.attributes),
+            "relations": relations_as_json(found, table.predicates),
+        }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(graphs, indent=1))

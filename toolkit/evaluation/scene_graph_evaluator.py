@@ -11,6 +11,7 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.arrays import check_image_ids
 from toolkit.evaluation.coco import CocoEvaluator, align
 from toolkit.evaluation.scene_graph import PROTOCOLS, evaluate_scene_graphs
+from toolkit.models.relation.losses import attribute_targets
 
 TOP = (20, 50, 100)
 
@@ -53,12 +54,13 @@ class SceneGraphEvaluator:
         Args:
             predictions: for every image id `boxes (M, 4)` xyxy in original pixels, `scores (M,)`, `labels (M,)` from 0
                 (-1: no class), `pairs (P, 2)`, best first, `predicate_scores (P, predicates)`. Where boxes were given
-                (predcls, sgcls) `true_labels (N,)` and `true_relations (R, 3)` are the graph whose boxes the
-                predictions have: a box that resizing left without width is in neither. Without pairs: none.
+                (predcls, sgcls) `true_labels (N,)` and `true_relations (R, 3)` (and `true_attributes (N, A)`) are the
+                graph whose boxes the predictions have: a box that resizing left without width is in neither. Without
+                pairs: none. `attribute_scores (M, attributes)`, if the model tells any.
 
         Returns:
-            `R@20`, ..., `mR@100`, ..., `mR@100/<predicate>`, and the COCO numbers with predicted labels; None where
-            undefined.
+            `R@20`, ..., `mR@100`, ..., `mR@100/<predicate>`, and the COCO numbers with predicted labels; of given boxes
+            with attribute scores `attribute_R_precision`, see `attribute_r_precision`; None where undefined.
 
         Raises:
             BadInput: image ids of predictions and table differ.
@@ -70,16 +72,19 @@ class SceneGraphEvaluator:
             truths, found, self.mode, len(self.table.predicates), self.zero_shot, top=TOP, protocol=self.protocol
         )
         row = metrics.as_row(self.table.predicates)
+        scores = [predictions[image_id].get("attribute_scores") for image_id in self.image_ids]
+        if self.mode != "sgdet" and self.table.attributes and all(each is not None for each in scores):
+            row["attribute_R_precision"] = attribute_r_precision([truth["attributes"] for truth in truths], scores)
         if self._boxes is not None:
             row |= self._boxes.evaluate({image_id: _with_class(p) for image_id, p in predictions.items()})
         return row
 
     def truth(self, image_id: int | str, prediction: Mapping) -> dict[str, np.ndarray]:
-        """The graph that a prediction is compared with: `boxes`, `labels`, `relations`."""
+        """The graph that a prediction is compared with: `boxes`, `labels`, `relations` and, if any, `attributes`."""
         if "true_relations" not in prediction:
             return self._truths[image_id]
-        parts = {"boxes": "boxes", "labels": "true_labels", "relations": "true_relations"}
-        return {name: np.asarray(prediction[key]) for name, key in parts.items()}
+        parts = {name: f"true_{name}" for name in ("labels", "relations", "attributes")} | {"boxes": "boxes"}
+        return {name: np.asarray(prediction[key]) for name, key in parts.items() if key in prediction}
 
     def describe(self, scores: Mapping, predictions: Mapping) -> str:
         """Text: the metrics by K, then the predicates with how often they occur and their recall."""
@@ -95,6 +100,8 @@ class SceneGraphEvaluator:
             for name, count in zip(self.table.predicates, counts, strict=True)
         ]
         lines = [align(rows), "", align(found)]
+        if "attribute_R_precision" in scores:
+            lines.append(f"attributes: R-precision {_number(scores['attribute_R_precision'])}")
         if self._boxes is not None:
             lines.append(f"boxes: AP {_number(scores['bbox_AP'])}, AP50 {_number(scores['bbox_AP50'])}")
         return "\n".join(lines)
@@ -107,14 +114,33 @@ class SceneGraphEvaluator:
         return draw_graphs(self.table, predictions, count, path)
 
 
+def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | None:
+    """Share of the annotated attributes that are among the k best of their object, k being how many it has annotated.
+
+    attributes: per image (N, A) ids from 1, 0 after the last; scores: per image (N, attributes), of the same objects.
+    Of equal scores the lower id is the better one. None: no object has any.
+    """
+    found = annotated = 0
+    for ids, of_objects in zip(attributes, scores, strict=True):
+        of_objects = torch.as_tensor(of_objects)
+        right = attribute_targets(torch.as_tensor(ids), of_objects.shape[1] + 1)[0][:, 1:]
+        ranked = right.gather(1, of_objects.argsort(dim=1, descending=True, stable=True))
+        count = right.sum(1, keepdim=True)
+        found += int((ranked * (torch.arange(ranked.shape[1]) < count)).sum())
+        annotated += int(count.sum())
+    return found / annotated if annotated else None
+
+
 def true_graph(row: Mapping) -> dict[str, np.ndarray]:
-    """`boxes (N, 4)`, `labels (N,)`, `relations (R, 3)` of a table row, without crowd regions and their relations."""
+    """`boxes (N, 4)`, `labels (N,)`, `relations (R, 3)` of a table row, without crowd regions and their relations; and
+    `attributes (N, A)` where the table has them."""
     objects, relations = row["objects"], row["relations"]
     keep = objects["iscrowd"] == 0
     triplets = np.stack([relations[key] for key in ("subject", "object", "predicate")], 1)
     triplets = triplets[keep[triplets[:, :2]].all(1)]
     triplets[:, :2] = (np.cumsum(keep) - 1)[triplets[:, :2]]
-    return {"boxes": objects["bbox"][keep], "labels": objects["category"][keep], "relations": triplets}
+    columns = {"boxes": "bbox", "labels": "category", "attributes": "attributes"}
+    return {name: objects[key][keep] for name, key in columns.items() if key in objects} | {"relations": triplets}
 
 
 def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ from toolkit.models.final import save_detector_folder
 from toolkit.models.relation import HEADS, HeadSizes, build_relation_head
 from toolkit.models.relation.batch import MODES, RelationBatch, RelationOutput
 from toolkit.models.relation.frequency import FrequencyBias, load_triplets, log_frequencies, predicate_weights
-from toolkit.models.relation.losses import head_losses, mean
+from toolkit.models.relation.losses import attribute_loss, head_losses, mean
 from toolkit.models.relation.objects import (
     annotated_graph,
     count_sampled_pairs,
@@ -41,6 +41,8 @@ class SceneGraph(nn.Module):
 
     Args:
         class_names, predicates: one name each, in the order of the labels.
+        attributes: names of the data's, in the order of their ids, which a linear classifier on the box features tells;
+            none: there is no such classifier. The frequency head, which looks at nothing, has none either.
         mode: predcls (boxes and labels are given, the predicates are asked), sgcls (boxes are given) or sgdet.
         head: one of `HEADS`; head_options: its own, see its constructor.
         detector, word_vectors: run folder that the weights of the Faster R-CNN came from, file that the class vectors
@@ -71,6 +73,7 @@ class SceneGraph(nn.Module):
         *,
         class_names: Sequence[str],
         predicates: Sequence[str] = (),
+        attributes: Sequence[str] = (),
         mode: str = "predcls",
         head: str = "motifs",
         head_options: Mapping | None = None,
@@ -116,6 +119,8 @@ class SceneGraph(nn.Module):
         self.head = _build_head(head, mode, sizes, torch.zeros(classes, classes, size), head_options or {})
         if norm_momentum is not None:
             set_bn_momentum(nn.ModuleList([self.head, self.union]), norm_momentum)
+        self.attributes = () if head == "frequency" else tuple(attributes)
+        self.attribute_predictor = _attribute_predictor(width, len(self.attributes)) if self.attributes else None
         self.register_buffer("relation_counts", torch.zeros(classes, classes, size, dtype=torch.int64))
         self.register_buffer("candidate_counts", torch.zeros(classes, classes, dtype=torch.int64))
         self.register_buffer("seen_triplets", torch.zeros(classes - 1, classes - 1, size - 1, dtype=torch.bool))
@@ -127,9 +132,12 @@ class SceneGraph(nn.Module):
         if head == "frequency" or self.mode == "predcls" and not getattr(self.head, "translates", False):
             # Labels are given: nothing to learn about objects.
             self.loss_names = tuple(name for name in self.loss_names if name != "loss_refine_obj")
+        names = ("relation_pairs", "relation_objects", "relation_images") if self.given_boxes else ("images",)
+        if self.attributes:
+            self.loss_names += ("loss_refine_att",)
+            names += ("attribute_entries",) if self.given_boxes else ()
         self.relation_losses = self.loss_names
         self.metric_names = ("relation_error",) if self.mode == "predcls" else ("relation_error", "object_error")
-        names = ("relation_pairs", "relation_objects", "relation_images") if self.given_boxes else ("images",)
         if self.joint:
             self.loss_names += self.detector.loss_names
             names += self.detector.denominator_names
@@ -177,7 +185,8 @@ class SceneGraph(nn.Module):
 
         Returns:
             `output`: RelationOutput, `batch`: RelationBatch, `truths`: the annotated graph of each image, `images`:
-            how many; `detector`: what the detector's own criterion takes, where it is trained too.
+            how many; `attribute_logits (N, attributes + 1)`, column 0 background, where there are attributes;
+            `detector`: what the detector's own criterion takes, where it is trained too.
 
         Raises:
             BadInput: boxes are to be given and there are no targets.
@@ -197,19 +206,23 @@ class SceneGraph(nn.Module):
         batch = RelationBatch(sizes_hw=sizes, **objects, **pairs)
         batch.union_features = self.union(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, sizes)
         output = self.head(batch)
+        outputs = {"output": output, "batch": batch, "truths": truths, "images": len(images)}
+        if self.attribute_predictor is not None:
+            outputs["attribute_logits"] = self.attribute_predictor(batch.roi_features)
         # DDP waits for gradients of all that the outputs hang on: nothing may be among them that no loss is made of,
         # as the features of a batch without objects are.
         batch.roi_features = batch.union_features = output.context = None
-        outputs = {"output": output, "batch": batch, "truths": truths, "images": len(images)}
         if self.joint and targets is not None:
             outputs["detector"] = self.detector.from_features(maps, images_hw, targets)
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Pairs, objects and images with objects, known from the targets where boxes are given; else images."""
+        """Pairs, objects, images with objects and entries of the attributes' loss (objects with attributes x its
+        columns), known from the targets where boxes are given; else images."""
         counts = {"images": float(len(targets))}
         if self.given_boxes:
             counts |= count_sampled_pairs(self, targets)
+            counts["attribute_entries"] = counts["relation_named_objects"] * (len(self.attributes) + 1)
         if self.joint:
             counts |= self.detector.denominators(targets)
         return {name: counts[name] for name in self.denominator_names}
@@ -217,13 +230,16 @@ class SceneGraph(nn.Module):
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
         """Losses and metrics (sum, count).
 
-        Where boxes are given, a loss is its sum over pairs (objects, images) / that denominator; in sgdet, whose pairs
-        nobody knows before, its mean over them x the images of the micro-batch / denominators["images"].
+        Where boxes are given, a loss is its sum over pairs (objects, images, entries of attributes) / that denominator;
+        in sgdet, whose pairs nobody knows before, its mean over them x the images of the micro-batch /
+        denominators["images"].
         relation_error, object_error: per cent of related pairs and of objects whose best predicate or class is wrong.
         """
         output, batch = outputs["output"], outputs["batch"]
         weights = self.predicate_weights if self.rare_predicate_power else None
         found = head_losses(output, batch, self.label_smoothing, weights)
+        if batch.attributes is not None and "attribute_logits" in outputs:
+            found["loss_refine_att"] = attribute_loss(outputs["attribute_logits"].float(), batch.attributes)
         losses = {}
         for name in self.relation_losses:
             if name not in found:  # of training only, or of a batch without objects
@@ -261,23 +277,29 @@ class SceneGraph(nn.Module):
             per image `boxes (M, 4)`, `scores (M,)`, `labels (M,)` from 0 (-1: lost every class); `pairs (P, 2)`, best
             first, `predicate_scores (P, predicates)`, `predicates (P,)`, `triplet_scores (P,)` of the `top_k` best
             pairs (recall at K <= top_k needs no others) and, where boxes are given, of all annotated pairs (accuracy
-            needs them); there also `true_labels (M,)` and `true_relations (R, 3)`. score_threshold: detections below
-            it are left out with their pairs.
+            needs them); there also `true_labels (M,)`, `true_relations (R, 3)` and, of data with attributes,
+            `true_attributes (M, A)` ids. `attribute_scores (M, attributes)` where there are any. score_threshold:
+            detections below it are left out with their pairs.
         """
         graphs = rank_triplets(outputs["output"], outputs["batch"], self.given_boxes, self.nms_threshold)
+        if "attribute_logits" in outputs:
+            scores = outputs["attribute_logits"].float().sigmoid()[:, 1:].split(outputs["batch"].num_objects)
+            graphs = [graph | {"attribute_scores": each} for graph, each in zip(graphs, scores, strict=True)]
         scales = (orig_sizes / sizes).float().flip(1).repeat(1, 2)
         for i, (graph, scale) in enumerate(zip(graphs, scales, strict=True)):
             graph["boxes"] = graph["boxes"] * scale
             keep = torch.arange(len(graph["pairs"]), device=scale.device) < top_k
             if self.given_boxes:
                 truth = outputs["truths"][i]
-                graph |= {"true_labels": truth["labels"], "true_relations": truth["relations"]}
+                known = [name for name in ("labels", "relations", "attributes") if name in truth]
+                graph |= {f"true_{name}": truth[name] for name in known}
                 keep |= (graph["pairs"][:, None] == truth["relations"][None, :, :2]).all(2).any(1)
             elif score_threshold > 0:
                 strong = graph["scores"] > score_threshold
                 keep &= strong[graph["pairs"]].all(1)
                 graph["pairs"] = (strong.cumsum(0) - 1)[graph["pairs"]]
-                graph |= {name: graph[name][strong] for name in ("boxes", "labels", "scores")}
+                of_objects = ("boxes", "labels", "scores", "attribute_scores")
+                graph |= {name: graph[name][strong] for name in of_objects if name in graph}
             graph |= {n: graph[n][keep] for n in ("pairs", "predicate_scores", "predicates", "triplet_scores")}
         return graphs
 
@@ -287,13 +309,20 @@ class SceneGraph(nn.Module):
         """What measures this model on a table.
 
         zero_shot: file of triplets, see `load_triplets`; None: those of the table that the training split did not have.
-        Raises BadInput: the table's predicates are others, a file that is no such list.
+        Raises BadInput: the table's predicates or attributes are others, a file that is no such list. A table without
+        attributes will do.
         """
-        if tuple(table.predicates) != self.predicates:
-            raise BadInput(
-                f"{table.name} has the predicates {list(table.predicates)}, training data {list(self.predicates)}: "
-                "give both the same ones in the same order"
+        faults = [
+            f"{table.name} has the {what} {list(theirs)}, training data {list(ours)}: give both the same ones in the "
+            "same order"
+            for what, theirs, ours in (
+                ("predicates", table.predicates, self.predicates),
+                ("attributes", table.attributes or self.attributes, self.attributes or table.attributes),
             )
+            if tuple(theirs) != tuple(ours)
+        ]
+        if faults:
+            raise BadInput(faults)
         seen = self.seen_triplets.cpu().numpy()
         triplets = load_triplets(zero_shot) if zero_shot else zero_shot_triplets(seen, table)
         return SceneGraphEvaluator(table, self.mode, zero_shot=triplets, protocol=protocol, backend=backend)
@@ -305,7 +334,16 @@ class SceneGraph(nn.Module):
 
 def _divisor(loss: str) -> str:
     """The denominator of a loss of a head on given boxes."""
-    return {"loss_refine_obj": "relation_objects", "binary_loss": "relation_images"}.get(loss, "relation_pairs")
+    of_others = {"loss_refine_obj": "relation_objects", "binary_loss": "relation_images"}
+    return (of_others | {"loss_refine_att": "attribute_entries"}).get(loss, "relation_pairs")
+
+
+def _attribute_predictor(width: int, count: int) -> nn.Linear:
+    """One logit for each attribute, column 0 for background as in the ids; begins as the published one does."""
+    predictor = nn.Linear(width, count + 1)
+    nn.init.normal_(predictor.weight, std=0.01)
+    nn.init.zeros_(predictor.bias)
+    return predictor
 
 
 def _build_inner(class_names, options: Mapping | None, backbone: str | None, pretrained: bool | str) -> nn.Module:

@@ -34,11 +34,12 @@ def start_scene_graph(
         say: prints a text on the main process.
 
     Raises:
-        BadInput: a detector that cannot be had, is none, or knows other classes; what `start_detector` raises.
+        BadInput: a detector that cannot be had, is none, or knows other classes; training data whose attributes are not
+            those of the checkpoint; what `start_detector` raises.
     """
     source = None
     if checkpoint is None:
-        options = {"predicates": list(table.predicates)}
+        options = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
         if settings["detector"]:
             source = _open_faster_rcnn(settings, table)
             options["detector_options"] = {"architecture": source.architecture, **source.options}
@@ -48,6 +49,9 @@ def start_scene_graph(
         settings = {**settings, **options}
     resumed_from = None if checkpoint is None else checkpoint.path
     model = start_detector(settings, table.class_names, folder, resumed_from=resumed_from, say=say)
+    if model.attributes and model.attributes != table.attributes:
+        raise BadInput(f"{table.name} has the attributes {list(table.attributes)}, the run so far "
+                       f"{list(model.attributes)}: resume it on its own data")  # fmt: skip
     if checkpoint is not None:
         model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
     elif not settings["pretrained"]:

@@ -21,6 +21,7 @@ class RelationBatch:
     roi_features: (N, D). union_features: (R, U) of the union boxes.
     relation_labels: (R,) predicates, in training. related: (N, N_max) bool, is there a relation to or from the i-th
         object of the same image; in training, for VCTree only.
+    attributes: (N, A) ids from 1, 0 after the last, known where labels are; None: the data have none.
     """
 
     boxes_xyxy: Tensor
@@ -35,6 +36,7 @@ class RelationBatch:
     boxes_per_class: Tensor | None = None
     relation_labels: Tensor | None = None
     related: Tensor | None = None
+    attributes: Tensor | None = None
 
     @property
     def image(self) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn import functional as F
 
 from toolkit.evaluation.loop import eval_mode
 from toolkit.models.relation.geometry import iou_plus_one
@@ -20,13 +21,15 @@ MATCH_IOU = 0.5  # of a detection with the object whose label it is to learn
 
 
 def annotated_graph(target: Mapping) -> dict[str, Tensor]:
-    """`boxes (N, 4)`, `labels (N,)` and `relations (R, 3)` of a target, without crowd regions; all from 0."""
+    """`boxes (N, 4)`, `labels (N,)` and `relations (R, 3)` of a target, without crowd regions; all from 0. Where the
+    target has `attributes (N, A)`, these too, from 1."""
     keep = target["iscrowd"] == 0
     relations = target["relations"]
     relations = relations[keep[relations[:, :2]].all(1)]
     ends = (keep.cumsum(0) - 1)[relations[:, :2]]
     relations = torch.cat([ends, relations[:, 2:]], 1)
-    return {"boxes": target["boxes"][keep], "labels": target["labels"][keep], "relations": relations}
+    names = [name for name in ("boxes", "labels", "attributes") if name in target]
+    return {name: target[name][keep] for name in names} | {"relations": relations}
 
 
 def given_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping]) -> dict:
@@ -41,6 +44,7 @@ def given_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truths: 
         "num_objects": [len(b) for b in boxes],
         "roi_features": model.box_features(pooled),
         "labels": torch.cat([truth["labels"] for truth in truths]) + 1,
+        "attributes": torch.cat([truth["attributes"] for truth in truths]) if "attributes" in truths[0] else None,
         "logits": logits,
     }
 
@@ -59,7 +63,11 @@ def detected_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truth
         "boxes_per_class": torch.cat([image["boxes_per_class"] for image in found]).detach(),
     }
     if truths is not None:
-        fields["labels"] = torch.cat([match_labels(b, truth)[1] for b, truth in zip(boxes, truths, strict=True)])
+        rows, labels = zip(*(match_labels(b, truth) for b, truth in zip(boxes, truths, strict=True)), strict=True)
+        fields["labels"] = torch.cat(labels)
+        if "attributes" in truths[0]:
+            named = (F.pad(truth["attributes"], (0, 0, 0, 1)) for truth in truths)  # row -1: none, for no object
+            fields["attributes"] = torch.cat([ids[r] for ids, r in zip(named, rows, strict=True)])
     return fields
 
 
@@ -113,11 +121,13 @@ def _from_one(truth: Mapping) -> Tensor:
 
 
 def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[str, float]:
-    """How many pairs, objects and images with objects `sampled_pairs` will give for annotated boxes."""
-    pairs = objects = images = 0
+    """How many pairs, objects (those with attributes, too) and images with objects `sampled_pairs` will give for
+    annotated boxes."""
+    pairs = objects = images = named = 0
     for truth in map(annotated_graph, targets):
         count = len(truth["boxes"])
         objects, images = objects + count, images + (count > 0)
+        named += int((truth["attributes"].sum(1) > 0).sum()) if "attributes" in truth else 0
         if not model.training:
             pairs += count * (count - 1) if count != 1 else 1
             continue
@@ -125,4 +135,5 @@ def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[st
         apart = int((ends[:, 0] != ends[:, 1]).sum())
         positive = min(len(ends), int(model.pairs_per_image * model.positive_fraction))
         pairs += positive + min(count * (count - 1) - apart, model.pairs_per_image - positive)
-    return {"relation_pairs": float(pairs), "relation_objects": float(objects), "relation_images": float(images)}
+    counts = {"pairs": pairs, "objects": objects, "images": images, "named_objects": named}
+    return {f"relation_{what}": float(count) for what, count in counts.items()}

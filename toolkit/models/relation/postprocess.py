@@ -1,7 +1,5 @@
 """From the logits of a relation head to ranked triplets."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
 
@@ -79,29 +77,3 @@ def rank_triplets(output: RelationOutput, batch: RelationBatch, given_boxes: boo
         )
         first_object, first_pair = objects.stop, rows.stop
     return graphs
-
-
-def graph_to_json(
-    graph: Mapping, category_ids: Sequence, class_names: Sequence[str], predicates: Sequence[str], top=20
-):
-    """{"objects": [...], "triplets": [...]} of one image of `rank_triplets`, ready for json.dump.
-
-    objects: `bbox` xyxy, `category_id` and `category` (None: lost every class), `score`, all of them, so that the
-    positions hold. triplets: the `top` best, `subject` and `object` as positions, `predicate`, `score`.
-    """
-    columns = (graph[key].tolist() for key in ("boxes", "labels", "scores"))
-    objects = [
-        {
-            "bbox": box,
-            "category_id": category_ids[label] if label >= 0 else None,
-            "category": class_names[label] if label >= 0 else None,
-            "score": score,
-        }
-        for box, label, score in zip(*columns, strict=True)
-    ]
-    columns = (graph[key][:top].tolist() for key in ("pairs", "predicates", "triplet_scores"))
-    triplets = [
-        {"subject": subject, "object": object_, "predicate": predicates[predicate], "score": score}
-        for (subject, object_), predicate, score in zip(*columns, strict=True)
-    ]
-    return {"objects": objects, "triplets": triplets}

@@ -1,0 +1,330 @@
+"""Attributes of objects, from the files to the metric. Run: python -m pytest tests/test_attributes.py"""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.data import open_dataset
+from toolkit.data.coco import read_coco, write_coco
+from toolkit.data.dataset import row_target
+from toolkit.data.loaders import collate
+from toolkit.data.loading import training_loader, val_transform
+from toolkit.data.mixup import mixup
+from toolkit.data.mosaic import mosaic
+from toolkit.data.shapes import ATTRIBUTES, draw_scene, make_shapes
+from toolkit.data.table import Category, write_table
+from toolkit.data.transforms import crop, flip, recheck_boxes
+from toolkit.data.visual_genome import read_visual_genome
+from toolkit.data.visual_genome_writer import write_visual_genome
+from toolkit.errors import BadInput
+from toolkit.evaluation.loop import predict_dataset
+from toolkit.evaluation.scene_graph_evaluator import attribute_r_precision
+from toolkit.losses import LossWeights
+from toolkit.models import build_detector
+from toolkit.models.final import load_detector_folder
+from toolkit.models.relation.losses import attribute_loss, mean
+from toolkit.models.scene_graph_start import count_table
+from toolkit.prediction import best_first, detections_as_json
+
+NAMES = ("red", "striped", "wet")
+INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,
+         "anchor_sizes": [[16], [32]], "rpn_post_nms_top_n_test": 12, "rpn_post_nms_top_n_train": 12}  # fmt: skip
+OPTIONS = {"backbone": "resnet10t", "detector_options": INNER, "hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16,
+           "detections_per_image": 5}  # fmt: skip
+
+# ---- table and readers -----------------------------------------------------------------------------------------------
+
+
+def table_of(folder, attributes, columns=3, names=NAMES):
+    """One image of 1024 x 512 for each list of objects' attribute ids, with a relation where it has two objects."""
+    rows = []
+    for i, ids in enumerate(attributes):
+        n = len(ids)
+        boxes = [[8.0 * k, 4.0, 8.0 * k + 60, 100.0] for k in range(n)]
+        objects = {"id": [100 * i + k for k in range(n)], "bbox": boxes, "category": [0] * n, "area": [5760.0] * n,
+                   "iscrowd": [0] * n}  # fmt: skip
+        if columns:
+            objects["attributes"] = [[*each, *[0] * (columns - len(each))] for each in ids]
+        relations = {"subject": [0] * (n > 1), "object": [1] * (n > 1), "predicate": [0] * (n > 1)}
+        row = {"image_id": i + 1, "file_name": f"{i + 1}.jpg", "width": 1024, "height": 512}
+        rows.append(row | {"objects": objects, "relations": relations})
+    return write_table(rows, cache_file=folder / "made.json", categories=[Category(1, "cat")], predicates=("on",),
+                       attributes=names if columns else (), attribute_columns=columns)  # fmt: skip
+
+
+def ids_of(table) -> list[list[list[int]]]:
+    of_images = (table.row(k)["objects"]["attributes"].tolist() for k in range(len(table)))
+    return [[[i for i in ids if i] for ids in of_image] for of_image in of_images]
+
+
+FEW = [[], [[1], [], [3, 1, 2]], [[2]]]
+any_attributes = st.lists(st.lists(st.lists(st.integers(1, 3), max_size=3, unique=True), max_size=4), max_size=4)
+
+
+def test_the_table_keeps_them_and_costs_nothing_without(tmp_path):
+    table = table_of(tmp_path, FEW)
+    for seen in (table, pickle.loads(pickle.dumps(table)), table.head(3)):  # noqa: S301
+        assert ids_of(seen) == FEW and seen.attributes == NAMES
+        assert seen.row(0)["objects"]["attributes"].shape == (0, 3)
+        assert seen.row(1)["objects"]["attributes"].dtype == np.int64
+    assert ids_of(table.head(2)) == FEW[:2]
+    plain = table_of(tmp_path, FEW, columns=0)
+    assert "attributes" not in plain.row(1)["objects"] and plain.attributes == ()
+    assert "attributes" not in row_target(plain.row(1), (512, 1024))
+    assert len({t.fingerprint for t in (table, plain, table_of(tmp_path, FEW, names=("a", "b", "c")))}) == 3
+
+
+@settings(max_examples=15, deadline=None)
+@given(any_attributes)
+def test_files_of_both_layouts_are_read_as_written(tmp_path_factory, attributes):
+    folder = tmp_path_factory.mktemp("files")
+    table = table_of(folder, [[[1]], *attributes])
+    write_coco(table, folder / "coco.json")
+    again = read_coco(folder / "coco.json", folder, cache_dir=folder, check_images=False)
+    assert again.attributes == NAMES and ids_of(again) == ids_of(table)
+    write_visual_genome([(table, 2)], folder)
+    again = read(folder, "test")
+    assert again.attributes == NAMES and ids_of(again) == [ids for ids in ids_of(table) if ids]
+
+
+def test_visual_genome_with_other_widths_and_undefined_ids(tmp_path):
+    wide = table_of(tmp_path, [[[1, 2, 3]], [[4], [2]]], columns=12)
+    write_visual_genome([(wide, 0)], tmp_path)
+    with pytest.raises(BadInput, match="image 2.*attribute 4 is not defined; ids are 1 .. 3"):
+        read(tmp_path)
+    table = read(tmp_path, on_error="drop")
+    assert ids_of(table) == [[[1, 2, 3]]] and table.row(0)["objects"]["attributes"].shape == (1, 12)
+    names = json.loads((tmp_path / "VG-SGG-dicts-with-attri.json").read_text())
+    del names["attribute_to_idx"]
+    (tmp_path / "VG-SGG-dicts-with-attri.json").write_text(json.dumps(names))
+    plain = read(tmp_path)
+    assert plain.attributes == () and "attributes" not in plain.row(0)["objects"]
+    with pytest.raises(BadInput, match="attributes differ"):
+        write_visual_genome([(wide, 0), (table_of(tmp_path, FEW, columns=0), 2)], tmp_path)
+
+
+def read(folder, split="train", **options):
+    options |= {"num_val_images": 0, "keep_images_without_relations": True}
+    return read_visual_genome(folder, folder, split, check_images=False, cache_dir=folder, **options)
+
+
+def coco_of(folder, *, named=True, **ids):
+    annotations = [{"id": n + 1, "image_id": 1, "category_id": 1, "bbox": [0, 0, 9, 9]} for n in range(3)]
+    for annotation, key in zip(annotations, ("a", "b", "c"), strict=True):
+        if key in ids:
+            annotation["attribute_ids"] = ids[key]
+    document = {"images": [{"id": 1, "file_name": "1.jpg", "width": 20, "height": 20}], "annotations": annotations,
+                "categories": [{"id": 1, "name": "cat"}]}  # fmt: skip
+    if named:
+        document["attribute_categories"] = [{"id": 70, "name": "wet"}, {"id": 7, "name": "red"}]
+    (folder / "a.json").write_text(json.dumps(document))
+    return lambda **options: read_coco(folder / "a.json", folder, check_images=False, cache_dir=folder, **options)
+
+
+def test_all_wrong_ids_of_a_coco_file_are_named_at_once(tmp_path):
+    reading = coco_of(tmp_path, a=[7, 8, "x"], b=7, c=[70, 7, 70])
+    with pytest.raises(BadInput) as caught:
+        reading()
+    for text in ("annotation 1): attribute 8 is", "attribute 'x' is", "annotation 2): `attribute_ids` is 7; expected"):
+        assert text in str(caught.value)
+    kept = reading(on_error="drop")
+    assert kept.attributes == ("red", "wet") and ids_of(kept) == [[[2, 1]]]
+    assert ids_of(coco_of(tmp_path, b=[])()) == [[[], [], []]], "named, but no object has any"
+    assert coco_of(tmp_path, named=False, a=[9])().attributes == (), "an unknown key of another tool"
+
+
+def test_shapes_have_the_texture_that_was_painted(tmp_path, monkeypatch):
+    import toolkit.data.shapes as shapes
+
+    painted = []
+    paint = shapes._paint
+    monkeypatch.setattr(shapes, "_paint", lambda *args: painted.append(paint(*args)) or painted[-1])
+    make_shapes(tmp_path / "set", train_images=30, val_images=1, image_size=64)
+    table = read_coco(tmp_path / "set" / "annotations" / "train.json", cache_dir=tmp_path)
+    found = [table.attributes[ids[0] - 1] for of_image in ids_of(table) for ids in of_image]
+    assert table.attributes == ATTRIBUTES and found == painted[: len(found)] and set(found) == set(ATTRIBUTES)
+    assert [item["texture"] + 1 for item in draw_scene(0, "train", 3, 64)[1]] == [ids[0] for ids in ids_of(table)[3]]
+
+
+# ---- targets ---------------------------------------------------------------------------------------------------------
+
+
+def sample(count: int, side: int = 40):
+    """Boxes of 10 pixels in a row; box k has the attribute k + 1."""
+    corners = torch.arange(count).float()[:, None] * torch.tensor([10.0, 0])
+    boxes = torch.cat([corners, corners + 10], 1)
+    attributes = torch.stack([torch.arange(count) + 1, torch.zeros(count, dtype=torch.int64)], 1)
+    size = torch.tensor([side, side])
+    target = {"image_id": count, "boxes": boxes, "labels": torch.arange(count), "area": torch.full((count,), 100.0),
+              "iscrowd": torch.zeros(count, dtype=torch.int64), "relations": torch.zeros(0, 3, dtype=torch.int64),
+              "attributes": attributes, "orig_size": size, "size": size.clone()}  # fmt: skip
+    return torch.zeros(3, side, side, dtype=torch.uint8), target
+
+
+def test_transforms_keep_them_with_their_boxes():
+    image, target = sample(4)
+    for changed in (flip(image, target), crop(image, target, (0, 15, 40, 20)), crop(image, target, (20, 0, 10, 10)),
+                    mixup(sample(3), sample(0), 0.4), mosaic([sample(n) for n in (2, 0, 3, 1)], (60, 60), (30, 30))):
+        found = recheck_boxes(*changed)
+        assert torch.equal(found["attributes"][:, 0], found["labels"] + 1) and found["attributes"].shape[1] == 2
+    assert len(recheck_boxes(*crop(image, target, (20, 0, 10, 10)))["attributes"]) == 0, "every box cropped away"
+    with pytest.raises(ValueError, match="attributes"):
+        recheck_boxes(image, target | {"attributes": target["attributes"][1:]})
+    batch = pickle.loads(pickle.dumps(collate([sample(4), sample(0)]))).to("cpu")  # noqa: S301
+    assert [t["attributes"].shape for t in batch.targets] == [(4, 2), (0, 2)]
+
+
+# ---- model -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes") / "data"
+    make_shapes(folder, train_images=6, val_images=1, image_size=64)
+    return open_dataset(folder / "annotations" / "train.json", cache_dir=folder.parent / "cache")
+
+
+def loader_of(table):
+    return training_loader(table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32,
+                           shuffle=False)[1]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def batch(table):
+    """Six images; of the first the only object is a crowd, and the second object of the last has no attribute."""
+    batch = next(iter(loader_of(table)))
+    first, last = batch.targets[0], batch.targets[5]
+    first |= {key: first[key][:1] for key in ("boxes", "labels", "area", "iscrowd", "attributes")}
+    first["iscrowd"] = torch.ones(1, dtype=torch.int64)
+    first["relations"] = first["relations"][:0]
+    assert len(last["labels"]) > 1
+    last["attributes"] = last["attributes"].clone()
+    last["attributes"][1] = 0
+    return batch
+
+
+def model_of(table, mode="predcls", head="imp", attributes=ATTRIBUTES, **options):
+    torch.manual_seed(0)
+    model = build_detector("scene_graph", class_names=table.class_names, predicates=list(table.predicates), mode=mode,
+                           head=head, attributes=attributes, **OPTIONS | options)  # fmt: skip
+    model.learn_counts(*count_table(table))
+    return model
+
+
+def predictions_of(model, table, **options):
+    weights = LossWeights(model.loss_names, {}, model.default_weights)
+    return predict_dataset(model, loader_of(table), "cpu", loss_weights=weights, **options).by_image
+
+
+def losses_of(model, batch, rows=slice(None), counts=None):
+    targets = batch.targets[rows]
+    counts = counts or model.denominators(targets)
+    outputs = model(batch.images[rows], batch.sizes[rows], targets)
+    denominators = {name: torch.tensor(max(value, 1.0)) for name, value in counts.items()}
+    return outputs, model.criterion(outputs, targets, denominators)[0]
+
+
+def test_without_names_the_model_is_what_it_was(table, batch):
+    plain, frequency = model_of(table, attributes=()), model_of(table, head="frequency")
+    assert model_of(table).state_dict().keys() - plain.state_dict().keys() == {
+        "attribute_predictor.weight", "attribute_predictor.bias"}  # fmt: skip
+    for model in (plain.eval(), frequency.eval()):
+        assert "loss_refine_att" not in model.loss_names and "attribute_entries" not in model.denominator_names
+        assert "attribute_scores" not in model.postprocess(losses_of(model, batch)[0], batch.sizes, batch.sizes)[0]
+
+
+def test_the_loss_is_the_published_one_over_annotated_objects(table, batch):
+    model = model_of(table).train()
+    outputs, losses = losses_of(model, batch)
+    ids = torch.cat([t["attributes"][t["iscrowd"] == 0] for t in batch.targets])
+    expected = mean(*attribute_loss(outputs["attribute_logits"], ids))
+    torch.testing.assert_close(losses["loss_refine_att"], expected)
+    assert model.denominators(batch.targets)["attribute_entries"] == 6 * (len(ids) - 1), "5 names and background"
+    losses["loss_refine_att"].backward()
+    for name in ("attribute_predictor", "box_features"):
+        assert next(model.get_submodule(name).parameters()).grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])
+def test_a_batch_without_objects_has_a_loss_of_zero_with_gradient(table, batch, mode):
+    """A rank without objects waits for nobody: its classifier has gradients as that of the others."""
+    model = model_of(table, mode).train()
+    _, losses = losses_of(model, batch, slice(0, 1))
+    assert losses.keys() == set(model.loss_names) and losses["loss_refine_att"] == 0
+    sum(losses.values()).backward()
+    assert (model.attribute_predictor.weight.grad == 0).all()
+
+
+def test_micro_batches_make_the_loss_of_the_big_batch(table, batch):
+    model = model_of(table, "sgcls", freeze="detector").eval()
+    counts = model.denominators(batch.targets)
+    parts = [losses_of(model, batch, slice(i, i + 2), counts)[1] for i in (0, 2, 4)]
+    whole = losses_of(model, batch)[1]["loss_refine_att"]
+    torch.testing.assert_close(sum(part["loss_refine_att"] for part in parts), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_detections_learn_the_attributes_of_what_they_overlap(table, batch, monkeypatch):
+    model = model_of(table, "sgdet").train()
+    found = [{"boxes": t["boxes"] + 1.0, "logits": torch.zeros(len(t["labels"]), 5),
+              "boxes_per_class": t["boxes"][:, None].expand(-1, 5, 4)} for t in batch.targets]  # fmt: skip
+    found[1]["boxes"] = found[1]["boxes"] + 500.0  # overlap nothing
+    monkeypatch.setattr(model.detector, "detect_with_logits", lambda *_, **__: found)
+    outputs, _ = losses_of(model, batch)
+    expected = [t["attributes"] for t in batch.targets]
+    assert torch.equal(torch.cat(expected[2:]), outputs["batch"].attributes[-sum(map(len, expected[2:])) :])
+    assert not outputs["batch"].attributes[: len(expected[0]) + len(expected[1])].any(), "crowd, and nothing"
+
+
+def test_it_learns_and_the_metric_says_so(table, tmp_path):
+    """Six images by heart, from the features of a random backbone."""
+    model = model_of(table, detector_options=INNER | {"representation_size": 64})
+    batch = next(iter(loader_of(table)))
+    evaluator = model.make_evaluator(table, "faster")
+    before = evaluator.evaluate(predictions_of(model.eval(), table))
+    learning = [*model.attribute_predictor.parameters(), *model.box_features.parameters()]
+    optimizer = torch.optim.Adam(learning, 3e-3)
+    with torch.no_grad():
+        features = model.detector.features(batch.images, batch.sizes)
+        pooled = model.detector.box_pool(dict(features[0]), [t["boxes"] for t in batch.targets], list(features[1]))
+    ids = torch.cat([t["attributes"] for t in batch.targets])
+    for _ in range(300):
+        loss = mean(*attribute_loss(model.attribute_predictor(model.box_features(pooled)), ids))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    predictions = predictions_of(model, table)
+    after = evaluator.evaluate(predictions)
+    assert before["attribute_R_precision"] < 0.7 < 0.95 < after["attribute_R_precision"] <= 1
+    assert f"R-precision {after['attribute_R_precision']:.3f}" in evaluator.describe(after, predictions)
+    model.save_final(tmp_path, table.categories)
+    again = load_detector_folder(tmp_path)[0]
+    assert again.attributes == ATTRIBUTES
+    assert torch.equal(again.attribute_predictor.weight, model.attribute_predictor.weight)
+    found = best_first(predictions[1])
+    entries = detections_as_json(found, table.categories, ATTRIBUTES)
+    likely = found["attribute_scores"] > 0.5
+    assert [len(entry["attributes"]) for entry in entries] == likely.sum(1).tolist() and likely.any()
+
+
+def test_evaluation_without_boxes_or_with_other_attributes(table):
+    model = model_of(table, "sgdet").eval()
+    predictions = predictions_of(model, table, score_threshold=0.2)
+    assert all(len(p["attribute_scores"]) == len(p["boxes"]) for p in predictions.values())
+    assert "attribute_R_precision" not in model.make_evaluator(table, "faster").evaluate(predictions)
+    with pytest.raises(BadInput, match="attributes.*'rings'.*training data.*'red'"):
+        model_of(table, attributes=NAMES).make_evaluator(table, "faster")
+    model_of(table, attributes=()).make_evaluator(table, "faster")
+
+
+def test_r_precision_counts_the_k_best_of_each_object():
+    scores = torch.tensor([[0.9, 0.8, 0.1], [0.2, 0.1, 0.9], [0.5, 0.5, 0.5]])
+    ids = np.array([[1, 3, 0], [3, 0, 0], [0, 0, 0]])
+    nothing = np.zeros((0, 3), np.int64), torch.zeros(0, 3)
+    assert attribute_r_precision([ids, nothing[0]], [scores, nothing[1]]) == 2 / 3
+    assert attribute_r_precision([ids[2:]], [scores[2:]]) is None
+    assert attribute_r_precision([np.array([[2, 0, 1]])], [scores[2:]]) == 0, "the list ends at 0; ties: lower id"
