@@ -34,11 +34,14 @@ def start_scene_graph(
         say: prints a text on the main process.
 
     Raises:
-        BadInput: a detector that cannot be had, is none, or knows other classes; training data whose attributes are not
-            those of the checkpoint; what `start_detector` raises.
+        BadInput: a detector that cannot be had, is none, or knows other classes; `pretrained` graphs of other classes,
+            predicates or attributes; training data whose attributes are not those of the checkpoint; what
+            `start_detector` raises.
     """
     source = None
     if checkpoint is None:
+        if settings["pretrained"]:
+            _check_same_names(open_pretrained(settings["pretrained"]), table)
         options = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
         if settings["detector"]:
             source = _open_faster_rcnn(settings, table)
@@ -78,6 +81,20 @@ def count_table(table: DetectionTable) -> tuple[np.ndarray, np.ndarray, np.ndarr
         ends, labels = row["relations"], row["objects"]["category"]
         seen[labels[ends["subject"]], labels[ends["object"]], ends["predicate"]] = True
     return relations, candidates, seen
+
+
+def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
+    """The tensors of a head mix classes and predicates: no rows of other ones can be taken, none may be by accident."""
+    known = {"classes": source.class_names} | {k: source.options.get(k, []) for k in ("predicates", "attributes")}
+    ours = {"classes": table.class_names, "predicates": list(table.predicates), "attributes": list(table.attributes)}
+    faults = [
+        f"model.pretrained {source.name} knows the {kind} {known[kind]}, the data {ours[kind]}: give data of the same "
+        "ones in the same order, or start from a detector alone with model.detector"
+        for kind in known
+        if list(known[kind]) != ours[kind]
+    ]
+    if source.architecture == "scene_graph" and faults:  # what else it may be, start_detector refuses
+        raise BadInput(faults)
 
 
 def _open_faster_rcnn(settings: Mapping, table: DetectionTable) -> Pretrained:
