@@ -173,6 +173,7 @@ def test_the_cache_notices_what_changed(tmp_path):
     ("data.csv", {}, "cannot tell the format"),
     ("train", {}, "the bundled data needs format 'shapes'"),
     ("test", {"format": "shapes"}, "choose from train, val"),
+    ("train", {"format": "shapes", "name": "someone/photographs"}, "--data.format"),
     ("a.json", {"format": "voc2"}, "choose from auto, coco"),
     ("train", {"format": "hub"}, "--data.name"),
     (DIRTY / "annotations" / "instances.json", {"image_dir": "no/such"}, "no such image folder"),

@@ -44,8 +44,10 @@ def open_dataset(
         options = {"on_error": on_error, "cache_dir": cache_dir, "check_images": check_images}
         return _open_scene_graphs(source, image_dir, format, name, **options)
     if format == "shapes":
-        if source not in SPLITS:
-            raise BadInput(f"the bundled shapes have no split {source!r}; choose from {', '.join(SPLITS)}")
+        if source not in SPLITS or name is not None:
+            asked = repr(source) if name is None else f"data set {name!r}"
+            raise BadInput(f"the bundled shapes have no {asked}; choose from {', '.join(SPLITS)}, or set the format of "
+                           f"your data (--data.format {', '.join(each for each in FORMATS if each != 'shapes')})")
         folder = ensure_shapes(cache_dir)
         return read_coco(folder / "annotations" / f"{source}.json", folder / source, cache_dir=cache_dir)
     return read_coco(source, image_dir, on_error=on_error, cache_dir=cache_dir, check_images=check_images)
