@@ -97,8 +97,8 @@ class DataConfig:
     image_size: PositiveInt = 128
     """Side in pixels of the square that images are resized to, where `scales` is empty."""
     scales: list[int] = field(default_factory=list)
-    """DETR's augmentation with these lengths in pixels of the shorter side (the last one in evaluation) and its random
-    crop; empty: `image_size`."""
+    """Lengths in pixels of the shorter side, one drawn for each training image, the last one in evaluation; more than
+    one: with DETR's random crop; empty: `image_size`."""
     max_size: PositiveInt = 1333
     """Longest side in pixels, with `scales`."""
     flip: bool = True

@@ -14,6 +14,8 @@ from toolkit.data.samplers import EpochSampler, EvalSampler, aspect_ratio_groups
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms import (
     Compose,
+    RandomFlip,
+    ResizeShorter,
     Transform,
     detr_train_transform,
     eval_transform,
@@ -97,13 +99,14 @@ def check_one_size(stride: int, sides: Sequence[int], scales: Sequence[int]) -> 
 
 
 def train_transform(image_size: int, scales: list[int], max_size: int, flip: bool, photometric: bool) -> Transform:
-    """Training augmentation: a square of `image_size`, or DETR's recipe where `scales` are given; lengths in pixels."""
+    """Training augmentation: a square of `image_size`; one scale: the shorter side; several: DETR's recipe; pixels."""
     probability = 0.5 if flip else 0.0
-    geometry = (
-        detr_train_transform(scales, max_size, flip_probability=probability)
-        if scales
-        else square_transform(image_size, probability)
-    )
+    if not scales:
+        geometry = square_transform(image_size, probability)
+    elif len(scales) == 1:  # that of Faster R-CNN, which crops nothing
+        geometry = Compose((RandomFlip(probability), ResizeShorter(tuple(scales), max_size)))
+    else:
+        geometry = detr_train_transform(scales, max_size, flip_probability=probability)
     return Compose((geometry, PhotometricDistortion())) if photometric else geometry
 
 
