@@ -52,10 +52,10 @@ def report(table: DetectionTable) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", help="annotation file, or the split's name with --name or --format shapes")
+    parser.add_argument("source", help="annotation file or split, as --data.train in training")
     parser.add_argument("--image-dir", help="folder that file names are relative to (default: looked for)")
     parser.add_argument("--format", choices=FORMATS, default="auto")
-    parser.add_argument("--name", help="hub data set, or folder of a `datasets` data set")
+    parser.add_argument("--name", help="as --data.name in training")
     parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error in training")
     parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto",
                         help="full decodes every image; auto does so up to 20,000 images")

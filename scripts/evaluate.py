@@ -3,7 +3,7 @@
     python scripts/evaluate.py runs/detr
     python scripts/evaluate.py runs/detr/checkpoints/latest --weights model --backend pycocotools
     python scripts/evaluate.py runs/detr --expect.bbox_AP 0.55 --tolerance 0.02        # exit code 1 when missed
-    python scripts/evaluate.py runs/detr --split test.json --image-dir images          # other data, same classes
+    python scripts/evaluate.py runs/mine --split test.json --image-dir images          # other data, same classes
 
 A run folder means its best checkpoint, with the weights that its metric for best goes by. Several processes share the
 work: `torchrun --nproc_per_node 2 scripts/evaluate.py runs/detr`.
@@ -40,8 +40,8 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     accelerator = Accelerator()
     data, evaluation = config["data"], config["eval"]
     reading = {key: data[key] for key in ("image_dir", "format", "name", "on_error")}
-    if arguments.split is not None:
-        reading |= {"image_dir": arguments.image_dir}
+    if arguments.image_dir or arguments.split is not None and data["name"] is None:
+        reading["image_dir"] = arguments.image_dir  # another file's images; a split of the same data has the same
     table = open_split(arguments.split or data["val"], **reading)
     if [c.name for c in table.categories] != [c.name for c in run.categories]:
         raise BadInput(f"the data has classes {table.class_names}, the run {[c.name for c in run.categories]}")
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="run folder or checkpoint")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights")
     parser.add_argument("--split", help="annotation file or split instead of the run's validation data")
-    parser.add_argument("--image-dir", help="image folder of --split")
+    parser.add_argument("--image-dir", help="image folder, if not that of the run")
     parser.add_argument("--backend", choices=("faster", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far below --expect.METRIC may be")
     arguments, rest = parser.parse_known_args(argv)

@@ -69,7 +69,8 @@ class GraphEvalConfig(EvalConfig):
     metric_for_best: str = "R@100"
     """Metric that `best`, early stopping and the plateau schedule go by."""
     protocol: Literal["original", "strict"] = "original"
-    """original: as published; strict: images without a predicted pair and predicates without a relation count right."""
+    """original: as published, without images in which no pair is predicted, and with 0 in mR for predicates that the
+    data have not; strict: the images count 0, the predicates not at all."""
     zero_shot: str | None = None
     """List of triplets for zR@K (CSV or zeroshot_triplet.pytorch); none given: those that training data lack."""
     before_training: bool = False
