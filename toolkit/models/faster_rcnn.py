@@ -199,6 +199,7 @@ class FasterRCNN(nn.Module):
         top_k: int = 80,
         score_threshold: float | None = None,
         nms_threshold: float | None = None,
+        further_boxes: Sequence[Tensor] | None = None,
     ) -> list[dict[str, Tensor]]:
         """Detections that keep what the second stage said of each, for scene graphs; one class per proposal.
 
@@ -208,6 +209,7 @@ class FasterRCNN(nn.Module):
             features, images_hw: of `features`.
             top_k: detections per image at most, the best ones.
             score_threshold, nms_threshold: None: those of `postprocess`.
+            further_boxes: per image (K, 4), proposals beside the detector's own.
 
         Returns:
             per image, best first, in pixels of the model's images: boxes (K, 4), labels (K,) from 0, scores (K,),
@@ -217,6 +219,8 @@ class FasterRCNN(nn.Module):
         score_threshold = heads.score_thresh if score_threshold is None else score_threshold
         nms_threshold = heads.nms_thresh if nms_threshold is None else nms_threshold
         proposals = self.proposals(features, images_hw)
+        if further_boxes is not None:
+            proposals = [torch.cat(both) for both in zip(proposals, further_boxes, strict=True)]
         logits, deltas = self.detect(features, proposals, images_hw)
         counts = [len(boxes) for boxes in proposals]
         # torchvision forgets the shape of no boxes at all

@@ -7,7 +7,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.evaluation.loop import eval_mode
-from toolkit.models.relation.geometry import iou_plus_one
+from toolkit.models.relation.geometry import intersection_areas, iou_plus_one
 from toolkit.models.relation.sampling import (
     SampledPairs,
     join_samples,
@@ -50,9 +50,15 @@ def given_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truths: 
 
 
 def detected_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping] | None) -> dict:
-    """Fields of a RelationBatch for what the detector finds; with truths each has the label of what it overlaps."""
+    """Fields of a RelationBatch for what the detector finds; with truths each has the label of what it overlaps.
+
+    In training the annotated boxes are proposals too: a weak detector finds few of the objects that have relations.
+    """
+    annotated = [truth["boxes"] for truth in truths] if model.training else None
     with eval_mode(model.detector):
-        found = model.detector.detect_with_logits(maps, images_hw, top_k=model.detections_per_image)
+        found = model.detector.detect_with_logits(
+            maps, images_hw, top_k=model.detections_per_image, further_boxes=annotated
+        )
     boxes = [image["boxes"] for image in found]
     pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw))
     fields = {
@@ -90,6 +96,8 @@ def sampled_pairs(model: nn.Module, objects: Mapping, truths: Sequence[Mapping] 
         samples = [_asked(model, b, None if truths is None else truths[i], overlap) for i, b in enumerate(boxes)]
         return join_samples(samples, counts)
     size = {"batch_size": model.pairs_per_image, "positive_fraction": model.positive_fraction}
+    if model.require_overlap and not model.given_boxes:
+        truths = [_without_relations_apart(truth) for truth in truths]
     matrices = [relation_matrix(_from_one(truth), len(truth["boxes"])) for truth in truths]
     if model.given_boxes:
         return join_samples([sample_given_boxes(matrix, **size) for matrix in matrices], counts)
@@ -98,6 +106,12 @@ def sampled_pairs(model: nn.Module, objects: Mapping, truths: Sequence[Mapping] 
         seen = (b, labels, truth["boxes"], truth["labels"] + 1, matrix)
         samples.append(sample_detected_boxes(*seen, require_overlap=model.require_overlap, **size))
     return join_samples(samples, counts)
+
+
+def _without_relations_apart(truth: Mapping) -> dict:
+    """The graph without relations between boxes that do not overlap (+1 widths): evaluation asks no such pair."""
+    subjects, objects = truth["boxes"][truth["relations"][:, :2]].unbind(1)
+    return {**truth, "relations": truth["relations"][intersection_areas(subjects, objects) > 0]}
 
 
 def _asked(model: nn.Module, boxes: Tensor, truth: Mapping | None, require_overlap: bool) -> SampledPairs:
