@@ -170,6 +170,45 @@ def test_detections_learn_the_label_of_what_they_overlap():
     assert match_labels(boxes, nothing)[1].tolist() == [0, 0, 0]
 
 
+def test_annotated_boxes_are_proposals_too_in_training_only(table, batch, monkeypatch):
+    """A weak detector proposes few of the objects that the relations are between."""
+    model = model_of(table, "sgdet", freeze="detector", detector_options=INNER | {"box_score_thresh": 0.0})
+    nothing = [torch.zeros(0, 4)] * len(batch.targets)
+    monkeypatch.setattr(model.detector, "proposals", lambda *_: nothing)
+    found = {}
+    for training in (True, False):
+        with torch.no_grad():
+            found[training] = model.train(training)(batch.images, batch.sizes, batch.targets)["batch"].num_objects
+    annotated = [int((target["iscrowd"] == 0).sum()) for target in batch.targets]
+    assert not any(found[False]) and sum(found[True]) > 0
+    assert all(count <= min(5, there) for count, there in zip(found[True], annotated, strict=True))
+    assert [count > 0 for count in found[True]] == [there > 0 for there in annotated]
+
+
+def test_where_overlap_is_required_relations_between_boxes_apart_are_not_trained():
+    boxes = torch.tensor([[0.0, 0, 20, 20], [10, 10, 30, 30], [50, 50, 60, 60]])
+    truth = {"boxes": boxes, "labels": torch.tensor([0, 1, 2]), "relations": torch.tensor([[0, 1, 3], [0, 2, 2]])}
+    objects = {"boxes_xyxy": boxes, "num_objects": [3], "labels": truth["labels"] + 1}
+    labels = {}
+    for overlap in (False, True):
+        model = SimpleNamespace(training=True, given_boxes=False, require_overlap=overlap, pairs_per_image=16,
+                                positive_fraction=0.5)  # fmt: skip
+        found = sampled_pairs(model, objects, [truth])
+        rows = zip(found["pairs"].tolist(), found["relation_labels"].tolist(), strict=True)
+        labels[overlap] = {tuple(pair): label for pair, label in rows}
+    assert {pair: label for pair, label in labels[False].items() if label} == {(0, 1): 4, (0, 2): 3}
+    assert labels[True] == {(0, 1): 4, (1, 0): 0}
+
+
+@pytest.mark.parametrize(
+    "head, options", [("motifs", {}), ("transformer", {}), ("causal", {}), ("causal", {"nms_threshold": 0.9})]
+)
+def test_the_labels_of_a_head_and_of_the_graph_are_of_one_threshold(table, head, options):
+    model = model_of(table, "sgdet", head, nms_threshold=0.3, head_options=options)
+    used = {module.nms_threshold for module in model.head.modules() if hasattr(module, "nms_threshold")}
+    assert used == {options.get("nms_threshold", 0.3)}
+
+
 def test_frozen_detector_stays_as_it_is(table, batch):
     model = copy.deepcopy(model_of(table, "sgdet", freeze="detector")).train()
     assert not any(m.training for m in model.detector.modules()) and model.head.training

@@ -117,6 +117,9 @@ class SceneGraph(nn.Module):
         classes, size = len(class_names) + 1, len(predicates) + 1
         sizes = HeadSizes(classes, size, width, width, hidden_dim, width, embed_dim)
         self.head = _build_head(head, mode, sizes, torch.zeros(classes, classes, size), head_options or {})
+        for module in self.head.modules():  # labels that a head commits to are those of the graph
+            if hasattr(module, "nms_threshold") and "nms_threshold" not in (head_options or {}):
+                module.nms_threshold = nms_threshold
         if norm_momentum is not None:
             set_bn_momentum(nn.ModuleList([self.head, self.union]), norm_momentum)
         self.attributes = () if head == "frequency" else tuple(attributes)
@@ -278,11 +281,12 @@ class SceneGraph(nn.Module):
             first, `predicate_scores (P, predicates)`, `predicates (P,)`, `triplet_scores (P,)` of the `top_k` best
             pairs (recall at K <= top_k needs no others) and, where boxes are given, of all annotated pairs (accuracy
             needs them); there also `true_labels (M,)`, `true_relations (R, 3)` and, of data with attributes,
-            `true_attributes (M, A)` ids. `attribute_scores (M, attributes)` where there are any. score_threshold:
-            detections below it are left out with their pairs.
+            `true_attributes (M, A)` ids. `attribute_scores (M, attributes)` where there are any, but in sgdet with
+            targets: no metric looks at them there, and of 26,000 images they are 1.6 GB. score_threshold: detections
+            below it are left out with their pairs.
         """
         graphs = rank_triplets(outputs["output"], outputs["batch"], self.given_boxes, self.nms_threshold)
-        if "attribute_logits" in outputs:
+        if "attribute_logits" in outputs and (self.given_boxes or outputs["truths"] is None):
             scores = outputs["attribute_logits"].float().sigmoid()[:, 1:].split(outputs["batch"].num_objects)
             graphs = [graph | {"attribute_scores": each} for graph, each in zip(graphs, scores, strict=True)]
         scales = (orig_sizes / sizes).float().flip(1).repeat(1, 2)
