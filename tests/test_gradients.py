@@ -41,3 +41,4 @@ def test_table_names_the_largest_first():
     assert [line.split()[0] for line in lines[1:-1]] == ["large", "nan_free"]
     assert "2.00000, (torch.Size([2]))" in lines[1]
     assert "clip" not in gradient_table(model.named_parameters())
+    assert "clip" not in gradient_table(model.named_parameters(), max_norm=0.0), "optim.max_norm 0: no clipping"

@@ -25,7 +25,7 @@ def gradient_table(
 ) -> str:
     """Lines of text: total norm and clipping factor, then name, norm and shape of the `top` largest gradients.
 
-    Call it before clipping. One host read.
+    max_norm: None or 0: nothing is clipped. Call it before clipping. One host read.
     """
     named = [(name, p.grad) for name, p in named_parameters if p.grad is not None]
     if not named:
@@ -33,7 +33,7 @@ def gradient_table(
     norms = torch.stack([gradient.detach().float().norm() for _, gradient in named])
     *each, total = torch.cat([norms, norms.norm()[None]]).tolist()
     head = f"---Total norm {total:.5f}"
-    if max_norm is not None:
+    if max_norm:
         head += f" clip coef {max_norm / (total + 1e-6):.5f}"
     rows = sorted(zip(each, named, strict=True), key=lambda row: -row[0])[:top]
     lines = [f"{name:<50s}: {norm:.5f}, ({gradient.shape})" for norm, (name, gradient) in rows]
