@@ -7,6 +7,7 @@ import torch
 
 from toolkit.errors import BadInput
 from toolkit.plateau import PlateauSchedule, warmup_factor
+from toolkit.schedules import Schedule
 
 
 def schedule(**options) -> PlateauSchedule:
@@ -45,6 +46,15 @@ def test_the_rate_is_a_function_of_step_and_state():
         plan.set(step), again.set(step)
         assert plan.rates() == again.rates()
     assert again.observe(0.1) and plan.observe(0.1)
+
+
+def test_a_checkpoint_of_another_schedule_is_refused_with_a_way_out():
+    plan = schedule()
+    other = Schedule(plan.optimizer, "cosine", 100)
+    with pytest.raises(BadInput, match="plateau.*checkpoint cosine.*resume_schedule new"):
+        plan.load_state_dict(other.state_dict())
+    with pytest.raises(BadInput, match="cosine.*checkpoint plateau.*resume_schedule new"):
+        other.load_state_dict(plan.state_dict())
 
 
 def test_writes_into_tensor_rates():

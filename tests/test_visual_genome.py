@@ -193,6 +193,10 @@ def test_image_list_must_fit(thousand, tmp_path):
     assert len(load_image_list(folder / "image_data.json", tmp_path, 1000)) == 1000
     with pytest.raises(BadInput, match="999 images"):
         load_image_list(folder / "image_data.json", tmp_path, 999)
+    for content in ({"image_id": 1}, [{"image_id": 1, "width": 8}], [1]):
+        (tmp_path / "image_data.json").write_text(json.dumps(content))
+        with pytest.raises(BadInput, match="list of objects, each with height, image_id, width"):
+            load_image_list(tmp_path / "image_data.json", tmp_path, 1)
 
 
 def test_names_must_count_from_one(tmp_path):
@@ -234,3 +238,9 @@ def test_psg(tmp_path):
         read_psg(tmp_path / "psg.json", tmp_path, "train", **options)
     assert "predicate 9" in str(caught.value) and "position 7 of 2" in str(caught.value)
     assert "one annotation" in str(caught.value), "a relation of an object to itself"
+    document["data"][1]["relations"] = [[0, 1]]
+    document["data"][3] = {"image_id": "3", "annotations": []}
+    (tmp_path / "psg.json").write_text(json.dumps(document))
+    with pytest.raises(BadInput) as caught:
+        read_psg(tmp_path / "psg.json", tmp_path, "train", **options)
+    assert "(image 1): relation [0, 1]" in str(caught.value) and "(image 3): key `relations`" in str(caught.value)

@@ -112,6 +112,12 @@ class PlateauSchedule:
         return {key: copy.copy(getattr(self, key)) for key in self._STATE}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Goes by the saved schedule from the next `set` on, whatever this one was made with."""
+        """Goes by the saved schedule from the next `set` on, whatever this one was made with.
+
+        Raises BadInput: the state of a `Schedule`.
+        """
+        if "decays" not in state:
+            raise BadInput(f"schedule.name is plateau, that of the checkpoint {state['name']}: resume with that one, "
+                           "or begin the new one with --run.resume_schedule new")  # fmt: skip
         for key in self._STATE:
             setattr(self, key, copy.copy(state[key]))

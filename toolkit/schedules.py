@@ -145,7 +145,13 @@ class Schedule:
         return {key: copy.copy(getattr(self, key)) for key in self._STATE}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Goes by the saved schedule from the next `set` on, whatever this one was made with."""
+        """Goes by the saved schedule from the next `set` on, whatever this one was made with.
+
+        Raises BadInput: the state of a `PlateauSchedule`.
+        """
+        if "name" not in state:
+            raise BadInput(f"schedule.name is {self.name}, that of the checkpoint plateau: resume with that one, or "
+                           "begin the new one with --run.resume_schedule new")  # fmt: skip
         for key in self._STATE:
             setattr(self, key, copy.copy(state[key]))
 

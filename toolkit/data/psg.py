@@ -50,6 +50,8 @@ def _read(annotation_file: Path, image_dir: Path, split: str, num_val: int, chec
         raise BadInput(f"{annotation_file}: invalid JSON: {error}") from error
     if missing := [key for key in ("data", "predicate_classes", "test_image_ids") if key not in document]:
         raise BadInput([f"{annotation_file}: key `{key}` missing" for key in missing])
+    if faults := [fault for number, entry in enumerate(document["data"]) for fault in _entry_faults(entry, number)]:
+        raise BadInput([f"{annotation_file}: {fault}" for fault in faults])
     valid = validate_document(as_coco(document, split, num_val), str(annotation_file))
     rows, problems, checked = valid.rows, valid.problems, {}
     if check_images and rows:
@@ -96,6 +98,17 @@ def as_coco(document: dict, split: str, num_val_images: int) -> dict:
     coco["categories"] = [{"id": number, "name": name} for number, name in enumerate(names)]
     predicates = document["predicate_classes"]
     return coco | {"rel_categories": [{"id": number, "name": name} for number, name in enumerate(predicates)]}
+
+
+def _entry_faults(entry: object, number: int) -> list[str]:
+    """What keeps an entry of `data` from being read at all; validation finds the rest."""
+    if not isinstance(entry, dict):
+        return [f"entry {number} of `data` is {entry!r}; expected an object"]
+    missing = [key for key in ("image_id", "annotations", "relations") if key not in entry]
+    relations = [row for row in entry.get("relations", []) if not isinstance(row, list) or len(row) != 3]
+    named = f"entry {number} of `data` (image {entry.get('image_id')})"
+    faults = [f"{named}: key `{key}` missing" for key in missing]
+    return faults + [f"{named}: relation {row!r}; expected [subject, object, predicate]" for row in relations]
 
 
 def _annotation(annotation: dict, image_id: int | str, annotation_id: int) -> dict:

@@ -108,7 +108,11 @@ def load_image_list(image_data_file: str | Path, image_dir: str | Path, num_imag
     The four corrupted images are left out. If the count still differs from `num_images`, the images without a file
     are left out too (as the original always does). Raises BadInput when that does not fit either.
     """
-    entries = [e for e in _read_json(Path(image_data_file)) if e["image_id"] not in CORRUPTED_IMAGES]
+    entries = _read_json(Path(image_data_file))
+    keys = {"image_id", "width", "height"}
+    if not isinstance(entries, list) or not all(isinstance(e, dict) and keys <= e.keys() for e in entries):
+        raise BadInput(f"{image_data_file}: expected a list of objects, each with {', '.join(sorted(keys))}")
+    entries = [entry for entry in entries if entry["image_id"] not in CORRUPTED_IMAGES]
     if len(entries) == num_images:
         return entries
     there = [entry for entry in entries if (Path(image_dir) / f"{entry['image_id']}.jpg").exists()]
