@@ -240,11 +240,11 @@ def main(config: Config) -> dict[str, float]:
             be_deterministic()
         cli.record_run(config, folder, run.seed, accelerator.num_processes, is_main)
         t = build(config, accelerator, folder, signals, checkpoint)
-        for note in t.load(checkpoint, run.resume_schedule == "saved") if checkpoint is not None else []:
+        for note in t.load(checkpoint, run.resume_schedule == "saved", run.eval_only) if checkpoint is not None else []:
             t.say(note)
         writer = RunWriter(
             folder, accelerator=accelerator, tracker=run.tracker, project=run.project, config=asdict(config),
-            is_main=is_main, resume_state=checkpoint.state["writer"] if checkpoint is not None else None,
+            is_main=is_main, resume_state=checkpoint and checkpoint.state["writer"], eval_only=run.eval_only,
         )  # fmt: skip
         t.start(writer, status)
         if run.probe_memory:

@@ -87,6 +87,18 @@ def test_resume_keeps_as_many_rows_as_the_checkpoint_knew(tmp_path):
     assert path.read_text() == ""
 
 
+def test_evaluating_an_earlier_checkpoint_only_keeps_the_rows_after_it(tmp_path):
+    writer = RunWriter(tmp_path)
+    writer.log(train_row(5))
+    earlier = writer.state_dict()
+    writer.log(train_row(10))
+    writer.close()
+    writer = RunWriter(tmp_path, resume_state=earlier, eval_only=True)
+    writer.log(val_row(5))
+    writer.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [train_row(5), train_row(10), val_row(5)]
+
+
 def test_bad_metrics_file_is_bad_input(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"epoch": 2}\n')
     with pytest.raises(BadInput, match="line 2"):

@@ -116,6 +116,38 @@ def mark_best(path: Path) -> None:
     _point(Path(path).parent / "best", Path(path))
 
 
+def bring_best(resumed: Path, best_step: int, folder: Path) -> bool:
+    """Points `folder/best` at the best checkpoint so far of a run that goes on from the checkpoint `resumed`.
+
+    It may not be there yet: a kill came before the link, an earlier checkpoint of the run was resumed, or one of
+    another run, whose best one is then copied.
+
+    Returns:
+        Whether there is that checkpoint.
+
+    Raises:
+        CheckpointError: the copy, or the link, cannot be written.
+    """
+    best, source = folder / f"step_{best_step:06d}", resumed.resolve().with_name(f"step_{best_step:06d}")
+    temp = folder / f".tmp-{best.name}"
+    try:
+        if source.parent != folder.resolve():
+            if best.exists() or not (source / MANIFEST).is_file():
+                return False
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(source, temp, dirs_exist_ok=True)
+            temp.rename(best)
+        if not (best / MANIFEST).is_file():
+            return False
+        if linked(folder, "best") != best:
+            mark_best(best)
+    except OSError as error:
+        shutil.rmtree(temp, ignore_errors=True)
+        number = error.errno or errno.EIO  # copytree's own error, which holds those of the files, has none
+        raise CheckpointError(_cannot_write(folder, number, 0)) from error
+    return True
+
+
 def _storable(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """CPU, contiguous, and no two of them in one memory, which is what safetensors writes."""
     seen, storable = set(), {}

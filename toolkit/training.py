@@ -3,6 +3,7 @@
 The loop itself stands in each script. Nothing here reads settings; the scripts hand in what they built.
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from toolkit.checkpoint import Checkpoint, linked, mark_best, newest_valid, save_checkpoint
+from toolkit.checkpoint import Checkpoint, bring_best, newest_valid, save_checkpoint
 from toolkit.compiling import GraphCount
 from toolkit.data.loaders import Batch, windows
 from toolkit.data.samplers import EpochSampler
@@ -155,7 +156,7 @@ class Training:
         self._bar = progress(self.total_steps, self.step, self.accelerator.is_main_process)
         if self.evaluator is not None:
             self.check_metric()
-        if self.guard.policy == "rollback" and self.step == 0:
+        if self.guard.policy == "rollback" and self.saved_step != self.step:
             self.save()  # something to roll back to
 
     def log(self, values: Mapping[str, float | None]) -> None:
@@ -190,7 +191,8 @@ class Training:
             self.refuse_metric(name.removeprefix("val/") for name in row if name.startswith("val/"))
         value = row[key]
         sign = -1 if is_minimised(self.metric_for_best) else 1
-        better = value is not None and (self.best is None or sign * value > sign * self.best)
+        defined = value is not None and not math.isnan(value)
+        better = defined and (self.best is None or sign * value > sign * self.best)
         if better:
             self.best, self.best_step = value, self.step
         self.evaluations_without_better = 0 if better else self.evaluations_without_better + 1
@@ -260,23 +262,37 @@ class Training:
             )
         )
 
-    def load(self, checkpoint: Checkpoint, keep_schedule: bool = True) -> list[str]:
+    def load(self, checkpoint: Checkpoint, keep_schedule: bool = True, eval_only: bool = False) -> list[str]:
         """Takes up everything a checkpoint holds; returns in words what will not be identical.
 
         Args:
             checkpoint: verified by its manifest.
             keep_schedule: False: keep this command's learning-rate schedule and length.
+            eval_only: nothing will be trained, so the run folder's checkpoints and links stay as they are.
+
+        Raises:
+            BadInput: the checkpoint is of other classes or another model.
         """
         rates = [(group["initial_lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
-        self.load_weights(checkpoint)
-        state = checkpoint.state
-        self.step = self.saved_step = state["step"]
-        self.elapsed_s = state["elapsed_s"]
+        state, folder = checkpoint.state, self.folder / "checkpoints"
+        names = [category["name"] for category in state["categories"]]
+        if names != self.val_table.class_names:
+            raise BadInput(f"{checkpoint.path} is of the classes {names}, the data has {self.val_table.class_names}")
+        try:
+            self.load_weights(checkpoint)
+        except (RuntimeError, ValueError) as error:  # tensors, or groups of the optimizer, that there are not
+            raise BadInput(f"{checkpoint.path} is of another model, or of other optimizer groups: resume with the "
+                           f"settings of the run that wrote it ({error})") from error  # fmt: skip
+        self.step, self.elapsed_s = state["step"], state["elapsed_s"]
+        if eval_only or run_on_main(lambda: checkpoint.path.resolve().parent == folder.resolve()):
+            self.saved_step = self.step
         notes = self.sampler.load_state_dict(state["sampler"])
         if keep_schedule:
             self.schedule.load_state_dict(state["schedule"])
             self.total_steps = state["total_steps"]
-            if self.budget is not None and state["budget"] is not None:
+            if state["budget"] is None:
+                self.budget = None  # the saved length is no matter of minutes
+            elif self.budget is not None:
                 self.budget.load_state_dict(state["budget"])
         else:
             for group, (initial_lr, weight_decay) in zip(self.optimizer.param_groups, rates, strict=True):
@@ -284,20 +300,17 @@ class Training:
         self.schedule.set(self.step)
         self.guard.load_state_dict(state["guard"])
         self.meters.load_state_dict(state["meters"])
-        self.evaluated_step = state["evaluated_step"]
-        if state["metric_for_best"] == self.metric_for_best:
-            self.best, self.evaluations_without_better = state["best"], state["evaluations_without_better"]
-            self.best_step = state["best_step"]
-            run_on_main(lambda: self._point_at_best(checkpoint.path))
-        else:
+        if state["metric_for_best"] != self.metric_for_best:
             notes.append(f"best metric starts anew: it was {state['metric_for_best']}, now {self.metric_for_best}")
+            return notes
+        self.evaluated_step = state["evaluated_step"]
+        self.evaluations_without_better = state["evaluations_without_better"]
+        best, step = state["best"], state["best_step"]
+        if best is None or eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
+            self.best, self.best_step = best, step
+        else:
+            notes.append(f"best metric starts anew: the checkpoint of step {step}, which had it, is not there any more")
         return notes
-
-    def _point_at_best(self, path: Path) -> None:
-        """The link `best`, where a kill came after the checkpoint and before its link."""
-        ours = path.resolve().parent == (self.folder / "checkpoints").resolve()
-        if ours and path.name == f"step_{self.best_step:06d}" and linked(path.parent, "best") != path:
-            mark_best(path)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Weights, their moving average, optimizer and scaler state of a checkpoint; nothing else."""
@@ -334,6 +347,8 @@ class Training:
             return
         message = self._report_nan(action, window, denominators, reduced)
         drop_gradients(self.weights)
+        if (scaler := self.accelerator.scaler) is not None:
+            scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, which it does once per update
         if action is Action.STOP:
             self.save()
             raise StoppedByGuard(f"{message}\nThe weights before that step are saved.")
@@ -343,7 +358,8 @@ class Training:
             if checkpoint is None:
                 raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
             self.load_weights(checkpoint)
-            self.step, self.schedule.scale = checkpoint.step, self.guard.lr_scale
+            self.step = self.saved_step = checkpoint.step
+            self.schedule.scale = self.guard.lr_scale
             self.schedule.set(self.step)
         self.say(f"guard: {message}\n{action.value}: goes on from step {self.step} with the next data.")
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from toolkit.checkpoint import linked, load_checkpoint
+from toolkit.checkpoint import Checkpoint, linked, load_checkpoint
 from toolkit.distributed import broadcast_buffers, run_on_main
 from toolkit.errors import Preempted
 from toolkit.evaluation.loop import predict_dataset
@@ -39,7 +39,8 @@ def validate(t: Training) -> bool:
             description=f"evaluation at step {t.step}",
         )
         if found.interrupted:
-            t.save()
+            if t.saved_step != t.step:  # evaluating an earlier checkpoint alone must not make it the newest
+                t.save()
             raise Preempted(f"signal during the evaluation at step {t.step}; saved, `--run.resume latest` goes on")
         shown = run_on_main(partial(t.evaluator.evaluate, found.by_image))
         row |= {f"{prefix}{name}": value for name, value in {**shown, **found.losses}.items()}
@@ -58,12 +59,16 @@ def finish(t: Training) -> None:
     better = t.evaluated_step != t.step and validate(t)
     if better or t.saved_step != t.step:
         t.save(best=better)
-    best = linked(t.folder / "checkpoints", "best")
-    if best is not None:
+    checkpoint = run_on_main(lambda: _best(t))  # the main process alone need see the folder
+    if checkpoint is not None:
         averaged = t.metric_for_best.startswith("ema/")
-        checkpoint = run_on_main(lambda: load_checkpoint(best))
         t.detector.load_state_dict(checkpoint.tensors["ema" if averaged else "model"])
         t.say(f"best {t.metric_for_best}: {t.best:.4f} at step {checkpoint.step}")
+
+
+def _best(t: Training) -> Checkpoint | None:
+    path = linked(t.folder / "checkpoints", "best") if t.best is not None else None
+    return None if path is None else load_checkpoint(path)
 
 
 def _show(t: Training, predictions: dict, scores: dict, better: bool) -> None:
@@ -74,5 +79,9 @@ def _show(t: Training, predictions: dict, scores: dict, better: bool) -> None:
     t.say(f"evaluation at step {t.step}{' (best so far)' if better else ''}\n{table}")
     if t.pictures:
         path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"
-        t.evaluator.draw(predictions, t.pictures, path)
-        t.writer.log_images({"val/predictions": path}, t.step)
+        try:
+            t.evaluator.draw(predictions, t.pictures, path)
+        except OSError as error:  # a full disk, say: what must be written says so itself
+            t.say(f"the pictures of step {t.step} could not be written: {error}")
+        else:
+            t.writer.log_images({"val/predictions": path}, t.step)

@@ -134,6 +134,7 @@ class RunWriter:
         config: the resolved settings, nested as they are.
         is_main: this is the main process.
         resume_state: `state_dict()` out of the checkpoint that is resumed; None for a fresh start.
+        eval_only: nothing is trained from there on, so the rows of later steps stay.
 
     The tracker's run id and the steps it was sent stand in `tracker.json`. A step is noted there before it is sent, so
     that a kill between the two cannot have it sent again; after a kill, W&B's server or offline files tell what it has.
@@ -150,6 +151,7 @@ class RunWriter:
         config: Mapping | None = None,
         is_main: bool = True,
         resume_state: Mapping | None = None,
+        eval_only: bool = False,
     ):
         self.folder = Path(folder)
         self.tracker = tracker if is_main else "none"
@@ -162,7 +164,8 @@ class RunWriter:
         if not is_main:
             return
         continues = resume_state is not None and (self.folder / "metrics.jsonl").exists()  # else a fork, or fresh
-        self._metrics = MetricsLog(self.folder / "metrics.jsonl", resume_state["rows"] if continues else 0)
+        kept = sys.maxsize if eval_only else resume_state["rows"] if continues else 0
+        self._metrics = MetricsLog(self.folder / "metrics.jsonl", kept)
         if self.tracker != "none":
             self._start(project, run_name or self.folder.name, _flat(config or {}), resume_state if continues else None)
             for row in read_metrics(self._metrics.path):

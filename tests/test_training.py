@@ -1,0 +1,205 @@
+"""What a run does apart from its loop: recovering, judging an evaluation, taking up a checkpoint.
+
+pytest tests/test_training.py
+"""
+
+import math
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from processes import run_on_ranks
+from torch import nn
+
+from toolkit.checkpoint import linked, load_checkpoint, newest_valid
+from toolkit.data.loaders import Batch
+from toolkit.data.samplers import EpochSampler
+from toolkit.data.table import Category
+from toolkit.distributed import world
+from toolkit.errors import BadInput, Preempted
+from toolkit.evaluation.draw import draw_grid
+from toolkit.guards import Action, NanGuard
+from toolkit.losses import LossWeights
+from toolkit.schedules import Schedule, StepBudget
+from toolkit.training import Training
+from toolkit.validation import _show, finish, validate
+
+
+class Detector(nn.Module):
+    """One weight; its loss is the mean of the images times it."""
+
+    loss_names, metric_names, denominator_names = ("loss_ce",), (), ("images",)
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, images, sizes, targets=None):
+        return images.float().mean() * self.weight
+
+    def criterion(self, outputs, targets, denominators):
+        return {"loss_ce": outputs / denominators["images"]}, {}
+
+
+def make_training(folder, policy="stop", scaler=None, **options) -> Training:
+    """On one process, with what Accelerate makes (a scaler, that is) given plainly: it has none on a CPU."""
+    detector = Detector()
+    optimizer = torch.optim.SGD(detector.parameters(), lr=0.1)
+    accelerator = SimpleNamespace(scaler=scaler, process_index=0, mixed_precision="no", is_main_process=True,
+                                  device="cpu", autocast=nullcontext)  # fmt: skip
+    table = SimpleNamespace(categories=(Category(1, "a"),), class_names=["a"], predicates=(), attributes=())
+    return Training(
+        accelerator=accelerator, model=detector, detector=detector, optimizer=optimizer,
+        weights=LossWeights(Detector.loss_names, {}, {"loss_ce": 1.0}), schedule=Schedule(optimizer),
+        guard=NanGuard(policy), sampler=EpochSampler(4, 1), loader=None, val_table=table, folder=folder, seed=0,
+        total_steps=10, writer=SimpleNamespace(state_dict=lambda: {"rows": 0}),
+        **({"val_loader": None, "evaluator": None, "signals": None} | options),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "updates_left"), [("skip", 2), ("rollback", 1)])
+def test_a_refused_window_leaves_a_scaler_that_goes_on(policy, updates_left, tmp_path):
+    """The scaler has unscaled the gradients and takes no second unscaling before an update of its own."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    t = make_training(tmp_path, policy, scaler)
+    window = [Batch(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), [{"image_id": 1}])]
+    for value in (1.0, math.nan, 1.0):
+        t.guard.snapshot(t.detector)
+        if t.step == 0 and policy == "rollback":
+            t.save()
+        scaler.scale(t.detector.weight * value).backward()
+        scaler.unscale_(t.optimizer)
+        if math.isfinite(value):
+            scaler.step(t.optimizer)
+            scaler.update()
+            t.optimizer.zero_grad()
+            t.step += 1
+        else:
+            reduced = {"loss": value, "loss_ce": value, "grad_norm": value, "buffers_finite": 1.0}
+            action = t.decide(reduced)
+            t.recover(action, window, [{"images": 1.0}], reduced)
+            assert action is Action(policy)
+    assert scaler.get_scale() == 8.0
+    assert t.detector.weight.item() == pytest.approx(1 - 0.1 * updates_left)
+
+
+def test_a_metric_that_is_nan_is_never_the_best(tmp_path):
+    t = make_training(tmp_path, metric_for_best="loss")
+    assert not t.note_metric({"val/loss": math.nan})
+    assert t.note_metric({"val/loss": 2.0})
+    assert not t.note_metric({"val/loss": math.nan})
+    assert (t.best, t.evaluations_without_better) == (2.0, 1)
+
+
+def saved(folder, steps=(1,), best=1, **options):
+    """Checkpoints of a run at `steps`, the best at `best`; the last one, read back."""
+    t = make_training(folder, keep=5, **options)
+    for t.step in steps:
+        t.note_metric({"val/bbox_AP": 0.5 if t.step == best else 0.1})
+        t.save(best=t.step == best)
+    return newest_valid(folder / "checkpoints")[0]
+
+
+def test_another_metric_for_best_has_the_checkpoint_evaluated_anew(tmp_path):
+    t = make_training(tmp_path, metric_for_best="bbox_AP50")
+    (note,) = t.load(saved(tmp_path))
+    assert "best metric starts anew" in note
+    assert (t.best, t.evaluated_step) == (None, -1)
+
+
+def test_another_run_goes_on_with_a_copy_of_the_best(tmp_path):
+    checkpoint = saved(tmp_path / "first", steps=(1, 2, 3), best=2)
+    t = make_training(tmp_path / "second")
+    assert t.load(checkpoint) == []
+    best = linked(tmp_path / "second" / "checkpoints", "best")
+    assert best.name == "step_000002"
+    assert load_checkpoint(best).state["step"] == t.best_step == 2
+    assert t.saved_step == -1  # nothing of step 3 is in this folder yet
+    assert t.best == 0.5
+
+
+def test_an_earlier_checkpoint_has_its_own_best_again(tmp_path):
+    saved(tmp_path, steps=(1, 2, 3), best=1)
+    t = make_training(tmp_path, keep=5)
+    t.load(newest_valid(tmp_path / "checkpoints")[0])
+    t.step = 4
+    assert t.note_metric({"val/bbox_AP": 0.9})
+    t.save(best=True)
+    t, second = make_training(tmp_path, keep=5), load_checkpoint(tmp_path / "checkpoints" / "step_000002")
+    t.load(second, eval_only=True)
+    assert linked(tmp_path / "checkpoints", "best").name == "step_000004"
+    assert t.load(second) == []
+    assert linked(tmp_path / "checkpoints", "best").name == "step_000001"
+
+
+def test_a_best_that_is_gone_starts_anew(tmp_path):
+    checkpoint = saved(tmp_path / "first", steps=(1, 2), best=1)
+    shutil.rmtree(tmp_path / "first" / "checkpoints" / "step_000001")
+    for name in ("first", "second"):
+        t = make_training(tmp_path / name)
+        (note,) = t.load(checkpoint)
+        assert "step 1" in note and t.best is None
+        assert t.evaluations_without_better == 1
+
+
+def test_a_checkpoint_of_other_classes_is_refused(tmp_path):
+    checkpoint = saved(tmp_path)
+    checkpoint.state["categories"] = [{"id": 1, "name": "b"}]
+    with pytest.raises(BadInput, match="b.*a"):
+        make_training(tmp_path).load(checkpoint)
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_one_message(tmp_path):
+    checkpoint = saved(tmp_path)
+    checkpoint.tensors["model"] = {"weight": torch.ones(2)}
+    with pytest.raises(BadInput, match="size mismatch"):
+        make_training(tmp_path).load(checkpoint)
+
+
+def test_minutes_asked_for_later_do_not_end_a_run_of_a_saved_length(tmp_path):
+    checkpoint = saved(tmp_path, steps=(9,), best=9)
+    t = make_training(tmp_path, budget=StepBudget(1.0))
+    t.load(checkpoint)
+    assert t.budget is None
+    t = make_training(tmp_path, budget=StepBudget(1.0))
+    t.load(checkpoint, keep_schedule=False)
+    assert t.budget is not None
+
+
+def test_pictures_that_cannot_be_written_cost_a_line(tmp_path, capsys):
+    (tmp_path / "report").write_text("")
+    evaluator = SimpleNamespace(describe=lambda *_: "table", draw=lambda *args: draw_grid([], ["a"], args[-1]))
+    _show(make_training(tmp_path, evaluator=evaluator), {}, {}, False)
+    assert "pictures" in capsys.readouterr().out
+
+
+def test_an_interrupted_evaluation_saves_only_what_is_not_saved(tmp_path):
+    """Evaluating an earlier checkpoint alone must not make it the newest one."""
+    saved(tmp_path, steps=(1, 2), best=1)
+    nothing = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
+    t = make_training(tmp_path, keep=5, signals=SimpleNamespace(received=2), val_loader=[nothing])
+    t.load(load_checkpoint(tmp_path / "checkpoints" / "step_000001"))
+    for t.step, newest in ((1, 2), (3, 3)):
+        with pytest.raises(Preempted):
+            validate(t)
+        assert newest_valid(tmp_path / "checkpoints")[0].step == newest
+
+
+def last_weights(folder):
+    """What the detector of this rank holds at the end of a run; only the main process sees the run folder."""
+    t = make_training(Path(folder) if world()[0] == 0 else Path(folder) / "elsewhere")
+    t.note_metric({"val/bbox_AP": 0.5})
+    t.save(best=True)
+    t.step = 1
+    with torch.no_grad():
+        t.detector.weight.fill_(7.0)
+    t.note_metric({"val/bbox_AP": 0.1})
+    finish(t)
+    return t.detector.weight.item()
+
+
+def test_every_rank_ends_with_the_best_weights_wherever_the_run_folder_is(tmp_path):
+    assert run_on_ranks(last_weights, 2, str(tmp_path)) == [1.0, 1.0]
