@@ -7,6 +7,7 @@ import pytest
 import torch
 from processes import run_on_ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.errors import BadInput
 from toolkit.losses import LossWeights, global_denominators, window_denominators
@@ -212,3 +213,12 @@ def test_ranks_equal_the_big_batch_and_the_original_rule_stays_available(world_s
 def test_weights_follow_a_copy():
     weights = copy.deepcopy(loss_weights())
     assert weights(scalars(["loss_bbox", "loss_image"]), 0).total.requires_grad
+
+
+def test_learned_weights_of_a_gpu_weigh_sums_on_the_host():
+    """As evaluation does. Fake tensors: they have devices and shapes only."""
+    with FakeTensorMode():
+        weights = LossWeights(["loss_a", "loss_b"], {"loss_a": "learned"}, {"loss_a": 1.0, "loss_b": 2.0})
+        weights.log_variances["loss_a"] = torch.nn.Parameter(torch.zeros((), device="cuda"))
+        found = weights({name: torch.tensor(1.0, dtype=torch.float64) for name in weights.names}, step=0)
+    assert {value.device.type for value in (found.total, *found.weighted.values())} == {"cpu"}

@@ -83,8 +83,8 @@ class LossWeights(nn.Module):
             values = torch.stack([losses[name].to(device, wide) for name in names])
             weighted = values * self._weight_vector(names, step, device, wide)
             total = weighted.sum()
-            if self.log_variances:
-                total = total + sum(s.to(wide) for s in self.log_variances.values()) / micro_batches
+            if self.log_variances:  # evaluation weighs its sums, which lie on the host
+                total = total + sum(s.to(device, wide) for s in self.log_variances.values()) / micro_batches
         return WeightedLosses(
             total,
             dict(zip(names, weighted.detach().unbind(), strict=True)),
@@ -124,7 +124,8 @@ class LossWeights(nn.Module):
         vector = self._cached[1]
         if not self._learned:
             return vector
-        learned = [self.log_variances[self._learned[n]].to(dtype) if n in self._learned else None for n in names]
+        of_name = {n: self.log_variances[self._learned[n]].to(device, dtype) for n in names if n in self._learned}
+        learned = [of_name.get(n) for n in names]
         return vector * torch.stack([vector.new_ones(()) if s is None else torch.exp(-s) for s in learned])
 
 

@@ -107,10 +107,11 @@ class LossSums:
         losses, metrics = self.detector.criterion(outputs, targets, self.ones)
         if not losses.keys() <= self.divided_by.keys():
             self._find_denominators(losses, outputs, targets)
+        wide = torch.float32 if targets[0]["boxes"].device.type == "mps" else torch.float64  # which has no wider one
         for name, value in losses.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value.double()
+            self.sums[name] = self.sums.get(name, 0.0) + value.to(wide)
         for name, (value, count) in metrics.items():
-            pair = torch.stack([torch.as_tensor(v).double().to(value.device) for v in (value, count)])
+            pair = torch.stack([torch.as_tensor(v).to(value.device, wide) for v in (value, count)])
             self.metrics[name] = self.metrics.get(name, 0.0) + pair
         for name, value in denominators.items():
             self.denominators[name] += float(value)
