@@ -99,3 +99,11 @@ def test_a_pixel_bomb_is_an_error(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(ImageError, match="exceeds limit"):
         decode_image(encode(scene(), "PNG"))
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP"])
+def test_exif_that_is_cut_off_is_an_error_in_words(format):
+    data = encode(scene(), format, exif=b"Exif\0\0II*\0")
+    for read in (decode_image, probe_image):
+        with pytest.raises(ImageError):
+            read(data)

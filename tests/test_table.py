@@ -61,6 +61,11 @@ def test_rows_come_back_and_may_be_written_to(tmp_path, ids):
         table.row(3)
 
 
+def test_others_may_read_a_shared_cache(tmp_path):
+    write_table([row(1, 1)], cache_file=tmp_path / "t.json", categories=CATEGORIES)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
+
+
 def test_several_batches_selections_and_embedded_images(tmp_path, monkeypatch):
     monkeypatch.setattr("toolkit.data.table.BATCH_ROWS", 3)
     rows = [row(number, number % 4, image=bytes([number])) for number in range(10)]

@@ -1,6 +1,7 @@
 """Every defect is listed at once, in words.   Run: pytest tests/test_validate.py"""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.data.coco import read_coco
+from toolkit.data.image_files import parallel
 from toolkit.data.validate import unsafe_file_name, validate_document
 from toolkit.errors import BadInput
 
@@ -260,3 +262,28 @@ def test_relations_as_triplets():
     wanted = ("warning relation [1, 2, 5]", "predicate 6", "annotation 9", "one annotation", "[1, 2] is nei", "'1 on")
     for words in wanted:
         assert any(words in message for message in messages), words
+
+
+def test_ids_beyond_64_bits_are_reported(tmp_path):
+    """As hashes are: the table holds signed integers of 64 bits."""
+    image = {"id": 1, "file_name": "a.jpg", "width": 9, "height": 9}
+    box = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 5, 5]}
+    document = {"images": [image, image | {"id": 2**63, "file_name": "b.jpg"}], "categories": [{"id": 1, "name": "a"}],
+                "annotations": [box, box | {"id": 2**64 - 1}, box | {"id": 2**63 - 1}]}  # fmt: skip
+    valid = validate_document(document, "x.json")
+    assert [row["image_id"] for row in valid.rows] == [1]
+    assert valid.rows[0]["objects"]["id"] == [1, 2**63 - 1]
+    messages = [problem.message for problem in valid.problems if problem.severity == "error"]
+    assert len(messages) == 2 and all("64 bits" in message for message in messages)
+
+
+def test_an_area_beyond_float32_is_replaced_by_that_of_the_box():
+    document = {"images": [{"id": 1, "file_name": "a.jpg", "width": 9, "height": 9}],
+                "categories": [{"id": 1, "name": "a"}],
+                "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 5, 4], "area": 1e39}]}
+    assert validate_document(document, "x.json").rows[0]["objects"]["area"] == [20.0]
+
+
+def test_images_are_checked_where_the_system_names_no_cores_of_a_process(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS has none
+    assert parallel(lambda row: [row], [1, 2], "checking") == [1, 2]

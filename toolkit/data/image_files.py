@@ -80,7 +80,8 @@ def check_image(row: Mapping, source: Path | bytes, full: bool) -> list[Problem]
 
 def parallel(check: Callable[[Any], list[Problem]], rows: Sequence, what: str) -> list[Problem]:
     """`check` of every row, in order, by as many threads as there are cores; a progress bar when it takes long."""
-    with ThreadPoolExecutor(max_workers=min(32, len(os.sched_getaffinity(0)))) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+    with ThreadPoolExecutor(max_workers=min(32, cores)) as pool:
         found = pool.map(check, rows)
         bar = tqdm(found, what, len(rows), delay=2, unit="image", leave=False, disable=None)
         return [problem for problems in bar for problem in problems]

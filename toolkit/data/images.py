@@ -1,6 +1,7 @@
 """Image files to RGB tensors: upright, 8 bits, whole, or an error that says why not."""
 
 import io
+import struct
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,9 @@ EXTENSIONS = {
     "WEBP": {".webp"},
     "PPM": {".ppm", ".pgm", ".pbm", ".pnm"},
 }
+# What Pillow's readers let out of broken files; OSError, which tells more of the cause, apart.
+BROKEN = (SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError, struct.error,
+          Image.DecompressionBombError)  # fmt: skip
 IMAGE_SUFFIXES = frozenset().union(*EXTENSIONS.values())
 
 
@@ -79,7 +83,7 @@ def probe_image(source: Path | str | bytes) -> ImageProbe:
         raise ImageError(_no_image(data), path) from error
     except OSError as error:
         raise ImageError(_os_error(error), path) from error
-    except (Image.DecompressionBombError, SyntaxError, ValueError) as error:
+    except BROKEN as error:
         raise ImageError(f"image cannot be read: {error}", path) from error
 
 
@@ -108,7 +112,7 @@ def _decode_with_pillow(data: bytearray, path: Path | None) -> torch.Tensor:
             pixels = _to_rgb(ImageOps.exif_transpose(image), path)
     except UnidentifiedImageError as error:
         raise ImageError(_no_image(data), path) from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, *BROKEN) as error:
         # Pillow's words for a short file, in its formats: "image file is truncated", "unrecognized data stream" ...
         reason = "image data truncated" if "truncated" in str(error) else f"image data broken: {error}"
         raise ImageError(reason, path) from error

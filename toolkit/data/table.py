@@ -252,6 +252,7 @@ def _publish(temporary: Path, cache_file: Path, info: dict) -> DetectionTable:
     digest.update(json.dumps(names).encode())
     fingerprint = digest.hexdigest()[:32]
     arrow_file = cache_file.with_name(f"{fingerprint}.arrow")
+    os.chmod(temporary, 0o644)  # mkstemp makes 0600; a cache may be shared
     os.replace(temporary, arrow_file)
     info |= {"arrow": arrow_file.name, "fingerprint": fingerprint}
     write_json(cache_file, info)
@@ -275,6 +276,7 @@ def write_json(path: Path, content: object) -> None:
         try:
             json.dump(content, file)
             file.flush()
+            os.chmod(file.name, 0o644)
             os.replace(file.name, path)
         finally:
             Path(file.name).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 CLIP_TOLERANCE = 0.01  # pixels; COCO rounds coordinates to two places, which alone can put an edge this far outside
 LISTED_ERRORS = 200
+LARGEST_AREA = 3e38  # the table's are float32
 
 
 @dataclass
@@ -100,6 +101,10 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int | str) and not isinstance(value, bool) and value != ""
 
 
+def _fits_int64(id_: int | str) -> bool:
+    return isinstance(id_, str) or -(2**63) <= id_ < 2**63
+
+
 def _wrong_id(record: Mapping, key: str) -> str:
     if key not in record:
         return f"`{key}` missing"
@@ -158,6 +163,8 @@ def _images(entries: list, file: str, problems: list[Problem]) -> tuple[dict, se
             continue
         image_id, name = entry["id"], entry.get("file_name")
         faults = _image_faults(entry)
+        if not _fits_int64(image_id):
+            faults.append(f"image id {image_id} does not fit into 64 bits; write it as a string")
         shown = name if isinstance(name, str) and name else file
         if image_id in rows:
             other = rows[image_id]["file_name"]
@@ -256,6 +263,8 @@ def _annotation_faults(entry: Mapping, number: int, times: Mapping, labels: Mapp
     id_, image_id, category = entry.get("id"), entry.get("image_id"), entry.get("category_id")
     if not isinstance(id_, int) or isinstance(id_, bool):
         faults.append(f"annotation entry {number}: {_wrong_id(entry, 'id').replace(' or a string', '')}")
+    elif not _fits_int64(id_):
+        faults.append(f"annotation id {id_} does not fit into 64 bits")
     elif times[id_] > 1:
         often = "twice" if times[id_] == 2 else f"{times[id_]} times"
         faults.append(f"annotation id {id_} used {often}; this one has bbox {entry.get('bbox')}")
@@ -326,7 +335,7 @@ def _bad_size(row: Mapping) -> bool:
 def _area(entry: Mapping, box: tuple[float, ...], clipped: bool) -> float:
     """The annotation's own area (of the mask, in COCO); the box's where there is none or it was the clipped box's."""
     area = entry.get("area")
-    own = isinstance(area, int | float) and not isinstance(area, bool) and math.isfinite(area) and area > 0
+    own = isinstance(area, int | float) and not isinstance(area, bool) and 0 < area < LARGEST_AREA
     if own and not (clipped and math.isclose(area, entry["bbox"][2] * entry["bbox"][3], rel_tol=1e-6)):
         return float(area)
     return float((box[2] - box[0]) * (box[3] - box[1]))
