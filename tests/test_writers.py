@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate import Accelerator
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -44,6 +44,7 @@ def val_row(step: int) -> dict:
 # ---------------------------------------------------------------- metrics.jsonl
 
 
+@settings(deadline=None)  # each example waits for the disk
 @given(st.dictionaries(st.text(min_size=1).filter(lambda k: k != "nonfinite"), st.floats() | st.integers() | st.none()))
 def test_rows_are_strict_json_and_come_back(tmp_path_factory, values):
     row = values | {"step": 3}
