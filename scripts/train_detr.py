@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 
 from toolkit import cli
 from toolkit.checkpoint import Checkpoint, resolve_resume
@@ -228,7 +228,7 @@ def main(config: Config) -> dict[str, float]:
     run = config.run
     accelerator = Accelerator(
         mixed_precision=run.precision,
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+        kwargs_handlers=cli.distributed_kwargs(),
         **tracker_kwargs(run.tracker, Path(run.output_dir).expanduser().absolute() / run.name),
     )
     is_main = accelerator.is_main_process

@@ -1,11 +1,16 @@
 """Box geometry shared by detectors, losses and transforms.
 
 Boxes are tensors `(..., 4)`; the format is in the name: `xyxy` = left, top, right, bottom; `cxcywh` = centre and size.
-Every function keeps dtype and device, works on zero boxes, and is differentiable.
+Functions of boxes keep dtype and device, work on zero boxes, and are differentiable.
 """
 
 import torch
 from torch import Tensor
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """float64; float32 on Apple's MPS, which has no wider one."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def cxcywh_to_xyxy(boxes_cxcywh: Tensor) -> Tensor:

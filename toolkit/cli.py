@@ -5,9 +5,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, KwargsHandler
 
 from toolkit.config import parse_config, save_config
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
@@ -63,6 +65,16 @@ def record_run(config: object, folder: Path, seed: int, processes: int, is_main:
     if is_main:
         save_config(config, folder / "config.yaml")
         write_environment(folder, seed, processes)
+
+
+def distributed_kwargs() -> list[KwargsHandler]:
+    """How Accelerate is to set up several processes.
+
+    A parameter may go unused in a step (no boxes, a frozen part). The others wait for the main process while it reads
+    and checks all images of a data set for the first time, which takes longer than NCCL's ten minutes for large ones.
+    """
+    waiting = InitProcessGroupKwargs(timeout=timedelta(hours=2))
+    return [DistributedDataParallelKwargs(find_unused_parameters=True), waiting]
 
 
 def set_threads(threads: int | None, device: torch.device) -> None:

@@ -20,9 +20,10 @@ import train_detr
 import train_faster_rcnn
 import train_ssd
 import train_yolov3
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from torch import nn
 
+from toolkit import cli
 from toolkit.config import OptimConfig
 from toolkit.data.loaders import Batch, make_loader
 from toolkit.distributed import seed_step
@@ -105,7 +106,7 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
         for group, values in settings:
             for name, value in values.items():
                 setattr(group, name, value)
-        accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+        accelerator = Accelerator(kwargs_handlers=cli.distributed_kwargs())
         with contextlib.redirect_stdout(io.StringIO()):
             training = script.build(config, accelerator, Path(folder), signals, checkpoint=None)
         training.start(RunWriter(Path(folder), accelerator=accelerator), {})

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from toolkit.boxes import widest_float
 from toolkit.distributed import agree_max, gather_by_image, gather_objects, world
 
 
@@ -107,7 +108,7 @@ class LossSums:
         losses, metrics = self.detector.criterion(outputs, targets, self.ones)
         if not losses.keys() <= self.divided_by.keys():
             self._find_denominators(losses, outputs, targets)
-        wide = torch.float32 if targets[0]["boxes"].device.type == "mps" else torch.float64  # which has no wider one
+        wide = widest_float(targets[0]["boxes"].device)
         for name, value in losses.items():
             self.sums[name] = self.sums.get(name, 0.0) + value.to(wide)
         for name, (value, count) in metrics.items():

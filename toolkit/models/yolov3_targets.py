@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from toolkit.boxes import widest_float
+
 STRIDES = (32, 16, 8)
 # (w, h) in pixels of the network input, deep to shallow; from k-means on COCO at 416 px.
 DEFAULT_ANCHORS = (
@@ -112,7 +114,7 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     stride = 32 >> level
     height, width = grid.image_hw[0] // stride, grid.image_hw[1] // stride
     # In float64 and in this order, as the original: it decides on which side of a cell border a centre falls.
-    x, y = centers.double().unbind(1)
+    x, y = centers.to(widest_float(device)).unbind(1)
     in_cells = torch.stack((x / grid.image_hw[1] * width, y / grid.image_hw[0] * height), dim=1)
     last_cell = (sizes_hw.to(device)[image].flip(1) - 1) // stride[:, None]
     # A NaN, which the guard reports, is nowhere; the losses of its box are NaN too.

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from toolkit.boxes import widest_float
+
 OVERLAP_SCALE = 1024 * 1024  # square pixels that VCTree's areas are divided by
 
 
@@ -77,7 +79,7 @@ def overlap_numbers(boxes_xyxy: Tensor, mask: Tensor) -> Tensor:
 
 def rectangle_masks(boxes_xyxy: Tensor, sizes_hw: Tensor, resolution: int = 27) -> Tensor:
     """(R, 4) boxes in images of (R, 2) size -> (R, resolution, resolution) float32 0/1, the whole image scaled."""
-    size_wh = sizes_hw.flip(-1).double()
+    size_wh = sizes_hw.flip(-1).to(widest_float(sizes_hw.device))
     # float64, and not `resolution / size`: torch makes a rounded reciprocal of that, and 50 * 20 / 100 ends below 10
     scale = (torch.full_like(size_wh, resolution) / size_wh).to(boxes_xyxy)
     first = (boxes_xyxy[:, :2] * scale).floor()
