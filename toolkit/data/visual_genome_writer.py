@@ -31,13 +31,13 @@ def write_visual_genome(tables: Sequence[tuple[DetectionTable, int]], folder: st
         raise BadInput(faults)
     columns = {key: [] for key in ("boxes_1024", "labels", "attributes", "relationships", "predicates", "split")}
     ranges = {f"img_to_{end}_{kind}": [] for end in ("first", "last") for kind in ("box", "rel")}
-    images = []
+    written, images = {"box": 0, "rel": 0}, []
     for table, split in tables:
         for i in range(len(table)):
             row = table.row(i)
             images.append({key: row[key] for key in ("image_id", "width", "height")})
             columns["split"].append([split])
-            _append(row, columns, ranges)
+            _append(row, columns, ranges, written)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_h5(folder / "VG-SGG-with-attri.h5", columns, ranges)
@@ -48,23 +48,22 @@ def write_visual_genome(tables: Sequence[tuple[DetectionTable, int]], folder: st
     (folder / "VG-SGG-dicts-with-attri.json").write_text(json.dumps(info))
 
 
-def _append(row: dict, columns: dict[str, list], ranges: dict[str, list]) -> None:
+def _append(row: dict, columns: dict[str, list], ranges: dict[str, list], written: dict[str, int]) -> None:
     keep = row["objects"]["iscrowd"] == 0
     number = np.cumsum(keep) - 1
     ends = np.stack([row["relations"][key] for key in ("subject", "object")], 1)
     kept = keep[ends].all(1)
-    first_box = sum(map(len, columns["labels"]))
-    first_rel = sum(map(len, columns["predicates"]))
     corners = np.round(row["objects"]["bbox"][keep] * (BOX_SCALE / max(row["width"], row["height"]))).astype(np.int64)
     wh = np.maximum(corners[:, 2:] - corners[:, :2], 1)
     columns["boxes_1024"].append(np.concatenate([corners[:, :2] + (wh + 1) // 2, wh], 1))
     columns["labels"].append(row["objects"]["category"][keep][:, None] + 1)
     columns["attributes"].append(row["objects"].get("attributes", np.zeros((len(keep), 0), np.int64))[keep])
-    columns["relationships"].append(number[ends[kept]] + first_box)
+    columns["relationships"].append(number[ends[kept]] + written["box"])
     columns["predicates"].append(row["relations"]["predicate"][kept][:, None] + 1)
-    for kind, start, count in (("box", first_box, int(keep.sum())), ("rel", first_rel, int(kept.sum()))):
-        ranges[f"img_to_first_{kind}"].append(start if count else -1)
-        ranges[f"img_to_last_{kind}"].append(start + count - 1 if count else -1)
+    for kind, count in (("box", int(keep.sum())), ("rel", int(kept.sum()))):
+        ranges[f"img_to_first_{kind}"].append(written[kind] if count else -1)
+        written[kind] += count
+        ranges[f"img_to_last_{kind}"].append(written[kind] - 1 if count else -1)
 
 
 def _padded(attributes: np.ndarray, width: int) -> np.ndarray:
@@ -73,7 +72,7 @@ def _padded(attributes: np.ndarray, width: int) -> np.ndarray:
 
 def _write_h5(path: Path, columns: dict[str, list], ranges: dict[str, list]) -> None:
     wide = {"boxes_1024": 4, "labels": 1, "relationships": 2, "predicates": 1}
-    wide["attributes"] = max(NUM_ATTRIBUTE_COLUMNS, *(part.shape[1] for part in columns["attributes"]))
+    wide["attributes"] = max([NUM_ATTRIBUTE_COLUMNS, *(part.shape[1] for part in columns["attributes"])])
     columns["attributes"] = [_padded(part, wide["attributes"]) for part in columns["attributes"]]
     small = ("boxes_1024", "relationships")
     with h5py.File(path, "w") as file:
