@@ -22,7 +22,7 @@ SCRIPTS = (
     Script("train_faster_rcnn", slow_end=(REPORT,), losses=("loss_box_reg", "loss_classifier")),
     Script("train_sgg", slow_end=(REPORT,), losses=("loss_refine_obj", "loss_rel"),
            still=("--model.freeze", "detector")),
-    Script("train_ssd", slow_end=(REPORT,), losses=("loss_cls", "loss_loc"), still=("--model.norm", "frozen"),
+    Script("train_ssd", slow_end=(REPORT,), losses=("loss_cls", "loss_loc"), still=("--model.norm", "group"),
            one_size=("--data.sizes", "[]")),
 )  # fmt: skip
 

@@ -46,7 +46,7 @@ CASES = {
     "no milestones": (["--schedule.name", "multistep"], ["schedule.milestones"]),
     "no such parameters": (["--optim.lr_multipliers", '{{"neck": 0.1}}'], ["optim.lr_multipliers.neck"]),
     "scales for a model of one size": (["--data.scales", "[64,96]"], ["data.scales", "one size"]),
-    "size that would be padded": (["--data.image_size", "100"], ["side 100", "multiple of 32", "96"]),
+    "size that would be padded": (["--data.image_size", "98"], ["side 98", "multiple of 32", "96"]),
     "defective data": (["--data.train", str(DIRTY / "annotations" / "instances.json")], ["image 2)", "image 28)"]),
     "broken JSON": (["--data.train", str(DIRTY / "broken" / "truncated.json")], ["truncated.json", "line"]),
     "folder as name": (["--run.name", "a/b"], ["--run.name"]),

@@ -57,7 +57,8 @@ def test_a_run_starts_from_another_and_its_folder_is_enough_from_then_on(
     assert frozen and all(after[name].equal(before[name]) for name in frozen), "batch statistics included"
     assert not all(after[name].equal(before[name]) for name in before if after[name].shape == before[name].shape)
 
-    evaluated = server.run(ROOT / "scripts" / "evaluate.py", [ended.folder, "--weights", "model"])
+    latest = ended.folder / "checkpoints" / "latest"
+    evaluated = server.run(ROOT / "scripts" / "evaluate.py", [latest, "--weights", "model"])
     assert evaluated.code == 0, evaluated.text
     last = rows(ended.folder)[-1]
     assert json.loads(evaluated.text.splitlines()[-1])["bbox_AP"] == last["val/bbox_AP"]
