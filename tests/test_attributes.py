@@ -68,7 +68,7 @@ any_attributes = st.lists(st.lists(st.lists(st.integers(1, 3), max_size=3, uniqu
 
 def test_the_table_keeps_them_and_costs_nothing_without(tmp_path):
     table = table_of(tmp_path, FEW)
-    for seen in (table, pickle.loads(pickle.dumps(table)), table.head(3)):  # noqa: S301 (our own bytes)
+    for seen in (table, pickle.loads(pickle.dumps(table)), table.head(3)):  # noqa: S301 (pickled here)
         assert ids_of(seen) == FEW and seen.attributes == NAMES
         assert seen.row(0)["objects"]["attributes"].shape == (0, 3)
         assert seen.row(1)["objects"]["attributes"].dtype == np.int64
@@ -175,7 +175,7 @@ def test_transforms_keep_them_with_their_boxes():
     assert len(recheck_boxes(*crop(image, target, (20, 0, 10, 10)))["attributes"]) == 0, "every box cropped away"
     with pytest.raises(ValueError, match="attributes"):
         recheck_boxes(image, target | {"attributes": target["attributes"][1:]})
-    batch = pickle.loads(pickle.dumps(collate([sample(4), sample(0)]))).to("cpu")  # noqa: S301 (our own bytes)
+    batch = pickle.loads(pickle.dumps(collate([sample(4), sample(0)]))).to("cpu")  # noqa: S301 (pickled here)
     assert [t["attributes"].shape for t in batch.targets] == [(4, 2), (0, 2)]
 
 

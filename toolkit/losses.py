@@ -125,8 +125,7 @@ class LossWeights(nn.Module):
         if not self._learned:
             return vector
         of_name = {n: self.log_variances[self._learned[n]].to(device, dtype) for n in names if n in self._learned}
-        learned = [of_name.get(n) for n in names]
-        return vector * torch.stack([vector.new_ones(()) if s is None else torch.exp(-s) for s in learned])
+        return vector * torch.stack([torch.exp(-of_name[n]) if n in of_name else vector.new_ones(()) for n in names])
 
 
 def global_denominators(

@@ -220,13 +220,17 @@ def write_environment(folder: Path, seed: int, world_size: int, extra: dict | No
     return environment
 
 
+def usable_cores() -> int:
+    """Logical cores that this process may use; all there are where the system does not tell (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def hardware() -> dict:
     """CPU model, logical and usable cores, memory in bytes, accelerators by name, CUDA and cuDNN as torch sees them."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": _cpu_model(),
         "cpu_cores": os.cpu_count(),
-        "cpu_cores_usable": usable,
+        "cpu_cores_usable": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,

@@ -3,8 +3,8 @@ heads on a batch against one image at a time.
 """
 
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+import timeit
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ def bench_graph_evaluation(
     data = random_scene_graphs(num_images, num_objects, num_pairs, num_predicates)
     runs = [lambda f=f: f(*data, num_predicates) for f in (our_evaluation, plain_evaluation)]
     ours, plain = (run() for run in runs)
-    rounds = [[_seconds(run) for run in (*runs, runs[0])] for _ in range(repeats)]
+    rounds = [[timeit.timeit(run, number=1) for run in (*runs, runs[0])] for _ in range(repeats)]
     difference = max(float(np.abs(ours[name] - plain[name]).max()) for name in plain)
     return [
         *_rows("scene graph evaluation", "ours", "plain", rounds),
@@ -51,7 +51,7 @@ def bench_relation_heads(num_images: int = 8, num_objects: int = 10, repeats: in
         ]
         with torch.inference_mode():
             joined, separate = (run() for run in runs)
-            rounds = [[_seconds(run) for run in (*runs, runs[0])] for _ in range(repeats)]
+            rounds = [[timeit.timeit(run, number=1) for run in (*runs, runs[0])] for _ in range(repeats)]
         rows += _rows(f"relation head {name}", "together", "alone", rounds)
         difference = float((joined - separate).abs().max())
         rows.append({"name": f"relation head {name}, largest difference", "value": difference, "unit": "logit"})
@@ -70,12 +70,6 @@ def _rows(title: str, ours: str, other: str, rounds: Sequence[Sequence[float]]) 
         {"name": f"{title}, {name}", "value": statistics.median(values), "unit": unit}
         for name, (unit, values) in measured.items()
     ]
-
-
-def _seconds(run: Callable) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def random_scene_graphs(num_images: int, num_objects: int, num_pairs: int, num_predicates: int, num_classes: int = 150):

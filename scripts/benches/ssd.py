@@ -1,7 +1,7 @@
 """SSD: matching and multibox loss against torchvision's, which goes image by image, at the same anchors."""
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -39,7 +39,7 @@ def bench_ssd(
             for f in (our_losses, torchvision_losses)
         ]
         found = [once() for once in runs]
-        rounds = [[seconds(once) for once in (*runs, runs[0])] for _ in range(repeats)]
+        rounds = [[timeit.timeit(once, number=1) for once in (*runs, runs[0])] for _ in range(repeats)]
         rows += [
             {"name": f"ssd {what}, ours", "value": statistics.median(t[0] for t in rounds), "unit": "s"},
             {"name": f"ssd {what}, torchvision", "value": statistics.median(t[1] for t in rounds), "unit": "s"},
@@ -93,12 +93,6 @@ def run(
     if gradient:
         sum(result).backward()
     return [loss.detach() for loss in result]
-
-
-def seconds(once: Callable) -> float:
-    start = time.perf_counter()
-    once()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

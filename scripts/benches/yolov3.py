@@ -2,7 +2,7 @@
 
 import statistics
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def bench_yolov3_losses(
             for f in (our_losses, looped_losses)
         ]
         ours, loop = (run() for run in runs)
-        rounds = [[seconds(run) for run in (*runs, runs[0])] for _ in range(repeats)]
+        rounds = [[timeit.timeit(run, number=1) for run in (*runs, runs[0])] for _ in range(repeats)]
         rows += [
             {"name": f"yolov3 {what}, ours", "value": statistics.median(t[0] for t in rounds), "unit": "s"},
             {"name": f"yolov3 {what}, loop over boxes", "value": statistics.median(t[1] for t in rounds), "unit": "s"},
@@ -139,7 +139,7 @@ def bench_yolov3_export(
         session = onnxruntime.InferenceSession(Path(folder) / "model.onnx", options)
         runs = (lambda: model(images), lambda: session.run(None, {"images": images.numpy()}))
         (boxes, scores), (onnx_boxes, onnx_scores) = (run() for run in runs)
-        rounds = [[seconds(run) for run in (*runs, runs[0])] for _ in range(repeats)]
+        rounds = [[timeit.timeit(run, number=1) for run in (*runs, runs[0])] for _ in range(repeats)]
     medians = [statistics.median(t[i] for t in rounds) for i in range(2)]
     return [
         {"name": "yolov3, PyTorch", "value": batch / medians[0], "unit": "images/s"},
@@ -156,12 +156,6 @@ def bench_yolov3_export(
             "unit": "",
         },
     ]
-
-
-def seconds(run: Callable) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

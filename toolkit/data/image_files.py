@@ -13,6 +13,7 @@ from toolkit.data.images import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_i
 from toolkit.data.table import Problem
 from toolkit.data.validate import unsafe_file_name
 from toolkit.errors import BadInput
+from toolkit.runfolder import usable_cores
 
 FULL_CHECK_LIMIT = 20_000  # images; above it only headers are read unless a full check is asked for
 UNLISTED_NAMED = 10
@@ -80,8 +81,7 @@ def check_image(row: Mapping, source: Path | bytes, full: bool) -> list[Problem]
 
 def parallel(check: Callable[[Any], list[Problem]], rows: Sequence, what: str) -> list[Problem]:
     """`check` of every row, in order, by as many threads as there are cores; a progress bar when it takes long."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
-    with ThreadPoolExecutor(max_workers=min(32, cores)) as pool:
+    with ThreadPoolExecutor(max_workers=min(32, usable_cores())) as pool:
         found = pool.map(check, rows)
         bar = tqdm(found, what, len(rows), delay=2, unit="image", leave=False, disable=None)
         return [problem for problems in bar for problem in problems]

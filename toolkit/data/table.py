@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from toolkit.errors import BadInput
+from toolkit.runfolder import write_text_atomic
 
 TABLE_VERSION = 2  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
 
@@ -271,15 +272,8 @@ def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes JSON beside `path` and renames it: other processes see the old file or the new one."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            json.dump(content, file)
-            file.flush()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        finally:
-            Path(file.name).unlink(missing_ok=True)
+    """`write_text_atomic` of JSON that may hold a NaN, as ids of defective data can be."""
+    write_text_atomic(path, json.dumps(content))
 
 
 def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:

@@ -316,13 +316,13 @@ class SceneGraph(nn.Module):
         Raises BadInput: the table's predicates or attributes are others, a file that is no such list. A table without
         attributes will do.
         """
+        compared = [("predicates", table.predicates, self.predicates)]
+        if table.attributes and self.attributes:
+            compared.append(("attributes", table.attributes, self.attributes))
         faults = [
             f"{table.name} has the {what} {list(theirs)}, training data {list(ours)}: give both the same ones in the "
             "same order"
-            for what, theirs, ours in (
-                ("predicates", table.predicates, self.predicates),
-                ("attributes", table.attributes or self.attributes, self.attributes or table.attributes),
-            )
+            for what, theirs, ours in compared
             if tuple(theirs) != tuple(ours)
         ]
         if faults:
