@@ -25,7 +25,7 @@ from benches.startup import bench_startup
 from benches.table import bench_table
 from benches.yolov3 import bench_yolov3_export, bench_yolov3_losses
 
-from toolkit.runfolder import PACKAGES, hardware
+from toolkit.runs.folder import PACKAGES, hardware
 
 # name, function, arguments of --quick
 BENCHES: tuple[tuple[str, Callable[..., list[dict]], dict], ...] = (

@@ -14,7 +14,7 @@ from collections import Counter
 
 import numpy as np
 
-from toolkit.data import FORMATS, open_dataset
+from toolkit.data.formats import FORMATS, open_dataset
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 

@@ -16,10 +16,12 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from toolkit.data.loading import open_split, val_transform, validation_loader
+from toolkit.data.pipeline import val_transform, validation_loader
+from toolkit.data.splits import open_split
 from toolkit.errors import BadInput
-from toolkit.evaluation.loop import predict_dataset
-from toolkit.runs import chosen_weights, load_detector, open_run, rebuild_evaluator, rebuild_loss_weights
+from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.runs.open_run import chosen_weights, open_run
+from toolkit.use.rebuild import load_detector, rebuild_evaluator, rebuild_loss_weights
 
 
 def expected_numbers(arguments: list[str]) -> dict[str, float]:

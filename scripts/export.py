@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from toolkit.data.images import ImageError, decode_image
-from toolkit.data.transforms import resize
+from toolkit.data.decoding import ImageError, decode_image
+from toolkit.data.transforms.geometry import resize
 from toolkit.errors import BadInput
-from toolkit.prediction import find_images, input_hw, open_own_detector
+from toolkit.use.prediction import find_images, input_hw, open_own_detector
 
 CHECKED_IMAGES = 4
 
@@ -39,7 +39,7 @@ def export(arguments: argparse.Namespace) -> None:
         raise BadInput(f"--out {arguments.out}: cannot be written: {error.strerror}") from error
     own.detector.export(arguments.out, images, print)
     if arguments.nms:
-        from toolkit.models.yolov3_export import export_onnx  # takes seconds
+        from toolkit.use.export.yolov3 import export_onnx  # takes seconds
 
         export_onnx(own.detector, arguments.out / "model_nms.onnx", nms=True, top_k=arguments.top_k)
     classes = [{"label": label, "id": each.id, "name": each.name} for label, each in enumerate(own.categories)]

@@ -31,7 +31,8 @@ from tqdm import tqdm
 
 from toolkit.errors import BadInput
 from toolkit.evaluation.draw import draw_detections
-from toolkit.prediction import (
+from toolkit.files import write_text_atomic
+from toolkit.use.prediction import (
     FilePrediction,
     Predictor,
     detections_as_json,
@@ -40,7 +41,6 @@ from toolkit.prediction import (
     predict_files,
     relations_as_json,
 )
-from toolkit.runfolder import write_text_atomic
 
 
 def predict(arguments: argparse.Namespace) -> int:

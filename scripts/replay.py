@@ -9,11 +9,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from toolkit.config import load_config_dict
 from toolkit.errors import BadInput
-from toolkit.losses import LossWeights
-from toolkit.nan_report import describe_finding, load_report, replay
-from toolkit.runs import rebuild_detector
+from toolkit.runs.command_line import load_config_dict
+from toolkit.step.losses import LossWeights
+from toolkit.step.nan_report import describe_finding, load_report, replay
+from toolkit.use.rebuild import rebuild_detector
 
 
 def main(arguments: list[str] | None = None) -> int:

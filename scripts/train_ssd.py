@@ -16,31 +16,46 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 
-from toolkit import cli
-from toolkit.checkpoint import Checkpoint, resolve_resume
-from toolkit.compiling import compile_in_place
-from toolkit.config import CyclicScheduleConfig, DataConfig, EvalConfig, LossConfig, OptimConfig, RunConfig, SsdConfig
-from toolkit.data import loading
-from toolkit.data.ssd_transforms import SsdTransform
-from toolkit.data.variable_batches import square_sizes
-from toolkit.determinism import be_deterministic
+from toolkit import session
+from toolkit.data import pipeline as loading
+from toolkit.data import splits
+from toolkit.data.sampling import accumulation_at
+from toolkit.data.transforms.ssd import SsdTransform
+from toolkit.data.variable_sizes import square_sizes
 from toolkit.distributed import reduce_dict, run_on_main, seed_step
-from toolkit.ema import Ema
 from toolkit.errors import Preempted
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.report import write_report
-from toolkit.finetune import start_detector
-from toolkit.guards import Action, NanGuard, gradient_norm
-from toolkit.losses import LossWeights, window_denominators
-from toolkit.memory import naming_the_batch, probe_memory
-from toolkit.norms import bn_momentum, set_bn_momentum
-from toolkit.optim import build_optimizer, parameter_groups
-from toolkit.runfolder import prepare_run_folder
-from toolkit.schedules import Schedule, StepBudget, accumulation_at, is_time, steps_from
+from toolkit.memory_probe import probe_memory
+from toolkit.models.start import start_detector
+from toolkit.runs import command_line as cli
+from toolkit.runs.checkpoint import Checkpoint, resolve_resume
+from toolkit.runs.folder import prepare_run_folder
+from toolkit.runs.settings import (
+    CyclicScheduleConfig,
+    DataConfig,
+    EvalConfig,
+    LossConfig,
+    OptimConfig,
+    RunConfig,
+    SsdConfig,
+)
+from toolkit.runs.status import run_status
+from toolkit.runs.writer import RunWriter, tracker_kwargs
 from toolkit.signals import StopSignals
+from toolkit.step.compiling import compile_in_place
+from toolkit.step.determinism import be_deterministic
+from toolkit.step.ema import Ema
+from toolkit.step.gradients import gradient_norm
+from toolkit.step.guard import Action, NanGuard
+from toolkit.step.length import StepBudget, is_time, steps_from
+from toolkit.step.losses import LossWeights, window_denominators
+from toolkit.step.memory import naming_the_batch
+from toolkit.step.norms import bn_momentum, set_bn_momentum
+from toolkit.step.optim import build_optimizer, parameter_groups
+from toolkit.step.schedules import Schedule
 from toolkit.training import Training, add_up
 from toolkit.validation import finish, validate
-from toolkit.writers import RunWriter, tracker_kwargs
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "ssd" / "shapes.yaml"
 
@@ -166,7 +181,7 @@ def build(
     reading = {key: options[key] for key in ("image_dir", "format", "name", "on_error")}
     sizes = {key: options[key] for key in ("image_size", "scales", "max_size")}
     overfit = (c.data.overfit_batches or 0) * c.data.batch_size_per_device * accelerator.num_processes
-    table, val_table = loading.open_splits(
+    table, val_table = splits.open_splits(
         c.data.train, c.data.val, folder, max_train_images=c.data.max_train_images, overfit_images=overfit, **reading
     )
     d = c.data if not overfit else SsdDataConfig(image_size=c.data.image_size, flip=False)
@@ -227,18 +242,18 @@ def main(config: Config) -> dict[str, float]:
     run = config.run
     accelerator = Accelerator(
         mixed_precision=run.precision,
-        kwargs_handlers=cli.distributed_kwargs(),
+        kwargs_handlers=session.distributed_kwargs(),
         **tracker_kwargs(run.tracker, Path(run.output_dir).expanduser().absolute() / run.name),
     )
     is_main = accelerator.is_main_process
     folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume))
-    with StopSignals() as signals, cli.run_status(folder, is_main) as status:
-        cli.set_threads(run.threads, accelerator.device)
+    with StopSignals() as signals, run_status(folder, is_main) as status:
+        session.set_threads(run.threads, accelerator.device)
         checkpoint, messages = run_on_main(lambda: resolve_resume(run.resume, folder))
-        cli.announce(accelerator.num_processes, is_main, folder, messages)
+        session.announce(accelerator.num_processes, is_main, folder, messages)
         if run.deterministic:
             be_deterministic()
-        cli.record_run(config, folder, run.seed, accelerator.num_processes, is_main)
+        session.record_run(config, folder, run.seed, accelerator.num_processes, is_main)
         t = build(config, accelerator, folder, signals, checkpoint)
         for note in t.load(checkpoint, run.resume_schedule == "saved", run.eval_only) if checkpoint is not None else []:
             t.say(note)

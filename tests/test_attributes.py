@@ -9,27 +9,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data import open_dataset
-from toolkit.data.coco import read_coco, write_coco
+from toolkit.data.batches import collate
 from toolkit.data.dataset import row_target
-from toolkit.data.loaders import collate
-from toolkit.data.loading import training_loader, val_transform
-from toolkit.data.mixup import mixup
-from toolkit.data.mosaic import mosaic
+from toolkit.data.formats import open_dataset
+from toolkit.data.formats.coco import read_coco, write_coco
+from toolkit.data.formats.visual_genome import read_visual_genome
+from toolkit.data.formats.visual_genome_writer import write_visual_genome
+from toolkit.data.pipeline import training_loader, val_transform
 from toolkit.data.shapes import ATTRIBUTES, draw_scene, make_shapes
 from toolkit.data.table import Category, write_table
-from toolkit.data.transforms import crop, flip, recheck_boxes
-from toolkit.data.visual_genome import read_visual_genome
-from toolkit.data.visual_genome_writer import write_visual_genome
+from toolkit.data.transforms.geometry import crop, flip, recheck_boxes
+from toolkit.data.transforms.mixup import mixup
+from toolkit.data.transforms.mosaic import mosaic
 from toolkit.errors import BadInput
-from toolkit.evaluation.loop import predict_dataset
+from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.scene_graph_evaluator import attribute_r_precision
-from toolkit.losses import LossWeights
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
 from toolkit.models.relation.losses import attribute_loss, mean
-from toolkit.models.scene_graph_start import count_table
-from toolkit.prediction import best_first, detections_as_json
+from toolkit.models.relation.start import count_table
+from toolkit.step.losses import LossWeights
+from toolkit.use.prediction import best_first, detections_as_json
 
 NAMES = ("red", "striped", "wet")
 INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,

@@ -23,7 +23,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.checkpoint import (
+from toolkit.errors import BadInput
+from toolkit.files import decode_json, encode_json
+from toolkit.runs.checkpoint import (
     CheckpointError,
     linked,
     load_checkpoint,
@@ -32,8 +34,6 @@ from toolkit.checkpoint import (
     resolve_resume,
     save_checkpoint,
 )
-from toolkit.errors import BadInput
-from toolkit.runfolder import decode_json, encode_json
 
 
 def save(folder: Path, step: int, value: float | None = None, **options) -> Path:

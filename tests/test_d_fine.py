@@ -26,16 +26,16 @@ from transformers import (
 from transformers.loss.loss_d_fine import DFineForObjectDetectionLoss
 from transformers.loss.loss_deimv2 import Deimv2Loss
 
-from toolkit.data.loaders import collate
+from toolkit.data.batches import collate
 from toolkit.errors import BadInput
-from toolkit.finetune import start_detector
-from toolkit.losses import LossWeights, window_denominators
 from toolkit.models import build_detector
-from toolkit.models.rt_detr import _transformers_target, without_crowd
-from toolkit.optim import parameter_groups
+from toolkit.models.detr.rt_detr import _transformers_target, without_crowd
+from toolkit.models.start import start_detector
+from toolkit.step.losses import LossWeights, window_denominators
+from toolkit.step.optim import parameter_groups
 
 # The ranks are forked from a server that has imported transformers once for both.
-multiprocessing.set_forkserver_preload(["torch", "toolkit.models.d_fine", "test_d_fine"])
+multiprocessing.set_forkserver_preload(["torch", "toolkit.models.detr.d_fine", "test_d_fine"])
 CLASSES = ["circle", "square", "star"]
 SMALL = {"d_model": 32, "heads": 2, "decoder_layers": 3, "ffn_dim": 32, "num_queries": 12, "num_denoising": 8,
          "hidden_expansion": 0.5}  # fmt: skip

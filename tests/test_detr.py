@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from transformers import AutoImageProcessor, AutoModelForObjectDetection
 from transformers.loss.loss_rt_detr import RTDetrForObjectDetectionLoss
 
-from toolkit.data.loaders import collate
+from toolkit.data.batches import collate
 from toolkit.errors import BadInput
-from toolkit.losses import LossWeights
 from toolkit.models import build_detector
-from toolkit.models.detr_criterion import DetrCriterion, MatchingCosts, PaddedTargets, match
-from toolkit.models.rt_detr import _transformers_target, without_crowd
+from toolkit.models.detr.detr_criterion import DetrCriterion, MatchingCosts, PaddedTargets, match
+from toolkit.models.detr.rt_detr import _transformers_target, without_crowd
+from toolkit.step.losses import LossWeights
 
 CLASSES = ["circle", "square", "star"]
 SMALL = {
@@ -142,7 +142,7 @@ def test_class_weight_denominator_makes_the_weighted_mean_of_cross_entropy():
 
 
 def _padded(targets):
-    from toolkit.models.detr_criterion import pad_targets
+    from toolkit.models.detr.detr_criterion import pad_targets
 
     return pad_targets(targets, torch.device("cpu"), torch.float64)
 

@@ -23,13 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoImageProcessor, AutoModelForObjectDetection, ResNetConfig, pipeline
 from transformers.loss.loss_lw_detr import LwDetrHungarianMatcher, LwDetrImageLoss
 
+from toolkit.batch import normalize_images, pixel_mask
 from toolkit.boxes import normalize_boxes, xyxy_to_cxcywh
-from toolkit.data.loaders import collate, normalize_images, pixel_mask
+from toolkit.data.batches import collate
 from toolkit.errors import BadInput
-from toolkit.finetune import start_detector
-from toolkit.losses import window_denominators
 from toolkit.models import build_detector
-from toolkit.models.focal_criterion import FocalCriterion, quality_terms
+from toolkit.models.detr.focal_criterion import FocalCriterion, quality_terms
+from toolkit.models.start import start_detector
+from toolkit.step.losses import window_denominators
 
 TRANSFORMER = {"d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "ffn_dim": 32, "num_queries": 6,
                "dropout": 0.0}  # fmt: skip

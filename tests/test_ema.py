@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.ema import Ema
+from toolkit.step.ema import Ema
 
 
 class Net(nn.Module):

@@ -14,20 +14,15 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import nn
 
-from toolkit.data.loaders import Batch
-from toolkit.data.samplers import EvalSampler
+from toolkit.batch import Batch
+from toolkit.data.sampling import EvalSampler
 from toolkit.data.table import Category, write_table
 from toolkit.errors import BadInput
-from toolkit.evaluation.coco import (
-    CocoEvaluator,
-    check_ground_truth,
-    ground_truth_as_predictions,
-    per_class_table,
-)
+from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth, ground_truth_as_predictions, per_class_table
 from toolkit.evaluation.explain import explain_zero_ap
-from toolkit.evaluation.loop import predict_dataset
-from toolkit.losses import LossWeights
-from toolkit.models.detr_criterion import DetrCriterion
+from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.models.detr.detr_criterion import DetrCriterion
+from toolkit.step.losses import LossWeights
 
 NAMES = ["bbox_AP", "bbox_AP50", "bbox_AP75", "bbox_APs", "bbox_APm", "bbox_APl",
          "bbox_AR1", "bbox_AR10", "bbox_AR100", "bbox_ARs", "bbox_ARm", "bbox_ARl"]  # fmt: skip

@@ -12,16 +12,16 @@ from torchvision.models.detection._utils import Matcher
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import box_iou
 
-from toolkit.config import PretrainedConfig, TwoStageConfig
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.evaluation.loop import eval_mode
-from toolkit.finetune import start_detector
+from toolkit.evaluation.predict_dataset import eval_mode
 from toolkit.models import build_detector
-from toolkit.models.faster_rcnn_build import SAMPLING_OPTIONS
-from toolkit.models.faster_rcnn_criterion import BACKGROUND, IGNORED, covered_share, match_boxes, sample, shares
+from toolkit.models.faster_rcnn.build import SAMPLING_OPTIONS
+from toolkit.models.faster_rcnn.criterion import BACKGROUND, IGNORED, covered_share, match_boxes, sample, shares
 from toolkit.models.final import load_detector_folder
-from toolkit.norms import FrozenBatchNorm2d
+from toolkit.models.start import start_detector
+from toolkit.runs.settings import PretrainedConfig, TwoStageConfig
+from toolkit.step.norms import FrozenBatchNorm2d
 
 CLASSES = ("red", "white", "platelet")
 TINY = {

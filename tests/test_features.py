@@ -7,8 +7,8 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 
 from toolkit.errors import BadInput
-from toolkit.models.features import group_norms, number_of_groups, timm_features
-from toolkit.norms import FrozenBatchNorm2d
+from toolkit.models.timm_features import group_norms, number_of_groups, timm_features
+from toolkit.step.norms import FrozenBatchNorm2d
 
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 

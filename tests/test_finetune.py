@@ -12,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from toolkit.config import detector_options, load_config_dict
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.finetune import Pretrained, copy_class_rows, load_pretrained, map_weights, open_pretrained, start_detector
 from toolkit.models import build_detector
 from toolkit.models.backbones import timm_extractor
 from toolkit.models.final import save_detector_folder
-from toolkit.runs import rebuild_detector
+from toolkit.models.start import load_pretrained, start_detector
+from toolkit.models.weights.mapping import copy_class_rows, map_weights
+from toolkit.models.weights.pretrained import Pretrained, open_pretrained
+from toolkit.runs.command_line import detector_options, load_config_dict
+from toolkit.use.rebuild import rebuild_detector
 
 SMALL = {"backbone": "resnet10t", "freeze": "none", "d_model": 16, "heads": 2, "ffn_dim": 16, "encoder_layers": 1,
          "decoder_layers": 1, "num_queries": 5}  # fmt: skip

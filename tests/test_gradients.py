@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.gradients import clip_gradients, gradient_table
+from toolkit.step.gradients import clip_gradients, gradient_table
 
 
 def model_with_gradients(**values: list[float]) -> nn.ParameterDict:

@@ -11,14 +11,15 @@ import torch
 from processes import run_on_ranks
 from torch import nn
 
-from toolkit import nan_report
-from toolkit.data.loaders import Batch
+from toolkit.batch import Batch
 from toolkit.distributed import reduce_dict, world
-from toolkit.ema import Ema
 from toolkit.errors import BadInput, StoppedByGuard
-from toolkit.guards import Action, NanGuard, drop_gradients, gradient_norm
-from toolkit.losses import LossWeights, window_denominators
-from toolkit.nan_report import diagnose, investigate, load_report, replay, rerun_window, write_report
+from toolkit.step import nan_report
+from toolkit.step.ema import Ema
+from toolkit.step.gradients import drop_gradients, gradient_norm
+from toolkit.step.guard import Action, NanGuard
+from toolkit.step.losses import LossWeights, window_denominators
+from toolkit.step.nan_report import diagnose, investigate, load_report, replay, rerun_window, write_report
 
 NAN, INF = math.nan, math.inf
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from toolkit.data import open_dataset
-from toolkit.data.images import decode_image
+from toolkit.data.decoding import decode_image
+from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from toolkit.data.images import ImageError, decode_image, probe_image
+from toolkit.data.decoding import ImageError, decode_image, probe_image
 
 IMAGES = Path(__file__).parent / "data" / "dirty" / "images"
 SQUARE, GROUND = (220, 30, 30), (235, 230, 220)

@@ -22,7 +22,7 @@ def functions(path: Path) -> list[ast.FunctionDef]:
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
 def test_a_training_script_shows_its_loop(path):
     source = path.read_text()
-    assert source.count("\n") <= 270, "a script is read in five minutes"
+    assert source.count("\n") <= 300, "a script is read in five minutes"
     epoch = next(node for node in functions(path) if node.name == "train_one_epoch")
     assert epoch.end_lineno - epoch.lineno < 60, "train_one_epoch fits on a screen"
     calls = [ast.unparse(node.func) for node in ast.walk(epoch) if isinstance(node, ast.Call)]

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import functional as F
 
+from toolkit.batch import Batch, normalize_images, pixel_mask
+from toolkit.data.batches import collate, make_loader, windows
 from toolkit.data.dataset import DetectionDataset, sample_generator
-from toolkit.data.loaders import Batch, collate, make_loader, normalize_images, pixel_mask, windows
-from toolkit.data.samplers import EpochSampler, EvalSampler, SampleKey
+from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.data.table import Category, write_table
-from toolkit.data.transforms import detr_train_transform, eval_transform, square_transform
+from toolkit.data.transforms.geometry import detr_train_transform, eval_transform, square_transform
 from toolkit.errors import BadInput
 
 # A busy machine is no failure.

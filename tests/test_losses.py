@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.errors import BadInput
-from toolkit.losses import LossWeights, global_denominators, window_denominators
+from toolkit.step.losses import LossWeights, global_denominators, window_denominators
 
 DETR = ("loss_ce", "loss_bbox", "loss_ce_0", "loss_bbox_0", "loss_ce_enc", "loss_ce_dn_0", "loss_ce_aux_1")
 DEFAULTS = {"loss_ce": 1.0, "loss_bbox": 5.0}

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.meters import Meters, MomentumMeter, SmoothedValue, StepTimer, peak_memory_mb
+from toolkit.step.meters import Meters, MomentumMeter, SmoothedValue
+from toolkit.step.timer import StepTimer, peak_memory_mb
 
 
 def test_an_empty_meter_is_nan_and_can_be_shown():

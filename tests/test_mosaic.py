@@ -8,17 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data import open_dataset
+from toolkit.data.batches import make_loader
 from toolkit.data.dataset import DetectionDataset
-from toolkit.data.loaders import make_loader
-from toolkit.data.mixing import ALL_EPOCHS, mixed_dataset, mixed_epochs
-from toolkit.data.mosaic import draw_point, mosaic
-from toolkit.data.samplers import EpochSampler, SampleKey
+from toolkit.data.formats import open_dataset
+from toolkit.data.mixed_dataset import ALL_EPOCHS, mixed_dataset, mixed_epochs
+from toolkit.data.sampling import EpochSampler, SampleKey
 from toolkit.data.shapes import make_shapes
-from toolkit.data.variable_batches import VariableSizes
-from toolkit.data.yolov3_transforms import FILL_RGB, yolov3_transform
+from toolkit.data.transforms.mosaic import draw_point, mosaic
+from toolkit.data.transforms.yolov3 import FILL_RGB, yolov3_transform
+from toolkit.data.variable_sizes import VariableSizes
 from toolkit.errors import BadInput
-from toolkit.schedules import StepBudget
+from toolkit.step.length import StepBudget
 
 SIDE = 64
 

@@ -10,14 +10,8 @@ import torchvision
 from torch import nn
 
 from toolkit.errors import BadInput
-from toolkit.norms import (
-    FrozenBatchNorm2d,
-    bn_momentum,
-    freeze,
-    freeze_batch_norms,
-    freeze_prefixes,
-    set_bn_momentum,
-)
+from toolkit.step.freezing import freeze, freeze_prefixes
+from toolkit.step.norms import FrozenBatchNorm2d, bn_momentum, freeze_batch_norms, set_bn_momentum
 
 
 def net():

@@ -9,7 +9,7 @@ from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from toolkit.errors import BadInput
-from toolkit.optim import build_optimizer, is_norm, parameter_groups
+from toolkit.step.optim import build_optimizer, is_norm, parameter_groups
 
 
 class Detector(nn.Module):

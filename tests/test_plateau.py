@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from toolkit.errors import BadInput
-from toolkit.plateau import PlateauSchedule, warmup_factor
-from toolkit.schedules import Schedule
+from toolkit.step.plateau import PlateauSchedule, warmup_factor
+from toolkit.step.schedules import Schedule
 
 
 def schedule(**options) -> PlateauSchedule:

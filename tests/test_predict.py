@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from toolkit.data.loading import processor_size, val_transform
+from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.evaluation.draw import COLOURS, draw_detections, picture_with_boxes
-from toolkit.prediction import detections_as_json, find_images, input_hw, open_predictor, predict_files
+from toolkit.use.prediction import detections_as_json, find_images, input_hw, open_predictor, predict_files
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("predict", ROOT / "scripts" / "predict.py")

@@ -10,7 +10,6 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.finetune import map_weights
 from toolkit.models.relation import HEADS, HeadSizes, build_relation_head, losses
 from toolkit.models.relation.batch import RelationBatch, RelationOutput
 from toolkit.models.relation.frequency import predicate_weights
@@ -25,7 +24,8 @@ from toolkit.models.relation.sampling import (
 )
 from toolkit.models.relation.trees import grow_trees
 from toolkit.models.relation.union import UnionFeatures
-from toolkit.prediction import best_first, detections_as_json, relations_as_json
+from toolkit.models.weights.mapping import map_weights
+from toolkit.use.prediction import best_first, detections_as_json, relations_as_json
 
 CLASSES, PREDICATES = 6, 5
 SIZES = HeadSizes(CLASSES, PREDICATES, roi_dim=8, union_dim=10, hidden_dim=8, pooling_dim=10, embed_dim=4)

@@ -13,15 +13,9 @@ import pytest
 import torch
 
 from toolkit.errors import BadInput
-from toolkit.runfolder import (
-    EXIT_CODES,
-    git_state,
-    prepare_run_folder,
-    read_status,
-    write_environment,
-    write_json_atomic,
-    write_status,
-)
+from toolkit.files import write_json_atomic
+from toolkit.runs.folder import git_state, prepare_run_folder, write_environment
+from toolkit.runs.status import EXIT_CODES, read_status, write_status
 
 
 def test_a_new_folder_is_made_and_an_empty_one_taken(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.samplers import EpochSampler, EvalSampler, SampleKey, aspect_ratio_groups
+from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey, aspect_ratio_groups
 from toolkit.errors import BadInput
 
 # A busy machine is no failure.

@@ -10,21 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data import open_dataset
-from toolkit.data.loading import training_loader, val_transform
+from toolkit.data.formats import open_dataset
+from toolkit.data.pipeline import training_loader, val_transform
 from toolkit.data.shapes import PREDICATES, make_shapes
 from toolkit.errors import BadInput
-from toolkit.evaluation.loop import predict_dataset
+from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.scene_graph_draw import correct_triplets
 from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator, true_graph
-from toolkit.losses import LossWeights
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
 from toolkit.models.relation import HEADS
 from toolkit.models.relation.frequency import log_frequencies
 from toolkit.models.relation.objects import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
+from toolkit.models.relation.start import count_table
 from toolkit.models.relation.words import load_word_vectors, start_from_words
-from toolkit.models.scene_graph_start import count_table
+from toolkit.step.losses import LossWeights
 
 INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,
          "anchor_sizes": [[16], [32]], "rpn_post_nms_top_n_test": 12, "rpn_post_nms_top_n_train": 12}  # fmt: skip

@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
+from toolkit.data.sampling import accumulation_at
 from toolkit.errors import BadInput
-from toolkit.schedules import SHAPES, Schedule, StepBudget, accumulation_at, is_time, lr_factor, steps_from
+from toolkit.step.length import StepBudget, is_time, steps_from
+from toolkit.step.schedules import SHAPES, Schedule, lr_factor
 
 OPTIONS = {"multistep": {"milestones": [30, 60]}, "step": {"step_size": 40}}
 

@@ -7,8 +7,8 @@ import multiprocessing
 import numpy as np
 import pytest
 
-from toolkit.data import open_dataset
-from toolkit.data.coco import read_coco
+from toolkit.data.formats import open_dataset
+from toolkit.data.formats.coco import read_coco
 from toolkit.data.shapes import CLASSES, PREDICATES, draw_scene, ensure_shapes, main, make_shapes
 from toolkit.errors import BadInput
 

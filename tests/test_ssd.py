@@ -16,18 +16,11 @@ from toolkit.boxes import cxcywh_to_xyxy
 from toolkit.data.table import Category
 from toolkit.distributed import all_reduce, world
 from toolkit.errors import BadInput
-from toolkit.finetune import map_weights
-from toolkit.losses import window_denominators
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
-from toolkit.models.ssd_criterion import (
-    IGNORED,
-    Objects,
-    decode_offsets,
-    encode_boxes,
-    match_anchors,
-    mine_negatives,
-)
+from toolkit.models.ssd.criterion import IGNORED, Objects, decode_offsets, encode_boxes, match_anchors, mine_negatives
+from toolkit.models.weights.mapping import map_weights
+from toolkit.step.losses import window_denominators
 
 TINY = {"backbone": "lcnet_035", "strides": [16, 32, 64, -1], "channels": [16, 16, 16, 8],
         "aspect_ratios": [[2, 3], [2], [2], [2]]}  # fmt: skip

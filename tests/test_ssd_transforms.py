@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.boxes import pairwise_iou
-from toolkit.data.ssd_transforms import FILL_RGB, SsdTransform, draw_iou_crop, draw_zoom_out, keep_seen, view
-from toolkit.data.transforms import recheck_boxes
+from toolkit.data.transforms.geometry import recheck_boxes
+from toolkit.data.transforms.ssd import FILL_RGB, SsdTransform, draw_iou_crop, draw_zoom_out, keep_seen, view
 
 
 def generator(seed):

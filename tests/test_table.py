@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from toolkit.data import open_dataset
-from toolkit.data.coco import read_coco, write_coco
-from toolkit.data.images import decode_image
+from toolkit.data.decoding import decode_image
+from toolkit.data.formats import open_dataset
+from toolkit.data.formats.coco import read_coco, write_coco
 from toolkit.data.table import Category, open_table, write_table
 from toolkit.errors import BadInput
 

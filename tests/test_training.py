@@ -14,16 +14,17 @@ import torch
 from processes import run_on_ranks
 from torch import nn
 
-from toolkit.checkpoint import linked, load_checkpoint, newest_valid
-from toolkit.data.loaders import Batch
-from toolkit.data.samplers import EpochSampler
+from toolkit.batch import Batch
+from toolkit.data.sampling import EpochSampler
 from toolkit.data.table import Category
 from toolkit.distributed import world
 from toolkit.errors import BadInput, Preempted
 from toolkit.evaluation.draw import draw_grid
-from toolkit.guards import Action, NanGuard
-from toolkit.losses import LossWeights
-from toolkit.schedules import Schedule, StepBudget
+from toolkit.runs.checkpoint import linked, load_checkpoint, newest_valid
+from toolkit.step.guard import Action, NanGuard
+from toolkit.step.length import StepBudget
+from toolkit.step.losses import LossWeights
+from toolkit.step.schedules import Schedule
 from toolkit.training import Training
 from toolkit.validation import _show, finish, validate
 

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from toolkit.data.loading import train_transform
-from toolkit.data.transforms import (
+from toolkit.data.pipeline import train_transform
+from toolkit.data.transforms.geometry import (
     Compose,
     RandomChoice,
     RandomFlip,

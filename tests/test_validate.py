@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.coco import read_coco
-from toolkit.data.image_files import parallel
-from toolkit.data.validate import unsafe_file_name, validate_document
+from toolkit.data.check_files import parallel
+from toolkit.data.checks import unsafe_file_name, validate_document
+from toolkit.data.formats.coco import read_coco
 from toolkit.errors import BadInput
 
 ROOT = Path(__file__).parents[1]

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data import open_dataset
+from toolkit.data.batches import make_loader
 from toolkit.data.dataset import DetectionDataset
-from toolkit.data.loaders import make_loader
-from toolkit.data.samplers import EpochSampler
+from toolkit.data.formats import open_dataset
+from toolkit.data.sampling import EpochSampler
 from toolkit.data.shapes import make_shapes
-from toolkit.data.transforms import RandomFlip
-from toolkit.data.variable_batches import ThenResize, VariableSizes
+from toolkit.data.transforms.geometry import RandomFlip
+from toolkit.data.variable_sizes import ThenResize, VariableSizes
 from toolkit.errors import BadInput
 
 SIZES = ((128, 96), (160, 160), (192, 256))

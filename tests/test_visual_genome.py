@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from toolkit.data.psg import read_psg
+from toolkit.data.formats.psg import read_psg
+from toolkit.data.formats.visual_genome import load_graphs, load_image_list, load_names, read_visual_genome
+from toolkit.data.formats.visual_genome_writer import write_visual_genome
 from toolkit.data.table import Category, DetectionTable, write_table
-from toolkit.data.visual_genome import load_graphs, load_image_list, load_names, read_visual_genome
-from toolkit.data.visual_genome_writer import write_visual_genome
 from toolkit.errors import BadInput
 from toolkit.models.relation.frequency import (
     count_predicates,

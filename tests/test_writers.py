@@ -20,17 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from toolkit import writers
 from toolkit.errors import BadInput
-from toolkit.writers import (
-    MetricsLog,
-    RunWriter,
-    console_line,
-    progress,
-    read_metrics,
-    read_offline_wandb,
-    tracker_kwargs,
-)
+from toolkit.runs import writer as writers
+from toolkit.runs.console import console_line, progress
+from toolkit.runs.metrics_log import MetricsLog, read_metrics
+from toolkit.runs.writer import RunWriter, read_offline_wandb, tracker_kwargs
 
 
 def train_row(step: int, **values) -> dict:

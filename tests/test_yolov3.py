@@ -19,14 +19,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision.ops import batched_nms, box_iou
 
-from toolkit.data.mixup import draw_mixup_lambda, mixup
 from toolkit.data.table import Category
+from toolkit.data.transforms.mixup import draw_mixup_lambda, mixup
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
-from toolkit.models.yolov3 import YOLOv3, build_yolov3, main, not_suppressed
-from toolkit.models.yolov3_export import PixelsToBoxes, export_onnx, export_program
-from toolkit.models.yolov3_targets import (
+from toolkit.models.yolov3.model import YOLOv3, build_yolov3, not_suppressed
+from toolkit.models.yolov3.targets import (
     DEFAULT_ANCHORS,
     STRIDES,
     assign_boxes,
@@ -34,6 +33,8 @@ from toolkit.models.yolov3_targets import (
     kmeans_anchors,
     make_grid,
 )
+from toolkit.use.anchors import main
+from toolkit.use.export.yolov3 import PixelsToBoxes, export_onnx, export_program
 
 BENCH = Path(__file__).parents[1] / "scripts" / "benches" / "yolov3.py"
 LOSSES = YOLOv3.loss_names
@@ -551,7 +552,7 @@ def test_anchor_command(tmp_path, capsys):
 def test_anchor_command_on_a_rectangle_and_faulty_data(tmp_path, capsys):
     """At 64 x 32 (height, width) a box of 20 x 10 in 200 x 100 is 3.2 wide and 6.4 high."""
     file = coco_file(tmp_path, [[i, i, 20 * k, 10 * k] for k in (1, 2, 4) for i in range(4)] + [[5, 5, 0, 10]])
-    command = ["anchors", "--annotations", str(file), "--image-dir", str(tmp_path), "--per-level", "1", "--image-size"]
+    command = ["--annotations", str(file), "--image-dir", str(tmp_path), "--per-level", "1", "--image-size"]
     assert main([*command, "64", "32"]) == BadInput.exit_code
     assert "annotation 13" in capsys.readouterr().err
     assert main([*command, "64", "32", "--on-error", "drop"]) == 0
@@ -562,7 +563,7 @@ def test_anchor_command_on_a_rectangle_and_faulty_data(tmp_path, capsys):
 
 def test_anchor_command_with_too_few_boxes(tmp_path, capsys):
     file = coco_file(tmp_path, [[1, 1, 20, 10]])
-    assert main(["anchors", "--annotations", str(file), "--image-dir", str(tmp_path)]) == BadInput.exit_code
+    assert main(["--annotations", str(file), "--image-dir", str(tmp_path)]) == BadInput.exit_code
     assert "1 boxes" in capsys.readouterr().err
 
 

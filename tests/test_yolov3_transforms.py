@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torchvision.transforms.v2 import functional as F
 
 from toolkit.boxes import pairwise_iou
-from toolkit.data.transforms import recheck_boxes
-from toolkit.data.yolov3_transforms import (
+from toolkit.data.transforms.geometry import recheck_boxes
+from toolkit.data.transforms.yolov3 import (
     FILL_RGB,
     INTERPOLATIONS,
     ColourDistortion,

@@ -1,0 +1,5 @@
+"""The toolkit: scripts -> session -> training, validation -> data, models, evaluation, use -> step, runs -> the rest.
+
+The loose files stand below everything: batch, boxes, distributed, errors, files, offline, signals. docs/design.md has
+the map, and tests/test_layout.py holds the arrows.
+"""

@@ -1,4 +1,4 @@
-"""The errors that end a run on purpose; `toolkit.cli` turns each into one message, an exit code and status.json."""
+"""The errors that end a run on purpose; each becomes one message, an exit code and a status.json."""
 
 from collections.abc import Iterable
 

@@ -15,24 +15,29 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from toolkit.checkpoint import Checkpoint, bring_best, newest_valid, save_checkpoint
-from toolkit.compiling import GraphCount
-from toolkit.data.loaders import Batch, windows
-from toolkit.data.samplers import EpochSampler
+from toolkit.batch import Batch
+from toolkit.data.batches import windows
+from toolkit.data.sampling import EpochSampler
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import run_on_main, seed_step
-from toolkit.ema import Ema
 from toolkit.errors import BadInput, StoppedByGuard
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
-from toolkit.guards import Action, NanGuard, drop_gradients
-from toolkit.losses import LossWeights, WeightedLosses
-from toolkit.meters import Meters, MomentumMeter, StepTimer
-from toolkit.nan_report import investigate, rerun_window
-from toolkit.plateau import PlateauSchedule
-from toolkit.schedules import Schedule, StepBudget, is_time
+from toolkit.runs.checkpoint import Checkpoint, bring_best, newest_valid, save_checkpoint
+from toolkit.runs.console import console_line, progress
+from toolkit.runs.writer import RunWriter
 from toolkit.signals import StopSignals
-from toolkit.writers import RunWriter, console_line, progress
+from toolkit.step.compiling import GraphCount
+from toolkit.step.ema import Ema
+from toolkit.step.gradients import drop_gradients
+from toolkit.step.guard import Action, NanGuard
+from toolkit.step.length import StepBudget, is_time
+from toolkit.step.losses import LossWeights, WeightedLosses
+from toolkit.step.meters import Meters, MomentumMeter
+from toolkit.step.nan_report import investigate, rerun_window
+from toolkit.step.plateau import PlateauSchedule
+from toolkit.step.schedules import Schedule
+from toolkit.step.timer import StepTimer
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from functools import partial
 
-from toolkit.checkpoint import Checkpoint, linked, load_checkpoint
 from toolkit.distributed import broadcast_buffers, run_on_main
 from toolkit.errors import Preempted
-from toolkit.evaluation.loop import predict_dataset
+from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.runs.checkpoint import Checkpoint, linked, load_checkpoint
 from toolkit.training import Training
 
 

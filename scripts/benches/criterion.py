@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
 from toolkit.boxes import cxcywh_to_xyxy
-from toolkit.models.detr_criterion import DetrCriterion
+from toolkit.models.detr.detr_criterion import DetrCriterion
 
 NUM_CLASSES = 91
 WEIGHTS = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}

@@ -18,11 +18,12 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms import functional as F
 
+from toolkit.batch import Batch, normalize_images
+from toolkit.data.batches import collate
 from toolkit.data.dataset import DetectionDataset
-from toolkit.data.loaders import Batch, collate, normalize_images
-from toolkit.data.samplers import SampleKey
+from toolkit.data.sampling import SampleKey
 from toolkit.data.table import Category, DetectionTable, write_table
-from toolkit.data.transforms import DETR_SCALES, detr_train_transform, shorter_side_size
+from toolkit.data.transforms.geometry import DETR_SCALES, detr_train_transform, shorter_side_size
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -23,14 +23,15 @@ import train_yolov3
 from accelerate import Accelerator
 from torch import nn
 
-from toolkit import cli
-from toolkit.config import OptimConfig
-from toolkit.data.loaders import Batch, make_loader
+from toolkit import session
+from toolkit.batch import Batch
+from toolkit.data.batches import make_loader
 from toolkit.distributed import seed_step
-from toolkit.optim import build_optimizer, parameter_groups
+from toolkit.runs.settings import OptimConfig
+from toolkit.runs.writer import RunWriter
 from toolkit.signals import StopSignals
+from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.training import Training
-from toolkit.writers import RunWriter
 
 # As many layers, parameters and losses as DETR-R50 (ResNet-50 has 53 convolutions, this backbone 52), hardly any work.
 NARROW = {"architecture": "detr", "backbone": "mobilenetv2_035", "d_model": 16, "heads": 2, "ffn_dim": 16,
@@ -106,7 +107,7 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
         for group, values in settings:
             for name, value in values.items():
                 setattr(group, name, value)
-        accelerator = Accelerator(kwargs_handlers=cli.distributed_kwargs())
+        accelerator = Accelerator(kwargs_handlers=session.distributed_kwargs())
         with contextlib.redirect_stdout(io.StringIO()):
             training = script.build(config, accelerator, Path(folder), signals, checkpoint=None)
         training.start(RunWriter(Path(folder), accelerator=accelerator), {})

@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.data.coco import read_coco
 from toolkit.data.dataset import row_target
+from toolkit.data.formats.coco import read_coco
 from toolkit.data.table import DetectionTable
 
 WORKERS = 2

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torchvision.ops import box_iou
 
-from toolkit.models.yolov3 import build_yolov3
-from toolkit.models.yolov3_export import PixelsToBoxes, export_onnx
-from toolkit.models.yolov3_targets import (
+from toolkit.models.yolov3.model import build_yolov3
+from toolkit.models.yolov3.targets import (
     DEFAULT_ANCHORS,
     STRIDES,
     assign_boxes,
@@ -23,6 +22,7 @@ from toolkit.models.yolov3_targets import (
     objectness_targets,
     yolov3_losses,
 )
+from toolkit.use.export.yolov3 import PixelsToBoxes, export_onnx
 
 
 def bench_yolov3_losses(

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from toolkit.data.loaders import windows
-from toolkit.ema import Ema
-from toolkit.losses import window_denominators
-from toolkit.models.ssd_criterion import (
+from toolkit.data.batches import windows
+from toolkit.data.sampling import accumulation_at
+from toolkit.models.ssd.criterion import (
     IGNORED,
     Objects,
     SelfWeighting,
@@ -29,8 +28,10 @@ from toolkit.models.ssd_criterion import (
     mine_negatives,
     multibox_loss,
 )
-from toolkit.norms import bn_momentum, set_bn_momentum
-from toolkit.schedules import accumulation_at, lr_factor
+from toolkit.step.ema import Ema
+from toolkit.step.losses import window_denominators
+from toolkit.step.norms import bn_momentum, set_bn_momentum
+from toolkit.step.schedules import lr_factor
 
 ASPECT_RATIOS = [2, 3]  # the README fixes them for anchors/*: both, or on a level with 4 anchors the first
 NAMES = {"cosine": "cosine", "polynomial": "poly", "multi_step": "multistep", "fixed": "constant", "cyclic": "cyclic"}

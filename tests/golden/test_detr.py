@@ -19,19 +19,20 @@ from accelerate import Accelerator
 from torch import nn
 
 from toolkit.boxes import cxcywh_to_xyxy
-from toolkit.data.loaders import collate
-from toolkit.data.samplers import EpochSampler
+from toolkit.data.batches import collate
+from toolkit.data.sampling import EpochSampler
 from toolkit.distributed import reduce_dict
-from toolkit.guards import NanGuard
-from toolkit.losses import LossWeights, global_denominators
-from toolkit.meters import Meters, SmoothedValue
 from toolkit.models import build_detector
-from toolkit.models.detr_criterion import DetrCriterion, pad_targets
-from toolkit.optim import build_optimizer, parameter_groups
-from toolkit.schedules import Schedule
+from toolkit.models.detr.detr_criterion import DetrCriterion, pad_targets
+from toolkit.runs.metrics_log import read_metrics
+from toolkit.runs.writer import RunWriter
 from toolkit.signals import StopSignals
+from toolkit.step.guard import NanGuard
+from toolkit.step.losses import LossWeights, global_denominators
+from toolkit.step.meters import Meters, SmoothedValue
+from toolkit.step.optim import build_optimizer, parameter_groups
+from toolkit.step.schedules import Schedule
 from toolkit.training import Training
-from toolkit.writers import RunWriter, read_metrics
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from processes import run_on_ranks  # noqa: E402
@@ -159,7 +160,9 @@ def test_criterion_on_several_ranks_equals_the_original(golden):
 
 
 def test_postprocess_equals_the_original(golden):
-    from toolkit.models.detr import detr_detections  # here: the ranks above import this file, and need no transformers
+    from toolkit.models.detr.detr import (
+        detr_detections,
+    )  # here: the ranks above import this file, and need no transformers
 
     arrays = {key: torch.from_numpy(value) for key, value in load(golden, "detr_postprocess.npz").items()}
     detections = detr_detections(arrays["logits"], arrays["boxes"], arrays["target_sizes_hw"], score_threshold=-1.0)

@@ -18,8 +18,7 @@ from torchvision.ops import nms
 from torchvision.ops.poolers import LevelMapper
 
 from toolkit.boxes import pairwise_iou
-from toolkit.meters import MomentumMeter
-from toolkit.models.faster_rcnn_criterion import (
+from toolkit.models.faster_rcnn.criterion import (
     BACKGROUND,
     IGNORED,
     covered_share,
@@ -27,7 +26,8 @@ from toolkit.models.faster_rcnn_criterion import (
     roi_losses,
     rpn_losses,
 )
-from toolkit.schedules import Schedule, lr_factor
+from toolkit.step.meters import MomentumMeter
+from toolkit.step.schedules import Schedule, lr_factor
 
 RTOL = 1e-5
 

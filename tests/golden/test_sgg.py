@@ -29,17 +29,17 @@ from sgg_files import (
 )
 from sgg_heads import build_head, head_batch, our_name
 
-from toolkit.data import visual_genome as vg
+from toolkit.data.formats import visual_genome as vg
 from toolkit.errors import BadInput
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
-from toolkit.finetune import map_weights
-from toolkit.gradients import clip_gradients, gradient_table
 from toolkit.models.relation import frequency, geometry, losses, postprocess, sampling
 from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects
 from toolkit.models.relation.layers import label_embedding
-from toolkit.optim import parameter_groups
-from toolkit.plateau import PlateauSchedule, warmup_factor
-from toolkit.schedules import lr_factor
+from toolkit.models.weights.mapping import map_weights
+from toolkit.step.gradients import clip_gradients, gradient_table
+from toolkit.step.optim import parameter_groups
+from toolkit.step.plateau import PlateauSchedule, warmup_factor
+from toolkit.step.schedules import lr_factor
 
 
 def pytest_generate_tests(metafunc):

@@ -16,13 +16,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from toolkit.data.loaders import Batch
-from toolkit.data.mixup import mixup
-from toolkit.data.samplers import EpochSampler
-from toolkit.guards import NanGuard
-from toolkit.losses import LossWeights
-from toolkit.models.yolov3 import YOLOv3, build_yolov3, class_nms, class_scores
-from toolkit.models.yolov3_targets import (
+from toolkit.batch import Batch
+from toolkit.data.sampling import EpochSampler
+from toolkit.data.transforms.mixup import mixup
+from toolkit.models.yolov3.model import YOLOv3, build_yolov3, class_nms, class_scores
+from toolkit.models.yolov3.targets import (
     DEFAULT_ANCHORS,
     STRIDES,
     Assignment,
@@ -33,11 +31,14 @@ from toolkit.models.yolov3_targets import (
     objectness_targets,
     yolov3_losses,
 )
-from toolkit.optim import parameter_groups
-from toolkit.schedules import Schedule, lr_factor
+from toolkit.runs.metrics_log import read_metrics
+from toolkit.runs.writer import RunWriter
 from toolkit.signals import StopSignals
+from toolkit.step.guard import NanGuard
+from toolkit.step.losses import LossWeights
+from toolkit.step.optim import parameter_groups
+from toolkit.step.schedules import Schedule, lr_factor
 from toolkit.training import Training
-from toolkit.writers import RunWriter, read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts import train_yolov3  # noqa: E402

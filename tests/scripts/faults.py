@@ -1,6 +1,6 @@
 """What goes wrong in a run, at an exact moment: a signal before the n-th call of a function, or a NaN in one window.
 
-    {"signal": "SIGKILL", "at": "toolkit.checkpoint:_seal", "call": 2, "rank": 0}
+    {"signal": "SIGKILL", "at": "toolkit.runs.checkpoint:_seal", "call": 2, "rank": 0}
         SIGKILL goes to all processes of the run at once, as a machine that goes down does; others to this rank only
     {"nan": "boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}    3: the third that training fetches
     {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay

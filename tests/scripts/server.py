@@ -17,9 +17,10 @@ from pathlib import Path
 
 PRELOAD = (
     "torch", "accelerate", "accelerate.tracking", "timm", "transformers.models.rt_detr_v2.modeling_rt_detr_v2",
-    "transformers.models.detr.modeling_detr", "toolkit.training", "toolkit.validation", "toolkit.models.detr",
-    "toolkit.models.rt_detr", "toolkit.evaluation.report", "toolkit.data.loading", "toolkit.cli",
-    "toolkit.optim", "toolkit.ema", "toolkit.memory", "toolkit.determinism", "toolkit.schedules", "faster_coco_eval",
+    "transformers.models.detr.modeling_detr", "toolkit.training", "toolkit.validation", "toolkit.models.detr.detr",
+    "toolkit.models.detr.rt_detr", "toolkit.evaluation.report", "toolkit.data.pipeline", "toolkit.runs.command_line",
+    "toolkit.step.optim", "toolkit.step.ema", "toolkit.step.memory", "toolkit.step.determinism",
+    "toolkit.step.schedules", "faster_coco_eval",
     "scipy.optimize", "torch.distributed.algorithms.join", "torch.nn.parallel.distributed",
 )  # fmt: skip
 

@@ -13,8 +13,8 @@ import pytest
 from launching import ROOT, rows
 from PIL import Image
 
-from toolkit.data.images import decode_image
-from toolkit.prediction import open_predictor
+from toolkit.data.decoding import decode_image
+from toolkit.use.prediction import open_predictor
 
 PREDICT, EVALUATE, EXPORT = (ROOT / "scripts" / f"{name}.py" for name in ("predict", "evaluate", "export"))
 BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[3] / "shared" / "data" / "bccd")

@@ -11,21 +11,21 @@ from launching import assert_same_run, checkpoint_state, rows, training_rows
 # One run after the other is killed before call `call` of a function, each counted from where the run was resumed.
 MICRO_BATCH = "toolkit.training:Training.seed_micro_batch"
 MOMENTS = (
-    ("toolkit.evaluation.loop:agree_max", 11),  # within the second evaluation, at step 4
-    ("toolkit.checkpoint:_seal", 1),  # the tensors of the next checkpoint are written, its manifest is not
+    ("toolkit.evaluation.predict_dataset:agree_max", 11),  # within the second evaluation, at step 4
+    ("toolkit.runs.checkpoint:_seal", 1),  # the tensors of the next checkpoint are written, its manifest is not
     (MICRO_BATCH, 4),  # step 5, one of its two micro-batches is done
 )
 MORE_MOMENTS = (
     (MICRO_BATCH, 2),  # within the first step: nothing is saved yet
     ("safetensors.torch:save_file", 2),  # within the first save, the weights written, their average not
-    ("toolkit.checkpoint:_put_in_place", 1),  # the first checkpoint complete, not yet under its name
-    ("toolkit.checkpoint:_point", 1),  # the first checkpoint under its name, `latest` not yet there
+    ("toolkit.runs.checkpoint:_put_in_place", 1),  # the first checkpoint complete, not yet under its name
+    ("toolkit.runs.checkpoint:_point", 1),  # the first checkpoint under its name, `latest` not yet there
     ("toolkit.training:Training.note_step", 1),  # step 3: weights updated, their average and the schedule not
-    ("toolkit.checkpoint:_prune", 1),  # saved, older checkpoints not yet removed
+    ("toolkit.runs.checkpoint:_prune", 1),  # saved, older checkpoints not yet removed
     ("toolkit.training:Training.note_metric", 1),  # evaluated at step 4, nothing written down
     ("toolkit.validation:_show", 1),  # evaluated and its row written, not saved
     ("toolkit.training:Training.decide", 2),  # step 6: gradients complete, no update
-    ("toolkit.evaluation.loop:gather_by_image", 2),  # the last evaluation
+    ("toolkit.evaluation.predict_dataset:gather_by_image", 2),  # the last evaluation
 )
 
 

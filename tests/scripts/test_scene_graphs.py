@@ -16,7 +16,7 @@ from PIL import Image
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from test_visual_genome import synthetic_table  # noqa: E402
 
-from toolkit.data.visual_genome_writer import write_visual_genome  # noqa: E402
+from toolkit.data.formats.visual_genome_writer import write_visual_genome  # noqa: E402
 from toolkit.models.final import load_detector_folder  # noqa: E402
 
 SGG = Script("train_sgg", slow_end=("toolkit.evaluation.report:write_report",))

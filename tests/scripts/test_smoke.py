@@ -13,7 +13,7 @@ from launching import ROOT, checkpoint_state, checkpoint_tensors, finish, nonfin
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from toolkit.models.final import load_detector_folder
-from toolkit.writers import read_offline_wandb
+from toolkit.runs.writer import read_offline_wandb
 
 WEIGHTS = '{{"{}": "learned", "{}": [[0, 1.0], [2, 5.0]]}}'
 LAUNCHED = (

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.data.images import ImageError, decode_image
-from toolkit.data.samplers import SampleKey
+from toolkit.batch import Target
+from toolkit.data.decoding import ImageError, decode_image
+from toolkit.data.sampling import SampleKey
 from toolkit.data.table import DetectionTable
-from toolkit.data.transforms import Target, Transform, recheck_boxes
+from toolkit.data.transforms.geometry import Transform, recheck_boxes
 from toolkit.errors import BadInput
 
 
@@ -48,8 +49,8 @@ class DetectionDataset(torch.utils.data.Dataset):
 
     Args:
         table: the images and their boxes.
-        transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms`; one more argument,
-            the size (h, w) wanted, for keys that carry one (`toolkit.data.variable_batches`).
+        transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms.geometry`; one more
+            argument, the size (h, w) wanted, for keys that carry one (`toolkit.data.variable_sizes`).
         seed: with epoch and index the only thing the augmentation depends on; neither workers nor resuming matter.
         cache_images: decode every image now and keep it as uint8; for sets of a few thousand small images. Workers
             that are forked share the memory.

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from toolkit.errors import BadInput
-from toolkit.runfolder import write_text_atomic
+from toolkit.files import write_json
 
 TABLE_VERSION = 2  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
 
@@ -269,11 +269,6 @@ def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None
     if info.get("version") != TABLE_VERSION or not cache_file.with_name(info["arrow"]).exists():
         return None
     return _from_info(cache_file, info), info["checked"]
-
-
-def write_json(path: Path, content: object) -> None:
-    """`write_text_atomic` of JSON that may hold a NaN, as ids of defective data can be."""
-    write_text_atomic(path, json.dumps(content))
 
 
 def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:

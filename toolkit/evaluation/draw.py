@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from toolkit.data.images import decode_image
+from toolkit.data.decoding import decode_image
 
 # Okabe & Ito (2008), told apart with every kind of colour vision; without black, plus three of Tol's.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")

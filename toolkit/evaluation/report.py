@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.evaluation.draw import COLOURS
-from toolkit.writers import read_metrics
+from toolkit.runs.metrics_log import read_metrics
 
 LINES = tuple(c for c in COLOURS if c not in ("#F0E442", "#DDCC77"))  # without the yellows: the paper is white
 STYLES = ("-", "--", ":", "-.")
 BLUE, VERMILION, GREEN = COLOURS[4], COLOURS[5], COLOURS[2]
 BOX_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 GRAPH_METRICS = ("R", "ngR", "zR", "mR", "ngmR", "A")
-_LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.losses
+_LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.step.losses
 
 
 def series(rows: Sequence[dict], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -12,21 +12,21 @@ from toolkit.errors import BadInput
 # Module and class (or function) by name. Imported when needed: transformers takes seconds, which other scripts and
 # loader processes need not wait for.
 ARCHITECTURES = {
-    "detr": ("toolkit.models.detr", "Detr"),
-    "conditional_detr": ("toolkit.models.conditional_detr", "ConditionalDetr"),
-    "deformable_detr": ("toolkit.models.deformable_detr", "DeformableDetr"),
-    "dab-detr": ("toolkit.models.dab_detr", "DabDetr"),
-    "rf_detr": ("toolkit.models.rf_detr", "RfDetr"),
-    "yolos": ("toolkit.models.yolos", "Yolos"),
-    "rt_detr_v2": ("toolkit.models.rt_detr", "RTDetrV2"),
-    "d_fine": ("toolkit.models.d_fine", "DFine"),
-    "deimv2": ("toolkit.models.d_fine", "Deimv2"),
-    "faster_rcnn": ("toolkit.models.faster_rcnn_build", "build_faster_rcnn"),
-    "fasterrcnn_resnet50_fpn_v2": ("toolkit.models.faster_rcnn_build", "build_resnet50_fpn_v2"),
-    "scene_graph": ("toolkit.models.scene_graph", "SceneGraph"),
-    "yolov3": ("toolkit.models.yolov3", "build_yolov3"),
-    "ssd": ("toolkit.models.ssd", "SSD"),
-    "ssdlite": ("toolkit.models.ssd", "SSDLite"),
+    "detr": ("toolkit.models.detr.detr", "Detr"),
+    "conditional_detr": ("toolkit.models.detr.conditional_detr", "ConditionalDetr"),
+    "deformable_detr": ("toolkit.models.detr.deformable_detr", "DeformableDetr"),
+    "dab-detr": ("toolkit.models.detr.dab_detr", "DabDetr"),
+    "rf_detr": ("toolkit.models.detr.rf_detr", "RfDetr"),
+    "yolos": ("toolkit.models.detr.yolos", "Yolos"),
+    "rt_detr_v2": ("toolkit.models.detr.rt_detr", "RTDetrV2"),
+    "d_fine": ("toolkit.models.detr.d_fine", "DFine"),
+    "deimv2": ("toolkit.models.detr.d_fine", "Deimv2"),
+    "faster_rcnn": ("toolkit.models.faster_rcnn.build", "build_faster_rcnn"),
+    "fasterrcnn_resnet50_fpn_v2": ("toolkit.models.faster_rcnn.build", "build_resnet50_fpn_v2"),
+    "scene_graph": ("toolkit.models.relation.scene_graph", "SceneGraph"),
+    "yolov3": ("toolkit.models.yolov3.model", "build_yolov3"),
+    "ssd": ("toolkit.models.ssd.model", "SSD"),
+    "ssdlite": ("toolkit.models.ssd.model", "SSDLite"),
 }
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import TimmBackboneConfig
 
 from toolkit.errors import BadInput
-from toolkit.hub import cached_when_offline
+from toolkit.offline import cached_when_offline
 
 FREEZE_CHOICES = ("paper", "norms", "none")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.evaluation.loop import eval_mode
+from toolkit.evaluation.predict_dataset import eval_mode
 from toolkit.models.relation.geometry import intersection_areas, iou_plus_one
 from toolkit.models.relation.sampling import (
     SampledPairs,

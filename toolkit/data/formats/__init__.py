@@ -1,0 +1,84 @@
+"""Data sets of any format as one Arrow table."""
+
+from pathlib import Path
+
+from toolkit.data.formats.coco import read_coco
+from toolkit.data.formats.hub import read_hub
+from toolkit.data.shapes import SPLITS, ensure_shapes
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
+
+FORMATS = ("auto", "coco", "shapes", "hub", "visual_genome", "psg")
+
+
+def open_dataset(
+    source: str | Path,
+    *,
+    image_dir: str | Path | None = None,
+    format: str = "auto",
+    name: str | None = None,
+    on_error: str = "raise",
+    cache_dir: str | Path | None = None,
+    check_images: bool | str = True,
+) -> DetectionTable:
+    """Opens one split, validated and cached.
+
+    source: a COCO annotation file; "train" or "val" of the bundled shapes with format="shapes"; with `name` (a hub
+        data set or a local `datasets` folder) the split's name. With format="visual_genome" (`name` is the folder of
+        the three files) and "psg" (`name` is psg.json): "train", "val" or "test"; "train:50" and "val:50" count 50
+        validation images instead of the published 5000 and 1000.
+    format: "auto" goes by `name` and by the suffix of `source`.
+    on_error, cache_dir, check_images: as in `read_coco`.
+    Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format.
+    """
+    source = str(source)
+    if format not in FORMATS:
+        raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
+    if format == "auto":
+        format = "hub" if name is not None else "coco" if source.lower().endswith(".json") else _unknown(source)
+    if format == "hub":
+        if name is None:
+            raise BadInput(f"format 'hub' with split {source!r}: set the data set's name or folder (--data.name)")
+        return read_hub(name, source, on_error=on_error, cache_dir=cache_dir, check_images=check_images)
+    if format in ("visual_genome", "psg"):
+        options = {"on_error": on_error, "cache_dir": cache_dir, "check_images": check_images}
+        return _open_scene_graphs(source, image_dir, format, name, **options)
+    if format == "shapes":
+        if source not in SPLITS or name is not None:
+            asked = repr(source) if name is None else f"data set {name!r}"
+            raise BadInput(f"the bundled shapes have no {asked}; choose from {', '.join(SPLITS)}, or set the format of "
+                           f"your data (--data.format {', '.join(each for each in FORMATS if each != 'shapes')})")
+        folder = ensure_shapes(cache_dir)
+        return read_coco(folder / "annotations" / f"{source}.json", folder / source, cache_dir=cache_dir)
+    return read_coco(source, image_dir, on_error=on_error, cache_dir=cache_dir, check_images=check_images)
+
+
+def _open_scene_graphs(source: str, image_dir, format: str, name: str | None, **options) -> DetectionTable:
+    split, _, count = source.partition(":")
+    problems = []
+    if name is None:
+        what = "folder of its three files" if format == "visual_genome" else "annotation file psg.json"
+        problems.append(f"format {format!r}: set the {what} (--data.name)")
+    if image_dir is None:
+        problems.append(f"format {format!r}: set the folder of the images (--data.image_dir)")
+    if split not in ("train", "val", "test") or not (count.isdecimal() or source == split):
+        problems.append(f"format {format!r} has no split {source!r}; expected train, val, test, train:50 or val:50")
+    if problems:
+        raise BadInput(problems)
+    if count:
+        options["num_val_images"] = int(count)
+    # Here, since every start would pay for importing h5py.
+    if format == "visual_genome":
+        from toolkit.data.formats.visual_genome import read_visual_genome as read
+    else:
+        from toolkit.data.formats.psg import read_psg as read
+    table = read(Path(name).expanduser(), Path(image_dir).expanduser(), split, **options)
+    if not len(table):
+        raise BadInput(f"{name}: not one usable image in {source!r}")
+    return table
+
+
+def _unknown(source: str) -> str:
+    hint = "; the bundled data needs format 'shapes'" if source in SPLITS else ""
+    raise BadInput(f"{source}: cannot tell the format (a COCO file ends in .json){hint}; "
+                   f"choose a format from {', '.join(FORMATS[1:])}")

@@ -1,0 +1,143 @@
+"""COCO annotation files (also with relations) to the Arrow table, and back."""
+
+import dataclasses
+import gc
+import hashlib
+import json
+from pathlib import Path
+
+from toolkit.data.check_files import check_image_files, find_image_root, folder_digest
+from toolkit.data.checks import settle, validate_document
+from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
+from toolkit.errors import BadInput
+
+
+def read_coco(
+    annotation_file: str | Path,
+    image_dir: str | Path | None = None,
+    *,
+    on_error: str = "raise",
+    cache_dir: str | Path | None = None,
+    check_images: bool | str = True,
+) -> DetectionTable:
+    """Reads a COCO `instances` file (polygons and masks are not kept) into a memory-mapped DetectionTable.
+
+    image_dir: folder that `file_name` is relative to; None looks near the annotation file.
+    on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
+    check_images: True, "full" (decode each), "header", or False (the files are not looked at).
+    The table and the verdict are cached by the content of the JSON, the options, and the names, sizes and times of
+    the images, so that a second start reads neither. `rel_categories` and `rel_annotations`, or triplets `relations`
+    (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids` of
+    annotations, ids of `attribute_categories`, become `attributes`.
+    """
+    if on_error not in ("raise", "drop"):
+        raise BadInput(f"on_error is {on_error!r}; expected 'raise' or 'drop'")
+    if check_images not in (True, False, "full", "header"):
+        raise BadInput(f"check_images is {check_images!r}; expected True, False, 'full' or 'header'")
+    annotation_file = Path(annotation_file).expanduser()
+    if image_dir is not None:
+        image_dir = Path(image_dir).expanduser()
+        if not image_dir.is_dir():
+            raise BadInput(f"{image_dir}: no such image folder")
+    cache_file = _cache_file(annotation_file, image_dir, check_images, cache_root(cache_dir))
+    cached = open_table(cache_file)
+    if cached and all(folder_digest(folder) == digest for folder, digest in cached[1].items()):
+        table = dataclasses.replace(cached[0], name=str(annotation_file))
+    else:
+        table = _read(annotation_file, image_dir, check_images, cache_file)
+    settle(table.problems, on_error if len(table) else "raise", str(annotation_file))
+    if not len(table):
+        raise BadInput(f"{annotation_file}: not one usable image")
+    return table
+
+
+def write_coco(table: DetectionTable, path: str | Path) -> None:
+    """Writes a table's images, boxes, relations and attributes as a COCO file, with the categories' original ids."""
+    images, annotations, relations = [], [], []
+    for index in range(len(table)):
+        row = table.row(index)
+        images.append({"id": row["image_id"], **{key: row[key] for key in ("file_name", "width", "height")}})
+        objects = {name: values.tolist() for name, values in row["objects"].items()}
+        named = objects.pop("attributes", [()] * len(objects["id"]))
+        for id_, (x1, y1, x2, y2), label, area, crowd, attributes in zip(*objects.values(), named, strict=True):
+            annotations.append({"id": id_, "image_id": row["image_id"], "category_id": table.categories[label].id,
+                                "bbox": [x1, y1, x2 - x1, y2 - y1], "area": area, "iscrowd": crowd})
+            if table.attributes:
+                annotations[-1]["attribute_ids"] = [attribute for attribute in attributes if attribute]
+        for subject, object_, predicate in zip(*(part.tolist() for part in row["relations"].values()), strict=True):
+            relations.append({"id": len(relations) + 1, "image_id": row["image_id"],
+                              "subject_id": objects["id"][subject], "object_id": objects["id"][object_],
+                              "predicate_id": predicate + 1})
+    document = {"images": images, "annotations": annotations,
+                "categories": [dataclasses.asdict(category) for category in table.categories]}
+    if table.predicates:
+        document["rel_categories"] = [{"id": row + 1, "name": name} for row, name in enumerate(table.predicates)]
+        document["rel_annotations"] = relations
+    if table.attributes:
+        document["attribute_categories"] = [{"id": row + 1, "name": name} for row, name in enumerate(table.attributes)]
+    Path(path).write_text(json.dumps(document))
+
+
+def _cache_file(annotation_file: Path, image_dir: Path | None, check_images: bool | str, cache: Path) -> Path:
+    try:
+        with open(annotation_file, "rb") as file:
+            digest = hashlib.file_digest(file, hashlib.blake2b)
+    except FileNotFoundError as error:
+        raise BadInput(f"{annotation_file}: no such annotation file") from error
+    except OSError as error:
+        raise BadInput(f"{annotation_file}: cannot be read: {error.strerror}") from error
+    place = f"in {image_dir.resolve()}" if image_dir else f"near {annotation_file.resolve()}"
+    digest.update(f"coco {TABLE_VERSION} {check_images} {place}".encode())
+    return cache / "tables" / f"{digest.hexdigest()[:32]}.json"
+
+
+def _read(annotation_file: Path, image_dir: Path | None, check_images: bool | str, cache_file: Path) -> DetectionTable:
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would walk through the millions of dicts of a large set again and again: half of the time
+    try:
+        document, notes = _parse(annotation_file)
+        valid = validate_document(document, str(annotation_file))
+        del document
+    finally:
+        if was_enabled:
+            gc.enable()
+    image_root = image_dir or find_image_root(annotation_file, [row["file_name"] for row in valid.rows])
+    problems, checked = notes + valid.problems, {}
+    rows = valid.rows
+    if check_images and rows:
+        found, checked = check_image_files(rows, valid.listed, image_root, check_images)
+        problems += found
+        bad = {problem.image_id for problem in found if problem.severity == "error"}
+        rows = [row for row in rows if row["image_id"] not in bad]
+    return write_table(
+        rows,
+        cache_file=cache_file,
+        categories=valid.categories,
+        predicates=valid.predicates,
+        attributes=valid.attributes,
+        attribute_columns=valid.attribute_columns,
+        image_root=image_root.resolve(),
+        problems=problems,
+        name=str(annotation_file),
+        checked=checked,
+    )
+
+
+def _parse(annotation_file: Path) -> tuple[object, list[Problem]]:
+    data = annotation_file.read_bytes()
+    notes = []
+    if data.startswith(b"\xef\xbb\xbf"):
+        data = data[3:]
+        notes.append(Problem("warning", str(annotation_file), None, None, "byte order mark skipped"))
+    if not data.strip():
+        raise BadInput(f"{annotation_file}: empty file")
+    try:
+        # Python's own reader also takes NaN, as json.dump writes it; the annotation that holds it is reported
+        return json.loads(data.decode()), notes
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{annotation_file}: not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise BadInput(f"{annotation_file}: invalid JSON at {where}: {error.msg}") from error
+    except RecursionError as error:
+        raise BadInput(f"{annotation_file}: invalid JSON: nested too deep") from error

@@ -1,0 +1,192 @@
+"""Data sets of the `datasets` library, from the hub or a local folder, with the usual `objects` column."""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import datasets
+from datasets.exceptions import DatasetsError
+
+from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
+from toolkit.data.checks import settle, validate_document
+from toolkit.data.decoding import ImageError, probe_image
+from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
+from toolkit.errors import BadInput
+
+CATEGORY_KEYS = ("category", "categories", "category_id", "label", "labels")
+ID_KEYS = ("id", "bbox_id", "ids")
+UNKNOWN_SIZE = 2**31
+
+
+@dataclasses.dataclass(frozen=True)
+class _Columns:
+    """Where a data set keeps what we need: names of columns, and of keys in `objects` (None: it has none)."""
+
+    image: str
+    category: str
+    id: str | None
+    class_names: tuple[str, ...] | None  # None: labels are not a ClassLabel
+
+
+def read_hub(
+    name: str,
+    split: str,
+    *,
+    on_error: str = "raise",
+    cache_dir: str | Path | None = None,
+    check_images: bool | str = True,
+) -> DetectionTable:
+    """Reads a split of a hub data set, of a `save_to_disk` folder, or of a folder of Parquet files.
+
+    Expected: an image column and `objects {bbox (COCO xywh), category, [id], [area], [iscrowd]}`; `image_id`, `width`
+    and `height` are used when there. Class names come from the ClassLabel feature. The encoded images are copied into
+    the cached table. Validation and `on_error` as in `read_coco`. Raises BadInput, without network too.
+    """
+    split_rows = _load(name, split)
+    columns = _columns(split_rows, name)
+    split_rows = split_rows.cast_column(columns.image, datasets.Image(decode=False))
+    source = f"{name} ({split})"
+    cache_file = _cache_file(split_rows, f"{source} {check_images}", cache_root(cache_dir))
+    cached = open_table(cache_file)
+    table = cached[0] if cached else _read(split_rows, columns, source, check_images, cache_file)
+    settle(table.problems, on_error if len(table) else "raise", source)
+    if not len(table):
+        raise BadInput(f"{source}: the split has no images")
+    return table
+
+
+def _load(name: str, split: str) -> datasets.Dataset:
+    folder = Path(name).expanduser()
+    try:
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            loaded = datasets.load_from_disk(str(folder))
+        else:
+            return datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
+    except ConnectionError as error:
+        raise BadInput(f"{name}: the hub cannot be reached, and there is no copy on this machine; give a local folder "
+                       "(save_to_disk or Parquet) as --data.name, or load it once with network and set "
+                       f"HF_HUB_OFFLINE=1 ({error})") from error
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise BadInput(f"{name}: split {split!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise BadInput(f"{name}: no split {split!r}; choose from {', '.join(loaded)}")
+        return loaded[split]
+    if loaded.split is not None and str(loaded.split) != split:
+        # one folder given for training and validation would otherwise pass unseen
+        raise BadInput(f"{name}: the folder holds split {str(loaded.split)!r}, not {split!r}")
+    return loaded
+
+
+def _columns(rows: datasets.Dataset, name: str) -> _Columns:
+    found = f"the columns are {', '.join(rows.column_names)}"
+    images = [key for key, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+    if not images:
+        raise BadInput(f"{name}: no image column; {found}")
+    if "objects" not in rows.features:
+        raise BadInput(f"{name}: no `objects` column; {found}")
+    objects = rows.features["objects"]
+    feature = getattr(objects, "feature", objects)  # List({...}) or {...: List(...)}
+    feature = feature[0] if isinstance(feature, list) else feature
+    keys = list(feature) if isinstance(feature, Mapping) else []
+    category = next((key for key in CATEGORY_KEYS if key in keys), None)
+    if category is None or "bbox" not in keys:
+        raise BadInput(f"{name}: `objects` has the keys {', '.join(keys) or 'none'}; expected `bbox` and `category`")
+    label = feature[category]
+    label = getattr(label, "feature", label)
+    names = tuple(label.names) if isinstance(label, datasets.ClassLabel) else None
+    image = "image" if "image" in images else images[0]
+    return _Columns(image, category, next((key for key in ID_KEYS if key in keys), None), names)
+
+
+def _cache_file(rows: datasets.Dataset, what: str, cache: Path) -> Path:
+    digest = hashlib.blake2b(f"hub {TABLE_VERSION} {what} {rows._fingerprint}".encode())
+    for file in rows.cache_files:
+        status = os.stat(file["filename"])
+        digest.update(f"{file['filename']} {status.st_size} {status.st_mtime_ns}".encode())
+    return cache / "tables" / f"{digest.hexdigest()[:32]}.json"
+
+
+def _read(
+    rows: datasets.Dataset, columns: _Columns, source: str, check_images: bool | str, cache_file: Path
+) -> DetectionTable:
+    document, problems = _document(rows, columns, source)
+    full = check_images == "full" or (check_images is True and len(rows) <= FULL_CHECK_LIMIT)
+    entries = list(enumerate(document["images"]))
+
+    def check(entry: tuple[int, dict]) -> list[Problem]:
+        index, image = entry
+        try:
+            data = _encoded(rows[index][columns.image])
+            height, width = probe_image(data).size_hw
+        except ImageError as error:
+            # reported once, as the file's fault: neither the missing size nor a box outside it is another
+            image.update(width=image["width"] or UNKNOWN_SIZE, height=image["height"] or UNKNOWN_SIZE)
+            return [Problem("error", image["file_name"], image["id"], None, error.reason)]
+        image.update(width=image["width"] or width, height=image["height"] or height)
+        return check_image({**image, "image_id": image["id"]}, data, full) if check_images else []
+
+    problems += parallel(check, entries, "checking images")
+    bad = {problem.image_id for problem in problems if problem.severity == "error"}
+    valid = validate_document(document, source)
+    places = {image["id"]: index for index, image in entries}
+
+    def embedded() -> Iterator[dict]:
+        for row in valid.rows:
+            if row["image_id"] not in bad:
+                yield {**row, "image": _encoded(rows[places[row["image_id"]]][columns.image])}
+
+    return write_table(
+        embedded(),
+        cache_file=cache_file,
+        categories=valid.categories,
+        problems=problems + valid.problems,
+        name=source,
+    )
+
+
+def _document(rows: datasets.Dataset, columns: _Columns, source: str) -> tuple[dict, list[Problem]]:
+    """The split as a COCO document, so that both go through one validation. Sizes that it lacks are None."""
+    images, annotations = [], []
+    plain = rows.remove_columns(columns.image)  # no image bytes in this pass
+    for index, row in enumerate(plain):
+        image_id = index if row.get("image_id") is None else row["image_id"]
+        images.append({"id": image_id, "file_name": f"row {index}", "width": row.get("width"),
+                       "height": row.get("height")})
+        for item in _objects(row["objects"]):
+            item = {key: value for key, value in item.items() if value is not None}
+            annotation = {key: item[key] for key in ("bbox", "area", "iscrowd") if key in item}
+            number = len(annotations) + 1
+            annotation |= {"id": item.get(columns.id, number), "image_id": image_id}
+            if columns.category in item:
+                annotation["category_id"] = item[columns.category]
+            annotations.append(annotation)
+    if columns.class_names is not None:
+        categories = [{"id": label, "name": name} for label, name in enumerate(columns.class_names)]
+        return {"images": images, "annotations": annotations, "categories": categories}, []
+    values = {annotation["category_id"] for annotation in annotations if "category_id" in annotation}
+    categories = [{"id": value, "name": str(value)} for value in values]
+    note = Problem("warning", source, None, None, "the labels are no ClassLabel; classes are called by their values")
+    return {"images": images, "annotations": annotations, "categories": categories}, [note]
+
+
+def _objects(objects: object) -> list[dict]:
+    """One dict per object, from the dict of lists or the list of dicts that `datasets` gives."""
+    if isinstance(objects, Mapping):
+        keys = list(objects)
+        return [dict(zip(keys, values, strict=True)) for values in zip(*objects.values(), strict=True)]
+    return list(objects or [])
+
+
+def _encoded(image: Mapping | None) -> bytes:
+    """The encoded bytes of an undecoded image column. Raises ImageError."""
+    if image is None:
+        raise ImageError("no image in this row")
+    if image.get("bytes") is not None:
+        return image["bytes"]
+    try:
+        return Path(image["path"]).read_bytes()
+    except OSError as error:
+        raise ImageError(f"image file {image['path']} cannot be read: {error.strerror}") from error

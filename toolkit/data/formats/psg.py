@@ -1,0 +1,120 @@
+"""Panoptic Scene Graph annotations (psg.json, Yang et al., 2022): boxes and relations; masks are not read."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from toolkit.data.check_files import check_image_files, folder_digest
+from toolkit.data.checks import settle, validate_document
+from toolkit.data.table import TABLE_VERSION, DetectionTable, cache_root, open_table, write_table
+from toolkit.errors import BadInput
+
+
+def read_psg(
+    annotation_file: str | Path,
+    image_dir: str | Path,
+    split: str,
+    *,
+    num_val_images: int = 1000,
+    on_error: str = "raise",
+    cache_dir: str | Path | None = None,
+    check_images: bool | str = True,
+) -> DetectionTable:
+    """One split as a memory-mapped, cached DetectionTable; options as in `read_coco`.
+
+    test: the images of `test_image_ids`; val: the first `num_val_images` of the others; train: the rest.
+    """
+    annotation_file = Path(annotation_file)
+    if split not in ("train", "val", "test"):
+        raise BadInput(f"{annotation_file}: split is {split!r}; expected train, val or test")
+    if not annotation_file.is_file():
+        raise BadInput(f"{annotation_file}: no such annotation file")
+    with open(annotation_file, "rb") as stream:
+        digest = hashlib.file_digest(stream, hashlib.blake2b)
+    digest.update(f"psg {TABLE_VERSION} {split} {num_val_images} {check_images} {Path(image_dir).resolve()}".encode())
+    cache_file = cache_root(cache_dir) / "tables" / f"{digest.hexdigest()[:32]}.json"
+    cached = open_table(cache_file)
+    if cached and all(folder_digest(place) == found for place, found in cached[1].items()):
+        table = dataclasses.replace(cached[0], name=f"{annotation_file} {split}")
+    else:
+        table = _read(annotation_file, Path(image_dir), split, num_val_images, check_images, cache_file)
+    settle(table.problems, on_error, str(annotation_file))
+    return table
+
+
+def _read(annotation_file: Path, image_dir: Path, split: str, num_val: int, check_images, cache_file: Path):
+    try:
+        document = json.loads(annotation_file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{annotation_file}: invalid JSON: {error}") from error
+    if missing := [key for key in ("data", "predicate_classes", "test_image_ids") if key not in document]:
+        raise BadInput([f"{annotation_file}: key `{key}` missing" for key in missing])
+    if faults := [fault for number, entry in enumerate(document["data"]) for fault in _entry_faults(entry, number)]:
+        raise BadInput([f"{annotation_file}: {fault}" for fault in faults])
+    valid = validate_document(as_coco(document, split, num_val), str(annotation_file))
+    rows, problems, checked = valid.rows, valid.problems, {}
+    if check_images and rows:
+        found, checked = check_image_files(rows, valid.listed, image_dir, check_images)
+        problems = problems + found
+        bad = {problem.image_id for problem in found if problem.severity == "error"}
+        rows = [row for row in rows if row["image_id"] not in bad]
+    return write_table(
+        rows,
+        cache_file=cache_file,
+        categories=valid.categories,
+        predicates=valid.predicates,
+        image_root=image_dir.resolve(),
+        problems=problems,
+        name=f"{annotation_file} {split}",
+        checked=checked,
+    )
+
+
+def as_coco(document: dict, split: str, num_val_images: int) -> dict:
+    """The images of one split as a COCO document with relations; category ids stay 0-based, as in the file."""
+    test = {str(image_id) for image_id in document["test_image_ids"]}
+    others = [entry for entry in document["data"] if str(entry["image_id"]) not in test]
+    chosen = {"train": others[num_val_images:], "val": others[:num_val_images]}.get(split)
+    if chosen is None:
+        chosen = [entry for entry in document["data"] if str(entry["image_id"]) in test]
+    names = [*document.get("thing_classes", []), *document.get("stuff_classes", [])]
+    if not names:  # some files name their classes elsewhere
+        highest = max((a["category_id"] for e in document["data"] for a in e["annotations"]), default=-1)
+        names = [f"class {number}" for number in range(highest + 1)]
+    coco = {"images": [], "annotations": [], "rel_annotations": []}
+    for entry in chosen:
+        image_id, annotations = entry["image_id"], entry["annotations"]
+        coco["images"].append({"id": image_id} | {k: entry.get(k) for k in ("file_name", "width", "height")})
+        first, count = len(coco["annotations"]) + 1, len(annotations)
+        coco["annotations"] += [_annotation(a, image_id, first + i) for i, a in enumerate(annotations)]
+        for subject, object_, predicate in entry["relations"]:
+            ends = [  # a position that is not there becomes an id that is not there, which validation then quotes
+                first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"
+                for end in (subject, object_)
+            ]
+            relation = {"image_id": image_id, "subject_id": ends[0], "object_id": ends[1]}
+            coco["rel_annotations"].append(relation | {"predicate_id": predicate})
+    coco["categories"] = [{"id": number, "name": name} for number, name in enumerate(names)]
+    predicates = document["predicate_classes"]
+    return coco | {"rel_categories": [{"id": number, "name": name} for number, name in enumerate(predicates)]}
+
+
+def _entry_faults(entry: object, number: int) -> list[str]:
+    """What keeps an entry of `data` from being read at all; validation finds the rest."""
+    if not isinstance(entry, dict):
+        return [f"entry {number} of `data` is {entry!r}; expected an object"]
+    missing = [key for key in ("image_id", "annotations", "relations") if key not in entry]
+    relations = [row for row in entry.get("relations", []) if not isinstance(row, list) or len(row) != 3]
+    named = f"entry {number} of `data` (image {entry.get('image_id')})"
+    faults = [f"{named}: key `{key}` missing" for key in missing]
+    return faults + [f"{named}: relation {row!r}; expected [subject, object, predicate]" for row in relations]
+
+
+def _annotation(annotation: dict, image_id: int | str, annotation_id: int) -> dict:
+    """Corners become width and height; a box that is none stays as it is, for validation to report."""
+    box = annotation.get("bbox")
+    if isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box):
+        box = [box[0], box[1], box[2] - box[0], box[3] - box[1]]
+    ids = {"id": annotation_id, "image_id": image_id, "category_id": annotation.get("category_id")}
+    return ids | {"bbox": box, "iscrowd": 0}

@@ -1,0 +1,296 @@
+"""Which samples go to which rank in which order: a function of (seed, epoch) that can be stopped and taken up again.
+
+The global order of an epoch does not know about ranks. One *global micro-batch* is the next `world_size * batch_size`
+samples of it; rank r takes the r-th contiguous slice. So 1 x 16, 2 x 8 and 4 x 4 see the same samples at the same step.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from toolkit.data.variable_sizes import VariableSizes
+from toolkit.errors import BadInput
+
+
+class SampleKey(NamedTuple):
+    """What the dataset is asked for. The epoch travels along so that workers need not be told of it.
+
+    size_hw: the size that the batch's images have, where it varies; None: the transform knows.
+    """
+
+    epoch: int
+    index: int
+    size_hw: tuple[int, int] | None = None
+
+
+def aspect_ratio_groups(sizes_hw: np.ndarray, boundaries: Sequence[float] = (1.0,)) -> np.ndarray:
+    """Group id (N,) int64 of each image (N, 2): how many of the boundaries its width / height reaches.
+
+    (1.0,) makes two groups, portrait and landscape (with squares), as torchvision's references do.
+    """
+    sizes_hw = np.asarray(sizes_hw, dtype=np.float64).reshape(-1, 2)
+    return np.searchsorted(np.sort(np.asarray(boundaries, dtype=np.float64)), sizes_hw[:, 1] / sizes_hw[:, 0], "right")
+
+
+def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """[start, stop) of this rank's share of `count` consecutive samples; 5 over 2 ranks are 3 and 2."""
+    share, extra = divmod(count, world_size)
+    start = rank * share + min(rank, extra)
+    return start, start + share + (rank < extra)
+
+
+def batch_sizes(count: int, global_batch: int, world_size: int) -> list[int]:
+    """Sizes of the global micro-batches that `count` samples make: full ones, then what is left over.
+
+    Left-overs too few to give every rank one join the batch before. Fewer samples than ranks make no batch at all.
+    """
+    full, left_over = divmod(count, global_batch)
+    sizes = [global_batch] * full
+    if left_over >= world_size:
+        sizes.append(left_over)
+    elif left_over and sizes:
+        sizes[-1] += left_over
+    return sizes
+
+
+def group_order(order: np.ndarray, groups: np.ndarray, global_batch: int) -> np.ndarray:
+    """`order` rearranged so that each `global_batch` consecutive samples are of one group, as early as they complete.
+
+    What is left over of each group comes last, sorted by group, so that only a few batches are mixed.
+    """
+    waiting: dict[int, list[int]] = {}
+    arranged: list[int] = []
+    for index, group in zip(order.tolist(), groups[order].tolist(), strict=True):
+        samples = waiting.setdefault(group, [])
+        samples.append(index)
+        if len(samples) == global_batch:
+            arranged += samples
+            waiting[group] = []
+    return np.array(arranged + [index for group in sorted(waiting) for index in waiting[group]], dtype=np.int64)
+
+
+class EpochSampler:
+    """Batch sampler of one rank for training: iterates over lists of SampleKey, every sample once per epoch.
+
+    Every rank yields the same number of micro-batches and none is empty. Only the epoch's last one is uneven.
+
+    `offset`, in the state, counts the samples (of all ranks) that training has *consumed*. A loader with workers
+    iterates ahead of training, so iterating does not move it: the training loop calls `advance` (or `advance_batches`)
+    after each optimizer step. An iteration starts at the offset as it stands when `iter()` is called.
+
+    Args:
+        num_samples: samples in the dataset.
+        batch_size_per_device: samples per rank in a micro-batch.
+        rank, world_size: this process, of how many.
+        seed: with the epoch, the only thing the order depends on.
+        groups: (num_samples,) int; global micro-batches are then of one group (aspect ratios), left-overs mixed.
+            The order then depends on `world_size * batch_size_per_device` too.
+        shuffle: False keeps the dataset's order.
+        sizes: the images' size varies from micro-batch to micro-batch, and the number of images with it where it says
+            so; the keys then carry the size.
+
+    Raises BadInput when a global micro-batch is larger than the dataset, or for groups with batches of varying length.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size_per_device: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        groups: np.ndarray | None = None,
+        shuffle: bool = True,
+        sizes: VariableSizes | None = None,
+    ):
+        _check_sizes(num_samples, batch_size_per_device, world_size)
+        if groups is not None and sizes is not None and sizes.base_hw is not None:
+            raise BadInput("batches of like aspect ratio cannot have a number of images that follows their size")
+        if groups is not None and len(groups) != num_samples:
+            raise ValueError(f"groups has {len(groups)} entries for {num_samples} samples")
+        self.num_samples, self.batch_size = num_samples, batch_size_per_device
+        self.rank, self.world_size = rank, world_size
+        self.seed, self.groups, self.shuffle, self.sizes = seed, groups, shuffle, sizes
+        self.epoch = 0
+        self._start(offset=0, layout=[])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of this epoch; the epoch already current keeps its offset, as a resumed run needs."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._start(offset=0, layout=[])
+
+    def advance(self, n_samples: int) -> None:
+        """Training has consumed this many more samples, counted over all ranks."""
+        if not 0 <= n_samples <= self.num_samples - self.offset:
+            raise ValueError(f"advance({n_samples}) at offset {self.offset} of {self.num_samples} samples")
+        self.offset += n_samples
+
+    def advance_batches(self, n_batches: int) -> None:
+        """Training has consumed this many more global micro-batches."""
+        first = self.next_batch
+        self.advance(sum(self.samples_in_batch(i) for i in range(first, first + n_batches)))
+
+    @property
+    def next_batch(self) -> int:
+        """Index, in the epoch, of the first global micro-batch that training has not consumed."""
+        return int(np.searchsorted(self._ends, self.offset, side="right"))
+
+    def samples_in_batch(self, i: int) -> int:
+        """Samples of all ranks in the epoch's i-th micro-batch (i counts from the epoch's start, also when resumed)."""
+        return int(self._ends[i] - (self._ends[i - 1] if i else 0))
+
+    def __len__(self) -> int:
+        """Micro-batches in the whole epoch."""
+        return len(self._ends)
+
+    def steps_in(self, epochs: int, accumulation_steps: int = 1, accumulate_after_epoch: int = 0) -> int:
+        """Optimizer steps of so many epochs that are not cut short; see `toolkit.data.sampling.accumulation_at`.
+
+        Where the number of images follows their size, an epoch has as many micro-batches as its sizes make of it.
+        """
+        if self.sizes is not None and self.sizes.base_hw is not None:
+            counts = [self._number_of_varying_batches(epoch) for epoch in range(epochs)]
+        else:
+            counts = [len(batch_sizes(self.num_samples, self.world_size * self.batch_size, self.world_size))] * epochs
+        windows = (accumulation_at(epoch, accumulation_steps, accumulate_after_epoch) for epoch in range(epochs))
+        return sum(-(-count // window) for count, window in zip(counts, windows, strict=True))
+
+    def _number_of_varying_batches(self, epoch: int) -> int:
+        drawn = iter(self.sizes.draw(self.seed, epoch, self.num_samples + 1))
+        return len(self.sizes.batch_sizes(drawn, self.num_samples, self.batch_size, self.world_size))
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        # Bound here, not lazily: what runs ahead must not notice `advance` or `set_epoch`.
+        order, ends, epoch, drawn = self._order, self._ends, self.epoch, self._drawn
+        return (self._keys(order, ends, epoch, drawn, i) for i in range(self.next_batch, len(ends)))
+
+    def state_dict(self) -> dict[str, object]:
+        """JSON-able: seed, epoch, offset, world_size, batch_size, num_samples; `layout` and `sizes`: how it is cut."""
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "world_size": self.world_size,
+            "batch_size": self.batch_size,
+            "num_samples": self.num_samples,
+            "layout": [list(segment) for segment in self._layout],
+            "sizes": repr(self.sizes),
+        }
+
+    def load_state_dict(self, state: dict[str, object]) -> list[str]:
+        """Take up a saved state; returns in words what can no longer be identical to the run that saved it.
+
+        The same ranks and batch size go on exactly. Others go on with the same remaining samples in the same order
+        (with groups: regrouped), cut into the new batches. Raises BadInput when the state is of another dataset.
+        """
+        saved_samples = state.get("num_samples", self.num_samples)
+        if saved_samples != self.num_samples or not 0 <= state["offset"] <= self.num_samples:
+            raise BadInput(
+                f"the checkpoint stopped at sample {state['offset']} of {saved_samples}, but the training data now has "
+                f"{self.num_samples} samples: resume with the same data, or start a new run"
+            )
+        notes = []
+        if state["seed"] != self.seed:
+            notes.append(f"data order continues with the checkpoint's seed {state['seed']}, not {self.seed}")
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        if state.get("sizes", repr(None)) != repr(self.sizes):
+            notes.append(f"image sizes now follow {self.sizes}, in the checkpoint {state['sizes']}")
+        before, now = (state["world_size"], state["batch_size"]), (self.world_size, self.batch_size)
+        layout = [tuple(segment) for segment in state.get("layout", [(0, *before)])]
+        self._start(state["offset"], layout)
+        if before != now:
+            notes.append(self._other_cut_note(before))
+        if before != now or self.offset not in (0, *self._ends):  # also when stopped inside a batch: cut anew from here
+            earlier = [segment for segment in layout if segment[0] < self.offset]
+            self._start(self.offset, [*earlier, (self.offset, *now)])
+        left_over = self.num_samples - self.offset
+        if left_over and self.next_batch == len(self):
+            notes.append(
+                f"epoch {self.epoch} had {left_over} samples left, fewer than the {self.world_size} ranks of this run: "
+                "they are passed over"
+            )
+        return notes
+
+    def _other_cut_note(self, before: tuple[int, int]) -> str:
+        order = "keep their global order" if self.groups is None else "are grouped anew in their global order"
+        return (
+            f"the checkpoint was written by {before[0]} rank(s) x {before[1]} images, this run has {self.world_size} x "
+            f"{self.batch_size}: the samples left in epoch {self.epoch} {order} but fall into other batches, so losses "
+            "and weights will not be identical to the uninterrupted run's"
+        )
+
+    def _start(self, offset: int, layout: list[tuple[int, int, int]]) -> None:
+        """Lay the current epoch out in segments, each (first sample, world_size, batch_size)."""
+        self.offset = offset
+        self._layout = layout or [(0, self.world_size, self.batch_size)]
+        order = np.arange(self.num_samples)
+        if self.shuffle:
+            order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_samples)
+        ends: list[int] = []
+        drawn = self.sizes.draw(self.seed, self.epoch, self.num_samples + 1) if self.sizes else None
+        for start, world_size, batch_size in self._layout:
+            global_batch = world_size * batch_size
+            if self.groups is not None:
+                order = np.concatenate([order[:start], group_order(order[start:], self.groups, global_batch)])
+            ends = [end for end in ends if end < start] + [start] * (start > 0)
+            sizes = (
+                batch_sizes(self.num_samples - start, global_batch, world_size)
+                if self.sizes is None
+                else self.sizes.batch_sizes(iter(drawn[len(ends) :]), self.num_samples - start, batch_size, world_size)
+            )
+            ends += (start + np.cumsum(sizes)).tolist()
+        self._order, self._ends, self._drawn = order, np.array(ends, dtype=np.int64), drawn
+
+    def _keys(
+        self, order: np.ndarray, ends: np.ndarray, epoch: int, drawn: list[tuple[int, int]] | None, i: int
+    ) -> list[SampleKey]:
+        first, size_hw = int(ends[i - 1]) if i else 0, drawn[i] if drawn else None
+        start, stop = split_evenly(int(ends[i]) - first, self.rank, self.world_size)
+        return [SampleKey(epoch, int(index), size_hw) for index in order[first + start : first + stop]]
+
+
+class EvalSampler:
+    """Batch sampler of one rank for evaluation: every sample once over all ranks, in order.
+
+    Every rank yields the same number of batches, so that collectives match; where samples run out some are empty lists.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1):
+        if num_samples < 1 or batch_size < 1:
+            raise BadInput(f"evaluation needs at least one image and one image per batch, got {num_samples} images "
+                           f"in batches of {batch_size}")  # fmt: skip
+        self.num_samples, self.batch_size, self.rank, self.world_size = num_samples, batch_size, rank, world_size
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        global_batch = self.batch_size * self.world_size
+        for first in range(0, self.num_samples, global_batch):
+            count = min(global_batch, self.num_samples - first)
+            start, stop = split_evenly(count, self.rank, self.world_size)
+            yield [SampleKey(0, index) for index in range(first + start, first + stop)]
+
+
+def _check_sizes(num_samples: int, batch_size: int, world_size: int) -> None:
+    if num_samples < 1:
+        raise BadInput("the training data has no images")
+    if batch_size < 1:
+        raise BadInput(f"data.batch_size_per_device is {batch_size}, it must be at least 1")
+    if num_samples < world_size * batch_size:
+        remedy = "fewer processes"
+        if num_samples >= world_size:
+            remedy = f"data.batch_size_per_device of at most {num_samples // world_size}"
+        raise BadInput(
+            f"one batch is {world_size} process(es) x {batch_size} images = {world_size * batch_size}, but the "
+            f"training data has only {num_samples}: use {remedy}"
+        )
+
+
+
+
+def accumulation_at(epoch: int, accumulation_steps: int, after_epoch: int) -> int:
+    """Micro-batches of one optimizer step in an epoch: 1 before the epoch `after_epoch` (counted from 0)."""
+    return accumulation_steps if epoch >= after_epoch else 1

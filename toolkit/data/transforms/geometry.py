@@ -1,0 +1,281 @@
+"""Resize, flip and crop an image together with its target, as DETR's training recipe does; uint8 in, uint8 out.
+
+A transform is any callable `(image, target, generator) -> (image, target)`:
+
+- image: uint8 (3, H, W), any strides; channels-last in memory (as the JPEG decoder leaves it) is the fast case.
+- target: the dict of `toolkit.data.dataset`; a transform returns a new one and leaves the given one alone.
+- generator: the only source of random numbers, so that an augmentation can be repeated anywhere.
+
+Geometry follows facebookresearch/detr `datasets/transforms.py`. Sizes are (height, width), regions are
+(top, left, height, width) in whole pixels, boxes are xyxy pixels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+from toolkit.batch import Target
+
+Transform = Callable[[Tensor, Target, torch.Generator], tuple[Tensor, Target]]
+
+PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "mixup")  # the last: of mixup only
+DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def shorter_side_size(size_hw: tuple[int, int], shorter: int, max_longer: int | None = None) -> tuple[int, int]:
+    """Size (h, w) after resizing the shorter side to `shorter`, or to less where the longer would pass `max_longer`.
+
+    DETR's `get_size_with_aspect_ratio` to the letter (rounding of the limited side, truncation of the other), except
+    that no side becomes 0 on extremely long images.
+    """
+    height, width = size_hw
+    if max_longer is not None:
+        low, high = float(min(height, width)), float(max(height, width))
+        if high / low * shorter > max_longer:
+            shorter = max(1, round(max_longer * low / high))
+    if min(height, width) == shorter:
+        return height, width
+    if width < height:
+        return int(shorter * height / width), shorter
+    return shorter, int(shorter * width / height)
+
+
+# ---- targets: pure geometry, no pixels -------------------------------------------------------------------------------
+
+
+def keep_boxes(target: Target, keep: Tensor) -> Target:
+    """Target with only the boxes where `keep` (N,) bool; relations that lose an end go, the others are re-indexed."""
+    if bool(keep.all()):
+        return target
+    target = {**target, **{name: target[name][keep] for name in PER_BOX_FIELDS if name in target}}
+    if "relations" in target:
+        relations = target["relations"]
+        new_index = keep.cumsum(0) - 1
+        relations = relations[keep[relations[:, 0]] & keep[relations[:, 1]]]
+        target["relations"] = torch.stack(
+            [new_index[relations[:, 0]], new_index[relations[:, 1]], relations[:, 2]], dim=1
+        )
+    return target
+
+
+def resize_target(target: Target, old_hw: tuple[int, int], new_hw: tuple[int, int]) -> Target:
+    """Boxes and areas scaled from an image of `old_hw` to one of `new_hw`; `size` set."""
+    y, x = new_hw[0] / old_hw[0], new_hw[1] / old_hw[1]
+    return {
+        **target,
+        "boxes": target["boxes"] * torch.tensor([x, y, x, y]),
+        "area": target["area"] * (x * y),
+        "size": torch.tensor(new_hw),
+    }
+
+
+def flip_target(target: Target, width: int) -> Target:
+    """Boxes mirrored left to right in an image `width` pixels wide."""
+    x_min, y_min, x_max, y_max = target["boxes"].unbind(1)
+    return {**target, "boxes": torch.stack([width - x_max, y_min, width - x_min, y_max], dim=1)}
+
+
+def crop_target(target: Target, region: tuple[int, int, int, int]) -> Target:
+    """Boxes moved and clipped to the region; those left without width or height go; area = area of the clipped box.
+
+    As in DETR the box's area replaces the annotated (mask) area, also for boxes the crop does not cut.
+    """
+    top, left, height, width = region
+    boxes = target["boxes"] - torch.tensor([left, top, left, top], dtype=torch.float32)
+    boxes = boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=torch.float32))
+    sides = boxes[:, 2:] - boxes[:, :2]
+    target = {**target, "boxes": boxes, "area": sides.prod(1), "size": torch.tensor((height, width))}
+    return keep_boxes(target, (sides > 0).all(1))
+
+
+def recheck_boxes(image: Tensor, target: Target) -> Target:
+    """What every target passes after augmentation, whatever the transform was.
+
+    Boxes are clipped to the image (rounding may leave them a hair outside) and dropped when that leaves no width or
+    height. Raises ValueError, naming the image, for what no data can cause: non-finite boxes, per-box fields of
+    different lengths, or a `size` that is not the image's.
+    """
+    size_hw, boxes = tuple(image.shape[-2:]), target["boxes"]
+    lengths = {name: len(target[name]) for name in PER_BOX_FIELDS if name in target}
+    if tuple(target["size"].tolist()) != size_hw or len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"image id {target['image_id']}: the transform returned an image of {size_hw} with a target of size "
+            f"{tuple(target['size'].tolist())} and {lengths}; it must keep them in step"
+        )
+    if not bool(boxes.isfinite().all()):
+        raise ValueError(f"image id {target['image_id']}: the transform returned non-finite boxes {boxes.tolist()}")
+    limit = torch.tensor([size_hw[1], size_hw[0], size_hw[1], size_hw[0]], dtype=torch.float32)
+    boxes = boxes.clamp(min=0).minimum(limit)
+    return keep_boxes({**target, "boxes": boxes}, (boxes[:, 2:] > boxes[:, :2]).all(1))
+
+
+# ---- images with their targets ---------------------------------------------------------------------------------------
+
+
+def resize(image: Tensor, target: Target, size_hw: tuple[int, int]) -> tuple[Tensor, Target]:
+    """Antialiased bilinear resize to exactly `size_hw`."""
+    target = resize_target(target, tuple(image.shape[-2:]), size_hw)
+    # The uint8 kernel is three times faster on channels-last memory; a crop or an odd decoder may have lost that.
+    image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    return F.resize(image, list(size_hw), antialias=True), target
+
+
+def flip(image: Tensor, target: Target) -> tuple[Tensor, Target]:
+    """Mirrored left to right."""
+    return F.horizontal_flip(image), flip_target(target, image.shape[-1])
+
+
+def crop(image: Tensor, target: Target, region: tuple[int, int, int, int]) -> tuple[Tensor, Target]:
+    """The region of the image, as a view of its memory."""
+    top, left, height, width = region
+    return image[:, top : top + height, left : left + width], crop_target(target, region)
+
+
+# ---- transforms ------------------------------------------------------------------------------------------------------
+
+
+def _draw_int(low: int, high: int, generator: torch.Generator) -> int:
+    """A whole number from [low, high], both included."""
+    return int(torch.randint(low, high + 1, (), generator=generator))
+
+
+@dataclass(frozen=True)
+class Compose:
+    """One transform after the other."""
+
+    transforms: Sequence[Transform]
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+        for transform in self.transforms:
+            image, target = transform(image, target, generator)
+        return image, target
+
+
+@dataclass(frozen=True)
+class RandomChoice:
+    """One of the branches, each as likely as the others (DETR's `RandomSelect` for two)."""
+
+    branches: Sequence[Transform]
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+        return self.branches[_draw_int(0, len(self.branches) - 1, generator)](image, target, generator)
+
+
+@dataclass(frozen=True)
+class RandomFlip:
+    """Mirrored left to right with the given probability."""
+
+    probability: float = 0.5
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+        if float(torch.rand((), generator=generator)) < self.probability:
+            return flip(image, target)
+        return image, target
+
+
+@dataclass(frozen=True)
+class ResizeShorter:
+    """Shorter side to one of `scales` (pixels), the longer side at most `max_longer`, aspect ratio kept."""
+
+    scales: Sequence[int]
+    max_longer: int | None = None
+
+    def draw(self, size_hw: tuple[int, int], generator: torch.Generator) -> tuple[int, int]:
+        """The (h, w) to resize to."""
+        scale = self.scales[_draw_int(0, len(self.scales) - 1, generator)]
+        return shorter_side_size(size_hw, scale, self.max_longer)
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+        return resize(image, target, self.draw(tuple(image.shape[-2:]), generator))
+
+
+@dataclass(frozen=True)
+class ResizeSquare:
+    """To `size` x `size` pixels, aspect ratio not kept; for models that ignore a pixel mask."""
+
+    size: int
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+        return resize(image, target, (self.size, self.size))
+
+
+@dataclass(frozen=True)
+class RandomSizeCrop:
+    """A region with sides drawn from [min_size, max_size] pixels, or the image's side where that is smaller."""
+
+    min_size: int
+    max_size: int
+
+    def draw(self, size_hw: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
+        """The region to cut from an image of `size_hw`; drawn in DETR's order: width, height, top, left."""
+        height, width = size_hw
+        crop_width = _draw_int(min(self.min_size, width), min(self.max_size, width), generator)
+        crop_height = _draw_int(min(self.min_size, height), min(self.max_size, height), generator)
+        top = _draw_int(0, height - crop_height, generator)
+        left = _draw_int(0, width - crop_width, generator)
+        return top, left, crop_height, crop_width
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+        return crop(image, target, self.draw(tuple(image.shape[-2:]), generator))
+
+
+@dataclass(frozen=True)
+class ResizeCropResize:
+    """`Compose([first, size_crop, last])` with the pixels resized once, straight from the source.
+
+    The same numbers are drawn and the output has the same size. The region is rounded to whole source pixels, and the
+    boxes follow the rounded region, so they fit the pixels exactly; against the three separate steps they move by less
+    than one source pixel, and pixels are marginally sharper for having been interpolated once.
+    """
+
+    first: ResizeShorter
+    size_crop: RandomSizeCrop
+    last: ResizeShorter
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+        source_hw = tuple(image.shape[-2:])
+        middle_hw = self.first.draw(source_hw, generator)
+        top, left, height, width = self.size_crop.draw(middle_hw, generator)
+        out_hw = self.last.draw((height, width), generator)
+        top, height = _source_span(top, height, middle_hw[0], source_hw[0])
+        left, width = _source_span(left, width, middle_hw[1], source_hw[1])
+        return resize(*crop(image, target, (top, left, height, width)), out_hw)
+
+
+def _source_span(start: int, length: int, middle: int, source: int) -> tuple[int, int]:
+    """[start, start + length) of a side `middle` pixels long, as whole pixels (at least one) of the `source` side."""
+    first = min(round(start * source / middle), source - 1)
+    return first, max(round((start + length) * source / middle) - first, 1)
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def detr_train_transform(
+    scales: Sequence[int] = DETR_SCALES,
+    max_longer: int = 1333,
+    first_scales: Sequence[int] = (400, 500, 600),
+    crop_sizes: tuple[int, int] = (384, 600),
+    flip_probability: float = 0.5,
+) -> Transform:
+    """DETR's training recipe: flip, then either a resize, or a resize, a crop and a resize (`make_coco_transforms`)."""
+    multi_scale = ResizeShorter(tuple(scales), max_longer)
+    cropped = ResizeCropResize(ResizeShorter(tuple(first_scales)), RandomSizeCrop(*crop_sizes), multi_scale)
+    return Compose((RandomFlip(flip_probability), RandomChoice((multi_scale, cropped))))
+
+
+def square_transform(size: int, flip_probability: float = 0.0) -> Transform:
+    """Every image to `size` x `size`; mirrored with the given probability (training)."""
+    resize_square = ResizeSquare(size)
+    return Compose((RandomFlip(flip_probability), resize_square)) if flip_probability else resize_square
+
+
+def eval_transform(shorter: int = 800, max_longer: int | None = 1333) -> Transform:
+    """DETR's validation transform: shorter side to `shorter`, the longer side at most `max_longer`; nothing random."""
+    return ResizeShorter((shorter,), max_longer)

@@ -1,0 +1,136 @@
+"""Training augmentation of SSD (Liu et al., ECCV 2016, section 2.2), by torchvision's definitions, pixels resized once.
+
+Zooming out, the crop that overlaps the boxes and the flip only decide which region of the plane is seen; the picture of
+it is made in one resize, at the size of the batch, and coloured there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.batch import Target
+from toolkit.boxes import pairwise_iou
+from toolkit.data.transforms.geometry import crop, flip, keep_boxes, resize
+from toolkit.data.transforms.photometric import PhotometricDistortion
+
+FILL_RGB = (123, 117, 104)  # ImageNet's mean
+MIN_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of which a crop draws one; 1: no crop
+TRIALS = 40
+
+Region = tuple[int, int, int, int]  # top, left, height, width in pixels of the image, perhaps beyond it
+
+
+@dataclass(frozen=True)
+class SsdTransform:
+    """`(image, target, generator, size_hw) -> (image, target)` for `toolkit.data.variable_sizes`.
+
+    Args:
+        zoom_out: half of the images lie on a canvas of up to so many times their sides; 1: none.
+        iou_crop: see `draw_iou_crop`.
+        flip: half of the images are mirrored left to right.
+        photometric: see `PhotometricDistortion`.
+    """
+
+    zoom_out: float = 4.0
+    iou_crop: bool = True
+    flip: bool = True
+    photometric: bool = True
+
+    def __call__(
+        self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int]
+    ) -> tuple[Tensor, Target]:
+        region = (0, 0, *image.shape[-2:])
+        if self.zoom_out > 1:
+            region = draw_zoom_out(region[2:], self.zoom_out, generator)
+        if self.iou_crop:
+            region = draw_iou_crop(region, target["boxes"][target["iscrowd"] == 0], generator)
+            target = keep_seen(target, region)
+        image, target = view(image, target, region, size_hw)
+        if self.flip and float(torch.rand((), generator=generator)) < 0.5:
+            image, target = flip(image, target)
+        return PhotometricDistortion()(image, target, generator) if self.photometric else (image, target)
+
+
+def draw_zoom_out(size_hw: tuple[int, int], max_side: float, generator: torch.Generator) -> Region:
+    """A canvas of the image's shape with the image somewhere on it, or, as likely, the image alone (`RandomZoomOut`).
+
+    max_side: sides of the largest canvas, in sides of the image.
+    """
+    chance, side, down, right = torch.rand(4, generator=generator).tolist()
+    if chance >= 0.5:
+        return 0, 0, *size_hw
+    side = 1.0 + (max_side - 1.0) * side
+    height, width = int(size_hw[0] * side), int(size_hw[1] * side)
+    return -int((height - size_hw[0]) * down), -int((width - size_hw[1]) * right), height, width
+
+
+def draw_iou_crop(region: Region, boxes: Tensor, generator: torch.Generator) -> Region:
+    """A part of the region that has the centre of a box and overlaps such a one enough (`RandomIoUCrop`).
+
+    Enough is an IoU drawn from `MIN_IOUS`; the sides are at least 0.3 of the region's, their ratio 1 : 2 to 2 : 1.
+    After 40 trials without success another IoU is drawn. Without boxes nothing is cut.
+
+    Args:
+        boxes: (N, 4) xyxy in pixels of the image.
+    """
+    top, left, height, width = region
+    while len(boxes):
+        min_iou = MIN_IOUS[int(torch.randint(len(MIN_IOUS), (), generator=generator))]
+        if min_iou >= 1:
+            break
+        scales, places = torch.rand(2, TRIALS, 2, generator=generator, dtype=torch.float64).unbind(0)
+        whole = torch.tensor([width, height])
+        sides = (whole * (0.3 + 0.7 * scales)).long()  # (TRIALS, 2) width, height
+        starts = ((whole - sides) * places).long()
+        corners = torch.cat([starts, starts + sides], dim=1).float() + torch.tensor([left, top, left, top])
+        ratio = sides[:, 0] / sides[:, 1]
+        inside = centres_inside(boxes, corners)
+        overlap = pairwise_iou(corners, boxes).masked_fill(~inside, -1.0).amax(dim=1)
+        good = (sides > 0).all(dim=1) & (ratio >= 0.5) & (ratio <= 2.0) & inside.any(dim=1) & (overlap >= min_iou)
+        if bool(good.any()):
+            chosen = int(good.int().argmax())  # the first
+            (x, y), (crop_width, crop_height) = starts[chosen].tolist(), sides[chosen].tolist()
+            return top + y, left + x, crop_height, crop_width
+    return region
+
+
+def centres_inside(boxes: Tensor, regions_xyxy: Tensor) -> Tensor:
+    """Whether the centre of each of N boxes lies inside each of M regions: (M, N) bool."""
+    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
+    return ((centres > regions_xyxy[:, None, :2]) & (centres < regions_xyxy[:, None, 2:])).all(dim=-1)
+
+
+def keep_seen(target: Target, region: Region) -> Target:
+    """The target without boxes whose centre lies outside the region; of crowd boxes every bit in it stays."""
+    top, left, height, width = region
+    corners = torch.tensor([[left, top, left + width, top + height]], dtype=torch.float32)
+    return keep_boxes(target, centres_inside(target["boxes"], corners)[0] | (target["iscrowd"] != 0))
+
+
+def view(image: Tensor, target: Target, region: Region, size_hw: tuple[int, int]) -> tuple[Tensor, Target]:
+    """The region as an image of `size_hw`, `FILL_RGB` where it lies beyond the given one; boxes clipped to it.
+
+    The picture begins and ends at whole pixels, and the boxes follow it.
+    """
+    (top, left, height, width), (out_height, out_width) = region, size_hw
+    rows, y, out_rows = _span(top, height, image.shape[-2], out_height)
+    columns, x, out_columns = _span(left, width, image.shape[-1], out_width)
+    seen = (rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start)
+    picture, target = resize(*crop(image, target, seen), (out_rows, out_columns))
+    if (out_rows, out_columns) == size_hw:
+        return picture, target
+    canvas = torch.tensor(FILL_RGB, dtype=torch.uint8).expand(out_height, out_width, 3).clone().permute(2, 0, 1)
+    canvas[:, y : y + out_rows, x : x + out_columns] = picture
+    boxes = target["boxes"] + torch.tensor([x, y, x, y], dtype=torch.float32)
+    return canvas, {**target, "boxes": boxes, "size": torch.tensor(size_hw)}
+
+
+def _span(start: int, length: int, side: int, out_side: int) -> tuple[slice, int, int]:
+    """Of [start, start + length) what lies in [0, side), and where that begins and how long it is among `out_side`
+    pixels, at least one."""
+    first, last = max(start, 0), min(start + length, side)
+    out_first = min(round((first - start) * out_side / length), out_side - 1)
+    out_last = max(round((last - start) * out_side / length), out_first + 1)
+    return slice(first, last), out_first, out_last - out_first
+

@@ -1,0 +1,87 @@
+"""Images of another size in every batch, the same on all ranks: a function of (seed, epoch, batch index).
+
+Two uses of one mechanism: the batch size stays (YOLO's multi-scale training), or follows the size so that the number of
+pixels stays (CVNets' variable batch sampler). The size travels in each sample's key, so workers need not be told of it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from toolkit.batch import Target
+from toolkit.data.transforms.geometry import Transform, resize
+from toolkit.errors import BadInput
+
+
+@dataclass(frozen=True)
+class VariableSizes:
+    """Which size the images of an epoch's i-th global micro-batch have; each of the sizes is as likely.
+
+        sampler = EpochSampler(..., sizes=VariableSizes(((320, 320), (416, 416)), every=10))
+        dataset = DetectionDataset(table, ThenResize(transform), seed)   # transform(image, target, generator, size_hw)
+
+    Args:
+        sizes_hw: the sizes, (height, width) in pixels; one: every batch has it.
+        every: micro-batches between two draws, 10 in YOLO.
+        base_hw: the size that the configured batch size is meant for: batches of another size have so many images that
+            the number of pixels is not larger, at least one. None: the batch size is that of every size.
+    """
+
+    sizes_hw: tuple[tuple[int, int], ...]
+    every: int = 1
+    base_hw: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        sizes = self.sizes_hw if self.base_hw is None else (*self.sizes_hw, self.base_hw)
+        if not self.sizes_hw or min(min(size) for size in sizes) < 1 or self.every < 1:
+            raise BadInput(f"images of varying size need sizes (height, width) of at least one pixel, and at least one "
+                           f"batch between two of them; got {self}")  # fmt: skip
+
+    def draw(self, seed: int, epoch: int, count: int) -> list[tuple[int, int]]:
+        """(h, w) of the first `count` micro-batches of an epoch; more of them begin with the same ones."""
+        draws = np.random.default_rng((seed, epoch, 1)).random(-(-count // self.every))
+        chosen = np.repeat((draws * len(self.sizes_hw)).astype(int), self.every)[:count]
+        return [self.sizes_hw[i] for i in chosen]
+
+    def batch_size(self, size_hw: tuple[int, int], batch_size: int) -> int:
+        """Images of a batch of this size, where `batch_size` is the configured one."""
+        if self.base_hw is None:
+            return batch_size
+        return max(1, batch_size * self.base_hw[0] * self.base_hw[1] // (size_hw[0] * size_hw[1]))
+
+    def batch_sizes(self, drawn: Iterator[tuple[int, int]], count: int, batch_size: int, world_size: int) -> list[int]:
+        """Sizes of the global micro-batches that `count` samples make; takes one of the drawn sizes for each.
+
+        Left-overs too few to give every rank one join the batch before, as in `toolkit.data.sampling.batch_sizes`.
+        """
+        sizes = []
+        while count >= world_size:
+            sizes.append(min(count, world_size * self.batch_size(next(drawn), batch_size)))
+            count -= sizes[-1]
+        if count and sizes:
+            sizes[-1] += count
+        return sizes
+
+    def largest(self, batch_size: int) -> tuple[tuple[int, int], int]:
+        """The size, and its batch size, with the most pixels in a batch; the larger images where several have."""
+        pairs = [(size, self.batch_size(size, batch_size)) for size in self.sizes_hw]
+        return max(pairs, key=lambda pair: (pair[0][0] * pair[0][1] * pair[1], pair[0]))
+
+
+@dataclass(frozen=True)
+class ThenResize:
+    """A transform for images of varying size: `transform`, then a resize to exactly the batch's size."""
+
+    transform: Transform
+
+    def __call__(self, image: Tensor, target: Target, generator, size_hw: tuple[int, int]) -> tuple[Tensor, Target]:
+        return resize(*self.transform(image, target, generator), size_hw)
+
+
+def square_sizes(sides: Sequence[int], base_side: int) -> VariableSizes:
+    """Squares of these sides, with as many pixels in a batch as for `base_side`; without sides `base_side` alone."""
+    if not sides:
+        return VariableSizes(((base_side, base_side),))
+    return VariableSizes(tuple((side, side) for side in sides), base_hw=(base_side, base_side))

@@ -1,0 +1,109 @@
+"""Files written whole or not at all, JSON that keeps every float, and the cores that may read them."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+_NONFINITE = "__nonfinite__"  # key of the encoded form of a float that strict JSON lacks
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable (a rename survives a power cut only after this). A no-op on Windows."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write `text` (UTF-8) so that a reader, or a crash at any moment, finds the whole old or the whole new file.
+
+    Raises:
+        OSError: nothing was changed (no space, no right to write, ...).
+    """
+    path = Path(path)
+    descriptor, temp = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temp, 0o644)  # mkstemp makes 0600; a run folder is to be read by colleagues
+        os.replace(temp, path)
+    except BaseException:
+        Path(temp).unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def write_json_atomic(path: Path, obj) -> None:
+    """`write_text_atomic` of `obj` as indented strict JSON.
+
+    Raises:
+        ValueError, TypeError: NaN, infinity or something JSON has no form for; see `replace_nonfinite`.
+    """
+    write_text_atomic(path, json.dumps(obj, indent=2, allow_nan=False) + "\n")
+
+
+def replace_nonfinite(obj):
+    """`obj` with every NaN or infinite float inside replaced by None, which is what strict JSON can say."""
+    if isinstance(obj, float):
+        return obj if math.isfinite(obj) else None
+    if isinstance(obj, dict):
+        return {key: replace_nonfinite(value) for key, value in obj.items()}
+    if isinstance(obj, list | tuple):
+        return [replace_nonfinite(value) for value in obj]
+    return obj
+
+
+def encode_json(value, where: str = "value"):
+    """Strict JSON form of `value` from which `decode_json` gives it back: floats to the last bit, NaN and infinities.
+
+    Tuples come back as lists, NumPy scalars as Python's.
+
+    Raises:
+        TypeError: something JSON has no form for (tensors, keys other than strings); says where, starting from `where`.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_NONFINITE: repr(value)}
+    if isinstance(value, list | tuple):
+        return [encode_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value) and _NONFINITE not in value:
+        return {key: encode_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, Mapping):
+        raise TypeError(f"{where} has keys other than strings ({list(value)[:5]}), which JSON cannot keep")
+    raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot keep")
+
+
+def decode_json(value):
+    """Inverse of `encode_json`."""
+    if isinstance(value, dict):
+        if value.keys() == {_NONFINITE}:
+            return float(value[_NONFINITE])
+        return {key: decode_json(item) for key, item in value.items()}
+    return [decode_json(item) for item in value] if isinstance(value, list) else value
+
+
+def usable_cores() -> int:
+    """Logical cores that this process may use; all there are where the system does not tell (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+
+
+
+def write_json(path: Path, content: object) -> None:
+    """`write_text_atomic` of JSON that may hold a NaN, as ids of defective data can be."""
+    write_text_atomic(path, json.dumps(content))

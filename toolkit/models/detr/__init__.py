@@ -1,0 +1,1 @@
+"""The DETR family: transformers' models, our criteria; one file an architecture."""

@@ -1,0 +1,114 @@
+"""Conditional DETR (Meng et al., ICCV 2021) on any timm backbone: transformers' model, our losses.
+
+transformers' own auxiliary outputs have the defect of its DETR: the normalised state goes into the next decoder layer.
+Here the model runs with `auxiliary_loss=False`, and the decoder's norm is applied to a copy of every layer's state.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import ConditionalDetrConfig, ConditionalDetrForObjectDetection
+
+from toolkit.batch import normalize_images, pixel_mask
+from toolkit.models.detr.configuration import (
+    backbone_entry,
+    build_model,
+    detector_config,
+    matching_costs,
+    pixel_statistics,
+    prepare_backbone,
+)
+from toolkit.models.detr.detr import initialise_transformer_, precision
+from toolkit.models.detr.focal_criterion import FocalCriterion
+from toolkit.models.detr.focal_detector import FocalDetector, inverse_sigmoid, start_heads_
+
+
+class ConditionalDetr(FocalDetector):
+    """A detector (see docs/design.md) around `transformers.ConditionalDetrForObjectDetection`.
+
+    Args: those of `Detr`, without `eos_coef`: classes are sigmoids with the focal loss. 300 queries by default.
+
+    Raises:
+        BadInput: unknown backbone or `freeze`, weights that cannot be had, a source of another architecture.
+    """
+
+    default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    class_tensors = {"model.class_labels_classifier.*": (0, 1, 0)}
+
+    def __init__(
+        self,
+        *,
+        class_names: Sequence[str],
+        source_config: Mapping | None = None,
+        backbone: str | None = None,
+        pretrained_backbone: bool | str = False,
+        freeze: str | None = None,
+        dilation: bool | None = None,
+        d_model: int | None = None,
+        heads: int | None = None,
+        encoder_layers: int | None = None,
+        decoder_layers: int | None = None,
+        ffn_dim: int | None = None,
+        num_queries: int | None = None,
+        dropout: float | None = None,
+        aux_loss: bool = True,
+        class_cost: float | None = None,
+        bbox_cost: float | None = None,
+        giou_cost: float | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ):
+        super().__init__()
+        config = detector_config(
+            ConditionalDetrConfig,
+            class_names,
+            source_config,
+            backbone_config=backbone_entry(source_config, backbone, None, dilation),
+            dilation=dilation,
+            d_model=d_model,
+            encoder_attention_heads=heads,
+            decoder_attention_heads=heads,
+            encoder_layers=encoder_layers,
+            decoder_layers=decoder_layers,
+            encoder_ffn_dim=ffn_dim,
+            decoder_ffn_dim=ffn_dim,
+            num_queries=num_queries,
+            dropout=dropout,
+        )
+        self.model = build_model(ConditionalDetrForObjectDetection, config)
+        initialise_as_published_(self.model)
+        prepare_backbone(self.model.model.backbone.model, config, pretrained_backbone, freeze, timm_freeze="paper")
+        self.aux_loss = aux_loss
+        costs = matching_costs(source_config, class_cost, bbox_cost, giou_cost, published_class_cost=2)
+        self.set_loss = FocalCriterion(len(class_names), config.decoder_layers if aux_loss else 1, costs)
+        self.loss_names, self.metric_names = self.set_loss.loss_names, self.set_loss.metric_names
+        self.mean, self.std = pixel_statistics(config, mean, std)
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
+        """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""
+        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        mask = pixel_mask(sizes, images.shape[-2:])
+        with precision(self.training, images.device):
+            outputs = self.model.model(pixels, pixel_mask=mask, output_hidden_states=self.aux_loss)
+            states = outputs.last_hidden_state[None]
+            if self.aux_loss:
+                # The queries, the raw state after each layer but the last, the normed last state.
+                raw = outputs.decoder_hidden_states[1:-1]
+                states = torch.cat([*(self.model.model.decoder.layernorm(state)[None] for state in raw), states])
+        with torch.autocast(images.device.type, enabled=False):
+            states = states.to(self.model.dtype)
+            centres = inverse_sigmoid(outputs.reference_points.to(states.dtype)).transpose(0, 1)  # (B, Q, 2)
+            deltas = self.model.bbox_predictor(states)
+            boxes = torch.cat([deltas[..., :2] + centres, deltas[..., 2:]], dim=-1).sigmoid()
+            return {"logits": self.model.class_labels_classifier(states), "boxes": boxes}
+
+
+@torch.no_grad()
+def initialise_as_published_(model: ConditionalDetrForObjectDetection) -> None:
+    """Random weights as Atten4Vis/ConditionalDETR draws them (transformers: N(0, 0.02), no prior)."""
+    model.model.input_projection.reset_parameters()
+    model.model.query_position_embeddings.reset_parameters()
+    initialise_transformer_(model.model.encoder)
+    initialise_transformer_(model.model.decoder, fused=())  # its projections are modules of their own
+    start_heads_(model.class_labels_classifier, model.bbox_predictor)

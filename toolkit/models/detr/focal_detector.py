@@ -1,0 +1,99 @@
+"""What Conditional, Deformable, DAB and RF-DETR have in common beside their criterion: what comes after the forward."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import ConditionalDetrImageProcessor
+
+from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.models.detr.detr_criterion import count_objects
+from toolkit.models.final import save_transformers_folder
+
+PRIOR = 0.01  # probability that the class heads start from
+
+
+class FocalDetector(nn.Module):
+    """A detector (see docs/design.md) with `model` of transformers and a `FocalCriterion` as `set_loss`."""
+
+    denominator_names = ("boxes",)
+    averaged_denominators = ("boxes",)  # by rank, in the originals
+    processor_class = ConditionalDetrImageProcessor
+    fixed_size = False
+    stride = 1
+
+    @property
+    def groups(self) -> int:
+        """Groups of queries that train side by side; one detects."""
+        return 1
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """This batch's number of boxes (once per group of queries), from CPU targets; crowd regions do not count."""
+        return {"boxes": float(sum(count_objects(targets)) * self.groups)}
+
+    def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
+        """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `FocalCriterion.forward`."""
+        return self.set_loss(outputs, targets, denominators, self.groups)
+
+    def postprocess(
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float = 0.0,
+        top_k: int = 100,
+    ) -> list[dict[str, Tensor]]:
+        """Detections of the last decoder layer, in pixels of the original images; see `focal_detections`."""
+        logits, boxes = outputs["logits"][-1], outputs["boxes"][-1]
+        return focal_detections(logits, boxes, orig_sizes, score_threshold, top_k)
+
+    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
+        """Write a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads; see `Detr.save_final`."""
+        processor = self.processor_class(
+            image_mean=list(self.mean), image_std=list(self.std), do_resize=processor_size is not None
+        )
+        save_transformers_folder(self.model, processor, processor_size, folder, categories)
+
+
+def focal_detections(
+    logits: Tensor, boxes_cxcywh: Tensor, sizes_hw: Tensor, score_threshold: float = 0.0, top_k: int = 100
+) -> list[dict[str, Tensor]]:
+    """The `top_k` best pairs of query and class, best first (`PostProcess` of Deformable DETR and its successors).
+
+    Args:
+        logits: `(B, Q, C)`; `boxes_cxcywh`: `(B, Q, 4)` fractions of the image.
+        sizes_hw: `(B, 2)` pixels of the images that the boxes are wanted in.
+        score_threshold: keep scores above it; negative: keep all.
+
+    Returns:
+        per image `boxes (K, 4)` xyxy pixels, not clipped, float32; `scores (K,)` float32; `labels (K,)` int64.
+    """
+    probabilities = logits.float().sigmoid()
+    num_classes = probabilities.shape[-1]
+    scores, chosen = probabilities.flatten(1).topk(min(top_k, probabilities[0].numel()), dim=1)
+    queries = (chosen // num_classes)[..., None].expand(-1, -1, 4)
+    boxes = denormalize_boxes(cxcywh_to_xyxy(boxes_cxcywh.float()), sizes_hw).gather(1, queries)
+    keep = scores > score_threshold
+    return [
+        {"boxes": b[k], "scores": s[k], "labels": c[k] % num_classes}
+        for b, s, c, k in zip(boxes, scores, chosen, keep, strict=True)
+    ]
+
+
+@torch.no_grad()
+def start_heads_(class_head: nn.Linear, box_head: nn.Module) -> None:
+    """Heads as all of these papers start them: PyTorch's default, scores at `PRIOR`, boxes at their reference."""
+    class_head.reset_parameters()
+    nn.init.constant_(class_head.bias, -math.log((1 - PRIOR) / PRIOR))
+    for layer in box_head.layers:
+        layer.reset_parameters()
+    nn.init.zeros_(box_head.layers[-1].weight)
+    nn.init.zeros_(box_head.layers[-1].bias)
+
+
+def inverse_sigmoid(fractions: Tensor, eps: float = 1e-5) -> Tensor:
+    """Logits of values in [0, 1], finite at both ends (as transformers and the originals clamp them)."""
+    fractions = fractions.clamp(0, 1)
+    return torch.log(fractions.clamp(min=eps) / (1 - fractions).clamp(min=eps))

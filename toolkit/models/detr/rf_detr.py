@@ -1,0 +1,185 @@
+"""RF-DETR (Robinson et al., 2025, arXiv 2511.09554) with its own DINOv2 in windows: transformers' model, our losses.
+
+LW-DETR's criterion: groups of queries that train side by side (Group DETR), of which one detects, and a classification
+that aims at score and IoU together. The numbers are those of transformers' `LwDetrForObjectDetectionLoss`.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProcessor
+
+from toolkit.batch import normalize_images
+from toolkit.errors import BadInput
+from toolkit.models.detr.configuration import build_model, detector_config, matching_costs, pixel_statistics
+from toolkit.models.detr.detr import initialise_transformer_, precision
+from toolkit.models.detr.focal_criterion import FocalCriterion, quality_terms
+from toolkit.models.detr.focal_detector import FocalDetector, start_heads_
+from toolkit.models.weights import vit as vit_weights
+from toolkit.models.weights.vit import load_timm_vit
+
+TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}
+
+
+class RfDetr(FocalDetector):
+    """A detector (see docs/design.md) around `transformers.RfDetrForObjectDetection`.
+
+    Its backbone ignores padding, so images must be square, of one size, a multiple of patch size times windows
+    along a side (56 px).
+
+    Args:
+        class_names: one name per class, in the order of the labels.
+        source_config: a transformers config of an RF-DETR as a dict; see `Detr`. None: RF-DETR base.
+        pretrained_backbone: True (timm's DINOv2 of the same width, downloaded once), or the path of a file of it.
+        d_model, decoder_layers, ffn_dim, num_queries, dropout: the decoder; None, here and below: the source's value,
+            or that of RF-DETR base.
+        heads: of the decoder's self-attention; its deformable attention has twice as many.
+        encoder_layers: of the ViT; its maps are taken at four depths.
+        aux_loss: losses on every decoder layer, not on the last one alone.
+        class_cost, bbox_cost, giou_cost: weights in the matching cost.
+        mean, std: of RGB values in [0, 1]; None: ImageNet's.
+
+    Raises:
+        BadInput: weights that cannot be had or do not fit, a source of another architecture.
+    """
+
+    default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.enc_out_class_embed.*": (0, 1, 0)}
+    processor_class = RfDetrImageProcessor
+    fixed_size = True
+
+    def __init__(
+        self,
+        *,
+        class_names: Sequence[str],
+        source_config: Mapping | None = None,
+        pretrained_backbone: bool | str = False,
+        d_model: int | None = None,
+        heads: int | None = None,
+        encoder_layers: int | None = None,
+        decoder_layers: int | None = None,
+        ffn_dim: int | None = None,
+        num_queries: int | None = None,
+        dropout: float | None = None,
+        aux_loss: bool = True,
+        class_cost: float | None = None,
+        bbox_cost: float | None = None,
+        giou_cost: float | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ):
+        super().__init__()
+        config = detector_config(
+            RfDetrConfig,
+            class_names,
+            source_config,
+            backbone_config=_backbone_entry(source_config, encoder_layers),
+            d_model=d_model,
+            decoder_self_attention_heads=heads,
+            decoder_cross_attention_heads=None if heads is None else 2 * heads,
+            decoder_n_points=2 if source_config is None else None,  # transformers: 4, which is RF-DETR large
+            decoder_layers=decoder_layers,
+            decoder_ffn_dim=ffn_dim,
+            num_queries=num_queries,
+            dropout=0.0 if source_config is None and dropout is None else dropout,
+        )
+        self.model = build_model(RfDetrForObjectDetection, config)
+        initialise_as_published_(self.model)
+        if pretrained_backbone:
+            side = config.backbone_config.image_size // config.backbone_config.patch_size
+            vit = self.model.model.backbone.backbone
+            load_timm_vit(vit, TIMM_DINOV2, pretrained_backbone, vit_weights.DINOV2, (side, side))
+        self.stride = config.backbone_config.patch_size * config.backbone_config.num_windows
+        self.aux_loss = aux_loss
+        costs = matching_costs(source_config, class_cost, bbox_cost, giou_cost, published_class_cost=2)
+        layers = config.decoder_layers if aux_loss else 1
+        self.set_loss = FocalCriterion(len(class_names), layers, costs, "classes", quality_terms)
+        self.loss_names, self.metric_names = self.set_loss.loss_names, self.set_loss.metric_names
+        self.mean, self.std = pixel_statistics(config, mean, std)
+
+    @property
+    def groups(self) -> int:
+        """Groups of queries: all of them in training, one in evaluation."""
+        return self.model.config.group_detr if self.training else 1
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
+        """Predictions of every decoder layer and of the encoder, for all groups of queries in training.
+
+        Args:
+            images: `(B, 3, S, S)` uint8, without padding.
+            sizes: `(B, 2)` int64, height and width of each image.
+            targets: not needed.
+
+        Returns:
+            `logits (L, B, G * Q, C)` and `boxes (L, B, G * Q, 4)` cxcywh as fractions of the image, `encoder_logits
+            (B, G * Q, C)`, `encoder_boxes (B, G * Q, 4)`; G is 1 in evaluation.
+
+        Raises:
+            BadInput: images of another size, or smaller than the number of queries allows.
+        """
+        self._check_size(*images.shape[-2:])
+        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        with precision(self.training, images.device):
+            outputs = self.model.model(pixels)
+        with torch.autocast(images.device.type, enabled=False):
+            dtype = self.model.dtype
+            states = outputs.intermediate_hidden_states[0 if self.aux_loss else -1 :].to(dtype)
+            references = outputs.intermediate_reference_points[-1].to(dtype)  # the same for all layers
+            logits, boxes = self.model.predict_class_and_boxes(states, references)
+            return {
+                "logits": logits,
+                "boxes": boxes,
+                "encoder_logits": self.model.predict_encoder_class_logits(outputs.enc_outputs_class.to(dtype)),
+                "encoder_boxes": outputs.enc_outputs_coord_logits.to(dtype),
+            }
+
+    def _check_size(self, height: int, width: int) -> None:
+        config = self.model.config
+        if height != width or height % self.stride:
+            raise BadInput(
+                f"images of {height}x{width} px: rf_detr needs squares with a side that is a multiple of {self.stride} "
+                "(patch size times windows); set data.image_size."
+            )
+        positions = (height // config.backbone_config.patch_size) ** 2
+        if positions < config.num_queries:
+            raise BadInput(
+                f"model.num_queries {config.num_queries}: images of {height}x{width} px have only {positions} "
+                "positions; use larger images or fewer queries."
+            )
+
+
+def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None) -> dict:
+    """DINOv2 small as in RF-DETR base, or the source's; other depths give maps at the four quarters."""
+    base = {"model_type": "rf_detr_dinov2", "hidden_size": 384, "num_attention_heads": 6, "image_size": 518,
+            "num_hidden_layers": 12, "out_indices": [2, 5, 8, 11]}  # fmt: skip
+    entry = dict((source_config or {}).get("backbone_config") or base)
+    if encoder_layers is None:
+        return entry
+    depths = sorted({max(1, round(encoder_layers * part / 4) - 1) for part in (1, 2, 3, 4)})
+    kept = {k: v for k, v in entry.items() if k not in ("out_features", "stage_names", "window_block_indexes")}
+    return kept | {"num_hidden_layers": encoder_layers, "out_indices": depths}
+
+
+@torch.no_grad()
+def initialise_as_published_(model: RfDetrForObjectDetection) -> None:
+    """Random weights as roboflow/rf-detr draws them around its DINOv2, which is left alone.
+
+    transformers draws N(0, 0.02), also for the queries' content (original: N(0, 1)) and boxes (original: 0).
+    """
+    core = model.model
+    for module in core.backbone.projector.modules():
+        if isinstance(module, nn.Conv2d):
+            module.reset_parameters()
+    initialise_transformer_(core.decoder)
+    initialise_transformer_(core.enc_output)
+    for module in core.decoder.modules():
+        if hasattr(module, "sampling_offsets"):
+            model._init_weights(module)
+    nn.init.zeros_(core.reference_point_embed.weight)
+    core.query_feat.reset_parameters()
+    start_heads_(model.class_embed, model.bbox_embed)
+    for group in range(len(core.enc_output)):
+        core.enc_out_class_embed[group] = copy.deepcopy(model.class_embed)
+        core.enc_out_bbox_embed[group] = copy.deepcopy(model.bbox_embed)

@@ -1,0 +1,126 @@
+"""YOLOS (Fang et al., NeurIPS 2021): a plain ViT with detection tokens; transformers' model, DETR's losses."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+from toolkit.batch import normalize_images
+from toolkit.errors import BadInput
+from toolkit.models.detr.configuration import build_model, detector_config, matching_costs, pixel_statistics
+from toolkit.models.detr.detr import Detr, precision
+from toolkit.models.detr.detr_criterion import DetrCriterion
+from toolkit.models.weights import vit as vit_weights
+from toolkit.models.weights.vit import load_timm_vit
+
+DEIT = {192: "deit_tiny_patch16_224", 384: "deit_small_patch16_224", 768: "deit_base_patch16_224"}
+
+
+class Yolos(Detr):
+    """A detector (see docs/design.md) around `transformers.YolosForObjectDetection`; losses of the last layer only.
+
+    It ignores padding, so images must all have one size and fill it. Position embeddings are those of `image_size` in
+    the config (YOLOS-Ti: 800 x 1333 px), interpolated to the images at every forward.
+
+    Args:
+        class_names: one name per class, in the order of the labels.
+        source_config: a transformers config of a YOLOS as a dict; see `Detr`. None: YOLOS-Ti.
+        pretrained_backbone: True (timm's DeiT of the same width, downloaded once), or the path of a file of it.
+        d_model, heads, encoder_layers, ffn_dim: the ViT; None, here and below: the source's value, or YOLOS-Ti's.
+        num_queries: detection tokens.
+        dropout: after embeddings, attention and feed-forward layers.
+        eos_coef: weight of the no-object class in `loss_ce`.
+        class_cost, bbox_cost, giou_cost: weights in the matching cost.
+        mean, std: of RGB values in [0, 1]; None: ImageNet's.
+
+    Raises:
+        BadInput: weights that cannot be had or do not fit, a source of another architecture.
+    """
+
+    class_tensors = {"model.class_labels_classifier.layers.2.*": (0, 1, 1)}  # no-object last
+    processor_class = YolosImageProcessor
+    fixed_size = True
+
+    def __init__(
+        self,
+        *,
+        class_names: Sequence[str],
+        source_config: Mapping | None = None,
+        pretrained_backbone: bool | str = False,
+        d_model: int | None = None,
+        heads: int | None = None,
+        encoder_layers: int | None = None,
+        ffn_dim: int | None = None,
+        num_queries: int | None = None,
+        dropout: float | None = None,
+        eos_coef: float | None = None,
+        class_cost: float | None = None,
+        bbox_cost: float | None = None,
+        giou_cost: float | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ):
+        nn.Module.__init__(self)
+        tiny = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "layer_norm_eps": 1e-6,
+                "image_size": [800, 1333], "use_mid_position_embeddings": False}  # fmt: skip
+        config = detector_config(
+            YolosConfig,
+            class_names,
+            tiny | {"model_type": "yolos"} if source_config is None else source_config,
+            hidden_size=d_model,
+            num_attention_heads=heads,
+            num_hidden_layers=encoder_layers,
+            intermediate_size=ffn_dim,
+            num_detection_tokens=num_queries,
+            hidden_dropout_prob=dropout,
+            eos_coefficient=eos_coef,
+        )
+        self.model = build_model(YolosForObjectDetection, config)
+        initialise_as_published_(self.model)
+        if pretrained_backbone:
+            grid_hw = tuple(side // config.patch_size for side in config.image_size)
+            load_timm_vit(self.model.vit, DEIT, pretrained_backbone, vit_weights.YOLOS, grid_hw)
+        self.stride = config.patch_size
+        costs = matching_costs(source_config, class_cost, bbox_cost, giou_cost, published_class_cost=1)
+        self.set_loss = DetrCriterion(len(class_names), 1, config.eos_coefficient, costs)
+        self.loss_names, self.metric_names = self.set_loss.loss_names, self.set_loss.metric_names
+        self.mean, self.std = pixel_statistics(config, mean, std)
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
+        """`logits (1, B, Q, C + 1)` and `boxes (1, B, Q, 4)`; see `Detr.forward`."""
+        if any(side % self.stride for side in images.shape[-2:]):
+            height, width = images.shape[-2:]
+            raise BadInput(f"images of {height}x{width} px: yolos needs both sides to be multiples of {self.stride}.")
+        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        with precision(self.training, images.device):
+            states = self.model.vit(pixels).last_hidden_state[None, :, -self.model.config.num_detection_tokens :]
+        with torch.autocast(images.device.type, enabled=False):
+            states = states.to(self.model.dtype)
+            logits = self.model.class_labels_classifier(states)
+            return {"logits": logits, "boxes": self.model.bbox_predictor(states).sigmoid()}
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """This batch's share of the denominators, from CPU targets; see `DetrCriterion.denominators`."""
+        return self.set_loss.denominators(targets, self.model.config.num_detection_tokens)
+
+
+@torch.no_grad()
+def initialise_as_published_(model: YolosForObjectDetection) -> None:
+    """Random weights as hustvl/YOLOS draws them.
+
+    transformers leaves detection tokens and position embeddings at 0: all tokens stay alike, and never learn apart.
+    """
+    vit = model.vit
+    for module in vit.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+    vit.embeddings.patch_embeddings.projection.reset_parameters()
+    tokens = [vit.embeddings.cls_token, vit.embeddings.detection_tokens, vit.embeddings.position_embeddings]
+    if model.config.use_mid_position_embeddings:
+        tokens.append(vit.encoder.interpolation.mid_position_embeddings)
+    for parameter in tokens:
+        nn.init.trunc_normal_(parameter, std=0.02)
+    for layer in (*model.class_labels_classifier.layers, *model.bbox_predictor.layers):
+        layer.reset_parameters()

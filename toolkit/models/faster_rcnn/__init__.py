@@ -1,0 +1,1 @@
+"""Faster R-CNN with a feature pyramid: build, model, criterion."""

@@ -1,0 +1,333 @@
+"""Faster R-CNN with a feature pyramid (Ren et al. 2015; Lin et al. 2017), of torchvision's modules.
+
+torchvision computes its losses inside the model, in autocast's precision and divided by the samples of one batch. Here
+`forward` gives predictions and what they are to be, `criterion` the losses, in float32 and divided by denominators of
+the whole optimizer step. `faster_rcnn_build` makes the modules. What differs from torchvision and seamseg is listed in
+docs/differences.md.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection._utils import encode_boxes
+from torchvision.models.detection.roi_heads import RoIHeads
+from torchvision.models.detection.rpn import RegionProposalNetwork, concat_box_prediction_layers
+from torchvision.ops import MultiScaleRoIAlign, batched_nms, clip_boxes_to_image
+from torchvision.ops.poolers import LevelMapper
+
+from toolkit.batch import normalize_images
+from toolkit.models.faster_rcnn.criterion import match_boxes, roi_losses, rpn_losses, sample, shares
+from toolkit.models.final import save_detector_folder
+
+Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
+
+
+class FasterRCNN(nn.Module):
+    """A detector (see docs/design.md) of torchvision's modules, under torchvision's names.
+
+    Args:
+        backbone: normalised images to an OrderedDict of maps with equal channels, finest first.
+        rpn, roi_heads: torchvision's modules.
+        strides: of the maps that boxes are pooled from, each twice the one before; the first of all maps.
+        mean, std: of RGB values in [0, 1].
+
+    `features`, `rpn`, `proposals`, `box_pool`, `box_head`, `box_predictor`, `representation_size` and
+    `detect_with_logits` are for models built on top, such as scene graphs.
+    """
+
+    loss_names = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg")
+    default_weights = dict.fromkeys(loss_names, 1.0)
+    metric_names = ("class_error",)
+    denominator_names = ("images",)
+    averaged_denominators = ()
+    class_tensors = {  # background first
+        "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
+        "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
+    }
+    fixed_size = False
+    stride = 32
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        rpn: RegionProposalNetwork,
+        roi_heads: RoIHeads,
+        strides: Sequence[int],
+        mean: Sequence[float],
+        std: Sequence[float],
+    ):
+        super().__init__()
+        self.backbone, self.rpn, self.roi_heads = backbone, rpn, roi_heads
+        self.mean, self.std, self.strides = tuple(mean), tuple(std), tuple(strides)
+        # torchvision guesses the scales from the first batch it sees, and wrongly from small padded images.
+        first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
+        pool = roi_heads.box_roi_pool
+        pool.scales = [1 / stride for stride in strides]
+        pool.map_levels = LevelMapper(first, last, pool.canonical_scale, pool.canonical_level)
+
+    @property
+    def box_pool(self) -> MultiScaleRoIAlign:
+        """Pools `(maps, boxes per image, image sizes)` to (R, C, 7, 7)."""
+        return self.roi_heads.box_roi_pool
+
+    @property
+    def box_head(self) -> nn.Module:
+        """(R, C, 7, 7) to (R, `representation_size`)."""
+        return self.roi_heads.box_head
+
+    @property
+    def box_predictor(self) -> nn.Module:
+        """(R, D) to class logits (R, 1 + C), background first, and box deltas (R, (1 + C) * 4)."""
+        return self.roi_heads.box_predictor
+
+    @property
+    def representation_size(self) -> int:
+        """D, what the box head gives."""
+        return self.roi_heads.box_predictor.cls_score.in_features
+
+    def features(self, images: Tensor, sizes: Tensor) -> tuple[OrderedDict[str, Tensor], list[tuple[int, int]]]:
+        """Maps (B, C, H / s, W / s) by name, and the images' sizes (h, w) without padding, on the host.
+
+        images: (B, 3, H, W) uint8, padded on the right and below to a multiple of 32. sizes: (B, 2) int64.
+        """
+        images_hw = [(height, width) for height, width in sizes.tolist()]  # before the device has work to wait for
+        return self.backbone(normalize_images(images, sizes, self.mean, self.std)), images_hw
+
+    def proposals(self, features: Mapping[str, Tensor], images_hw: Sizes) -> list[Tensor]:
+        """Per image (P_i, 4) float32 xyxy pixels, boxes that may hold an object, best first; without gradient."""
+        return self._proposals(*self._predict_anchors(features), images_hw)
+
+    def detect(self, features: Mapping[str, Tensor], boxes: list[Tensor], images_hw: Sizes) -> tuple[Tensor, Tensor]:
+        """Class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per image."""
+        logits, deltas = self.box_predictor(self.box_head(self.box_pool(features, boxes, list(images_hw))))
+        return logits.float(), deltas.float().unflatten(1, (-1, 4))
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
+        """Predictions of sampled anchors and boxes, and what they are to be (with targets); detections (in evaluation).
+
+        Args:
+            images, sizes: see `features`. targets: on the same device; images without objects are background.
+
+        Returns:
+            with targets, for `criterion`: `rpn_logits`, `rpn_match`, `rpn_weights` (B, K), `rpn_deltas`, `rpn_targets`
+            (B, K, 4); `roi_logits` (R, 1 + C), `roi_deltas` (R, 1 + C, 4), `roi_classes`, `roi_weights` (R,),
+            `roi_targets` (R, 4). In evaluation or without targets, for `postprocess`: `boxes`, the proposals (P_i, 4)
+            per image, and their `logits` (P, 1 + C) and `deltas` (P, 1 + C, 4).
+
+        Samples are drawn from the global generator in training; in evaluation they are the same every time.
+        """
+        features, images_hw = self.features(images, sizes)
+        return self.from_features(features, images_hw, targets)
+
+    def from_features(
+        self, features: Mapping[str, Tensor], images_hw: Sizes, targets: Sequence[Mapping] | None = None
+    ) -> dict:
+        """`forward` on maps that are there already, those of `features`."""
+        anchors, logits, deltas, per_level = self._predict_anchors(features)
+        boxes = self._proposals(anchors, logits, deltas, per_level, images_hw)
+        if targets is None:
+            logits, deltas = self.detect(features, boxes, images_hw)
+            return {"boxes": boxes, "logits": logits, "deltas": deltas}
+        outputs = self._sampled_anchors(anchors, logits, deltas, targets)
+        candidates, chosen, roi_targets = self._sampled_boxes(boxes, targets)
+        if self.training:
+            sampled = [candidate[index] for candidate, index in zip(candidates, chosen, strict=True)]
+            roi_logits, roi_deltas = self.detect(features, sampled, images_hw)
+            return outputs | roi_targets | {"roi_logits": roi_logits, "roi_deltas": roi_deltas}
+        logits, deltas = self.detect(features, candidates, images_hw)
+        counts = [len(candidate) for candidate in candidates]
+        parts = list(zip(logits.split(counts), deltas.split(counts), chosen, boxes, strict=True))
+        outputs |= roi_targets | {"roi_logits": torch.cat([logits[index] for logits, _, index, _ in parts])}
+        outputs |= {"roi_deltas": torch.cat([deltas[index] for _, deltas, index, _ in parts]), "boxes": boxes}
+        # The proposals are the first of the candidates, the objects follow.
+        outputs["logits"] = torch.cat([logits[: len(own)] for logits, _, _, own in parts])
+        outputs["deltas"] = torch.cat([deltas[: len(own)] for _, deltas, _, own in parts])
+        return outputs
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """Losses are means over an image's samples, averaged over images; no other rank's samples need be known."""
+        return {"images": float(len(targets))}
+
+    def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
+        """Losses of this micro-batch, sums over its images / denominators["images"], and metrics as (sum, count).
+
+        class_error: per cent of the sampled boxes with an object whose best class is another one, or background.
+        """
+        rpn = (outputs[f"rpn_{name}"].flatten(0, 1) for name in ("logits", "deltas", "match", "targets", "weights"))
+        roi = (outputs[f"roi_{name}"] for name in ("logits", "deltas", "classes", "targets", "weights"))
+        values = (*rpn_losses(*rpn), *roi_losses(*roi))
+        losses = {name: v / denominators["images"] for name, v in zip(self.loss_names, values, strict=True)}
+        positive = outputs["roi_classes"] > 0
+        wrong = (outputs["roi_logits"].argmax(dim=1) != outputs["roi_classes"]) & positive
+        return losses, {"class_error": (100.0 * wrong.sum(), positive.sum())}
+
+    @torch.no_grad()
+    def postprocess(
+        self,
+        outputs: Mapping,
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float = 0.0,
+        top_k: int = 100,
+    ) -> list[dict[str, Tensor]]:
+        """Boxes after class-wise NMS, best first, in pixels of the original images and clipped to them.
+
+        Per image boxes (K, 4) float32 xyxy, scores (K,), labels (K,) int64 from 0. K <= `box_detections_per_img` and
+        top_k; scores are above `box_score_thresh` and score_threshold.
+        """
+        images_hw = [(height, width) for height, width in sizes.tolist()]
+        found = self.roi_heads.postprocess_detections(
+            outputs["logits"], outputs["deltas"].flatten(1), outputs["boxes"], images_hw
+        )
+        scales = (orig_sizes / sizes).float().flip(1).repeat(1, 2)
+        detections = []
+        for boxes, scores, labels, scale in zip(*found, scales, strict=True):
+            keep = scores[:top_k] > score_threshold  # they come in the order of their scores
+            rows = (boxes[:top_k][keep] * scale, scores[:top_k][keep], labels[:top_k][keep] - 1)
+            detections.append(dict(zip(("boxes", "scores", "labels"), rows, strict=True)))
+        return detections
+
+    @torch.no_grad()
+    def detect_with_logits(
+        self,
+        features: Mapping[str, Tensor],
+        images_hw: Sizes,
+        *,
+        top_k: int = 80,
+        score_threshold: float | None = None,
+        nms_threshold: float | None = None,
+        further_boxes: Sequence[Tensor] | None = None,
+    ) -> list[dict[str, Tensor]]:
+        """Detections that keep what the second stage said of each, for scene graphs; one class per proposal.
+
+        NMS class by class; of what is left to a proposal its best class counts, as in Scene-Graph-Benchmark.
+
+        Args:
+            features, images_hw: of `features`.
+            top_k: detections per image at most, the best ones.
+            score_threshold, nms_threshold: None: those of `postprocess`.
+            further_boxes: per image (K, 4), proposals beside the detector's own.
+
+        Returns:
+            per image, best first, in pixels of the model's images: boxes (K, 4), labels (K,) from 0, scores (K,),
+            logits (K, 1 + C), boxes_per_class (K, 1 + C, 4), both with background first.
+        """
+        heads = self.roi_heads
+        score_threshold = heads.score_thresh if score_threshold is None else score_threshold
+        nms_threshold = heads.nms_thresh if nms_threshold is None else nms_threshold
+        proposals = self.proposals(features, images_hw)
+        if further_boxes is not None:
+            proposals = [torch.cat(both) for both in zip(proposals, further_boxes, strict=True)]
+        logits, deltas = self.detect(features, proposals, images_hw)
+        counts = [len(boxes) for boxes in proposals]
+        # torchvision forgets the shape of no boxes at all
+        decoded = heads.box_coder.decode(deltas.flatten(1), proposals).reshape(deltas.shape)  # (R, 1 + C, 4)
+        images = zip(logits.split(counts), decoded.split(counts), images_hw, strict=True)
+        return [
+            _one_class_each(logits, clip_boxes_to_image(boxes, image_hw), score_threshold, nms_threshold, top_k)
+            for logits, boxes, image_hw in images
+        ]
+
+    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
+        """Write a folder that `toolkit.models.final.load_detector_folder` loads."""
+        save_detector_folder(self, processor_size, folder, categories)
+
+    def _predict_anchors(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        """Anchors (A, 4), their logits (B, A) and deltas (B, A, 4), all float32, and the number of them per level."""
+        maps = list(features.values())
+        logits, deltas = self.rpn.head(maps)
+        per_level = [level[0].numel() for level in logits]
+        logits, deltas = concat_box_prediction_layers(logits, deltas)
+        image_hw = [side * self.strides[0] for side in maps[0].shape[-2:]]
+        generator, device = self.rpn.anchor_generator, maps[0].device
+        generator.set_cell_anchors(torch.float32, device)  # torchvision takes the maps' dtype: half precision
+        grid_strides = [[image // grid for image, grid in zip(image_hw, m.shape[-2:], strict=True)] for m in maps]
+        anchors = torch.cat(generator.grid_anchors([m.shape[-2:] for m in maps], grid_strides)).float()
+        count = len(maps[0])
+        return anchors, logits.float().view(count, -1), deltas.float().view(count, -1, 4), per_level
+
+    @torch.no_grad()
+    def _proposals(
+        self, anchors: Tensor, logits: Tensor, deltas: Tensor, per_level: list[int], images_hw: Sizes
+    ) -> list[Tensor]:
+        boxes = self.rpn.box_coder.decode(deltas.flatten(0, 1), [anchors] * len(logits)).view(*deltas.shape)
+        return self.rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
+
+    def _sampled_anchors(
+        self, anchors: Tensor, logits: Tensor, deltas: Tensor, targets: Sequence[Mapping]
+    ) -> dict[str, Tensor]:
+        """`rpn_*` of the outputs: K sampled anchors of each image."""
+        matcher, sampler = self.rpn.proposal_matcher, self.rpn.fg_bg_sampler
+        thresholds = (matcher.high_threshold, matcher.low_threshold)
+        with torch.no_grad():
+            matches = [
+                match_boxes(anchors, t["boxes"], t["iscrowd"], *thresholds, best_of_each_box=True) for t in targets
+            ]
+            keys = torch.stack([self._random(len(anchors), anchors.device) for _ in targets])
+            index, match = sample(torch.stack(matches), sampler.batch_size_per_image, sampler.positive_fraction, keys)
+            wanted = [
+                self._box_targets(anchors[i], m, t, self.rpn) for i, m, t in zip(index, match, targets, strict=True)
+            ]
+        return {
+            "rpn_logits": logits.gather(1, index),
+            "rpn_deltas": deltas.gather(1, index[..., None].expand(-1, -1, 4)),
+            "rpn_match": match,
+            "rpn_targets": torch.stack(wanted),
+            "rpn_weights": shares(match),
+        }
+
+    @torch.no_grad()
+    def _sampled_boxes(
+        self, proposals: list[Tensor], targets: Sequence[Mapping]
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        """Per image the candidates (proposals, then objects) and the sampled rows; `roi_*` of the outputs for these."""
+        heads = self.roi_heads
+        thresholds = (heads.proposal_matcher.high_threshold, heads.proposal_matcher.low_threshold)
+        sampler = heads.fg_bg_sampler
+        candidates, chosen, wanted = [], [], {"roi_classes": [], "roi_targets": [], "roi_weights": []}
+        for boxes, target in zip(proposals, targets, strict=True):
+            boxes = torch.cat((boxes, target["boxes"]))
+            match = match_boxes(boxes, target["boxes"], target["iscrowd"], *thresholds)
+            keys = self._random(len(boxes), boxes.device)
+            index, match = sample(match, sampler.batch_size_per_image, sampler.positive_fraction, keys)
+            labels = torch.cat((target["labels"] + 1, target["labels"].new_zeros(1)))
+            wanted["roi_classes"].append(labels[match.where(match >= 0, len(labels) - 1)])
+            wanted["roi_targets"].append(self._box_targets(boxes[index], match, target, heads))
+            wanted["roi_weights"].append(shares(match))
+            candidates.append(boxes)
+            chosen.append(index)
+        return candidates, chosen, {name: torch.cat(parts) for name, parts in wanted.items()}
+
+    def _box_targets(self, candidates: Tensor, match: Tensor, target: Mapping, stage: nn.Module) -> Tensor:
+        """(K, 4) deltas from candidates (K, 4) to the objects they match (K,); 0 for those that match none."""
+        boxes = torch.cat((target["boxes"], target["boxes"].new_zeros(1, 4)))
+        matched = torch.where((match >= 0)[:, None], boxes[match.where(match >= 0, len(boxes) - 1)], candidates)
+        return encode_boxes(matched, candidates, stage.box_coder.weights)
+
+    def _random(self, count: int, device: torch.device) -> Tensor:
+        if self.training:
+            return torch.rand(count, device=device)
+        return torch.rand(count, device=device, generator=torch.Generator(device).manual_seed(0))
+
+
+def _one_class_each(
+    logits: Tensor, boxes: Tensor, score_threshold: float, nms_threshold: float, top_k: int
+) -> dict[str, Tensor]:
+    """`FasterRCNN.detect_with_logits` of one image: logits (P, 1 + C) and boxes (P, 1 + C, 4) of its proposals."""
+    scores = logits.softmax(dim=1)
+    row, label = (scores[:, 1:] > score_threshold).nonzero().unbind(1)
+    kept = batched_nms(boxes[row, label + 1], scores[row, label + 1], label, nms_threshold)
+    left = torch.zeros_like(scores).index_put((row[kept], label[kept] + 1), scores[row[kept], label[kept] + 1])
+    best, label = left[:, 1:].max(dim=1)
+    rows = best.sort(descending=True, stable=True).indices[:top_k]
+    rows = rows[best[rows] > 0]
+    return {
+        "boxes": boxes[rows, label[rows] + 1],
+        "labels": label[rows],
+        "scores": best[rows],
+        "logits": logits[rows],
+        "boxes_per_class": boxes[rows],
+    }

@@ -1,0 +1,377 @@
+"""Scene graphs: a relation head on a Faster R-CNN, as Scene-Graph-Benchmark (Tang et al.) trains it.
+
+The heads are in `toolkit.models.relation`, one file each; here are the objects they look at, the features of objects
+and pairs, losses and answers. What differs from the original is listed in docs/differences.md.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
+from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator, zero_shot_triplets
+from toolkit.models import build_detector
+from toolkit.models.final import save_detector_folder
+from toolkit.models.relation import HEADS, HeadSizes, build_relation_head
+from toolkit.models.relation.batch import MODES, RelationBatch, RelationOutput
+from toolkit.models.relation.frequency import FrequencyBias, load_triplets, log_frequencies, predicate_weights
+from toolkit.models.relation.losses import attribute_loss, head_losses, mean
+from toolkit.models.relation.objects import (
+    annotated_graph,
+    count_sampled_pairs,
+    detected_objects,
+    given_objects,
+    sampled_pairs,
+)
+from toolkit.models.relation.postprocess import rank_triplets
+from toolkit.models.relation.union import UnionFeatures
+from toolkit.models.relation.vctree import PairScores
+from toolkit.models.weights.mapping import WeightTable, map_weights
+from toolkit.step.freezing import freeze as freeze_module
+from toolkit.step.norms import set_bn_momentum
+
+
+class SceneGraph(nn.Module):
+    """A detector (see docs/design.md) whose detections carry a graph.
+
+    Args:
+        class_names, predicates: one name each, in the order of the labels.
+        attributes: names of the data's, in the order of their ids, which a linear classifier on the box features tells;
+            none: there is no such classifier. The frequency head, which looks at nothing, has none either.
+        mode: predcls (boxes and labels are given, the predicates are asked), sgcls (boxes are given) or sgdet.
+        head: one of `HEADS`; head_options: its own, see its constructor.
+        detector, word_vectors: run folder that the weights of the Faster R-CNN came from, file that the class vectors
+            came from; notes, they are not read here.
+        detector_options: what `build_detector` makes the Faster R-CNN of; backbone and pretrained_backbone go before.
+        freeze: "detector" (frozen and in evaluation mode for good; the published way) or "none": trained with its own
+            losses, in predcls with those of the relations only.
+        hidden_dim, embed_dim: widths of the head; its pooled features are as wide as the detector's.
+        pairs_per_image, positive_fraction: pairs sampled in training, and how many of them have a relation at most.
+        require_overlap: sgdet looks at pairs of overlapping boxes only.
+        detections_per_image, nms_threshold: of sgdet.
+        label_smoothing: of both losses.
+        rare_predicate_power: weight (most frequent / count) ** power of a predicate in `loss_rel`; 0: all alike.
+        norm_momentum: of the batch norms of head and union features; None: the published 0.001 and 0.01, whose running
+            statistics need tens of thousands of steps.
+
+    The counts of the training split come in by `learn_counts`; they are saved with the weights.
+
+    Raises:
+        BadInput: unknown mode, head or option, no predicates; all of them.
+    """
+
+    averaged_denominators = ()
+    fixed_size = False
+
+    def __init__(
+        self,
+        *,
+        class_names: Sequence[str],
+        predicates: Sequence[str] = (),
+        attributes: Sequence[str] = (),
+        mode: str = "predcls",
+        head: str = "motifs",
+        head_options: Mapping | None = None,
+        detector: str | None = None,
+        detector_options: Mapping | None = None,
+        backbone: str | None = None,
+        pretrained_backbone: bool | str = False,
+        freeze: str | None = None,
+        hidden_dim: int = 512,
+        embed_dim: int = 200,
+        pairs_per_image: int = 1024,
+        positive_fraction: float = 0.25,
+        require_overlap: bool = False,
+        detections_per_image: int = 80,
+        nms_threshold: float = 0.5,
+        label_smoothing: float = 0.0,
+        rare_predicate_power: float = 0.0,
+        norm_momentum: float | None = None,
+        word_vectors: str | None = None,
+    ):
+        super().__init__()
+        freeze = freeze or ("none" if detector is None else "detector")
+        _check(mode, head, freeze, predicates)
+        self.predicates, self.mode, self.given_boxes = tuple(predicates), mode, mode != "sgdet"
+        self.pairs_per_image, self.positive_fraction = pairs_per_image, positive_fraction
+        self.require_overlap, self.label_smoothing = require_overlap, label_smoothing
+        self.detections_per_image, self.nms_threshold = detections_per_image, nms_threshold
+        self.rare_predicate_power, self.embed_dim = rare_predicate_power, embed_dim
+        self.detector = _build_inner(class_names, detector_options, backbone, pretrained_backbone)
+        self.mean, self.std, self.stride = self.detector.mean, self.detector.std, self.detector.stride
+        self.joint = freeze == "none" and mode != "predcls"
+        width = self.detector.representation_size
+        self.box_features = copy.deepcopy(self.detector.box_head)
+        parts = (copy.deepcopy(part) for part in (self.detector.box_pool, self.detector.box_head))
+        self.union = UnionFeatures(*parts, self.detector.backbone.out_channels)
+        if freeze == "detector":
+            freeze_module(self.detector)
+        elif mode == "predcls":  # nothing asks them, so nothing may train them
+            freeze_module(self.detector.rpn)
+            freeze_module(self.detector.roi_heads)
+        classes, size = len(class_names) + 1, len(predicates) + 1
+        sizes = HeadSizes(classes, size, width, width, hidden_dim, width, embed_dim)
+        self.head = _build_head(head, mode, sizes, torch.zeros(classes, classes, size), head_options or {})
+        for module in self.head.modules():  # labels that a head commits to are those of the graph
+            if hasattr(module, "nms_threshold") and "nms_threshold" not in (head_options or {}):
+                module.nms_threshold = nms_threshold
+        if norm_momentum is not None:
+            set_bn_momentum(nn.ModuleList([self.head, self.union]), norm_momentum)
+        self.attributes = () if head == "frequency" else tuple(attributes)
+        self.attribute_predictor = _attribute_predictor(width, len(self.attributes)) if self.attributes else None
+        self.register_buffer("relation_counts", torch.zeros(classes, classes, size, dtype=torch.int64))
+        self.register_buffer("candidate_counts", torch.zeros(classes, classes, dtype=torch.int64))
+        self.register_buffer("seen_triplets", torch.zeros(classes - 1, classes - 1, size - 1, dtype=torch.bool))
+        self.register_buffer("predicate_weights", torch.ones(size))
+        self._announce(head)
+
+    def _announce(self, head: str) -> None:
+        self.loss_names = self.head.loss_names or ("loss_rel",)
+        if head == "frequency" or self.mode == "predcls" and not getattr(self.head, "translates", False):
+            # Labels are given: nothing to learn about objects.
+            self.loss_names = tuple(name for name in self.loss_names if name != "loss_refine_obj")
+        names = ("relation_pairs", "relation_objects", "relation_images") if self.given_boxes else ("images",)
+        if self.attributes:
+            self.loss_names += ("loss_refine_att",)
+            names += ("attribute_entries",) if self.given_boxes else ()
+        self.relation_losses = self.loss_names
+        self.metric_names = ("relation_error",) if self.mode == "predcls" else ("relation_error", "object_error")
+        if self.joint:
+            self.loss_names += self.detector.loss_names
+            names += self.detector.denominator_names
+        self.denominator_names = tuple(dict.fromkeys(names))
+        self.default_weights = dict.fromkeys(self.loss_names, 1.0)
+
+    @torch.no_grad()
+    def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
+        """Takes what the training split counts and starts the frequency bias from it.
+
+        Args:
+            relations, candidates: of `count_predicates`, (C, C, P) and (C, C) with background.
+            seen: (C - 1, C - 1, P - 1) bool, triplets of the training split, those between boxes apart included.
+        """
+        self.relation_counts.copy_(torch.from_numpy(relations))
+        self.candidate_counts.copy_(torch.from_numpy(candidates))
+        self.seen_triplets.copy_(torch.from_numpy(seen))
+        log_frequency = log_frequencies(relations, candidates)
+        for module in self.head.modules():
+            if isinstance(module, FrequencyBias | PairScores):
+                module.start_from(log_frequency)
+        if self.rare_predicate_power:
+            self.predicate_weights.copy_(predicate_weights(relations, self.rare_predicate_power))
+
+    def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
+        """Takes the weights of a Faster R-CNN: its own, and its box head for objects and union boxes.
+
+        Returns:
+            which parameter took which. Raises BadInput for shapes that differ.
+        """
+        source = {f"detector.{name}": value for name, value in weights.items()}
+        own = {name: value for name, value in self.state_dict().items() if not name.startswith("head.")}
+        head = "detector.roi_heads.box_head"
+        mapped = map_weights(own, source, {"box_features": head, "union.head": head})
+        self.load_state_dict(mapped.state, strict=False)
+        mapped.new += [name for name in self.state_dict() if name.startswith("head.")]
+        return mapped
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
+        """What the head says of sampled pairs (in training) or of all pairs, with what it was asked.
+
+        Args:
+            images: `(B, 3, H, W)` uint8, padded on the right and below. sizes: `(B, 2)` int64 without padding.
+            targets: with `boxes`, `labels`, `iscrowd`, `relations`; needed but for sgdet in evaluation.
+
+        Returns:
+            `output`: RelationOutput, `batch`: RelationBatch, `truths`: the annotated graph of each image, `images`:
+            how many; `attribute_logits (N, attributes + 1)`, column 0 background, where there are attributes;
+            `detector`: what the detector's own criterion takes, where it is trained too.
+
+        Raises:
+            BadInput: boxes are to be given and there are no targets.
+        """
+        if targets is None and (self.given_boxes or self.training):
+            raise BadInput(
+                f"scene graphs in mode {self.mode} describe boxes that are given; to find boxes too, train and use a "
+                "model with --model.mode sgdet"
+            )
+        maps, images_hw = self.detector.features(images, sizes)
+        truths = None if targets is None else [annotated_graph(target) for target in targets]
+        if self.given_boxes:
+            objects = given_objects(self, maps, images_hw, truths)
+        else:
+            objects = detected_objects(self, maps, images_hw, truths)
+        pairs = sampled_pairs(self, objects, truths)
+        batch = RelationBatch(sizes_hw=sizes, **objects, **pairs)
+        batch.union_features = self.union(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, sizes)
+        output = self.head(batch)
+        outputs = {"output": output, "batch": batch, "truths": truths, "images": len(images)}
+        if self.attribute_predictor is not None:
+            outputs["attribute_logits"] = self.attribute_predictor(batch.roi_features)
+        # DDP waits for gradients of all that the outputs hang on: nothing may be among them that no loss is made of,
+        # as the features of a batch without objects are.
+        batch.roi_features = batch.union_features = output.context = None
+        if self.joint and targets is not None:
+            outputs["detector"] = self.detector.from_features(maps, images_hw, targets)
+        return outputs
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """Pairs, objects, images with objects and entries of the attributes' loss (objects with attributes x its
+        columns), known from the targets where boxes are given; else images."""
+        counts = {"images": float(len(targets))}
+        if self.given_boxes:
+            counts |= count_sampled_pairs(self, targets)
+            counts["attribute_entries"] = counts["relation_named_objects"] * (len(self.attributes) + 1)
+        if self.joint:
+            counts |= self.detector.denominators(targets)
+        return {name: counts[name] for name in self.denominator_names}
+
+    def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
+        """Losses and metrics (sum, count).
+
+        Where boxes are given, a loss is its sum over pairs (objects, images, entries of attributes) / that denominator;
+        in sgdet, whose pairs nobody knows before, its mean over them x the images of the micro-batch /
+        denominators["images"].
+        relation_error, object_error: per cent of related pairs and of objects whose best predicate or class is wrong.
+        """
+        output, batch = outputs["output"], outputs["batch"]
+        weights = self.predicate_weights if self.rare_predicate_power else None
+        found = head_losses(output, batch, self.label_smoothing, weights)
+        if batch.attributes is not None and "attribute_logits" in outputs:
+            found["loss_refine_att"] = attribute_loss(outputs["attribute_logits"].float(), batch.attributes)
+        losses = {}
+        for name in self.relation_losses:
+            if name not in found:  # of training only, or of a batch without objects
+                continue
+            total, count = found[name]
+            if self.given_boxes:
+                losses[name] = total / denominators[_divisor(name)]
+            else:
+                losses[name] = mean(total, count) * outputs["images"] / denominators["images"]
+        if "detector" in outputs:
+            losses |= self.detector.criterion(outputs["detector"], targets, denominators)[0]
+        return losses, self._metrics(output, batch)
+
+    def _metrics(self, output: RelationOutput, batch: RelationBatch) -> dict[str, tuple[Tensor, Tensor]]:
+        related, known = batch.relation_labels > 0, batch.labels > 0
+        wrong = related & (output.relation_logits[:, 1:].argmax(1) + 1 != batch.relation_labels)
+        metrics = {"relation_error": (100.0 * wrong.sum(), related.sum())}
+        if self.mode != "predcls":
+            wrong = known & (output.object_logits[:, 1:].argmax(1) + 1 != batch.labels)
+            metrics["object_error"] = (100.0 * wrong.sum(), known.sum())
+        return metrics
+
+    @torch.no_grad()
+    def postprocess(
+        self,
+        outputs: Mapping,
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float = 0.0,
+        top_k: int = 100,
+    ) -> list[dict[str, Tensor]]:
+        """The graph of each image, in pixels of the original image.
+
+        Returns:
+            per image `boxes (M, 4)`, `scores (M,)`, `labels (M,)` from 0 (-1: lost every class); `pairs (P, 2)`, best
+            first, `predicate_scores (P, predicates)`, `predicates (P,)`, `triplet_scores (P,)` of the `top_k` best
+            pairs (recall at K <= top_k needs no others) and, where boxes are given, of all annotated pairs (accuracy
+            needs them); there also `true_labels (M,)`, `true_relations (R, 3)` and, of data with attributes,
+            `true_attributes (M, A)` ids. `attribute_scores (M, attributes)` where there are any, but in sgdet with
+            targets: no metric looks at them there, and of 26,000 images they are 1.6 GB. score_threshold: detections
+            below it are left out with their pairs.
+        """
+        graphs = rank_triplets(outputs["output"], outputs["batch"], self.given_boxes, self.nms_threshold)
+        if "attribute_logits" in outputs and (self.given_boxes or outputs["truths"] is None):
+            scores = outputs["attribute_logits"].float().sigmoid()[:, 1:].split(outputs["batch"].num_objects)
+            graphs = [graph | {"attribute_scores": each} for graph, each in zip(graphs, scores, strict=True)]
+        scales = (orig_sizes / sizes).float().flip(1).repeat(1, 2)
+        for i, (graph, scale) in enumerate(zip(graphs, scales, strict=True)):
+            graph["boxes"] = graph["boxes"] * scale
+            keep = torch.arange(len(graph["pairs"]), device=scale.device) < top_k
+            if self.given_boxes:
+                truth = outputs["truths"][i]
+                known = [name for name in ("labels", "relations", "attributes") if name in truth]
+                graph |= {f"true_{name}": truth[name] for name in known}
+                keep |= (graph["pairs"][:, None] == truth["relations"][None, :, :2]).all(2).any(1)
+            elif score_threshold > 0:
+                strong = graph["scores"] > score_threshold
+                keep &= strong[graph["pairs"]].all(1)
+                graph["pairs"] = (strong.cumsum(0) - 1)[graph["pairs"]]
+                of_objects = ("boxes", "labels", "scores", "attribute_scores")
+                graph |= {name: graph[name][strong] for name in of_objects if name in graph}
+            graph |= {n: graph[n][keep] for n in ("pairs", "predicate_scores", "predicates", "triplet_scores")}
+        return graphs
+
+    def make_evaluator(
+        self, table: DetectionTable, backend: str, protocol: str = "original", zero_shot: str | Path | None = None
+    ) -> SceneGraphEvaluator:
+        """What measures this model on a table.
+
+        zero_shot: file of triplets, see `load_triplets`; None: those of the table that the training split did not have.
+        Raises BadInput: the table's predicates or attributes are others, a file that is no such list. A table without
+        attributes will do.
+        """
+        compared = [("predicates", table.predicates, self.predicates)]
+        if table.attributes and self.attributes:
+            compared.append(("attributes", table.attributes, self.attributes))
+        faults = [
+            f"{table.name} has the {what} {list(theirs)}, training data {list(ours)}: give both the same ones in the "
+            "same order"
+            for what, theirs, ours in compared
+            if tuple(theirs) != tuple(ours)
+        ]
+        if faults:
+            raise BadInput(faults)
+        seen = self.seen_triplets.cpu().numpy()
+        triplets = load_triplets(zero_shot) if zero_shot else zero_shot_triplets(seen, table)
+        return SceneGraphEvaluator(table, self.mode, zero_shot=triplets, protocol=protocol, backend=backend)
+
+    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
+        """Write a folder that `toolkit.models.final.load_detector_folder` loads; predicate names are in its options."""
+        save_detector_folder(self, processor_size, folder, categories)
+
+
+def _divisor(loss: str) -> str:
+    """The denominator of a loss of a head on given boxes."""
+    of_others = {"loss_refine_obj": "relation_objects", "binary_loss": "relation_images"}
+    return (of_others | {"loss_refine_att": "attribute_entries"}).get(loss, "relation_pairs")
+
+
+def _attribute_predictor(width: int, count: int) -> nn.Linear:
+    """One logit for each attribute, column 0 for background as in the ids; begins as the published one does."""
+    predictor = nn.Linear(width, count + 1)
+    nn.init.normal_(predictor.weight, std=0.01)
+    nn.init.zeros_(predictor.bias)
+    return predictor
+
+
+def _build_inner(class_names, options: Mapping | None, backbone: str | None, pretrained: bool | str) -> nn.Module:
+    chosen = {"architecture": "faster_rcnn", **(options or {})}
+    if backbone is not None:
+        chosen["backbone"] = backbone
+    return build_detector(**chosen | {"pretrained_backbone": pretrained}, class_names=class_names)
+
+
+def _build_head(name: str, mode: str, sizes: HeadSizes, log_frequency: Tensor, options: Mapping) -> nn.Module:
+    try:
+        head = build_relation_head(name, mode, sizes, log_frequency, **options)
+    except TypeError as error:
+        raise BadInput(f"model.head_options {dict(options)} do not fit the head {name!r}: {error}") from error
+    if name == "frequency":
+        head.requires_grad_(True)  # the counts are the baseline; trained on, a table of its own
+    return head
+
+
+def _check(mode: str, head: str, freeze: str, predicates: Sequence[str]) -> None:
+    options = ("mode", mode, MODES), ("head", head, HEADS), ("freeze", freeze, ("detector", "none"))
+    faults = [f"model.{key} is {value!r}; expected {', '.join(known)}" for key, value, known in options
+              if value not in known]  # fmt: skip
+    if not predicates:
+        faults.append("the data names no predicates; scene graphs need data with relations")
+    if faults:
+        raise BadInput(faults)

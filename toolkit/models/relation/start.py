@@ -1,0 +1,115 @@
+"""What a run of scene graphs begins with: the Faster R-CNN below, its weights, and the counts of the training split."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.data.table import DetectionTable
+from toolkit.distributed import run_on_main, world
+from toolkit.errors import BadInput
+from toolkit.files import write_json
+from toolkit.models.relation.frequency import count_predicates, table_graphs
+from toolkit.models.relation.scene_graph import SceneGraph
+from toolkit.models.relation.words import load_word_vectors, start_from_words
+from toolkit.models.start import start_detector
+from toolkit.models.weights.pretrained import Pretrained, open_pretrained
+from toolkit.runs.checkpoint import Checkpoint
+from toolkit.runs.command_line import PRETRAINED_CONFIG
+
+COUNTS = ("relation_counts", "candidate_counts", "seen_triplets")
+
+
+def start_scene_graph(
+    settings: Mapping, table: DetectionTable, folder: Path, *, checkpoint: Checkpoint | None, say: Callable
+) -> SceneGraph:
+    """The model as the settings say, on the weights of `settings["detector"]`, with the counts of the training data.
+
+    What data and detector's run say about the model is written to `<folder>/pretrained_config.json`, so that the run
+    folder alone builds it again, and which tensor took which to `<folder>/detector_weights.txt`.
+
+    Args:
+        settings: those of `start_detector`; `detector` is a run, checkpoint or final/ folder of a Faster R-CNN.
+        table: training data.
+        folder: the run folder.
+        checkpoint: that a resumed run will load; weights and counts, read again from nowhere else, are in it.
+        say: prints a text on the main process.
+
+    Raises:
+        BadInput: a detector that cannot be had, is none, or knows other classes; `pretrained` graphs of other classes,
+            predicates or attributes; training data whose attributes are not those of the checkpoint; what
+            `start_detector` raises.
+    """
+    source = None
+    if checkpoint is None:
+        if settings["pretrained"]:
+            _check_same_names(open_pretrained(settings["pretrained"]), table)
+        options = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
+        if settings["detector"]:
+            source = _open_faster_rcnn(settings, table)
+            options["detector_options"] = {"architecture": source.architecture, **source.options}
+        if world()[0] == 0:
+            stored = {"source": settings["detector"] or "", "options": options}
+            write_json(folder / PRETRAINED_CONFIG, stored)
+        settings = {**settings, **options}
+    resumed_from = None if checkpoint is None else checkpoint.path
+    model = start_detector(settings, table.class_names, folder, resumed_from=resumed_from, say=say)
+    if model.attributes and model.attributes != table.attributes:
+        raise BadInput(f"{table.name} has the attributes {list(table.attributes)}, the run so far "
+                       f"{list(model.attributes)}: resume it on its own data")  # fmt: skip
+    if checkpoint is not None:
+        model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
+    elif not settings["pretrained"]:
+        model.learn_counts(*run_on_main(lambda: count_table(table)))
+        if settings["word_vectors"]:
+            vectors = load_word_vectors(settings["word_vectors"], table.class_names, model.embed_dim)
+            if not (names := start_from_words(model.head, vectors)):
+                raise BadInput(f"model.word_vectors: the head {settings['head']} has no class vectors; leave them out")
+            say(f"class vectors of {settings['word_vectors']}: {', '.join(names)}")
+    if source is not None:
+        found = model.load_detector_weights(source.tensors)
+        say(f"weights of the detector {source.name}:\n{found.summary()}")
+        if world()[0] == 0:
+            (folder / "detector_weights.txt").write_text(found.table() + "\n")
+    return model
+
+
+def count_table(table: DetectionTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`count_predicates` of a training split, and (C, C, P) bool, without background: the triplets that occur in it."""
+    classes, predicates = len(table.categories), len(table.predicates)
+    relations, candidates = count_predicates(table_graphs(table), classes + 1, predicates + 1)
+    seen = np.zeros((classes, classes, predicates), bool)
+    for row in map(table.row, range(len(table))):
+        ends, labels = row["relations"], row["objects"]["category"]
+        seen[labels[ends["subject"]], labels[ends["object"]], ends["predicate"]] = True
+    return relations, candidates, seen
+
+
+def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
+    """The tensors of a head mix classes and predicates: no rows of other ones can be taken, none may be by accident."""
+    known = {"classes": source.class_names} | {k: source.options.get(k, []) for k in ("predicates", "attributes")}
+    ours = {"classes": table.class_names, "predicates": list(table.predicates), "attributes": list(table.attributes)}
+    faults = [
+        f"model.pretrained {source.name} knows the {kind} {known[kind]}, the data {ours[kind]}: give data of the same "
+        "ones in the same order, or start from a detector alone with model.detector"
+        for kind in known
+        if list(known[kind]) != ours[kind]
+    ]
+    if source.architecture == "scene_graph" and faults:  # what else it may be, start_detector refuses
+        raise BadInput(faults)
+
+
+def _open_faster_rcnn(settings: Mapping, table: DetectionTable) -> Pretrained:
+    name = settings["detector"]
+    source = open_pretrained(name)
+    problems = []
+    if "faster" not in source.architecture:
+        problems.append(f"model.detector {name} is a {source.architecture}; expected a run of train_faster_rcnn.py")
+    if source.class_names != table.class_names:
+        problems.append(f"model.detector {name} knows the classes {source.class_names}, the data {table.class_names}; "
+                        "train the detector on the same classes in the same order")  # fmt: skip
+    if settings["detector_options"] or settings["backbone"]:
+        problems.append(f"model.detector_options and model.backbone are those of model.detector {name}: leave them out")
+    if problems:
+        raise BadInput(problems)
+    return source

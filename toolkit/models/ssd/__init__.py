@@ -1,0 +1,1 @@
+"""SSD and SSDLite: model and criterion."""

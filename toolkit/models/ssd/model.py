@@ -1,0 +1,288 @@
+"""SSD (Liu et al., ECCV 2016) and SSDLite (Sandler et al., CVPR 2018) on any timm backbone, as CVNets builds them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from timm.layers import convert_sync_batchnorm
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.ops import batched_nms
+
+from toolkit.batch import normalize_images
+from toolkit.boxes import denormalize_boxes
+from toolkit.errors import BadInput
+from toolkit.models.backbones import feature_strides, image_statistics
+from toolkit.models.final import save_detector_folder
+from toolkit.models.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
+from toolkit.models.timm_features import group_norms, timm_features
+
+WHOLE_IMAGE = -1  # stride of the level that sees the whole image in one cell
+
+
+class SSD(nn.Module):
+    """A detector (see docs/design.md): anchors at several strides, each with class scores and box offsets.
+
+    It ignores padding, so the images of a batch must all have one size, a multiple of `stride`, and fill it; the size
+    need not be square, and may change from batch to batch.
+
+    Args:
+        class_names: one name per class, in the order of the labels; the background is added inside.
+        backbone: name of a timm model.
+        pretrained_backbone: True (timm's, downloaded once), False (random), or the path of a file.
+        norm: of the backbone, see `timm_features`; "group" and "sync" hold for the heads as well.
+        strides: of the levels, in pixels, increasing; those that the backbone lacks are made of the last one it has,
+            each of half the size; -1, at the end: the whole image.
+        channels: that each level's features are projected to.
+        aspect_ratios: of each level's anchors, beside two squares; see `level_anchors`.
+        min_scale, max_scale: sides of the anchors as fractions of the image, see `anchor_scales`.
+        clip_anchors: anchors are clamped to [0, 1].
+        iou_threshold, center_variance, size_variance, negatives_per_positive, label_smoothing, self_weighting_steps,
+            self_weighting_every: see `SsdCriterion`.
+        min_score: detections need a probability above it.
+        nms_iou: a detection that a better one of its class overlaps by more goes.
+        candidates_per_class: best detections of each class that enter this suppression.
+        mean, std: of RGB values in [0, 1]; None: those the backbone was trained with.
+
+    Raises:
+        BadInput: unknown backbone, one without such strides, lists of unequal length, weights that cannot be had.
+    """
+
+    separable = False  # depthwise separable convolutions in extra levels and heads
+    default_weights = {"loss_cls": 1.0, "loss_loc": 1.0}
+    loss_names, metric_names = SsdCriterion.loss_names, SsdCriterion.metric_names
+    denominator_names = SsdCriterion.denominator_names
+    averaged_denominators = ()  # CVNets divides by each rank's own positives
+    fixed_size = True
+
+    def __init__(
+        self,
+        *,
+        class_names: Sequence[str],
+        backbone: str = "mobilevit_s",
+        pretrained_backbone: bool | str = False,
+        norm: str = "batch",
+        strides: Sequence[int] = (16, 32, 64, 128, 256, WHOLE_IMAGE),
+        channels: Sequence[int] = (512, 256, 256, 128, 128, 64),
+        aspect_ratios: Sequence[Sequence[float]] = ((2, 3), (2, 3), (2, 3), (2, 3), (2, 3), (2,)),
+        min_scale: float = 0.1,
+        max_scale: float = 1.05,
+        clip_anchors: bool = True,
+        iou_threshold: float = 0.5,
+        center_variance: float = 0.1,
+        size_variance: float = 0.2,
+        negatives_per_positive: int = 3,
+        label_smoothing: float = 0.0,
+        self_weighting_steps: int = 0,
+        self_weighting_every: int = 200,
+        min_score: float = 0.01,
+        nms_iou: float = 0.5,
+        candidates_per_class: int = 400,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ):
+        super().__init__()
+        of_backbone = _backbone_strides(backbone, strides, channels, aspect_ratios)
+        self.strides, self.stride = tuple(strides), of_backbone[-1]
+        self.anchor_options = (anchor_scales(len(strides), min_scale, max_scale), tuple(aspect_ratios), clip_anchors)
+        self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self.backbone, widths = timm_features(
+            backbone, strides=of_backbone, pretrained_backbone=pretrained_backbone, norm=norm
+        )
+        self.extra = nn.ModuleList()
+        for stride, width in zip(strides[len(of_backbone) :], channels[len(of_backbone) :], strict=True):
+            self.extra.append(self._extra_level(widths[-1], width, whole=stride == WHOLE_IMAGE))
+            widths.append(width)
+        self.num_outputs = 4 + 1 + len(class_names)
+        self.heads = nn.ModuleList(
+            self._head(width, into, 2 + 2 * len(set(ratios)), whole=stride == WHOLE_IMAGE)
+            for width, into, ratios, stride in zip(widths, channels, aspect_ratios, strides, strict=True)
+        )
+        last_layers = (f"{i}" if isinstance(head, nn.Conv2d) else f"{i}.{len(head) - 1}" for i, head in
+                       enumerate(self.heads))  # fmt: skip
+        self.class_tensors = {f"heads.{name}.*": (5, 1, 0) for name in last_layers}  # see models/start.py
+        for module in (*self.extra.modules(), *self.heads.modules()):
+            if isinstance(module, nn.Conv2d):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if norm in ("group", "sync"):
+            convert = group_norms if norm == "group" else convert_sync_batchnorm
+            self.extra, self.heads = convert(self.extra), convert(self.heads)
+        self.multibox = SsdCriterion(
+            iou_threshold, center_variance, size_variance, negatives_per_positive, label_smoothing,
+            self_weighting_steps, self_weighting_every,
+        )  # fmt: skip
+        self.min_score, self.nms_iou, self.candidates_per_class = min_score, nms_iou, candidates_per_class
+        own_mean, own_std = image_statistics(backbone)
+        self.mean, self.std = tuple(mean or own_mean), tuple(std or own_std)
+
+    def _extra_level(self, width: int, out_width: int, whole: bool) -> nn.Module:
+        """A level of half the size, or the one that sees the whole image."""
+        if whole:
+            return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, out_width, 1), nn.ReLU())
+        if self.separable:
+            return nn.Sequential(conv(width, width, 3, stride=2, groups=width, act=False), conv(width, out_width, 1))
+        return nn.Sequential(conv(width, out_width // 2, 1), conv(out_width // 2, out_width, 3, stride=2))
+
+    def _head(self, width: int, into: int, anchors: int, whole: bool) -> nn.Module:
+        """Offsets and class scores of a level's anchors: (B, anchors * num_outputs, H, W)."""
+        outputs = anchors * self.num_outputs
+        if whole:
+            return nn.Conv2d(width, outputs, 1)
+        layers = [conv(width, into, 1)] if into != width else []
+        if self.separable:
+            layers += [conv(into, into, 3, groups=into, act=False), nn.Conv2d(into, outputs, 1)]
+        else:
+            layers += [nn.Conv2d(into, outputs, 3, padding=1)]
+        return nn.Sequential(*layers)
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
+        """Scores and offsets of every anchor.
+
+        Args:
+            images: `(B, 3, H, W)` uint8.
+            sizes: `(B, 2)` int64, height and width of each image without padding.
+            targets: not needed.
+
+        Returns:
+            `logits (B, A, C + 1)`, the background first; `offsets (B, A, 4)`; and of the image size `anchors (A, 4)`
+            cxcywh as fractions of the image and `image_hw (2,)` pixels.
+        """
+        dtype = next(self.backbone.parameters()).dtype
+        features = list(self.backbone(normalize_images(images, sizes, self.mean, self.std, dtype)))
+        for layer in self.extra:
+            features.append(layer(features[-1]))
+        flat = [
+            head(feature).permute(0, 2, 3, 1).reshape(len(images), -1, self.num_outputs)
+            for head, feature in zip(self.heads, features, strict=True)
+        ]
+        outputs = torch.cat(flat, dim=1)
+        anchors, image_hw = self.anchors(images.shape[-2:], images.device)
+        return {"logits": outputs[..., 4:], "offsets": outputs[..., :4], "anchors": anchors, "image_hw": image_hw}
+
+    @torch.compiler.disable
+    def anchors(self, image_hw: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Anchors (A, 4) cxcywh fractions of images of (h, w) pixels, and that size (2,), on `device`; kept there."""
+        key = (*image_hw, str(device))
+        if key not in self._anchors:
+            scales, ratios, clip = self.anchor_options
+            levels = [
+                level_anchors(hw, *of_level, clip)
+                for hw, *of_level in zip(self._level_sizes(image_hw), scales, ratios, strict=True)
+            ]
+            self._anchors[key] = torch.cat(levels).to(device), torch.tensor(tuple(image_hw), device=device)
+        return self._anchors[key]
+
+    @torch.no_grad()
+    def _level_sizes(self, image_hw: Sequence[int]) -> list[tuple[int, int]]:
+        """Height and width of the levels' feature maps. Asked from the backbone: not every one divides by its strides
+        (MobileViT-v2 rounds to whole patches)."""
+        parameter, training = next(self.backbone.parameters()), self.backbone.training
+        self.backbone.eval()
+        with torch.autocast(parameter.device.type, enabled=False):
+            maps = self.backbone(parameter.new_zeros(1, 3, *image_hw))
+        self.backbone.train(training)
+        sizes = [tuple(level.shape[-2:]) for level in maps]
+        for stride in self.strides[len(maps) :]:
+            sizes.append((1, 1) if stride == WHOLE_IMAGE else tuple(-(-side // 2) for side in sizes[-1]))
+        return sizes
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """This batch's number of positive anchors, from CPU targets; see `SsdCriterion.denominators`."""
+        largest = torch.stack([target["size"] for target in targets]).amax(dim=0).tolist()
+        anchors, image_hw = self.anchors([-(-side // self.stride) * self.stride for side in largest], "cpu")
+        return self.multibox.denominators(anchors, targets, image_hw)
+
+    def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
+        """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `SsdCriterion.forward`."""
+        parts = (outputs[name] for name in ("logits", "offsets", "anchors", "image_hw"))
+        return self.multibox(*parts, targets, denominators)
+
+    def postprocess(
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float = 0.0,
+        top_k: int = 100,
+    ) -> list[dict[str, Tensor]]:
+        """Detections after class-wise suppression, in pixels of the original images, clipped to them, best first.
+
+        Args:
+            sizes: (B, 2) h, w of the images without padding. orig_sizes: (B, 2) of the images that boxes are wanted in.
+            score_threshold: at least the detector's own `min_score` counts.
+
+        Returns:
+            per image at most `top_k` of `boxes (K, 4)` xyxy float32, `scores (K,)`, `labels (K,)` int64.
+        """
+        boxes = decode_offsets(outputs["offsets"].float(), outputs["anchors"], *self.multibox.variances)
+        boxes = denormalize_boxes(boxes, outputs["image_hw"] * orig_sizes / sizes)  # padding may be part of the image
+        limits = orig_sizes.flip(1).repeat(1, 2)[:, None].float()  # (B, 1, 4) w, h, w, h
+        boxes = boxes.clamp(min=0).minimum(limits)
+        scores = outputs["logits"].float().softmax(dim=-1)[..., 1:].transpose(1, 2)  # (B, C, A)
+        scores, anchor = scores.topk(min(self.candidates_per_class, scores.shape[2]), dim=2)
+        label = torch.arange(scores.shape[1], device=scores.device)[:, None].expand_as(scores[0])
+        scores, order = scores.flatten(1).sort(dim=1, descending=True)
+        anchor, label = anchor.flatten(1).gather(1, order), label.flatten()[order]
+        boxes = boxes.gather(1, anchor[..., None].expand(-1, -1, 4))
+        counts = (scores > max(score_threshold, self.min_score)).sum(dim=1).tolist()  # the one wait for the device
+        found = []
+        for b, s, c, count in zip(boxes, scores, label, counts, strict=True):
+            keep = batched_nms(b[:count], s[:count], c[:count], self.nms_iou)[:top_k]
+            found.append({"boxes": b[keep], "scores": s[keep], "labels": c[keep]})
+        return found
+
+    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
+        """Write a folder that `toolkit.models.final.load_detector_folder` loads; arguments as there."""
+        save_detector_folder(self, processor_size, folder, categories)
+
+
+class SSDLite(SSD):
+    """An `SSD` with depthwise separable convolutions in extra levels and heads; what CVNets calls SSD."""
+
+    separable = True
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """Batch norm that takes its running statistics where a batch has one value per channel, and so no variance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and x.numel() == x.shape[1]:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return super().forward(x)
+
+
+def conv(width: int, out_width: int, kernel: int, *, stride: int = 1, groups: int = 1, act: bool = True) -> nn.Module:
+    """Convolution, batch norm and, if wanted, ReLU; the size is kept, or divided by the stride and rounded up."""
+    layers = [nn.Conv2d(width, out_width, kernel, stride, kernel // 2, groups=groups, bias=False), BatchNorm(out_width)]
+    return nn.Sequential(*layers, nn.ReLU()) if act else nn.Sequential(*layers)
+
+
+def _backbone_strides(backbone: str, strides: Sequence[int], channels: Sequence, ratios: Sequence) -> list[int]:
+    """The strides that the backbone has maps of.
+
+    Raises:
+        BadInput: none is, the others do not go on by doubling, or there are not as many channels and ratios.
+    """
+    problems = []
+    if not len(strides) == len(channels) == len(ratios):
+        problems.append(
+            f"model.strides, model.channels and model.aspect_ratios have one entry for each level, but "
+            f"{len(strides)}, {len(channels)} and {len(ratios)} entries"
+        )
+    offered = set(feature_strides(backbone))
+    own = [stride for stride in strides if stride in offered]
+    doubled = [own[-1] * 2 ** (i + 1) for i in range(len(strides) - len(own))] if own else []
+    buildable = (own + doubled, [*own, *doubled[:-1], WHOLE_IMAGE])
+    if not own or own != sorted(set(own)) or list(strides) not in buildable:
+        problems.append(
+            f"model.strides: {list(strides)} cannot be built on {backbone!r}, which has maps of strides "
+            f"{sorted(offered)}: expected some of these, increasing, then each twice the one before, then perhaps "
+            f"{WHOLE_IMAGE} for the whole image"
+        )
+    if any(ratio <= 0 for of_level in ratios for ratio in of_level):
+        problems.append(f"model.aspect_ratios: {[list(r) for r in ratios]} must be positive numbers")
+    if problems:
+        raise BadInput(problems)
+    return own

@@ -1,0 +1,108 @@
+"""Feature maps of timm backbones at chosen strides, with the kind of norm that the training calls for."""
+
+from collections.abc import Sequence
+
+import torch
+from timm.layers import GroupNormAct, convert_sync_batchnorm
+from torch import Tensor, nn
+
+from toolkit.errors import BadInput
+from toolkit.models.backbones import feature_strides, timm_extractor, wake_frozen_norms
+from toolkit.step.norms import freeze_batch_norms
+
+NORM_CHOICES = ("batch", "frozen", "group", "sync")
+
+
+def timm_features(
+    backbone: str, *, strides: Sequence[int], pretrained_backbone: bool | str = False, norm: str = "batch"
+) -> tuple[nn.Module, list[int]]:
+    """Extractor of feature maps: normalised images (B, 3, H, W) to a list of maps (B, C_i, H / s_i, W / s_i).
+
+    Sides that a stride does not divide are rounded as the backbone does it. Where a backbone offers several maps of a
+    stride, the deepest one is taken. The extractor has timm's `feature_info`, and its parameters have timm's names.
+
+    Args:
+        backbone: name of a timm model.
+        strides: strides in pixels of the wanted maps, increasing.
+        pretrained_backbone: True: timm's weights (downloaded once); a path: a file of them; False: timm's random ones.
+        norm: what becomes of the backbone's batch norms (other norms stay): "batch": they stay; "frozen": constants
+            with the pretrained statistics, without pretrained weights the identity; "group": group norms with the same
+            weights and biases (32 groups, fewer where the channels want it), for small batches from random weights;
+            "sync": batch norms with statistics of all ranks, on GPUs only when there are several ranks.
+
+    Returns:
+        the extractor and the channels C_i of its maps.
+
+    Raises:
+        BadInput: timm has no such backbone, or not with such strides; no weights to be had; unknown `norm`.
+    """
+    if norm not in NORM_CHOICES:
+        raise BadInput(f"model.norm: {norm!r} is not one of {', '.join(NORM_CHOICES)}.")
+    features = timm_extractor(backbone, _indices(backbone, strides), pretrained_backbone)
+    channels = list(features.feature_info.channels())
+    if norm == "sync":
+        features = convert_sync_batchnorm(features)
+    elif norm == "group":
+        features = group_norms(features)
+    elif norm == "frozen":
+        features = freeze_batch_norms(features)
+        if not pretrained_backbone:
+            wake_frozen_norms(features)
+    return (_ChannelsFirst(features) if _is_channels_last(features) else features), channels
+
+
+def group_norms(module: nn.Module) -> nn.Module:
+    """Replaces every 2-d batch norm in `module` by a group norm with the same weight and bias.
+
+    timm's BatchNormAct2d keeps its activation. Returns `module`, or its replacement when it is a batch norm itself.
+    """
+    if isinstance(module, nn.BatchNorm2d):
+        return _group_norm(module)
+    for name, child in module.named_children():
+        replacement = group_norms(child)
+        if replacement is not child:
+            setattr(module, name, replacement)
+    return module
+
+
+def number_of_groups(channels: int) -> int:
+    """Groups of a group norm: 32 as in Wu & He, ECCV 2018, or the next smaller divisor that leaves 2 channels each."""
+    return max((groups for groups in range(1, min(32, channels // 2) + 1) if channels % groups == 0), default=1)
+
+
+class _ChannelsFirst(nn.Module):
+    """Maps (B, H, W, C), as Swin has them, to (B, C, H, W)."""
+
+    def __init__(self, features: nn.Module):
+        super().__init__()
+        self.features, self.feature_info = features, features.feature_info
+
+    def forward(self, pixels: Tensor) -> list[Tensor]:
+        return [features.permute(0, 3, 1, 2).contiguous() for features in self.features(pixels)]
+
+
+def _is_channels_last(features: nn.Module) -> bool:
+    return str(getattr(features, "output_fmt", "NCHW")).endswith("NHWC")
+
+
+def _indices(backbone: str, strides: Sequence[int]) -> list[int]:
+    offered = feature_strides(backbone)
+    missing = [stride for stride in strides if stride not in offered]
+    if missing or not strides or list(strides) != sorted(set(strides)):
+        raise BadInput(
+            f"model.backbone: {backbone!r} has feature maps of strides {sorted(set(offered))}; wanted are increasing "
+            f"strides {list(strides)}. Choose another backbone, or strides among those it has."
+        )
+    return [len(offered) - 1 - offered[::-1].index(stride) for stride in strides]
+
+
+def _group_norm(norm: nn.BatchNorm2d) -> nn.GroupNorm:
+    new = GroupNormAct(
+        norm.num_features, number_of_groups(norm.num_features), norm.eps, affine=norm.affine, apply_act=False
+    )
+    new.drop, new.act = getattr(norm, "drop", new.drop), getattr(norm, "act", new.act)
+    if norm.affine:
+        with torch.no_grad():
+            new.weight.copy_(norm.weight)
+            new.bias.copy_(norm.bias)
+    return new.train(norm.training)

@@ -1,0 +1,1 @@
+"""Trained weights: where they come from, and which tensor takes which."""

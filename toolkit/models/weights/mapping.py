@@ -1,0 +1,168 @@
+"""Which tensor of a model takes which of a checkpoint, row by row where the classes differ, and a table of it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import BadInput
+
+ClassLayout = tuple[int, int, int]  # rows before, for each class, after
+
+
+@dataclass
+class WeightTable:
+    """Which tensor of a model takes which of a checkpoint.
+
+    state: what to load (`strict=False`). sources: {name in the model: name in the checkpoint}. rows: {name: sentence}
+    of those that take only some rows. new: names that keep their initial values. unused: names of the checkpoint that
+    nothing takes.
+    """
+
+    state: dict[str, Tensor] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, str] = field(default_factory=dict)
+    new: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+    def entries(self) -> list[tuple[str, str, str]]:
+        """(what became of it, name, note) of every tensor of the model, then of those unused."""
+        taken = []
+        for name, source in self.sources.items():
+            note = self.rows.get(name, "" if name == source else f"<- {source}")
+            taken.append(("mapped" if note else "loaded", name, note))
+        return [*taken, *(("new", name, "") for name in self.new), *(("unused", name, "") for name in self.unused)]
+
+    def table(self) -> str:
+        """One line per tensor: loaded (same name), mapped (from another, or by rows), new; then what is unused."""
+        return "\n".join(f"{what:<7s} {name} {note}".rstrip() for what, name, note in self.entries())
+
+    def summary(self) -> str:
+        """`table` with one line for all tensors of a part of the model that fared the same."""
+        entries = [(what, _part(name), "" if note.startswith("<-") else note) for what, name, note in self.entries()]
+        counts = Counter(entries)
+        width = max((len(part) for _, part, _ in counts), default=0)
+        return "\n".join(
+            f"{what:<7s} {part:<{width}s} {number:5d} tensors  {note}".rstrip()
+            for (what, part, note), number in counts.items()
+        )
+
+
+def map_weights(
+    model: Mapping[str, Tensor],
+    checkpoint: Mapping[str, Tensor],
+    prefixes: Mapping[str, str] | None = None,
+    *,
+    class_tensors: Mapping[str, ClassLayout] | None = None,
+    classes: Sequence[str] = (),
+    source_classes: Sequence[str] = (),
+) -> WeightTable:
+    """Every tensor takes the one of the same name, or, below a mapped prefix, of the prefix it is mapped to.
+
+    model, checkpoint: state dicts. prefixes: {prefix in the model: prefix in the checkpoint}, whole parts of names;
+    the longest applies. One tensor of the checkpoint may serve several of the model. Nothing is guessed.
+    class_tensors: see above; classes, source_classes: names of the model's and the checkpoint's classes.
+    Raises BadInput: a prefix that matches nothing on its side, shapes that differ, ambiguous classes; all of them.
+    """
+    prefixes, table = prefixes or {}, WeightTable()
+    problems = _check_prefixes(model, checkpoint, prefixes)
+    problems += _check_classes(classes, source_classes) if class_tensors else []
+    for name, value in model.items():
+        prefix = max((p for p in prefixes if _below(name, p)), key=len, default=None)
+        source = name if prefix is None else prefixes[prefix] + name[len(prefix) :]
+        if source not in checkpoint:
+            table.new.append(name)
+            continue
+        weights, layout = checkpoint[source], _layout(name, class_tensors or {})
+        if layout is not None and list(classes) != list(source_classes):
+            found = copy_class_rows(value, weights, layout, classes, source_classes)
+            if found is value:
+                table.new.append(name)
+                continue
+            if found is not None:
+                table.state[name], table.sources[name] = found, source
+                table.rows[name] = _sentence(classes, source_classes)
+                continue
+        if weights.shape != value.shape:
+            shapes = f"{tuple(weights.shape)}; the model's is {tuple(value.shape)}"
+            problems.append(f"{name} <- {source}: the checkpoint's shape is {shapes}")
+        else:
+            table.state[name], table.sources[name] = weights, source
+    if problems:
+        raise BadInput(problems)
+    used = set(table.sources.values())
+    table.unused = [name for name in checkpoint if name not in used]
+    return table
+
+
+def copy_class_rows(
+    own: Tensor, source: Tensor, layout: ClassLayout, classes: Sequence[str], source_classes: Sequence[str]
+) -> Tensor | None:
+    """`own` with the rows that `source` has for the same class, and those for no class.
+
+    None where the shapes forbid it; `own` itself where there are no such rows.
+    """
+    own_rows, own_blocks = _row_meanings(len(own), layout, classes)
+    source_rows, source_blocks = _row_meanings(len(source), layout, source_classes)
+    if own_blocks != source_blocks or own.shape[1:] != source.shape[1:] or not own_blocks:
+        return None
+    place = {meaning: row for row, meaning in enumerate(source_rows)}
+    pairs = [(row, place[meaning]) for row, meaning in enumerate(own_rows) if meaning in place]
+    if not pairs:
+        return own
+    into, taken = torch.tensor(pairs).unbind(1)
+    result = own.clone()
+    result[into.to(own.device)] = source[taken].to(own.device, own.dtype)
+    return result
+
+
+def _row_meanings(rows: int, layout: ClassLayout, classes: Sequence[str]) -> tuple[list[tuple], int]:
+    """What each row of a class tensor is for, and its number of blocks; 0 where the rows make no whole blocks."""
+    before, each, after = layout
+    block = [("before", i) for i in range(before)] + [("class", name, i) for name in classes for i in range(each)]
+    block += [("after", i) for i in range(after)]
+    blocks, rest = divmod(rows, len(block))
+    return [(b, *meaning) for b in range(blocks) for meaning in block], 0 if rest else blocks
+
+
+def _layout(name: str, class_tensors: Mapping[str, ClassLayout]) -> ClassLayout | None:
+    found = {layout for pattern, layout in class_tensors.items() if fnmatchcase(name, pattern)}
+    if len(found) > 1:
+        raise ValueError(f"{name} matches patterns of class_tensors with different layouts")
+    return next(iter(found), None)
+
+
+def _sentence(classes: Sequence[str], source_classes: Sequence[str]) -> str:
+    kept = [name for name in classes if name in source_classes]
+    return f"rows of {len(kept)} of {len(classes)} classes" + (f": {', '.join(kept)}" if 0 < len(kept) < 6 else "")
+
+
+def _check_prefixes(model: Mapping, checkpoint: Mapping, prefixes: Mapping[str, str]) -> list[str]:
+    return [
+        f"weight mapping {ours} <- {theirs}: the {side} has no parameter below {prefix!r}"
+        for ours, theirs in prefixes.items()
+        for prefix, names, side in ((ours, model, "model"), (theirs, checkpoint, "checkpoint"))
+        if not any(_below(name, prefix) for name in names)
+    ]
+
+
+def _check_classes(classes: Sequence[str], source_classes: Sequence[str]) -> list[str]:
+    return [
+        f"class {name!r} stands {side[name]} times in the {where}: which one is meant cannot be told"
+        for side, where in ((Counter(classes), "data"), (Counter(source_classes), "checkpoint"))
+        for name in dict.fromkeys(classes)
+        if side[name] > 1 and list(classes) != list(source_classes)
+    ]
+
+
+def _below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def _part(name: str) -> str:
+    """The part of the model that a tensor belongs to: at most three parts of its name, neither its own nor numbers."""
+    parts = [part for part in name.split(".")[:-1][:4] if not part.isdigit()]
+    return ".".join(parts[:3]) or name

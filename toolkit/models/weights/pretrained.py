@@ -1,0 +1,131 @@
+"""Fine-tuning: a detector that starts from trained weights, and a table of which of its tensors took what.
+
+    detector = start_detector(vars(config.model), class_names, folder, resumed_from=None, say=print)
+
+is all that a training script does about it. `settings["pretrained"]` is a hub name, a transformers folder (a `final/`
+too), a `final/` folder of our own kind, a run folder or one of its checkpoints.
+
+What a detector has to offer:
+
+- Every tensor of its state dict takes the source's tensor of the same name and shape. A detector around a transformers
+  model holds it as `self.model`: the source's names are then those of that model below "model.". Another shape is an
+  error, except where classes say so:
+- `class_tensors: Mapping[str, tuple[int, int, int]]`, an attribute of class or instance: `fnmatch` patterns of names in
+  the state dict, each with `(before, each, after)`, what the rows (dimension 0) of these tensors are: one or more
+  blocks (one per anchor), each of `before` rows for no class, `each` rows for every class in the order of the labels,
+  and `after` rows for no class. The number of blocks follows from the shape. Rows of classes of the same name are
+  copied, so are those for no class; the others keep their initial values.
+
+      sigmoid head (C, D)                  (0, 1, 0)
+      DETR (C + 1, D), no-object last      (0, 1, 1)   also a denoising embedding whose padding is last
+      torchvision cls_score (1 + C, D)     (1, 1, 0)   background first
+      torchvision bbox_pred (4 (1 + C), D) (4, 4, 0)
+      SSD (anchors (1 + C), D, 3, 3)       (1, 1, 0)
+      YOLOv3 (anchors (5 + C), D, 1, 1)    (5, 1, 0)
+
+- Built around a transformers model, the keyword `source_config: dict | None = None`: `config.to_dict()` of the source.
+  The detector then has the structure that it describes, with classes `class_names`; keywords that are given change it.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from toolkit.errors import BadInput
+from toolkit.offline import cached_when_offline
+from toolkit.runs.command_line import detector_options
+from toolkit.runs.open_run import chosen_weights, open_run
+
+
+@dataclass
+class Pretrained:
+    """Trained weights. options: keywords of `build_detector` for the detector that they are of."""
+
+    name: str
+    architecture: str
+    options: dict
+    class_names: list[str]
+    tensors: dict[str, Tensor]
+
+
+# ---------------------------------------------------------------- where weights come from
+
+
+def open_pretrained(name: str) -> Pretrained:
+    """Trained weights by hub name or path; see the top of this file.
+
+    Raises:
+        BadInput: nothing of that name here or on the hub, no network for it, or a folder that is none of these.
+    """
+    path = Path(name).expanduser()
+    if not path.exists():
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            raise BadInput(f"model.pretrained: there is no {path}; give a folder, or a hub name such as owner/model.")
+        return _from_transformers(name, name)
+    if not (path / "config.json").is_file():
+        if path.is_file():
+            raise BadInput(f"model.pretrained: {path} is a file; give the folder of the run, checkpoint or final/.")
+        return _from_run(name, path)
+    try:
+        document = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"model.pretrained: {path / 'config.json'} cannot be read: {error}") from error
+    return _from_transformers(name, str(path)) if "model_type" in document else _from_our_folder(name, path)
+
+
+def _from_run(name: str, path: Path) -> Pretrained:
+    run = open_run(path)
+    options = detector_options(run.config["model"])
+    architecture = options.pop("architecture")
+    tensors = run.checkpoint.tensors[chosen_weights(run)]
+    return Pretrained(name, architecture, options, [category.name for category in run.categories], tensors)
+
+
+def _from_our_folder(name: str, path: Path) -> Pretrained:
+    from toolkit.models.final import load_detector_folder  # transformers, which takes seconds to import
+
+    detector, categories, _ = load_detector_folder(path)
+    options = detector_options(detector.options)
+    architecture = options.pop("architecture")
+    return Pretrained(name, architecture, options, [category.name for category in categories], detector.state_dict())
+
+
+def _from_transformers(name: str, place: str) -> Pretrained:
+    from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection
+
+    try:
+        with cached_when_offline():
+            config = AutoConfig.from_pretrained(place)
+            model = AutoModelForObjectDetection.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        what = _first_sentence(error)
+        if Path(place).is_dir():
+            raise BadInput(f"model.pretrained {name}: not a detector of transformers: {what}") from error
+        raise BadInput(
+            f"model.pretrained {name}: there is no such folder here, and no detector of this name on the hub or in its "
+            f"cache ({what}); connect to the network once, set HF_HOME to a cache that holds it, or give a folder."
+        ) from error
+    # as JSON has it, so that the run and whoever builds its detector again are given the same
+    options: dict = {"source_config": json.loads(config.to_json_string(use_diff=False))}
+    try:
+        with cached_when_offline():
+            processor = AutoImageProcessor.from_pretrained(place)
+    except (OSError, ValueError):  # weights without a processor say nothing of their images
+        processor = None
+    if processor is not None:
+        plain = not processor.do_normalize
+        options["mean"] = [0.0] * 3 if plain else [float(value) for value in processor.image_mean]
+        options["std"] = [1.0] * 3 if plain else [float(value) for value in processor.image_std]
+    class_names = [config.id2label[i] for i in sorted(config.id2label)]
+    tensors = {f"model.{key}": value for key, value in model.state_dict().items()}
+    return Pretrained(name, config.model_type, options, class_names, tensors)
+
+
+def _first_sentence(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0].split(". ")[0][:200] if text else type(error).__name__
+
+

@@ -1,0 +1,1 @@
+"""YOLOv3: model and training targets."""

@@ -1,0 +1,324 @@
+"""YOLOv3 (Redmon & Farhadi, 2018) as GluonCV trains it, on timm's Darknet-53 or any timm backbone.
+
+`python -m toolkit.use.anchors --annotations FILE` computes anchors for a data set.
+Targets and losses are in `yolov3_targets`; what differs from GluonCV is listed in docs/differences.md.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from toolkit.batch import normalize_images
+from toolkit.boxes import box_iou, pairwise_iou
+from toolkit.errors import BadInput
+from toolkit.models.backbones import image_statistics
+from toolkit.models.timm_features import timm_features
+from toolkit.models.yolov3.targets import (
+    DEFAULT_ANCHORS,
+    STRIDES,
+    Grid,
+    assign_boxes,
+    decode_boxes,
+    in_padding,
+    make_grid,
+    objectness_targets,
+    yolov3_losses,
+)
+
+LEAKY_SLOPE = 0.1
+TIMM_LEAKY_SLOPE = 0.01
+
+
+def conv_bn_leaky(in_channels: int, out_channels: int, kernel_size: int) -> nn.Sequential:
+    """Convolution without bias, batch norm (eps 1e-5, momentum 0.1), leaky ReLU of slope 0.1; keeps the map's size."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.LeakyReLU(LEAKY_SLOPE),
+    )
+
+
+class DetectionBlock(nn.Module):
+    """Body of five convolutions, which the next level continues from, and the tip that the prediction is made from."""
+
+    def __init__(self, in_channels: int, channels: int):
+        super().__init__()
+        widths = (in_channels, channels, channels * 2, channels, channels * 2, channels)
+        self.body = nn.Sequential(*(conv_bn_leaky(widths[i], widths[i + 1], 1 if i % 2 == 0 else 3) for i in range(5)))
+        self.tip = conv_bn_leaky(channels, channels * 2, 3)
+
+
+class YOLOv3(nn.Module):
+    """A detector: images to raw predictions, losses and boxes.
+
+    Args:
+        backbone: module with timm's features_only interface and three taps of strides 8, 16, 32; see `build_yolov3`.
+        num_classes: C.
+        anchors: (3, A, 2) width and height in pixels of the network input, for strides 32, 16, 8.
+        head_channels: widths of the heads at strides 32, 16, 8; default half of the taps' channels.
+        label_smoothing: class targets 1 - s and s, s = min(1 / C, 1 / 40).
+        ignore_iou: predictions overlapping a box by more are not background.
+        nms_iou, nms_topk, min_score: of `postprocess`; candidates are the `nms_topk` best of all classes together.
+        objectness_prior: probability of an object that the heads start with. None as GluonCV: 0.5. At 0.01 the first
+            steps are not spent on learning that most cells are empty, which helps short runs.
+        mean, std: of the backbone's pixels, RGB in [0, 1].
+
+    Heads start as in GluonCV: convolutions U(-0.07, 0.07), biases 0, norms 1 and 0. The backbone starts as timm has it.
+    """
+
+    loss_names = ("loss_obj", "loss_center", "loss_scale", "loss_cls")
+    metric_names = ("class_error", "box_iou")
+    denominator_names = ("images",)
+    averaged_denominators = ()  # by rank, in the original
+    class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see models/start.py
+    fixed_size = True  # no mask is looked at: padding would be seen as black picture
+    stride = 32
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        num_classes: int,
+        *,
+        anchors: Sequence[Sequence[Sequence[float]]] = DEFAULT_ANCHORS,
+        head_channels: Sequence[int] | None = None,
+        label_smoothing: bool = False,
+        ignore_iou: float = 0.7,
+        nms_iou: float = 0.45,
+        nms_topk: int = 400,
+        min_score: float = 0.01,
+        objectness_prior: float | None = None,
+        mean: Sequence[float] = (0.485, 0.456, 0.406),
+        std: Sequence[float] = (0.229, 0.224, 0.225),
+    ):
+        super().__init__()
+        self.num_classes, self.label_smoothing, self.ignore_iou = num_classes, label_smoothing, ignore_iou
+        self.nms_iou, self.nms_topk, self.min_score = nms_iou, nms_topk, min_score
+        self.mean, self.std = tuple(mean), tuple(std)
+        self.default_weights = dict.fromkeys(self.loss_names, 1.0)
+        self.register_buffer("anchors", _checked_anchors(anchors), persistent=False)
+        self.backbone = backbone
+        taps = list(backbone.feature_info.channels())[::-1]  # strides 32, 16, 8
+        channels = list(head_channels or (max(1, c // 2) for c in taps))
+        outputs = self.anchors.shape[1] * (5 + num_classes)
+        inputs = [taps[0], taps[1] + channels[1], taps[2] + channels[2]]
+        self.blocks = nn.ModuleList(DetectionBlock(i, c) for i, c in zip(inputs, channels, strict=True))
+        self.transitions = nn.ModuleList(conv_bn_leaky(channels[i], channels[i + 1], 1) for i in range(2))
+        self.predictions = nn.ModuleList(nn.Conv2d(c * 2, outputs, 1) for c in channels)
+        self._initialize_heads(objectness_prior)
+
+    def _initialize_heads(self, objectness_prior: float | None) -> None:
+        for module in nn.ModuleList((self.blocks, self.transitions, self.predictions)).modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.uniform_(module.weight, -0.07, 0.07)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if objectness_prior is not None:
+            for prediction in self.predictions:
+                biases = prediction.bias.detach().view(-1, 5 + self.num_classes)
+                biases[:, 4] = math.log(objectness_prior / (1 - objectness_prior))
+
+    def raw_maps(self, pixels: Tensor) -> list[Tensor]:
+        """Normalised images (B, 3, H, W) to three maps (B, A * (5 + C), H / s, W / s), s = 32, 16, 8.
+
+        Channels: anchor by anchor tx, ty, tw, th, objectness, classes. Raises ValueError unless 32 divides H and W.
+        """
+        if pixels.shape[-2] % 32 or pixels.shape[-1] % 32:
+            raise ValueError(f"YOLOv3 needs images whose sides are multiples of 32, got {tuple(pixels.shape[-2:])}")
+        maps, x = [], None
+        for i, tap in enumerate(self.backbone(pixels)[::-1]):
+            if x is not None:
+                x = torch.cat((interpolate(self.transitions[i - 1](x), scale_factor=2.0, mode="nearest"), tap), dim=1)
+            x = self.blocks[i].body(tap if x is None else x)
+            maps.append(self.predictions[i](self.blocks[i].tip(x)))
+        return maps
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[dict] | None = None) -> dict[str, Tensor]:
+        """Raw maps of uint8 images (B, 3, H, W) whose pixels beyond `sizes` (B, 2) are padding.
+
+        Returns `raw_stride32`, `raw_stride16`, `raw_stride8`, see `raw_maps`, and `sizes`. Targets are not used.
+        """
+        maps = self.raw_maps(normalize_images(images, sizes, self.mean, self.std))
+        return {f"raw_stride{s}": m for s, m in zip(STRIDES, maps, strict=True)} | {"sizes": sizes}
+
+    def flat_predictions(self, maps: Sequence[Tensor]) -> tuple[Tensor, Grid]:
+        """Maps of strides 32, 16, 8 to (B, N, 5 + C) in at least float32, and the grid of the N predictions."""
+        grid = make_grid((maps[0].shape[-2] * 32, maps[0].shape[-1] * 32), self.anchors)
+        per_cell = self.anchors.shape[1]
+        flat = [m.unflatten(1, (per_cell, -1)).permute(0, 3, 4, 1, 2).flatten(1, 3) for m in maps]
+        return torch.cat([f.to(torch.promote_types(f.dtype, torch.float32)) for f in flat], dim=1), grid
+
+    def denominators(self, targets: Sequence[dict]) -> dict[str, float]:
+        """Losses are sums over an image, averaged over images."""
+        return {"images": float(len(targets))}
+
+    def criterion(
+        self, outputs: Mapping[str, Tensor], targets: Sequence[dict], denominators: Mapping[str, Tensor | float]
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """Losses of this micro-batch, its sum / denominators["images"], and metrics as (sum, count).
+
+        class_error: per cent of the assigned predictions whose best class is wrong. box_iou: their IoU with the box.
+        """
+        predictions, grid = self.flat_predictions([outputs[f"raw_stride{s}"] for s in STRIDES])
+        sizes = outputs["sizes"].to(predictions.device)
+        assigned = assign_boxes(targets, sizes, self.anchors, grid)
+        boxes = decode_boxes(predictions.detach(), grid)
+        objectness = objectness_targets(boxes, assigned, sizes, grid, self.ignore_iou)
+        losses = yolov3_losses(predictions, objectness, assigned, self.label_smoothing)
+        losses = {name: loss / denominators["images"] for name, loss in losses.items()}
+        wrong = predictions[assigned.image, assigned.index, 5:].argmax(dim=1) != assigned.labels
+        iou = box_iou(boxes[assigned.image, assigned.index], assigned.boxes)
+        sums = {"class_error": 100.0 * (wrong & assigned.kept).sum(), "box_iou": iou.where(assigned.kept, 0).sum()}
+        return losses, {name: (value, assigned.kept.sum()) for name, value in sums.items()}
+
+    @torch.no_grad()
+    def postprocess(
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float = 0.0,
+        top_k: int = 100,
+    ) -> list[dict[str, Tensor]]:
+        """Boxes of each image after class-wise NMS, best first: boxes (K, 4) xyxy in pixels of the original image and
+        clipped to it, scores (K,), labels (K,). K <= top_k; scores are above max(score_threshold, min_score).
+
+        Args:
+            sizes, orig_sizes: (B, 2) h, w of the images as the network saw them, without padding, and originally.
+        """
+        predictions, grid = self.flat_predictions([outputs[f"raw_stride{s}"] for s in STRIDES])
+        sizes, orig_sizes = sizes.to(predictions), orig_sizes.to(predictions)
+        boxes, scores = decode_boxes(predictions, grid), class_scores(predictions)
+        scores = scores.masked_fill(in_padding(sizes, grid)[..., None], 0)
+        minimum = max(score_threshold, self.min_score)
+        boxes, scores, labels, keep = class_nms(boxes, scores, grid, self.nms_iou, self.nms_topk, minimum)
+        scale_wh, limit_wh = (orig_sizes / sizes).flip(1), orig_sizes.flip(1)
+        boxes = (boxes * scale_wh.repeat(1, 2)[:, None]).clamp(min=0).minimum(limit_wh.repeat(1, 2)[:, None])
+        keep &= keep.cumsum(dim=1) <= top_k
+        rows = zip(boxes, scores, labels, keep, strict=True)
+        return [{"boxes": b[k], "scores": s[k], "labels": c[k]} for b, s, c, k in rows]
+
+    def save_final(
+        self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None
+    ) -> None:
+        """A folder for `toolkit.models.final.load_detector_folder`; arguments as `save_detector_folder`."""
+        from toolkit.models.final import save_detector_folder  # takes seconds, which the start need not wait for
+
+        save_detector_folder(self, processor_size, folder, categories)
+
+    def export(self, folder: Path, images: Tensor, say: Callable[[str], None]) -> None:
+        """ONNX and torch.export beside the final weights; `say` gets what `yolov3_export.export_final` returns."""
+        from toolkit.use.export.yolov3 import export_final  # takes seconds too
+
+        say(export_final(self, folder, images))
+
+
+def _checked_anchors(anchors: Sequence) -> Tensor:
+    try:
+        tensor = torch.tensor(anchors, dtype=torch.float32)
+    except (TypeError, ValueError):
+        tensor = torch.zeros(0)
+    if tensor.ndim != 3 or tensor.shape[0] != 3 or tensor.shape[2] != 2 or not (tensor > 0).all():
+        raise BadInput(
+            f"anchors: expected three lists (strides 32, 16, 8) of equally many [width, height] > 0, got {anchors!r}; "
+            "`python -m toolkit.use.anchors --annotations FILE` prints such lists"
+        )
+    return tensor
+
+
+def class_scores(predictions: Tensor) -> Tensor:
+    """(B, N, C) = sigmoid(class) * sigmoid(objectness) of raw predictions (B, N, 5 + C)."""
+    return predictions[..., 5:].sigmoid() * predictions[..., 4:5].sigmoid()
+
+
+def class_nms(
+    boxes: Tensor, scores: Tensor, grid: Grid, nms_iou: float, topk: int, min_score: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """GluonCV's box_nms: the `topk` best of all classes together, then suppression within each class.
+
+    Args:
+        boxes, scores: (B, N, 4) xyxy and (B, N, C) >= 0.
+
+    Returns boxes (B, K, 4), scores, labels (B, K), best first, and keep (B, K), True for those with a score above
+    `min_score` that no better one of their class overlaps by an IoU above `nms_iou`. Equal scores come in GluonCV's
+    order: level, class, cell, anchor.
+    """
+    boxes, scores, labels = top_candidates(boxes, scores, grid, topk)
+    return boxes, scores, labels, (scores > min_score) & not_suppressed(boxes, labels, nms_iou)
+
+
+def top_candidates(boxes: Tensor, scores: Tensor, grid: Grid, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `topk` best of all predictions and classes of each image, in order: boxes (B, K, 4), scores, labels."""
+    num_classes, k = scores.shape[2], min(topk, scores.shape[1] * scores.shape[2])
+    # Scores are not negative, so their bits sort like them: one top-k of unique integers is also stable.
+    keys = (scores.float().contiguous().view(torch.int32).long() << 32) - _class_major_order(grid, num_classes)
+    picked = keys.flatten(1).topk(k, dim=1).indices
+    candidates = boxes.gather(1, (picked // num_classes)[..., None].expand(-1, -1, 4))
+    return candidates, scores.flatten(1).gather(1, picked), picked % num_classes
+
+
+def _class_major_order(grid: Grid, num_classes: int) -> Tensor:
+    """(N, C) int64: place of each score in GluonCV's output, which lists a level class by class."""
+    per_level = torch.stack([(grid.strides == s).sum() for s in STRIDES])
+    level = torch.stack([grid.strides[:, 0] == s for s in STRIDES]).long().argmax(dim=0)
+    start = (per_level.cumsum(0) - per_level)[level]
+    within = torch.arange(len(level), device=level.device) - start
+    classes = torch.arange(num_classes, device=level.device)
+    return (start * num_classes + within)[:, None] + classes * per_level[level][:, None]
+
+
+def not_suppressed(boxes: Tensor, labels: Tensor, nms_iou: float) -> Tensor:
+    """Greedy class-wise NMS of boxes (B, K, 4), best first, with labels (B, K), of a whole batch: keep (B, K) bool.
+
+    The greedy result is the one fixed point of "kept unless a kept better one overlaps"; each round settles at least
+    one more row, in practice all after a few. torchvision's batched_nms takes one image at a time and moves classes
+    apart by the largest coordinate, which is lossy for boxes that are not clipped to the image.
+    """
+    overlaps = (pairwise_iou(boxes, boxes) > nms_iou) & (labels[:, :, None] == labels[:, None])
+    overlaps = overlaps.tril(diagonal=-1)  # [b, i, j]: the better j would suppress i
+    keep = torch.ones_like(labels, dtype=torch.bool)
+    while True:
+        settled = ~(overlaps & keep[:, None]).any(dim=2)
+        if torch.equal(settled, keep):
+            return keep
+        keep = settled
+
+
+def build_yolov3(
+    class_names: Sequence[str],
+    backbone: str = "darknet53",
+    *,
+    pretrained_backbone: bool | str = False,
+    leaky_slope: float | None = None,
+    **options,
+) -> YOLOv3:
+    """A `YOLOv3` on a timm backbone; `options` are its other arguments, mean and std by default the backbone's.
+
+    Args:
+        class_names: one name per class, in the order of the labels.
+        pretrained_backbone: True: timm's weights; a path: a file of such weights; False: timm's random ones.
+        leaky_slope: of a Darknet's leaky ReLUs. Default: YOLO's 0.1 from random weights. timm's pretrained ones know
+            0.01, and a run that is taken up again must know it too: it has to be given there.
+
+    Raises BadInput: unknown backbone, none with feature maps of strides 8, 16 and 32, no weights to be had, options
+    that YOLOv3 does not have.
+    """
+    own = [name for name, p in inspect.signature(YOLOv3).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    if foreign := [name for name in options if name not in own]:
+        known = ", ".join(["backbone", "pretrained_backbone", "leaky_slope", *own])
+        raise BadInput(f"yolov3 has no setting model.{', model.'.join(foreign)}; it has {known}")
+    features, _ = timm_features(backbone, strides=STRIDES[::-1], pretrained_backbone=pretrained_backbone)
+    leaky = [module for module in features.modules() if isinstance(module, nn.LeakyReLU)]
+    if leaky and pretrained_backbone and leaky_slope is None:
+        raise BadInput(
+            f"model.leaky_slope: timm's weights for {backbone} were trained with slope {TIMM_LEAKY_SLOPE}, YOLOv3's "
+            f"Darknet with {LEAKY_SLOPE}: give the one of your weights"
+        )
+    for module in leaky:
+        module.negative_slope = LEAKY_SLOPE if leaky_slope is None else leaky_slope
+    mean, std = image_statistics(backbone)
+    return YOLOv3(features, len(class_names), **({"mean": mean, "std": std} | options))

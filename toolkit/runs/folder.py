@@ -1,0 +1,145 @@
+"""The run folder: made, described (`environment.json`), kept informed (`status.json`); every JSON written atomically.
+
+    runs/<name>/  config.yaml  environment.json  status.json  metrics.jsonl  checkpoints/  nan/  report/  final/
+"""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import torch
+
+from toolkit.errors import BadInput
+from toolkit.files import replace_nonfinite, usable_cores, write_json_atomic
+from toolkit.runs.status import _now, read_status
+
+PACKAGES = ("torch", "torchvision", "accelerate", "transformers", "timm", "datasets", "wandb", "pycocotools",
+            "faster-coco-eval", "jsonargparse", "safetensors", "scipy", "numpy", "tensorboard")  # fmt: skip
+
+
+def prepare_run_folder(output_dir: Path | str, name: str, resume: str = "never") -> Path:
+    """Make `output_dir/name` with its `checkpoints` folder and make sure that it can be written.
+
+    Args:
+        output_dir: folder of all runs, made when missing.
+        name: the run's own folder, one plain name.
+        resume: `--run.resume`. "never" refuses a folder in which a run has begun; a run that ended as bad input before
+            it logged anything does not count, so that a corrected command needs no clearing up.
+
+    Returns:
+        The absolute run folder.
+
+    Raises:
+        BadInput: no plain name, not writable, or an earlier run's folder under "never".
+    """
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise BadInput(f"--run.name {name!r} is not a plain folder name; give one without separators.")
+    folder = Path(output_dir).expanduser().absolute() / name
+    if resume == "never" and _holds_a_run(folder):
+        raise BadInput(
+            f"The run folder {folder} exists already and --run.resume is never. Continue it with --run.resume latest, "
+            "choose another --run.name, or remove the folder."
+        )
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadInput(
+            f"The run folder {folder} cannot be written ({error.strerror}). Give a folder you may write to, "
+            "with space left on it, as --run.output_dir."
+        ) from error
+    return folder
+
+
+def _holds_a_run(folder: Path) -> bool:
+    if not folder.exists():
+        return False
+    if not folder.is_dir():
+        return True
+    entries = {path.name for path in folder.iterdir() if not path.name.startswith(".tmp-")}
+    if "checkpoints" in entries and not any((folder / "checkpoints").iterdir()):
+        entries.discard("checkpoints")
+    if "metrics.jsonl" in entries or "checkpoints" in entries:
+        return True
+    return bool(entries) and read_status(folder).get("state") != "bad_input"
+
+
+def write_environment(folder: Path, seed: int, world_size: int, extra: dict | None = None) -> dict:
+    """Write `environment.json`: what one must know to explain, or repeat, a number of this run.
+
+    Args:
+        seed: of the run. world_size: processes.
+        extra: further JSON values, laid over the keys below.
+
+    Returns:
+        What was written: versions, git, hardware, command line, seed, processes, time.
+    """
+    environment = {
+        "time": _now(),
+        "command_line": list(sys.argv),
+        "working_directory": os.getcwd(),
+        "seed": seed,
+        "processes": world_size,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {n: v for n in PACKAGES if (v := _package_version(n))} | {"torch": torch.__version__},  # +cu132
+        "git": git_state(Path(__file__).resolve().parent.parent),
+        "hardware": hardware(),
+        **(extra or {}),
+    }
+    write_json_atomic(Path(folder) / "environment.json", replace_nonfinite(environment))
+    return environment
+
+
+def hardware() -> dict:
+    """CPU model, logical and usable cores, memory in bytes, accelerators by name, CUDA and cuDNN as torch sees them."""
+    return {
+        "cpu": _cpu_model(),
+        "cpu_cores": os.cpu_count(),
+        "cpu_cores_usable": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def git_state(root: Path) -> dict | None:
+    """`{"commit", "dirty"}` of the checkout whose top folder is `root`; None without git or outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+    try:
+        # Installed into some other project's checkout, that project's commit would say nothing about this code.
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != Path(root).resolve():
+            return None
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+

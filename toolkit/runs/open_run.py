@@ -1,0 +1,68 @@
+"""A finished or unfinished run, taken up again from its folder alone: for evaluation, prediction, export and replay."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.data.table import Category
+from toolkit.errors import BadInput
+from toolkit.runs.checkpoint import Checkpoint, resolve_resume
+from toolkit.runs.command_line import load_config_dict
+
+
+@dataclass
+class Run:
+    """A run folder and one of its checkpoints."""
+
+    folder: Path
+    config: dict
+    checkpoint: Checkpoint
+    categories: list[Category]
+
+    @property
+    def weights_names(self) -> list[str]:
+        """Weights that the checkpoint holds: "model" (raw) and, where the run had one, "ema"."""
+        return [name for name in ("model", "ema") if name in self.checkpoint.tensors]
+
+
+def open_run(path: Path) -> Run:
+    """Opens a run folder (its best checkpoint, else its newest valid one) or one of its checkpoints.
+
+    Raises:
+        BadInput: neither a run folder nor a checkpoint in one.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise BadInput(f"{path}: there is no such folder. Give a run folder or a checkpoint inside one.")
+    folder = run_folder_of(path)
+    if path == folder:
+        path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
+    checkpoint, _ = resolve_resume(str(path), folder)
+    categories = [Category(**category) for category in checkpoint.state["categories"]]
+    return Run(folder, load_config_dict(folder / "config.yaml"), checkpoint, categories)
+
+
+def run_folder_of(path: Path) -> Path:
+    """The run folder that `path` is, or lies in.
+
+    Raises:
+        BadInput: neither it nor a folder above it holds settings.
+    """
+    for place in (path, *path.absolute().parents):
+        if (place / "config.yaml").is_file():
+            return place
+    raise BadInput(f"{path}: no run folder: neither it nor a folder above it holds a config.yaml")
+
+
+def chosen_weights(run: Run, asked: str | None = None) -> str:
+    """"model" or "ema": what was asked for, else what the metric for best goes by, as in `final/`.
+
+    Raises:
+        BadInput: the checkpoint does not hold what was asked for.
+    """
+    averaged = run.config["eval"]["metric_for_best"].startswith("ema/")
+    chosen = asked or ("ema" if averaged and "ema" in run.weights_names else "model")
+    if chosen not in run.weights_names:
+        raise BadInput(f"--weights {chosen}: {run.checkpoint.path} holds {', '.join(run.weights_names)}")
+    return chosen
+
+

@@ -1,0 +1,82 @@
+"""`status.json`: what a run is doing, or how and why it ended."""
+
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from toolkit.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.files import replace_nonfinite, write_json_atomic
+
+# State of a run -> the exit code its script ends with (None: not ended).
+EXIT_CODES = {
+    "running": None,
+    "done": 0,
+    "failed": 1,
+    "bad_input": BadInput.exit_code,
+    "stopped_by_guard": StoppedByGuard.exit_code,
+    "preempted": Preempted.exit_code,
+}
+
+
+def read_status(folder: Path) -> dict:
+    """What `status.json` says; empty when there is none or it is not readable."""
+    try:
+        status = json.loads((Path(folder) / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def write_status(folder: Path, state: str, reason: str = "", **extra) -> None:
+    """Write `status.json`, which launchers cannot flatten as they do exit codes: state, exit_code, reason, time.
+
+    Args:
+        state: a key of `EXIT_CODES`.
+        reason: one sentence in words, for a person.
+        extra: further JSON values, such as `step` and `checkpoint`; NaN and infinity are written as null.
+
+    Raises:
+        ValueError: an unknown state. OSError: the folder cannot be written.
+    """
+    if state not in EXIT_CODES:
+        raise ValueError(f"state {state!r} is none of {', '.join(EXIT_CODES)}")
+    status = {"state": state, "exit_code": EXIT_CODES[state], "reason": reason, "time": _now(), **extra}
+    write_json_atomic(Path(folder) / "status.json", replace_nonfinite(status))
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+
+
+STATES = {BadInput: "bad_input", StoppedByGuard: "stopped_by_guard", Preempted: "preempted"}
+
+
+@contextmanager
+def run_status(folder: Path, is_main: bool) -> Iterator[dict]:
+    """Keeps `status.json` true: running while the block runs, then done or why not; the main process writes.
+
+    Yields:
+        A dict; what the script puts in (its step) stands in the file at the end.
+    """
+    details: dict = {}
+
+    def write(state: str, reason: str = "") -> None:
+        if is_main:
+            write_status(folder, state, reason, **details)
+
+    write("running")
+    try:
+        yield details
+    except BaseException as error:  # whatever ends the run is recorded, and goes on its way
+        state = next((state for kind, state in STATES.items() if isinstance(error, kind)), "failed")
+        try:
+            write(state, str(error) or type(error).__name__)
+        except OSError as unwritable:  # a full disk must not hide the error that ended the run
+            warnings.warn(f"status.json could not be written: {unwritable}", stacklevel=2)
+        raise
+    write("done")

@@ -1,0 +1,184 @@
+"""The NaN guard: nothing that is not finite reaches weights, buffers, averages or optimizer state.
+
+In every optimizer step:
+
+    guard.snapshot(model)                                      # before the window's first forward
+    ... forward, criterion, backward of the window ...
+    reduced = reduce_dict({**losses, "grad_norm": gradient_norm(parameters), "buffers": guard.buffers_finite()}, ...)
+    action = guard.decide(step, losses, reduced["grad_norm"], scale, reduced["buffers"])
+    if action is not Action.STEP: ...                          # no update; see `Action`
+
+`decide` sees reduced values only, which are equal on every rank, and so is what it decides. It comes before the
+update, so weights, optimizer state and averages never see the gradient; only buffers, which the forward alone can spoil
+(running statistics of a batch norm), have to be put back. `nan_report` finds out what broke.
+"""
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.errors import BadInput
+
+POLICIES = ("stop", "skip", "rollback")
+
+
+class Action(Enum):
+    """What to do with the gradients of this window."""
+
+    STEP = "step"
+    """Everything is finite: update."""
+    CALIBRATE = "calibrate"
+    """fp16 only: the loss scale is too high. Let the scaler skip the update and lower it; not a divergence."""
+    SKIP = "skip"
+    """Restore the buffers, drop the gradients, go on with the next window."""
+    ROLLBACK = "rollback"
+    """Load weights and optimizer of the last good checkpoint, not the guard's own state, and apply `lr_scale`. Go on
+    with the data after this window: from the same weights the same data would break again."""
+    STOP = "stop"
+    """Restore the buffers, drop the gradients, raise StoppedByGuard."""
+
+
+class NanGuard:
+    """Decides about each window; keeps the buffers as they were before it.
+
+    Args:
+        policy: "stop", "skip" or "rollback".
+        max_skips: windows skipped in succession; the next one that fails stops the run.
+        max_rollbacks: rollbacks in the whole run; the next failure stops it.
+        lr_factor: factor on every learning rate per rollback, see `lr_scale`.
+        min_scale, max_calibrations: a non-finite gradient with finite losses is the fp16 scaler's business while its
+            scale is above `min_scale`, for at most `max_calibrations` windows in succession; then it is divergence.
+
+    Attributes:
+        reason: in words, what was not finite in the window last refused.
+    """
+
+    def __init__(
+        self,
+        policy: str = "stop",
+        max_skips: int = 10,
+        max_rollbacks: int = 3,
+        lr_factor: float = 1.0,
+        min_scale: float = 1.0,
+        max_calibrations: int = 50,
+    ):
+        if policy not in POLICIES:
+            raise BadInput(f"run.on_nonfinite is {policy!r}; expected one of {', '.join(POLICIES)}")
+        self.policy, self.max_skips, self.max_rollbacks, self.lr_factor = policy, max_skips, max_rollbacks, lr_factor
+        self.min_scale, self.max_calibrations = min_scale, max_calibrations
+        self.skips = self.calibrations = self.rollbacks = 0
+        self.reason = ""
+        self._model: nn.Module | None = None
+
+    def decide(
+        self,
+        step: int,
+        losses: Mapping[str, float],
+        grad_norm: float,
+        scale: float | None = None,
+        buffers_finite: float = 1.0,
+    ) -> Action:
+        """The same answer on every rank, given the reduced values of a window.
+
+        Args:
+            step: updates made so far, for `reason`.
+            losses: by name.
+            grad_norm: total norm of the gradients (without the loss scale).
+            scale: loss scale; None without an fp16 scaler.
+            buffers_finite: mean over the ranks of `buffers_finite()`.
+        """
+        broken = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
+        forward_broken = bool(broken) or buffers_finite < 1.0
+        if buffers_finite < 1.0:
+            broken.append("a buffer (running statistics of a norm layer) is not finite")
+        if not math.isfinite(grad_norm):
+            broken.append(f"the gradient norm is {grad_norm}")
+        if not broken:
+            self.skips = self.calibrations = 0
+            return Action.STEP
+        self.reason = f"at step {step} {', '.join(broken)}"
+        if scale is not None and not forward_broken and scale > self.min_scale:
+            self.calibrations += 1
+            if self.calibrations <= self.max_calibrations:
+                return Action.CALIBRATE
+        self.calibrations = 0
+        return self._answer()
+
+    def _answer(self) -> Action:
+        if self.policy == "stop":
+            return Action.STOP
+        if self.policy == "skip" and self.skips < self.max_skips:
+            self.skips += 1
+            return Action.SKIP
+        if self.policy == "rollback" and self.rollbacks < self.max_rollbacks:
+            self.rollbacks += 1
+            return Action.ROLLBACK
+        return Action.STOP
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor on all learning rates that the rollbacks so far make."""
+        return self.lr_factor**self.rollbacks
+
+    def snapshot(self, model: nn.Module) -> None:
+        """Copies the buffers of the unwrapped model, persistent or not; a few small kernels, no host read.
+
+        The first call also notes which float buffers are finite: a mask of infinities is meant to be one.
+        """
+        if self._model is not model:
+            self._model = model
+            owners = [m._buffers for m in model.modules()]
+            self._slots = [(b, key) for b in owners for key, buffer in b.items() if buffer is not None]
+            self._copies = [torch.empty_like(buffer) for buffer in self._live()]
+            self._watched = [
+                i
+                for i, b in enumerate(self._live())
+                if b.is_floating_point() and b.numel() and bool(b.isfinite().all())
+            ]
+        for i, buffer in enumerate(self._live()):
+            if self._copies[i].shape != buffer.shape or self._copies[i].device != buffer.device:
+                self._copies[i] = torch.empty_like(buffer)
+        _copy(self._copies, self._live())
+
+    def restore(self, model: nn.Module) -> None:
+        """Puts the buffers back as they were at the last `snapshot` of this model, in place."""
+        if self._model is not model:
+            raise ValueError("restore: no snapshot of this model was made")
+        for (owner, key), saved in zip(self._slots, self._copies, strict=True):
+            if owner[key] is None or owner[key].shape != saved.shape:
+                owner[key] = saved.clone()
+        _copy(self._live(), self._copies)
+
+    def buffers_finite(self) -> Tensor:
+        """1.0 while all buffers that were finite at the first snapshot still are, else 0.0; 0-dim, on their device."""
+        live = self._live()
+        watched = [live[i] for i in self._watched]
+        if not watched:
+            return torch.ones(())
+        # the largest magnitude of all is NaN or infinite when any entry is
+        return torch.nn.utils.get_total_norm(watched, norm_type=math.inf).isfinite().float()
+
+    def _live(self) -> list[Tensor]:
+        return [owner[key] for owner, key in self._slots]
+
+    def state_dict(self) -> dict:
+        """JSON-able. Load it on resume, but not in a rollback, which it has to outlive."""
+        return {"skips": self.skips, "calibrations": self.calibrations, "rollbacks": self.rollbacks}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self.skips, self.calibrations, self.rollbacks = state["skips"], state["calibrations"], state["rollbacks"]
+
+
+@torch.no_grad()
+def _copy(into: list[Tensor], source: list[Tensor]) -> None:
+    """One foreach copy per dtype and device: mixed lists would fall back to one kernel per tensor."""
+    groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, tensor in zip(into, source, strict=True):
+        targets, tensors = groups.setdefault((tensor.dtype, tensor.device), ([], []))
+        targets.append(target)
+        tensors.append(tensor)
+    for targets, tensors in groups.values():
+        torch._foreach_copy_(targets, tensors)

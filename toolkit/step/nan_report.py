@@ -1,0 +1,383 @@
+"""What broke: the window is run again under observation, and written to `<run>/nan/` for `scripts/replay.py`."""
+
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from toolkit.batch import Batch
+from toolkit.distributed import gather_objects, seed_step, world
+from toolkit.errors import BadInput
+from toolkit.step.gradients import drop_gradients
+from toolkit.step.guard import NanGuard
+
+MAX_FULL_REPORTS = 10  # per run folder; later ones leave the weights out, which may be hundreds of MB each
+
+ADVICE = {
+    "batch": "The batch itself holds NaN or infinity: check these images and their annotations.",
+    "parameters": "The weights were not finite to begin with: check the pretrained file or checkpoint they came from.",
+    "module": "A layer overflowed: lower optim.lr, lengthen schedule.warmup_steps, or use bf16 instead of fp16.",
+    "loss": "The model's outputs are finite, the criterion's result is not: look at these images' boxes.",
+    "gradient": "The losses are finite, their gradient is not: an operation with an infinite slope (sqrt, log, or a "
+    "division near 0), or too large a loss scale.",
+    "unknown": "Running the window again gave finite numbers: a transient fault, or non-deterministic operations.",
+}
+
+
+def investigate(
+    guard: NanGuard,
+    model: nn.Module,
+    run_window: Callable[[], Sequence[Mapping[str, Tensor]]],
+    run_folder: Path,
+    batches: Sequence[Batch],
+    facts: Mapping[str, Any],
+) -> str:
+    """Finds out what broke, lets each rank at fault write its report, and leaves buffers and gradients clean.
+
+    All ranks call it together, after `guard.decide` refused the window and before anything else touches the model.
+
+    Args:
+        model: the unwrapped model.
+        run_window: forward, criterion and backward of the window on the unwrapped model, without collectives, with the
+            window's own seeds (see `rerun_window`); returns the losses of each micro-batch.
+        run_folder: reports go to `<run_folder>/nan/step_000123/rank0/`.
+        batches: the window of this rank.
+        facts: goes into report.json: step, epoch, seed, losses (reduced), grad_norm, lr (by group), scale, precision,
+            denominators (per micro-batch), action, config; whatever replaying needs.
+
+    Returns:
+        The message for the log and status.json: what, where, on which ranks; the same on every rank.
+    """
+    rank, _ = world()
+    guard.restore(model)
+    finding = diagnose(model, run_window)
+    guard.restore(model)
+    finding["batch"] = _nonfinite_names(batches)
+    if finding["batch"]:
+        finding["where"] = "batch"
+    found = gather_objects(finding["where"])
+    broken_ranks = [r for r, where in enumerate(found) if where != "unknown"] or [0]
+    path = None
+    if rank in broken_ranks:
+        report = {**facts, "rank": rank, "reason": guard.reason, "policy": guard.policy, **finding}
+        report["image_ids"] = [[target["image_id"] for target in batch.targets] for batch in batches]
+        path = write_report(run_folder, report, batches, model.state_dict())
+    lines = gather_objects(f"  rank {rank}: {describe_finding(finding)} Report: {path}")
+    return f"{guard.reason}\n" + "\n".join(lines[r] for r in broken_ranks)
+
+
+def diagnose(model: nn.Module, run_window: Callable[[], Sequence[Mapping[str, Tensor]]]) -> dict:
+    """Runs a window again and says where the first non-finite number appears.
+
+    Returns:
+        where: "parameters", "module", "loss", "gradient" or "unknown" (everything is finite this time).
+        first_nonfinite_module, module_type, kind: the first module that finished with a non-finite output (None: there
+            is none). kind: "output": made it from finite inputs; "input": got it from the code of the module around it,
+            or from the batch; "parameters": its own parameters are not finite; "criterion": not part of the model's
+            forward, which stayed finite.
+        window_losses: {name: float} per micro-batch.  nonfinite_gradients: names of parameters.
+        backward: for "gradient", the operation whose derivative it is.  error: of the run, if it raised one.
+
+    Gradients are dropped before and after. Buffers are left as the window leaves them.
+    """
+    finding: dict[str, Any] = {"where": "unknown", "window_losses": [], "backward": None, "error": None}
+    drop_gradients(model)
+    with _watch(model) as first, torch.compiler.set_stance("force_eager"):
+        try:
+            finding["window_losses"] = [{k: float(v) for k, v in losses.items()} for losses in run_window()]
+        except (RuntimeError, ValueError, ArithmeticError) as error:  # an assignment refuses a NaN cost, for example
+            finding["error"] = f"{type(error).__name__}: {error}"
+    finding.update(first)
+    finding["nonfinite_gradients"] = [
+        name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
+    ]
+    drop_gradients(model)
+    if finding["first_nonfinite_module"] is not None:
+        finding["where"] = {"parameters": "parameters", "criterion": "loss"}.get(finding["kind"], "module")
+    elif finding["error"] or not all(math.isfinite(v) for losses in finding["window_losses"] for v in losses.values()):
+        finding["where"] = "loss"
+    elif finding["nonfinite_gradients"]:
+        finding["where"] = "gradient"
+        finding["backward"] = _backward_operation(model, run_window)
+    return finding
+
+
+def rerun_window(
+    detector: nn.Module,
+    weights: nn.Module,
+    batches: Sequence[Batch],
+    denominators: Sequence[Mapping[str, float | Tensor]],
+    *,
+    step: int,
+    seed: int,
+    rank: int,
+    precision: str = "no",
+    scale: float = 1.0,
+) -> list[dict[str, Tensor]]:
+    """Forward, criterion, weights and backward of a window on the unwrapped detector, as in training but alone.
+
+    precision: "no", "fp16" or "bf16". scale: loss scale. Returns the unweighted losses of each micro-batch.
+    """
+    parameter = next(detector.parameters())
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+    window_losses = []
+    for micro, (batch, given) in enumerate(zip(batches, denominators, strict=True)):
+        seed_step(seed, step, rank, micro)
+        batch = batch.to(parameter.device)
+        with torch.autocast(parameter.device.type, dtype, enabled=dtype is not None):
+            outputs = detector(batch.images, batch.sizes, batch.targets)
+        losses, _ = detector.criterion(outputs, batch.targets, given)
+        weighted = weights(losses, step, len(batches))
+        (weighted.total * scale).backward()
+        window_losses.append(weighted.unweighted)
+    return window_losses
+
+
+def write_report(
+    run_folder: Path, report: Mapping[str, Any], batches: Sequence[Batch], model_state: Mapping[str, Tensor]
+) -> Path | None:
+    """Writes report.json, report.txt, batch_<i>.safetensors and model.safetensors (the state before the update).
+
+    Returns:
+        The folder `<run_folder>/nan/step_000123/rank0` (rank0_2, ... when that step failed before); None, with a
+        warning, when it cannot be written: a full disk must not change what the ranks agreed to do.
+    """
+    nan_folder = Path(run_folder) / "nan"
+    wanted = nan_folder / f"step_{report['step']:06d}" / f"rank{report['rank']}"
+    folder, attempt = wanted, 1
+    while folder.exists():
+        attempt += 1
+        folder = wanted.with_name(f"{wanted.name}_{attempt}")
+    try:
+        folder.mkdir(parents=True)
+        for i, batch in enumerate(batches):
+            tensors, rest = _split_batch(batch)
+            save_file(tensors, folder / f"batch_{i}.safetensors", metadata={"targets": json.dumps(rest)})
+        if len(list(nan_folder.glob("step_*/rank*/model.safetensors"))) < MAX_FULL_REPORTS:
+            save_file({k: _plain(v) for k, v in model_state.items()}, folder / "model.safetensors")
+        (folder / "report.json").write_text(json.dumps(_jsonable(report), indent=1))
+        (folder / "report.txt").write_text(_text(report, folder))
+    except (OSError, SafetensorError) as error:
+        warnings.warn(f"{folder}: the report of the NaN guard could not be written: {error}", stacklevel=2)
+        return None
+    return folder
+
+
+def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor]]:
+    """(report, window, model state) of a folder that `write_report` made; CPU tensors.
+
+    Raises:
+        BadInput: it is no such folder, or its weights were left out.
+    """
+    folder = Path(folder)
+    needed = ("report.json", "batch_0.safetensors", "model.safetensors")
+    missing = [name for name in needed if not (folder / name).exists()]
+    if missing:
+        raise BadInput(f"{folder}: no {', '.join(missing)}; expected the folder of one rank, <run>/nan/step_*/rank*")
+    report = json.loads((folder / "report.json").read_text())
+    batches = [_join_batch(path) for path in sorted(folder.glob("batch_*.safetensors"), key=lambda p: int(p.stem[6:]))]
+    return report, batches, load_file(folder / "model.safetensors")
+
+
+def replay(detector: nn.Module, weights: nn.Module, report: Mapping[str, Any], batches: Sequence[Batch]) -> dict:
+    """Runs a reported window again on a detector that holds the report's model state.
+
+    Returns:
+        `diagnose`'s finding, and `reproduced`: whether the same thing broke in the same place.
+    """
+    finding = diagnose(
+        detector.train(),
+        lambda: rerun_window(
+            detector,
+            weights,
+            batches,
+            report["denominators"],
+            step=report["step"],
+            seed=report["seed"],
+            rank=report["rank"],
+            precision=report.get("precision", "no"),
+            scale=float(report.get("scale") or 1.0),
+        ),
+    )
+    finding["batch"] = _nonfinite_names(batches)
+    if finding["batch"]:
+        finding["where"] = "batch"
+    same = ("where", "first_nonfinite_module", "kind", "nonfinite_gradients")
+    return {**finding, "reproduced": all(finding[key] == report[key] for key in same)}
+
+
+@contextmanager
+def _watch(model: nn.Module) -> Iterator[dict]:
+    """Fills the dict with the first module of a forward that finishes with a non-finite output.
+
+    Inner modules finish before those around them, so it is the innermost one.
+    """
+    first = {"first_nonfinite_module": None, "module_type": None, "kind": None}
+    in_forward = False
+
+    def enter(*_: Any) -> None:
+        nonlocal in_forward
+        in_forward = True
+
+    def hook_of(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            nonlocal in_forward
+            if first["first_nonfinite_module"] is None and any(_is_broken(t) for t in _tensors_in(output)):
+                kind = _kind(module, (args, kwargs)) if in_forward else "criterion"
+                first.update(first_nonfinite_module=name or "(itself)", module_type=type(module).__name__, kind=kind)
+            in_forward = in_forward and module is not model
+
+        return hook
+
+    handles = [m.register_forward_hook(hook_of(name), with_kwargs=True) for name, m in model.named_modules()]
+    handles.append(model.register_forward_pre_hook(enter))
+    try:
+        yield first
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _kind(module: nn.Module, inputs: Any) -> str:
+    """Whose fault a non-finite output is, see `diagnose`."""
+    if any(_is_broken(parameter) for parameter in module.parameters(recurse=False)):
+        return "parameters"
+    # -inf among the inputs is an attention mask
+    given = [t.masked_fill(t.isneginf(), 0) for t in _tensors_in(inputs) if _is_broken(t)]
+    return "input" if any(_is_broken(tensor) for tensor in given) else "output"
+
+
+def _backward_operation(model: nn.Module, run_window: Callable[[], object]) -> str | None:
+    """Name of the operation whose derivative is not finite (first in the backward), by autograd's anomaly mode."""
+    if world()[1] > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+        return None  # its forward waits for the other ranks, which need not be here
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is slow, and a traceback into this file
+            with torch.autograd.detect_anomaly(check_nan=True):
+                run_window()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        drop_gradients(model)
+    return None
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested dicts (ModelOutput is one), sequences and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name))
+
+
+def _is_broken(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and not bool(tensor.isfinite().all())
+
+
+def _nonfinite_names(batches: Sequence[Batch]) -> list[str]:
+    """Tensors of the window that are not finite: "micro-batch 0: targets of image 42: boxes"."""
+    names = []
+    for i, batch in enumerate(batches):
+        if _is_broken(batch.images):
+            names.append(f"micro-batch {i}: images")
+        names += [
+            f"micro-batch {i}: targets of image {target['image_id']}: {key}"
+            for target in batch.targets
+            for key, value in target.items()
+            if isinstance(value, Tensor) and _is_broken(value)
+        ]
+    return names
+
+
+def _split_batch(batch: Batch) -> tuple[dict[str, Tensor], list[dict]]:
+    tensors = {"images": _plain(batch.images), "sizes": _plain(batch.sizes)}
+    rest: list[dict] = []
+    for i, target in enumerate(batch.targets):
+        tensors.update({f"targets.{i}.{k}": _plain(v) for k, v in target.items() if isinstance(v, Tensor)})
+        rest.append({k: v for k, v in target.items() if not isinstance(v, Tensor)})
+    return tensors, rest
+
+
+def _join_batch(path: Path) -> Batch:
+    with safe_open(path, framework="pt") as file:
+        targets = json.loads(file.metadata()["targets"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    for key, tensor in tensors.items():
+        if key.startswith("targets."):
+            _, i, name = key.split(".", 2)
+            targets[int(i)][name] = tensor
+    return Batch(tensors["images"], tensors["sizes"], targets)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    # safetensors refuses tensors that share memory: views of one batch, tied weights
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _jsonable(value: Any) -> Any:
+    """Plain JSON: numbers that JSON has no name for become "nan", "inf", "-inf", which float() reads back."""
+    if isinstance(value, Tensor):
+        return _jsonable(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_jsonable(v) for v in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def describe_finding(finding: Mapping[str, Any]) -> str:
+    """Where it broke, in one sentence."""
+    module = f"{finding['first_nonfinite_module']} ({finding['module_type']})"
+    if finding["where"] == "batch":
+        return f"not finite in the batch: {', '.join(finding['batch'])}."
+    if finding["where"] == "loss":
+        values = {k: v for losses in finding["window_losses"] for k, v in losses.items() if not math.isfinite(v)}
+        return f"all outputs are finite, the losses are not: {finding['error'] or values}."
+    if finding["where"] == "gradient":
+        names = finding["nonfinite_gradients"]
+        cause = f" ({finding['backward']})" if finding["backward"] else ""
+        return f"the losses are finite, the gradients of {len(names)} parameters are not{cause}, one is {names[-1]}."
+    if finding["where"] == "parameters":
+        return f"the parameters of {module} are not finite."
+    if finding["where"] == "module":
+        origin = "from finite inputs" if finding["kind"] == "output" else "handed to it by the code around it"
+        return f"first module with a non-finite output: {module}, {origin}."
+    return "finite when run again."
+
+
+def _text(report: Mapping[str, Any], folder: Path) -> str:
+    ids = [", ".join(map(str, micro)) for micro in report["image_ids"]]
+    gradients = report["nonfinite_gradients"]
+    lines = [
+        f"Rank {report['rank']}, epoch {report.get('epoch')}. No update was made, because",
+        f"  {report['reason']}.",
+        f"Where: {describe_finding(report)}",
+        f"What to do: {ADVICE[report['where']]}",
+        "Image ids: " + "; ".join(f"micro-batch {i}: {text}" for i, text in enumerate(ids)),
+        f"Learning rates: {report.get('lr')}; loss scale: {report.get('scale')}; policy: {report['policy']}",
+        f"Losses (all ranks): {report.get('losses')}",
+        f"Losses (this rank, run again): {report['window_losses']}",
+        f"Parameters with non-finite gradients ({len(gradients)}): {', '.join(gradients[:20])}",
+        "Run it again:",
+        f"  python scripts/replay.py {folder}",
+    ]
+    return "\n".join(lines) + "\n"

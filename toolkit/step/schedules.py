@@ -1,0 +1,172 @@
+"""Learning rates and times as functions of the optimizer step.
+
+`step` is the number of updates made so far. Update number `step` (from 0) uses factor(step); `total_steps` updates are
+0 .. total_steps - 1. Nothing here counts calls, so 1 and 2 processes, accumulation and resuming give the same rates.
+"""
+
+import copy
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from toolkit.errors import BadInput
+
+SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear", "cyclic")
+
+
+def lr_factor(
+    step: int,
+    name: str = "constant",
+    *,
+    total_steps: int | None = None,
+    warmup_steps: int = 0,
+    warmup_factor: float = 0.001,
+    milestones: Sequence[int] = (),
+    step_size: int = 0,
+    gamma: float = 0.1,
+    power: float = 0.9,
+    final_factor: float = 0.0,
+    stairs: int = 5,
+    cycles: int = 10,
+    last_cycle: str = "linear",
+    every: int = 1,
+) -> float:
+    """Factor on the initial learning rate at a step.
+
+    Args:
+        name: constant: 1. step: gamma^(step // step_size). multistep: gamma^(milestones reached; the update at a
+            milestone is the first with the lower rate). With p = (step - warmup_steps) / (total_steps - warmup_steps),
+            from 0 to 1, and f = final_factor: cosine: f + (1 - f) (1 + cos(pi p)) / 2. linear: f + (1 - f) (1 - p).
+            poly: f + (1 - f) (1 - p)^power. They reach f at `total_steps`, after the last update, whose rate is thus
+            not 0. Without `total_steps` (not known yet) they stay at p = 0. cyclic: see `cyclic_factor`.
+        warmup_steps: over these the factor is multiplied by warmup_factor + (1 - warmup_factor) step / warmup_steps,
+            which meets the schedule at `warmup_steps` without a jump.
+        milestones, step_size: in steps, counted from step 0.
+        every: steps from one change of the rate to the next, after the warm-up; those of an epoch, say.
+    """
+    warm = warmup_factor + (1.0 - warmup_factor) * step / warmup_steps if step < warmup_steps else 1.0
+    if step >= warmup_steps:
+        step -= step % every
+    if name == "constant":
+        return warm
+    if name == "step":
+        return warm * gamma ** (step // step_size)
+    if name == "multistep":
+        return warm * gamma ** bisect_right(milestones, step)
+    if name == "cyclic":
+        decay = gamma ** bisect_right(milestones, step)
+        if step < warmup_steps:
+            return warm * decay / stairs
+        return cyclic_factor(step, total_steps, step_size, decay, stairs, cycles, last_cycle, final_factor)
+    done = 0.0 if total_steps is None else (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    done = min(max(done, 0.0), 1.0)
+    if name == "cosine":
+        left = (1.0 + math.cos(math.pi * done)) / 2.0
+    else:
+        left = (1.0 - done) ** (power if name == "poly" else 1.0)
+    return warm * (final_factor + (1.0 - final_factor) * left)
+
+
+def cyclic_factor(
+    step: int,
+    total_steps: int | None,
+    step_size: int,
+    decay: float,
+    stairs: int,
+    cycles: int,
+    last_cycle: str,
+    final_factor: float,
+) -> float:
+    """Warm restarts in stairs, then one long decay (ESPNetv2, Mehta et al., CVPR 2019, section 4.1).
+
+    A cycle has `stairs` stairs of `step_size` steps each: the lowest rate, 1 / stairs, then 1 and down by 1 / stairs at
+    every stair, times `decay`. After `cycles` of them the lowest rate goes down to `final_factor` at `total_steps`, as
+    `last_cycle` says: linear or cosine.
+    """
+    stair, lowest, cyclic_steps = step // step_size, decay / stairs, cycles * stairs * step_size
+    if step < cyclic_steps or total_steps is None:
+        return lowest * ((stairs - stair) % stairs + 1)
+    done = min((step - cyclic_steps) / max(1, total_steps - cyclic_steps), 1.0)
+    left = (1.0 + math.cos(math.pi * done)) / 2.0 if last_cycle == "cosine" else 1.0 - done
+    return final_factor + (lowest - final_factor) * left
+
+
+class Schedule:
+    """Writes lr = initial_lr * factor(step) into an optimizer's groups.
+
+    Args:
+        optimizer: the lr of its groups becomes their `initial_lr`, unless they have one already.
+        name, total_steps, options: see `lr_factor`. `total_steps` may be set later.
+
+    Raises:
+        BadInput: unknown name, values that make no sense; all of them at once.
+    """
+
+    _STATE = ("name", "total_steps", "scale", "options")
+    finished = False  # it never ends training, unlike PlateauSchedule
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, name: str = "constant", total_steps: int | None = None, **options
+    ):
+        _check(name, options)
+        self.optimizer, self.name, self.total_steps, self.options = optimizer, name, total_steps, options
+        self.scale = 1.0  # a further factor on all rates: that of the guard's rollbacks
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))
+        self.set(0)
+
+    def set(self, step: int) -> None:
+        """Sets the rates of update number `step`: call it before the update, or after it with step + 1."""
+        factor = self.scale * lr_factor(step, self.name, total_steps=self.total_steps, **self.options)
+        for group in self.optimizer.param_groups:
+            lr = group["initial_lr"] * factor
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def observe(self, metric: float | None) -> bool:
+        """A validation result, which changes nothing here; see PlateauSchedule."""
+        return False
+
+    def set_total(self, total_steps: int) -> None:
+        """Fixes the length; takes effect at the next `set`."""
+        self.total_steps = total_steps
+
+    def rates(self) -> dict[str, float]:
+        """The present rate by group name."""
+        return {g.get("name", str(i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
+
+    def state_dict(self) -> dict:
+        """JSON-able; the initial rates belong to the optimizer's own state (`group["initial_lr"]`)."""
+        return {key: copy.copy(getattr(self, key)) for key in self._STATE}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Goes by the saved schedule from the next `set` on, whatever this one was made with.
+
+        Raises BadInput: the state of a `PlateauSchedule`.
+        """
+        if "name" not in state:
+            raise BadInput(f"schedule.name is {self.name}, that of the checkpoint plateau: resume with that one, or "
+                           "begin the new one with --run.resume_schedule new")  # fmt: skip
+        for key in self._STATE:
+            setattr(self, key, copy.copy(state[key]))
+
+
+def _check(name: str, options: Mapping) -> None:
+    problems = []
+    if name not in SHAPES:
+        problems.append(f"schedule.name is {name!r}; expected one of {', '.join(SHAPES)}")
+    milestones = list(options.get("milestones", ()))
+    if milestones != sorted(milestones):
+        problems.append(f"schedule.milestones are {milestones}; expected increasing steps")
+    if name == "multistep" and not milestones:
+        problems.append("schedule.milestones is empty; multistep needs the steps at which the rate drops")
+    if name in ("step", "cyclic") and options.get("step_size", 0) <= 0:
+        problems.append(f"schedule.step_size is {options.get('step_size', 0)}; expected a positive number of steps")
+    if options.get("warmup_steps", 0) < 0:
+        problems.append(f"schedule.warmup_steps is {options['warmup_steps']}; expected 0 or more")
+    if problems:
+        raise BadInput(problems)

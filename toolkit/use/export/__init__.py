@@ -1,0 +1,1 @@
+"""Detectors outside PyTorch; one file a detector or format."""
