@@ -57,8 +57,43 @@ def test_cycles_by_hand():
     assert cosine == pytest.approx([1 / 6, (1 / 6 + 0.1) / 2, 0.1])
 
 
-def test_accumulation_starts_with_an_epoch():
+def test_milestones_of_cycles_count_up_to_the_end_of_the_last_cycle():
+    options = {"stairs": 3, "cycles": 2, "step_size": 2, "gamma": 0.5, "total_steps": 20}
+    plain, inside, at_the_end, after = (
+        [lr_factor(step, "cyclic", milestones=milestones, **options) for step in range(21)]
+        for milestones in ([], [6], [12], [13, 15])
+    )
+    assert after == plain, "no jump in the last decay"
+    assert inside[:6] == plain[:6] and inside[6:] == pytest.approx([factor / 2 for factor in plain[6:]])
+    assert at_the_end[:12] == plain[:12] and at_the_end[12:] == pytest.approx([factor / 2 for factor in plain[12:]])
+    never_fixed = [lr_factor(step, "cyclic", milestones=[13], **options | {"total_steps": None}) for step in range(24)]
+    assert never_fixed[18:24] == never_fixed[:6], "cycles go on until the length is known"
+
+
+@pytest.mark.parametrize("milestones", [[5, 5, 9], [5, 5, 5], [0, 3]])
+def test_milestones_given_twice_count_twice_as_in_torch(milestones):
+    reference, ours = optimizer(0.1), optimizer(0.1)
+    torch_schedule = torch.optim.lr_scheduler.MultiStepLR(reference, milestones, gamma=0.5)
+    schedule = Schedule(ours, "multistep", milestones=milestones, gamma=0.5)
+    for step in range(12):
+        schedule.set(step)
+        assert ours.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"], rel=1e-12), step
+        reference.step()
+        torch_schedule.step()
+
+
+def test_a_milestone_inside_the_warm_up_counts_from_there_on():
+    options = {"warmup_steps": 4, "warmup_factor": 0.2, "gamma": 0.5}
+    factors = [lr_factor(step, "multistep", milestones=[2, 6], **options) for step in range(8)]
+    assert factors == pytest.approx([0.2, 0.4, 0.3, 0.4, 0.5, 0.5, 0.25, 0.25])
+    cycle = {"stairs": 2, "cycles": 3, "step_size": 4, **options}
+    assert lr_factor(3, "cyclic", milestones=[2], **cycle) == pytest.approx(0.8 * 0.5 / 2)
+    assert lr_factor(4, "cyclic", milestones=[2], **cycle) == pytest.approx(0.5)
+
+
+def test_accumulation_starts_with_the_epoch_that_is_named():
     assert [accumulation_at(epoch, 4, after_epoch=2) for epoch in range(4)] == [1, 1, 4, 4]
+    assert accumulation_at(0, 4, after_epoch=0) == 4, "from the start on"
 
 
 def test_drop_of_detr_after_200_epochs_equals_torchs_step_lr():

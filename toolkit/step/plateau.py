@@ -3,13 +3,12 @@
 WarmupReduceLROnPlateau of Scene-Graph-Benchmark without its constructor, which counted a first validation of 0.
 """
 
-import copy
 import math
-from collections.abc import Mapping
 
 import torch
 
 from toolkit.errors import BadInput
+from toolkit.step.schedules import GroupRates
 
 
 def warmup_factor(step: int, warmup_steps: int, start: float = 0.1, method: str = "linear") -> float:
@@ -19,11 +18,11 @@ def warmup_factor(step: int, warmup_steps: int, start: float = 0.1, method: str 
     return start if method == "constant" else start + (1.0 - start) * step / warmup_steps
 
 
-class PlateauSchedule:
+class PlateauSchedule(GroupRates):
     """Writes lr = initial_lr * warm-up(step) * gamma^decays into an optimizer's groups; the validation decides.
 
     Args:
-        optimizer: the lr of its groups becomes their `initial_lr`, unless they have one already.
+        optimizer: see `GroupRates`.
         gamma: factor of one decay. patience: validations in a row without improvement before it. threshold: what a
             result must exceed the best one by (absolute; larger is better) to be an improvement.
         cooldown: validations after a decay, and at the start, that cannot count as bad.
@@ -33,6 +32,7 @@ class PlateauSchedule:
     Raises BadInput: patience or max_decays below 1, an unknown warm-up.
     """
 
+    name = "plateau"
     _STATE = ("scale", "decays", "best", "bad", "cooling", "options")
 
     def __init__(
@@ -56,14 +56,11 @@ class PlateauSchedule:
             problems.append(f"schedule.warmup_method is {warmup_method!r}; expected linear or constant")
         if problems:
             raise BadInput(problems)
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.options = {"gamma": gamma, "patience": patience, "threshold": threshold, "cooldown": cooldown}
         self.options |= {"max_decays": max_decays, "warmup_steps": warmup_steps}
         self.options |= {"warmup_start": warmup_start, "warmup_method": warmup_method}
-        self.scale = 1.0  # a further factor on all rates: that of the guard's rollbacks
         self.decays, self.best, self.bad, self.cooling = 0, None, 0, cooldown
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))
         self.set(0)
 
     @property
@@ -89,35 +86,8 @@ class PlateauSchedule:
         self.decays, self.bad, self.cooling = self.decays + 1, 0, options["cooldown"]
         return True
 
-    def set(self, step: int) -> None:
-        """Sets the rates of update number `step`: call it before the update, or after it with step + 1."""
+    def factors(self, step: int) -> tuple[float, ...]:
+        """Those of the warm-up, the decays so far and the scale."""
         options = self.options
         warm = warmup_factor(step, options["warmup_steps"], options["warmup_start"], options["warmup_method"])
-        for group in self.optimizer.param_groups:
-            lr = group["initial_lr"] * warm * options["gamma"] ** self.decays * self.scale
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-
-    def set_total(self, total_steps: int) -> None:
-        """The length of training, which changes nothing here."""
-
-    def rates(self) -> dict[str, float]:
-        """The present rate by group name."""
-        return {g.get("name", str(i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
-
-    def state_dict(self) -> dict:
-        """JSON-able; the initial rates belong to the optimizer's own state (`group["initial_lr"]`)."""
-        return {key: copy.copy(getattr(self, key)) for key in self._STATE}
-
-    def load_state_dict(self, state: Mapping) -> None:
-        """Goes by the saved schedule from the next `set` on, whatever this one was made with.
-
-        Raises BadInput: the state of a `Schedule`.
-        """
-        if "decays" not in state:
-            raise BadInput(f"schedule.name is plateau, that of the checkpoint {state['name']}: resume with that one, "
-                           "or begin the new one with --run.resume_schedule new")  # fmt: skip
-        for key in self._STATE:
-            setattr(self, key, copy.copy(state[key]))
+        return warm, options["gamma"] ** self.decays, self.scale

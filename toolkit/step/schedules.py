@@ -43,7 +43,8 @@ def lr_factor(
             not 0. Without `total_steps` (not known yet) they stay at p = 0. cyclic: see `cyclic_factor`.
         warmup_steps: over these the factor is multiplied by warmup_factor + (1 - warmup_factor) step / warmup_steps,
             which meets the schedule at `warmup_steps` without a jump.
-        milestones, step_size: in steps, counted from step 0.
+        milestones, step_size: in steps, counted from step 0. A milestone inside the warm-up counts from there on, one
+            given twice counts twice. Those after the cycles of "cyclic" do not count.
         every: steps from one change of the rate to the next, after the warm-up; those of an epoch, say.
     """
     warm = warmup_factor + (1.0 - warmup_factor) * step / warmup_steps if step < warmup_steps else 1.0
@@ -56,7 +57,7 @@ def lr_factor(
     if name == "multistep":
         return warm * gamma ** bisect_right(milestones, step)
     if name == "cyclic":
-        decay = gamma ** bisect_right(milestones, step)
+        decay = gamma ** bisect_right(milestones, min(step, cycles * stairs * step_size))
         if step < warmup_steps:
             return warm * decay / stairs
         return cyclic_factor(step, total_steps, step_size, decay, stairs, cycles, last_cycle, final_factor)
@@ -93,35 +94,36 @@ def cyclic_factor(
     return final_factor + (lowest - final_factor) * left
 
 
-class Schedule:
-    """Writes lr = initial_lr * factor(step) into an optimizer's groups.
+class GroupRates:
+    """Base of `Schedule` and `PlateauSchedule`: rates that are a function of the step, written into the groups.
+
+    A subclass says in `factors` what the initial rates are multiplied by, and in `_STATE` what a checkpoint keeps.
 
     Args:
         optimizer: the lr of its groups becomes their `initial_lr`, unless they have one already.
-        name, total_steps, options: see `lr_factor`. `total_steps` may be set later.
-
-    Raises:
-        BadInput: unknown name, values that make no sense; all of them at once.
     """
 
-    _STATE = ("name", "total_steps", "scale", "options")
-    finished = False  # it never ends training, unlike PlateauSchedule
+    name = ""
+    finished = False  # whether training ends here
+    _STATE: Sequence[str] = ()
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, name: str = "constant", total_steps: int | None = None, **options
-    ):
-        _check(name, options)
-        self.optimizer, self.name, self.total_steps, self.options = optimizer, name, total_steps, options
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
         self.scale = 1.0  # a further factor on all rates: that of the guard's rollbacks
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
-        self.set(0)
+
+    def factors(self, step: int) -> tuple[float, ...]:
+        """What the initial rates are multiplied by, one after the other, for update number `step`."""
+        raise NotImplementedError
 
     def set(self, step: int) -> None:
         """Sets the rates of update number `step`: call it before the update, or after it with step + 1."""
-        factor = self.scale * lr_factor(step, self.name, total_steps=self.total_steps, **self.options)
+        factors = self.factors(step)
         for group in self.optimizer.param_groups:
-            lr = group["initial_lr"] * factor
+            lr = group["initial_lr"]
+            for factor in factors:
+                lr = lr * factor
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -132,8 +134,7 @@ class Schedule:
         return False
 
     def set_total(self, total_steps: int) -> None:
-        """Fixes the length; takes effect at the next `set`."""
-        self.total_steps = total_steps
+        """The length of training, which changes nothing here; see Schedule."""
 
     def rates(self) -> dict[str, float]:
         """The present rate by group name."""
@@ -146,13 +147,43 @@ class Schedule:
     def load_state_dict(self, state: Mapping) -> None:
         """Goes by the saved schedule from the next `set` on, whatever this one was made with.
 
-        Raises BadInput: the state of a `PlateauSchedule`.
+        Raises BadInput: the state of a `Schedule` for a `PlateauSchedule`, or the other way round.
         """
-        if "name" not in state:
-            raise BadInput(f"schedule.name is {self.name}, that of the checkpoint plateau: resume with that one, or "
-                           "begin the new one with --run.resume_schedule new")  # fmt: skip
+        if ("name" in state) != ("name" in self._STATE):
+            raise BadInput(f"schedule.name is {self.name}, that of the checkpoint {state.get('name', 'plateau')}: "
+                           "resume with that one, or begin the new one with --run.resume_schedule new")  # fmt: skip
         for key in self._STATE:
             setattr(self, key, copy.copy(state[key]))
+
+
+class Schedule(GroupRates):
+    """Writes lr = initial_lr * factor(step) into an optimizer's groups.
+
+    Args:
+        optimizer: see `GroupRates`.
+        name, total_steps, options: see `lr_factor`. `total_steps` may be set later.
+
+    Raises:
+        BadInput: unknown name, values that make no sense; all of them at once.
+    """
+
+    _STATE = ("name", "total_steps", "scale", "options")
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, name: str = "constant", total_steps: int | None = None, **options
+    ):
+        _check(name, options)
+        super().__init__(optimizer)
+        self.name, self.total_steps, self.options = name, total_steps, options
+        self.set(0)
+
+    def factors(self, step: int) -> tuple[float, ...]:
+        """One factor: the schedule's, with the scale in it."""
+        return (self.scale * lr_factor(step, self.name, total_steps=self.total_steps, **self.options),)
+
+    def set_total(self, total_steps: int) -> None:
+        """Fixes the length; takes effect at the next `set`."""
+        self.total_steps = total_steps
 
 
 def _check(name: str, options: Mapping) -> None:
