@@ -78,6 +78,52 @@ def test_multipliers_take_the_longest_prefix_and_multiply_the_backbones_rate():
     assert len({group["name"] for group in groups}) == len(groups)
 
 
+def described(groups):
+    return {group["name"]: (group["lr"], group["weight_decay"], set(group["param_names"])) for group in groups}
+
+
+def test_biases_have_a_rate_and_a_decay_of_their_own_those_of_norms_too():
+    model = nn.ModuleDict({"conv": nn.Conv2d(1, 2, 3), "norm": nn.BatchNorm2d(2), "freq_bias": nn.Embedding(2, 2)})
+    known = {"lr": 0.5, "weight_decay": 0.1}
+    weights, biases = {"conv.weight", "norm.weight", "freq_bias.weight"}, {"conv.bias", "norm.bias"}
+    groups = parameter_groups(model, **known, bias_lr_factor=2.0, bias_weight_decay=0.0)
+    assert_each_once(model, groups)
+    assert described(groups) == {"main": (0.5, 0.1, weights), "main/bias": (1.0, 0.0, biases)}
+    assert described(parameter_groups(model, **known, bias_lr_factor=2.0))["main/bias"] == (1.0, 0.1, biases)
+    assert described(parameter_groups(model, **known, bias_weight_decay=0.3))["main/bias"] == (0.5, 0.3, biases)
+    assert described(parameter_groups(model, **known)) == {"main": (0.5, 0.1, weights | biases)}
+
+
+def test_the_factor_of_biases_goes_with_every_other_rule():
+    model, known = Detector(), {"lr": 1.0, "weight_decay": 0.1, "backbone_lr": 0.1, "no_decay_on_norm_and_bias": True}
+    groups = parameter_groups(model, **known, bias_lr_factor=2.0, multipliers={"class_embed": 10.0})
+    assert_each_once(model, groups)
+    found = {name: (g["name"], g["lr"], g["weight_decay"]) for g in groups for name in g["param_names"]}
+    assert found["model.backbone.1.weight"] == ("backbone/no_decay", 0.1, 0.0)
+    assert found["model.backbone.1.bias"] == ("backbone/no_decay/bias", 0.2, 0.0)
+    assert found["model.encoder.self_attn.in_proj_bias"] == ("main/no_decay/bias", 2.0, 0.0)
+    assert found["class_embed.weight"] == ("main/class_embed", 10.0, 0.1)
+    assert found["class_embed.bias"] == ("main/no_decay/bias/class_embed", 20.0, 0.0)
+    assert found["bias_table"] == ("main", 1.0, 0.1)
+    own = described(parameter_groups(model, **known, bias_weight_decay=0.5))
+    assert own["main/bias"][:2] == (1.0, 0.5) and own["main/no_decay"][:2] == (1.0, 0.0), "norms keep the switch"
+
+
+def test_slow_parameters_have_the_factor_unless_a_multiplier_covers_them():
+    model, slow = Detector(), ["model.encoder", "class_embed", "frozen"]
+    groups = parameter_groups(model, lr=1.0, weight_decay=0.1, slow_prefixes=slow, multipliers={"class_embed": 0.5})
+    assert_each_once(model, groups)
+    rates = {group["name"]: group["lr"] for group in groups}
+    assert rates == {"main": 1.0, "main/model.encoder": 0.1, "main/class_embed": 0.5}
+    wide = parameter_groups(model, lr=1.0, weight_decay=0.1, slow_prefixes=slow, multipliers={"model": 3.0})
+    assert {g["name"]: g["lr"] for g in wide} == {"main": 1.0, "main/model": 3.0, "main/class_embed": 0.1}
+    as_multiplier = parameter_groups(model, lr=1.0, weight_decay=0.1, multipliers={"class_embed": 0.3})
+    slowed = parameter_groups(model, lr=1.0, weight_decay=0.1, slow_prefixes=["class_embed"], slow_factor=0.3)
+    assert described(slowed) == described(as_multiplier)
+    with pytest.raises(BadInput, match="slow_prefixes.*class_embd.*class_embed"):
+        parameter_groups(model, lr=1.0, weight_decay=0.1, slow_prefixes=["class_embd"])
+
+
 def test_faults_name_what_exists():
     with pytest.raises(BadInput) as error:
         parameter_groups(Detector(), lr=1.0, weight_decay=0.0, multipliers={"clas_embed": 2.0, "model.back": 1.0})
@@ -134,6 +180,27 @@ def test_optimizers_step_and_their_state_returns(name):
     again = build_optimizer(name, parameter_groups(model, lr=0.1, weight_decay=0.1, backbone_lr=0.01))
     again.load_state_dict(optimizer.state_dict())
     assert again.param_groups[1]["name"] == "backbone"
+
+
+def test_nesterov_looks_one_step_of_the_momentum_ahead():
+    def after_two_steps(**options):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = build_optimizer("sgd", parameter_groups(model, lr=0.5, weight_decay=0.0), momentum=0.8, **options)
+        for gradient in (1.0, 0.5):
+            model.weight.grad = torch.tensor([[gradient]])
+            optimizer.step()
+        return float(model.weight.detach())
+
+    assert after_two_steps() == pytest.approx(1 - 0.5 * (1 + (0.8 + 0.5)))
+    assert after_two_steps(nesterov=True) == pytest.approx(1 - 0.5 * ((1 + 0.8) + (0.5 + 0.8 * (0.8 + 0.5))))
+
+
+@pytest.mark.parametrize(("name", "momentum"), [("sgd", 0.0), ("adamw", 0.9), ("adam", 0.9)])
+def test_nesterov_without_momentum(name, momentum):
+    groups = parameter_groups(nn.Linear(1, 1), lr=1.0, weight_decay=0.0)
+    with pytest.raises(BadInput, match="optim.nesterov is true.*expected"):
+        build_optimizer(name, groups, momentum=momentum, nesterov=True)
 
 
 def test_an_unknown_optimizer():

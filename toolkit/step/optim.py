@@ -1,6 +1,6 @@
 """Parameter groups and the optimizer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +15,11 @@ def parameter_groups(
     weight_decay: float,
     backbone_lr: float | None = None,
     no_decay_on_norm_and_bias: bool = False,
+    bias_lr_factor: float = 1.0,
+    bias_weight_decay: float | None = None,
     multipliers: Mapping[str, float] | None = None,
+    slow_prefixes: Sequence[str] = (),
+    slow_factor: float = 0.1,
     layer_decay: float = 1.0,
     backbone_prefix: str | None = None,
 ) -> list[dict]:
@@ -23,51 +27,44 @@ def parameter_groups(
 
     Args:
         model: the unwrapped model (and, as a child or merged afterwards, nothing else that trains).
-        lr, weight_decay: of everything that nothing below applies to.
+        lr, weight_decay: of everything that nothing below applies to. Several factors on a rate are multiplied.
         backbone_lr: learning rate of the backbone.
         no_decay_on_norm_and_bias: no weight decay on parameters of norm layers (found by the type of the module, not by
             a pattern on names) and on biases.
+        bias_lr_factor: factor on the learning rate of biases, those of norm layers too.
+        bias_weight_decay: weight decay of biases, also with the switch above; None: they have none of their own.
         multipliers: factor on the learning rate by prefix of the parameter name; the longest prefix counts.
+        slow_prefixes: what is below these, and below no prefix of `multipliers`, has the factor `slow_factor`.
         layer_decay: factor on the learning rate of a layer of the timm backbone for each layer between it and what is
             above the backbone; see `layer_depths`.
-        backbone_prefix: prefix of the backbone's parameters; None: a part of the name that reads "backbone", or
-            "_backbone", as transformers calls a timm model.
+        backbone_prefix: of the backbone's parameters; None: what is below a "backbone", or transformers' "_backbone".
 
     Returns:
         [{name, params, param_names, lr, weight_decay}], in the order of their first parameter. Names, for
-        `train/lr/<name>`: "main" or "backbone", then "/no_decay", then "/<prefix>" of a multiplier, then
-        "/layer-<depth>" with a layer decay.
+        `train/lr/<name>`: "main" or "backbone", then "/no_decay", then "/bias" where biases have a factor or a decay of
+        their own, then "/<prefix>" of a multiplier or of slow parameters, then "/layer-<depth>" with a layer decay.
 
     Raises:
-        BadInput: a multiplier that matches no parameter, a backbone rate or a layer decay without a backbone, nothing
-            that trains.
+        BadInput: a multiplier that matches no trained parameter, a slow prefix that matches none at all, a backbone
+            rate or a layer decay without a backbone, nothing that trains.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    multipliers = dict(multipliers or {})
-    _check(trained, multipliers, backbone_lr, backbone_prefix)
-    undecayed = _norms_and_biases(model) if no_decay_on_norm_and_bias else set()
+    of_prefixes = (dict(multipliers or {}), dict.fromkeys(slow_prefixes, slow_factor))
+    _check(model, trained, *of_prefixes, backbone_lr, backbone_prefix)
+    kinds = _kinds(model, trained, weight_decay, no_decay_on_norm_and_bias, bias_lr_factor, bias_weight_decay)
     depths = layer_depths(model) if layer_decay != 1.0 else {}
     groups: dict[str, dict] = {}
     for name, parameter in trained:
         in_backbone = backbone_lr is not None and _in_backbone(name, backbone_prefix)
-        decays = name not in undecayed
-        prefix = max((p for p in multipliers if _below(name, p)), key=len, default=None)
-        group_name = "backbone" if in_backbone else "main"
-        group_name += ("" if decays else "/no_decay") + ("" if prefix is None else f"/{prefix}")
-        group_lr = (backbone_lr if in_backbone else lr) * (1.0 if prefix is None else multipliers[prefix])
+        group_name, group_lr = ("backbone", backbone_lr) if in_backbone else ("main", lr)
+        kind, kind_factor, decay = kinds[name]
+        traits = [(kind, kind_factor), _of_longest_prefix(name, *of_prefixes)]
         if name in depths:
-            group_name += f"/layer-{depths[name]}"
-            group_lr *= layer_decay ** depths[name]
-        group = groups.setdefault(
-            group_name,
-            {
-                "name": group_name,
-                "params": [],
-                "param_names": [],
-                "lr": group_lr,
-                "weight_decay": weight_decay if decays else 0.0,
-            },
-        )
+            traits.append((f"/layer-{depths[name]}", layer_decay ** depths[name]))
+        for suffix, factor in traits:
+            group_name, group_lr = group_name + suffix, group_lr * factor
+        group = {"name": group_name, "params": [], "param_names": [], "lr": group_lr, "weight_decay": decay}
+        group = groups.setdefault(group_name, group)
         group["params"].append(parameter)
         group["param_names"].append(name)
     return list(groups.values())
@@ -117,15 +114,27 @@ def build_optimizer(
     groups: Iterable[dict],
     *,
     momentum: float = 0.9,
+    nesterov: bool = False,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
     """"adamw", "adam" (L2 penalty in the gradient) or "sgd" over `parameter_groups`.
 
-    fused: one kernel for the whole update; None: on a CPU, where it is five times faster than torch's own choice, else
-        that choice (foreach on a GPU). All are deterministic.
+    Args:
+        momentum, nesterov: of sgd; with nesterov the update looks one step of the momentum ahead.
+        fused: one kernel for the whole update; None: on a CPU, where it is five times faster than torch's own choice,
+            else that choice (foreach on a GPU). All are deterministic.
+
+    Raises:
+        BadInput: an unknown name, nesterov without momentum or with another optimizer than sgd.
     """
+    if nesterov and name in ("adamw", "adam"):
+        raise BadInput(f"optim.nesterov is true, but optim.name is {name}, which has none: expected sgd, or "
+                       "optim.nesterov false")  # fmt: skip
+    if nesterov and momentum <= 0:
+        raise BadInput(f"optim.nesterov is true, but optim.momentum is {momentum}: expected a momentum above 0, such "
+                       "as 0.9, or optim.nesterov false")  # fmt: skip
     groups = list(groups)
     if fused is None:
         fused = True if all(p.device.type == "cpu" for group in groups for p in group["params"]) else None
@@ -134,7 +143,7 @@ def build_optimizer(
     if name == "adam":
         return torch.optim.Adam(groups, betas=betas, eps=eps, fused=fused)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=groups[0]["lr"], momentum=momentum, fused=fused)
+        return torch.optim.SGD(groups, lr=groups[0]["lr"], momentum=momentum, nesterov=nesterov, fused=fused)
     raise BadInput(f"optim.name is {name!r}; expected adamw, adam or sgd")
 
 
@@ -151,11 +160,45 @@ def _norms_and_biases(model: nn.Module) -> set[str]:
     names = set()
     for module_name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            # in_proj_bias of attention is a bias; relative_position_bias_table, a 2-d table, is not
-            is_bias = parameter.ndim == 1 and (leaf == "bias" or leaf.endswith("_bias"))
-            if is_bias or is_norm(module):
+            if _is_bias(leaf, parameter) or is_norm(module):
                 names.add(f"{module_name}.{leaf}" if module_name else leaf)
     return names
+
+
+def _is_bias(name: str, parameter: nn.Parameter) -> bool:
+    """in_proj_bias of attention is a bias; relative_position_bias_table, a 2-d table, and freq_bias.weight are not."""
+    leaf = name.rpartition(".")[2]
+    return parameter.ndim == 1 and (leaf == "bias" or leaf.endswith("_bias"))
+
+
+def _kinds(
+    model: nn.Module,
+    trained: list[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    no_decay_on_norm_and_bias: bool,
+    bias_lr_factor: float,
+    bias_weight_decay: float | None,
+) -> dict[str, tuple[str, float, float]]:
+    """By parameter name: what its kind adds to the name of its group, its factor on the rate, its weight decay."""
+    undecayed = _norms_and_biases(model) if no_decay_on_norm_and_bias else set()
+    apart = bias_lr_factor != 1.0 or bias_weight_decay is not None
+    kinds = {}
+    for name, parameter in trained:
+        suffix, factor, decay = ("/no_decay", 1.0, 0.0) if name in undecayed else ("", 1.0, weight_decay)
+        if apart and _is_bias(name, parameter):
+            if bias_weight_decay is not None:
+                suffix, decay = "", bias_weight_decay
+            suffix, factor = f"{suffix}/bias", bias_lr_factor
+        kinds[name] = suffix, factor, decay
+    return kinds
+
+
+def _of_longest_prefix(name: str, *of_prefixes: Mapping[str, float]) -> tuple[str, float]:
+    """"/<prefix>" and its factor: the longest of the first mapping that has one for this name; "" and 1 if none has."""
+    for factors in of_prefixes:
+        if prefix := max((p for p in factors if _below(name, p)), key=len, default=None):
+            return f"/{prefix}", factors[prefix]
+    return "", 1.0
 
 
 def _in_backbone(name: str, prefix: str | None) -> bool:
@@ -167,21 +210,29 @@ def _below(name: str, prefix: str) -> bool:
 
 
 def _check(
+    model: nn.Module,
     trained: list[tuple[str, nn.Parameter]],
     multipliers: Mapping[str, float],
+    slow: Mapping[str, float],
     backbone_lr: float | None,
     backbone_prefix: str | None,
 ) -> None:
-    names = [name for name, _ in trained]
+    names, every = [name for name, _ in trained], [name for name, _ in model.named_parameters()]
     prefixes = sorted({".".join(name.split(".")[:depth]) for name in names for depth in (1, 2, 3)})
+    known = ", ".join(prefixes)
     problems = [
-        f"optim.lr_multipliers.{prefix}: no trained parameter has this prefix; some that exist: {', '.join(prefixes)}"
+        f"optim.lr_multipliers.{prefix}: no trained parameter has this prefix; some that exist: {known}"
         for prefix in multipliers
         if not any(_below(name, prefix) for name in names)
     ]
+    problems += [
+        f"optim.slow_prefixes: no parameter, trained or frozen, has the prefix {prefix}; some that exist: {known}"
+        for prefix in slow
+        if not any(_below(name, prefix) for name in every)
+    ]
     if backbone_lr is not None and not any(_in_backbone(name, backbone_prefix) for name in names):
         wanted = "a part named backbone" if backbone_prefix is None else f"the prefix {backbone_prefix}"
-        problems.append(f"optim.backbone_lr: no trained parameter has {wanted}; prefixes: {', '.join(prefixes)}")
+        problems.append(f"optim.backbone_lr: no trained parameter has {wanted}; prefixes: {known}")
     if not trained:
         problems.append("no parameter requires a gradient: everything is frozen")
     if problems:
