@@ -1,10 +1,10 @@
-"""Clipping and the gradient table at their edges. Run: python -m pytest tests/test_gradients.py"""
+"""The norm of gradients, clipping and the gradient table at their edges: pytest tests/test_gradients.py"""
 
 import pytest
 import torch
 from torch import nn
 
-from toolkit.step.gradients import clip_gradients, gradient_table
+from toolkit.step.gradients import drop_gradients, gradient_norm, gradient_table
 
 
 def model_with_gradients(**values: list[float]) -> nn.ParameterDict:
@@ -14,24 +14,24 @@ def model_with_gradients(**values: list[float]) -> nn.ParameterDict:
     return parameters
 
 
-def test_clips_to_the_norm_and_reports_the_one_before():
+def test_clips_to_the_norm_before_it():
     model = model_with_gradients(a=[3.0, 0.0], b=[0.0, 4.0])
     model["unused"] = nn.Parameter(torch.zeros(5))
-    assert float(clip_gradients(model.parameters(), None)) == 5.0
+    parameters = list(model.parameters())
+    norm = gradient_norm(parameters)
+    assert float(norm) == 5.0 and float(gradient_norm(iter(parameters), scale=torch.tensor(2.0))) == 2.5
+    torch.nn.utils.clip_grads_with_norm_(parameters, 10.0, norm)
     assert model["b"].grad.tolist() == [0.0, 4.0]
-    assert float(clip_gradients(iter(model.parameters()), 1.0)) == 5.0
-    assert float(clip_gradients(model.parameters(), None)) == pytest.approx(1.0, abs=1e-5)
-    before = [p.grad.clone() for p in (model["a"], model["b"])]
-    clip_gradients(model.parameters(), 10.0)
-    assert all(torch.equal(old, p.grad) for old, p in zip(before, (model["a"], model["b"]), strict=True))
+    torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+    assert float(gradient_norm(parameters)) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_infinite_and_missing_gradients():
     model = model_with_gradients(a=[float("inf"), 1.0])
-    assert clip_gradients(model.parameters(), 1.0).isinf()
-    nothing = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2))})
-    assert float(clip_gradients(nothing.parameters(), 1.0)) == 0.0
-    assert "no parameter has a gradient" in gradient_table(nothing.named_parameters())
+    assert gradient_norm(model.parameters()).isinf()
+    drop_gradients(model)
+    assert float(gradient_norm(model.parameters())) == 0.0
+    assert "no parameter has a gradient" in gradient_table(model.named_parameters())
 
 
 def test_table_names_the_largest_first():

@@ -36,7 +36,7 @@ from toolkit.models.relation import frequency, geometry, losses, postprocess, sa
 from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects
 from toolkit.models.relation.layers import label_embedding
 from toolkit.models.weights.mapping import map_weights
-from toolkit.step.gradients import clip_gradients, gradient_table
+from toolkit.step.gradients import gradient_norm, gradient_table
 from toolkit.step.optim import parameter_groups
 from toolkit.step.plateau import PlateauSchedule, warmup_factor
 from toolkit.step.schedules import lr_factor
@@ -380,18 +380,14 @@ def test_optimizer_groups(golden):
             model = Tree([entry["name"] for entry in case["groups"]])
             for prefix in case["frozen_names"]:
                 assert all(not entry["name"].startswith(prefix) for entry in case["groups"])
-            factors = {}
-            for entry in case["groups"]:
-                slow = any(entry["name"].startswith(f"{head}.") for head in case["slow_heads"])
-                factors[entry["name"]] = (case["bias_lr_factor"] if entry["name"].endswith(".bias") else 1.0) / (
-                    case["slow_ratio"] if slow else 1.0
-                )
             groups = parameter_groups(
                 model,
                 lr=case["base_lr"] * case["images_per_batch_factor"],
                 weight_decay=case["weight_decay"],
-                no_decay_on_norm_and_bias=case["weight_decay_bias"] == 0,
-                multipliers=factors,
+                bias_lr_factor=case["bias_lr_factor"],
+                bias_weight_decay=case["weight_decay_bias"],
+                slow_prefixes=case["slow_heads"],
+                slow_factor=1 / case["slow_ratio"],
             )
             ours = {name: (g["lr"], g["weight_decay"]) for g in groups for name in g["param_names"]}
             for entry in case["groups"]:
@@ -413,7 +409,10 @@ def test_clipping(golden, clip_case):
     max_norm = float(case["max_norm"])
     if text["log_lines"]:
         same_lines(gradient_table(named, max_norm).splitlines(), text["log_lines"])
-    norm = clip_gradients((p for _, p in named), max_norm if case["clip"] else None)
+    parameters = [parameter for _, parameter in named]
+    norm = gradient_norm(parameters)  # norm and clipping as the training scripts have them
+    if case["clip"]:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     if not np.isfinite(case["total_norm"]):  # left to the guard, which stops before the update
         assert not norm.isfinite()
         return

@@ -1,23 +1,9 @@
-"""Gradient clipping, and a table of the largest gradients for people."""
+"""The norm of all gradients, a table of the largest ones for people, and forgetting them."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Scales all gradients by max_norm / (norm + 1e-6) when that is below 1; None only measures.
-
-    Returns the total norm before clipping, () on the device, without reading it. A norm that is not finite makes every
-    gradient NaN or 0, so the caller's guard must look at it before the update.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-    if max_norm is not None and gradients:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, factor)
-    return norm
 
 
 def gradient_table(
@@ -38,9 +24,6 @@ def gradient_table(
     rows = sorted(zip(each, named, strict=True), key=lambda row: -row[0])[:top]
     lines = [f"{name:<50s}: {norm:.5f}, ({gradient.shape})" for norm, (name, gradient) in rows]
     return "\n".join([f"{head}-----------------", *lines, "-------------------------------"])
-
-
-
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], scale: Tensor | float | None = None) -> Tensor:
