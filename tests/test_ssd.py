@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import run_on_ranks
+from torch import nn
 from torchvision.ops import box_iou
 
 from toolkit.boxes import cxcywh_to_xyxy
@@ -18,7 +19,17 @@ from toolkit.distributed import all_reduce, world
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
-from toolkit.models.ssd.criterion import IGNORED, Objects, decode_offsets, encode_boxes, match_anchors, mine_negatives
+from toolkit.models.ssd.criterion import (
+    IGNORED,
+    Objects,
+    SsdCriterion,
+    decode_offsets,
+    encode_boxes,
+    level_anchors,
+    match_anchors,
+    mine_negatives,
+    pad_objects,
+)
 from toolkit.models.weights.mapping import map_weights
 from toolkit.step.losses import window_denominators
 
@@ -75,6 +86,13 @@ def test_every_output_has_its_anchor_whatever_the_size(architecture, hw):
     first = outputs["anchors"][: cells[0][0] * cells[0][1] * 6]
     torch.testing.assert_close(first[:, :2].mean(0), torch.tensor([0.5, 0.5]))
     assert outputs["anchors"].min() >= 0 and outputs["anchors"].max() <= 1
+
+
+def test_a_cells_anchors_follow_the_order_of_the_ratios_each_once():
+    given = level_anchors((1, 1), (0.2, 0.3), [3, 2, 3])
+    sides = torch.tensor([[1, 1], [1.5, 1.5], *([r**p, r**-p] for r in (3, 2) for p in (0.5, -0.5))]) * 0.2
+    torch.testing.assert_close(given, torch.cat([torch.full((6, 2), 0.5), sides], dim=1))
+    assert given[[0, 1, 4, 5, 2, 3]].equal(level_anchors((1, 1), (0.2, 0.3), [2, 3]))
 
 
 def test_a_backbone_that_does_not_divide_by_its_strides_gets_anchors_for_the_maps_it_has():
@@ -178,6 +196,24 @@ def test_without_boxes_the_losses_are_zero_and_keep_the_graph(tiny):
     sum(losses.values()).backward()
     gradients = [p.grad for p in tiny.parameters() if p.requires_grad]
     assert all(g is not None and not g.any() for g in gradients)
+
+
+def test_labels_are_smoothed_in_training_mode_only():
+    anchors, hw = level_anchors((3, 3), (0.3, 0.5), [2]), torch.tensor([64, 96])
+    generator = torch.Generator().manual_seed(0)
+    logits, offsets = (torch.randn(2, len(anchors), n, generator=generator) for n in (4, 4))
+    parts = (logits, offsets, anchors, hw, [target([[20, 10, 60, 50]], [0]), target([[1, 1, 95, 63]], [2])])
+    plain, smooth = SsdCriterion(), nn.Sequential(SsdCriterion(label_smoothing=0.2))
+    expected = plain(*parts, {"positives": 1.0})[0]
+    in_training = smooth.train()[0](*parts, {"positives": 1.0})[0]
+    in_evaluation = smooth.eval()[0](*parts, {"positives": 1.0})[0]
+    assert in_evaluation["loss_cls"].equal(expected["loss_cls"])
+    assert in_evaluation["loss_loc"].equal(in_training["loss_loc"])
+    labels, _ = match_anchors(anchors, pad_objects(parts[-1], hw), 0.5)
+    used = mine_negatives(-logits.log_softmax(-1)[..., 0], labels, 3) | (labels > 0)
+    by_torch = nn.functional.cross_entropy(logits[used], labels[used], reduction="sum", label_smoothing=0.2)
+    torch.testing.assert_close(in_training["loss_cls"], by_torch)
+    assert float(by_torch) != pytest.approx(float(expected["loss_cls"]), rel=1e-3)
 
 
 def test_anchors_in_a_crowd_are_neither_positive_nor_negative(tiny):

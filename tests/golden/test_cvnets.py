@@ -235,6 +235,21 @@ def test_matching_and_offsets(ssd_case):
     torch.testing.assert_close(decoded, ssd_case["decoded_boxes_xyxy"], rtol=1e-5, atol=1e-6)
 
 
+def in_pixels(case: dict, objects: Objects) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
+    """Height and width, powers of two so that pixels are exact, and targets of such images with the case's boxes."""
+    hw = torch.tensor([64, 128])
+    pixels = hw.flip(0).repeat(2)
+    return hw, [
+        {"boxes": boxes[:n] * pixels, "labels": own[:n], "iscrowd": torch.zeros(n)}
+        for boxes, own, n in zip(objects.boxes, objects.labels, case["num_gt"].tolist(), strict=True)
+    ]
+
+
+def criterion_of(case: dict, label_smoothing: float) -> SsdCriterion:
+    names = ("iou_threshold", "center_variance", "size_variance")
+    return SsdCriterion(*(float(case[name]) for name in names), int(case["neg_pos_ratio"]), label_smoothing)
+
+
 def test_loss_mining_and_gradients(ssd_case):
     """Of the whole criterion, from boxes in pixels."""
     scores, regression = (ssd_case[name].requires_grad_() for name in ("scores", "box_regression"))
@@ -243,16 +258,8 @@ def test_loss_mining_and_gradients(ssd_case):
     used = mine_negatives(-scores.detach().log_softmax(-1)[..., 0], labels, ratio) | (labels > 0)
     assert used.equal(ssd_case["mining_mask"])
 
-    hw = torch.tensor([64, 128])  # powers of two, so that pixels are exact
-    pixels = hw.flip(0).repeat(2)
-    targets = [
-        {"boxes": boxes[:n] * pixels, "labels": own[:n], "iscrowd": torch.zeros(n)}
-        for boxes, own, n in zip(objects.boxes, objects.labels, ssd_case["num_gt"].tolist(), strict=True)
-    ]
-    criterion = SsdCriterion(
-        float(ssd_case["iou_threshold"]), float(ssd_case["center_variance"]), float(ssd_case["size_variance"]), ratio,
-        float(ssd_case["label_smoothing"]),
-    ).train(bool(ssd_case["training"]))  # fmt: skip
+    hw, targets = in_pixels(ssd_case, objects)
+    criterion = criterion_of(ssd_case, float(ssd_case["label_smoothing"])).train(bool(ssd_case["training"]))
     anchors = ssd_case["anchors_cxcywh"]
     counts = criterion.denominators(anchors, targets, hw)
     denominators, = window_denominators([counts], "cpu", "original")
@@ -264,6 +271,20 @@ def test_loss_mining_and_gradients(ssd_case):
     torch.testing.assert_close(total, ssd_case["loss/total_loss"], rtol=1e-5, atol=0)
     for ours, name in zip(torch.autograd.grad(total, (scores, regression)), ("scores", "box_regression"), strict=True):
         torch.testing.assert_close(ours, ssd_case[f"grad_{name}"], rtol=1e-5, atol=1e-7)
+
+
+def test_the_loss_of_an_evaluation_is_the_one_without_label_smoothing(ssd_case):
+    """The original smooths in training mode alone, so its numbers without are those of any smoothing in evaluation."""
+    if float(ssd_case["label_smoothing"]):
+        pytest.skip("the case was computed with smoothing")
+    objects, _, _ = matched(ssd_case)
+    hw, targets = in_pixels(ssd_case, objects)
+    criterion, anchors = criterion_of(ssd_case, 0.1), ssd_case["anchors_cxcywh"]
+    denominators, = window_denominators([criterion.denominators(anchors, targets, hw)], "cpu", "original")
+    parts = ssd_case["scores"], ssd_case["box_regression"], anchors, hw, targets, denominators
+    torch.testing.assert_close(criterion.eval()(*parts)[0]["loss_cls"], ssd_case["loss/cls_loss"], rtol=1e-5, atol=0)
+    smoothed = criterion.train()(*parts)[0]["loss_cls"]
+    assert not torch.isclose(smoothed, ssd_case["loss/cls_loss"], rtol=1e-3)
 
 
 def test_self_weighting(golden):

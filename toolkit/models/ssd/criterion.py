@@ -202,7 +202,9 @@ class SsdCriterion(nn.Module):
         iou_threshold: overlap from which an anchor is positive.
         center_variance, size_variance: see `encode_boxes`.
         negatives_per_positive: hardest negatives that count, per positive of their image.
-        self_weighting_steps, self_weighting_every: see `SelfWeighting`.
+        label_smoothing: share of the class targets that is spread over all classes. In training mode only, as in
+            CVNets: the losses of an evaluation are without.
+        self_weighting_steps, self_weighting_every: see `SelfWeighting`; in training mode only.
     """
 
     loss_names = ("loss_cls", "loss_loc")
@@ -251,8 +253,9 @@ class SsdCriterion(nn.Module):
         boxes = torch.where((labels > 0)[..., None], boxes, cxcywh_to_xyxy(anchors_cxcywh))
         exact = torch.promote_types(logits.dtype, torch.float32)
         wanted = encode_boxes(boxes, anchors_cxcywh, *self.variances).to(exact)
+        smoothing = self.label_smoothing if self.training else 0.0
         loss_cls, loss_loc = multibox_loss(
-            logits.to(exact), offsets.to(exact), labels, wanted, self.negatives_per_positive, self.label_smoothing
+            logits.to(exact), offsets.to(exact), labels, wanted, self.negatives_per_positive, smoothing
         )
         if self.training:
             loss_loc = loss_loc * self.balance.weight
