@@ -172,6 +172,19 @@ def test_newest_best_and_latest_are_kept(tmp_path):
     assert newest_valid(tmp_path)[0].step == 1234567
 
 
+def test_checkpoints_of_every_so_many_steps_stay_beside_newest_best_and_latest(tmp_path):
+    for step in range(0, 26, 2):
+        save(tmp_path, step, keep=2, keep_every=10, best=step == 4)
+    kept = ["step_000004", "step_000010", "step_000020", "step_000022", "step_000024"]
+    assert steps(tmp_path) == kept, "step 0 has learned nothing: it goes like any other"
+    assert linked(tmp_path, "best") == tmp_path / "step_000004" and linked(tmp_path, "latest").name == "step_000024"
+    save(tmp_path, 26, keep=1, keep_every=4)
+    assert steps(tmp_path) == ["step_000004", "step_000020", "step_000024", "step_000026"], "by the present setting"
+    save(tmp_path, 28, keep=1)
+    assert steps(tmp_path) == ["step_000004", "step_000028"]
+    assert newest_valid(tmp_path)[0].step == 28
+
+
 def test_newest_is_the_last_one_written_not_the_highest_step(tmp_path):
     """A run that went back to step 2 must not go on from the steps 3 and 4 it left behind."""
     for step in (1, 2, 3, 4):

@@ -62,6 +62,7 @@ def save_checkpoint(
     state: dict,
     keep: int,
     best: bool = False,
+    keep_every: int = 0,
 ) -> Path:
     """Write `folder/step_<step>`, point `latest` (and `best`) at it, then delete what is no longer kept.
 
@@ -77,6 +78,7 @@ def save_checkpoint(
         state: JSON values with string keys; floats come back to the last bit, NaN and infinities too, tuples as lists.
         keep: newest checkpoints kept (at least 1), besides `best` and `latest`.
         best: this one is the best so far.
+        keep_every: checkpoints of step keep_every, 2 * keep_every, ... are kept for good; 0: none is.
 
     Raises:
         CheckpointError: no space, no right to write, ...; the earlier checkpoints are untouched.
@@ -107,7 +109,7 @@ def save_checkpoint(
         if number is None:
             raise
         raise CheckpointError(_cannot_write(folder, number, needed)) from error
-    _prune(folder, max(keep, 1))
+    _prune(folder, max(keep, 1), keep_every)
     return path
 
 
@@ -217,11 +219,15 @@ def _clean(folder: Path) -> None:
             aside.rename(original)
 
 
-def _prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep`, `best` and `latest`. What has no readable manifest is left for a person."""
+def _prune(folder: Path, keep: int, keep_every: int) -> None:
+    """Delete all but the newest `keep`, `best`, `latest` and, beyond step 0, those of every `keep_every` steps.
+
+    What has no readable manifest is left for a person.
+    """
     kept = {linked(folder, "best"), linked(folder, "latest")}
     for path in list(_by_age(folder)[0])[keep:]:
-        if path not in kept:
+        step = int(_STEP_FOLDER.fullmatch(path.name)[1])
+        if path not in kept and not (keep_every and step and step % keep_every == 0):
             # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.
             doomed = path.with_name(f".tmp-deleted-{path.name}")
             try:
