@@ -289,8 +289,9 @@ def _check_sizes(num_samples: int, batch_size: int, world_size: int) -> None:
         )
 
 
-
-
 def accumulation_at(epoch: int, accumulation_steps: int, after_epoch: int) -> int:
-    """Micro-batches of one optimizer step in an epoch: 1 before the epoch `after_epoch` (counted from 0)."""
+    """Micro-batches of one optimizer step in an epoch: 1 before the epoch `after_epoch` (counted from 0).
+
+    In the epoch `after_epoch` itself accumulation has begun, as in CVNets since its version 0.2.
+    """
     return accumulation_steps if epoch >= after_epoch else 1
