@@ -44,7 +44,7 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     reading = {key: data[key] for key in ("image_dir", "format", "name", "on_error")}
     if arguments.image_dir or arguments.split is not None and data["name"] is None:
         reading["image_dir"] = arguments.image_dir  # another file's images; a split of the same data has the same
-    table = open_split(arguments.split or data["val"], **reading)
+    table = open_split(arguments.split or data["val"], say=accelerator.print, **reading)
     if [c.name for c in table.categories] != [c.name for c in run.categories]:
         raise BadInput(f"the data has classes {table.class_names}, the run {[c.name for c in run.categories]}")
     detector = load_detector(run, chosen)

@@ -22,6 +22,7 @@ import torch
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.transforms.geometry import resize
 from toolkit.errors import BadInput
+from toolkit.use.export import check_exportable, export_final
 from toolkit.use.prediction import find_images, input_hw, open_own_detector
 
 CHECKED_IMAGES = 4
@@ -29,15 +30,15 @@ CHECKED_IMAGES = 4
 
 def export(arguments: argparse.Namespace) -> None:
     own = open_own_detector(arguments.model, arguments.weights)
-    if own is None or not hasattr(own.detector, "export"):
-        name = "a model of transformers" if own is None else own.detector.options["architecture"]
-        raise BadInput(f"{arguments.model}: {name} cannot be exported; YOLOv3 can")
+    if own is None:
+        raise BadInput(f"{arguments.model}: a model of transformers cannot be exported; YOLOv3 can")
+    check_exportable(own.detector)
     images = images_to_check(arguments.check_on, input_hw((320, 320), own.size))
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out {arguments.out}: cannot be written: {error.strerror}") from error
-    own.detector.export(arguments.out, images, print)
+    print(export_final(own.detector, arguments.out, images))
     if arguments.nms:
         from toolkit.use.export.yolov3 import export_onnx  # takes seconds
 

@@ -30,17 +30,10 @@ import torch
 from tqdm import tqdm
 
 from toolkit.errors import BadInput
+from toolkit.evaluation.detections import detections_as_json, relations_as_json
 from toolkit.evaluation.draw import draw_detections
 from toolkit.files import write_text_atomic
-from toolkit.use.prediction import (
-    FilePrediction,
-    Predictor,
-    detections_as_json,
-    find_images,
-    open_predictor,
-    predict_files,
-    relations_as_json,
-)
+from toolkit.use.prediction import FilePrediction, Predictor, find_images, open_predictor, predict_files
 
 
 def predict(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from toolkit.errors import BadInput
-from toolkit.runs.command_line import load_config_dict
+from toolkit.runs.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import describe_finding, load_report, replay
 from toolkit.use.rebuild import rebuild_detector

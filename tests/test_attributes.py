@@ -22,6 +22,8 @@ from toolkit.data.transforms.geometry import crop, flip, recheck_boxes
 from toolkit.data.transforms.mixup import mixup
 from toolkit.data.transforms.mosaic import mosaic
 from toolkit.errors import BadInput
+from toolkit.evaluation.choose import make_evaluator
+from toolkit.evaluation.detections import best_first, detections_as_json
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.scene_graph_evaluator import attribute_r_precision
 from toolkit.models import build_detector
@@ -29,7 +31,6 @@ from toolkit.models.final import load_detector_folder
 from toolkit.models.relation.losses import attribute_loss, mean
 from toolkit.models.relation.start import count_table
 from toolkit.step.losses import LossWeights
-from toolkit.use.prediction import best_first, detections_as_json
 
 NAMES = ("red", "striped", "wet")
 INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,
@@ -284,7 +285,7 @@ def test_it_learns_and_the_metric_says_so(table, tmp_path):
     """Six images by heart, from the features of a random backbone."""
     model = model_of(table, detector_options=INNER | {"representation_size": 64})
     batch = next(iter(loader_of(table)))
-    evaluator = model.make_evaluator(table, "faster")
+    evaluator = make_evaluator(model, table, "faster")
     before = evaluator.evaluate(predictions_of(model.eval(), table))
     learning = [*model.attribute_predictor.parameters(), *model.box_features.parameters()]
     optimizer = torch.optim.Adam(learning, 3e-3)
@@ -316,10 +317,10 @@ def test_evaluation_without_boxes_or_with_other_attributes(table):
     assert not any("attribute_scores" in p for p in predictions_of(model, table).values()), "1.6 GB of VG150, unused"
     predictions = predict_dataset(model, loader_of(table), "cpu", score_threshold=0.2).by_image
     assert all(len(p["attribute_scores"]) == len(p["boxes"]) for p in predictions.values()), "as predict.py asks"
-    assert "attribute_R_precision" not in model.make_evaluator(table, "faster").evaluate(predictions)
+    assert "attribute_R_precision" not in make_evaluator(model, table, "faster").evaluate(predictions)
     with pytest.raises(BadInput, match="attributes.*'rings'.*training data.*'red'"):
-        model_of(table, attributes=NAMES).make_evaluator(table, "faster")
-    model_of(table, attributes=()).make_evaluator(table, "faster")
+        make_evaluator(model_of(table, attributes=NAMES), table, "faster")
+    make_evaluator(model_of(table, attributes=()), table, "faster")
 
 
 def test_r_precision_counts_the_k_best_of_each_object():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.runs.command_line import parse_config
+from toolkit.command_line import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [path for path in sorted(ROOT.glob("docs/*.md")) if path.stem != "design"]  # which speaks of scripts/x.py

@@ -28,7 +28,7 @@ from transformers.loss.loss_deimv2 import Deimv2Loss
 
 from toolkit.data.batches import collate
 from toolkit.errors import BadInput
-from toolkit.models import build_detector
+from toolkit.models import build_detector, options_class
 from toolkit.models.detr.rt_detr import _transformers_target, without_crowd
 from toolkit.models.start import start_detector
 from toolkit.step.losses import LossWeights, window_denominators
@@ -362,7 +362,8 @@ def test_fine_tuning_from_a_folder_of_the_hub_keeps_what_its_classes_know(tmp_pa
     original.save_pretrained(tmp_path / "hub")
     (tmp_path / "run").mkdir()
     settings = {"architecture": architecture, "pretrained": str(tmp_path / "hub"), "freeze": "none"}
-    detector = start_detector(settings, CLASSES, tmp_path / "run", resumed_from=None, say=print).eval()
+    options = options_class(settings["architecture"])(**settings)
+    detector = start_detector(options, CLASSES, tmp_path / "run", resumed_from=None, say=print).eval()
     batch = batch_of([0])
     with torch.no_grad():  # as many queries as positions: another class cannot choose other ones
         detector.model.config.num_queries = original.config.num_queries = 21

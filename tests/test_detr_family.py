@@ -27,7 +27,7 @@ from toolkit.batch import normalize_images, pixel_mask
 from toolkit.boxes import normalize_boxes, xyxy_to_cxcywh
 from toolkit.data.batches import collate
 from toolkit.errors import BadInput
-from toolkit.models import build_detector
+from toolkit.models import build_detector, options_class
 from toolkit.models.detr.focal_criterion import FocalCriterion, quality_terms
 from toolkit.models.start import start_detector
 from toolkit.step.losses import window_denominators
@@ -146,7 +146,8 @@ def test_forward_and_losses_are_those_of_transformers(name, counts):
 
     model = detector.model
     model.config.auxiliary_loss = auxiliary = name not in ("conditional_detr", "yolos")  # wrong or absent there
-    model.config.class_cost, model.config.bbox_cost, model.config.giou_cost = detector.set_loss.matching_costs
+    costs = map(int, detector.set_loss.matching_costs)  # transformers takes whole numbers only
+    model.config.class_cost, model.config.bbox_cost, model.config.giou_cost = costs
     pixels = normalize_images(batch.images, batch.sizes, detector.mean, detector.std)
     mask = {} if detector.fixed_size else {"pixel_mask": pixel_mask(batch.sizes, pixels.shape[-2:])}
     theirs = model(pixels, **mask, labels=transformers_labels(batch.targets))
@@ -441,7 +442,8 @@ def test_a_run_starts_from_the_final_folder_of_another_one(tmp_path, name):
     source = wake(small(name))
     source.save_final(tmp_path / "final", [Class(i, c) for i, c in enumerate(CLASSES)], {"height": 64, "width": 64})
     settings = {"architecture": name.rstrip("+"), "pretrained": str(tmp_path / "final"), "freeze_prefixes": []}
-    started = start_detector(settings, ["new", CLASSES[2]], tmp_path, resumed_from=None, say=print).state_dict()
+    options = options_class(settings["architecture"])(**settings)
+    started = start_detector(options, ["new", CLASSES[2]], tmp_path, resumed_from=None, say=print).state_dict()
     of_classes = 0
     for key, tensor in source.state_dict().items():
         if key.endswith("num_batches_tracked"):  # frozen norms have none

@@ -299,7 +299,8 @@ def test_nothing_to_explain_with(zero_case, tmp_path):
 class TinyDetector(nn.Module):
     """A detector in small: four queries from the mean colour of the image, with DETR's real criterion."""
 
-    denominator_names, metric_names = DetrCriterion.denominator_names, ("class_error",)
+    denominator_names, metric_names = ("boxes", "class_weights"), ("class_error",)
+    divided_by = {"loss_ce": "class_weights", "loss_bbox": "boxes", "loss_giou": "boxes"}
 
     def __init__(self, num_classes=3, num_queries=4):
         super().__init__()

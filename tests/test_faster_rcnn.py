@@ -1,26 +1,28 @@
 """Faster R-CNN: matching, sampling, losses, detections. Run: `python -m pytest tests/test_faster_rcnn.py`."""
 
+import inspect
 import math
-from dataclasses import fields
 
 import pytest
 import torch
+from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchvision.models.detection import fasterrcnn_resnet50_fpn, fasterrcnn_resnet50_fpn_v2
+from torchvision.models import resnet50
+from torchvision.models.detection import faster_rcnn, fasterrcnn_resnet50_fpn, fasterrcnn_resnet50_fpn_v2
 from torchvision.models.detection._utils import Matcher
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import box_iou
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.evaluation.predict_dataset import eval_mode
 from toolkit.models import build_detector
-from toolkit.models.faster_rcnn.build import SAMPLING_OPTIONS
+from toolkit.models.faster_rcnn.build import torchvision_settings
 from toolkit.models.faster_rcnn.criterion import BACKGROUND, IGNORED, covered_share, match_boxes, sample, shares
+from toolkit.models.faster_rcnn.options import FasterRcnnOptions, ResNet50V2Options, TwoStageOptions
 from toolkit.models.final import load_detector_folder
 from toolkit.models.start import start_detector
-from toolkit.runs.settings import PretrainedConfig, TwoStageConfig
+from toolkit.modes import eval_mode
 from toolkit.step.norms import FrozenBatchNorm2d
 
 CLASSES = ("red", "white", "platelet")
@@ -244,11 +246,18 @@ def test_autocast_keeps_boxes_and_losses_in_float32():
     assert float(losses["loss_objectness"]) == pytest.approx(float(full["loss_objectness"]), rel=0.05)
 
 
+def test_losses_are_divided_as_announced():
+    detector = tiny(**EVERYTHING).train()
+    targets = TARGETS[:2]
+    outputs = detector(*images_of(2), targets)
+    assert_losses_are_divided_as_announced(detector, outputs, targets)
+
+
 # Detections
 
 
 def test_padded_images_are_detected_within_their_own_size():
-    detector = tiny(box_score_thresh=0.0).eval()
+    detector = tiny(score_threshold=0.0).eval()
     images, _ = images_of(2)
     sizes = torch.tensor([[64, 64], [40, 33]])
     with torch.no_grad():
@@ -264,7 +273,7 @@ def test_padded_images_are_detected_within_their_own_size():
 
 
 def test_detections_are_the_same_with_and_without_targets():
-    detector = tiny(box_score_thresh=0.0).eval()
+    detector = tiny(score_threshold=0.0).eval()
     images, sizes = images_of(3)
     with torch.no_grad():
         plain, with_targets = detector(images, sizes), detector(images, sizes, TARGETS[:3])
@@ -273,7 +282,7 @@ def test_detections_are_the_same_with_and_without_targets():
 
 
 def test_detections_with_logits_are_one_class_per_proposal():
-    detector = tiny(box_score_thresh=0.0).eval()
+    detector = tiny(score_threshold=0.0).eval()
     images, sizes = images_of(2)
     with torch.no_grad():
         features, images_hw = detector.features(images, sizes)
@@ -296,7 +305,7 @@ def test_resnet50_fpn_v2_is_torchvisions():
     theirs = fasterrcnn_resnet50_fpn_v2(
         weights=None, weights_backbone=None, num_classes=4, min_size=64, max_size=64, box_score_thresh=0.0
     ).eval()
-    ours = build_detector("fasterrcnn_resnet50_fpn_v2", class_names=CLASSES, box_score_thresh=0.0).eval()
+    ours = build_detector("fasterrcnn_resnet50_fpn_v2", class_names=CLASSES, score_threshold=0.0).eval()
     ours.load_state_dict(theirs.state_dict(), strict=True)
     images, sizes = images_of(2)
     with torch.no_grad():
@@ -310,6 +319,31 @@ def test_resnet50_fpn_v2_is_torchvisions():
 
 
 # Building
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("faster_rcnn", TINY | {"nms_threshold": 0.3, "score_threshold": 0.2, "detections_per_image": 7}),
+        ("faster_rcnn", {"backbone": "resnet18d", "mean": [0.1, 0.2, 0.3]}),
+        ("faster_rcnn", TINY | {"box_convs": 1, "rpn_convs": 2, "head_norm": "sync", "norm": "frozen"}),
+        ("fasterrcnn_resnet50_fpn_v2", {"freeze": "paper", "rpn_nms_thresh": 0.6}),
+    ],
+)
+def test_resolved_options_build_the_same_detector(architecture, options):
+    detector = build_detector(architecture, class_names=CLASSES, **options)
+    assert_resolved_options_build_it_again(detector, CLASSES)
+    assert detector.roi_heads.nms_thresh == options.get("nms_threshold", 0.5)
+    assert detector.roi_heads.score_thresh == options.get("score_threshold", 0.05)
+    assert detector.roi_heads.detections_per_img == options.get("detections_per_image", 100)
+
+
+def test_pretrained_weights_of_v2_freeze_what_the_resolved_options_say(tmp_path):
+    torch.save(resnet50().state_dict(), tmp_path / "weights.pth")
+    weights = str(tmp_path / "weights.pth")
+    detector = build_detector("fasterrcnn_resnet50_fpn_v2", class_names=CLASSES, pretrained_backbone=weights)
+    assert detector.resolved_options()["freeze"] == "paper" and not detector.resolved_options()["pretrained_backbone"]
+    assert_resolved_options_build_it_again(detector, CLASSES)
 
 
 def test_default_settings_are_torchvisions_resnet50_fpn():
@@ -348,10 +382,10 @@ def test_another_set_of_classes_takes_everything_but_the_rows_of_new_ones(tmp_pa
     """Rows of classes of the same name are kept, wherever they stand; background is the first row of both."""
     source, folder = tiny(seed=1), tmp_path / "final"
     source.save_final(folder, [Category(i, name) for i, name in enumerate(CLASSES)])
-    settings = {"pretrained": str(folder), "architecture": "faster_rcnn"}
+    options = FasterRcnnOptions(pretrained=str(folder))
     torch.manual_seed(2)
     said = []
-    started = start_detector(settings, ("platelet", "new"), tmp_path, resumed_from=None, say=said.append)
+    started = start_detector(options, ("platelet", "new"), tmp_path, resumed_from=None, say=said.append)
     assert "roi_heads.box_predictor.cls_score.weight" in (tmp_path / "pretrained.txt").read_text() and said
     theirs, ours = source.state_dict(), started.state_dict()
     for name, tensor in ours.items():
@@ -384,5 +418,13 @@ def test_faults_are_bad_input(options, words):
 def test_settings_of_the_other_architecture_are_bad_input():
     with pytest.raises(BadInput, match="no setting model.strides"):
         build_detector("fasterrcnn_resnet50_fpn_v2", class_names=CLASSES, strides=[8, 16])
-    names = {field.name for field in fields(TwoStageConfig)} - {field.name for field in fields(PretrainedConfig)}
-    assert names == set(SAMPLING_OPTIONS)
+
+
+@pytest.mark.parametrize("cls", [TwoStageOptions, FasterRcnnOptions, ResNet50V2Options])
+def test_the_two_stages_have_all_settings_of_torchvision_with_its_values(cls):
+    of_torchvision = {
+        name: parameter.default
+        for name, parameter in inspect.signature(faster_rcnn.FasterRCNN).parameters.items()
+        if name.startswith(("rpn_", "box_")) and parameter.default is not None
+    }
+    assert torchvision_settings(cls()) == of_torchvision

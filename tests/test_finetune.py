@@ -14,13 +14,13 @@ from torch import nn
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.models import build_detector
+from toolkit.models import build_detector, options_class
 from toolkit.models.backbones import timm_extractor
 from toolkit.models.final import save_detector_folder
 from toolkit.models.start import load_pretrained, start_detector
 from toolkit.models.weights.mapping import copy_class_rows, map_weights
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
-from toolkit.runs.command_line import detector_options, load_config_dict
+from toolkit.runs.settings_file import load_config_dict
 from toolkit.use.rebuild import rebuild_detector
 
 SMALL = {"backbone": "resnet10t", "freeze": "none", "d_model": 16, "heads": 2, "ffn_dim": 16, "encoder_layers": 1,
@@ -49,11 +49,10 @@ def run_folder(tmp_path):
 
 def begin(options, classes, folder, resumed_from=None, seed=7):
     """`start_detector` as a script calls it: settings written first. Returns the detector and what was said."""
-    model = {"pretrained": None, "freeze_prefixes": [], **options}
-    (folder / "config.yaml").write_text(json.dumps({"model": model}))  # JSON is YAML
-    said = []
+    (folder / "config.yaml").write_text(json.dumps({"model": options}))  # JSON is YAML
+    said, settings = [], options_class(options["architecture"])(**options)
     torch.manual_seed(seed)
-    return start_detector(model, classes, folder, resumed_from=resumed_from, say=said.append), "\n".join(said)
+    return start_detector(settings, classes, folder, resumed_from=resumed_from, say=said.append), "\n".join(said)
 
 
 class_lists = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=6, unique=True)
@@ -226,7 +225,7 @@ def test_without_a_network_one_sentence_at_once_says_what_to_set(monkeypatch, tm
 @pytest.mark.parametrize("name", ["train_detr", "train_faster_rcnn", "train_ssd", "train_yolov3"])
 def test_every_tensor_whose_shape_goes_by_the_classes_says_what_its_rows_are(name):
     model = yaml.safe_load((SMALL_CONFIGS / f"{name}.yaml").read_text())["model"]
-    options = {"architecture": name.removeprefix("train_"), **detector_options(model)}
+    options = {"architecture": name.removeprefix("train_"), **model}
     small, large = (build_detector(**options, class_names=names) for names in (["a", "b"], ["x", "b", "y", "z"]))
     mine, old = large.state_dict(), small.state_dict()
     table = load_pretrained(large, weights_of(small, ["a", "b"]), ["x", "b", "y", "z"])

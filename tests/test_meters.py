@@ -3,11 +3,14 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from toolkit.step.meters import Meters, MomentumMeter, SmoothedValue
+from toolkit.errors import BadInput
+from toolkit.log import Log
+from toolkit.step.meters import KINDS, Averages, Meters, MomentumMeter, SmoothedValue, make_meters
 from toolkit.step.timer import StepTimer, peak_memory_mb
 
 
@@ -58,6 +61,50 @@ def test_meters_continue_from_json_as_if_never_stopped():
     assert second.state_dict() == whole.state_dict()
     assert str(second) == str(whole)
     assert second.averages() == whole.averages()
+
+
+def test_each_kind_smooths_as_its_original():
+    values = [4.0, 1.0, 2.0, 9.0]
+    shown = {}
+    for kind in KINDS:
+        meters = make_meters(kind, steps_per_epoch=2)
+        for value in values:
+            meters.update(loss=value)
+        shown[kind] = str(meters["loss"])
+    assert shown["epoch_median"] == shown["run_median"] == "2.0000 (4.0000)"
+    assert shown["epoch_mean"] == shown["run_mean"] == "9.0000 (4.0000)"
+    assert meters["loss"].momentum == 0.5  # 1 - 1 / steps of an epoch, as in seamseg
+    with pytest.raises(BadInput, match="run.meters is 'median'"):
+        make_meters("median", 2)
+
+
+def test_averages_are_exact_over_a_resume_and_skip_what_was_not_there():
+    whole, first, second = Averages(), Averages(), Averages()
+    steps = [{"loss": 1 / (i + 3)} | ({"class_error": float(i)} if i % 3 else {}) for i in range(10)]
+    for values in steps:
+        whole.update(values)
+    for values in steps[:4]:
+        first.update(values)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for values in steps[4:]:
+        second.update(values)
+    assert second.means() == whole.means()
+    assert whole.means()["class_error"] == pytest.approx((1 + 2 + 4 + 5 + 7 + 8) / 6)
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("epoch_median", False), ("run_median", True), ("momentum", True)])
+def test_meters_of_an_epoch_begin_anew_those_of_a_run_do_not(kind, kept, capsys):
+    log, rows = Log(True, kind, steps_per_epoch=2, log_every=1), []
+    log.start(SimpleNamespace(log=rows.append), {}, 0, 4)
+    for step in (1, 2):
+        log.note_step(step, 4, 0, {"train/loss": 3.0 * step, "train/lr/main": 0.1}, images=4)
+    log.note_epoch(2, 0)
+    log.note_epoch(2, 0)  # once
+    assert log.end_epoch() == {"loss": 4.5}
+    assert bool(log.meters) is kept
+    assert [row for row in rows if "epoch/loss" in row] == [rows[-1]]
+    assert (rows[-1]["step"], rows[-1]["epoch"], rows[-1]["epoch/loss"]) == (2, 0, 4.5)
+    assert capsys.readouterr().out.count("Averaged stats of epoch 1: loss: 4.5000") == 1
 
 
 def test_timer_splits_waiting_from_work_and_leaves_evaluation_out():

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from toolkit.data.batches import make_loader
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.formats import open_dataset
-from toolkit.data.mixed_dataset import ALL_EPOCHS, mixed_dataset, mixed_epochs
+from toolkit.data.mixed_dataset import ALL_EPOCHS, MixedDataset, mixed_epochs
 from toolkit.data.sampling import EpochSampler, SampleKey
 from toolkit.data.shapes import make_shapes
 from toolkit.data.transforms.mosaic import draw_point, mosaic
 from toolkit.data.transforms.yolov3 import FILL_RGB, yolov3_transform
 from toolkit.data.variable_sizes import VariableSizes
 from toolkit.errors import BadInput
-from toolkit.step.length import StepBudget
 
 SIDE = 64
 
@@ -78,7 +77,7 @@ def table(tmp_path_factory):
 
 
 def mixed(table, **options):
-    return mixed_dataset(**options)(table, yolov3_transform(colour=True, flip=True), 3)
+    return MixedDataset(table, yolov3_transform(photometric=True, flip=True), 3, **options)
 
 
 def equal(first, second) -> bool:
@@ -120,7 +119,7 @@ def test_plain_epochs_are_those_of_the_plain_dataset_also_for_running_workers(ta
     """What is planned after the workers were started counts for them: they stay alive between epochs."""
     sizes, transform = VariableSizes(((SIDE, SIDE), (32, 32)), 2), yolov3_transform(flip=True)
     sampler = EpochSampler(len(table), 2, seed=3, sizes=sizes)
-    dataset, plain = mixed_dataset(mixup=True)(table, transform, 3), DetectionDataset(table, transform, 3)
+    dataset, plain = MixedDataset(table, transform, 3, mixup=True), DetectionDataset(table, transform, 3)
     loader = make_loader(dataset, sampler, workers)
     for epoch in range(4):
         sampler.set_epoch(epoch)
@@ -143,9 +142,9 @@ def test_a_negative_number_of_plain_epochs_is_bad_input():
         mixed_epochs(-1, total_steps=10, steps_per_epoch=5)
 
 
-def test_a_probability_above_one_is_bad_input():
-    with pytest.raises(BadInput, match="mosaic"):
-        mixed_dataset(mosaic=1.5)
+def test_a_probability_above_one_is_bad_input(table):
+    with pytest.raises(BadInput, match="data.mosaic is 1.5"):
+        mixed(table, mosaic=1.5)
 
 
 @pytest.mark.parametrize(
@@ -159,15 +158,9 @@ def test_how_many_epochs_are_mixed(plain, total_steps, per_epoch, expected):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 300), st.floats(0, 30))
 def test_a_length_that_becomes_known_decides_later_epochs_only(known_after, per_epoch, more, plain):
-    """Before it is known, in the epoch in which it becomes so, and after a resume: the same answer for each epoch."""
-    budget, total = StepBudget(1.0), known_after + more
-    budget.steps = known_after
-    begun = mixed_epochs(plain, 10**6, per_epoch, budget)
-    assert begun == ALL_EPOCHS
-    budget.fix(total)
-    mixed_now = mixed_epochs(plain, total, per_epoch, budget)
+    """Before it is known, and in the epoch in which it becomes so, all is mixed."""
+    assert mixed_epochs(plain, 10**6, per_epoch, None) == ALL_EPOCHS
+    mixed_now = mixed_epochs(plain, known_after + more, per_epoch, fixed_at_step=known_after)
     epoch_now = (known_after - 1) // per_epoch
-    assert mixed_now > epoch_now
-    resumed = StepBudget(1.0)
-    resumed.load_state_dict(budget.state_dict())
-    assert mixed_epochs(plain, total, per_epoch, resumed) == mixed_now
+    from_the_start = mixed_epochs(plain, known_after + more, per_epoch, fixed_at_step=0)
+    assert mixed_now == max(epoch_now + 1, from_the_start)

@@ -16,8 +16,9 @@ from PIL import Image
 from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
+from toolkit.evaluation.detections import detections_as_json
 from toolkit.evaluation.draw import COLOURS, draw_detections, picture_with_boxes
-from toolkit.use.prediction import detections_as_json, find_images, input_hw, open_predictor, predict_files
+from toolkit.use.prediction import find_images, input_hw, open_predictor, predict_files
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("predict", ROOT / "scripts" / "predict.py")

@@ -10,10 +10,12 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.models.relation import HEADS, HeadSizes, build_relation_head, losses
+from toolkit.evaluation.detections import best_first, detections_as_json, relations_as_json
+from toolkit.models.relation import losses
 from toolkit.models.relation.batch import RelationBatch, RelationOutput
 from toolkit.models.relation.frequency import predicate_weights
 from toolkit.models.relation.geometry import iou_plus_one, reading_order, rectangle_masks
+from toolkit.models.relation.heads import HEADS, HeadSizes, build_relation_head
 from toolkit.models.relation.postprocess import late_nms, rank_triplets
 from toolkit.models.relation.sampling import (
     join_samples,
@@ -25,7 +27,6 @@ from toolkit.models.relation.sampling import (
 from toolkit.models.relation.trees import grow_trees
 from toolkit.models.relation.union import UnionFeatures
 from toolkit.models.weights.mapping import map_weights
-from toolkit.use.prediction import best_first, detections_as_json, relations_as_json
 
 CLASSES, PREDICATES = 6, 5
 SIZES = HeadSizes(CLASSES, PREDICATES, roi_dim=8, union_dim=10, hidden_dim=8, pooling_dim=10, embed_dim=4)

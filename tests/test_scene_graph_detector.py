@@ -7,20 +7,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import training_loader, val_transform
-from toolkit.data.shapes import PREDICATES, make_shapes
+from toolkit.data.shapes import ATTRIBUTES, PREDICATES, make_shapes
 from toolkit.errors import BadInput
+from toolkit.evaluation.choose import make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.scene_graph_draw import correct_triplets
 from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator, true_graph
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
-from toolkit.models.relation import HEADS
 from toolkit.models.relation.frequency import log_frequencies
+from toolkit.models.relation.heads import HEADS
 from toolkit.models.relation.objects import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
 from toolkit.models.relation.start import count_table
 from toolkit.models.relation.words import load_word_vectors, start_from_words
@@ -79,6 +81,33 @@ def test_losses_are_the_announced_ones_and_reach_all_that_trains(table, batch, m
         assert "head" in reached
         assert head == "frequency" or reached == {"detector", "box_features", "union", "head"}
         assert ("loss_objectness" in losses) == (mode != "predcls"), "the detector's own"
+
+
+@pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])
+def test_losses_are_divided_as_announced(table, batch, mode):
+    for head in HEADS if mode == "predcls" else ("vctree", "vtranse"):
+        model = model_of(table, mode, head, attributes=ATTRIBUTES).train()
+        outputs = model(batch.images, batch.sizes, batch.targets)
+        assert_losses_are_divided_as_announced(model, outputs, batch.targets)
+
+
+@pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])
+def test_resolved_options_build_the_same_model(table, mode):
+    others = {
+        "imp": {"freeze": "detector"},
+        "motifs": {"norm_momentum": 0.1, "nms_threshold": 0.3, "head_options": {"dropout": 0.1}},
+        "frequency": {"detector": "runs/detector"},
+    }
+    for head, options in others.items():
+        model = model_of(table, mode, head, attributes=ATTRIBUTES, **options)
+        assert_resolved_options_build_it_again(
+            model, table.class_names, ("pretrained", "detector", "word_vectors", "norm_momentum")
+        )
+        assert model.resolved_options()["freeze"] == ("none" if head == "motifs" else "detector")
+        assert model.resolved_options()["detector_options"]["strides"] == INNER["strides"]
+        parameters = [name for name, _ in model.named_parameters()]
+        assert all(any(name.startswith(f"{p}.") for name in parameters) for p in model.slow_prefixes)
+        assert bool(model.slow_prefixes) == (head == "imp")
 
 
 @pytest.mark.parametrize("mode", ["predcls", "sgdet"])
@@ -172,7 +201,7 @@ def test_detections_learn_the_label_of_what_they_overlap():
 
 def test_annotated_boxes_are_proposals_too_in_training_only(table, batch, monkeypatch):
     """A weak detector proposes few of the objects that the relations are between."""
-    model = model_of(table, "sgdet", freeze="detector", detector_options=INNER | {"box_score_thresh": 0.0})
+    model = model_of(table, "sgdet", freeze="detector", detector_options=INNER | {"score_threshold": 0.0})
     nothing = [torch.zeros(0, 4)] * len(batch.targets)
     monkeypatch.setattr(model.detector, "proposals", lambda *_: nothing)
     found = {}
@@ -262,7 +291,7 @@ def test_the_best_pairs_and_the_annotated_ones_are_all_that_metrics_need(table):
     """`top_k` pairs of each image give the numbers that all pairs give."""
     loader = training_loader(table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32)[1]
     model = model_of(table, "sgcls", "imp").eval()
-    evaluator = model.make_evaluator(table, "faster")
+    evaluator = make_evaluator(model, table, "faster")
     weights = LossWeights(model.loss_names, {}, model.default_weights)
     found = {top: predict_dataset(model, loader, "cpu", loss_weights=weights, top_k=top) for top in (1, 20, 999)}
     assert max(len(p["pairs"]) for p in found[999].by_image.values()) > 20
@@ -301,7 +330,7 @@ def test_pictures_and_json(table, tmp_path):
     model = model_of(table, "sgdet").eval()
     loader = training_loader(table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32)[1]
     found = predict_dataset(model, loader, "cpu").by_image
-    path = model.make_evaluator(table, "faster").draw(found, 2, tmp_path / "graphs.png")
+    path = make_evaluator(model, table, "faster").draw(found, 2, tmp_path / "graphs.png")
     assert path.stat().st_size > 1000
     graphs = json.loads(path.with_suffix(".json").read_text())
     assert len(graphs) == 2
@@ -341,13 +370,17 @@ def test_mistakes_are_explained(table, batch):
         build_detector("scene_graph", class_names=["a"], mode="sgdett", head="motif", freeze="all")
     for word in ("sgdett", "'motif'", "'all'", "predicates"):
         assert word in str(caught.value)
+    with pytest.raises(BadInput, match="model.detector_options: .*did you mean model.strides"):
+        model_of(table, detector_options=INNER | {"stride": [8]})
+    with pytest.raises(BadInput, match="ssd is no Faster R-CNN"):
+        model_of(table, detector_options={"architecture": "ssd"})
     with pytest.raises(BadInput, match="head_options"):
         model_of(table, head="motifs", head_options={"context": "vctree"})
     with pytest.raises(BadInput, match="--model.mode sgdet"):
         model_of(table)(batch.images, batch.sizes)
     with pytest.raises(BadInput, match="left of"):
-        build_detector("scene_graph", class_names=table.class_names, predicates=["on"], **OPTIONS).make_evaluator(
-            table, "faster"
+        make_evaluator(
+            build_detector("scene_graph", class_names=table.class_names, predicates=["on"], **OPTIONS), table, "faster"
         )
     with pytest.raises(BadInput, match="protocol"):
         SceneGraphEvaluator(table, "predcls", protocol="lenient")

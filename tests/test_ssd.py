@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import run_on_ranks
@@ -274,6 +275,12 @@ def test_self_weighting_scales_the_regression_in_training_and_travels_with_the_w
     assert detector().multibox.balance_losses(reduced) is None
 
 
+def test_losses_are_divided_as_announced(tiny):
+    targets = [target([[20, 10, 60, 50]], [0]), target()]
+    outputs, _, _ = losses_of(tiny, targets)
+    assert_losses_are_divided_as_announced(tiny, outputs, targets)
+
+
 def test_a_batch_of_one_image_goes_through_a_map_of_one_cell():
     model = detector(strides=[16, 32, 64, -1]).train()
     _, losses, _ = losses_of(model, [target([[20, 10, 60, 50]], [0], hw=(64, 64))])
@@ -403,6 +410,15 @@ def test_other_classes_start_from_the_rows_of_those_of_the_same_name(tiny):
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["batch", "frozen", "group", "sync"])
+@pytest.mark.parametrize("architecture", ["ssd", "ssdlite"])
+def test_resolved_options_build_the_same_detector(architecture, norm):
+    options = {"norm": norm, "nms_threshold": 0.3, "score_threshold": 0.2, "self_weighting_steps": 4}
+    model = detector(architecture, **options)
+    assert_resolved_options_build_it_again(model, NAMES)
+    assert (model.nms_threshold, model.score_threshold) == (0.3, 0.2)
 
 
 @pytest.mark.parametrize(

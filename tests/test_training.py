@@ -20,19 +20,24 @@ from toolkit.data.table import Category
 from toolkit.distributed import world
 from toolkit.errors import BadInput, Preempted
 from toolkit.evaluation.draw import draw_grid
+from toolkit.log import Log
+from toolkit.models import detector as base
+from toolkit.recovery import recover
+from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import linked, load_checkpoint, newest_valid
+from toolkit.saving import load, save
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import StepBudget
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule
-from toolkit.training import Training
-from toolkit.validation import _show, finish, validate
+from toolkit.training import Pace, Training
+from toolkit.validation import Validation, _show, finish, note_metric, validate
 
 
-class Detector(nn.Module):
+class Detector(base.Detector):
     """One weight; its loss is the mean of the images times it."""
 
-    loss_names, metric_names, denominator_names = ("loss_ce",), (), ("images",)
+    loss_names, divided_by = ("loss_ce",), "images"
 
     def __init__(self):
         super().__init__()
@@ -45,19 +50,22 @@ class Detector(nn.Module):
         return {"loss_ce": outputs / denominators["images"]}, {}
 
 
-def make_training(folder, policy="stop", scaler=None, **options) -> Training:
+def make_training(folder, policy="stop", scaler=None, metric="bbox_AP", evaluator=None, val_loader=None, keep=2,
+                  **options) -> Training:  # fmt: skip
     """On one process, with what Accelerate makes (a scaler, that is) given plainly: it has none on a CPU."""
     detector = Detector()
     optimizer = torch.optim.SGD(detector.parameters(), lr=0.1)
     accelerator = SimpleNamespace(scaler=scaler, process_index=0, mixed_precision="no", is_main_process=True,
                                   device="cpu", autocast=nullcontext)  # fmt: skip
     table = SimpleNamespace(categories=(Category(1, "a"),), class_names=["a"], predicates=(), attributes=())
+    log = Log(True)
+    log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0})
     return Training(
         accelerator=accelerator, model=detector, detector=detector, optimizer=optimizer,
         weights=LossWeights(Detector.loss_names, {}, {"loss_ce": 1.0}), schedule=Schedule(optimizer),
-        guard=NanGuard(policy), sampler=EpochSampler(4, 1), loader=None, val_table=table, folder=folder, seed=0,
-        total_steps=10, writer=SimpleNamespace(state_dict=lambda: {"rows": 0}),
-        **({"val_loader": None, "evaluator": None, "signals": None} | options),
+        guard=NanGuard(policy), sampler=EpochSampler(4, 1), loader=None, folder=folder, seed=0, total_steps=10, log=log,
+        validation=Validation(table, val_loader, evaluator), best=Best(metric), pace=Pace(keep=keep),
+        **({"signals": None} | options),
     )  # fmt: skip
 
 
@@ -70,7 +78,7 @@ def test_a_refused_window_leaves_a_scaler_that_goes_on(policy, updates_left, tmp
     for value in (1.0, math.nan, 1.0):
         t.guard.snapshot(t.detector)
         if t.step == 0 and policy == "rollback":
-            t.save()
+            save(t)
         scaler.scale(t.detector.weight * value).backward()
         scaler.unscale_(t.optimizer)
         if math.isfinite(value):
@@ -81,58 +89,60 @@ def test_a_refused_window_leaves_a_scaler_that_goes_on(policy, updates_left, tmp
         else:
             reduced = {"loss": value, "loss_ce": value, "grad_norm": value, "buffers_finite": 1.0}
             action = t.decide(reduced)
-            t.recover(action, window, [{"images": 1.0}], reduced)
+            recover(t, action, window, [{"images": 1.0}], reduced)
             assert action is Action(policy)
     assert scaler.get_scale() == 8.0
     assert t.detector.weight.item() == pytest.approx(1 - 0.1 * updates_left)
 
 
 def test_a_metric_that_is_nan_is_never_the_best(tmp_path):
-    t = make_training(tmp_path, metric_for_best="loss")
-    assert not t.note_metric({"val/loss": math.nan})
-    assert t.note_metric({"val/loss": 2.0})
-    assert not t.note_metric({"val/loss": math.nan})
-    assert (t.best, t.evaluations_without_better) == (2.0, 1)
+    t = make_training(tmp_path, metric="loss")
+    assert not note_metric(t, {"val/loss": math.nan})
+    assert note_metric(t, {"val/loss": 2.0})
+    assert not note_metric(t, {"val/loss": math.nan})
+    assert (t.best.value, t.best.without_better) == (2.0, 1)
 
 
 def saved(folder, steps=(1,), best=1, **options):
     """Checkpoints of a run at `steps`, the best at `best`; the last one, read back."""
     t = make_training(folder, keep=5, **options)
     for t.step in steps:
-        t.note_metric({"val/bbox_AP": 0.5 if t.step == best else 0.1})
-        t.save(best=t.step == best)
+        note_metric(t, {"val/bbox_AP": 0.5 if t.step == best else 0.1})
+        save(t, best=t.step == best)
     return newest_valid(folder / "checkpoints")[0]
 
 
 def test_another_metric_for_best_has_the_checkpoint_evaluated_anew(tmp_path):
-    t = make_training(tmp_path, metric_for_best="bbox_AP50")
-    (note,) = t.load(saved(tmp_path))
+    t = make_training(tmp_path, metric="bbox_AP50")
+    (note,) = load(t, saved(tmp_path))
     assert "best metric starts anew" in note
-    assert (t.best, t.evaluated_step) == (None, -1)
+    assert (t.best.value, t.best.evaluated_step) == (None, -1)
 
 
 def test_another_run_goes_on_with_a_copy_of_the_best(tmp_path):
     checkpoint = saved(tmp_path / "first", steps=(1, 2, 3), best=2)
     t = make_training(tmp_path / "second")
-    assert t.load(checkpoint) == []
+    assert load(t, checkpoint) == []
     best = linked(tmp_path / "second" / "checkpoints", "best")
     assert best.name == "step_000002"
-    assert load_checkpoint(best).state["step"] == t.best_step == 2
+    assert load_checkpoint(best).state["step"] == t.best.step == 2
     assert t.saved_step == -1  # nothing of step 3 is in this folder yet
-    assert t.best == 0.5
+    assert t.best.value == 0.5
 
 
 def test_an_earlier_checkpoint_has_its_own_best_again(tmp_path):
     saved(tmp_path, steps=(1, 2, 3), best=1)
     t = make_training(tmp_path, keep=5)
-    t.load(newest_valid(tmp_path / "checkpoints")[0])
+    load(t, newest_valid(tmp_path / "checkpoints")[0])
     t.step = 4
-    assert t.note_metric({"val/bbox_AP": 0.9})
-    t.save(best=True)
+    assert note_metric(t, {"val/bbox_AP": 0.9})
+    save(t, best=True)
     t, second = make_training(tmp_path, keep=5), load_checkpoint(tmp_path / "checkpoints" / "step_000002")
-    t.load(second, eval_only=True)
+    t.eval_only = True
+    load(t, second)
+    t.eval_only = False
     assert linked(tmp_path / "checkpoints", "best").name == "step_000004"
-    assert t.load(second) == []
+    assert load(t, second) == []
     assert linked(tmp_path / "checkpoints", "best").name == "step_000001"
 
 
@@ -141,32 +151,32 @@ def test_a_best_that_is_gone_starts_anew(tmp_path):
     shutil.rmtree(tmp_path / "first" / "checkpoints" / "step_000001")
     for name in ("first", "second"):
         t = make_training(tmp_path / name)
-        (note,) = t.load(checkpoint)
-        assert "step 1" in note and t.best is None
-        assert t.evaluations_without_better == 1
+        (note,) = load(t, checkpoint)
+        assert "step 1" in note and t.best.value is None
+        assert t.best.without_better == 1
 
 
 def test_a_checkpoint_of_other_classes_is_refused(tmp_path):
     checkpoint = saved(tmp_path)
     checkpoint.state["categories"] = [{"id": 1, "name": "b"}]
     with pytest.raises(BadInput, match="b.*a"):
-        make_training(tmp_path).load(checkpoint)
+        load(make_training(tmp_path), checkpoint)
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_message(tmp_path):
     checkpoint = saved(tmp_path)
     checkpoint.tensors["model"] = {"weight": torch.ones(2)}
     with pytest.raises(BadInput, match="size mismatch"):
-        make_training(tmp_path).load(checkpoint)
+        load(make_training(tmp_path), checkpoint)
 
 
 def test_minutes_asked_for_later_do_not_end_a_run_of_a_saved_length(tmp_path):
     checkpoint = saved(tmp_path, steps=(9,), best=9)
     t = make_training(tmp_path, budget=StepBudget(1.0))
-    t.load(checkpoint)
+    load(t, checkpoint)
     assert t.budget is None
     t = make_training(tmp_path, budget=StepBudget(1.0))
-    t.load(checkpoint, keep_schedule=False)
+    load(t, checkpoint, keep_schedule=False)
     assert t.budget is not None
 
 
@@ -182,7 +192,7 @@ def test_an_interrupted_evaluation_saves_only_what_is_not_saved(tmp_path):
     saved(tmp_path, steps=(1, 2), best=1)
     nothing = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
     t = make_training(tmp_path, keep=5, signals=SimpleNamespace(received=2), val_loader=[nothing])
-    t.load(load_checkpoint(tmp_path / "checkpoints" / "step_000001"))
+    load(t, load_checkpoint(tmp_path / "checkpoints" / "step_000001"))
     for t.step, newest in ((1, 2), (3, 3)):
         with pytest.raises(Preempted):
             validate(t)
@@ -192,12 +202,12 @@ def test_an_interrupted_evaluation_saves_only_what_is_not_saved(tmp_path):
 def last_weights(folder):
     """What the detector of this rank holds at the end of a run; only the main process sees the run folder."""
     t = make_training(Path(folder) if world()[0] == 0 else Path(folder) / "elsewhere")
-    t.note_metric({"val/bbox_AP": 0.5})
-    t.save(best=True)
+    note_metric(t, {"val/bbox_AP": 0.5})
+    save(t, best=True)
     t.step = 1
     with torch.no_grad():
         t.detector.weight.fill_(7.0)
-    t.note_metric({"val/bbox_AP": 0.1})
+    note_metric(t, {"val/bbox_AP": 0.1})
     finish(t)
     return t.detector.weight.item()
 

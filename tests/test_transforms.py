@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from toolkit.data.pipeline import train_transform
 from toolkit.data.transforms.geometry import (
     Compose,
     RandomChoice,
@@ -279,15 +278,3 @@ def test_recheck_names_the_image_of_a_defective_transform():
         recheck_boxes(image, make_target([], (20, 10)))
     with pytest.raises(ValueError, match="image id 7.*'labels': 2"):
         recheck_boxes(image, {**make_target([[0, 0, 1, 1]], (10, 20)), "labels": torch.zeros(2, dtype=torch.int64)})
-
-
-def test_one_scale_crops_nothing_and_several_do():
-    target = make_target([[0, 0, 40, 30], [1000, 700, 1040, 740]], (800, 1200))
-    image, kept = torch.zeros(3, 800, 1200, dtype=torch.uint8), {}
-    for scales in ([100], [100, 120]):
-        transform = train_transform(128, scales, 400, flip=False, photometric=False)
-        outs = [transform(image, target, generator(seed)) for seed in range(20)]
-        kept[len(scales)] = {len(out["boxes"]) for _, out in outs}
-        shorter = {min(out.shape[-2:]) for out, _ in outs}
-        assert shorter == set(scales)
-    assert kept[1] == {2} and min(kept[2]) < 2

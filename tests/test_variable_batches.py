@@ -13,8 +13,8 @@ from toolkit.data.dataset import DetectionDataset
 from toolkit.data.formats import open_dataset
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.shapes import make_shapes
-from toolkit.data.transforms.geometry import RandomFlip
-from toolkit.data.variable_sizes import ThenResize, VariableSizes
+from toolkit.data.transforms.geometry import RandomFlip, ThenResize
+from toolkit.data.variable_sizes import VariableSizes
 from toolkit.errors import BadInput
 
 SIZES = ((128, 96), (160, 160), (192, 256))

@@ -14,9 +14,9 @@ from toolkit.data.formats.visual_genome import load_graphs, load_image_list, loa
 from toolkit.data.formats.visual_genome_writer import write_visual_genome
 from toolkit.data.table import Category, DetectionTable, write_table
 from toolkit.errors import BadInput
+from toolkit.evaluation.choose import load_triplets
 from toolkit.models.relation.frequency import (
     count_predicates,
-    load_triplets,
     log_frequencies,
     table_graphs,
     unseen_triplets,

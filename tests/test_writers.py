@@ -22,9 +22,10 @@ from PIL import Image
 
 from toolkit.errors import BadInput
 from toolkit.runs import writer as writers
-from toolkit.runs.console import console_line, progress
+from toolkit.runs.console import Place, averages_line, console_line, progress
 from toolkit.runs.metrics_log import MetricsLog, read_metrics
 from toolkit.runs.writer import RunWriter, read_offline_wandb, tracker_kwargs
+from toolkit.step.meters import Meters
 
 
 def train_row(step: int, **values) -> dict:
@@ -363,17 +364,26 @@ def test_console_line():
         "train/class_error": 12.0, "train/lr/main": 1e-4, "train/lr/backbone": 1e-5, "train/grad_norm": 0.123,
         "time/data_s": 0.0123, "time/step_s": 0.4567, "time/eta_s": 3725.0, "mem/peak_mb": 1234.5,
     }  # fmt: skip
-    assert console_line(row, 4000) == (
-        "step 120/4000  epoch 3  eta 1:02:05  loss 2.3457  (ce 1.2 bbox 0.5)  lr main 0.0001 backbone 1e-05  "
+    meters = Meters()
+    for factor in (1.0, 2.0):
+        meters.update({key.removeprefix("train/"): factor * row[key] for key in row if "/lr/" not in key})
+    assert console_line(row, meters, Place(120, 4000, 3, 40, 61.2)) == (
+        "epoch 4/100  step 120/4000  elapsed 0:01:01  eta 1:02:05  loss 2.3457 (3.5185)  "
+        "[ce 1.2000 (1.8000)  bbox 0.5000 (0.7500)]  class_error 12.0000 (18.0000)  lr main 0.0001 backbone 1e-05  "
         "grad_norm 0.123  data 0.012 s  step 0.457 s  mem 1234 MiB"
     )
 
 
 def test_console_line_of_torchvision_names_and_missing_values():
     row = {"step": 1, "train/loss": math.nan, "train/loss_rpn_box_reg": 1.0, "time/eta_s": math.nan}
-    assert console_line(row) == "step 1  loss nan  (rpn_box_reg 1)"
-    row["train/mean/loss_rpn_box_reg"] = 1.25
-    assert console_line(row) == "step 1  loss nan  (rpn_box_reg 1 [1.25])"
+    shown = {"loss": "nan", "loss_rpn_box_reg": "1.0 (1.25)"}
+    place = Place(1, 1, 0, 1, 0.0)
+    assert console_line(row, shown, place) == "epoch 1/1  step 1/1  elapsed 0:00:00  loss nan  [rpn_box_reg 1.0 (1.25)]"
+
+
+def test_averages_of_an_epoch_leave_auxiliary_layers_out():
+    line = averages_line(1, {"loss": 2.0, "loss_ce": 1.5, "loss_ce_0": 9.0, "loss_ce_unscaled": 9.0}, 90.0, 60)
+    assert line == "Averaged stats of epoch 2: loss: 2.0000  loss_ce: 1.5000  time 0:01:30 (1.500 s / step)"
 
 
 def test_progress_is_silent_without_a_terminal(capsys):

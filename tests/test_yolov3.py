@@ -14,6 +14,7 @@ import pytest
 import timm
 import torch
 import yaml
+from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -24,15 +25,16 @@ from toolkit.data.transforms.mixup import draw_mixup_lambda, mixup
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
-from toolkit.models.yolov3.model import YOLOv3, build_yolov3, not_suppressed
+from toolkit.models.yolov3.model import YOLOv3, not_suppressed
+from toolkit.models.yolov3.options import DEFAULT_ANCHORS, Yolov3Options
 from toolkit.models.yolov3.targets import (
-    DEFAULT_ANCHORS,
     STRIDES,
     assign_boxes,
     decode_boxes,
     kmeans_anchors,
     make_grid,
 )
+from toolkit.step.norms import FrozenBatchNorm2d
 from toolkit.use.anchors import main
 from toolkit.use.export.yolov3 import PixelsToBoxes, export_onnx, export_program
 
@@ -61,7 +63,7 @@ class Taps(nn.Module):
 
 def tiny(num_classes: int = 3, **options) -> YOLOv3:
     torch.manual_seed(0)
-    return YOLOv3(Taps(), num_classes, **options)
+    return YOLOv3([str(c) for c in range(num_classes)], Yolov3Options(**options), features=Taps())
 
 
 def target(boxes, labels=None, **extra) -> dict:
@@ -204,6 +206,13 @@ def test_crowd_regions_are_ignored_and_never_assigned():
     torch.testing.assert_close(plain["loss_obj"] - crowd["loss_obj"], background, rtol=1e-4, atol=1e-4)
 
 
+def test_losses_are_divided_as_announced():
+    detector = tiny()
+    outputs = random_outputs(detector, [(64, 64)])
+    assert_losses_are_divided_as_announced(detector, outputs, [target([(8, 8, 40, 44)])])
+    assert detector.weighs_boxes, "the weight of each box by its share in mixup"
+
+
 def test_the_mixup_share_weighs_a_box_and_0_leaves_it_out():
     detector = tiny()
     outputs = random_outputs(detector, [(64, 64)])
@@ -310,7 +319,7 @@ def test_postprocess_limits_and_scaling():
     some = detector.postprocess(outputs, sizes, originals, score_threshold=0.5, top_k=7)
     for found, same, limited, hw in zip(every, unscaled, some, originals.tolist(), strict=True):
         assert (found["scores"].diff() <= 0).all()
-        assert found["scores"].min() > detector.min_score
+        assert found["scores"].min() > detector.score_threshold
         assert found["labels"].dtype == torch.int64
         scale = torch.tensor([hw[1] / 96, hw[0] / 64]).repeat(2)
         torch.testing.assert_close(found["boxes"], same["boxes"] * scale)
@@ -352,7 +361,7 @@ def test_it_learns_two_boxes():
 
 @pytest.mark.parametrize("backbone", ["darknet17", "mobilenetv3_small_050", "resnet10t"])
 def test_small_backbones(backbone):
-    detector = build_yolov3(["a", "b"], backbone, head_channels=(16, 12, 8)).eval()
+    detector = build_detector("yolov3", class_names=["a", "b"], backbone=backbone, head_channels=[16, 12, 8]).eval()
     images, sizes = torch.zeros(1, 3, 64, 96, dtype=torch.uint8), torch.tensor([[64, 96]])
     outputs = detector(images, sizes)
     for s in STRIDES:
@@ -361,8 +370,42 @@ def test_small_backbones(backbone):
     assert slopes == {0.1}
 
 
+@pytest.mark.parametrize(
+    ("norm", "of_backbone", "of_heads"),
+    [
+        ("batch", nn.BatchNorm2d, nn.BatchNorm2d),
+        ("frozen", FrozenBatchNorm2d, nn.BatchNorm2d),
+        ("group", nn.GroupNorm, nn.GroupNorm),
+        ("sync", nn.SyncBatchNorm, nn.SyncBatchNorm),
+    ],
+)
+@pytest.mark.parametrize("backbone", ["darknet17", "resnet10t"])
+def test_norms_of_backbone_and_heads(backbone, norm, of_backbone, of_heads):
+    """The same random weights whatever the norm, and leaky ReLUs of the backbone keep YOLO's slope."""
+    detectors = []
+    for each in ("batch", norm):
+        torch.manual_seed(0)
+        options = {"backbone": backbone, "head_channels": [16, 12, 8], "norm": each}
+        detectors.append(build_detector("yolov3", class_names=["a", "b"], **options))
+    plain, detector = detectors
+    heads = nn.ModuleList([detector.blocks, detector.transitions])
+    norms = (nn.BatchNorm2d, nn.SyncBatchNorm, nn.GroupNorm, FrozenBatchNorm2d)
+    for part, kind in ((detector.backbone, of_backbone), (heads, of_heads)):
+        found = [module for module in part.modules() if isinstance(module, norms)]
+        assert found and all(isinstance(module, kind) for module in found)
+    assert {m.negative_slope for m in detector.modules() if isinstance(m, nn.LeakyReLU)} == {0.1}
+    theirs = plain.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in detector.state_dict().items()
+               if name in theirs and value.ndim > 1)  # fmt: skip
+    images, sizes = pixels_of((2, 64, 64)), torch.tensor([[64, 64]] * 2)
+    losses = criterion(detector.train(), detector(images, sizes), [target([(8, 8, 40, 44)])] * 2)
+    sum(losses.values()).backward()
+    assert all(p.grad.isfinite().all() for p in detector.parameters())
+    assert_resolved_options_build_it_again(detector, ["a", "b"])
+
+
 def test_the_start_probability_of_an_object():
-    for prior, expected in ((None, 0.0), (0.01, np.log(0.01 / 0.99))):
+    for prior, expected in ((0.5, 0.0), (0.01, np.log(0.01 / 0.99))):
         for prediction in tiny(objectness_prior=prior).predictions:
             biases = prediction.bias.view(3, 8)
             assert biases[:, 4].tolist() == pytest.approx([expected] * 3)
@@ -381,6 +424,8 @@ def test_sides_must_be_multiples_of_32():
         ({"backbone": "vit_tiny_patch16_224"}, "8, 16, 32"),
         ({"backbone": "darknet17", "pretrained_backbone": "missing.safetensors"}, "missing.safetensors"),
         ({"backbone": "darknet17", "num_queries": 5}, "model.num_queries"),
+        ({"backbone": "darknet17", "objectness_prior": 0.0}, "model.objectness_prior: 0.0"),
+        ({"backbone": "darknet17", "norm": "layer"}, "model.norm"),
         ({"backbone": "darknet17", "anchors": [[[1, 2]], [[3, 4]]]}, "anchors"),
         ({"backbone": "darknet17", "anchors": [[[1, 0]], [[3, 4]], [[3, 4]]]}, "anchors"),
         ({"backbone": "darknet17", "anchors": [[[1, 5]], [[3, 4], [1, 1]], [[3, 4]]]}, "anchors"),
@@ -388,7 +433,7 @@ def test_sides_must_be_multiples_of_32():
 )
 def test_bad_input(arguments, message):
     with pytest.raises(BadInput, match=message):
-        build_yolov3(["a"], **arguments)
+        build_detector("yolov3", class_names=["a"], **arguments)
 
 
 def test_final_folder_gives_the_same_detector(tmp_path):
@@ -528,22 +573,8 @@ def coco_file(folder: Path, boxes_xywh: list) -> Path:
 def test_anchor_command(tmp_path, capsys):
     """20 x 10 of an image of 200 x 100 is 6.4 x 6.4 at 64 px; what it prints is what `--model.anchors` takes."""
     file = coco_file(tmp_path, [[i, i, 20 * k, 10 * k] for k in (1, 2, 4) for i in range(4)])
-    assert (
-        main(
-            [
-                "anchors",
-                "--annotations",
-                str(file),
-                "--image-dir",
-                str(tmp_path),
-                "--image-size",
-                "64",
-                "--per-level",
-                "1",
-            ]
-        )
-        == 0
-    )
+    command = ["--annotations", str(file), "--image-dir", str(tmp_path), "--image-size", "64", "--per-level", "1"]
+    assert main(command) == 0
     anchors = yaml.safe_load(capsys.readouterr().out)["anchors"]
     assert anchors == [[[25.6, 25.6]], [[12.8, 12.8]], [[6.4, 6.4]]]
     assert tiny(anchors=anchors).predictions[0].out_channels == 8

@@ -59,7 +59,7 @@ def scenes(draw):
 def test_the_whole_recipe_gives_the_size_asked_for_and_a_target_in_step(scene, seed, colour, flip):
     image, target = sample(*scene)
     before = {key: value.clone() for key, value in target.items() if isinstance(value, torch.Tensor)}
-    transform = yolov3_transform(colour=colour, zoom=True, flip=flip)
+    transform = yolov3_transform(photometric=colour, zoom_out=4.0, iou_crop=True, flip=flip)
     out, found = transform(image, target, generator(seed), (64, 96))
     assert out.shape == (3, 64, 96) and out.dtype == torch.uint8
     checked = recheck_boxes(out, found)
@@ -75,7 +75,7 @@ def test_the_whole_recipe_gives_the_size_asked_for_and_a_target_in_step(scene, s
 def test_boxes_stay_on_their_objects(seed):
     """White rectangles on grey: what a box encloses after the recipe is white, and white is nowhere else."""
     image, target = sample((90, 120), [(20, 30, 60, 70), (80, 10, 110, 50)])
-    out, found = yolov3_transform(zoom=True, flip=True)(image, target, generator(seed), (160, 160))
+    out, found = yolov3_transform(zoom_out=4.0, iou_crop=True, flip=True)(image, target, generator(seed), (160, 160))
     white, inside = out[0] > 200, torch.zeros(160, 160, dtype=torch.bool)
     for x0, y0, x1, y1 in found["boxes"].round().int().tolist():
         if min(x1 - x0, y1 - y0) >= 8:

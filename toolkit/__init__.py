@@ -1,5 +1,6 @@
 """The toolkit: scripts -> session -> training, validation -> data, models, evaluation, use -> step, runs -> the rest.
 
-The loose files stand below everything: batch, boxes, distributed, errors, files, offline, signals. docs/design.md has
+The loose files stand below everything: attributes, batch, boxes, distributed, errors, files, modes,
+offline, signals. docs/design.md has
 the map, and tests/test_layout.py holds the arrows.
 """

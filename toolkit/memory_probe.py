@@ -5,7 +5,7 @@ import torch
 
 from toolkit.data.batches import collate
 from toolkit.data.sampling import SampleKey
-from toolkit.evaluation.predict_dataset import eval_mode
+from toolkit.modes import eval_mode
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.memory import describe_batch, naming_the_batch
 from toolkit.step.nan_report import rerun_window
@@ -49,9 +49,9 @@ def probe_memory(t: Training, count: int) -> None:
     drop_gradients(t.detector)
     drop_gradients(t.weights)
     t.guard.restore(t.detector)
-    batch = next(iter(t.val_loader))
+    batch = next(iter(t.validation.loader))
     with naming_the_batch([batch]), torch.no_grad(), eval_mode(t.detector), t.accelerator.autocast():
         if len(batch.targets):
             moved = batch.to(t.accelerator.device)
             t.detector(moved.images, moved.sizes, moved.targets)
-    t.say(f"memory probe: {describe_batch(worst)}; peak {peak_memory_mb():.0f} MiB")
+    t.log.say(f"memory probe: {describe_batch(worst)}; peak {peak_memory_mb():.0f} MiB")

@@ -1,54 +1,299 @@
-"""What a run is made of, from settings: the only module here that reads them."""
+"""One run from start to end, from settings: the only module of the toolkit that reads them.
 
-import os
-import warnings
-from collections.abc import Iterable
-from datetime import timedelta
+    with session.session(config) as s:
+        table, val_table = session.open_data(s)
+        detector = session.make_detector(s, table)
+        t = session.training(s, detector, table, val_table, CocoEvaluator(val_table, config.eval.backend))
+        while not t.finished:
+            train_one_epoch(t)
+        session.end(s, t)
+
+Each of these can be replaced in a script by a call of one's own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, KwargsHandler
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
 
-from toolkit.runs.command_line import save_config
-from toolkit.runs.folder import write_environment
+from toolkit.data import pipeline
+from toolkit.data.sampling import EpochSampler
+from toolkit.data.splits import open_splits
+from toolkit.data.table import DetectionTable
+from toolkit.distributed import run_on_main, seed_step
+from toolkit.errors import BadInput
+from toolkit.evaluation.coco import check_ground_truth
+from toolkit.evaluation.report import write_report
+from toolkit.log import Log
+from toolkit.memory_probe import probe_memory
+from toolkit.models.detector import Detector
+from toolkit.models.start import start_detector
+from toolkit.runs.best import Best
+from toolkit.runs.checkpoint import Checkpoint, resolve_resume
+from toolkit.runs.folder import prepare_run_folder, write_environment
+from toolkit.runs.processes import announce, distributed_kwargs, set_threads
+from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, save_config
+from toolkit.runs.status import RunStatus, run_status
+from toolkit.runs.writer import RunWriter, tracker_kwargs
+from toolkit.saving import load, save
+from toolkit.signals import StopSignals
+from toolkit.step.compiling import compile_in_place
+from toolkit.step.determinism import be_deterministic
+from toolkit.step.ema import Ema
+from toolkit.step.guard import NanGuard
+from toolkit.step.length import StepBudget, is_time, steps_from
+from toolkit.step.losses import LossWeights
+from toolkit.step.optim import build_optimizer, parameter_groups
+from toolkit.step.plateau import PlateauSchedule
+from toolkit.step.schedules import Schedule
+from toolkit.training import Pace, Training
+from toolkit.use.export import check_exportable, export_final
+from toolkit.validation import Validation, check_metric, finish, validate
 
 
-def record_run(config: object, folder: Path, seed: int, processes: int, is_main: bool) -> None:
-    """Writes `config.yaml` and `environment.json` on the main process."""
-    if is_main:
-        save_config(config, folder / "config.yaml")
-        write_environment(folder, seed, processes)
+@dataclass
+class Session:
+    """What a run has before its data and model. checkpoint: to go on from; None: a fresh start."""
+
+    config: Any
+    accelerator: Accelerator
+    folder: Path
+    signals: StopSignals
+    status: RunStatus
+    checkpoint: Checkpoint | None
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def say(self, text: str) -> None:
+        """Prints on the main process."""
+        self.accelerator.print(text, flush=True)
 
 
-def distributed_kwargs() -> list[KwargsHandler]:
-    """How Accelerate is to set up several processes.
+@contextmanager
+def session(config: Any) -> Iterator[Session]:
+    """Processes, run folder, signals and status of a run while the block runs.
 
-    A parameter may go unused in a step (no boxes, a frozen part). The others wait for the main process while it reads
-    and checks all images of a data set for the first time, which takes longer than NCCL's ten minutes for large ones.
+    Raises:
+        BadInput: settings that cannot be met, a run folder that cannot be used, a checkpoint that cannot be resumed.
     """
-    waiting = InitProcessGroupKwargs(timeout=timedelta(hours=2))
-    return [DistributedDataParallelKwargs(find_unused_parameters=True), waiting]
+    run = config.run
+    accelerator = Accelerator(
+        mixed_precision=run.precision,
+        kwargs_handlers=distributed_kwargs(),
+        **tracker_kwargs(run.tracker, Path(run.output_dir).expanduser().absolute() / run.name),
+    )
+    folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume))
+    with StopSignals() as signals, run_status(folder, accelerator.is_main_process) as status:
+        set_threads(run.threads, accelerator.device)
+        checkpoint, messages = run_on_main(lambda: resolve_resume(run.resume, folder))
+        if accelerator.is_main_process:
+            announce(accelerator.num_processes, folder, messages)
+        if run.deterministic:
+            be_deterministic()
+        yield Session(config, accelerator, folder, signals, status, checkpoint)
 
 
-def set_threads(threads: int | None, device: torch.device) -> None:
-    """CPU threads of this process: as told, or all cores where the launcher, not the user, allowed only one."""
-    if threads is None:
-        launched = "ACCELERATE_MIXED_PRECISION" in os.environ  # `accelerate launch` sets it, and OMP_NUM_THREADS to 1
-        if device.type != "cpu" or not launched or os.environ.get("OMP_NUM_THREADS") != "1":
-            return
-        threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    torch.set_num_threads(threads)
+def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
+    """Training and validation data, checked; what was wrong with them is listed in the run folder."""
+    c = s.config.data
+    overfit = (c.overfit_batches or 0) * c.batch_size_per_device * s.accelerator.num_processes
+    table, val_table = open_splits(
+        c.train, c.val, s.folder, say=s.say, max_train_images=c.max_train_images, overfit_images=overfit,
+        image_dir=c.image_dir, format=c.format, name=c.name, on_error=c.on_error,
+    )  # fmt: skip
+    for note in check_ground_truth(val_table):
+        s.say(note)
+    return table, val_table
 
 
-def announce(world_size: int, is_main: bool, folder: Path, messages: Iterable[str]) -> None:
-    """First lines of a run: how many processes there really are, where it writes, where it goes on from."""
-    if not is_main:
-        return
-    print(f"processes: {world_size}, CPU threads of each: {torch.get_num_threads()}", flush=True)
-    print(f"run folder: {folder}", *messages, sep="\n", flush=True)
-    if world_size == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        warnings.warn(  # `accelerate launch --cpu --num_processes 2` does this
-            "the launcher was asked for several processes and started one. On CPU start them with "
-            "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/...`.",
-            stacklevel=2,
-        )
+def make_detector(s: Session, table: DetectionTable, start: Callable | None = None) -> Detector:
+    """The detector with the weights it begins with, on the device; the same ones on every rank.
+
+    start: what builds it out of the training data, as `toolkit.models.relation.start.start_scene_graph`; None: the
+        classes are all that it needs of them.
+    """
+    c, options = s.config.data, s.config.model
+    seed_step(s.config.run.seed, 0, 0)
+    if start is not None:
+        detector = start(options, table, s.folder, checkpoint=s.checkpoint, say=s.say)
+    else:
+        resumed_from = s.checkpoint and s.checkpoint.path
+        detector = start_detector(options, table.class_names, s.folder, resumed_from=resumed_from, say=s.say)
+    detector = detector.to(s.accelerator.device)
+    if detector.fixed_size:
+        pipeline.check_one_size(detector.stride, [c.image_size, *c.multi_scale], c.scales)
+    if c.mixup and not detector.weighs_boxes:
+        raise BadInput(f"data.mixup: the losses of {detector.options['architecture']} do not weigh boxes by their "
+                       "image's share; leave it out, or use data.mosaic")  # fmt: skip
+    if s.config.run.export:
+        check_exportable(detector)
+    return detector
+
+
+def training(s: Session, detector: Detector, table: DetectionTable, val_table: DetectionTable, evaluator) -> Training:
+    """Everything that the loop needs, at the step where the run begins or goes on.
+
+    evaluator: what measures predictions on `val_table`, such as `CocoEvaluator`.
+    """
+    c, run, optim, device = s.config, s.config.run, s.config.optim, s.accelerator.device
+    weights = LossWeights(detector.loss_names, c.loss.weights, detector.default_weights).to(device)
+    sampler, loader, val_loader = _loaders(s, detector, table, val_table)
+    all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
+    per_epoch = max(1, round(all_steps / run.epochs))  # on average
+    total_steps = min(all_steps, run.max_steps or all_steps)
+
+    ema = Ema(detector, optim.ema_decay, optim.ema_warmup) if optim.ema_decay else None
+    compile_in_place(detector, optim.compile)
+    model, optimizer = s.accelerator.prepare(detector, _optimizer(s, detector, weights))
+    t = Training(
+        accelerator=s.accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer, ema=ema,
+        schedule=_schedule(c.schedule, optimizer, total_steps, per_epoch), sampler=sampler, loader=loader,
+        validation=Validation(val_table, val_loader, evaluator, c.eval.score_threshold, c.eval.pictures),
+        guard=NanGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor),
+        best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience), pace=_pace(c, per_epoch),
+        log=Log(s.is_main, run.meters, per_epoch, run.log_every), signals=s.signals, folder=s.folder, seed=run.seed,
+        budget=StepBudget(run.max_minutes) if run.max_minutes else None, total_steps=total_steps,
+        max_norm=optim.max_norm, eval_only=run.eval_only,
+    )  # fmt: skip
+    _begin(s, t, table)
+    return t
+
+
+def end(s: Session, t: Training) -> None:
+    """The last evaluation, the best weights in `final/`, and the report; of an evaluation alone the report only."""
+    c, run = s.config.data, s.config.run
+    if not run.eval_only:
+        finish(t)
+    if s.is_main and not run.eval_only:
+        size = pipeline.processor_size(c.image_size, c.scales, c.max_size)
+        t.detector.save_final(s.folder / "final", t.validation.table.categories, size)
+        if run.export:
+            t.log.say(export_final(t.detector, s.folder / "final", next(iter(t.validation.loader)).images[:4]))
+    t.log.close()
+    run_on_main(lambda: write_report(s.folder) and None)
+
+
+def _loaders(
+    s: Session, detector: Detector, table: DetectionTable, val_table: DetectionTable
+) -> tuple[EpochSampler, DataLoader, DataLoader]:
+    c, sizes = s.config.data, {key: getattr(s.config.data, key) for key in ("image_size", "scales", "max_size")}
+    val_transform = pipeline.val_transform(**sizes)
+    transform, varied = val_transform, {}  # to overfit: nothing is augmented
+    if c.overfit_batches is None:
+        transform = pipeline.train_transform(
+            recipe=c.recipe, **sizes, random_crop=c.random_crop, flip=c.flip, photometric=c.photometric,
+            zoom_out=c.zoom_out, iou_crop=c.iou_crop,
+        )  # fmt: skip
+        varied = {"recipe": c.recipe, "mixup": c.mixup, "mosaic": c.mosaic}
+        varied["sizes"] = pipeline.training_sizes(
+            recipe=c.recipe, image_size=c.image_size, scales=c.scales, multi_scale=c.multi_scale, mosaic=c.mosaic,
+            multi_scale_every=c.multi_scale_every, multi_scale_pixels=c.multi_scale_pixels,
+        )  # fmt: skip
+    sampler, loader = pipeline.training_loader(
+        table, transform, batch_size_per_device=c.batch_size_per_device, workers=c.workers, seed=s.config.run.seed,
+        stride=detector.stride, by_aspect_ratio=c.group_by_aspect_ratio, cache_images=c.cache_images, **varied,
+    )  # fmt: skip
+    val_loader = pipeline.validation_loader(
+        val_table, val_transform, workers=c.workers, stride=detector.stride,
+        batch_size_per_device=s.config.eval.batch_size_per_device,
+    )  # fmt: skip
+    return sampler, loader, val_loader
+
+
+def _optimizer(s: Session, detector: Detector, weights: LossWeights):
+    c = s.config.optim
+    images = s.config.data.batch_size_per_device * c.accumulation_steps * s.accelerator.num_processes
+    scale = images if c.scale_lr_by_images else 1
+    if c.scale_lr_by_images:
+        s.say(f"learning rates are multiplied by {scale}: {c.lr * scale:g} with {images} images a step")
+    groups = parameter_groups(
+        detector, lr=c.lr, backbone_lr=c.backbone_lr, weight_decay=c.weight_decay,
+        no_decay_on_norm_and_bias=c.no_weight_decay_on_norm_and_bias, multipliers=c.lr_multipliers,
+        layer_decay=c.layer_decay, bias_lr_factor=c.bias_lr_factor, bias_weight_decay=c.bias_weight_decay,
+        slow_prefixes=detector.slow_prefixes,
+    )  # fmt: skip
+    groups += weights.parameter_groups(c.lr)
+    for group in groups:
+        group["lr"] *= scale
+    return build_optimizer(c.name, groups, momentum=c.momentum, nesterov=c.nesterov)
+
+
+def _schedule(c: Any, optimizer, total_steps: int, per_epoch: int) -> Schedule | PlateauSchedule:
+    if c.name == "plateau":
+        return PlateauSchedule(
+            optimizer, gamma=c.gamma, patience=c.plateau_patience, threshold=c.plateau_threshold,
+            cooldown=c.plateau_cooldown, max_decays=c.max_decays, warmup_steps=c.warmup_steps,
+            warmup_start=c.warmup_factor,
+        )  # fmt: skip
+    return Schedule(
+        optimizer, c.name, total_steps, warmup_steps=c.warmup_steps, warmup_factor=c.warmup_factor, gamma=c.gamma,
+        power=c.power, milestones=[steps_from(milestone, per_epoch) for milestone in c.milestones],
+        step_size=steps_from(c.step_size, per_epoch), final_factor=c.final_factor, stairs=c.stairs, cycles=c.cycles,
+        last_cycle=c.last_cycle, every=per_epoch if c.per == "epoch" else 1,
+    )  # fmt: skip
+
+
+def _pace(c: Any, per_epoch: int) -> Pace:
+    settles = c.optim.bn_momentum_final is not None
+    return Pace(
+        eval_every=steps_from(c.run.eval_every, per_epoch), save_every=steps_from(c.run.save_every, per_epoch),
+        keep=c.run.keep, keep_every=steps_from(c.run.keep_every, per_epoch),
+        gradient_table_every=c.optim.gradient_table_every, accumulation_steps=c.optim.accumulation_steps,
+        accumulate_after_epoch=c.optim.accumulate_after_epoch, denominators=c.loss.denominators,
+        bn_momentum=(c.optim.bn_momentum_final, c.schedule.warmup_steps) if settles else None,
+        plain_epochs=c.data.plain_epochs,
+    )  # fmt: skip
+
+
+def _begin(s: Session, t: Training, table: DetectionTable) -> None:
+    """Takes up the checkpoint, writes down what is run, and evaluates where that is due before the first step."""
+    run, checkpoint = s.config.run, s.checkpoint
+    for note in load(t, checkpoint, run.resume_schedule == "saved") if checkpoint is not None else []:
+        s.say(note)
+    settings = _resolved(s.config, t.detector)
+    _record(s, t, table, settings)
+    writer = RunWriter(
+        s.folder, accelerator=s.accelerator, tracker=run.tracker, project=run.project, config=settings,
+        is_main=s.is_main, resume_state=checkpoint and checkpoint.state["writer"], eval_only=run.eval_only,
+    )  # fmt: skip
+    t.log.start(writer, s.status.details, t.step, t.total_steps)
+    check_metric(t)
+    if t.guard.policy == "rollback" and t.saved_step != t.step:
+        save(t)  # something to roll back to
+    if run.probe_memory:
+        probe_memory(t, s.config.data.batch_size_per_device)
+    first = s.config.eval.before_training and t.step == 0
+    due = (first or is_time(t.step, t.pace.eval_every)) and t.best.evaluated_step != t.step
+    if run.eval_only or due:
+        better = validate(t)  # asked for, or interrupted by the signal that ended the run before
+        if better and not run.eval_only:
+            save(t, best=True)
+
+
+def _resolved(config: Any, detector: Detector) -> dict:
+    """All settings, those of the model with the values that were really used."""
+    settings = asdict(config)
+    used = {key: value for key, value in detector.resolved_options().items()
+            if key in settings["model"] and key not in (*ABOUT_STARTING, "pretrained_backbone")}  # fmt: skip
+    return settings | {"model": settings["model"] | used}
+
+
+def _record(s: Session, t: Training, table: DetectionTable, settings: dict) -> None:
+    """Says how large model and data are; writes `config.yaml`, `environment.json` and `status.json`."""
+    parameters = {"all": sum(p.numel() for p in t.detector.parameters())}
+    parameters["trained"] = sum(p.numel() for p in t.detector.parameters() if p.requires_grad)
+    data = {name: {"images": len(each), "boxes": int(each.num_boxes().sum())}
+            for name, each in (("train", table), ("val", t.validation.table))}  # fmt: skip
+    s.say(f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; training data: "
+          f"{data['train']['images']:,} images, {data['train']['boxes']:,} boxes")  # fmt: skip
+    if s.is_main:
+        save_config(settings, s.folder / CONFIG)
+        extra = {"parameters": parameters, "data": data}
+        write_environment(s.folder, s.config.run.seed, s.accelerator.num_processes, extra)
+    s.status.begin()

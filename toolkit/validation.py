@@ -1,15 +1,39 @@
-"""One evaluation during training: raw and averaged weights, numbers, pictures, and whether it is the best so far."""
+"""One evaluation during training: raw and averaged weights, numbers, pictures, and whether it is the best so far.
 
+`t` is a `toolkit.training.Training` throughout.
+"""
+
+from dataclasses import dataclass
 from functools import partial
 
+import torch
+
+from toolkit.data.table import DetectionTable
 from toolkit.distributed import broadcast_buffers, run_on_main
 from toolkit.errors import Preempted
+from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
+from toolkit.runs.best import no_such_metric
 from toolkit.runs.checkpoint import Checkpoint, linked, load_checkpoint
-from toolkit.training import Training
+from toolkit.saving import save
 
 
-def validate(t: Training) -> bool:
+@dataclass
+class Validation:
+    """What a run is measured on.
+
+    score_threshold: scores below it are left out. pictures: images drawn at each evaluation.
+    """
+
+    table: DetectionTable
+    loader: torch.utils.data.DataLoader | None
+    evaluator: CocoEvaluator | SceneGraphEvaluator | None
+    score_threshold: float = 0.0
+    pictures: int = 8
+
+
+def validate(t) -> bool:
     """Evaluates the detector (and its moving average) on the validation data; every rank takes part.
 
     Writes a row of metrics (`val/bbox_AP`, `val/loss`, `val/AP/<class>`, the same below `val/ema/`), prints the table
@@ -29,59 +53,80 @@ def validate(t: Training) -> bool:
         broadcast_buffers(module)  # batch norms saw other images on other ranks; those of rank 0 count
         found = predict_dataset(
             module,
-            t.val_loader,
+            t.validation.loader,
             t.accelerator.device,
             loss_weights=t.weights,
             step=t.step,
             autocast=t.accelerator.autocast,
             stop=lambda: t.signals.received,
-            score_threshold=t.score_threshold,
+            score_threshold=t.validation.score_threshold,
             description=f"evaluation at step {t.step}",
         )
         if found.interrupted:
             if t.saved_step != t.step:  # evaluating an earlier checkpoint alone must not make it the newest
-                t.save()
+                save(t)
             raise Preempted(f"signal during the evaluation at step {t.step}; saved, `--run.resume latest` goes on")
-        shown = run_on_main(partial(t.evaluator.evaluate, found.by_image))
+        shown = run_on_main(partial(t.validation.evaluator.evaluate, found.by_image))
         row |= {f"{prefix}{name}": value for name, value in {**shown, **found.losses}.items()}
-    better = t.note_metric(row)
-    t.log(row)
+    better = note_metric(t, row)
+    t.log.write(t.step, t.sampler.epoch, row)
     run_on_main(lambda: _show(t, found.by_image, shown, better))
-    t.timer.start()
+    t.log.timer.start()
     return better
 
 
-def finish(t: Training) -> None:
+def note_metric(t, row: dict[str, float | None]) -> bool:
+    """Takes the metric for best from an evaluation row, for `best` and for the schedule; True if it is the best."""
+    t.last_row = dict(row)
+    better = t.best.note(t.step, row)
+    if t.step > 0 and t.schedule.observe(t.best.larger_is_better(row)):
+        t.set_rates()
+        t.log.say(f"learning rates fall to {t.schedule.rates()}: val/{t.best.metric} has stopped improving")
+    return better
+
+
+def check_metric(t) -> None:
+    """Raises BadInput before step 0 when no evaluation can have the metric for best; a collective."""
+    evaluator = t.validation.evaluator
+    empty = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
+    nothing = dict.fromkeys(evaluator.image_ids, empty)
+    known = [*run_on_main(lambda: list(evaluator.evaluate(nothing))), *t.loss_names, *t.detector.metric_names]
+    if t.ema is not None:
+        known += [f"ema/{name}" for name in known]
+    if t.best.metric not in known:
+        raise no_such_metric(t.best.metric, known, t.ema is not None)
+
+
+def finish(t) -> None:
     """The last evaluation and checkpoint, if they are not there yet; then the detector holds the best weights.
 
     Best goes by the metric for best: the averaged weights where that is one of "ema/...".
     """
-    better = t.evaluated_step != t.step and validate(t)
+    better = t.best.evaluated_step != t.step and validate(t)
     if better or t.saved_step != t.step:
-        t.save(best=better)
+        save(t, best=better)
     checkpoint = run_on_main(lambda: _best(t))  # the main process alone need see the folder
     if checkpoint is not None:
-        averaged = t.metric_for_best.startswith("ema/")
-        t.detector.load_state_dict(checkpoint.tensors["ema" if averaged else "model"])
-        t.say(f"best {t.metric_for_best}: {t.best:.4f} at step {checkpoint.step}")
+        t.detector.load_state_dict(checkpoint.tensors["ema" if t.best.of_average else "model"])
+        t.log.say(f"best {t.best.metric}: {t.best.value:.4f} at step {checkpoint.step}")
 
 
-def _best(t: Training) -> Checkpoint | None:
-    path = linked(t.folder / "checkpoints", "best") if t.best is not None else None
+def _best(t) -> Checkpoint | None:
+    path = linked(t.folder / "checkpoints", "best") if t.best.value is not None else None
     return None if path is None else load_checkpoint(path)
 
 
-def _show(t: Training, predictions: dict, scores: dict, better: bool) -> None:
+def _show(t, predictions: dict, scores: dict, better: bool) -> None:
     """The table on the console, why an AP is 0, and the pictures, on the main process."""
     if not t.accelerator.is_main_process:
         return
-    table = t.evaluator.describe(scores, predictions)
-    t.say(f"evaluation at step {t.step}{' (best so far)' if better else ''}\n{table}")
-    if t.pictures:
+    table = t.validation.evaluator.describe(scores, predictions)
+    t.log.say(f"evaluation at step {t.step}{' (best so far)' if better else ''}\n{table}")
+    if t.validation.pictures:
         path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"
         try:
-            t.evaluator.draw(predictions, t.pictures, path)
+            t.validation.evaluator.draw(predictions, t.validation.pictures, path)
         except OSError as error:  # a full disk, say: what must be written says so itself
-            t.say(f"the pictures of step {t.step} could not be written: {error}")
+            t.log.say(f"the pictures of step {t.step} could not be written: {error}")
         else:
-            t.writer.log_images({"val/predictions": path}, t.step)
+            t.log.writer.log_images({"val/predictions": path}, t.step)

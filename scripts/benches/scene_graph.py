@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
-from toolkit.models.relation import HeadSizes, build_relation_head
 from toolkit.models.relation.batch import RelationBatch
+from toolkit.models.relation.heads import HeadSizes, build_relation_head
 from toolkit.models.relation.sampling import pairs_to_ask
 
 TOP = (20, 50, 100)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torchvision.ops import box_iou
 
-from toolkit.models.yolov3.model import build_yolov3
+from toolkit.models import build_detector
+from toolkit.models.yolov3.options import DEFAULT_ANCHORS
 from toolkit.models.yolov3.targets import (
-    DEFAULT_ANCHORS,
     STRIDES,
     assign_boxes,
     decode_boxes,
@@ -127,7 +127,8 @@ def bench_yolov3_export(
 ) -> list[dict]:
     """Images/s from uint8 pixels to decoded boxes and scores, PyTorch and ONNX Runtime with as many threads."""
     torch.manual_seed(seed)
-    detector = build_yolov3([str(c) for c in range(20)], backbone, head_channels=(128, 64, 32)).eval()
+    names, widths = [str(c) for c in range(20)], [128, 64, 32]
+    detector = build_detector("yolov3", class_names=names, backbone=backbone, head_channels=widths).eval()
     images = torch.randint(0, 256, (batch, 3, side, side), dtype=torch.uint8)
     model = PixelsToBoxes(detector, nms=False)
     options = onnxruntime.SessionOptions()

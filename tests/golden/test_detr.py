@@ -15,26 +15,21 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from accelerate import Accelerator
 from torch import nn
 
 from toolkit.boxes import cxcywh_to_xyxy
 from toolkit.data.batches import collate
-from toolkit.data.sampling import EpochSampler
 from toolkit.distributed import reduce_dict
 from toolkit.models import build_detector
 from toolkit.models.detr.detr_criterion import DetrCriterion, pad_targets
 from toolkit.runs.metrics_log import read_metrics
-from toolkit.runs.writer import RunWriter
-from toolkit.signals import StopSignals
-from toolkit.step.guard import NanGuard
 from toolkit.step.losses import LossWeights, global_denominators
 from toolkit.step.meters import Meters, SmoothedValue
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.schedules import Schedule
-from toolkit.training import Training
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+from plain_training import plain_training  # noqa: E402
 from processes import run_on_ranks  # noqa: E402
 
 from scripts import train_detr  # noqa: E402
@@ -435,31 +430,38 @@ def assert_trajectory(rows: list[dict[str, float]], detector: nn.Module, arrays:
 
 
 def test_train_one_epoch_follows_the_original_step_by_step(trajectory, tmp_path):
-    """The loop of scripts/train_detr.py itself: 30 steps of loss, gradient norm, learning rate and final weights."""
+    """The loop of scripts/train_detr.py itself: 30 steps of loss, gradient norm, learning rate, the averages that the
+    epochs return, and the final weights."""
     config = {key: value.item() for key, value in group(trajectory, "config").items()}
     detector, batches = start_of_trajectory(trajectory), batches_of(trajectory)
-    settings = train_detr.Config()
-    settings.optim.max_norm = config["clip_max_norm"]
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(detector, build_optimizer("adamw", optimizer_groups(detector, trajectory)))
     total_steps, step_size = config["epochs"] * len(batches), config["lr_drop_epochs"] * len(batches)
-    t = Training(
-        accelerator=accelerator, model=model, detector=detector, optimizer=optimizer, guard=NanGuard(),
-        weights=LossWeights(detector.loss_names, {}, detector.default_weights), loader=batches,
-        schedule=Schedule(optimizer, "step", total_steps, step_size=step_size, gamma=0.1),
-        sampler=EpochSampler(len(trajectory["num_targets"]), config["batch_size"], shuffle=False),
-        val_table=None, val_loader=None, evaluator=None, signals=StopSignals(), folder=tmp_path, seed=0,
-        total_steps=total_steps, log_every=1,
+    t = plain_training(
+        detector, batches, build_optimizer("adamw", optimizer_groups(detector, trajectory)),
+        lambda optimizer: Schedule(optimizer, "step", total_steps, step_size=step_size, gamma=0.1), tmp_path,
+        total_steps=total_steps, max_norm=config["clip_max_norm"],
     )  # fmt: skip
-    t.start(RunWriter(tmp_path), {})
-    threads = torch.get_num_threads()
+    threads, epochs = torch.get_num_threads(), []
     torch.set_num_threads(1)  # as the original ran; a kink late in one trajectory feels the order of additions
     try:
         while not t.finished:
-            train_detr.train_one_epoch(settings, t)
+            epochs.append(train_detr.train_one_epoch(t))
     finally:
         torch.set_num_threads(threads)
-        t.close()
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+        t.log.close()
+    everything = read_metrics(tmp_path / "metrics.jsonl")
+    rows = [row for row in everything if "train/loss" in row]
     assert_trajectory(rows, detector, trajectory)
     np.testing.assert_allclose([row["train/lr/main"] for row in rows], trajectory["step/lr"], rtol=1e-12)
+    assert_epoch_averages(epochs, [row for row in everything if "epoch/loss" in row], trajectory)
+
+
+def assert_epoch_averages(epochs: list[dict[str, float]], rows: list[dict], arrays: dict[str, np.ndarray]) -> None:
+    """What `train_one_epoch` returns, and the rows of the epochs, are the original's averages."""
+    wanted = group(arrays, "epoch_avg")
+    assert len(epochs) == len(rows) == len(wanted["loss"])
+    for theirs, averages in wanted.items():
+        ours = theirs.removesuffix("_unscaled") if "error" in theirs else theirs
+        if theirs != "lr":
+            atol = 1e-4 if "error" in ours else 0
+            np.testing.assert_allclose([e[ours] for e in epochs], averages, rtol=1e-4, atol=atol, err_msg=theirs)
+            assert [row[f"epoch/{ours}"] for row in rows] == [e[ours] for e in epochs]

@@ -13,15 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from toolkit.batch import Batch
-from toolkit.data.sampling import EpochSampler
 from toolkit.data.transforms.mixup import mixup
-from toolkit.models.yolov3.model import YOLOv3, build_yolov3, class_nms, class_scores
+from toolkit.models.yolov3.model import YOLOv3, class_nms, class_scores
+from toolkit.models.yolov3.options import DEFAULT_ANCHORS, Yolov3Options
 from toolkit.models.yolov3.targets import (
-    DEFAULT_ANCHORS,
     STRIDES,
     Assignment,
     assign_boxes,
@@ -32,21 +30,18 @@ from toolkit.models.yolov3.targets import (
     yolov3_losses,
 )
 from toolkit.runs.metrics_log import read_metrics
-from toolkit.runs.writer import RunWriter
-from toolkit.signals import StopSignals
-from toolkit.step.guard import NanGuard
-from toolkit.step.losses import LossWeights
 from toolkit.step.optim import parameter_groups
 from toolkit.step.schedules import Schedule, lr_factor
-from toolkit.training import Training
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from plain_training import plain_training  # noqa: E402
+
 from scripts import train_yolov3  # noqa: E402
 
 LOSSES = YOLOv3.loss_names
 LEAVES = {"gamma": "weight", "beta": "bias"}
 # The README fixes these for the whole network; the files do not carry them.
-NETWORK_NMS = {"nms_iou": 0.45, "topk": 400, "min_score": 0.01}
+NETWORK_NMS = {"nms_threshold": 0.45, "topk": 400, "score_threshold": 0.01}
 IGNORE_IOU = 0.7
 
 
@@ -250,15 +245,19 @@ class Taps(nn.Module):
         return taps
 
 
+def names_of(num_classes: int) -> list[str]:
+    return [str(c) for c in range(num_classes)]
+
+
 def decoded(golden: Path):
     """The file, its levels' prefixes, deep to shallow, and our predictions, grid, boxes and scores of its raw maps."""
     g = tensors(golden, "decode")
     levels = sorted((name[: -len("raw")] for name in g if name.endswith("_raw")), key=lambda p: -int(g[f"{p}stride"]))
     anchors = torch.stack([g[f"{p}anchors"] for p in levels])
     channels = g[f"{levels[0]}raw"].shape[1]
-    detector = YOLOv3(
-        Taps([[(3, 4), (4, 4), (4, 4)], [(4, 4)], [(4, 4)]]), channels // anchors.shape[1] - 5, anchors=anchors.tolist()
-    )
+    features = Taps([[(3, 4), (4, 4), (4, 4)], [(4, 4)], [(4, 4)]])
+    names = names_of(channels // anchors.shape[1] - 5)
+    detector = YOLOv3(names, Yolov3Options(anchors=anchors.tolist()), features=features)
     predictions, grid = detector.flat_predictions([g[f"{p}raw"] for p in levels])
     return g, levels, predictions, grid, decode_boxes(predictions, grid), class_scores(predictions)
 
@@ -345,7 +344,7 @@ def network_json(golden) -> dict:
 def darknet(golden, network_json) -> tuple[YOLOv3, dict[str, str]]:
     """Our Darknet-53 detector as it starts, and the map of parameter names."""
     torch.manual_seed(0)
-    detector = build_yolov3([str(c) for c in range(network_json["yolo3_darknet53"]["num_class"])], "darknet53")
+    detector = YOLOv3(names_of(network_json["yolo3_darknet53"]["num_class"]), Yolov3Options())
     return detector, parameter_names(detector, [name for _, name, _ in network_json["parameter_list"]])
 
 
@@ -391,7 +390,7 @@ def filled(golden, darknet, network_json) -> YOLOv3:
     _, names = darknet
     seed = int(arrays(golden, "network")["fill_seed"])
     parameters = network_json["parameter_list"]
-    detector = build_yolov3([str(c) for c in range(network_json["yolo3_darknet53"]["num_class"])], "darknet53")
+    detector = YOLOv3(names_of(network_json["yolo3_darknet53"]["num_class"]), Yolov3Options())
     load_values(detector, names, {name: formula_value(name, shape, seed + i) for i, name, shape in parameters})
     return detector.eval()
 
@@ -538,9 +537,8 @@ def small_detector(values: dict[str, np.ndarray], num_classes: int, smoothing: b
         if parts[0] == "stages" and parts[-1] == "weight":
             stages.setdefault(parts[1], []).append((value.shape[1], value.shape[0]))
     heads = [v.shape[0] for n, v in values.items() if n.startswith("yolo_blocks.") and n.endswith(".body.0.0.weight")]
-    detector = YOLOv3(
-        Taps(list(stages.values())), num_classes, head_channels=heads, label_smoothing=smoothing, ignore_iou=IGNORE_IOU
-    )
+    options = Yolov3Options(head_channels=heads, label_smoothing=smoothing, ignore_iou=IGNORE_IOU)
+    detector = YOLOv3(names_of(num_classes), options, features=Taps(list(stages.values())))
     names = parameter_names(detector, list(values))
     load_values(detector, names, values)
     return detector, names
@@ -591,32 +589,28 @@ def train(detector: YOLOv3, batches: list, config: dict, folder: Path, rate_in_m
     lr, warm, iterations = config.get("sched") or (config["lr"], 0, 0)
     updates = int(warm * iterations)
     groups = parameter_groups(detector, lr=lr, weight_decay=config["wd"], no_decay_on_norm_and_bias=config["no_wd"])
-    accelerator, settings = Accelerator(cpu=True), train_yolov3.Config()
-    settings.optim.max_norm = 0
     noting = NotingSgd(groups, detector, config["momentum"], rate_in_momentum)
-    model, optimizer = accelerator.prepare(detector, noting)
     # Theirs is lr * t / (n - 1) at t = k + 1 in update k; see test_learning_rates.
     options = {"warmup_steps": updates - 2, "warmup_factor": 1 / (updates - 1)} if updates else {}
-    t = Training(
-        accelerator=accelerator, model=model, detector=detector, optimizer=optimizer, guard=NanGuard(),
-        weights=LossWeights(LOSSES, {}, detector.default_weights), schedule=Schedule(optimizer, "constant", **options),
-        loader=loader, sampler=EpochSampler(sum(map(len, loader)), len(loader[0]), shuffle=False), val_table=None,
-        val_loader=None, evaluator=None, signals=StopSignals(), folder=folder, seed=0, total_steps=len(loader),
-        log_every=1,
+    t = plain_training(
+        detector, loader, noting, lambda optimizer: Schedule(optimizer, "constant", **options), folder,
+        total_steps=len(loader),
     )  # fmt: skip
     seen = []
     hook = detector.register_forward_hook(lambda _, args, outputs: seen.append((args[2], outputs)))
-    t.start(RunWriter(folder), {})
     try:
-        train_yolov3.train_one_epoch(settings, t)
+        averages = train_yolov3.train_one_epoch(t)
     finally:
-        t.close()
+        t.log.close()
         hook.remove()
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "train/loss" in row]
+    for name in LOSSES:  # GluonCV's metrics at the end of an epoch are plain means over its steps
+        assert averages[name] == pytest.approx(np.mean([row[f"train/{name}"] for row in rows]), rel=1e-12)
     losses = [
         image_losses(detector, [outputs[f"raw_stride{s}"].detach() for s in STRIDES], targets, outputs["sizes"][0])
         for targets, outputs in seen
     ]
-    return read_metrics(folder / "metrics.jsonl"), torch.stack(losses), noting
+    return rows, torch.stack(losses), noting
 
 
 def running_var_elements(detector: YOLOv3, pixels: torch.Tensor) -> dict[str, int]:
@@ -733,7 +727,7 @@ def test_trajectory_of_the_full_darknet(golden, network_json, tmp_path):
     g = arrays(golden, "trajectory_full")
     config, originals = json.loads(str(g["config_json"])), [str(name) for name in g["param_names"]]
     shapes = {name: shape for _, name, shape in network_json["parameter_list"]}
-    detector = build_yolov3([str(c) for c in range(config["C"])], "darknet53", label_smoothing=config["smooth"])
+    detector = YOLOv3(names_of(config["C"]), Yolov3Options(label_smoothing=config["smooth"]))
     names = parameter_names(detector, originals)
 
     def start(i: int, name: str) -> np.ndarray:

@@ -23,7 +23,7 @@ SCRIPTS = (
     Script("train_sgg", slow_end=(REPORT,), losses=("loss_refine_obj", "loss_rel"),
            still=("--model.freeze", "detector")),
     Script("train_ssd", slow_end=(REPORT,), losses=("loss_cls", "loss_loc"), still=("--model.norm", "group"),
-           one_size=("--data.sizes", "[]")),
+           one_size=("--data.multi_scale", "[]")),
 )  # fmt: skip
 
 

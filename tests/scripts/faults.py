@@ -28,12 +28,17 @@ def install(faults: list[dict], rank: int) -> None:
             owner, name = _find(fault["skip"])
             setattr(owner, name, lambda *args, **kwargs: None)
         if "float64" in fault:
-            owner, name = _find("toolkit.models:build_detector")
-            build = getattr(owner, name)
-            setattr(owner, name, lambda *args, build=build, **kwargs: build(*args, **kwargs).double())
+            _wrap_build(lambda build: lambda *args, **kwargs: build(*args, **kwargs).double())
     nans = [fault for fault in mine if "nan" in fault]
     if nans:
         _poison(nans)
+
+
+def _wrap_build(wrap) -> None:
+    """`build_detector` wherever the script, or scripts/replay.py, looks it up."""
+    for place in ("toolkit.models.start", "toolkit.use.rebuild"):
+        module = importlib.import_module(place)
+        module.build_detector = wrap(module.build_detector)
 
 
 def _find(place: str) -> tuple[object, str]:
@@ -77,17 +82,16 @@ class _NanBackward(torch.autograd.Function):
 
 
 def _poison(faults: list[dict]) -> None:
-    import toolkit.models
     from toolkit.training import Training
 
     by_ids = {tuple(fault["ids"]): fault["nan"] for fault in faults if "ids" in fault}
     by_window = {fault["window"]: fault["nan"] for fault in faults if "window" in fault}
-    fetch, build = Training.windows, toolkit.models.build_detector
+    fetch = Training.windows
     seen, now = 0, None  # windows fetched; what is broken in the micro-batch under way
 
-    def windows(self, accumulation_steps):
+    def windows(self):
         nonlocal seen
-        for window in fetch(self, accumulation_steps):
+        for window in fetch(self):
             seen += 1
             kind, batch = by_window.get(seen), window[-1]
             if kind == "boxes":
@@ -103,15 +107,19 @@ def _poison(faults: list[dict]) -> None:
     def spoil(module, args, output):
         return output * math.nan if now == "activation" else None
 
-    def build_and_break(*args, **kwargs):
-        detector = build(*args, **kwargs)
-        detector.register_forward_pre_hook(note)
-        convolution = next(m for m in detector.modules() if isinstance(m, torch.nn.Conv2d))
-        convolution.register_forward_hook(spoil)
-        _break_criterion(type(detector), lambda: now)
-        return detector
+    def breaking(build):
+        def build_and_break(*args, **kwargs):
+            detector = build(*args, **kwargs)
+            detector.register_forward_pre_hook(note)
+            convolution = next(m for m in detector.modules() if isinstance(m, torch.nn.Conv2d))
+            convolution.register_forward_hook(spoil)
+            _break_criterion(type(detector), lambda: now)
+            return detector
 
-    Training.windows, toolkit.models.build_detector = windows, build_and_break
+        return build_and_break
+
+    Training.windows = windows
+    _wrap_build(breaking)
 
 
 def _break_criterion(cls: type, kind) -> None:

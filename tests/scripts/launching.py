@@ -157,10 +157,19 @@ def finish(process: subprocess.Popen, timeout_s: float = 300) -> tuple[int, str]
 # ---------------------------------------------------------------- what a run leaves behind
 
 
-def rows(folder: Path) -> list[dict]:
+def all_rows(folder: Path) -> list[dict]:
     """Rows of metrics.jsonl without what a clock or the memory had to say."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time", "mem"))} for line in lines]
+
+
+def rows(folder: Path) -> list[dict]:
+    """Those of steps and evaluations."""
+    return [row for row in all_rows(folder) if "epoch/loss" not in row]
+
+
+def epoch_rows(folder: Path) -> list[dict]:
+    return [row for row in all_rows(folder) if "epoch/loss" in row]
 
 
 def training_rows(folder: Path) -> list[dict]:
@@ -182,12 +191,12 @@ def checkpoint_state(path: Path) -> dict:
     """state.json without what a clock had to say."""
     state = json.loads((path / "state.json").read_text())
     state["meters"] = {k: v for k, v in state["meters"].items() if not k.startswith("time")}
-    return {k: v for k, v in state.items() if k != "elapsed_s"}
+    return {k: v for k, v in state.items() if k not in ("elapsed_s", "epoch_s")}
 
 
 def assert_same_run(folder: Path, reference: Path) -> None:
     """Rows, and the last checkpoint to the bit: weights, averages, optimizer and the rest of the state."""
-    ours, theirs = rows(folder), rows(reference)
+    ours, theirs = all_rows(folder), all_rows(reference)
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     for our, their in zip(ours, theirs, strict=True):
         differs = {k: (our.get(k), their.get(k)) for k in our.keys() | their.keys() if our.get(k) != their.get(k)}

@@ -17,10 +17,8 @@ from pathlib import Path
 
 PRELOAD = (
     "torch", "accelerate", "accelerate.tracking", "timm", "transformers.models.rt_detr_v2.modeling_rt_detr_v2",
-    "transformers.models.detr.modeling_detr", "toolkit.training", "toolkit.validation", "toolkit.models.detr.detr",
-    "toolkit.models.detr.rt_detr", "toolkit.evaluation.report", "toolkit.data.pipeline", "toolkit.runs.command_line",
-    "toolkit.step.optim", "toolkit.step.ema", "toolkit.step.memory", "toolkit.step.determinism",
-    "toolkit.step.schedules", "faster_coco_eval",
+    "transformers.models.detr.modeling_detr", "toolkit.session", "toolkit.models.detr.detr",
+    "toolkit.models.detr.rt_detr", "toolkit.evaluation.report", "faster_coco_eval",
     "scipy.optimize", "torch.distributed.algorithms.join", "torch.nn.parallel.distributed",
 )  # fmt: skip
 
@@ -59,6 +57,7 @@ def fork(request: dict, rank: int, group: int) -> int:
         for target, source in ((0, null), (1, log), (2, log)):
             os.dup2(source, target)
         os.environ.update(request["env"][rank])
+        sys.path[1:1] = request["env"][rank].get("PYTHONPATH", "").split(os.pathsep)  # as Python would at its start
         os.chdir(request["cwd"])
         code = run_script(request, rank)
     finally:

@@ -22,7 +22,7 @@ MORE_MOMENTS = (
     ("toolkit.runs.checkpoint:_point", 1),  # the first checkpoint under its name, `latest` not yet there
     ("toolkit.training:Training.note_step", 1),  # step 3: weights updated, their average and the schedule not
     ("toolkit.runs.checkpoint:_prune", 1),  # saved, older checkpoints not yet removed
-    ("toolkit.training:Training.note_metric", 1),  # evaluated at step 4, nothing written down
+    ("toolkit.validation:note_metric", 1),  # evaluated at step 4, nothing written down
     ("toolkit.validation:_show", 1),  # evaluated and its row written, not saved
     ("toolkit.training:Training.decide", 2),  # step 6: gradients complete, no update
     ("toolkit.evaluation.predict_dataset:gather_by_image", 2),  # the last evaluation

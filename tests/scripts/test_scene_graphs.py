@@ -90,7 +90,7 @@ def test_training_ends_when_the_rate_has_fallen_often_enough(server, data, tmp_p
     """With rate 0 nothing improves: two falls, and the model of the end is saved."""
     args = of_coco(tmp_path, data, optim__lr=0, schedule__name="plateau", schedule__plateau_patience=2,
                    schedule__max_decays=2, run__eval_every=1, run__epochs=50, eval__before_training="true",
-                   optim__gradient_table_every=2, model__head="imp", model__head_options="null",
+                   optim__gradient_table_every=2, model__head="imp", model__head_options="{}",
                    optim__scale_lr_by_images="true")  # fmt: skip
     ended = server.run(SGG, args).ok()
     evaluated = [row for row in rows(ended.folder) if "val/R@20" in row]

@@ -66,11 +66,18 @@ class DetectionDataset(torch.utils.data.Dataset):
         return len(self.table)
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, Target]:
-        row = self.table.row(key.index)
-        image = self._decode(row) if self._cache is None else self._cache[key.index]
-        target = row_target(row, tuple(image.shape[-2:]))
+        return self._augmented(*self._read(key.index), key, sample_generator(self.seed, key.epoch, key.index))
+
+    def _read(self, index: int) -> tuple[Tensor, Target]:
+        row = self.table.row(index)
+        image = self._decode(row) if self._cache is None else self._cache[index]
+        return image, row_target(row, tuple(image.shape[-2:]))
+
+    def _augmented(
+        self, image: Tensor, target: Target, key: SampleKey, generator: torch.Generator
+    ) -> tuple[Tensor, Target]:
         size = () if key.size_hw is None else (key.size_hw,)
-        image, target = self.transform(image, target, sample_generator(self.seed, key.epoch, key.index), *size)
+        image, target = self.transform(image, target, generator, *size)
         return image, recheck_boxes(image, target)
 
     def _decode(self, row: dict) -> Tensor:

@@ -1,27 +1,32 @@
 """From the name of a split to its batches: what every script does with its `data` settings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch.utils.data import Dataset
 
 from toolkit.data.batches import make_loader
 from toolkit.data.dataset import DetectionDataset
+from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, aspect_ratio_groups
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import (
     Compose,
     RandomFlip,
     ResizeShorter,
+    ThenResize,
     Transform,
     detr_train_transform,
     eval_transform,
     square_transform,
 )
 from toolkit.data.transforms.photometric import PhotometricDistortion
+from toolkit.data.transforms.ssd import SeenRegion, SsdTransform
+from toolkit.data.transforms.yolov3 import yolov3_transform
 from toolkit.data.variable_sizes import VariableSizes
 from toolkit.distributed import world
 from toolkit.errors import BadInput
+
+RECIPES = ("detr", "ssd", "yolov3")
 
 
 def check_one_size(stride: int, sides: Sequence[int], scales: Sequence[int]) -> None:
@@ -29,8 +34,8 @@ def check_one_size(stride: int, sides: Sequence[int], scales: Sequence[int]) -> 
     `stride`, whose images the loader would pad."""
     faults = ["the detector needs images of one size: leave data.scales empty, set data.image_size"] if scales else []
     faults += [
-        f"images of side {side} would be padded, which the detector ignores: give a multiple of {stride}, "
-        f"such as {max(1, round(side / stride)) * stride}"
+        f"images of side {side} (data.image_size, data.multi_scale) would be padded, which the detector ignores: give "
+        f"a multiple of {stride}, such as {max(1, round(side / stride)) * stride}"
         for side in sides
         if side % stride
     ]
@@ -38,16 +43,95 @@ def check_one_size(stride: int, sides: Sequence[int], scales: Sequence[int]) -> 
         raise BadInput(faults)
 
 
-def train_transform(image_size: int, scales: list[int], max_size: int, flip: bool, photometric: bool) -> Transform:
-    """Training augmentation: a square of `image_size`; one scale: the shorter side; several: DETR's recipe; pixels."""
+def train_transform(
+    *,
+    recipe: str,
+    image_size: int,
+    scales: Sequence[int] = (),
+    max_size: int = 1333,
+    random_crop: bool = False,
+    flip: bool = True,
+    photometric: bool = False,
+    zoom_out: float = 1.0,
+    iou_crop: bool = False,
+) -> Transform:
+    """Training augmentation, `(image, target, generator[, size_hw]) -> (image, target)`; see docs/data.md.
+
+    Args:
+        recipe: one of `RECIPES`: whose definition and order of photometric, zoom_out and iou_crop, and whose
+            interpolation. detr: zoom out, crop, flip, resize, colours; ssd: the same in one resize, then flip and
+            colours; yolov3: colours, zoom out, crop, resize, flip.
+        image_size: side in pixels of the square that images become, where `scales` is empty and the batch has no size
+            of its own.
+        scales, max_size: lengths in pixels of the shorter side, one drawn for each image, and the longest side.
+        random_crop: with probability 1/2 DETR's crop of 384 to 600 px between two resizes; needs `scales`.
+        flip: half of the images are mirrored left to right.
+        photometric: colours are varied.
+        zoom_out: half of the images lie on a canvas of up to so many times their sides; 1: none.
+        iou_crop: a region that overlaps the boxes by an IoU that is drawn.
+
+    The ssd and yolov3 recipes must be called with a size, as the keys of `training_sizes` carry it.
+
+    Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
+    """
+    _check_transform(recipe, scales, random_crop, zoom_out)
+    if recipe == "ssd":
+        return SsdTransform(zoom_out=zoom_out, iou_crop=iou_crop, flip=flip, photometric=photometric)
+    if recipe == "yolov3":
+        return yolov3_transform(photometric=photometric, zoom_out=zoom_out, iou_crop=iou_crop, flip=flip)
     probability = 0.5 if flip else 0.0
+    first = (SeenRegion(zoom_out, iou_crop),) if zoom_out > 1 or iou_crop else ()
+    colours = (PhotometricDistortion(),) if photometric else ()
     if not scales:
-        geometry = square_transform(image_size, probability)
-    elif len(scales) == 1:  # that of Faster R-CNN, which crops nothing
-        geometry = Compose((RandomFlip(probability), ResizeShorter(tuple(scales), max_size)))
-    else:
+        before = Compose((*first, *((RandomFlip(probability),) if flip else ())))
+        return ThenResize(before, Compose(colours), (image_size, image_size))
+    if random_crop:
         geometry = detr_train_transform(scales, max_size, flip_probability=probability)
-    return Compose((geometry, PhotometricDistortion())) if photometric else geometry
+    else:  # Faster R-CNN's, which crops nothing
+        geometry = Compose((RandomFlip(probability), ResizeShorter(tuple(scales), max_size)))
+    return Compose((*first, geometry, *colours))
+
+
+def training_sizes(
+    *,
+    recipe: str,
+    image_size: int,
+    scales: Sequence[int] = (),
+    multi_scale: Sequence[int] = (),
+    multi_scale_every: int = 1,
+    multi_scale_pixels: bool = False,
+    mosaic: float = 0.0,
+) -> VariableSizes | None:
+    """The squares that training images become, batch by batch; None: every image as the transform alone decides.
+
+    Args:
+        recipe, image_size, scales: as `train_transform`; the recipes ssd and yolov3, and mosaics, always have a size.
+        multi_scale: sides in pixels, one drawn for every `multi_scale_every` micro-batches; empty: `image_size`.
+        multi_scale_pixels: a batch has so many images that its pixels are those of `batch_size_per_device` images of
+            `image_size` (CVNets); else the batch size is that of every side (YOLO).
+        mosaic: probability that a sample is one.
+
+    Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
+    """
+    faults = []
+    if min([image_size, *multi_scale, multi_scale_every]) < 1:
+        faults.append(f"data.image_size is {image_size}, data.multi_scale {list(multi_scale)}, data.multi_scale_every "
+                      f"{multi_scale_every}: expected sides of at least one pixel and at least one batch")  # fmt: skip
+    faults += [
+        f"data.{name} makes all images of a batch one size, which data.scales does not: leave data.scales empty and "
+        f"set data.image_size, or {off}"
+        for name, given, off in (
+            ("multi_scale", multi_scale, "leave data.multi_scale empty"), ("mosaic", mosaic, "set data.mosaic to 0")
+        )
+        if given and scales
+    ]  # fmt: skip
+    if faults:
+        raise BadInput(faults)
+    if recipe == "detr" and not multi_scale and not mosaic:
+        return None
+    sides = tuple((side, side) for side in multi_scale or (image_size,))
+    base_hw = (image_size, image_size) if multi_scale and multi_scale_pixels else None
+    return VariableSizes(sides, multi_scale_every, base_hw)
 
 
 def val_transform(image_size: int, scales: list[int], max_size: int) -> Transform:
@@ -74,13 +158,28 @@ def training_loader(
     cache_images: bool = False,
     shuffle: bool = True,
     sizes: VariableSizes | None = None,
-    make_dataset: Callable[..., Dataset] = DetectionDataset,
+    recipe: str = "detr",
+    mixup: bool = False,
+    mosaic: float = 0.0,
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
-    """This rank's sampler and loader of the training data; with `sizes` the transform is called with a size too."""
+    """This rank's sampler and loader of the training data.
+
+    Args:
+        sizes: as `training_sizes` says; the transform is then called with a size too.
+        recipe: yolov3: a `MixedDataset` also without mixup and mosaic, as its samples draw whether they are mosaics.
+        mixup, mosaic: as `MixedDataset`, which is then `loader.dataset.dataset`; tell its `plan` of every epoch.
+
+    Raises BadInput: a mosaic without `sizes`, or groups of aspect ratios with a number of images that follows the size.
+    """
+    if mosaic and sizes is None:
+        raise BadInput("data.mosaic needs images of one size: set data.image_size, leave data.scales empty")
     rank, world_size = world()
     groups = aspect_ratio_groups(table.sizes_hw()) if by_aspect_ratio else None
     sampler = EpochSampler(len(table), batch_size_per_device, rank, world_size, seed, groups, shuffle, sizes)
-    dataset = make_dataset(table, transform, seed, cache_images)
+    if mixup or mosaic or recipe == "yolov3":
+        dataset = MixedDataset(table, transform, seed, cache_images, mixup=mixup, mosaic=mosaic)
+    else:
+        dataset = DetectionDataset(table, transform, seed, cache_images)
     return sampler, make_loader(dataset, sampler, workers, stride, pin=torch.cuda.is_available())
 
 
@@ -90,3 +189,25 @@ def validation_loader(
     """This rank's loader of the validation data."""
     sampler = EvalSampler(len(table), batch_size_per_device, *world())
     return make_loader(DetectionDataset(table, transform), sampler, workers, stride, pin=torch.cuda.is_available())
+
+
+def _check_transform(recipe: str, scales: Sequence[int], random_crop: bool, zoom_out: float) -> None:
+    faults = []
+    if recipe not in RECIPES:
+        faults.append(f"data.recipe is {recipe!r}; expected one of {', '.join(RECIPES)}")
+    elif scales and recipe != "detr":
+        faults.append(
+            f"data.recipe {recipe} makes squares, which data.scales are not: set data.recipe to detr, whose colours, "
+            "zoom_out and iou_crop are those of ssd, or leave data.scales empty and set data.image_size"
+        )
+    if scales and min(scales) < 1:
+        faults.append(f"data.scales is {list(scales)}; expected lengths of at least one pixel")
+    if random_crop and not scales:
+        faults.append(
+            "data.random_crop is DETR's crop between two resizes of the shorter side: give data.scales, or use "
+            "data.iou_crop, which also makes squares"
+        )
+    if not 1 <= zoom_out < float("inf"):
+        faults.append(f"data.zoom_out is {zoom_out}; expected the largest canvas in sides of the image, 1 for none")
+    if faults:
+        raise BadInput(faults)

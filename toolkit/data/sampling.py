@@ -106,7 +106,10 @@ class EpochSampler:
     ):
         _check_sizes(num_samples, batch_size_per_device, world_size)
         if groups is not None and sizes is not None and sizes.base_hw is not None:
-            raise BadInput("batches of like aspect ratio cannot have a number of images that follows their size")
+            raise BadInput(
+                "batches of like aspect ratio cannot have a number of images that follows their size: set "
+                "data.group_by_aspect_ratio or data.multi_scale_pixels to false"
+            )
         if groups is not None and len(groups) != num_samples:
             raise ValueError(f"groups has {len(groups)} entries for {num_samples} samples")
         self.num_samples, self.batch_size = num_samples, batch_size_per_device

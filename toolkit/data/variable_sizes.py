@@ -4,14 +4,11 @@ Two uses of one mechanism: the batch size stays (YOLO's multi-scale training), o
 pixels stays (CVNets' variable batch sampler). The size travels in each sample's key, so workers need not be told of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
-from toolkit.batch import Target
-from toolkit.data.transforms.geometry import Transform, resize
 from toolkit.errors import BadInput
 
 
@@ -68,20 +65,3 @@ class VariableSizes:
         """The size, and its batch size, with the most pixels in a batch; the larger images where several have."""
         pairs = [(size, self.batch_size(size, batch_size)) for size in self.sizes_hw]
         return max(pairs, key=lambda pair: (pair[0][0] * pair[0][1] * pair[1], pair[0]))
-
-
-@dataclass(frozen=True)
-class ThenResize:
-    """A transform for images of varying size: `transform`, then a resize to exactly the batch's size."""
-
-    transform: Transform
-
-    def __call__(self, image: Tensor, target: Target, generator, size_hw: tuple[int, int]) -> tuple[Tensor, Target]:
-        return resize(*self.transform(image, target, generator), size_hw)
-
-
-def square_sizes(sides: Sequence[int], base_side: int) -> VariableSizes:
-    """Squares of these sides, with as many pixels in a batch as for `base_side`; without sides `base_side` alone."""
-    if not sides:
-        return VariableSizes(((base_side, base_side),))
-    return VariableSizes(tuple((side, side) for side in sides), base_hw=(base_side, base_side))

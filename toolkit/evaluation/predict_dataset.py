@@ -1,7 +1,7 @@
 """Predictions of a detector for a whole dataset, by image id, with the validation loss; on one rank or many."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from toolkit.boxes import widest_float
 from toolkit.distributed import agree_max, gather_by_image, gather_objects, world
+from toolkit.modes import eval_mode
 
 
 class Predictions(NamedTuple):
@@ -24,18 +25,6 @@ class Predictions(NamedTuple):
     by_image: dict
     losses: dict[str, float]
     interrupted: int
-
-
-@contextlib.contextmanager
-def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every submodule has the mode it had (frozen parts stay in evaluation mode)."""
-    modes = [(m, m.training) for m in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for m, training in modes:
-            m.training = training
 
 
 @torch.no_grad()  # not inference_mode: what a model caches in it (anchors, position codes) could not be trained with
@@ -90,8 +79,6 @@ class LossSums:
     """Adds up losses and metrics over batches, to be divided once, by the denominators of the whole dataset.
 
     The criterion divides each loss by one of the detector's denominators; given ones, it returns the plain sums.
-    Which loss belongs to which denominator is asked from the criterion too: given a different power of two for each
-    denominator, every loss shrinks by exactly the power of its own.
     """
 
     def __init__(self, detector: nn.Module):
@@ -101,13 +88,10 @@ class LossSums:
         self.sums: dict[str, Tensor] = {}
         self.metrics: dict[str, Tensor] = {}  # (2,) sum and count
         self.denominators = dict.fromkeys(self.names, 0.0)
-        self.divided_by: dict[str, str] = {}
 
     def add(self, outputs, targets: list[dict], denominators: Mapping[str, float]) -> None:
         """One batch: outputs of the detector, its targets on the device, its raw denominators."""
         losses, metrics = self.detector.criterion(outputs, targets, self.ones)
-        if not losses.keys() <= self.divided_by.keys():
-            self._find_denominators(losses, outputs, targets)
         wide = widest_float(targets[0]["boxes"].device)
         for name, value in losses.items():
             self.sums[name] = self.sums.get(name, 0.0) + value.to(wide)
@@ -117,32 +101,21 @@ class LossSums:
         for name, value in denominators.items():
             self.denominators[name] += float(value)
 
-    def _find_denominators(self, losses: Mapping[str, Tensor], outputs, targets: list[dict]) -> None:
-        if len(self.names) == 1:
-            self.divided_by = dict.fromkeys([*self.divided_by, *losses], self.names[0])
-            return
-        powers = {name: 2.0 ** (i + 1) for i, name in enumerate(self.names)}
-        shrunk, _ = self.detector.criterion(outputs, targets, powers)
-        for loss, value in losses.items():
-            if float(value) != 0:  # a loss that is 0 here tells nothing; one that stays 0 needs no denominator
-                by = float(value) / float(shrunk[loss])
-                self.divided_by[loss] = min(powers, key=lambda name, by=by: abs(powers[name] - by))
-
     def over_all_ranks(self) -> tuple[dict[str, float], dict[str, float]]:
         """(losses, metrics) of the dataset; a collective."""
         mine = {
             "sums": {k: float(v) for k, v in self.sums.items()},
             "metrics": {k: v.tolist() for k, v in self.metrics.items()},
             "denominators": self.denominators,
-            "divided_by": self.divided_by,
         }
         parts = gather_objects(mine)
-        divided_by = {k: v for part in parts for k, v in part["divided_by"].items()}
+        divided_by = self.detector.divided_by
         denominators = {n: sum(part["denominators"][n] for part in parts) for n in self.names}
         losses = {}
         for name in {k: None for part in parts for k in part["sums"]}:
             total = sum(part["sums"].get(name, 0.0) for part in parts)
-            losses[name] = total / max(denominators[divided_by[name]], 1e-12) if name in divided_by else 0.0
+            by = divided_by if isinstance(divided_by, str) else divided_by[name]
+            losses[name] = total / max(denominators[by], 1e-12)
         metrics = {}
         for name in {k: None for part in parts for k in part["metrics"]}:
             value, count = map(sum, zip(*(part["metrics"].get(name, (0, 0)) for part in parts), strict=True))

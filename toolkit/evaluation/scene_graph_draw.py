@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from toolkit.data.decoding import decode_image
+from toolkit.evaluation.detections import best_first, detections_as_json, relations_as_json
 from toolkit.evaluation.draw import BACKGROUND, COLOURS, GAP, PANEL, TEXT, choose_images, text_font
-from toolkit.use.prediction import best_first, detections_as_json, relations_as_json
 
 LINE = 18  # height in pixels of a line of text below a picture
 RIGHT, WRONG = "#117733", "#D55E00"

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from toolkit.attributes import attribute_targets
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 from toolkit.evaluation.arrays import check_image_ids
 from toolkit.evaluation.coco import CocoEvaluator, align
 from toolkit.evaluation.scene_graph import PROTOCOLS, evaluate_scene_graphs
-from toolkit.models.relation.losses import attribute_targets
 
 TOP = (20, 50, 100)
 

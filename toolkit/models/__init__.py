@@ -3,58 +3,106 @@
 import difflib
 import importlib
 import inspect
-from collections.abc import Sequence
-
-from torch import nn
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 
 from toolkit.errors import BadInput
+from toolkit.models.detector import Detector, check_contract
+from toolkit.models.options import DetectorOptions
 
-# Module and class (or function) by name. Imported when needed: transformers takes seconds, which other scripts and
-# loader processes need not wait for.
+# Detector and its options by name: module and class of each below toolkit.models. Detectors are imported when needed:
+# transformers takes seconds, which other scripts and loader processes need not wait for.
 ARCHITECTURES = {
-    "detr": ("toolkit.models.detr.detr", "Detr"),
-    "conditional_detr": ("toolkit.models.detr.conditional_detr", "ConditionalDetr"),
-    "deformable_detr": ("toolkit.models.detr.deformable_detr", "DeformableDetr"),
-    "dab-detr": ("toolkit.models.detr.dab_detr", "DabDetr"),
-    "rf_detr": ("toolkit.models.detr.rf_detr", "RfDetr"),
-    "yolos": ("toolkit.models.detr.yolos", "Yolos"),
-    "rt_detr_v2": ("toolkit.models.detr.rt_detr", "RTDetrV2"),
-    "d_fine": ("toolkit.models.detr.d_fine", "DFine"),
-    "deimv2": ("toolkit.models.detr.d_fine", "Deimv2"),
-    "faster_rcnn": ("toolkit.models.faster_rcnn.build", "build_faster_rcnn"),
-    "fasterrcnn_resnet50_fpn_v2": ("toolkit.models.faster_rcnn.build", "build_resnet50_fpn_v2"),
-    "scene_graph": ("toolkit.models.relation.scene_graph", "SceneGraph"),
-    "yolov3": ("toolkit.models.yolov3.model", "build_yolov3"),
-    "ssd": ("toolkit.models.ssd.model", "SSD"),
-    "ssdlite": ("toolkit.models.ssd.model", "SSDLite"),
+    "detr": ("detr.detr:Detr", "detr.options:DetrOptions"),
+    "conditional_detr": ("detr.conditional_detr:ConditionalDetr", "detr.options:ConditionalDetrOptions"),
+    "deformable_detr": ("detr.deformable_detr:DeformableDetr", "detr.options:DeformableDetrOptions"),
+    "dab-detr": ("detr.dab_detr:DabDetr", "detr.options:DabDetrOptions"),
+    "rf_detr": ("detr.rf_detr:RfDetr", "detr.options:RfDetrOptions"),
+    "yolos": ("detr.yolos:Yolos", "detr.options:YolosOptions"),
+    "rt_detr_v2": ("detr.rt_detr:RTDetrV2", "detr.options:RTDetrV2Options"),
+    "d_fine": ("detr.d_fine:DFine", "detr.options:DFineOptions"),
+    "deimv2": ("detr.d_fine:Deimv2", "detr.options:Deimv2Options"),
+    "faster_rcnn": ("faster_rcnn.build:FasterRCNNOnTimm", "faster_rcnn.options:FasterRcnnOptions"),
+    "fasterrcnn_resnet50_fpn_v2": ("faster_rcnn.build:FasterRCNNResNet50V2", "faster_rcnn.options:ResNet50V2Options"),
+    "scene_graph": ("relation.scene_graph:SceneGraph", "relation.options:SceneGraphOptions"),
+    "yolov3": ("yolov3.model:YOLOv3", "yolov3.options:Yolov3Options"),
+    "ssd": ("ssd.model:SSD", "ssd.options:SsdOptions"),
+    "ssdlite": ("ssd.model:SSDLite", "ssd.options:SsdliteOptions"),
 }
 
 
-def build_detector(architecture: str, *, class_names: Sequence[str], **options) -> nn.Module:
-    """A detector, with the interface described in docs/design.md; its `options` build the same one again.
+def detector_class(architecture: str) -> type[Detector]:
+    """The class of a detector: by a name of `ARCHITECTURES`, or as `module:Class`.
+
+    Raises:
+        BadInput: no such name, module or class, or a class that is no `Detector`.
+    """
+    if architecture in ARCHITECTURES:
+        return _load(f"toolkit.models.{ARCHITECTURES[architecture][0]}")
+    if ":" not in str(architecture):
+        similar = difflib.get_close_matches(str(architecture), ARCHITECTURES, n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
+        raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(ARCHITECTURES)}, and no "
+                       f"`module:Class` of your own{hint}")  # fmt: skip
+    try:
+        found = _load(architecture)
+    except (ImportError, AttributeError) as error:
+        raise BadInput(f"model.architecture: {architecture} cannot be imported: {error}. Expected `module:Class` with "
+                       "the module beside the script or on PYTHONPATH") from error  # fmt: skip
+    if not (isinstance(found, type) and issubclass(found, Detector)):
+        raise BadInput(f"model.architecture: {architecture} is no subclass of toolkit.models.detector.Detector")
+    return found
+
+
+def options_class(architecture: str) -> type[DetectorOptions]:
+    """The dataclass of a detector's settings. Raises BadInput as `detector_class`."""
+    if architecture in ARCHITECTURES:
+        return _load(f"toolkit.models.{ARCHITECTURES[architecture][1]}")
+    return detector_class(architecture).Options
+
+
+def build_detector(architecture: str, *, class_names: Sequence[str], **settings) -> Detector:
+    """A detector whose `options` build the same one again.
 
     Args:
-        architecture: one of `ARCHITECTURES`.
+        architecture: one of `ARCHITECTURES`, or `module:Class`.
         class_names: one name per class, in the order of the labels.
-        options: keyword arguments of that detector's class, all of them plain numbers, strings and lists, so that a
-            run's `config.yaml` builds the same model again.
+        settings: values of the detector's options, plain numbers, strings and lists, so that a run's `config.yaml`
+            builds the same model again; None: not given. Also what its class takes beside options, such as
+            `source_config` of the DETR family and `predicates` of scene graphs.
 
     Raises:
         BadInput: unknown architecture, no classes, an option that it does not have, or that cannot be met (unknown
-            backbone, no weights, ...).
+            backbone, no weights, ...), a class that does not keep the contract.
     """
     if not class_names:
         raise BadInput("the data names no classes; a detector needs at least one.")
-    if architecture not in ARCHITECTURES:
-        similar = difflib.get_close_matches(str(architecture), ARCHITECTURES, n=1)
-        hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(ARCHITECTURES)}{hint}")
-    module, name = ARCHITECTURES[architecture]
-    build = getattr(importlib.import_module(module), name)
-    known = list(inspect.signature(build).parameters)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(build).parameters.values())
-    if not takes_any and (foreign := [option for option in options if option not in known]):
-        raise BadInput(f"{architecture} has no setting model.{', model.'.join(foreign)}; it has {', '.join(known)}")
-    detector = build(class_names=class_names, **options)
-    detector.options = {"architecture": architecture, **options, "pretrained_backbone": False}
+    options_type, cls = options_class(architecture), detector_class(architecture)
+    known = [name for name in inspect.signature(cls).parameters if name not in ("class_names", "options")]
+    beside = {name: value for name, value in settings.items() if name in known}
+    values = {name: value for name, value in settings.items() if name not in known and value is not None}
+    check_keys(architecture, options_type, values)
+    options = options_type(**({"architecture": architecture} | values))
+    detector = cls(class_names, options, **beside)
+    detector.options = {**asdict(options), **beside, "pretrained_backbone": False}
+    check_contract(detector)
+    detector.options = detector.resolved_options()  # those that were not given may be a source's
     return detector
+
+
+def check_keys(architecture: str, options_type: type[DetectorOptions], keys: Iterable[str]) -> None:
+    """Raises BadInput for settings that the detector does not have, with the nearest that it has."""
+    own = [each.name for each in fields(options_type)]
+    problems = []
+    for key in keys:
+        if key not in own:
+            similar = difflib.get_close_matches(key, own, n=1)
+            hint = f"did you mean model.{similar[0]}?" if similar else f"it has {', '.join(own)}"
+            problems.append(f"{architecture} has no setting model.{key}; {hint}")
+    if problems:
+        raise BadInput(problems)
+
+
+def _load(place: str):
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
+from toolkit.models.old_names import renamed
 
 
 def save_transformers_folder(
@@ -61,7 +62,7 @@ def save_detector_folder(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({k: v.contiguous() for k, v in detector.state_dict().items()}, folder / "model.safetensors")
-    config = {"model": detector.options, "processor_size": processor_size}
+    config = {"model": detector.resolved_options(), "processor_size": processor_size}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_categories(folder, categories)
 
@@ -76,7 +77,7 @@ def load_detector_folder(folder: Path) -> tuple[nn.Module, list[Category], dict[
     try:
         config = json.loads((folder / "config.json").read_text())
         table = json.loads((folder / "categories.json").read_text())
-        options, size = config["model"], config["processor_size"]
+        options, size = renamed(config["model"]["architecture"], config["model"]), config["processor_size"]
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error
     categories = [Category(entry["id"], entry["name"]) for entry in table]

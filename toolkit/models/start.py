@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from torch import nn
@@ -10,51 +11,67 @@ from toolkit.distributed import world
 from toolkit.errors import BadInput
 from toolkit.files import write_json
 from toolkit.models import build_detector
+from toolkit.models.detector import Detector
+from toolkit.models.old_names import renamed
+from toolkit.models.options import DetectorOptions
 from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
-from toolkit.runs.command_line import PRETRAINED_CONFIG, detector_options
 from toolkit.runs.open_run import run_folder_of
+from toolkit.runs.settings_file import PRETRAINED_CONFIG
 from toolkit.step.freezing import freeze_prefixes
 
 
 def start_detector(
-    settings: Mapping, class_names: Sequence[str], folder: Path, *, resumed_from: Path | None, say: Callable
-) -> nn.Module:
+    options: DetectorOptions,
+    class_names: Sequence[str],
+    folder: Path,
+    *,
+    resumed_from: Path | None,
+    say: Callable,
+    known: Mapping | None = None,
+) -> Detector:
     """The detector that a run begins with: as the settings say, on the weights of `pretrained`, partly frozen.
 
-    What the source says about the detector is written to `<folder>/pretrained_config.json`, so that the run folder
-    alone builds it again, and the table of tensors to `<folder>/pretrained.txt`.
+    A setting is the published one, in its place that of the source of the weights, in its place the given one. What the
+    source (and `known`) says about the detector is written to `<folder>/pretrained_config.json` with the names of the
+    settings that were given, so that the run folder alone builds it again, and the table of tensors to
+    `<folder>/pretrained.txt`.
 
     Args:
-        settings: keywords of `build_detector` (None: not given), `pretrained` and `freeze_prefixes`.
+        options: settings of the detector, which know those that were given.
         class_names: in the order of the labels.
         folder: the run folder.
         resumed_from: the checkpoint that will be loaded; its weights, not those of `pretrained`, count then.
         say: prints a text on the main process.
+        known: more keywords of `build_detector` that are no settings of the user, such as the names of predicates.
 
     Raises:
         BadInput: a source that cannot be had or does not fit, everything `build_detector` raises, unknown prefixes.
     """
-    given, name, is_main = detector_options(settings), settings.get("pretrained"), world()[0] == 0
-    source, stored = None, None
+    architecture, name, is_main = options.architecture, options.pretrained, world()[0] == 0
+    given, source, stored = _given(options), None, None
     if resumed_from is not None:
-        stored = _stored_config(resumed_from)
+        stored = _stored_options(resumed_from, architecture)
     elif name:
         source = open_pretrained(name)
-        _check_architecture(source, given["architecture"])
-        stored = {"source": name, "options": source.options}
-    if stored is not None:
-        given = {**stored["options"], **given, "pretrained_backbone": False}
+        _check_architecture(source, architecture)
+        stored = source.options
+    if stored is not None or known:
+        stored = {**(stored or {}), **(known or {})}
         if is_main:
             # in one step: another rank of a resumed run may be reading the file that this replaces
-            write_json(folder / PRETRAINED_CONFIG, stored)
-    detector = build_detector(**given, class_names=class_names)
+            document = {"source": name or "", "options": stored, "given": list(given)}
+            write_json(folder / PRETRAINED_CONFIG, document)
+    settings = {**(stored or {}), **given, **(known or {}), "architecture": architecture}
+    if source is not None or resumed_from is not None and stored is not None:
+        settings["pretrained_backbone"] = False
+    detector = build_detector(**settings, class_names=class_names)
     if source is not None:
         table = load_pretrained(detector, source, class_names)
         say(f"weights of {name}:\n{table.summary()}")
         if is_main:
             (folder / "pretrained.txt").write_text(f"weights of {name}\n{table.table()}\n")
-    freeze_prefixes(detector, settings.get("freeze_prefixes") or [])
+    freeze_prefixes(detector, options.freeze_prefixes)
     return detector
 
 
@@ -85,7 +102,15 @@ def _check_architecture(source: Pretrained, architecture: str) -> None:
         )
 
 
-def _stored_config(checkpoint: Path) -> dict | None:
-    """What the run of a checkpoint noted about the source of its weights; None: it began from random ones."""
+def _given(options: DetectorOptions) -> dict:
+    """The settings that were given, and those that somebody set afterwards: all that are not the published ones."""
+    published = type(options)()
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    changed = {name: value for name, value in values.items() if value != getattr(published, name)}
+    return {name: value for name, value in (changed | options.given).items() if value is not None}
+
+
+def _stored_options(checkpoint: Path, architecture: str) -> dict | None:
+    """What the run of a checkpoint noted about its detector beside the settings; None: nothing."""
     path = run_folder_of(checkpoint) / PRETRAINED_CONFIG
-    return json.loads(path.read_text()) if path.is_file() else None
+    return renamed(architecture, json.loads(path.read_text())["options"]) if path.is_file() else None

@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 from tqdm import tqdm
@@ -11,36 +12,55 @@ from tqdm import tqdm
 _LAYER = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
 
 
-def console_line(row: Mapping, total_steps: int | None = None) -> str:
-    """A training row as one line for people, a loss with its running mean in brackets; losses of auxiliary layers are
-    left to metrics.jsonl.
+@dataclass
+class Place:
+    """Where a run is: steps done, of how many, and how long it has been at it."""
+
+    step: int
+    total_steps: int
+    epoch: int
+    steps_per_epoch: int
+    elapsed_s: float
+
+    def __str__(self) -> str:
+        """epoch k/K  step i/I of the run  elapsed"""
+        epochs = max(-(-self.total_steps // self.steps_per_epoch), self.epoch + 1)
+        elapsed = timedelta(seconds=round(self.elapsed_s))
+        return f"epoch {self.epoch + 1}/{epochs}  step {self.step}/{self.total_steps}  elapsed {elapsed}"
+
+
+def console_line(row: Mapping, smoothed: Mapping[str, object], place: Place) -> str:
+    """A training row as one line for people; losses of auxiliary layers are left to metrics.jsonl.
 
     Args:
         row: as for `RunWriter.log`; what it lacks is left out.
-        total_steps: of the run.
+        smoothed: what to show for each loss or metric, by its name without `train/`: the last value and its mean, say.
     """
 
-    def show(key: str, label: str, form: str) -> list[str]:
-        value = row.get(key)
-        return [] if value is None else [f"{label} {value:{form}}".strip()]
+    def show(key: str, label: str, form: str, unit: str = "") -> list[str]:
+        return [] if row.get(key) is None else [f"{label} {row[key]:{form}}{unit}"]
 
-    names = [k.removeprefix("train/") for k in row if k.startswith("train/loss_")]
-    names = [n for n in names if not _LAYER.search(n)]
-    means = [f" [{row[f'train/mean/{n}']:.4g}]" if f"train/mean/{n}" in row else "" for n in names]
-    losses = " ".join(
-        f"{n.removeprefix('loss_')} {row[f'train/{n}']:.4g}{mean}" for n, mean in zip(names, means, strict=True)
-    )
-    rates = " ".join(f"{k.removeprefix('train/lr/')} {row[k]:.3g}" for k in row if k.startswith("train/lr/"))
     eta = row.get("time/eta_s")
-    parts = [f"step {row['step']}" + (f"/{total_steps}" if total_steps else ""), *show("epoch", "epoch", ".4g")]
+    parts = [str(place)]
     parts += [f"eta {timedelta(seconds=round(eta))}"] if eta is not None and math.isfinite(eta) else []
-    parts += show("train/loss", "loss", ".4f")
-    parts += [f"({losses})"] if losses else []
+    parts += [f"loss {smoothed['loss']}"] if "loss" in smoothed else []
+    names = [key.removeprefix("train/") for key in row if key.startswith("train/loss_")]
+    losses = [f"{name.removeprefix('loss_')} {smoothed[name]}" for name in names if not _LAYER.search(name)]
+    parts += ["[" + "  ".join(losses) + "]"] if losses else []
+    parts += [f"{key.removeprefix('train/')} {smoothed[key.removeprefix('train/')]}" for key in row
+              if key.startswith("train/") and key.endswith("_error")]  # fmt: skip
+    rates = " ".join(f"{key.removeprefix('train/lr/')} {row[key]:.3g}" for key in row if key.startswith("train/lr/"))
     parts += [f"lr {rates}"] if rates else []
-    parts += show("train/grad_norm", "grad_norm", ".3g")
-    parts += show("time/data_s", "data", ".3f") + show("time/step_s", "step", ".3f") + show("mem/peak_mb", "mem", ".0f")
-    units = {"data": " s", "step": " s", "mem": " MiB"}
-    return "  ".join(part + units.get(part.split()[0], "") if i else part for i, part in enumerate(parts))
+    parts += show("train/grad_norm", "grad_norm", ".3g") + show("time/data_s", "data", ".3f", " s")
+    parts += show("time/step_s", "step", ".3f", " s") + show("mem/peak_mb", "mem", ".0f", " MiB")
+    return "  ".join(parts)
+
+
+def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, steps: int) -> str:
+    """The averages of an epoch as one line, as DETR prints them, with its time; auxiliary layers are left out."""
+    shown = "  ".join(f"{name}: {mean:.4f}" for name, mean in means.items() if not _LAYER.search(name))
+    time = f"{timedelta(seconds=round(epoch_s))} ({epoch_s / max(steps, 1):.3f} s / step)"
+    return f"Averaged stats of epoch {epoch + 1}: {shown}  time {time}"
 
 
 def progress(total: int, initial: int = 0, enabled: bool = True) -> tqdm:

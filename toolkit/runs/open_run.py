@@ -6,7 +6,7 @@ from pathlib import Path
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
-from toolkit.runs.command_line import load_config_dict
+from toolkit.runs.settings_file import load_config_dict
 
 
 @dataclass

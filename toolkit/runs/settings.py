@@ -1,6 +1,7 @@
-"""Settings shared by the five scripts, one dataclass per topic, and the parser of `--config FILE --group.key value`.
+"""Settings shared by all scripts, one dataclass per topic; those of a detector stand beside it, in its `options.py`.
 
-Every default stands here or in a script's own `ModelConfig`, nowhere else; a YAML file states only what differs.
+Every default stands in one of these dataclasses or in the `Config` of a script, nowhere else; a YAML file states only
+what differs.
 """
 
 from dataclasses import dataclass, field
@@ -19,51 +20,64 @@ class RunConfig:
     output_dir: str = "runs"
     """Folder that holds the run folders."""
     name: str = "run"
-    """Name of this run's folder."""
-    seed: int = 0
-    """Seed of the weights, the data order, the augmentation and dropout."""
+    """Name of the folder of this run."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights, the order of the data, the augmentation and dropout."""
     epochs: PositiveInt = 10
     """Passes over the training data."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps after which training ends, if that is sooner than `epochs`."""
+    """Optimizer steps after which training ends, if that is sooner than `run.epochs`."""
     max_minutes: PositiveFloat | None = None
-    """Minutes of training (evaluation and saving not counted); turned once into a number of steps, from the measured
-    speed of the first ones."""
+    """Minutes of training, without evaluation and saving. They are turned into a number of steps once, from the
+    measured speed of the first steps."""
     log_every: PositiveInt = 10
     """Optimizer steps between two rows of metrics.jsonl."""
+    meters: Literal["epoch_median", "run_median", "epoch_mean", "run_mean", "momentum"] = "epoch_median"
+    """How console lines smooth a loss: the median of the last 20 steps with the mean of the epoch or of the run, that
+    mean alone, or a mean in which each step counts less than the next one (momentum 1 - 1 / steps of an epoch)."""
     eval_every: int | str = "1 epoch"
-    """Optimizer steps, or "N epochs", between two evaluations; 0: only at the end."""
+    """Optimizer steps between two evaluations, or a number of epochs such as "2 epochs"; 0 evaluates only at the
+    end."""
     save_every: int | str = "1 epoch"
-    """Optimizer steps, or "N epochs", between two checkpoints; 0: only at the end."""
+    """Optimizer steps between two checkpoints, or a number of epochs such as "2 epochs"; 0 saves only at the end."""
     keep: PositiveInt = 2
-    """Newest checkpoints kept, beside `best`."""
+    """Number of newest checkpoints that are kept, beside `best`."""
+    keep_every: int | str = 0
+    """Checkpoints whose step is a multiple of this are kept for good: steps, or "100 epochs"; 0 keeps none for
+    good."""
     resume: str = "never"
-    """never | latest | PATH of a checkpoint or run folder."""
+    """Where to go on from: never, latest (of this run folder, or a fresh start), or the path of a checkpoint or
+    run."""
     resume_schedule: Literal["saved", "new"] = "saved"
-    """On resume, go by the learning-rate schedule (and length) of the checkpoint, or by that of this command."""
+    """On resume, whether the learning rates and the length of the run are those of the checkpoint or of this
+    command."""
     tracker: str = "none"
-    """none | wandb | tensorboard | another tracker that Accelerate knows."""
+    """Program that rows and pictures are also sent to: none, wandb, tensorboard, or another that Accelerate knows."""
     project: str = "detection-toolkit"
-    """Project name given to the tracker."""
+    """Name of the project that is given to the tracker."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What the guard does when a loss, gradient or buffer is NaN or infinite, always before the update."""
+    """What the guard does when a loss, gradient or buffer is NaN or infinite. It acts before the weights are
+    updated."""
     max_skips: NonNegativeInt = 10
-    """Windows skipped one after the other before the guard stops the run."""
+    """Optimizer steps that the guard may skip in a row before it stops the run."""
     max_rollbacks: NonNegativeInt = 3
-    """Rollbacks before the guard stops the run."""
+    """Rollbacks to a checkpoint that the guard may make before it stops the run."""
     rollback_lr_factor: PositiveFloat = 1.0
-    """Factor on every learning rate after a rollback."""
+    """Factor on every learning rate after each rollback."""
     precision: Literal["no", "fp16", "bf16"] | None = None
-    """Autocast precision; none given: what `accelerate launch` was told. The criterion is always float32."""
+    """Precision of the forward pass under autocast; without a value, what `accelerate launch` was told. Losses are
+    always computed in float32."""
     deterministic: bool = False
-    """Deterministic algorithms; operations that have none are named once in a warning."""
+    """Use deterministic algorithms, and name each operation that has none in one warning."""
     threads: PositiveInt | None = None
-    """CPU threads of one process; none given: as OMP_NUM_THREADS says, but all cores, shared among the processes, under
-    `accelerate launch`, which sets it to 1 without a GPU."""
+    """CPU threads of one process. Without a value OMP_NUM_THREADS decides, or all cores are shared among the processes
+    where `accelerate launch` has set it to 1."""
     probe_memory: bool = False
-    """Before step 0, run the largest batch and one evaluation batch, so that memory runs out now or never."""
+    """Run the largest batch and one evaluation batch before the first step, so that memory runs out then or never."""
     eval_only: bool = False
-    """Evaluate the weights (of `resume`) and stop."""
+    """Evaluate the weights of `run.resume` and stop."""
+    export: bool = False
+    """At the end, write the detector as ONNX and torch.export beside `final/`, and check both on validation images."""
 
 
 @dataclass
@@ -71,121 +85,63 @@ class DataConfig:
     """The data, and how images become batches."""
 
     train: str = "train"
-    """Annotation file, folder, or name of a split."""
+    """Training data: an annotation file, a folder, or the name of a split."""
     val: str = "val"
-    """Annotation file, folder, or name of a split."""
+    """Validation data: an annotation file, a folder, or the name of a split."""
     image_dir: str | None = None
-    """Folder of the images; none given: looked for beside the annotation file."""
+    """Folder of the images; without a value it is looked for beside the annotation file."""
     format: Literal["auto", "shapes", "coco", "hub", "visual_genome", "psg"] = "auto"
-    """How to read `train` and `val`; shapes is the bundled data."""
+    """How to read the training and validation data; shapes is the bundled data set."""
     name: str | None = None
-    """Hub name or local folder of a `datasets` dataset, folder of the Visual Genome files, or psg.json; `train` and
-    `val` are then its splits."""
+    """Hub name or local folder of a `datasets` data set, folder of the Visual Genome files, or path of psg.json;
+    `data.train` and `data.val` are then names of its splits."""
     workers: NonNegativeInt = 2
-    """Loader processes per device."""
+    """Processes that load images, for each device."""
     batch_size_per_device: PositiveInt = 16
     """Images of one micro-batch on one device."""
     image_size: PositiveInt = 128
-    """Side in pixels of the square that images are resized to, where `scales` is empty."""
+    """Side in pixels of the square that images are resized to, unless `data.scales` is given."""
     scales: list[int] = field(default_factory=list)
-    """Lengths in pixels of the shorter side, one drawn for each training image, the last one in evaluation; more than
-    one: with DETR's random crop; empty: `image_size`."""
+    """Lengths in pixels of the shorter side of an image: one is drawn for each training image, the last one is used in
+    evaluation. Without any, images become squares of `data.image_size`."""
     max_size: PositiveInt = 1333
-    """Longest side in pixels, with `scales`."""
+    """Longest side of an image in pixels, with `data.scales`."""
+    random_crop: bool = False
+    """With `data.scales`, cut a random region out of half of the training images before the last resize, as DETR
+    does."""
+    recipe: Literal["detr", "ssd", "yolov3"] = "detr"
+    """Whose augmentation it is: the order of the steps, and what photometric, zoom_out and iou_crop mean exactly."""
     flip: bool = True
-    """Flip half of the training images left to right."""
+    """Mirror half of the training images left to right."""
     photometric: bool = False
     """Vary brightness, contrast, saturation and hue of training images."""
+    zoom_out: float = 1.0
+    """Put half of the training images on a canvas of up to this many times their sides; 1 puts none."""
+    iou_crop: bool = False
+    """Cut a region that overlaps the boxes by a drawn IoU out of training images, as SSD does."""
+    multi_scale: list[int] = field(default_factory=list)
+    """Sides in pixels of training images, one drawn for a whole batch; without any, all have `data.image_size`."""
+    multi_scale_every: PositiveInt = 1
+    """Micro-batches between two draws of a side from `data.multi_scale`."""
+    multi_scale_pixels: bool = False
+    """With `data.multi_scale`, change the number of images of a batch so that its number of pixels stays the same."""
+    mixup: bool = False
+    """Mix each training image with another one; the boxes of each weigh as much as their image."""
+    mosaic: ClosedUnitInterval = 0.0
+    """Probability that a training image is put together of four."""
+    plain_epochs: float = 20
+    """Number of last epochs without mixup and mosaic; a value below 1 is a share of the epochs of the run."""
     group_by_aspect_ratio: bool = False
-    """Batches of either wide or tall images."""
+    """Make batches of either wide or tall images."""
     cache_images: bool = False
-    """Keep decoded images in memory; for small datasets."""
+    """Keep decoded images in memory; for small data sets."""
     on_error: Literal["raise", "drop"] = "raise"
-    """Stop at faulty records, naming all, or leave them out, listing them in the run folder."""
+    """Stop at faulty records and name all of them, or leave them out and list them in the run folder."""
     max_train_images: PositiveInt | None = None
-    """Use only the first images of the training data."""
+    """Use only this many images, the first ones, of the training data."""
     overfit_batches: PositiveInt | None = None
-    """Train on the first K batches only, unaugmented, and evaluate on them: a sound model learns them by heart."""
-
-
-@dataclass
-class PretrainedConfig:
-    """The weights that a detector starts from, and those that stay as they are; base of the scripts' `ModelConfig`."""
-
-    pretrained: str | None = None
-    """Trained weights to start from: hub name, transformers folder, `final/`, run folder or checkpoint. Settings of the
-    model that are not given are then the source's; rows of classes of the same name are kept. A resumed run has its
-    own."""
-    pretrained_backbone: bool | str = False
-    """timm's weights for the backbone (downloaded once), or a file of them; not used with `pretrained`."""
-    freeze_prefixes: list[str] = field(default_factory=list)
-    """Modules or parameters that are not trained, by name or prefix of it; frozen modules stay in evaluation mode."""
-
-
-@dataclass
-class SsdConfig(PretrainedConfig):
-    """Anchors of an SSD, what they are to find, its loss and its detections; CVNets' values for keys not given."""
-
-    aspect_ratios: list[list[float]] | None = None
-    """Of each level's anchors, beside two squares; each counts as width to height and height to width."""
-    min_scale: float | None = None
-    """Side of the finest level's anchors as a fraction of the image's."""
-    max_scale: float | None = None
-    """Side that the anchors of a further level would have."""
-    iou_threshold: float | None = None
-    """Overlap from which an anchor is to find a box."""
-    negatives_per_positive: int | None = None
-    """Hardest negative anchors of an image that count, per positive one."""
-    label_smoothing: float | None = None
-    """In the loss of classes."""
-    self_weighting_steps: int | None = None
-    """Optimizer steps over which the loss of boxes is brought to weigh as much as that of classes; 0: none."""
-    self_weighting_every: int | None = None
-    """Optimizer steps between two adjustments of its weight."""
-    min_score: float | None = None
-    """Detections need a probability above it."""
-    nms_iou: float | None = None
-    """A detection that overlaps a better one of its class by more goes."""
-
-
-@dataclass
-class TwoStageConfig(PretrainedConfig):
-    """The two stages of a Faster R-CNN, under torchvision's names and with its values for keys that are not given."""
-
-    rpn_pre_nms_top_n_train: int | None = None
-    """Anchors per level that become candidates for proposals, in training."""
-    rpn_pre_nms_top_n_test: int | None = None
-    """The same in evaluation."""
-    rpn_post_nms_top_n_train: int | None = None
-    """Proposals per image, in training."""
-    rpn_post_nms_top_n_test: int | None = None
-    """Proposals per image, in evaluation."""
-    rpn_nms_thresh: float | None = None
-    """IoU from which a better proposal suppresses another."""
-    rpn_fg_iou_thresh: float | None = None
-    """IoU from which an anchor is to find an object."""
-    rpn_bg_iou_thresh: float | None = None
-    """IoU below which an anchor is background."""
-    rpn_batch_size_per_image: int | None = None
-    """Anchors per image that are trained."""
-    rpn_positive_fraction: float | None = None
-    """Share of them with objects, at most."""
-    rpn_score_thresh: float | None = None
-    """Proposals below this objectness are left out."""
-    box_score_thresh: float | None = None
-    """Detections below this score are left out."""
-    box_nms_thresh: float | None = None
-    """IoU from which a better detection of the class suppresses another."""
-    box_detections_per_img: int | None = None
-    """Detections per image at most."""
-    box_fg_iou_thresh: float | None = None
-    """IoU from which a proposal is to be classified as its object."""
-    box_bg_iou_thresh: float | None = None
-    """IoU below which a proposal is background."""
-    box_batch_size_per_image: int | None = None
-    """Proposals per image that are trained."""
-    box_positive_fraction: float | None = None
-    """Share of them with objects, at most."""
+    """Train on this many batches only, without augmentation, and evaluate on them. A sound model learns them by
+    heart."""
 
 
 @dataclass
@@ -193,75 +149,99 @@ class OptimConfig:
     """The optimizer step."""
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """Update rule."""
+    """Update rule of the weights."""
     lr: NonNegativeFloat = 1e-4
     """Learning rate of everything but the backbone."""
     backbone_lr: NonNegativeFloat | None = None
-    """Learning rate of the backbone; none given: `lr`."""
-    weight_decay: NonNegativeFloat = 1e-4
-    """Weight decay."""
-    no_weight_decay_on_norm_and_bias: bool = False
-    """No weight decay on norm layers and biases."""
+    """Learning rate of the backbone; without a value it is `optim.lr`."""
+    scale_lr_by_images: bool = False
+    """Multiply all learning rates by the number of images of an optimizer step over all processes."""
     lr_multipliers: dict[str, float] = field(default_factory=dict)
-    """Factor on the learning rate by prefix of the parameter name."""
+    """Factors on the learning rate, by prefix of the names of the parameters."""
     layer_decay: PositiveFloat = 1.0
-    """Factor on the learning rate from each layer of the timm backbone to the one before it."""
+    """Factor on the learning rate from each layer of the timm backbone to the layer before it."""
+    bias_lr_factor: PositiveFloat = 1.0
+    """Factor on the learning rate of biases."""
+    weight_decay: NonNegativeFloat = 1e-4
+    """Weight decay of all parameters that no other setting names."""
+    bias_weight_decay: NonNegativeFloat | None = None
+    """Weight decay of biases; without a value it is `optim.weight_decay`."""
+    no_weight_decay_on_norm_and_bias: bool = False
+    """Leave norm layers and biases without weight decay."""
     momentum: NonNegativeFloat = 0.9
     """Momentum of SGD."""
+    nesterov: bool = False
+    """Use Nesterov's form of the momentum of SGD."""
     max_norm: NonNegativeFloat = 0.1
-    """Total gradient norm that gradients are clipped to; 0: no clipping."""
+    """Norm that the gradients of all parameters together are clipped to; 0 clips nothing."""
     accumulation_steps: PositiveInt = 1
     """Micro-batches of one optimizer step."""
+    accumulate_after_epoch: NonNegativeInt = 0
+    """First epoch, counted from 0, in which steps have `optim.accumulation_steps` micro-batches; before it they have
+    one."""
     ema_decay: ClosedUnitInterval = 0.0
-    """Decay of the moving average of the weights; 0: none."""
+    """Decay of the moving average of the weights; 0 makes no average."""
+    ema_warmup: bool = True
+    """Let the moving average forget the initial weights sooner: its decay begins at 0.1 and rises to
+    `optim.ema_decay`."""
+    bn_momentum_final: float | None = None
+    """Momentum of batch norms at the end of training, reached on a cosine from 0.1 after the warm-up; without a value
+    it stays as it is."""
+    gradient_table_every: NonNegativeInt = 0
+    """Optimizer steps between two tables of the largest gradients on the console; 0 shows none."""
     compile: bool | str = False
-    """torch.compile the model; a name: with that backend."""
+    """Compile the model with torch.compile; a name chooses its backend."""
 
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate as a function of the optimizer step."""
+    """The learning rate as a function of the optimizer step, or of the validation."""
 
-    name: Literal["constant", "step", "multistep", "cosine", "poly", "linear"] = "constant"
-    """Shape after the warm-up."""
+    name: Literal["constant", "step", "multistep", "cosine", "poly", "linear", "cyclic", "plateau"] = "constant"
+    """Shape of the learning rate after the warm-up; plateau lets it fall when `eval.metric_for_best` stops
+    improving."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the rate rises linearly."""
+    """Optimizer steps over which the learning rate rises linearly."""
     warmup_factor: NonNegativeFloat = 0.001
-    """Factor on the rate at the first step of the warm-up."""
+    """Factor on the learning rate at the first step of the warm-up."""
+    per: Literal["step", "epoch"] = "step"
+    """Whether the learning rate changes at every optimizer step after the warm-up, or only when an epoch begins."""
     milestones: list[int | str] = field(default_factory=list)
-    """multistep: steps, or "N epochs", after which the rate is multiplied by `gamma`."""
+    """With multistep and cyclic: steps, or "N epochs", after which the learning rate is multiplied by
+    `schedule.gamma`."""
     step_size: int | str = "200 epochs"
-    """step: period of the decay."""
+    """With step: steps, or "N epochs", from one decay to the next. With cyclic: length of a stair."""
     gamma: PositiveFloat = 0.1
-    """Factor of step and multistep."""
+    """Factor of one decay of step, multistep, cyclic and plateau."""
     power: PositiveFloat = 0.9
     """Exponent of poly."""
     final_factor: NonNegativeFloat = 0.0
-    """Factor on the rate that cosine, poly and linear end at."""
-
-
-@dataclass
-class CyclicScheduleConfig(ScheduleConfig):
-    """The learning rate as a function of the optimizer step, warm restarts included."""
-
-    name: Literal["constant", "step", "multistep", "cosine", "poly", "linear", "cyclic"] = "constant"
-    """Shape after the warm-up."""
+    """Factor on the learning rate that cosine, poly, linear and cyclic end at."""
     stairs: PositiveInt = 5
-    """cyclic: stairs of one cycle, each of `step_size`; the lowest rate is 1 / stairs of the highest."""
+    """With cyclic: stairs of one cycle; the lowest learning rate is the highest divided by this number."""
     cycles: PositiveInt = 10
-    """cyclic: cycles before the last decay, to `final_factor`."""
+    """With cyclic: number of cycles before the last decay to `schedule.final_factor`."""
     last_cycle: Literal["linear", "cosine"] = "linear"
-    """cyclic: shape of the last decay."""
+    """With cyclic: shape of the last decay."""
+    plateau_patience: PositiveInt = 2
+    """With plateau: evaluations in a row without improvement before the learning rate falls."""
+    plateau_threshold: NonNegativeFloat = 1e-3
+    """With plateau: what an evaluation must exceed the best one by to be an improvement."""
+    plateau_cooldown: NonNegativeInt = 0
+    """With plateau: evaluations after a fall that cannot count against it."""
+    max_decays: PositiveInt = 3
+    """With plateau: training ends when the learning rate has fallen this many times."""
 
 
 @dataclass
 class LossConfig:
-    """The weights of the losses and what they are divided by."""
+    """The weights of the losses, and what they are divided by."""
 
     weights: dict[str, float | str | list] = field(default_factory=dict)
-    """By announced name: a number, "learned", or [[step, value], ...]; names not given keep the detector's default."""
+    """Weights of losses by name: a number, "learned", or [[step, value], ...]. Losses that are not named keep the
+    weight of the detector."""
     denominators: Literal["global", "original"] = "global"
-    """Sums over the accumulation window and all ranks, or the rule of the original program."""
+    """Divide losses by sums over the accumulation window and all processes, or by the rule of the original program."""
 
 
 @dataclass
@@ -271,14 +251,28 @@ class EvalConfig:
     backend: Literal["faster", "pycocotools"] = "faster"
     """Package that computes the COCO numbers; both give the same ones."""
     metric_for_best: str = "bbox_AP"
-    """Metric that `best` and early stopping go by; "ema/bbox_AP" takes that of the averaged weights."""
+    """Metric that `best` and early stopping go by; ema/bbox_AP is that of the averaged weights."""
     early_stopping_patience: PositiveInt | None = None
-    """Evaluations without a better metric after which training stops."""
+    """Evaluations without a better metric after which training stops; without a value it goes on to its end."""
     batch_size_per_device: PositiveInt = 32
     """Images of one evaluation batch on one device."""
     score_threshold: ClosedUnitInterval = 0.0
-    """Detections below this score are left out of the evaluation."""
+    """Score that a detection must have to be evaluated."""
     pictures: NonNegativeInt = 8
-    """Validation images drawn at each evaluation."""
+    """Number of validation images that are drawn at each evaluation."""
+    before_training: bool = False
+    """Evaluate before the first step too."""
 
 
+@dataclass
+class SceneGraphEvalConfig(EvalConfig):
+    """Evaluation."""
+
+    metric_for_best: str = "R@100"
+    """Metric that `best`, early stopping and the plateau schedule go by."""
+    protocol: Literal["original", "strict"] = "original"
+    """How recall is counted. original, as published, leaves out images in which no pair is predicted, and counts
+    predicates that the data do not have as 0 in mR; strict counts such images as 0 and leaves such predicates out."""
+    zero_shot: str | None = None
+    """File with the triplets for zR@K (CSV or zeroshot_triplet.pytorch); without a value, those that the training data
+    do not have."""

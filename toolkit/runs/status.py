@@ -51,32 +51,42 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-
-
 STATES = {BadInput: "bad_input", StoppedByGuard: "stopped_by_guard", Preempted: "preempted"}
 
 
+class RunStatus:
+    """`status.json` of a run that is going on; see `run_status`. details: stands in the file at its end, as `step`."""
+
+    def __init__(self, folder: Path, is_main: bool):
+        self.folder, self.is_main, self.details = folder, is_main, {}
+        # A folder in which an earlier run left its word keeps it until this one has really begun.
+        self.begun = read_status(folder).get("state") in (None, "bad_input")
+
+    def begin(self) -> None:
+        """Everything is there, and nothing was refused: the run goes on from here."""
+        self.begun = True
+        self.write("running")
+
+    def write(self, state: str, reason: str = "") -> None:
+        if self.is_main and self.begun:
+            write_status(self.folder, state, reason, **self.details)
+
+
 @contextmanager
-def run_status(folder: Path, is_main: bool) -> Iterator[dict]:
+def run_status(folder: Path, is_main: bool) -> Iterator[RunStatus]:
     """Keeps `status.json` true: running while the block runs, then done or why not; the main process writes.
 
-    Yields:
-        A dict; what the script puts in (its step) stands in the file at the end.
+    A start that is refused before `begin` leaves the `status.json` of an earlier run in the folder as it is.
     """
-    details: dict = {}
-
-    def write(state: str, reason: str = "") -> None:
-        if is_main:
-            write_status(folder, state, reason, **details)
-
-    write("running")
+    status = RunStatus(folder, is_main)
+    status.write("running")
     try:
-        yield details
+        yield status
     except BaseException as error:  # whatever ends the run is recorded, and goes on its way
         state = next((state for kind, state in STATES.items() if isinstance(error, kind)), "failed")
         try:
-            write(state, str(error) or type(error).__name__)
+            status.write(state, str(error) or type(error).__name__)
         except OSError as unwritable:  # a full disk must not hide the error that ended the run
             warnings.warn(f"status.json could not be written: {unwritable}", stacklevel=2)
         raise
-    write("done")
+    status.write("done")

@@ -167,7 +167,8 @@ class RunWriter:
             return
         step = row["step"]
         values = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float | np.number)}
-        if self._note("train" if any(k.startswith("train/") for k in values) else "val", step):
+        kinds = [kind for kind in ("train", "epoch", "val") if any(k.startswith(f"{kind}/") for k in values)]
+        if self._note(kinds[0] if kinds else "val", step):
             self._guarded(self._accelerator.log, values, step)
 
     def _note(self, kind: str, step: int) -> bool:

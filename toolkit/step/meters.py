@@ -6,9 +6,12 @@ synchronising of their own.
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
+
+from toolkit.errors import BadInput
 
 
 class SmoothedValue:
@@ -110,12 +113,19 @@ class MomentumMeter:
 
 
 class Meters(dict[str, SmoothedValue | MomentumMeter]):
-    """Meters by name, made on first use; `str` joins them as DETR's `MetricLogger` does."""
+    """Meters by name, made on first use; `str` joins them as DETR's `MetricLogger` does.
+
+    new: what makes another one; an attribute, see `make_meters`.
+    """
+
+    new: Callable[[], SmoothedValue | MomentumMeter] = SmoothedValue
 
     def update(self, values: Mapping[str, float] | None = None, **more: float) -> None:
         """Adds one value to the meter of each name."""
         for name, value in {**(values or {}), **more}.items():
-            self.setdefault(name, SmoothedValue()).update(value)
+            if name not in self:
+                self[name] = self.new()
+            self[name].update(value)
 
     def averages(self) -> dict[str, float]:
         """Mean of all values by name: what DETR logs at the end of an epoch."""
@@ -135,3 +145,46 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
             self[name].load_state_dict(meter_state)
 
 
+KINDS = ("epoch_median", "run_median", "epoch_mean", "run_mean", "momentum")
+
+
+def make_meters(kind: str, steps_per_epoch: int) -> Meters:
+    """Meters that smooth as one of the original programs does; those of an epoch are to be cleared at its end.
+
+    epoch_median (DETR) and run_median (Scene-Graph-Benchmark): median of the last 20 steps, mean of all. epoch_mean
+    (CVNets) and run_mean (GluonCV): mean of all. momentum (seamseg): momentum 1 - 1 / steps of an epoch.
+    """
+    meters = Meters()
+    if kind == "momentum":
+        meters.new = partial(MomentumMeter, 1.0 - 1.0 / max(steps_per_epoch, 1))
+    elif kind.endswith("mean"):
+        meters.new = partial(SmoothedValue, fmt="{value:.4f} ({global_avg:.4f})")
+    elif kind not in KINDS:
+        raise BadInput(f"run.meters is {kind!r}; expected one of {', '.join(KINDS)}")
+    return meters
+
+
+class Averages:
+    """Plain means of values by name: those of an epoch, exact over a resume in the middle of it."""
+
+    def __init__(self):
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def update(self, values: Mapping[str, float]) -> None:
+        """Adds one value to each name; a name may be missing in a step that had nothing to count."""
+        for name, value in values.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + value, count + 1)
+
+    def means(self) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in self._sums.items()}
+
+    def clear(self) -> None:
+        self._sums = {}
+
+    def state_dict(self) -> dict:
+        """JSON-able and exact."""
+        return {name: list(entry) for name, entry in self._sums.items()}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self._sums = {name: (total, count) for name, (total, count) in state.items()}

@@ -12,11 +12,8 @@ import numpy as np
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
-from toolkit.models.yolov3.targets import (
-    DEFAULT_ANCHORS,
-    kmeans_anchors,
-    shape_iou,
-)
+from toolkit.models.yolov3.options import DEFAULT_ANCHORS
+from toolkit.models.yolov3.targets import kmeans_anchors, shape_iou
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -206,6 +206,24 @@ class ResizeSquare:
 
 
 @dataclass(frozen=True)
+class ThenResize:
+    """`before`, a resize to exactly the batch's size, `after`; for batches of varying size.
+
+    size_hw: the size where the batch has none of its own (the keys of its samples carry none).
+    """
+
+    before: Transform
+    after: Transform = Compose(())
+    size_hw: tuple[int, int] | None = None
+
+    def __call__(
+        self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Target]:
+        image, target = resize(*self.before(image, target, generator), size_hw or self.size_hw)
+        return self.after(image, target, generator)
+
+
+@dataclass(frozen=True)
 class RandomSizeCrop:
     """A region with sides drawn from [min_size, max_size] pixels, or the image's side where that is smaller."""
 

@@ -17,6 +17,7 @@ from toolkit.data.transforms.photometric import PhotometricDistortion
 FILL_RGB = (123, 117, 104)  # ImageNet's mean
 MIN_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of which a crop draws one; 1: no crop
 TRIALS = 40
+MAX_CANVAS_PIXELS = 4096 * 4096  # of `SeenRegion`: 48 MiB, where 4 times the sides of 12 megapixels would take 550
 
 Region = tuple[int, int, int, int]  # top, left, height, width in pixels of the image, perhaps beyond it
 
@@ -40,16 +41,42 @@ class SsdTransform:
     def __call__(
         self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int]
     ) -> tuple[Tensor, Target]:
-        region = (0, 0, *image.shape[-2:])
-        if self.zoom_out > 1:
-            region = draw_zoom_out(region[2:], self.zoom_out, generator)
-        if self.iou_crop:
-            region = draw_iou_crop(region, target["boxes"][target["iscrowd"] == 0], generator)
-            target = keep_seen(target, region)
+        region, target = draw_seen(image, target, self.zoom_out, self.iou_crop, generator)
         image, target = view(image, target, region, size_hw)
         if self.flip and float(torch.rand((), generator=generator)) < 0.5:
             image, target = flip(image, target)
         return PhotometricDistortion()(image, target, generator) if self.photometric else (image, target)
+
+
+@dataclass(frozen=True)
+class SeenRegion:
+    """Zooming out and the crop of `SsdTransform` alone, in the pixels of the image, for other geometry to follow.
+
+    A canvas of more than `MAX_CANVAS_PIXELS` is shrunk to so many.
+    """
+
+    zoom_out: float = 4.0
+    iou_crop: bool = True
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+        region, seen = draw_seen(image, target, self.zoom_out, self.iou_crop, generator)
+        if region == (0, 0, *image.shape[-2:]):
+            return image, seen
+        shrink = max(1.0, (region[2] * region[3] / MAX_CANVAS_PIXELS) ** 0.5)
+        return view(image, seen, region, (max(1, int(region[2] / shrink)), max(1, int(region[3] / shrink))))
+
+
+def draw_seen(
+    image: Tensor, target: Target, zoom_out: float, iou_crop: bool, generator: torch.Generator
+) -> tuple[Region, Target]:
+    """The region that is seen after zooming out (above 1) and the crop, and the target without the boxes it loses."""
+    region = (0, 0, *image.shape[-2:])
+    if zoom_out > 1:
+        region = draw_zoom_out(region[2:], zoom_out, generator)
+    if iou_crop:
+        region = draw_iou_crop(region, target["boxes"][target["iscrowd"] == 0], generator)
+        target = keep_seen(target, region)
+    return region, target
 
 
 def draw_zoom_out(size_hw: tuple[int, int], max_side: float, generator: torch.Generator) -> Region:

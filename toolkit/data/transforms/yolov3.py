@@ -15,8 +15,15 @@ from torchvision.transforms.v2 import functional as F
 
 from toolkit.batch import Target
 from toolkit.boxes import pairwise_iou
-from toolkit.data.transforms.geometry import Compose, RandomFlip, Transform, crop, keep_boxes, resize_target
-from toolkit.data.variable_sizes import ThenResize
+from toolkit.data.transforms.geometry import (
+    Compose,
+    RandomFlip,
+    ThenResize,
+    Transform,
+    crop,
+    keep_boxes,
+    resize_target,
+)
 
 FILL_RGB = (124, 116, 104)  # ImageNet's mean, rounded
 INTERPOLATIONS = (
@@ -143,11 +150,14 @@ class Yolov3Transform:
         return RandomFlip(self.flip_probability)(image, target, generator)
 
 
-def yolov3_transform(*, colour: bool = False, zoom: bool = False, flip: bool = False) -> Transform:
-    """GluonCV's recipe, or what of it is wanted: zoom is expand and crop. Nothing: a plain resize."""
-    if not (colour or zoom or flip):
+def yolov3_transform(
+    *, photometric: bool = False, zoom_out: float = 1.0, iou_crop: bool = False, flip: bool = False
+) -> Transform:
+    """GluonCV's recipe, or what of it is wanted (there zoom_out is 4); 1 and nothing else: a plain resize."""
+    if not (photometric or zoom_out > 1 or iou_crop or flip):
         return ThenResize(Compose(()))
-    steps = (ColourDistortion(),) * colour + (RandomExpand(), ConstrainedCrop()) * zoom
+    steps = (ColourDistortion(),) * photometric + (RandomExpand(zoom_out),) * (zoom_out > 1)
+    steps += (ConstrainedCrop(),) * iou_crop
     return Yolov3Transform(steps, 0.5 if flip else 0.0)
 
 

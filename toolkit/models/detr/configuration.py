@@ -1,9 +1,8 @@
-"""How the DETR family is configured: options over a hub model's config over the published values, and its backbone.
-
-transformers' config classes hold the published values, so an option that is None is simply not handed over.
-"""
+"""How the DETR family is configured: options over a hub model's config over the published values, and its backbone."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
@@ -18,44 +17,42 @@ from toolkit.models.backbones import (
     image_statistics,
     load_backbone_weights,
 )
+from toolkit.models.detr.detr_criterion import MatchingCosts
+from toolkit.models.detr.options import BackboneOptions, MatchingOptions, TransformerOptions
+from toolkit.models.options import DetectorOptions
 
 # Entries of a source's config that are ours to say, or that ask timm for weights when the model is built.
 REPLACED = {"id2label", "label2id", "num_labels", "auxiliary_loss", "backbone", "use_timm_backbone", "backbone_kwargs",
             "use_pretrained_backbone"}  # fmt: skip
 
 
-def matching_costs(
-    source_config: Mapping | None,
-    class_cost: float | None,
-    bbox_cost: float | None,
-    giou_cost: float | None,
-    published_class_cost: float,
-) -> tuple[float, float, float]:
-    """Weights of class, L1 and GIoU in the matching: as given, else the source's, else published (DETR's 5 and 2)."""
-    given = {"class_cost": class_cost, "bbox_cost": bbox_cost, "giou_cost": giou_cost}
-    defaults = {"class_cost": published_class_cost, "bbox_cost": 5, "giou_cost": 2} | {
-        key: value for key, value in (source_config or {}).items() if key in given
-    }
-    return tuple(defaults[key] if value is None else value for key, value in given.items())
+# ---------------------------------------------------------------- options and entries of transformers' config
 
 
-def pixel_statistics(config: PreTrainedConfig, mean: Sequence[float] | None, std: Sequence[float] | None):
-    """Mean and standard deviation of RGB values: as given, else the timm backbone's, else ImageNet's."""
-    backbone = getattr(config, "backbone_config", None)
-    of_timm = backbone is not None and backbone.model_type == "timm_backbone"
-    own_mean, own_std = (
-        image_statistics(backbone.backbone) if of_timm else (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
-    )
-    return tuple(mean or own_mean), tuple(std or own_std)
+def handed_over(options: DetectorOptions, source_config: Mapping | None) -> dict[str, Any]:
+    """The settings that decide: all of them; where there is a source, those that are given, as it says the others."""
+    values = asdict(options) if source_config is None else options.given
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def to_entries(values: Mapping[str, Any], entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Entries of a transformers config from our options. entries: their names by the name of the option."""
+    return {name: values[option] for option, names in entries.items() if option in values for name in names}
+
+
+def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Our options from a transformers config; None where one of ours stands for entries that differ."""
+    values = {option: [getattr(config, name) for name in names] for option, names in entries.items()}
+    return {option: found[0] if found == found[:1] * len(found) else None for option, found in values.items()}
 
 
 def detector_config(
     config_class: type[PreTrainedConfig], class_names: Sequence[str], source_config: Mapping | None, **entries
 ) -> PreTrainedConfig:
-    """A transformers config: `config_class`'s values, replaced by the source's, replaced by entries that are not None.
+    """A transformers config: `config_class`'s values, replaced by the source's, replaced by `entries`.
 
     Raises:
-        BadInput: the source is of another architecture, or transformers refuses a value.
+        BadInput: the source is of another architecture.
     """
     source = source_config or {}
     if source.get("model_type", config_class.model_type) != config_class.model_type:
@@ -64,10 +61,9 @@ def detector_config(
             f"set model.architecture to {source['model_type']}."
         )
     kept = {key: value for key, value in source.items() if key not in REPLACED}
-    given = {key: value for key, value in entries.items() if value is not None}
     names = dict(enumerate(class_names))
     labels = {"id2label": names, "label2id": {name: label for label, name in names.items()}}
-    return config_class(**{**kept, **given, **labels, "auxiliary_loss": False})
+    return config_class(**{**kept, **entries, **labels, "auxiliary_loss": False})
 
 
 def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -78,36 +74,58 @@ def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
         raise BadInput(f"the settings of the model do not fit together: {error}") from error
 
 
-def backbone_entry(
-    source_config: Mapping | None, backbone: str | None, strides: Sequence[int] | None, dilation: bool | None
-):
-    """The `backbone_config` of a detector: that of the source, unless `backbone` names another one.
+def matching_costs(options: MatchingOptions, source_config: Mapping | None) -> MatchingCosts:
+    """Weights of class, L1 and GIoU in the matching: as given, else the source's, else published.
+
+    They are no entries of the config that is built: transformers takes whole numbers only.
+    """
+    known = {**asdict(options), **(source_config or {}), **options.given}
+    return MatchingCosts(*(known[name] for name in MatchingCosts._fields))
+
+
+def pixel_statistics(config: PreTrainedConfig, options: TransformerOptions) -> tuple[tuple, tuple]:
+    """Mean and standard deviation of RGB values: as given, else the timm backbone's, else ImageNet's."""
+    name = timm_name(config)
+    own_mean, own_std = image_statistics(name) if name else (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+    return tuple(options.mean or own_mean), tuple(options.std or own_std)
+
+
+# ---------------------------------------------------------------- backbone
+
+
+def timm_name(config: PreTrainedConfig) -> str | None:
+    """Name of the timm backbone in a detector's config; None: it has none, or transformers' own."""
+    backbone = getattr(config, "backbone_config", None)
+    return backbone.backbone if backbone is not None and backbone.model_type == "timm_backbone" else None
+
+
+def backbone_entry(options: BackboneOptions, source_config: Mapping | None, strides: Sequence[int] | None = None):
+    """The `backbone_config` of a detector: that of the source, unless another backbone is given.
 
     Args:
-        backbone: name of a timm model; None: the source's, or resnet50 where there is no source.
         strides: of the feature maps that are used; None: the last map alone.
-        dilation: last stage dilated instead of strided; None: as in the source.
 
     timm backbones get frozen batch norms, made by timm; see backbones.py.
 
     Raises:
         BadInput: unknown backbone, missing strides, dilation of a backbone that is not timm's.
     """
-    own = (source_config or {}).get("backbone_config")
-    if backbone is None and own is not None:
-        if own["model_type"] != "timm_backbone":
-            if dilation is not None:
-                raise BadInput(
-                    f"model.dilation: the pretrained model has a backbone of transformers ({own['model_type']}), which "
-                    "has no such setting; leave it out."
-                )
-            return dict(own)
-        backbone, indices = own["backbone"], list(own["out_indices"])
+    source, values = source_config or {}, handed_over(options, source_config)
+    own, name, dilation = source.get("backbone_config"), values.get("backbone"), values.get("dilation")
+    if own is not None and own["model_type"] != "timm_backbone" and name is None:
+        if dilation is not None and dilation != bool(source.get("dilation")):
+            raise BadInput(
+                f"model.dilation: the pretrained model has a backbone of transformers ({own['model_type']}), which "
+                "has no such setting; leave it out."
+            )
+        return dict(own)
+    if own is not None and name in (None, own.get("backbone")):
+        name, indices = own["backbone"], list(own["out_indices"])
         dilation = own.get("output_stride") == 16 if dilation is None else dilation
     else:
-        backbone = backbone or "resnet50"
-        indices = _indices(backbone, strides)
-    return backbone_config(backbone, indices, True, output_stride=16 if dilation else None)
+        name = name or options.backbone
+        indices = _indices(name, strides)
+    return backbone_config(name, indices, True, output_stride=16 if dilation else None)
 
 
 def _indices(backbone: str, strides: Sequence[int] | None) -> list[int]:
@@ -123,33 +141,40 @@ def _indices(backbone: str, strides: Sequence[int] | None) -> list[int]:
 
 
 def prepare_backbone(
-    module: nn.Module, config: PreTrainedConfig, pretrained: bool | str, freeze: str | None, timm_freeze: str
-) -> None:
-    """Give a detector's backbone its weights and freeze what is to be frozen.
+    module: nn.Module, config: PreTrainedConfig, options: BackboneOptions, source_config: Mapping | None
+) -> dict[str, Any]:
+    """Gives a detector's backbone its weights and freezes what is to be frozen.
 
     Args:
         module: the backbone; of timm: the feature extractor itself.
         config: the detector's.
-        pretrained: see `load_backbone_weights`.
-        freeze: see `freeze_backbone`; None: `timm_freeze` for timm, else "paper" for a ResNet and "none" otherwise.
+
+    Returns:
+        the options `backbone`, `freeze` and, for detectors that have it, `dilation`, as they are now. A backbone of
+        transformers has no name; where `freeze` is not given it is "paper" for a ResNet, else "none".
 
     Raises:
         BadInput: what is asked for is impossible with this backbone.
     """
-    backbone = config.backbone_config
-    if backbone.model_type == "timm_backbone":
+    backbone, name, pretrained = config.backbone_config, timm_name(config), options.pretrained_backbone
+    if name:
         load_backbone_weights(module, backbone, pretrained)
-        freeze_backbone(module, backbone.backbone, freeze or timm_freeze, pretrained)
-        return
-    if pretrained:
+        freeze_backbone(module, name, options.freeze, pretrained)
+        freeze, dilation = options.freeze, backbone.output_stride == 16
+    elif pretrained:
         raise BadInput(
             f"model.pretrained_backbone: the backbone ({backbone.model_type}) is none of timm's and gets its weights "
             "with the pretrained detector; set it to false."
         )
-    _freeze_transformers_backbone(module, backbone.model_type, freeze)
+    else:
+        freeze = handed_over(options, source_config).get("freeze")
+        freeze = _freeze_transformers_backbone(module, backbone.model_type, freeze)
+        dilation = bool(config.dilation)
+    used = {"backbone": name, "freeze": freeze}
+    return used | {"dilation": dilation} if hasattr(options, "dilation") else used
 
 
-def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: str | None) -> None:
+def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: str | None) -> str:
     # transformers makes batch norms frozen buffers, and of its ResNet freezes all by a mistaken name.
     is_resnet = model_type == "resnet"
     freeze = freeze or ("paper" if is_resnet else "none")
@@ -164,3 +189,4 @@ def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: st
     trained = ("encoder.stages.1.", "encoder.stages.2.", "encoder.stages.3.") if freeze == "paper" else ("",)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
+    return freeze

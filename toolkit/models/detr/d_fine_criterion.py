@@ -57,7 +57,7 @@ class DFineCriterion(nn.Module):
         bins, reg_scale, up: of the distribution, see `transformers.loss.loss_d_fine.weighting_function`.
     """
 
-    denominator_names = ("boxes", "images")
+    metric_names = ()
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class DFineCriterion(nn.Module):
         self.register_buffer("bin_offsets", weighting_function(bins, torch.tensor([up]), reg_scale), persistent=False)
         announced = [self._names(self.query_suffixes)] + [self._names(s) for s in [self.denoising_suffixes] if s]
         self.loss_names = tuple(sorted((name for group in announced for name in group), key=lambda n: n.count("_") > 1))
+        self.divided_by = {n: "images" if n.startswith("loss_ddf") else "boxes" for n in self.loss_names}
 
     def _names(self, suffixes: Sequence[str]) -> list[str]:
         everywhere = ("loss_mal" if self.is_mal else "loss_vfl", "loss_bbox", "loss_giou")

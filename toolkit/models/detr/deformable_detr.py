@@ -6,6 +6,7 @@ learn; here they have one, as in the original.
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,79 +18,41 @@ from toolkit.models.detr.configuration import (
     backbone_entry,
     build_model,
     detector_config,
+    handed_over,
     matching_costs,
     pixel_statistics,
     prepare_backbone,
+    to_entries,
 )
-from toolkit.models.detr.detr import initialise_transformer_, precision
+from toolkit.models.detr.detr import ENCODER_DECODER, initialise_transformer_, precision
 from toolkit.models.detr.focal_criterion import FocalCriterion
 from toolkit.models.detr.focal_detector import FocalDetector, inverse_sigmoid, start_heads_
+from toolkit.models.detr.options import DeformableDetrOptions
 
 VARIANTS = ("none", "iterative", "two_stage")
 
 
 class DeformableDetr(FocalDetector):
-    """A detector (see docs/design.md) around `transformers.DeformableDetrForObjectDetection`.
-
-    Args: those of `ConditionalDetr` (no `dilation`; the backbone needs maps of stride 8, 16 and 32; `d_model` is a
-        multiple of 32) and
-        box_refine: "none"; "iterative": every decoder layer refines the boxes of the one before; "two_stage": the
-            encoder also proposes the boxes to start from. None: the source's, or "none".
+    """`transformers.DeformableDetrForObjectDetection`. Settings: see `DeformableDetrOptions`.
 
     Raises:
-        BadInput: unknown backbone or `freeze`, weights that cannot be had, a source of another architecture.
+        BadInput: unknown backbone, one without maps of stride 8, 16 and 32, unknown `freeze` or `box_refine`, a width
+            that is no multiple of 32, weights that cannot be had, a source of another architecture.
     """
 
+    Options = DeformableDetrOptions
+    config_class, processor_class = DeformableDetrConfig, DeformableDetrImageProcessor
+    entries = {**ENCODER_DECODER, "num_queries": ["num_queries", "two_stage_num_proposals"]}
     default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.decoder.class_embed.*": (0, 1, 0)}
-    processor_class = DeformableDetrImageProcessor
 
     def __init__(
-        self,
-        *,
-        class_names: Sequence[str],
-        source_config: Mapping | None = None,
-        backbone: str | None = None,
-        pretrained_backbone: bool | str = False,
-        freeze: str | None = None,
-        d_model: int | None = None,
-        heads: int | None = None,
-        encoder_layers: int | None = None,
-        decoder_layers: int | None = None,
-        ffn_dim: int | None = None,
-        num_queries: int | None = None,
-        dropout: float | None = None,
-        aux_loss: bool = True,
-        box_refine: str | None = None,
-        class_cost: float | None = None,
-        bbox_cost: float | None = None,
-        giou_cost: float | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
+        self, class_names: Sequence[str], options: DeformableDetrOptions, *, source_config: Mapping | None = None
     ):
         super().__init__()
-        if box_refine is not None and box_refine not in VARIANTS:
-            raise BadInput(f"model.box_refine: {box_refine!r} is not one of {', '.join(VARIANTS)}.")
-        if d_model is not None and d_model % 32:
-            raise BadInput(f"model.d_model: {d_model} is no multiple of 32, which deformable_detr's group norms need.")
-        config = detector_config(
-            DeformableDetrConfig,
-            class_names,
-            source_config,
-            backbone_config=backbone_entry(source_config, backbone, (8, 16, 32), None),
-            d_model=d_model,
-            encoder_attention_heads=heads,
-            decoder_attention_heads=heads,
-            encoder_layers=encoder_layers,
-            decoder_layers=decoder_layers,
-            encoder_ffn_dim=ffn_dim,
-            decoder_ffn_dim=ffn_dim,
-            num_queries=num_queries,
-            two_stage_num_proposals=num_queries,
-            dropout=dropout,
-            with_box_refine=None if box_refine is None else box_refine != "none",
-            two_stage=None if box_refine is None else box_refine == "two_stage",
-        )
+        entries = _entries(handed_over(options, source_config), self.entries)
+        backbone = backbone_entry(options, source_config, (8, 16, 32))
+        config = detector_config(DeformableDetrConfig, class_names, source_config, backbone_config=backbone, **entries)
         if config.decoder_layers == 1 and not config.two_stage:
             raise BadInput(
                 "model.decoder_layers: 1 is too few, transformers shares heads between two and more; use 2, or "
@@ -100,14 +63,12 @@ class DeformableDetr(FocalDetector):
             # transformers shares the class head between layers; the original has one per layer, like the box heads
             self.model.class_embed = nn.ModuleList(copy.deepcopy(head) for head in self.model.class_embed)
         initialise_as_published_(self.model)
-        prepare_backbone(self.model.model.backbone.model, config, pretrained_backbone, freeze, timm_freeze="paper")
-        self.aux_loss = aux_loss
-        costs = matching_costs(source_config, class_cost, bbox_cost, giou_cost, published_class_cost=2)
+        used = prepare_backbone(self.model.model.backbone.model, config, options, source_config)
+        costs = matching_costs(options, source_config)
+        self.aux_loss = options.aux_loss
         proposals = "foreground" if config.two_stage else None
-        layers = config.decoder_layers if aux_loss else 1
-        self.set_loss = FocalCriterion(len(class_names), layers, costs, proposals)
-        self.loss_names, self.metric_names = self.set_loss.loss_names, self.set_loss.metric_names
-        self.mean, self.std = pixel_statistics(config, mean, std)
+        set_loss = FocalCriterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs, proposals)
+        self._take(set_loss, pixel_statistics(config, options), used | costs._asdict() | _variant(config))
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.
@@ -146,6 +107,26 @@ class DeformableDetr(FocalDetector):
                 f"model.num_queries {config.two_stage_num_proposals}: images of {height}x{width} px have only "
                 f"{positions} positions; use larger images or fewer queries."
             )
+
+
+def _entries(values: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """What these settings are in transformers' config."""
+    box_refine, d_model = values.get("box_refine"), values.get("d_model", 32)
+    if box_refine not in (None, *VARIANTS):
+        raise BadInput(f"model.box_refine: {box_refine!r} is not one of {', '.join(VARIANTS)}.")
+    if d_model % 32:
+        raise BadInput(f"model.d_model: {d_model} is no multiple of 32, which deformable_detr's group norms need.")
+    entries = to_entries(values, names)
+    if box_refine is not None:
+        entries |= {"with_box_refine": box_refine != "none", "two_stage": box_refine == "two_stage"}
+    return entries
+
+
+def _variant(config: DeformableDetrConfig) -> dict[str, Any]:
+    """`box_refine`, and the entry that says how many queries that variant has."""
+    if config.two_stage:
+        return {"box_refine": "two_stage", "num_queries": config.two_stage_num_proposals}
+    return {"box_refine": "iterative" if config.with_box_refine else "none", "num_queries": config.num_queries}
 
 
 def _box(deltas: Tensor, reference: Tensor) -> Tensor:

@@ -16,100 +16,73 @@ from transformers import DetrConfig, DetrForObjectDetection, DetrImageProcessor
 
 from toolkit.batch import normalize_images, pixel_mask
 from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.errors import BadInput
+from toolkit.models.detector import Detector
+from toolkit.models.detr.base import TransformersDetector
 from toolkit.models.detr.configuration import (
     backbone_entry,
     build_model,
     detector_config,
+    handed_over,
     matching_costs,
     pixel_statistics,
     prepare_backbone,
+    to_entries,
 )
 from toolkit.models.detr.detr_criterion import DetrCriterion
-from toolkit.models.final import save_transformers_folder
+from toolkit.models.detr.options import DetrOptions
+from toolkit.models.detr.pre_norm import normalize_before_
+
+POSITIONS = 50  # that learned position embeddings reach along a side, in the original and in transformers
+
+# Options of an encoder-decoder and the entries of transformers' config that they set.
+ENCODER_DECODER = {
+    "d_model": ["d_model"],
+    "heads": ["encoder_attention_heads", "decoder_attention_heads"],
+    "encoder_layers": ["encoder_layers"],
+    "decoder_layers": ["decoder_layers"],
+    "ffn_dim": ["encoder_ffn_dim", "decoder_ffn_dim"],
+    "num_queries": ["num_queries"],
+    "dropout": ["dropout"],
+}
 
 
-class Detr(nn.Module):
-    """A detector (see docs/design.md) around `transformers.DetrForObjectDetection`.
-
-    Args:
-        class_names: one name per class, in the order of the labels.
-        source_config: a transformers config of a DETR as a dict (`config.to_dict()` of a hub model): the model is built
-            from exactly that, with our classes and the options that are given; None: the published one.
-        backbone: name of a timm model; its last feature map is used. None: the source's, or resnet50.
-        pretrained_backbone: True (timm's, downloaded once), False (random), or the path of a file.
-        freeze: "paper" (stem, first stage and all batch norms), "norms" or "none"; see `freeze_backbone`. None: "paper"
-            where the backbone is timm's or a ResNet.
-        dilation: the last backbone stage is dilated instead of strided (DC5).
-        d_model, heads, encoder_layers, decoder_layers, ffn_dim, num_queries, dropout: the transformer; None, here and
-            below: the source's value, or the paper's.
-        aux_loss: losses on every decoder layer, not on the last one alone.
-        eos_coef: weight of the no-object class in `loss_ce`.
-        class_cost, bbox_cost, giou_cost: weights in the matching cost.
-        mean, std: of RGB values in [0, 1]; None: those the backbone was trained with.
+class Detr(TransformersDetector):
+    """`transformers.DetrForObjectDetection`. Settings: see `DetrOptions`.
 
     Raises:
         BadInput: unknown backbone or `freeze`, weights that cannot be had, a source of another architecture.
     """
 
+    Options = DetrOptions
+    config_class, processor_class = DetrConfig, DetrImageProcessor
+    entries = {
+        **ENCODER_DECODER,
+        "dilation": ["dilation"],
+        "eos_coef": ["eos_coefficient"],
+        "position_embedding": ["position_embedding_type"],
+    }
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
-    denominator_names = DetrCriterion.denominator_names
-    averaged_denominators = ("boxes",)  # by rank, in the original
     class_tensors = {"model.class_labels_classifier.*": (0, 1, 1)}  # no-object last
-    processor_class = DetrImageProcessor
-    fixed_size = False
-    stride = 1
+    pre_norm = False
 
-    def __init__(
-        self,
-        *,
-        class_names: Sequence[str],
-        source_config: Mapping | None = None,
-        backbone: str | None = None,
-        pretrained_backbone: bool | str = False,
-        freeze: str | None = None,
-        dilation: bool | None = None,
-        d_model: int | None = None,
-        heads: int | None = None,
-        encoder_layers: int | None = None,
-        decoder_layers: int | None = None,
-        ffn_dim: int | None = None,
-        num_queries: int | None = None,
-        dropout: float | None = None,
-        aux_loss: bool = True,
-        eos_coef: float | None = None,
-        class_cost: float | None = None,
-        bbox_cost: float | None = None,
-        giou_cost: float | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-    ):
+    def __init__(self, class_names: Sequence[str], options: DetrOptions, *, source_config: Mapping | None = None):
         super().__init__()
-        config = detector_config(
-            DetrConfig,
-            class_names,
-            source_config,
-            backbone_config=backbone_entry(source_config, backbone, None, dilation),
-            dilation=dilation,
-            d_model=d_model,
-            encoder_attention_heads=heads,
-            decoder_attention_heads=heads,
-            encoder_layers=encoder_layers,
-            decoder_layers=decoder_layers,
-            encoder_ffn_dim=ffn_dim,
-            decoder_ffn_dim=ffn_dim,
-            num_queries=num_queries,
-            dropout=dropout,
-            eos_coefficient=eos_coef,
-        )
+        backbone = backbone_entry(options, source_config)
+        entries = to_entries(handed_over(options, source_config), self.entries)
+        config = detector_config(DetrConfig, class_names, source_config, backbone_config=backbone, **entries)
         self.model = build_model(DetrForObjectDetection, config)
+        self.pre_norm = options.pre_norm
+        if self.pre_norm:
+            _check_own_weights(source_config)
+            normalize_before_(self.model)
         initialise_as_published_(self.model)
-        prepare_backbone(self.model.model.backbone.model, config, pretrained_backbone, freeze, timm_freeze="paper")
-        self.aux_loss = aux_loss
-        costs = matching_costs(source_config, class_cost, bbox_cost, giou_cost, published_class_cost=1)
-        layers = config.decoder_layers if aux_loss else 1
-        self.set_loss = DetrCriterion(len(class_names), layers, config.eos_coefficient, costs)
-        self.loss_names, self.metric_names = self.set_loss.loss_names, self.set_loss.metric_names
-        self.mean, self.std = pixel_statistics(config, mean, std)
+        used = prepare_backbone(self.model.model.backbone.model, config, options, source_config)
+        costs = matching_costs(options, source_config)
+        self.aux_loss = options.aux_loss
+        layers = config.decoder_layers if self.aux_loss else 1
+        set_loss = DetrCriterion(len(class_names), layers, config.eos_coefficient, costs)
+        self._take(set_loss, pixel_statistics(config, options), used | costs._asdict())
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """Class logits and boxes of every decoder layer.
@@ -122,7 +95,12 @@ class Detr(nn.Module):
         Returns:
             `logits (L, B, Q, C + 1)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding; L is
             the number of decoder layers, 1 without auxiliary losses; the last one is the detector's answer.
+
+        Raises:
+            BadInput: learned position embeddings do not reach over the images.
         """
+        if self.model.config.position_embedding_type == "learned":
+            self._check_positions(*images.shape[-2:])
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         mask = pixel_mask(sizes, images.shape[-2:])
         with precision(self.training, images.device):
@@ -137,6 +115,15 @@ class Detr(nn.Module):
             states = states.to(self.model.dtype)
             logits = self.model.class_labels_classifier(states)
             return {"logits": logits, "boxes": self.model.bbox_predictor(states).sigmoid()}
+
+    def _check_positions(self, height: int, width: int) -> None:
+        of_timm = getattr(self.model.model.backbone.model, "feature_info", None)
+        limit = POSITIONS * (of_timm.reduction()[-1] if of_timm else 32)
+        if max(height, width) > limit:
+            raise BadInput(
+                f"model.position_embedding learned: images of {height}x{width} px; it reaches {POSITIONS} positions, "
+                f"sides of {limit} px. Use smaller images, or sine."
+            )
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """This batch's share of the denominators, from CPU targets; see `DetrCriterion.denominators`."""
@@ -159,17 +146,18 @@ class Detr(nn.Module):
         return detr_detections(logits, boxes, orig_sizes, score_threshold, top_k)
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads.
+        """Writes a folder for transformers, see `TransformersDetector.save_final`; with `pre_norm`, which transformers
+        has not, one for `load_detector_folder`."""
+        kind = Detector if self.pre_norm else TransformersDetector
+        kind.save_final(self, folder, categories, processor_size)
 
-        Args:
-            categories: the classes in the order of the labels, with original `id` and `name`.
-            processor_size: what the image processor resizes to, as transformers spells it, e.g.
-                `{"shortest_edge": 800, "longest_edge": 1333}`; None: it does not resize.
-        """
-        processor = self.processor_class(
-            image_mean=list(self.mean), image_std=list(self.std), do_resize=processor_size is not None
+
+def _check_own_weights(source_config: Mapping | None) -> None:
+    if source_config is not None:
+        raise BadInput(
+            "model.pre_norm: the pretrained model is one of transformers, which normalise after each part of a layer; "
+            "leave pre_norm out, or model.pretrained."
         )
-        save_transformers_folder(self.model, processor, processor_size, folder, categories)
 
 
 def precision(training: bool, device: torch.device):

@@ -138,8 +138,6 @@ class DetrCriterion(nn.Module):
         matching_costs: weights of class, box L1 and GIoU in the matching cost.
     """
 
-    denominator_names = ("boxes", "class_weights")
-
     def __init__(
         self, num_classes: int, num_layers: int, eos_coef: float = 0.1, matching_costs: Sequence[float] = (1, 5, 2)
     ):
@@ -149,6 +147,7 @@ class DetrCriterion(nn.Module):
         # The last layer first, without suffix, then the auxiliary ones in the order of the decoder.
         self.suffixes = ("", *(f"_{i}" for i in range(num_layers - 1)))
         self.loss_names = tuple(f"{name}{s}" for s in self.suffixes for name in ("loss_ce", "loss_bbox", "loss_giou"))
+        self.divided_by = {n: "class_weights" if n.startswith("loss_ce") else "boxes" for n in self.loss_names}
         self.metric_names = ("class_error", *(f"cardinality_error{s}" for s in self.suffixes))
         class_weights = torch.ones(num_classes + 1)
         class_weights[-1] = eos_coef

@@ -50,7 +50,7 @@ class FocalCriterion(nn.Module):
         class_terms: `focal_terms` or `quality_terms`.
     """
 
-    denominator_names = ("boxes",)
+    divided_by = "boxes"
 
     def __init__(
         self,

@@ -2,27 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import ConditionalDetrImageProcessor
 
 from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.models.detr.base import TransformersDetector
 from toolkit.models.detr.detr_criterion import count_objects
-from toolkit.models.final import save_transformers_folder
 
 PRIOR = 0.01  # probability that the class heads start from
 
 
-class FocalDetector(nn.Module):
-    """A detector (see docs/design.md) with `model` of transformers and a `FocalCriterion` as `set_loss`."""
+class FocalDetector(TransformersDetector):
+    """A detector with a `FocalCriterion` as `set_loss`."""
 
-    denominator_names = ("boxes",)
-    averaged_denominators = ("boxes",)  # by rank, in the originals
     processor_class = ConditionalDetrImageProcessor
-    fixed_size = False
-    stride = 1
 
     @property
     def groups(self) -> int:
@@ -48,13 +43,6 @@ class FocalDetector(nn.Module):
         """Detections of the last decoder layer, in pixels of the original images; see `focal_detections`."""
         logits, boxes = outputs["logits"][-1], outputs["boxes"][-1]
         return focal_detections(logits, boxes, orig_sizes, score_threshold, top_k)
-
-    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads; see `Detr.save_final`."""
-        processor = self.processor_class(
-            image_mean=list(self.mean), image_std=list(self.std), do_resize=processor_size is not None
-        )
-        save_transformers_folder(self.model, processor, processor_size, folder, categories)
 
 
 def focal_detections(

@@ -6,6 +6,7 @@ that aims at score and IoU together. The numbers are those of transformers' `LwD
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,18 @@ from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProc
 
 from toolkit.batch import normalize_images
 from toolkit.errors import BadInput
-from toolkit.models.detr.configuration import build_model, detector_config, matching_costs, pixel_statistics
+from toolkit.models.detr.configuration import (
+    build_model,
+    detector_config,
+    handed_over,
+    matching_costs,
+    pixel_statistics,
+    to_entries,
+)
 from toolkit.models.detr.detr import initialise_transformer_, precision
 from toolkit.models.detr.focal_criterion import FocalCriterion, quality_terms
 from toolkit.models.detr.focal_detector import FocalDetector, start_heads_
+from toolkit.models.detr.options import RfDetrOptions
 from toolkit.models.weights import vit as vit_weights
 from toolkit.models.weights.vit import load_timm_vit
 
@@ -24,80 +33,47 @@ TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}
 
 
 class RfDetr(FocalDetector):
-    """A detector (see docs/design.md) around `transformers.RfDetrForObjectDetection`.
+    """`transformers.RfDetrForObjectDetection`. Settings: see `RfDetrOptions`.
 
     Its backbone ignores padding, so images must be square, of one size, a multiple of patch size times windows
-    along a side (56 px).
-
-    Args:
-        class_names: one name per class, in the order of the labels.
-        source_config: a transformers config of an RF-DETR as a dict; see `Detr`. None: RF-DETR base.
-        pretrained_backbone: True (timm's DINOv2 of the same width, downloaded once), or the path of a file of it.
-        d_model, decoder_layers, ffn_dim, num_queries, dropout: the decoder; None, here and below: the source's value,
-            or that of RF-DETR base.
-        heads: of the decoder's self-attention; its deformable attention has twice as many.
-        encoder_layers: of the ViT; its maps are taken at four depths.
-        aux_loss: losses on every decoder layer, not on the last one alone.
-        class_cost, bbox_cost, giou_cost: weights in the matching cost.
-        mean, std: of RGB values in [0, 1]; None: ImageNet's.
+    along a side (56 px). The pretrained backbone is timm's DINOv2 of the same width.
 
     Raises:
         BadInput: weights that cannot be had or do not fit, a source of another architecture.
     """
 
+    Options = RfDetrOptions
+    config_class, processor_class = RfDetrConfig, RfDetrImageProcessor
+    entries = {
+        "d_model": ["d_model"],
+        "decoder_layers": ["decoder_layers"],
+        "ffn_dim": ["decoder_ffn_dim"],
+        "num_queries": ["num_queries"],
+        "dropout": ["dropout"],
+    }
+    published = {"decoder_n_points": 2}  # transformers: 4, which is RF-DETR large
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.enc_out_class_embed.*": (0, 1, 0)}
-    processor_class = RfDetrImageProcessor
     fixed_size = True
 
-    def __init__(
-        self,
-        *,
-        class_names: Sequence[str],
-        source_config: Mapping | None = None,
-        pretrained_backbone: bool | str = False,
-        d_model: int | None = None,
-        heads: int | None = None,
-        encoder_layers: int | None = None,
-        decoder_layers: int | None = None,
-        ffn_dim: int | None = None,
-        num_queries: int | None = None,
-        dropout: float | None = None,
-        aux_loss: bool = True,
-        class_cost: float | None = None,
-        bbox_cost: float | None = None,
-        giou_cost: float | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-    ):
+    def __init__(self, class_names: Sequence[str], options: RfDetrOptions, *, source_config: Mapping | None = None):
         super().__init__()
-        config = detector_config(
-            RfDetrConfig,
-            class_names,
-            source_config,
-            backbone_config=_backbone_entry(source_config, encoder_layers),
-            d_model=d_model,
-            decoder_self_attention_heads=heads,
-            decoder_cross_attention_heads=None if heads is None else 2 * heads,
-            decoder_n_points=2 if source_config is None else None,  # transformers: 4, which is RF-DETR large
-            decoder_layers=decoder_layers,
-            decoder_ffn_dim=ffn_dim,
-            num_queries=num_queries,
-            dropout=0.0 if source_config is None and dropout is None else dropout,
-        )
+        values, known = handed_over(options, source_config), source_config or self.published
+        entries = to_entries(values, self.entries) | _heads_entries(values.get("heads"))
+        backbone = _backbone_entry(source_config, values.get("encoder_layers"))
+        config = detector_config(RfDetrConfig, class_names, known, backbone_config=backbone, **entries)
         self.model = build_model(RfDetrForObjectDetection, config)
         initialise_as_published_(self.model)
-        if pretrained_backbone:
+        if options.pretrained_backbone:
             side = config.backbone_config.image_size // config.backbone_config.patch_size
             vit = self.model.model.backbone.backbone
-            load_timm_vit(vit, TIMM_DINOV2, pretrained_backbone, vit_weights.DINOV2, (side, side))
+            load_timm_vit(vit, TIMM_DINOV2, options.pretrained_backbone, vit_weights.DINOV2, (side, side))
         self.stride = config.backbone_config.patch_size * config.backbone_config.num_windows
-        self.aux_loss = aux_loss
-        costs = matching_costs(source_config, class_cost, bbox_cost, giou_cost, published_class_cost=2)
-        layers = config.decoder_layers if aux_loss else 1
-        self.set_loss = FocalCriterion(len(class_names), layers, costs, "classes", quality_terms)
-        self.loss_names, self.metric_names = self.set_loss.loss_names, self.set_loss.metric_names
-        self.mean, self.std = pixel_statistics(config, mean, std)
+        self.aux_loss = options.aux_loss
+        costs = matching_costs(options, source_config)
+        layers = config.decoder_layers if self.aux_loss else 1
+        set_loss = FocalCriterion(len(class_names), layers, costs, "classes", quality_terms)
+        self._take(set_loss, pixel_statistics(config, options), costs._asdict() | _heads_and_layers(config))
 
     @property
     def groups(self) -> int:
@@ -150,12 +126,25 @@ class RfDetr(FocalDetector):
             )
 
 
+def _heads_entries(heads: int | None) -> dict[str, int]:
+    if heads is None:
+        return {}
+    return {"decoder_self_attention_heads": heads, "decoder_cross_attention_heads": 2 * heads}
+
+
+def _heads_and_layers(config: RfDetrConfig) -> dict[str, Any]:
+    """`heads` (None: in another proportion than ours) and `encoder_layers`, as they are in transformers' config."""
+    heads = config.decoder_self_attention_heads
+    in_proportion = config.decoder_cross_attention_heads == 2 * heads
+    return {"heads": heads if in_proportion else None, "encoder_layers": config.backbone_config.num_hidden_layers}
+
+
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None) -> dict:
     """DINOv2 small as in RF-DETR base, or the source's; other depths give maps at the four quarters."""
     base = {"model_type": "rf_detr_dinov2", "hidden_size": 384, "num_attention_heads": 6, "image_size": 518,
             "num_hidden_layers": 12, "out_indices": [2, 5, 8, 11]}  # fmt: skip
     entry = dict((source_config or {}).get("backbone_config") or base)
-    if encoder_layers is None:
+    if encoder_layers in (None, entry.get("num_hidden_layers")):
         return entry
     depths = sorted({max(1, round(encoder_layers * part / 4) - 1) for part in (1, 2, 3, 4)})
     kept = {k: v for k, v in entry.items() if k not in ("out_features", "stage_names", "window_block_indexes")}

@@ -10,39 +10,29 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import BadInput
 from toolkit.models.backbones import FREEZE_CHOICES, backbone_config, feature_strides
+from toolkit.models.detr.configuration import handed_over, to_entries
+from toolkit.models.detr.options import RTDetrV2Options
 
-# Our options and the entries of the transformers config that they set; the others have the same name in both.
-ENTRIES = {
-    "d_model": ("d_model", "encoder_hidden_dim"),
-    "heads": ("encoder_attention_heads", "decoder_attention_heads"),
-    "ffn_dim": ("encoder_ffn_dim", "decoder_ffn_dim"),
-    "varifocal_gamma": ("focal_loss_gamma",),
-}
 STRIDES = (8, 16, 32)
 PRIOR = 0.01  # probability that the class heads start from
 
 
 def family_config(
-    config_class: type[PreTrainedConfig],
-    published: Mapping[str, Any],
-    class_names: Sequence[str],
-    source: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-) -> tuple[PreTrainedConfig, str | None, str]:
-    """The config of one of these detectors, the name of its timm backbone (None: its own), and what of it is frozen.
+    detector: type, class_names: Sequence[str], options: RTDetrV2Options, source: Mapping[str, Any] | None
+) -> tuple[PreTrainedConfig, str]:
+    """The config of one of these detectors, and what is frozen of its backbone.
 
     Args:
-        published: the options' values where there is no `source`, and more entries of the config.
+        detector: its class, see `TransformersDetector`.
         source: `to_dict()` of a transformers config, which the model is to be built from.
-        options: by their names in `build_detector`; None: as published, or as `source` has it.
 
     Raises:
         BadInput: `source` is of another model; a backbone without the strides; `backbone`, `pretrained_backbone` or
             freeze "paper" for a backbone that is not timm's.
     """
-    given = {key: value for key, value in options.items() if value is not None}
+    config_class = detector.config_class
     if source is None:
-        entries, given = {"freeze_backbone_batch_norms": False}, {**published, **given}
+        entries = {"freeze_backbone_batch_norms": False, **detector.published}
     else:
         if source.get("model_type") != config_class.model_type:
             raise BadInput(
@@ -50,22 +40,22 @@ def family_config(
             )
         left_out = ("label2id", "num_labels", "dtype", "torch_dtype", "head_dim")
         entries = {key: value for key, value in source.items() if key not in left_out}
-    backbone, pretrained, freeze = (given.pop(key, None) for key in ("backbone", "pretrained_backbone", "freeze"))
-    for option, value in given.items():
-        entries |= dict.fromkeys(ENTRIES.get(option, (option,)), value)
+    given = handed_over(options, source)
+    entries |= to_entries(given, detector.entries)
     if "d_model" in given:
         entries["decoder_in_channels"] = [given["d_model"]] * len(entries.get("decoder_in_channels", STRIDES))
     # Fixed anchors are those of one size; generated ones are the same there, and right elsewhere.
     entries |= {"id2label": dict(enumerate(class_names)), "auxiliary_loss": True, "anchor_image_size": None}
 
+    name, freeze = given.get("backbone"), given.get("freeze")
     own = entries.get("backbone_config") or {}
     if own and own["model_type"] != "timm_backbone":
-        _check_own_backbone(own["model_type"], backbone, pretrained, freeze)
+        _check_own_backbone(own["model_type"], name, options.pretrained_backbone, freeze)
         if freeze is not None:
             entries["freeze_backbone_batch_norms"] = freeze == "norms"
         frozen = entries.get("freeze_backbone_batch_norms", True)
-        return config_class.from_dict(entries), None, "norms" if frozen else "none"
-    name = backbone or own["backbone"]
+        return config_class.from_dict(entries), "norms" if frozen else "none"
+    name = name or own["backbone"]
     freeze = freeze or ("norms" if own.get("freeze_batch_norm_2d") else "none")
     if name == own.get("backbone") and own.get("out_indices"):
         out_indices = own["out_indices"]
@@ -73,7 +63,7 @@ def family_config(
         out_indices = _indices_of_strides(config_class.model_type, name, entries.get("feat_strides", STRIDES))
     # timm freezes the norms, with their activations; see backbones.py
     entries |= {"backbone_config": backbone_config(name, out_indices, frozen_norms=freeze != "none")}
-    return config_class.from_dict(entries | {"freeze_backbone_batch_norms": False}), name, freeze
+    return config_class.from_dict(entries | {"freeze_backbone_batch_norms": False}), freeze
 
 
 def _check_own_backbone(kind: str, backbone: str | None, pretrained: bool | str | None, freeze: str | None) -> None:

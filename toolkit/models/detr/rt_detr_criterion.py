@@ -31,6 +31,8 @@ class RTDetrCriterion(nn.Module):
         varifocal_gamma: how much less a wrong class counts while its probability is low (published: 2).
     """
 
+    divided_by, metric_names = "boxes", ()
+
     def __init__(self, num_classes: int, num_layers: int, denoising: bool, varifocal_gamma: float = 2.0):
         super().__init__()
         self.varifocal_gamma = varifocal_gamma

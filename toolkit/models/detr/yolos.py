@@ -8,9 +8,17 @@ from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcess
 
 from toolkit.batch import normalize_images
 from toolkit.errors import BadInput
-from toolkit.models.detr.configuration import build_model, detector_config, matching_costs, pixel_statistics
+from toolkit.models.detr.configuration import (
+    build_model,
+    detector_config,
+    handed_over,
+    matching_costs,
+    pixel_statistics,
+    to_entries,
+)
 from toolkit.models.detr.detr import Detr, precision
 from toolkit.models.detr.detr_criterion import DetrCriterion
+from toolkit.models.detr.options import YolosOptions
 from toolkit.models.weights import vit as vit_weights
 from toolkit.models.weights.vit import load_timm_vit
 
@@ -18,74 +26,45 @@ DEIT = {192: "deit_tiny_patch16_224", 384: "deit_small_patch16_224", 768: "deit_
 
 
 class Yolos(Detr):
-    """A detector (see docs/design.md) around `transformers.YolosForObjectDetection`; losses of the last layer only.
+    """`transformers.YolosForObjectDetection`, with losses of the last layer only. Settings: see `YolosOptions`.
 
     It ignores padding, so images must all have one size and fill it. Position embeddings are those of `image_size` in
-    the config (YOLOS-Ti: 800 x 1333 px), interpolated to the images at every forward.
-
-    Args:
-        class_names: one name per class, in the order of the labels.
-        source_config: a transformers config of a YOLOS as a dict; see `Detr`. None: YOLOS-Ti.
-        pretrained_backbone: True (timm's DeiT of the same width, downloaded once), or the path of a file of it.
-        d_model, heads, encoder_layers, ffn_dim: the ViT; None, here and below: the source's value, or YOLOS-Ti's.
-        num_queries: detection tokens.
-        dropout: after embeddings, attention and feed-forward layers.
-        eos_coef: weight of the no-object class in `loss_ce`.
-        class_cost, bbox_cost, giou_cost: weights in the matching cost.
-        mean, std: of RGB values in [0, 1]; None: ImageNet's.
+    the config (YOLOS-Ti: 800 x 1333 px), interpolated to the images at every forward. The pretrained backbone is timm's
+    DeiT of the same width.
 
     Raises:
         BadInput: weights that cannot be had or do not fit, a source of another architecture.
     """
 
+    Options = YolosOptions
+    config_class, processor_class = YolosConfig, YolosImageProcessor
+    entries = {
+        "d_model": ["hidden_size"],
+        "heads": ["num_attention_heads"],
+        "encoder_layers": ["num_hidden_layers"],
+        "ffn_dim": ["intermediate_size"],
+        "num_queries": ["num_detection_tokens"],
+        "dropout": ["hidden_dropout_prob"],
+        "eos_coef": ["eos_coefficient"],
+    }
+    published = {"layer_norm_eps": 1e-6, "image_size": [800, 1333], "use_mid_position_embeddings": False}
     class_tensors = {"model.class_labels_classifier.layers.2.*": (0, 1, 1)}  # no-object last
-    processor_class = YolosImageProcessor
     fixed_size = True
 
-    def __init__(
-        self,
-        *,
-        class_names: Sequence[str],
-        source_config: Mapping | None = None,
-        pretrained_backbone: bool | str = False,
-        d_model: int | None = None,
-        heads: int | None = None,
-        encoder_layers: int | None = None,
-        ffn_dim: int | None = None,
-        num_queries: int | None = None,
-        dropout: float | None = None,
-        eos_coef: float | None = None,
-        class_cost: float | None = None,
-        bbox_cost: float | None = None,
-        giou_cost: float | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-    ):
+    def __init__(self, class_names: Sequence[str], options: YolosOptions, *, source_config: Mapping | None = None):
         nn.Module.__init__(self)
-        tiny = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "layer_norm_eps": 1e-6,
-                "image_size": [800, 1333], "use_mid_position_embeddings": False}  # fmt: skip
-        config = detector_config(
-            YolosConfig,
-            class_names,
-            tiny | {"model_type": "yolos"} if source_config is None else source_config,
-            hidden_size=d_model,
-            num_attention_heads=heads,
-            num_hidden_layers=encoder_layers,
-            intermediate_size=ffn_dim,
-            num_detection_tokens=num_queries,
-            hidden_dropout_prob=dropout,
-            eos_coefficient=eos_coef,
-        )
+        entries = to_entries(handed_over(options, source_config), self.entries)
+        known = source_config or self.published
+        config = detector_config(YolosConfig, class_names, known, **entries)
         self.model = build_model(YolosForObjectDetection, config)
         initialise_as_published_(self.model)
-        if pretrained_backbone:
+        if options.pretrained_backbone:
             grid_hw = tuple(side // config.patch_size for side in config.image_size)
-            load_timm_vit(self.model.vit, DEIT, pretrained_backbone, vit_weights.YOLOS, grid_hw)
+            load_timm_vit(self.model.vit, DEIT, options.pretrained_backbone, vit_weights.YOLOS, grid_hw)
         self.stride = config.patch_size
-        costs = matching_costs(source_config, class_cost, bbox_cost, giou_cost, published_class_cost=1)
-        self.set_loss = DetrCriterion(len(class_names), 1, config.eos_coefficient, costs)
-        self.loss_names, self.metric_names = self.set_loss.loss_names, self.set_loss.metric_names
-        self.mean, self.std = pixel_statistics(config, mean, std)
+        costs = matching_costs(options, source_config)
+        set_loss = DetrCriterion(len(class_names), 1, config.eos_coefficient, costs)
+        self._take(set_loss, pixel_statistics(config, options), costs._asdict())
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """`logits (1, B, Q, C + 1)` and `boxes (1, B, Q, 4)`; see `Detr.forward`."""

@@ -1,8 +1,8 @@
 """Faster R-CNNs by their settings: on any timm backbone, and torchvision's own improved ResNet-50."""
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from toolkit.errors import BadInput
 from toolkit.models.backbones import FREEZE_CHOICES, freeze_backbone, image_statistics
 from toolkit.models.faster_rcnn.model import FasterRCNN
+from toolkit.models.faster_rcnn.options import FasterRcnnOptions, ResNet50V2Options, TwoStageOptions
+from toolkit.models.options import DetectorOptions
 from toolkit.models.timm_features import number_of_groups, timm_features
 
 HEAD_NORMS = {
@@ -26,12 +28,12 @@ HEAD_NORMS = {
     "sync": nn.SyncBatchNorm,
     "group": lambda channels: nn.GroupNorm(number_of_groups(channels), channels),
 }
-# Of torchvision's FasterRCNN, under its names and with its defaults.
-SAMPLING_OPTIONS = tuple(
-    name
-    for name, parameter in inspect.signature(faster_rcnn.FasterRCNN).parameters.items()
-    if name.startswith(("rpn_", "box_")) and parameter.default is not None
-)
+# Settings that all detectors call alike, under torchvision's names.
+TORCHVISION_NAMES = {
+    "score_threshold": "box_score_thresh",
+    "nms_threshold": "box_nms_thresh",
+    "detections_per_image": "box_detections_per_img",
+}
 
 
 class FeaturePyramid(nn.Module):
@@ -53,98 +55,90 @@ class FeaturePyramid(nn.Module):
         return self.fpn(OrderedDict((str(i), features) for i, features in enumerate(self.body(pixels))))
 
 
-def build_faster_rcnn(
-    class_names: Sequence[str],
-    *,
-    backbone: str = "resnet50",
-    pretrained_backbone: bool | str = False,
-    norm: str = "batch",
-    freeze: str = "paper",
-    strides: Sequence[int] = (4, 8, 16, 32),
-    fpn_channels: int = 256,
-    head_norm: str = "none",
-    anchor_sizes: Sequence[Sequence[float]] = ((32,), (64,), (128,), (256,), (512,)),
-    aspect_ratios: Sequence[float] = (0.5, 1.0, 2.0),
-    rpn_convs: int = 1,
-    box_convs: int = 0,
-    representation_size: int = 1024,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    **options,
-) -> FasterRCNN:
-    """A Faster R-CNN with a feature pyramid on a timm backbone; torchvision's `fasterrcnn_resnet50_fpn` by default.
+class FasterRCNNOnTimm(FasterRCNN):
+    """A Faster R-CNN with a feature pyramid on a timm backbone; by default torchvision's `fasterrcnn_resnet50_fpn`.
 
-    Args:
-        backbone, pretrained_backbone, norm: see `timm_features`.
-        freeze: "paper" (stem, first stage and batch norms), "norms" (batch norms), "none". The first two turn the
-            backbone's batch norms into constants.
-        strides: pixels, of the maps that boxes are pooled from, each twice the one before.
-        fpn_channels, head_norm: channels of the pyramid; norm of its convolutions and of the box head's: "none",
-            "batch", "group", "sync".
-        anchor_sizes: per level the lengths in pixels, the square root of the area, of its anchors; one level more than
-            strides adds a coarser one for anchors only.
-        aspect_ratios: height / width of the anchors.
-        rpn_convs, box_convs: 3 x 3 convolutions of the heads. representation_size: width of the box head.
-        mean, std: of RGB values in [0, 1]; None: those the backbone was trained with.
-        options: `SAMPLING_OPTIONS`, torchvision's.
+    Settings: see `FasterRcnnOptions`; unless `freeze` is none, the batch norms of the backbone become constants.
 
     Raises:
         BadInput: settings that do not exist or do not fit together; what `timm_features` raises.
     """
-    _check(freeze, norm, head_norm, strides, anchor_sizes)
-    _check_options("faster_rcnn", options)
-    norm = "frozen" if freeze != "none" else norm
-    body, channels = timm_features(backbone, strides=strides, pretrained_backbone=pretrained_backbone, norm=norm)
-    if freeze == "paper":
-        freeze_backbone(body, backbone, freeze, pretrained_backbone)
-    pyramid = FeaturePyramid(body, channels, fpn_channels, len(anchor_sizes) > len(strides), head_norm)
-    anchors = AnchorGenerator(tuple(map(tuple, anchor_sizes)), (tuple(aspect_ratios),) * len(anchor_sizes))
-    if box_convs:
-        size, convs = (fpn_channels, 7, 7), [fpn_channels] * box_convs
-        box_head = FastRCNNConvFCHead(size, convs, [representation_size], HEAD_NORMS[head_norm])
-    else:
-        box_head = TwoMLPHead(fpn_channels * 7 * 7, representation_size)
-    model = faster_rcnn.FasterRCNN(
-        pyramid,
-        rpn_anchor_generator=anchors,
-        rpn_head=RPNHead(fpn_channels, anchors.num_anchors_per_location()[0], rpn_convs),
-        box_roi_pool=MultiScaleRoIAlign([str(i) for i in range(len(strides))], output_size=7, sampling_ratio=2),
-        box_head=box_head,
-        box_predictor=FastRCNNPredictor(representation_size, 1 + len(class_names)),
-        **options,
-    )
-    own_mean, own_std = image_statistics(backbone)
-    return FasterRCNN(model.backbone, model.rpn, model.roi_heads, strides, mean or own_mean, std or own_std)
+
+    Options = FasterRcnnOptions
+
+    def __init__(self, class_names: Sequence[str], options: FasterRcnnOptions):
+        o = options
+        _check(o)
+        norm = "frozen" if o.freeze != "none" else o.norm
+        body, channels = timm_features(
+            o.backbone, strides=o.strides, pretrained_backbone=o.pretrained_backbone, norm=norm
+        )
+        if o.freeze == "paper":
+            freeze_backbone(body, o.backbone, o.freeze, o.pretrained_backbone)
+        pyramid = FeaturePyramid(body, channels, o.fpn_channels, len(o.anchor_sizes) > len(o.strides), o.head_norm)
+        anchors = AnchorGenerator(tuple(map(tuple, o.anchor_sizes)), (tuple(o.aspect_ratios),) * len(o.anchor_sizes))
+        levels = [str(i) for i in range(len(o.strides))]
+        model = faster_rcnn.FasterRCNN(
+            pyramid,
+            box_head=_box_head(o),
+            rpn_anchor_generator=anchors,
+            rpn_head=RPNHead(o.fpn_channels, anchors.num_anchors_per_location()[0], o.rpn_convs),
+            box_roi_pool=MultiScaleRoIAlign(levels, output_size=7, sampling_ratio=2),
+            box_predictor=FastRCNNPredictor(o.representation_size, 1 + len(class_names)),
+            **torchvision_settings(o),
+        )
+        own_mean, own_std = image_statistics(o.backbone)
+        statistics = o.mean or own_mean, o.std or own_std
+        super().__init__(model.backbone, model.rpn, model.roi_heads, o.strides, *statistics)
+
+    def resolved_options(self) -> dict:
+        return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
 
 
-def build_resnet50_fpn_v2(
-    class_names: Sequence[str], *, pretrained_backbone: bool | str = False, freeze: str | None = None, **options
-) -> FasterRCNN:
+class FasterRCNNResNet50V2(FasterRCNN):
     """torchvision's `fasterrcnn_resnet50_fpn_v2` (Li et al. 2021): its state dict is torchvision's, name by name.
 
-    Args:
-        pretrained_backbone: True: torchvision's ImageNet weights (downloaded once); a path: a file of a torchvision
-            ResNet-50; False: random ones.
-        freeze: "paper" (stem and first stage), "none"; None: torchvision's rule, "paper" for pretrained weights.
-        options: `SAMPLING_OPTIONS`, torchvision's.
+    Settings: see `ResNet50V2Options`.
 
     Raises:
         BadInput: settings that do not exist, weights that cannot be had.
     """
-    _check_options("fasterrcnn_resnet50_fpn_v2", options)
-    if freeze not in ("paper", "none", None):
-        raise BadInput(f"model.freeze: {freeze!r} is not one of paper, none for fasterrcnn_resnet50_fpn_v2.")
-    freeze = freeze or ("paper" if pretrained_backbone else "none")
-    classes = 1 + len(class_names)
-    model = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=classes, **options)
-    body = model.backbone.body
-    if pretrained_backbone:
-        body.load_state_dict({k: v for k, v in _resnet50_weights(pretrained_backbone).items() if k[:3] != "fc."})
-    if freeze == "paper":
-        for module in (body.conv1, body.bn1, body.layer1):
-            module.requires_grad_(False)
-    mean, std = model.transform.image_mean, model.transform.image_std
-    return FasterRCNN(model.backbone, model.rpn, model.roi_heads, (4, 8, 16, 32), mean, std)
+
+    Options = ResNet50V2Options
+
+    def __init__(self, class_names: Sequence[str], options: ResNet50V2Options):
+        weights, freeze = options.pretrained_backbone, options.freeze
+        if freeze not in ("paper", "none", None):
+            raise BadInput(f"model.freeze: {freeze!r} is not one of paper, none for fasterrcnn_resnet50_fpn_v2.")
+        freeze = freeze or ("paper" if weights else "none")
+        model = fasterrcnn_resnet50_fpn_v2(
+            weights=None, weights_backbone=None, num_classes=1 + len(class_names), **torchvision_settings(options)
+        )
+        body = model.backbone.body
+        if weights:
+            body.load_state_dict({k: v for k, v in _resnet50_weights(weights).items() if k[:3] != "fc."})
+        if freeze == "paper":
+            for module in (body.conv1, body.bn1, body.layer1):
+                module.requires_grad_(False)
+        statistics = model.transform.image_mean, model.transform.image_std
+        super().__init__(model.backbone, model.rpn, model.roi_heads, (4, 8, 16, 32), *statistics)
+        self._freeze = freeze
+
+    def resolved_options(self) -> dict:
+        return super().resolved_options() | {"freeze": self._freeze}
+
+
+def torchvision_settings(options: TwoStageOptions) -> dict:
+    """The settings of the two stages as keywords of torchvision's `FasterRCNN`."""
+    own = {each.name for each in fields(TwoStageOptions)} - {each.name for each in fields(DetectorOptions)}
+    return {TORCHVISION_NAMES.get(name, name): getattr(options, name) for name in sorted(own)}
+
+
+def _box_head(o: FasterRcnnOptions) -> nn.Module:
+    if not o.box_convs:
+        return TwoMLPHead(o.fpn_channels * 7 * 7, o.representation_size)
+    size, convs = (o.fpn_channels, 7, 7), [o.fpn_channels] * o.box_convs
+    return FastRCNNConvFCHead(size, convs, [o.representation_size], HEAD_NORMS[o.head_norm])
 
 
 def _resnet50_weights(source: bool | str) -> dict[str, Tensor]:
@@ -157,30 +151,22 @@ def _resnet50_weights(source: bool | str) -> dict[str, Tensor]:
         raise BadInput(message) from error
 
 
-def _check(
-    freeze: str, norm: str, head_norm: str, strides: Sequence[int], anchor_sizes: Sequence[Sequence[float]]
-) -> None:
-    problems = []
-    if freeze not in FREEZE_CHOICES:
-        problems.append(f"model.freeze: {freeze!r} is not one of {', '.join(FREEZE_CHOICES)}.")
-    elif freeze != "none" and norm not in ("batch", "frozen"):
-        problems.append(f"model.freeze: {freeze} makes the batch norms constants; with norm {norm} use freeze none.")
-    if head_norm not in HEAD_NORMS:
-        problems.append(f"model.head_norm: {head_norm!r} is not one of {', '.join(HEAD_NORMS)}.")
-    if not strides or any(fine * 2 != coarse for fine, coarse in zip(strides, strides[1:], strict=False)):
-        problems.append(f"model.strides: {list(strides)}; expected strides that double, such as 4, 8, 16, 32.")
-    if len(anchor_sizes) - len(strides) not in (0, 1) or len({len(sizes) for sizes in anchor_sizes}) != 1:
+def _check(o: FasterRcnnOptions) -> None:
+    strides, sizes, problems = list(o.strides), [list(lengths) for lengths in o.anchor_sizes], []
+    if o.freeze not in FREEZE_CHOICES:
+        problems.append(f"model.freeze: {o.freeze!r} is not one of {', '.join(FREEZE_CHOICES)}.")
+    elif o.freeze != "none" and o.norm not in ("batch", "frozen"):
         problems.append(
-            f"model.anchor_sizes: {[list(sizes) for sizes in anchor_sizes]}; expected a list for each of the "
-            f"{len(strides)} strides, or one more, all of the same length."
+            f"model.freeze: {o.freeze} makes the batch norms constants; with norm {o.norm} use freeze none."
+        )
+    if o.head_norm not in HEAD_NORMS:
+        problems.append(f"model.head_norm: {o.head_norm!r} is not one of {', '.join(HEAD_NORMS)}.")
+    if not strides or any(fine * 2 != coarse for fine, coarse in zip(strides, strides[1:], strict=False)):
+        problems.append(f"model.strides: {strides}; expected strides that double, such as 4, 8, 16, 32.")
+    if len(sizes) - len(strides) not in (0, 1) or len({len(lengths) for lengths in sizes}) != 1:
+        problems.append(
+            f"model.anchor_sizes: {sizes}; expected a list for each of the {len(strides)} strides, or one more, all of "
+            "the same length."
         )
     if problems:
         raise BadInput(problems)
-
-
-def _check_options(architecture: str, options: dict) -> None:
-    if foreign := [name for name in options if name not in SAMPLING_OPTIONS]:
-        raise BadInput(
-            f"{architecture} has no setting model.{', model.'.join(foreign)}; beside its own it has those of "
-            f"torchvision: {', '.join(SAMPLING_OPTIONS)}."
-        )

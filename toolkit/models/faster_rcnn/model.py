@@ -2,13 +2,12 @@
 
 torchvision computes its losses inside the model, in autocast's precision and divided by the samples of one batch. Here
 `forward` gives predictions and what they are to be, `criterion` the losses, in float32 and divided by denominators of
-the whole optimizer step. `faster_rcnn_build` makes the modules. What differs from torchvision and seamseg is listed in
-docs/differences.md.
+the whole optimizer step. `toolkit.models.faster_rcnn.build` makes the modules. What differs from torchvision and
+seamseg is listed in docs/differences.md.
 """
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +18,15 @@ from torchvision.ops import MultiScaleRoIAlign, batched_nms, clip_boxes_to_image
 from torchvision.ops.poolers import LevelMapper
 
 from toolkit.batch import normalize_images
+from toolkit.models.detector import Detector
 from toolkit.models.faster_rcnn.criterion import match_boxes, roi_losses, rpn_losses, sample, shares
-from toolkit.models.final import save_detector_folder
 
 Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
 
 
-class FasterRCNN(nn.Module):
-    """A detector (see docs/design.md) of torchvision's modules, under torchvision's names.
+class FasterRCNN(Detector):
+    """A detector of torchvision's modules, under torchvision's names; `toolkit.models.faster_rcnn.build` has those that
+    settings make.
 
     Args:
         backbone: normalised images to an OrderedDict of maps with equal channels, finest first.
@@ -41,14 +41,11 @@ class FasterRCNN(nn.Module):
     loss_names = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg")
     default_weights = dict.fromkeys(loss_names, 1.0)
     metric_names = ("class_error",)
-    denominator_names = ("images",)
-    averaged_denominators = ()
+    divided_by = "images"
     class_tensors = {  # background first
         "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
         "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
     }
-    fixed_size = False
-    stride = 32
 
     def __init__(
         self,
@@ -175,8 +172,8 @@ class FasterRCNN(nn.Module):
     ) -> list[dict[str, Tensor]]:
         """Boxes after class-wise NMS, best first, in pixels of the original images and clipped to them.
 
-        Per image boxes (K, 4) float32 xyxy, scores (K,), labels (K,) int64 from 0. K <= `box_detections_per_img` and
-        top_k; scores are above `box_score_thresh` and score_threshold.
+        Per image boxes (K, 4) float32 xyxy, scores (K,), labels (K,) int64 from 0. K <= `detections_per_image` of
+        the settings and top_k; scores are above `score_threshold` of the settings and the one given here.
         """
         images_hw = [(height, width) for height, width in sizes.tolist()]
         found = self.roi_heads.postprocess_detections(
@@ -230,10 +227,6 @@ class FasterRCNN(nn.Module):
             _one_class_each(logits, clip_boxes_to_image(boxes, image_hw), score_threshold, nms_threshold, top_k)
             for logits, boxes, image_hw in images
         ]
-
-    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder that `toolkit.models.final.load_detector_folder` loads."""
-        save_detector_folder(self, processor_size, folder, categories)
 
     def _predict_anchors(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
         """Anchors (A, 4), their logits (B, A) and deltas (B, A, 4), all float32, and the number of them per level."""

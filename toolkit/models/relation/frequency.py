@@ -1,16 +1,13 @@
 """How often a predicate joins two classes: counts of the training split, the bias made of them, and the baseline
 that predicts from nothing else (Zellers et al., Neural Motifs, 2018)."""
 
-import pickle
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from toolkit.data.table import DetectionTable
-from toolkit.errors import BadInput
 from toolkit.models.relation.batch import RelationBatch, RelationOutput
 from toolkit.models.relation.geometry import certain_logits, intersection_areas
 
@@ -64,25 +61,6 @@ def unseen_triplets(train: DetectionTable, other: DetectionTable) -> np.ndarray:
     """(Z, 3) int64 subject class, object class, predicate, from 0, that occur in `other` but not in `train`."""
     seen, found = (_triplets(table) for table in (train, other))
     return np.asarray(sorted(found - seen), np.int64).reshape(-1, 3)
-
-
-def load_triplets(file: str | Path) -> np.ndarray:
-    """(Z, 3) int64 subject class, object class, predicate, from 0, of a list that counts from 1.
-
-    Reads CSV with one header line, and the tensor `zeroshot_triplet.pytorch` of Scene-Graph-Benchmark.
-    Raises BadInput for a file that holds anything else.
-    """
-    file = Path(file)
-    try:
-        if file.suffix == ".csv":
-            rows = np.loadtxt(file, delimiter=",", skiprows=1, dtype=np.int64, ndmin=2)
-        else:
-            rows = torch.load(file, weights_only=True, map_location="cpu").long().numpy()
-    except (OSError, ValueError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
-        raise BadInput(f"{file}: no list of triplets: {error}") from error
-    if rows.ndim != 2 or rows.shape[1] != 3 or (rows < 1).any():
-        raise BadInput(f"{file}: {rows.shape} values; expected rows of 3 ids from 1: subject, object, predicate")
-    return rows - 1
 
 
 def _triplets(table: DetectionTable) -> set[tuple[int, int, int]]:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from toolkit.attributes import attribute_targets
 from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask
 
 
@@ -45,15 +46,6 @@ def relatedness_loss(logits: Tensor, related: Tensor, num_objects: list[int]) ->
 def object_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """Sum and denominator (objects) of `loss_refine_obj`: cross entropy of the refined labels."""
     return predicate_loss(logits, labels, smoothing)
-
-
-def attribute_targets(attributes: Tensor, num_attributes: int) -> tuple[Tensor, Tensor]:
-    """(N, A) attribute ids from 1, ended by 0 -> (N, num_attributes) float32 0/1 and (N,) bool "has any"."""
-    listed = (attributes > 0).cumprod(1)
-    targets = torch.zeros(len(attributes), num_attributes, device=attributes.device)
-    targets.scatter_(1, attributes * listed, 1.0)  # what comes after the end is written to column 0 ...
-    targets[:, 0] = 0.0  # ... which is background and never a target
-    return targets, attributes.sum(1) > 0
 
 
 def attribute_loss(logits: Tensor, attributes: Tensor, scale: float = 20.0) -> tuple[Tensor, Tensor]:

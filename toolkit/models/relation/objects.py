@@ -6,7 +6,6 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.evaluation.predict_dataset import eval_mode
 from toolkit.models.relation.geometry import intersection_areas, iou_plus_one
 from toolkit.models.relation.sampling import (
     SampledPairs,
@@ -16,6 +15,7 @@ from toolkit.models.relation.sampling import (
     sample_detected_boxes,
     sample_given_boxes,
 )
+from toolkit.modes import eval_mode
 
 MATCH_IOU = 0.5  # of a detection with the object whose label it is to learn
 

@@ -6,20 +6,20 @@ and pairs, losses and answers. What differs from the original is listed in docs/
 
 import copy
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import fields
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
-from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator, zero_shot_triplets
-from toolkit.models import build_detector
-from toolkit.models.final import save_detector_folder
-from toolkit.models.relation import HEADS, HeadSizes, build_relation_head
+from toolkit.models import build_detector, options_class
+from toolkit.models.detector import Detector, denominator_of
+from toolkit.models.faster_rcnn.options import TwoStageOptions
+from toolkit.models.options import DetectorOptions
 from toolkit.models.relation.batch import MODES, RelationBatch, RelationOutput
-from toolkit.models.relation.frequency import FrequencyBias, load_triplets, log_frequencies, predicate_weights
+from toolkit.models.relation.frequency import FrequencyBias, log_frequencies, predicate_weights
+from toolkit.models.relation.heads import HEADS, HeadSizes, build_relation_head
 from toolkit.models.relation.losses import attribute_loss, head_losses, mean
 from toolkit.models.relation.objects import (
     annotated_graph,
@@ -28,6 +28,7 @@ from toolkit.models.relation.objects import (
     given_objects,
     sampled_pairs,
 )
+from toolkit.models.relation.options import SceneGraphOptions
 from toolkit.models.relation.postprocess import rank_triplets
 from toolkit.models.relation.union import UnionFeatures
 from toolkit.models.relation.vctree import PairScores
@@ -36,116 +37,91 @@ from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.norms import set_bn_momentum
 
 
-class SceneGraph(nn.Module):
-    """A detector (see docs/design.md) whose detections carry a graph.
-
-    Args:
-        class_names, predicates: one name each, in the order of the labels.
-        attributes: names of the data's, in the order of their ids, which a linear classifier on the box features tells;
-            none: there is no such classifier. The frequency head, which looks at nothing, has none either.
-        mode: predcls (boxes and labels are given, the predicates are asked), sgcls (boxes are given) or sgdet.
-        head: one of `HEADS`; head_options: its own, see its constructor.
-        detector, word_vectors: run folder that the weights of the Faster R-CNN came from, file that the class vectors
-            came from; notes, they are not read here.
-        detector_options: what `build_detector` makes the Faster R-CNN of; backbone and pretrained_backbone go before.
-        freeze: "detector" (frozen and in evaluation mode for good; the published way) or "none": trained with its own
-            losses, in predcls with those of the relations only.
-        hidden_dim, embed_dim: widths of the head; its pooled features are as wide as the detector's.
-        pairs_per_image, positive_fraction: pairs sampled in training, and how many of them have a relation at most.
-        require_overlap: sgdet looks at pairs of overlapping boxes only.
-        detections_per_image, nms_threshold: of sgdet.
-        label_smoothing: of both losses.
-        rare_predicate_power: weight (most frequent / count) ** power of a predicate in `loss_rel`; 0: all alike.
-        norm_momentum: of the batch norms of head and union features; None: the published 0.001 and 0.01, whose running
-            statistics need tens of thousands of steps.
+class SceneGraph(Detector):
+    """A detector whose detections carry a graph.
 
     The counts of the training split come in by `learn_counts`; they are saved with the weights.
+
+    Args:
+        class_names: one name each, in the order of the labels.
+        options: settings, see `SceneGraphOptions`; `detector` and `word_vectors` are notes, they are not read here.
+        predicates: one name each, in the order of the labels.
+        attributes: names of the data's, in the order of their ids, which a linear classifier on the box features tells;
+            none: there is no such classifier. The frequency head, which looks at nothing, has none either.
 
     Raises:
         BadInput: unknown mode, head or option, no predicates; all of them.
     """
 
-    averaged_denominators = ()
-    fixed_size = False
+    Options = SceneGraphOptions
 
     def __init__(
         self,
-        *,
         class_names: Sequence[str],
+        options: SceneGraphOptions,
+        *,
         predicates: Sequence[str] = (),
         attributes: Sequence[str] = (),
-        mode: str = "predcls",
-        head: str = "motifs",
-        head_options: Mapping | None = None,
-        detector: str | None = None,
-        detector_options: Mapping | None = None,
-        backbone: str | None = None,
-        pretrained_backbone: bool | str = False,
-        freeze: str | None = None,
-        hidden_dim: int = 512,
-        embed_dim: int = 200,
-        pairs_per_image: int = 1024,
-        positive_fraction: float = 0.25,
-        require_overlap: bool = False,
-        detections_per_image: int = 80,
-        nms_threshold: float = 0.5,
-        label_smoothing: float = 0.0,
-        rare_predicate_power: float = 0.0,
-        norm_momentum: float | None = None,
-        word_vectors: str | None = None,
     ):
         super().__init__()
-        freeze = freeze or ("none" if detector is None else "detector")
-        _check(mode, head, freeze, predicates)
-        self.predicates, self.mode, self.given_boxes = tuple(predicates), mode, mode != "sgdet"
-        self.pairs_per_image, self.positive_fraction = pairs_per_image, positive_fraction
-        self.require_overlap, self.label_smoothing = require_overlap, label_smoothing
-        self.detections_per_image, self.nms_threshold = detections_per_image, nms_threshold
-        self.rare_predicate_power, self.embed_dim = rare_predicate_power, embed_dim
-        self.detector = _build_inner(class_names, detector_options, backbone, pretrained_backbone)
+        o = options
+        freeze = self._freeze = o.freeze or ("none" if o.detector is None else "detector")
+        _check(o.mode, o.head, freeze, predicates)
+        self.predicates, self.mode, self.given_boxes = tuple(predicates), o.mode, o.mode != "sgdet"
+        self.pairs_per_image, self.positive_fraction = o.pairs_per_image, o.positive_fraction
+        self.require_overlap, self.label_smoothing = o.require_overlap, o.label_smoothing
+        self.detections_per_image, self.nms_threshold = o.detections_per_image, o.nms_threshold
+        self.rare_predicate_power, self.embed_dim = o.rare_predicate_power, o.embed_dim
+        self.detector = _build_inner(class_names, o)
         self.mean, self.std, self.stride = self.detector.mean, self.detector.std, self.detector.stride
-        self.joint = freeze == "none" and mode != "predcls"
+        self.joint = freeze == "none" and o.mode != "predcls"
         width = self.detector.representation_size
         self.box_features = copy.deepcopy(self.detector.box_head)
         parts = (copy.deepcopy(part) for part in (self.detector.box_pool, self.detector.box_head))
         self.union = UnionFeatures(*parts, self.detector.backbone.out_channels)
         if freeze == "detector":
             freeze_module(self.detector)
-        elif mode == "predcls":  # nothing asks them, so nothing may train them
+        elif o.mode == "predcls":  # nothing asks them, so nothing may train them
             freeze_module(self.detector.rpn)
             freeze_module(self.detector.roi_heads)
         classes, size = len(class_names) + 1, len(predicates) + 1
-        sizes = HeadSizes(classes, size, width, width, hidden_dim, width, embed_dim)
-        self.head = _build_head(head, mode, sizes, torch.zeros(classes, classes, size), head_options or {})
-        for module in self.head.modules():  # labels that a head commits to are those of the graph
-            if hasattr(module, "nms_threshold") and "nms_threshold" not in (head_options or {}):
-                module.nms_threshold = nms_threshold
-        if norm_momentum is not None:
-            set_bn_momentum(nn.ModuleList([self.head, self.union]), norm_momentum)
-        self.attributes = () if head == "frequency" else tuple(attributes)
+        self.head = _build_head(o, HeadSizes(classes, size, width, width, o.hidden_dim, width, o.embed_dim))
+        if o.norm_momentum is not None:
+            set_bn_momentum(nn.ModuleList([self.head, self.union]), o.norm_momentum)
+        self.attributes = () if o.head == "frequency" else tuple(attributes)
         self.attribute_predictor = _attribute_predictor(width, len(self.attributes)) if self.attributes else None
         self.register_buffer("relation_counts", torch.zeros(classes, classes, size, dtype=torch.int64))
         self.register_buffer("candidate_counts", torch.zeros(classes, classes, dtype=torch.int64))
         self.register_buffer("seen_triplets", torch.zeros(classes - 1, classes - 1, size - 1, dtype=torch.bool))
         self.register_buffer("predicate_weights", torch.ones(size))
-        self._announce(head)
+        self._announce(o.head)
 
     def _announce(self, head: str) -> None:
         self.loss_names = self.head.loss_names or ("loss_rel",)
         if head == "frequency" or self.mode == "predcls" and not getattr(self.head, "translates", False):
             # Labels are given: nothing to learn about objects.
             self.loss_names = tuple(name for name in self.loss_names if name != "loss_refine_obj")
-        names = ("relation_pairs", "relation_objects", "relation_images") if self.given_boxes else ("images",)
         if self.attributes:
             self.loss_names += ("loss_refine_att",)
-            names += ("attribute_entries",) if self.given_boxes else ()
         self.relation_losses = self.loss_names
+        self.divided_by = {name: _divisor(name) if self.given_boxes else "images" for name in self.relation_losses}
         self.metric_names = ("relation_error",) if self.mode == "predcls" else ("relation_error", "object_error")
         if self.joint:
             self.loss_names += self.detector.loss_names
-            names += self.detector.denominator_names
-        self.denominator_names = tuple(dict.fromkeys(names))
+            self.divided_by |= {name: denominator_of(self.detector, name) for name in self.detector.loss_names}
         self.default_weights = dict.fromkeys(self.loss_names, 1.0)
+        self.slow_prefixes = ("box_features", "union.head") if head == "imp" else ()
+
+    def resolved_options(self) -> dict:
+        options, inner = super().resolved_options(), self.detector.resolved_options()
+        about_starting = {each.name for each in fields(DetectorOptions)} - {"architecture"}
+        found = {
+            "detector_options": {key: value for key, value in inner.items() if key not in about_starting},
+            "backbone": inner.get("backbone"),
+            "freeze": self._freeze,
+        }
+        names = {kind: list(options.get(kind, ())) for kind in ("predicates", "attributes")}
+        return options | found | names
 
     @torch.no_grad()
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
@@ -307,34 +283,6 @@ class SceneGraph(nn.Module):
             graph |= {n: graph[n][keep] for n in ("pairs", "predicate_scores", "predicates", "triplet_scores")}
         return graphs
 
-    def make_evaluator(
-        self, table: DetectionTable, backend: str, protocol: str = "original", zero_shot: str | Path | None = None
-    ) -> SceneGraphEvaluator:
-        """What measures this model on a table.
-
-        zero_shot: file of triplets, see `load_triplets`; None: those of the table that the training split did not have.
-        Raises BadInput: the table's predicates or attributes are others, a file that is no such list. A table without
-        attributes will do.
-        """
-        compared = [("predicates", table.predicates, self.predicates)]
-        if table.attributes and self.attributes:
-            compared.append(("attributes", table.attributes, self.attributes))
-        faults = [
-            f"{table.name} has the {what} {list(theirs)}, training data {list(ours)}: give both the same ones in the "
-            "same order"
-            for what, theirs, ours in compared
-            if tuple(theirs) != tuple(ours)
-        ]
-        if faults:
-            raise BadInput(faults)
-        seen = self.seen_triplets.cpu().numpy()
-        triplets = load_triplets(zero_shot) if zero_shot else zero_shot_triplets(seen, table)
-        return SceneGraphEvaluator(table, self.mode, zero_shot=triplets, protocol=protocol, backend=backend)
-
-    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder that `toolkit.models.final.load_detector_folder` loads; predicate names are in its options."""
-        save_detector_folder(self, processor_size, folder, categories)
-
 
 def _divisor(loss: str) -> str:
     """The denominator of a loss of a head on given boxes."""
@@ -350,20 +298,29 @@ def _attribute_predictor(width: int, count: int) -> nn.Linear:
     return predictor
 
 
-def _build_inner(class_names, options: Mapping | None, backbone: str | None, pretrained: bool | str) -> nn.Module:
-    chosen = {"architecture": "faster_rcnn", **(options or {})}
-    if backbone is not None:
-        chosen["backbone"] = backbone
-    return build_detector(**chosen | {"pretrained_backbone": pretrained}, class_names=class_names)
-
-
-def _build_head(name: str, mode: str, sizes: HeadSizes, log_frequency: Tensor, options: Mapping) -> nn.Module:
+def _build_inner(class_names: Sequence[str], o: SceneGraphOptions) -> nn.Module:
+    chosen = {"architecture": "faster_rcnn", **(o.detector_options or {})}
+    if o.backbone is not None:
+        chosen["backbone"] = o.backbone
+    if not issubclass(options_class(chosen["architecture"]), TwoStageOptions):
+        raise BadInput(f"model.detector_options: architecture {chosen['architecture']} is no Faster R-CNN")
     try:
-        head = build_relation_head(name, mode, sizes, log_frequency, **options)
+        return build_detector(**chosen | {"pretrained_backbone": o.pretrained_backbone}, class_names=class_names)
+    except BadInput as error:
+        raise BadInput([f"model.detector_options: {problem}" for problem in error.problems]) from error
+
+
+def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
+    log_frequency = torch.zeros(sizes.num_classes, sizes.num_classes, sizes.num_predicates)
+    try:
+        head = build_relation_head(o.head, o.mode, sizes, log_frequency, **o.head_options)
     except TypeError as error:
-        raise BadInput(f"model.head_options {dict(options)} do not fit the head {name!r}: {error}") from error
-    if name == "frequency":
+        raise BadInput(f"model.head_options {o.head_options} do not fit the head {o.head!r}: {error}") from error
+    if o.head == "frequency":
         head.requires_grad_(True)  # the counts are the baseline; trained on, a table of its own
+    for module in head.modules():  # labels that a head commits to are those of the graph
+        if hasattr(module, "nms_threshold") and "nms_threshold" not in o.head_options:
+            module.nms_threshold = o.nms_threshold
     return head
 
 

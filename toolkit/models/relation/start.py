@@ -1,6 +1,7 @@
 """What a run of scene graphs begins with: the Faster R-CNN below, its weights, and the counts of the training split."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -8,28 +9,30 @@ import numpy as np
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput
-from toolkit.files import write_json
+from toolkit.models import options_class
+from toolkit.models.faster_rcnn.options import TwoStageOptions
+from toolkit.models.old_names import renamed
 from toolkit.models.relation.frequency import count_predicates, table_graphs
+from toolkit.models.relation.options import SceneGraphOptions
 from toolkit.models.relation.scene_graph import SceneGraph
 from toolkit.models.relation.words import load_word_vectors, start_from_words
 from toolkit.models.start import start_detector
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
 from toolkit.runs.checkpoint import Checkpoint
-from toolkit.runs.command_line import PRETRAINED_CONFIG
 
 COUNTS = ("relation_counts", "candidate_counts", "seen_triplets")
 
 
 def start_scene_graph(
-    settings: Mapping, table: DetectionTable, folder: Path, *, checkpoint: Checkpoint | None, say: Callable
+    options: SceneGraphOptions, table: DetectionTable, folder: Path, *, checkpoint: Checkpoint | None, say: Callable
 ) -> SceneGraph:
-    """The model as the settings say, on the weights of `settings["detector"]`, with the counts of the training data.
+    """The model as the settings say, on the weights of `options.detector`, with the counts of the training data.
 
     What data and detector's run say about the model is written to `<folder>/pretrained_config.json`, so that the run
     folder alone builds it again, and which tensor took which to `<folder>/detector_weights.txt`.
 
     Args:
-        settings: those of `start_detector`; `detector` is a run, checkpoint or final/ folder of a Faster R-CNN.
+        options: settings; `detector` is a run, checkpoint or final/ folder of a Faster R-CNN.
         table: training data.
         folder: the run folder.
         checkpoint: that a resumed run will load; weights and counts, read again from nowhere else, are in it.
@@ -40,38 +43,38 @@ def start_scene_graph(
             predicates or attributes; training data whose attributes are not those of the checkpoint; what
             `start_detector` raises.
     """
-    source = None
+    source, known = None, None
     if checkpoint is None:
-        if settings["pretrained"]:
-            _check_same_names(open_pretrained(settings["pretrained"]), table)
-        options = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
-        if settings["detector"]:
-            source = _open_faster_rcnn(settings, table)
-            options["detector_options"] = {"architecture": source.architecture, **source.options}
-        if world()[0] == 0:
-            stored = {"source": settings["detector"] or "", "options": options}
-            write_json(folder / PRETRAINED_CONFIG, stored)
-        settings = {**settings, **options}
+        if options.pretrained:
+            _check_same_names(open_pretrained(options.pretrained), table)
+        known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
+        if options.detector:
+            source = _open_faster_rcnn(options, table)
+            known["detector_options"] = {"architecture": source.architecture, **source.options}
     resumed_from = None if checkpoint is None else checkpoint.path
-    model = start_detector(settings, table.class_names, folder, resumed_from=resumed_from, say=say)
+    model = start_detector(options, table.class_names, folder, resumed_from=resumed_from, say=say, known=known)
     if model.attributes and model.attributes != table.attributes:
         raise BadInput(f"{table.name} has the attributes {list(table.attributes)}, the run so far "
                        f"{list(model.attributes)}: resume it on its own data")  # fmt: skip
     if checkpoint is not None:
         model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
-    elif not settings["pretrained"]:
+    elif not options.pretrained:
         model.learn_counts(*run_on_main(lambda: count_table(table)))
-        if settings["word_vectors"]:
-            vectors = load_word_vectors(settings["word_vectors"], table.class_names, model.embed_dim)
-            if not (names := start_from_words(model.head, vectors)):
-                raise BadInput(f"model.word_vectors: the head {settings['head']} has no class vectors; leave them out")
-            say(f"class vectors of {settings['word_vectors']}: {', '.join(names)}")
+        if options.word_vectors:
+            _start_from_words(model, options, table, say)
     if source is not None:
         found = model.load_detector_weights(source.tensors)
         say(f"weights of the detector {source.name}:\n{found.summary()}")
         if world()[0] == 0:
             (folder / "detector_weights.txt").write_text(found.table() + "\n")
     return model
+
+
+def _start_from_words(model: SceneGraph, options: SceneGraphOptions, table: DetectionTable, say: Callable) -> None:
+    vectors = load_word_vectors(options.word_vectors, table.class_names, model.embed_dim)
+    if not (names := start_from_words(model.head, vectors)):
+        raise BadInput(f"model.word_vectors: the head {options.head} has no class vectors; leave them out")
+    say(f"class vectors of {options.word_vectors}: {', '.join(names)}")
 
 
 def count_table(table: DetectionTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -99,17 +102,28 @@ def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
         raise BadInput(faults)
 
 
-def _open_faster_rcnn(settings: Mapping, table: DetectionTable) -> Pretrained:
-    name = settings["detector"]
+def _other_settings(options: SceneGraphOptions, source: Pretrained) -> list[str]:
+    """The settings of the Faster R-CNN that are given and are not those of the source, as the config.yaml of a run on
+    that source has them."""
+    given = renamed(source.architecture, options.detector_options or {})
+    if options.backbone is not None:
+        given["backbone"] = options.backbone
+    theirs = asdict(options_class(source.architecture)()) | source.options
+    return [name for name, value in given.items() if theirs.get(name, value) not in (None, value)]
+
+
+def _open_faster_rcnn(options: SceneGraphOptions, table: DetectionTable) -> Pretrained:
+    name = options.detector
     source = open_pretrained(name)
     problems = []
-    if "faster" not in source.architecture:
+    if not issubclass(options_class(source.architecture), TwoStageOptions):
         problems.append(f"model.detector {name} is a {source.architecture}; expected a run of train_faster_rcnn.py")
     if source.class_names != table.class_names:
         problems.append(f"model.detector {name} knows the classes {source.class_names}, the data {table.class_names}; "
                         "train the detector on the same classes in the same order")  # fmt: skip
-    if settings["detector_options"] or settings["backbone"]:
-        problems.append(f"model.detector_options and model.backbone are those of model.detector {name}: leave them out")
+    if other := _other_settings(options, source):
+        problems.append(f"model.detector_options and model.backbone are those of model.detector {name}, which has "
+                        f"another {', '.join(other)}: leave them out")  # fmt: skip
     if problems:
         raise BadInput(problems)
     return source

@@ -1,7 +1,6 @@
 """SSD (Liu et al., ECCV 2016) and SSDLite (Sandler et al., CVPR 2018) on any timm backbone, as CVNets builds them."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from timm.layers import convert_sync_batchnorm
@@ -13,90 +12,67 @@ from toolkit.batch import normalize_images
 from toolkit.boxes import denormalize_boxes
 from toolkit.errors import BadInput
 from toolkit.models.backbones import feature_strides, image_statistics
-from toolkit.models.final import save_detector_folder
+from toolkit.models.detector import Detector
 from toolkit.models.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
+from toolkit.models.ssd.options import SsdliteOptions, SsdOptions
 from toolkit.models.timm_features import group_norms, timm_features
 
 WHOLE_IMAGE = -1  # stride of the level that sees the whole image in one cell
 
 
-class SSD(nn.Module):
-    """A detector (see docs/design.md): anchors at several strides, each with class scores and box offsets.
+class SSD(Detector):
+    """Anchors at several strides, each with class scores and box offsets; the background is a class added inside.
 
     It ignores padding, so the images of a batch must all have one size, a multiple of `stride`, and fill it; the size
     need not be square, and may change from batch to batch.
 
-    Args:
-        class_names: one name per class, in the order of the labels; the background is added inside.
-        backbone: name of a timm model.
-        pretrained_backbone: True (timm's, downloaded once), False (random), or the path of a file.
-        norm: of the backbone, see `timm_features`; "group" and "sync" hold for the heads as well.
-        strides: of the levels, in pixels, increasing; those that the backbone lacks are made of the last one it has,
-            each of half the size; -1, at the end: the whole image.
-        channels: that each level's features are projected to.
-        aspect_ratios: of each level's anchors, beside two squares; see `level_anchors`.
-        min_scale, max_scale: sides of the anchors as fractions of the image, see `anchor_scales`.
-        clip_anchors: anchors are clamped to [0, 1].
-        iou_threshold, center_variance, size_variance, negatives_per_positive, label_smoothing, self_weighting_steps,
-            self_weighting_every: see `SsdCriterion`.
-        min_score: detections need a probability above it.
-        nms_iou: a detection that a better one of its class overlaps by more goes.
-        candidates_per_class: best detections of each class that enter this suppression.
-        mean, std: of RGB values in [0, 1]; None: those the backbone was trained with.
+    Settings: see `SsdOptions`; norms "group" and "sync" hold for the heads as well.
 
     Raises:
         BadInput: unknown backbone, one without such strides, lists of unequal length, weights that cannot be had.
     """
 
+    Options = SsdOptions
     separable = False  # depthwise separable convolutions in extra levels and heads
     default_weights = {"loss_cls": 1.0, "loss_loc": 1.0}
     loss_names, metric_names = SsdCriterion.loss_names, SsdCriterion.metric_names
-    denominator_names = SsdCriterion.denominator_names
-    averaged_denominators = ()  # CVNets divides by each rank's own positives
+    divided_by = "positives"
     fixed_size = True
 
-    def __init__(
-        self,
-        *,
-        class_names: Sequence[str],
-        backbone: str = "mobilevit_s",
-        pretrained_backbone: bool | str = False,
-        norm: str = "batch",
-        strides: Sequence[int] = (16, 32, 64, 128, 256, WHOLE_IMAGE),
-        channels: Sequence[int] = (512, 256, 256, 128, 128, 64),
-        aspect_ratios: Sequence[Sequence[float]] = ((2, 3), (2, 3), (2, 3), (2, 3), (2, 3), (2,)),
-        min_scale: float = 0.1,
-        max_scale: float = 1.05,
-        clip_anchors: bool = True,
-        iou_threshold: float = 0.5,
-        center_variance: float = 0.1,
-        size_variance: float = 0.2,
-        negatives_per_positive: int = 3,
-        label_smoothing: float = 0.0,
-        self_weighting_steps: int = 0,
-        self_weighting_every: int = 200,
-        min_score: float = 0.01,
-        nms_iou: float = 0.5,
-        candidates_per_class: int = 400,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-    ):
+    def __init__(self, class_names: Sequence[str], options: SsdOptions):
         super().__init__()
-        of_backbone = _backbone_strides(backbone, strides, channels, aspect_ratios)
-        self.strides, self.stride = tuple(strides), of_backbone[-1]
-        self.anchor_options = (anchor_scales(len(strides), min_scale, max_scale), tuple(aspect_ratios), clip_anchors)
+        o = options
+        of_backbone = _backbone_strides(o.backbone, o.strides, o.channels, o.aspect_ratios)
+        self.strides, self.stride = tuple(o.strides), of_backbone[-1]
+        scales = anchor_scales(len(o.strides), o.min_scale, o.max_scale)
+        self.anchor_options = (scales, tuple(o.aspect_ratios), o.clip_anchors)
         self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.backbone, widths = timm_features(
-            backbone, strides=of_backbone, pretrained_backbone=pretrained_backbone, norm=norm
+            o.backbone, strides=of_backbone, pretrained_backbone=o.pretrained_backbone, norm=o.norm
         )
+        self.num_outputs = 4 + 1 + len(class_names)
+        self._build_levels(o, widths, len(of_backbone))
+        self.multibox = SsdCriterion(
+            o.iou_threshold, o.center_variance, o.size_variance, o.negatives_per_positive, o.label_smoothing,
+            o.self_weighting_steps, o.self_weighting_every,
+        )  # fmt: skip
+        self.score_threshold, self.nms_threshold = o.score_threshold, o.nms_threshold
+        self.candidates_per_class = o.candidates_per_class
+        own_mean, own_std = image_statistics(o.backbone)
+        self.mean, self.std = tuple(o.mean or own_mean), tuple(o.std or own_std)
+
+    def resolved_options(self) -> dict:
+        return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
+
+    def _build_levels(self, o: SsdOptions, widths: list[int], of_backbone: int) -> None:
+        """`extra` levels behind the `of_backbone` first ones, whose channels are `widths`, and the `heads` of all."""
         self.extra = nn.ModuleList()
-        for stride, width in zip(strides[len(of_backbone) :], channels[len(of_backbone) :], strict=True):
+        for stride, width in zip(o.strides[of_backbone:], o.channels[of_backbone:], strict=True):
             self.extra.append(self._extra_level(widths[-1], width, whole=stride == WHOLE_IMAGE))
             widths.append(width)
-        self.num_outputs = 4 + 1 + len(class_names)
         self.heads = nn.ModuleList(
             self._head(width, into, 2 + 2 * len(set(ratios)), whole=stride == WHOLE_IMAGE)
-            for width, into, ratios, stride in zip(widths, channels, aspect_ratios, strides, strict=True)
+            for width, into, ratios, stride in zip(widths, o.channels, o.aspect_ratios, o.strides, strict=True)
         )
         last_layers = (f"{i}" if isinstance(head, nn.Conv2d) else f"{i}.{len(head) - 1}" for i, head in
                        enumerate(self.heads))  # fmt: skip
@@ -106,16 +82,9 @@ class SSD(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        if norm in ("group", "sync"):
-            convert = group_norms if norm == "group" else convert_sync_batchnorm
+        if o.norm in ("group", "sync"):
+            convert = group_norms if o.norm == "group" else convert_sync_batchnorm
             self.extra, self.heads = convert(self.extra), convert(self.heads)
-        self.multibox = SsdCriterion(
-            iou_threshold, center_variance, size_variance, negatives_per_positive, label_smoothing,
-            self_weighting_steps, self_weighting_every,
-        )  # fmt: skip
-        self.min_score, self.nms_iou, self.candidates_per_class = min_score, nms_iou, candidates_per_class
-        own_mean, own_std = image_statistics(backbone)
-        self.mean, self.std = tuple(mean or own_mean), tuple(std or own_std)
 
     def _extra_level(self, width: int, out_width: int, whole: bool) -> nn.Module:
         """A level of half the size, or the one that sees the whole image."""
@@ -211,7 +180,7 @@ class SSD(nn.Module):
 
         Args:
             sizes: (B, 2) h, w of the images without padding. orig_sizes: (B, 2) of the images that boxes are wanted in.
-            score_threshold: at least the detector's own `min_score` counts.
+            score_threshold: at least the `score_threshold` of the settings counts.
 
         Returns:
             per image at most `top_k` of `boxes (K, 4)` xyxy float32, `scores (K,)`, `labels (K,)` int64.
@@ -226,21 +195,19 @@ class SSD(nn.Module):
         scores, order = scores.flatten(1).sort(dim=1, descending=True)
         anchor, label = anchor.flatten(1).gather(1, order), label.flatten()[order]
         boxes = boxes.gather(1, anchor[..., None].expand(-1, -1, 4))
-        counts = (scores > max(score_threshold, self.min_score)).sum(dim=1).tolist()  # the one wait for the device
+        minimum = max(score_threshold, self.score_threshold)
+        counts = (scores > minimum).sum(dim=1).tolist()  # the one wait for the device
         found = []
         for b, s, c, count in zip(boxes, scores, label, counts, strict=True):
-            keep = batched_nms(b[:count], s[:count], c[:count], self.nms_iou)[:top_k]
+            keep = batched_nms(b[:count], s[:count], c[:count], self.nms_threshold)[:top_k]
             found.append({"boxes": b[keep], "scores": s[keep], "labels": c[keep]})
         return found
-
-    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder that `toolkit.models.final.load_detector_folder` loads; arguments as there."""
-        save_detector_folder(self, processor_size, folder, categories)
 
 
 class SSDLite(SSD):
     """An `SSD` with depthwise separable convolutions in extra levels and heads; what CVNets calls SSD."""
 
+    Options = SsdliteOptions
     separable = True
 
 

@@ -1,8 +1,8 @@
 """Fine-tuning: a detector that starts from trained weights, and a table of which of its tensors took what.
 
-    detector = start_detector(vars(config.model), class_names, folder, resumed_from=None, say=print)
+    detector = start_detector(config.model, class_names, folder, resumed_from=None, say=print)
 
-is all that a training script does about it. `settings["pretrained"]` is a hub name, a transformers folder (a `final/`
+is all that a training script does about it. `config.model.pretrained` is a hub name, a transformers folder (a `final/`
 too), a `final/` folder of our own kind, a run folder or one of its checkpoints.
 
 What a detector has to offer:
@@ -24,19 +24,20 @@ What a detector has to offer:
       YOLOv3 (anchors (5 + C), D, 1, 1)    (5, 1, 0)
 
 - Built around a transformers model, the keyword `source_config: dict | None = None`: `config.to_dict()` of the source.
-  The detector then has the structure that it describes, with classes `class_names`; keywords that are given change it.
+  The detector then has the structure that it describes, with classes `class_names`; settings that are given change it.
 """
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from toolkit.errors import BadInput
+from toolkit.models.old_names import renamed
 from toolkit.offline import cached_when_offline
-from toolkit.runs.command_line import detector_options
 from toolkit.runs.open_run import chosen_weights, open_run
 
 
@@ -78,8 +79,7 @@ def open_pretrained(name: str) -> Pretrained:
 
 def _from_run(name: str, path: Path) -> Pretrained:
     run = open_run(path)
-    options = detector_options(run.config["model"])
-    architecture = options.pop("architecture")
+    architecture, options = _described(run.config["model"])
     tensors = run.checkpoint.tensors[chosen_weights(run)]
     return Pretrained(name, architecture, options, [category.name for category in run.categories], tensors)
 
@@ -88,9 +88,16 @@ def _from_our_folder(name: str, path: Path) -> Pretrained:
     from toolkit.models.final import load_detector_folder  # transformers, which takes seconds to import
 
     detector, categories, _ = load_detector_folder(path)
-    options = detector_options(detector.options)
-    architecture = options.pop("architecture")
+    architecture, options = _described(detector.resolved_options())
     return Pretrained(name, architecture, options, [category.name for category in categories], detector.state_dict())
+
+
+def _described(model: Mapping) -> tuple[str, dict]:
+    """Architecture and settings of the detector of a run, without those that say where its own weights came from."""
+    options = renamed(model["architecture"], model)
+    for name in ("pretrained", "pretrained_backbone", "freeze_prefixes"):
+        options.pop(name, None)
+    return options.pop("architecture"), options
 
 
 def _from_transformers(name: str, place: str) -> Pretrained:

@@ -1,15 +1,14 @@
 """YOLOv3 (Redmon & Farhadi, 2018) as GluonCV trains it, on timm's Darknet-53 or any timm backbone.
 
 `python -m toolkit.use.anchors --annotations FILE` computes anchors for a data set.
-Targets and losses are in `yolov3_targets`; what differs from GluonCV is listed in docs/differences.md.
+Targets and losses are in `toolkit.models.yolov3.targets`; what differs from GluonCV is listed in docs/differences.md.
 """
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import torch
+from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
@@ -17,9 +16,10 @@ from toolkit.batch import normalize_images
 from toolkit.boxes import box_iou, pairwise_iou
 from toolkit.errors import BadInput
 from toolkit.models.backbones import image_statistics
-from toolkit.models.timm_features import timm_features
+from toolkit.models.detector import Detector
+from toolkit.models.timm_features import group_norms, timm_features
+from toolkit.models.yolov3.options import Yolov3Options
 from toolkit.models.yolov3.targets import (
-    DEFAULT_ANCHORS,
     STRIDES,
     Grid,
     assign_boxes,
@@ -53,74 +53,69 @@ class DetectionBlock(nn.Module):
         self.tip = conv_bn_leaky(channels, channels * 2, 3)
 
 
-class YOLOv3(nn.Module):
-    """A detector: images to raw predictions, losses and boxes.
-
-    Args:
-        backbone: module with timm's features_only interface and three taps of strides 8, 16, 32; see `build_yolov3`.
-        num_classes: C.
-        anchors: (3, A, 2) width and height in pixels of the network input, for strides 32, 16, 8.
-        head_channels: widths of the heads at strides 32, 16, 8; default half of the taps' channels.
-        label_smoothing: class targets 1 - s and s, s = min(1 / C, 1 / 40).
-        ignore_iou: predictions overlapping a box by more are not background.
-        nms_iou, nms_topk, min_score: of `postprocess`; candidates are the `nms_topk` best of all classes together.
-        objectness_prior: probability of an object that the heads start with. None as GluonCV: 0.5. At 0.01 the first
-            steps are not spent on learning that most cells are empty, which helps short runs.
-        mean, std: of the backbone's pixels, RGB in [0, 1].
+class YOLOv3(Detector):
+    """Images to raw predictions, losses and boxes.
 
     Heads start as in GluonCV: convolutions U(-0.07, 0.07), biases 0, norms 1 and 0. The backbone starts as timm has it.
+
+    Args:
+        class_names: C names, in the order of the labels.
+        options: settings, see `Yolov3Options`; norms "group" and "sync" hold for the heads as well.
+        features: in place of the timm backbone: a module with timm's features_only interface and three maps of strides
+            8, 16, 32.
+
+    Raises:
+        BadInput: unknown backbone, none with feature maps of strides 8, 16 and 32, no weights to be had, a slope that
+            has to be given, anchors that are none.
     """
 
+    Options = Yolov3Options
     loss_names = ("loss_obj", "loss_center", "loss_scale", "loss_cls")
+    default_weights = dict.fromkeys(loss_names, 1.0)
     metric_names = ("class_error", "box_iou")
-    denominator_names = ("images",)
-    averaged_denominators = ()  # by rank, in the original
+    divided_by = "images"
     class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see models/start.py
     fixed_size = True  # no mask is looked at: padding would be seen as black picture
-    stride = 32
+    weighs_boxes = True
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        num_classes: int,
-        *,
-        anchors: Sequence[Sequence[Sequence[float]]] = DEFAULT_ANCHORS,
-        head_channels: Sequence[int] | None = None,
-        label_smoothing: bool = False,
-        ignore_iou: float = 0.7,
-        nms_iou: float = 0.45,
-        nms_topk: int = 400,
-        min_score: float = 0.01,
-        objectness_prior: float | None = None,
-        mean: Sequence[float] = (0.485, 0.456, 0.406),
-        std: Sequence[float] = (0.229, 0.224, 0.225),
-    ):
+    def __init__(self, class_names: Sequence[str], options: Yolov3Options, *, features: nn.Module | None = None):
         super().__init__()
-        self.num_classes, self.label_smoothing, self.ignore_iou = num_classes, label_smoothing, ignore_iou
-        self.nms_iou, self.nms_topk, self.min_score = nms_iou, nms_topk, min_score
-        self.mean, self.std = tuple(mean), tuple(std)
-        self.default_weights = dict.fromkeys(self.loss_names, 1.0)
-        self.register_buffer("anchors", _checked_anchors(anchors), persistent=False)
-        self.backbone = backbone
-        taps = list(backbone.feature_info.channels())[::-1]  # strides 32, 16, 8
-        channels = list(head_channels or (max(1, c // 2) for c in taps))
-        outputs = self.anchors.shape[1] * (5 + num_classes)
+        o, self.num_classes = options, len(class_names)
+        self.label_smoothing, self.ignore_iou = o.label_smoothing, o.ignore_iou
+        self.score_threshold, self.nms_threshold, self.nms_topk = o.score_threshold, o.nms_threshold, o.nms_topk
+        own_mean, own_std = image_statistics(o.backbone)
+        self.mean, self.std = tuple(o.mean or own_mean), tuple(o.std or own_std)
+        self.register_buffer("anchors", _checked_anchors(o.anchors), persistent=False)
+        self.backbone = _timm_backbone(o) if features is None else features
+        taps = list(self.backbone.feature_info.channels())[::-1]  # strides 32, 16, 8
+        channels = self._head_channels = list(o.head_channels or (max(1, c // 2) for c in taps))
+        outputs = self.anchors.shape[1] * (5 + self.num_classes)
         inputs = [taps[0], taps[1] + channels[1], taps[2] + channels[2]]
         self.blocks = nn.ModuleList(DetectionBlock(i, c) for i, c in zip(inputs, channels, strict=True))
         self.transitions = nn.ModuleList(conv_bn_leaky(channels[i], channels[i + 1], 1) for i in range(2))
         self.predictions = nn.ModuleList(nn.Conv2d(c * 2, outputs, 1) for c in channels)
-        self._initialize_heads(objectness_prior)
+        self._initialize_heads(o.objectness_prior)
+        if o.norm in ("group", "sync"):
+            convert = group_norms if o.norm == "group" else convert_sync_batchnorm
+            self.blocks, self.transitions = convert(self.blocks), convert(self.transitions)
 
-    def _initialize_heads(self, objectness_prior: float | None) -> None:
+    def resolved_options(self) -> dict:
+        options = super().resolved_options()
+        slope = LEAKY_SLOPE if options["leaky_slope"] is None else options["leaky_slope"]
+        found = {"leaky_slope": slope, "head_channels": self._head_channels}
+        return options | found | {"mean": list(self.mean), "std": list(self.std)}
+
+    def _initialize_heads(self, objectness_prior: float) -> None:
+        if not 0 < objectness_prior < 1:
+            raise BadInput(f"model.objectness_prior: {objectness_prior}; expected a probability above 0 and below 1")
         for module in nn.ModuleList((self.blocks, self.transitions, self.predictions)).modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.uniform_(module.weight, -0.07, 0.07)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        if objectness_prior is not None:
-            for prediction in self.predictions:
-                biases = prediction.bias.detach().view(-1, 5 + self.num_classes)
-                biases[:, 4] = math.log(objectness_prior / (1 - objectness_prior))
+        for prediction in self.predictions:
+            biases = prediction.bias.detach().view(-1, 5 + self.num_classes)
+            biases[:, 4] = math.log(objectness_prior / (1 - objectness_prior))
 
     def raw_maps(self, pixels: Tensor) -> list[Tensor]:
         """Normalised images (B, 3, H, W) to three maps (B, A * (5 + C), H / s, W / s), s = 32, 16, 8.
@@ -185,7 +180,8 @@ class YOLOv3(nn.Module):
         top_k: int = 100,
     ) -> list[dict[str, Tensor]]:
         """Boxes of each image after class-wise NMS, best first: boxes (K, 4) xyxy in pixels of the original image and
-        clipped to it, scores (K,), labels (K,). K <= top_k; scores are above max(score_threshold, min_score).
+        clipped to it, scores (K,), labels (K,). K <= top_k; scores are above max(score_threshold,
+        the `score_threshold` of the settings).
 
         Args:
             sizes, orig_sizes: (B, 2) h, w of the images as the network saw them, without padding, and originally.
@@ -194,27 +190,13 @@ class YOLOv3(nn.Module):
         sizes, orig_sizes = sizes.to(predictions), orig_sizes.to(predictions)
         boxes, scores = decode_boxes(predictions, grid), class_scores(predictions)
         scores = scores.masked_fill(in_padding(sizes, grid)[..., None], 0)
-        minimum = max(score_threshold, self.min_score)
-        boxes, scores, labels, keep = class_nms(boxes, scores, grid, self.nms_iou, self.nms_topk, minimum)
+        minimum = max(score_threshold, self.score_threshold)
+        boxes, scores, labels, keep = class_nms(boxes, scores, grid, self.nms_threshold, self.nms_topk, minimum)
         scale_wh, limit_wh = (orig_sizes / sizes).flip(1), orig_sizes.flip(1)
         boxes = (boxes * scale_wh.repeat(1, 2)[:, None]).clamp(min=0).minimum(limit_wh.repeat(1, 2)[:, None])
         keep &= keep.cumsum(dim=1) <= top_k
         rows = zip(boxes, scores, labels, keep, strict=True)
         return [{"boxes": b[k], "scores": s[k], "labels": c[k]} for b, s, c, k in rows]
-
-    def save_final(
-        self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None
-    ) -> None:
-        """A folder for `toolkit.models.final.load_detector_folder`; arguments as `save_detector_folder`."""
-        from toolkit.models.final import save_detector_folder  # takes seconds, which the start need not wait for
-
-        save_detector_folder(self, processor_size, folder, categories)
-
-    def export(self, folder: Path, images: Tensor, say: Callable[[str], None]) -> None:
-        """ONNX and torch.export beside the final weights; `say` gets what `yolov3_export.export_final` returns."""
-        from toolkit.use.export.yolov3 import export_final  # takes seconds too
-
-        say(export_final(self, folder, images))
 
 
 def _checked_anchors(anchors: Sequence) -> Tensor:
@@ -224,8 +206,8 @@ def _checked_anchors(anchors: Sequence) -> Tensor:
         tensor = torch.zeros(0)
     if tensor.ndim != 3 or tensor.shape[0] != 3 or tensor.shape[2] != 2 or not (tensor > 0).all():
         raise BadInput(
-            f"anchors: expected three lists (strides 32, 16, 8) of equally many [width, height] > 0, got {anchors!r}; "
-            "`python -m toolkit.use.anchors --annotations FILE` prints such lists"
+            "model.anchors: expected three lists (strides 32, 16, 8) of equally many [width, height] > 0, got "
+            f"{anchors!r}; `python -m toolkit.use.anchors --annotations FILE` prints such lists"
         )
     return tensor
 
@@ -236,7 +218,7 @@ def class_scores(predictions: Tensor) -> Tensor:
 
 
 def class_nms(
-    boxes: Tensor, scores: Tensor, grid: Grid, nms_iou: float, topk: int, min_score: float
+    boxes: Tensor, scores: Tensor, grid: Grid, nms_threshold: float, topk: int, score_threshold: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GluonCV's box_nms: the `topk` best of all classes together, then suppression within each class.
 
@@ -244,11 +226,11 @@ def class_nms(
         boxes, scores: (B, N, 4) xyxy and (B, N, C) >= 0.
 
     Returns boxes (B, K, 4), scores, labels (B, K), best first, and keep (B, K), True for those with a score above
-    `min_score` that no better one of their class overlaps by an IoU above `nms_iou`. Equal scores come in GluonCV's
-    order: level, class, cell, anchor.
+    `score_threshold` that no better one of their class overlaps by an IoU above `nms_threshold`. Equal scores come in
+    GluonCV's order: level, class, cell, anchor.
     """
     boxes, scores, labels = top_candidates(boxes, scores, grid, topk)
-    return boxes, scores, labels, (scores > min_score) & not_suppressed(boxes, labels, nms_iou)
+    return boxes, scores, labels, (scores > score_threshold) & not_suppressed(boxes, labels, nms_threshold)
 
 
 def top_candidates(boxes: Tensor, scores: Tensor, grid: Grid, topk: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,14 +253,14 @@ def _class_major_order(grid: Grid, num_classes: int) -> Tensor:
     return (start * num_classes + within)[:, None] + classes * per_level[level][:, None]
 
 
-def not_suppressed(boxes: Tensor, labels: Tensor, nms_iou: float) -> Tensor:
+def not_suppressed(boxes: Tensor, labels: Tensor, nms_threshold: float) -> Tensor:
     """Greedy class-wise NMS of boxes (B, K, 4), best first, with labels (B, K), of a whole batch: keep (B, K) bool.
 
     The greedy result is the one fixed point of "kept unless a kept better one overlaps"; each round settles at least
     one more row, in practice all after a few. torchvision's batched_nms takes one image at a time and moves classes
     apart by the largest coordinate, which is lossy for boxes that are not clipped to the image.
     """
-    overlaps = (pairwise_iou(boxes, boxes) > nms_iou) & (labels[:, :, None] == labels[:, None])
+    overlaps = (pairwise_iou(boxes, boxes) > nms_threshold) & (labels[:, :, None] == labels[:, None])
     overlaps = overlaps.tril(diagonal=-1)  # [b, i, j]: the better j would suppress i
     keep = torch.ones_like(labels, dtype=torch.bool)
     while True:
@@ -288,37 +270,17 @@ def not_suppressed(boxes: Tensor, labels: Tensor, nms_iou: float) -> Tensor:
         keep = settled
 
 
-def build_yolov3(
-    class_names: Sequence[str],
-    backbone: str = "darknet53",
-    *,
-    pretrained_backbone: bool | str = False,
-    leaky_slope: float | None = None,
-    **options,
-) -> YOLOv3:
-    """A `YOLOv3` on a timm backbone; `options` are its other arguments, mean and std by default the backbone's.
-
-    Args:
-        class_names: one name per class, in the order of the labels.
-        pretrained_backbone: True: timm's weights; a path: a file of such weights; False: timm's random ones.
-        leaky_slope: of a Darknet's leaky ReLUs. Default: YOLO's 0.1 from random weights. timm's pretrained ones know
-            0.01, and a run that is taken up again must know it too: it has to be given there.
-
-    Raises BadInput: unknown backbone, none with feature maps of strides 8, 16 and 32, no weights to be had, options
-    that YOLOv3 does not have.
-    """
-    own = [name for name, p in inspect.signature(YOLOv3).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    if foreign := [name for name in options if name not in own]:
-        known = ", ".join(["backbone", "pretrained_backbone", "leaky_slope", *own])
-        raise BadInput(f"yolov3 has no setting model.{', model.'.join(foreign)}; it has {known}")
-    features, _ = timm_features(backbone, strides=STRIDES[::-1], pretrained_backbone=pretrained_backbone)
+def _timm_backbone(o: Yolov3Options) -> nn.Module:
+    """Feature maps of strides 8, 16 and 32 of a timm model, with YOLO's leaky ReLUs where it has such."""
+    features, _ = timm_features(
+        o.backbone, strides=STRIDES[::-1], pretrained_backbone=o.pretrained_backbone, norm=o.norm
+    )
     leaky = [module for module in features.modules() if isinstance(module, nn.LeakyReLU)]
-    if leaky and pretrained_backbone and leaky_slope is None:
+    if leaky and o.pretrained_backbone and o.leaky_slope is None:
         raise BadInput(
-            f"model.leaky_slope: timm's weights for {backbone} were trained with slope {TIMM_LEAKY_SLOPE}, YOLOv3's "
+            f"model.leaky_slope: timm's weights for {o.backbone} were trained with slope {TIMM_LEAKY_SLOPE}, YOLOv3's "
             f"Darknet with {LEAKY_SLOPE}: give the one of your weights"
         )
     for module in leaky:
-        module.negative_slope = LEAKY_SLOPE if leaky_slope is None else leaky_slope
-    mean, std = image_statistics(backbone)
-    return YOLOv3(features, len(class_names), **({"mean": mean, "std": std} | options))
+        module.negative_slope = LEAKY_SLOPE if o.leaky_slope is None else o.leaky_slope
+    return features

@@ -16,12 +16,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from toolkit.boxes import widest_float
 
 STRIDES = (32, 16, 8)
-# (w, h) in pixels of the network input, deep to shallow; from k-means on COCO at 416 px.
-DEFAULT_ANCHORS = (
-    ((116, 90), (156, 198), (373, 326)),
-    ((30, 61), (62, 45), (59, 119)),
-    ((10, 13), (16, 30), (33, 23)),
-)
 # Pairs of prediction and box compared at once; on a CPU so few that they stay in its cache. Does not change the result.
 PAIRS_AT_ONCE = {"cpu": 2**18}
 PAIRS_AT_ONCE_ELSEWHERE = 2**26

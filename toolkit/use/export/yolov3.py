@@ -77,7 +77,8 @@ class PixelsToBoxes(nn.Module):
         labels = picked % detector.num_classes
         places = (picked // detector.num_classes).clamp(max=boxes.shape[1] - 1)
         boxes = boxes.gather(1, places[..., None].expand(-1, -1, 4))
-        keep = class_nms_keep(boxes, scores, labels, self.classes, detector.nms_iou) & (scores > detector.min_score)
+        keep = class_nms_keep(boxes, scores, labels, self.classes, detector.nms_threshold)
+        keep = keep & (scores > detector.score_threshold)
         scores, order = scores.where(keep, 0).topk(min(self.top_k, detector.nms_topk), dim=1)
         labels = labels.gather(1, order).where(scores > 0, -1)
         return boxes.gather(1, order[..., None].expand(-1, -1, 4)), scores, labels

@@ -1,0 +1,83 @@
+"""A detector of one's own: torchvision's FCOS (Tian et al., ICCV 2019) on a timm backbone.
+
+    accelerate launch scripts/train_faster_rcnn.py --model.architecture fcos_detector:FCOS   # this folder on PYTHONPATH
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torchvision.models.detection import fcos
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.image_list import ImageList
+
+from toolkit.batch import normalize_images
+from toolkit.models.backbones import image_statistics
+from toolkit.models.detector import Detector
+from toolkit.models.faster_rcnn.build import FeaturePyramid
+from toolkit.models.options import DetectorOptions
+from toolkit.models.timm_features import timm_features
+
+STRIDES = (8, 16, 32)
+
+
+@dataclass
+class FCOSOptions(DetectorOptions):
+    """FCOS."""
+
+    backbone: str = "resnet10t"
+    """Name of a timm model with feature maps of strides 8, 16 and 32."""
+    channels: int = 32
+    """Channels of the feature pyramid and of the heads, a multiple of 32."""
+    score_threshold: float = 0.05
+    """Score that a detection must have."""
+    nms_threshold: float = 0.6
+    """Overlap from which a better detection of the same class suppresses another."""
+
+
+class FCOS(Detector):
+    """One box for each point of the maps; the losses of a batch are means over its positive points."""
+
+    Options = FCOSOptions
+    loss_names = ("classification", "bbox_regression", "bbox_ctrness")
+    default_weights = dict.fromkeys(loss_names, 1.0)
+    divided_by = "images"
+
+    def __init__(self, class_names, options: FCOSOptions):
+        super().__init__()
+        body, widths = timm_features(
+            options.backbone, strides=STRIDES, pretrained_backbone=options.pretrained_backbone, norm="batch"
+        )
+        self.mean, self.std = image_statistics(options.backbone)
+        pyramid = FeaturePyramid(body, widths, options.channels, extra_level=False)
+        anchors = AnchorGenerator(tuple((stride,) for stride in STRIDES), ((1.0,),) * len(STRIDES))
+        self.net = fcos.FCOS(
+            pyramid, len(class_names), anchor_generator=anchors, score_thresh=options.score_threshold,
+            nms_thresh=options.nms_threshold,
+        )  # fmt: skip
+
+    def forward(self, images, sizes, targets=None):
+        maps = list(self.net.backbone(normalize_images(images, sizes, self.mean, self.std)).values())
+        anchors = self.net.anchor_generator(ImageList(images, [tuple(images.shape[-2:])] * len(images)), maps)
+        points = [level.shape[-2] * level.shape[-1] for level in maps]
+        return self.net.head(maps) | {"anchors": anchors, "points": points}
+
+    def denominators(self, targets):
+        return {"images": float(len(targets))}
+
+    def criterion(self, outputs, targets, denominators):
+        heads = {name: outputs[name].float() for name in ("cls_logits", "bbox_regression", "bbox_ctrness")}
+        losses = self.net.compute_loss(targets, heads, outputs["anchors"], outputs["points"])
+        return {name: value * len(targets) / denominators["images"] for name, value in losses.items()}, {}
+
+    @torch.no_grad()
+    def postprocess(self, outputs, sizes, orig_sizes, score_threshold=0.0, top_k=100):
+        names = ("cls_logits", "bbox_regression", "bbox_ctrness")
+        heads = {name: list(outputs[name].float().split(outputs["points"], dim=1)) for name in names}
+        anchors = [list(each.split(outputs["points"])) for each in outputs["anchors"]]
+        found = self.net.postprocess_detections(heads, anchors, [tuple(size) for size in sizes.tolist()])
+        kept = []
+        for each, scale in zip(found, (orig_sizes / sizes).float().flip(1).repeat(1, 2), strict=True):
+            keep = each["scores"][:top_k] > score_threshold
+            kept.append({key: value[:top_k][keep] for key, value in each.items()})
+            kept[-1]["boxes"] = kept[-1]["boxes"] * scale
+        return kept

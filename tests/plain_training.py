@@ -1,0 +1,33 @@
+"""A `Training` of plain parts, for tests that run a script's own loop on batches of their own."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from accelerate import Accelerator
+
+from toolkit.data.sampling import EpochSampler
+from toolkit.log import Log
+from toolkit.runs.writer import RunWriter
+from toolkit.signals import StopSignals
+from toolkit.step.guard import NanGuard
+from toolkit.step.losses import LossWeights
+from toolkit.training import Training
+from toolkit.validation import Validation
+
+
+def plain_training(detector, batches: list, optimizer, make_schedule, folder: Path, *, total_steps: int, **options):
+    """One process on the CPU, every step logged, nothing evaluated or saved.
+
+    batches: of an epoch, all of one size but the last. make_schedule: takes the prepared optimizer.
+    """
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(detector, optimizer)
+    t = Training(
+        accelerator=accelerator, model=model, detector=detector, optimizer=optimizer, schedule=make_schedule(optimizer),
+        weights=LossWeights(detector.loss_names, {}, detector.default_weights), guard=NanGuard(), loader=batches,
+        sampler=EpochSampler(sum(map(len, batches)), len(batches[0]), shuffle=False), signals=StopSignals(),
+        validation=Validation(SimpleNamespace(categories=()), None, None), folder=folder, seed=0,
+        total_steps=total_steps, log=Log(True, "epoch_median", len(batches), log_every=1), **options,
+    )  # fmt: skip
+    t.log.start(RunWriter(folder), {}, 0, total_steps)
+    return t

@@ -1,0 +1,60 @@
+"""A detector that the toolkit does not know, by `module:Class`: trained, killed, resumed, evaluated, predicted.
+
+    python -m pytest tests/scripts/test_own_detector.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Script, all_rows, assert_same_run
+
+OWN = Path(__file__).resolve().parents[1] / "fcos_detector.py"
+ARCHITECTURE = "fcos_detector:FCOS"
+ENV = {"PYTHONPATH": str(OWN.parent)}
+
+
+@pytest.fixture(scope="module")
+def arguments(data, tmp_path_factory):
+    annotations, folder = data / "annotations", tmp_path_factory.mktemp("own")
+    given = {
+        "--model.architecture": ARCHITECTURE, "--model.score_threshold": 0.01,
+        "--data.train": annotations / "train.json", "--data.val": annotations / "val.json", "--data.format": "coco",
+        "--data.image_size": 64, "--data.workers": 0, "--data.batch_size_per_device": 4, "--eval.pictures": 0,
+        "--run.epochs": 2, "--run.log_every": 1, "--run.save_every": 2, "--optim.ema_decay": 0.9, "--optim.lr": 1e-3,
+        "--run.output_dir": folder, "--run.resume": "latest", "--eval.batch_size_per_device": 3,
+    }  # fmt: skip
+    empty = folder / "empty.yaml"
+    empty.write_text("run: {}\n")
+    return ["--config", str(empty), *(str(part) for pair in given.items() for part in pair)]
+
+
+def test_fcos_is_trained_resumed_evaluated_and_predicted(server, arguments, data):
+    script = Script("train_faster_rcnn", slow_end=("toolkit.evaluation.report:write_report",))
+    reference = server.run(script, [*arguments, "--run.name", "reference"], env=ENV).ok().folder
+    kill = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 8}
+    args = [*arguments, "--run.name", "killed"]
+    assert server.run(script, args, faults=[kill], env=ENV).code == -9
+    folder = server.run(script, args, env=ENV).ok().folder
+    assert_same_run(folder, reference)
+    assert any("train/bbox_ctrness" in row for row in all_rows(folder))
+    assert "architecture: fcos_detector:FCOS" in (folder / "config.yaml").read_text()
+
+    evaluated = server.run(ROOT / "scripts" / "evaluate.py", [folder], env=ENV).ok()
+    assert "val/bbox_AP" in all_rows(folder)[-1] and "bbox_AP" in evaluated.text
+    for source in (folder, folder / "final"):
+        out = folder.parent / f"found_{source.name}"
+        predict = [source, data / "val", "--out", out, "--score-threshold", "0.01"]
+        server.run(ROOT / "scripts" / "predict.py", predict, env=ENV).ok()
+        assert len(json.loads((out / "predictions.json").read_text())["images"]) == 10
+
+
+def test_a_class_that_is_no_detector_is_refused_before_anything_is_read(server, arguments):
+    script = Script("train_faster_rcnn")
+    for architecture, words in {
+        "fcos_detector:Fcos": "cannot be imported", "fcos_detector:FCOSOptions": "no subclass",
+        "nowhere:FCOS": "cannot be imported", "faster_rcn": "did you mean faster_rcnn",
+        "rt_detr_v2": "another script trains rt_detr_v2",
+    }.items():  # fmt: skip
+        ended = server.run(script, [*arguments, "--model.architecture", architecture, "--run.name", "no"], env=ENV)
+        assert ended.code == 2 and words in ended.text, ended.text

@@ -1,0 +1,311 @@
+"""Settings of the DETR family: published values, what a run resolves them to, DETR's variants, denominators.
+
+pytest tests/test_detr_options.py
+"""
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser, set_parsing_settings
+from test_d_fine import SMALL as SMALL_FINE
+from test_d_fine import hub_config
+from test_detr import CLASSES, batch_of, random_target, run
+from test_detr_family import ON_TIMM, TINY_RF_DETR, Class, small, wake
+from torch import nn
+from transformers import ResNetConfig
+
+from toolkit.batch import normalize_images, pixel_mask
+from toolkit.data.batches import collate
+from toolkit.errors import BadInput
+from toolkit.models import ARCHITECTURES, build_detector, options_class
+from toolkit.models.detector import denominator_of
+from toolkit.models.final import load_detector_folder
+from toolkit.step.losses import LossWeights
+
+FINE = {"backbone": "resnet10t", **SMALL_FINE}
+YOLOS = {"d_model": 32, "heads": 2, "encoder_layers": 2, "ffn_dim": 32, "num_queries": 6}
+SETTINGS = {
+    "detr": ON_TIMM,
+    "conditional_detr": {**ON_TIMM, "dilation": True},
+    "deformable_detr": ON_TIMM,
+    "deformable_detr+": {**ON_TIMM, "box_refine": "iterative"},
+    "deformable_detr++": {**ON_TIMM, "box_refine": "two_stage"},
+    "dab-detr": ON_TIMM,
+    "rf_detr": {"encoder_layers": 4, "decoder_layers": 2, "num_queries": 6, "heads": 4},
+    "yolos": YOLOS,
+    "rt_detr_v2": FINE,
+    "d_fine": FINE,
+    "deimv2": FINE,
+}
+FAMILY = [name for name, (module, _) in ARCHITECTURES.items() if module.startswith("detr.")]
+
+
+def build(name, seed=0, **options):
+    torch.manual_seed(seed)
+    return build_detector(name.rstrip("+"), class_names=CLASSES, **options)
+
+
+def plain(value):
+    return json.loads(json.dumps(value))
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_help_has_a_sentence_for_every_setting_and_its_value(name):
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser()
+    parser.add_class_arguments(options_class(name))
+    explained = {action.dest: action.help for action in parser._actions}
+    for each in fields(options_class(name)):
+        assert "." in (explained[each.name] or "") or ":" in explained[each.name], each.name
+    assert options_class(name)().architecture == name and options_class(name).__doc__
+
+
+def test_a_setting_that_an_architecture_does_not_use_is_not_its_own():
+    for name, key in [("yolos", "freeze"), ("rf_detr", "backbone"), ("deformable_detr", "dilation"),
+                      ("conditional_detr", "eos_coef"), ("rt_detr_v2", "depth_mult"), ("d_fine", "aux_loss"),
+                      ("dab-detr", "pre_norm")]:  # fmt: skip
+        with pytest.raises(BadInput, match=f"{name} has no setting model.{key}"):
+            build_detector(name, class_names=CLASSES, **{key: 1})
+
+
+def assert_built_again(detector, no_value=("pretrained",)):
+    resolved = plain(detector.resolved_options())
+    assert {key for key, value in resolved.items() if value is None} == set(no_value)
+    assert resolved == plain(detector.options)
+    torch.manual_seed(1)
+    again = build_detector(**resolved, class_names=CLASSES)
+    assert again.model.config.to_dict() == detector.model.config.to_dict()
+    mine, theirs = detector.state_dict(), again.state_dict()
+    assert {key: tensor.shape for key, tensor in mine.items()} == {key: tensor.shape for key, tensor in theirs.items()}
+    trained = [[name for name, p in d.named_parameters() if p.requires_grad] for d in (detector, again)]
+    assert trained[0] == trained[1] and (again.mean, again.std) == (detector.mean, detector.std)
+    assert again.loss_names == detector.loss_names and plain(again.resolved_options()) == resolved
+    assert getattr(again.set_loss, "matching_costs", None) == getattr(detector.set_loss, "matching_costs", None)
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_resolved_settings_build_the_same_model(name):
+    detector = build(name, **SETTINGS[name])
+    assert_built_again(detector)
+    for key, value in SETTINGS[name].items():
+        assert detector.resolved_options()[key] == value
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_resolved_settings_of_an_untouched_detector_are_the_published_ones(name):
+    detector = build(name)
+    resolved = detector.resolved_options()
+    for each in fields(options_class(name)):
+        if each.name not in ("mean", "std", "freeze_prefixes"):
+            assert resolved[each.name] == each.default, each.name
+    assert len(resolved["mean"]) == len(resolved["std"]) == 3
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_resolved_settings_of_a_source_are_the_source_s(name):
+    torch.manual_seed(0)
+    given = {**SETTINGS[name], "num_queries": 5}
+    config = plain(build_detector(name.rstrip("+"), class_names=["a"], **given).model.config.to_dict())
+    freeze = {"freeze": "none"} if "backbone" in given else {}
+    detector = build(name, source_config=config, **freeze)
+    assert_built_again(detector)
+    resolved = detector.resolved_options()
+    assert {key: resolved[key] for key in given} == given
+
+
+def test_one_setting_that_stands_for_two_entries_leaves_a_source_alone_that_tells_them_apart():
+    """As published RT-DETR-v2 with ResNet-101: 384 channels in the encoder, 256 in the decoder."""
+    source = hub_config("rt_detr_v2") | {"encoder_hidden_dim": 32, "decoder_in_channels": [32] * 3,
+                                         "decoder_ffn_dim": 24, "decoder_attention_heads": 4}  # fmt: skip
+    detector = build("rt_detr_v2", source_config=source)
+    assert_built_again(detector, ("pretrained", "backbone", "d_model", "heads", "ffn_dim"))
+    config = build("rt_detr_v2", source_config=source, heads=2, ffn_dim=40).model.config
+    assert config.encoder_hidden_dim == 32 and config.d_model == 16 and config.decoder_attention_heads == 2
+    assert config.encoder_ffn_dim == config.decoder_ffn_dim == 40
+
+
+@pytest.mark.parametrize("name", ["rt_detr_v2", "d_fine", "deimv2"])
+@pytest.mark.parametrize("freeze", [None, "none"])
+def test_resolved_settings_of_a_source_with_its_own_backbone(name, freeze):
+    detector = build(name, source_config=plain(hub_config(name)), freeze=freeze)
+    assert_built_again(detector, ("pretrained", "backbone"))
+    assert detector.resolved_options()["freeze"] == (freeze or "norms")
+
+
+@pytest.mark.parametrize("name", ["detr", "conditional_detr", "deformable_detr", "dab-detr"])
+def test_resolved_settings_of_a_source_with_a_resnet_of_transformers(name):
+    own = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 16, 32], depths=[1, 1, 1, 1], layer_type="basic",
+                       out_features=["stage2", "stage3", "stage4"]).to_dict()  # fmt: skip
+    config = plain(build(name, **ON_TIMM).model.config.to_dict() | {"backbone_config": own})
+    detector = build(name, source_config=config)
+    assert detector.resolved_options()["freeze"] == "paper"
+    assert_built_again(detector, ("pretrained", "backbone"))
+    if name != "deformable_detr":
+        with pytest.raises(BadInput, match="model.dilation.*no such setting"):
+            build(name, source_config=config, dilation=True)
+
+
+def test_a_source_s_groups_and_proportions_of_rf_detr():
+    detector = build("rf_detr", source_config=TINY_RF_DETR)
+    assert_built_again(detector)
+    assert detector.resolved_options()["heads"] == 2 and detector.resolved_options()["encoder_layers"] == 2
+    odd = build("rf_detr", source_config={**TINY_RF_DETR, "decoder_cross_attention_heads": 2})
+    assert_built_again(odd, ("pretrained", "heads"))
+
+
+# --- denominators -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["detr", "conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", "yolos",
+                                  "rt_detr_v2", "d_fine", "deimv2"])  # fmt: skip
+def test_every_loss_is_divided_by_the_denominator_it_names_and_by_no_other(name):
+    detector = build(name, **SETTINGS[name]) if name in ("rt_detr_v2", "d_fine", "deimv2") else small(name)
+    detector = wake(detector).train()
+    batch = batch_of([2, 1, 0], (64, 64))
+    counted = detector.denominators(batch.targets)
+    torch.manual_seed(0)
+    outputs = detector(batch.images, batch.sizes, batch.targets)
+    before, _ = detector.criterion(outputs, batch.targets, counted)
+    assert set(detector.denominator_names) == set(counted) and set(before) == set(detector.loss_names)
+    for denominator in counted:
+        doubled = {key: value * (2 if key == denominator else 1) for key, value in counted.items()}
+        after, _ = detector.criterion(outputs, batch.targets, doubled)
+        for loss, value in before.items():
+            factor = 0.5 if denominator_of(detector, loss) == denominator else 1.0
+            torch.testing.assert_close(after[loss], value * factor, rtol=1e-5, atol=0, msg=f"{loss} {denominator}")
+            assert value > 0
+
+
+# --- DETR's position embeddings ---------------------------------------------------------------------------------------
+
+
+def test_learned_position_embeddings_learn_and_are_saved(tmp_path):
+    detector = build("detr", **ON_TIMM, position_embedding="learned").train()
+    assert_built_again(detector)
+    table = detector.model.model.position_embedding
+    assert len(table.row_embeddings.weight) == 50 and 0 <= table.row_embeddings.weight.min()
+    assert 0.4 < table.column_embeddings.weight.mean() < 0.6  # uniform from 0 to 1, as in the original
+    batch = batch_of([2, 1])
+    optimizer = torch.optim.SGD(detector.parameters(), lr=0.1)
+    for _ in range(2):
+        before = table.row_embeddings.weight.detach().clone()
+        losses, _ = run(detector, batch)
+        optimizer.zero_grad()
+        LossWeights(detector.loss_names, {}, detector.default_weights)(losses, 0).total.backward()
+        optimizer.step()
+        moved = (table.row_embeddings.weight != before).any(1)
+        assert moved[:2].all() and not moved[2:].any()  # two rows of 32 pixels
+    wake(detector).eval().save_final(tmp_path, [Class(i, name) for i, name in enumerate(CLASSES)])
+    assert '"learned"' in (tmp_path / "config.json").read_text()
+    again = build("detr", seed=3, source_config=json.loads((tmp_path / "config.json").read_text()), freeze="none")
+    again.model.load_state_dict(detector.model.state_dict())
+    with torch.no_grad():
+        mine, theirs = (d.eval()(batch.images, batch.sizes)["boxes"] for d in (detector, again))
+    torch.testing.assert_close(mine, theirs)
+    with pytest.raises(BadInput, match="model.position_embedding learned.*1664 px.*50 positions, sides of 1600"):
+        detector(torch.zeros(1, 3, 32, 1664, dtype=torch.uint8), torch.tensor([[32, 1664]]))
+
+
+def test_learned_position_embeddings_are_the_original_s():
+    detector = build("detr", **ON_TIMM, position_embedding="learned")
+    table = detector.model.model.position_embedding
+    column, row = table.column_embeddings.weight, table.row_embeddings.weight
+    height, width = 3, 5
+    found = table(torch.Size([2, 1, height, width]), column.device, column.dtype)
+    # facebookresearch/detr models/position_encoding.py: columns first
+    wanted = torch.cat([column[:width].repeat(height, 1, 1), row[:height, None].repeat(1, width, 1)], dim=-1)
+    torch.testing.assert_close(found, wanted.permute(2, 0, 1).repeat(2, 1, 1, 1))
+
+
+# --- DETR with the norms first ----------------------------------------------------------------------------------------
+
+
+class OriginalAttention(nn.Module):
+    """`nn.MultiheadAttention` with the weights of an attention of transformers."""
+
+    def __init__(self, theirs):
+        super().__init__()
+        projections = [theirs.q_proj, theirs.k_proj, theirs.v_proj]
+        d_model = theirs.o_proj.out_features
+        self.attention = nn.MultiheadAttention(d_model, d_model // theirs.head_dim)
+        with torch.no_grad():
+            self.attention.in_proj_weight.copy_(torch.cat([p.weight for p in projections]))
+            self.attention.in_proj_bias.copy_(torch.cat([p.bias for p in projections]))
+        self.attention.out_proj.load_state_dict(theirs.o_proj.state_dict())
+
+    def forward(self, query, key, value, padding=None):
+        return self.attention(query, key, value, key_padding_mask=padding)[0]
+
+
+def feed_forward(mlp, x):
+    return mlp.fc2(mlp.fc1(x).relu())
+
+
+def original_pre_norm(core, pixels, mask):
+    """facebookresearch/detr `models/transformer.py` with `normalize_before`, sequence first; every layer's output."""
+    features, padding = core.backbone(pixels, mask)[-1]
+    pos = core.position_embedding(features.shape, features.device, features.dtype, padding).flatten(2).permute(2, 0, 1)
+    src, padding = core.input_projection(features).flatten(2).permute(2, 0, 1), ~padding.flatten(1)
+    for layer in core.encoder.layers:  # forward_pre
+        src2 = layer.self_attn_layer_norm(src)
+        src = src + OriginalAttention(layer.self_attn)(src2 + pos, src2 + pos, src2, padding)
+        src = src + feed_forward(layer.mlp, layer.final_layer_norm(src))
+    memory = core.encoder.layernorm(src)
+    query_pos = core.query_position_embeddings.weight[:, None].repeat(1, len(pixels), 1)
+    tgt, states = torch.zeros_like(query_pos), []
+    for layer in core.decoder.layers:
+        tgt2 = layer.self_attn_layer_norm(tgt)
+        tgt = tgt + OriginalAttention(layer.self_attn)(tgt2 + query_pos, tgt2 + query_pos, tgt2)
+        tgt2 = layer.encoder_attn_layer_norm(tgt)
+        tgt = tgt + OriginalAttention(layer.encoder_attn)(tgt2 + query_pos, memory + pos, memory, padding)
+        tgt = tgt + feed_forward(layer.mlp, layer.final_layer_norm(tgt))
+        states.append(core.decoder.layernorm(tgt))
+    return torch.stack(states).transpose(1, 2)
+
+
+def pre_norm_detr(**options):
+    return wake(build("detr", **{**ON_TIMM, "encoder_layers": 2, "decoder_layers": 3, "pre_norm": True, **options}))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_pre_norm_is_the_original_s_formula(training):
+    detector = pre_norm_detr().train(training)
+    batch = collate([(torch.full((3, *hw), 9, dtype=torch.uint8), random_target(1, hw)) for hw in ((64, 64), (40, 90))])
+    batch.images.random_(generator=torch.Generator().manual_seed(0))
+    detector.model.model.backbone.eval()  # batch statistics would be updated in between
+    pixels = normalize_images(batch.images, batch.sizes, detector.mean, detector.std)
+    with torch.no_grad():
+        found = detector(batch.images, batch.sizes)
+        states = original_pre_norm(detector.model.model, pixels, pixel_mask(batch.sizes, pixels.shape[-2:]))
+        logits, boxes = detector.model.class_labels_classifier(states), detector.model.bbox_predictor(states).sigmoid()
+    torch.testing.assert_close(found["logits"], logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found["boxes"], boxes, rtol=1e-4, atol=1e-5)
+    post_norm = build("detr", **{**ON_TIMM, "encoder_layers": 2, "decoder_layers": 3}).eval()
+    post_norm.model.load_state_dict(detector.model.state_dict(), strict=False)
+    with torch.no_grad():
+        assert (post_norm(batch.images, batch.sizes)["logits"] - found["logits"]).abs().max() > 0.1
+
+
+def test_pre_norm_trains_drops_out_and_is_saved_in_our_own_format(tmp_path):
+    detector = pre_norm_detr(dropout=0.5, freeze="norms").train()
+    assert_built_again(detector)
+    batch = batch_of([2, 0, 1])
+    first, second = (run(detector, batch)[0]["loss_ce"] for _ in range(2))
+    assert first != second
+    LossWeights(detector.loss_names, {}, detector.default_weights)(run(detector, batch)[0], 0).total.backward()
+    assert not [n for n, p in detector.named_parameters() if p.requires_grad and p.grad is None]
+    encoder = detector.model.model.encoder
+    assert encoder.layers[0].mlp.fc1.weight.abs().max() <= (6 / 64) ** 0.5  # Xavier, as without pre_norm
+
+    detector.eval().save_final(tmp_path, [Class(7 * i, name) for i, name in enumerate(CLASSES)])
+    loaded, categories, _ = load_detector_folder(tmp_path)
+    with torch.no_grad():
+        mine, theirs = (d(batch.images, batch.sizes)["logits"] for d in (detector, loaded))
+    assert torch.equal(mine, theirs) and [category.id for category in categories] == [0, 7, 14]
+    with pytest.raises(BadInput, match="model.pre_norm: the pretrained model is one of transformers"):
+        build("detr", source_config=plain(build("detr", **ON_TIMM).model.config.to_dict()), pre_norm=True)

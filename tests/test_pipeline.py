@@ -1,0 +1,412 @@
+"""One pipeline for all detectors: each recipe draws as its own transform does, boxes and relations survive everything.
+
+Run with `pytest tests/test_pipeline.py -n 0`.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from toolkit.data import splits
+from toolkit.data.dataset import DetectionDataset
+from toolkit.data.formats import open_dataset
+from toolkit.data.mixed_dataset import MixedDataset
+from toolkit.data.pipeline import RECIPES, train_transform, training_loader, training_sizes, val_transform
+from toolkit.data.sampling import SampleKey
+from toolkit.data.shapes import make_shapes
+from toolkit.data.table import Category, write_table
+from toolkit.data.transforms import ssd
+from toolkit.data.transforms.geometry import (
+    Compose,
+    RandomFlip,
+    ResizeShorter,
+    ResizeSquare,
+    detr_train_transform,
+    recheck_boxes,
+)
+from toolkit.data.transforms.photometric import PhotometricDistortion
+from toolkit.data.transforms.yolov3 import ColourDistortion, ConstrainedCrop, RandomExpand, Yolov3Transform
+from toolkit.data.variable_sizes import VariableSizes
+from toolkit.errors import BadInput
+
+# A busy machine is no failure.
+patient = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+
+SIDE = 48
+ALL_ON = {"flip": True, "photometric": True, "zoom_out": 3.0, "iou_crop": True}
+# (options of train_transform, options of training_sizes); the size of the square where the keys carry none
+EVERYTHING = {
+    "detr square": ({"recipe": "detr"}, {}),
+    "detr multi_scale": ({"recipe": "detr"}, {"multi_scale": (32, 64)}),
+    "detr one scale": ({"recipe": "detr", "scales": (40,), "max_size": 90}, {}),
+    "detr scales": ({"recipe": "detr", "scales": (40, 56), "max_size": 90}, {}),
+    "detr scales, crop": ({"recipe": "detr", "scales": (40, 56), "max_size": 90, "random_crop": True}, {}),
+    "ssd": ({"recipe": "ssd"}, {"multi_scale": (32, 64), "multi_scale_pixels": True}),
+    "yolov3": ({"recipe": "yolov3"}, {"multi_scale": (32, 64), "multi_scale_every": 2}),
+}
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def made(name, **options):
+    """The transform of a case, and a size to call it with: none, or one that is not square."""
+    own, sizes = EVERYTHING[name]
+    transform = train_transform(**{"image_size": SIDE, **ALL_ON, **own, **options})
+    return transform, () if own["recipe"] == "detr" and not sizes else ((40, 56),)
+
+
+def sample(boxes, size_hw, relations=(), crowd=()):
+    """A noise image; labels number the boxes, so that a test can tell which of them are left."""
+    boxes, count = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), len(boxes)
+    image = torch.randint(0, 256, (*size_hw, 3), dtype=torch.uint8, generator=generator(count)).permute(2, 0, 1)
+    return image, {
+        "image_id": 7, "boxes": boxes, "labels": torch.arange(count), "area": (boxes[:, 2:] - boxes[:, :2]).prod(1),
+        "iscrowd": torch.tensor([int(i in crowd) for i in range(count)], dtype=torch.int64),
+        "relations": torch.tensor(relations, dtype=torch.int64).reshape(-1, 3),
+        "attributes": torch.arange(count)[:, None] + torch.tensor([[1, 0]]),
+        "orig_size": torch.tensor(size_hw), "size": torch.tensor(size_hw),
+    }  # fmt: skip
+
+
+@st.composite
+def samples(draw):
+    height, width = draw(st.integers(8, 90)), draw(st.integers(8, 90))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    count = draw(st.integers(0, 8))
+    ends = np.sort(rng.integers(0, (4 * width, 4 * height), (count, 2, 2)), axis=1) / 4
+    ends[:, 1] += 0.25
+    relations = rng.integers(0, count, (count, 3)).tolist() if count else ()
+    return sample(ends.reshape(-1, 4).tolist(), (height, width), relations, draw(st.sets(st.integers(0, 7))))
+
+
+def assert_well_formed(image, target, before):
+    """What must hold for any transform's result."""
+    (height, width), labels = image.shape[-2:], target["labels"].tolist()
+    assert image.dtype == torch.uint8 and target["boxes"].dtype == target["area"].dtype == torch.float32
+    assert target["size"].tolist() == [height, width] and target["orig_size"].equal(before["orig_size"])
+    assert (target["boxes"][:, 2:] > target["boxes"][:, :2]).all() and (target["boxes"] >= 0).all()
+    assert (target["boxes"] <= torch.tensor([width, height] * 2)).all()
+    assert labels == sorted(set(labels)) and {len(target[name]) for name in ("boxes", "area")} == {len(labels)}
+    assert target["iscrowd"].equal(before["iscrowd"][target["labels"]])
+    assert target["attributes"].equal(before["attributes"][target["labels"]])
+    named = [(labels[s], labels[o], p) for s, o, p in target["relations"].tolist()]
+    assert named == [(s, o, p) for s, o, p in before["relations"].tolist() if s in labels and o in labels]
+
+
+def same(one, other):
+    """Equal to the bit, images and all of the targets."""
+    assert one[0].equal(other[0]) and one[1].keys() == other[1].keys()
+    for name, value in one[1].items():
+        assert value.equal(other[1][name]) if isinstance(value, torch.Tensor) else value == other[1][name], name
+
+
+# ---- what each recipe draws ------------------------------------------------------------------------------------------
+
+
+def direct_transforms(flip, photometric):
+    """(options of train_transform, the transform that a script built for itself), all with image_size SIDE."""
+    p, colours = 0.5 * flip, (PhotometricDistortion(),) * photometric
+    square = (RandomFlip(p),) * flip + (ResizeSquare(SIDE),)
+    yield {"recipe": "detr"}, Compose((*square, *colours))
+    yield {"recipe": "detr", "scales": [40]}, Compose((RandomFlip(p), ResizeShorter((40,), 90), *colours))
+    yield (
+        {"recipe": "detr", "scales": [40, 56], "random_crop": True},
+        Compose((detr_train_transform([40, 56], 90, flip_probability=p), *colours)),
+    )
+    for zoom_out in (1.0, 2.5):
+        for crop in (False, True):
+            regions = {"zoom_out": zoom_out, "iou_crop": crop}
+            yield {"recipe": "ssd", **regions}, ssd.SsdTransform(zoom_out, crop, flip, photometric)
+            steps = (ColourDistortion(),) * photometric + (RandomExpand(zoom_out),) * (zoom_out > 1)
+            steps += (ConstrainedCrop(),) * crop
+            if steps or flip:
+                yield {"recipe": "yolov3", **regions}, Yolov3Transform(steps, p)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("photometric", [False, True])
+def test_a_recipe_gives_what_its_own_transform_gives(flip, photometric):
+    image, target = sample([[5, 5, 30, 40], [20, 10, 60, 50], [0, 0, 9, 9]], (60, 80), [[0, 1, 4]], crowd=[2])
+    for options, direct in direct_transforms(flip, photometric):
+        transform = train_transform(image_size=SIDE, max_size=90, flip=flip, photometric=photometric, **options)
+        size = () if options["recipe"] == "detr" else ((SIDE, 32),)
+        for seed in range(6):
+            same(transform(image, target, generator(seed), *size), direct(image, target, generator(seed), *size))
+
+
+def test_one_side_among_the_batches_sizes_is_the_plain_square():
+    image, target = sample([[5, 5, 30, 40]], (60, 80))
+    transform = train_transform(recipe="detr", image_size=SIDE, photometric=True)
+    for seed in range(6):
+        alone = transform(image, target, generator(seed))
+        same(alone, transform(image, target, generator(seed), (SIDE, SIDE)))
+        other = transform(image, target, generator(seed), (32, 64))
+        assert other[0].shape == (3, 32, 64) and alone[0].shape == (3, SIDE, SIDE)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_with_everything_off_a_recipe_is_a_resize_and_equals_that_of_validation(recipe):
+    image, target = sample([[5, 5, 30, 40]], (60, 80))
+    transform = train_transform(recipe=recipe, image_size=SIDE, flip=False)
+    out, found = transform(image, target, generator(), (SIDE, SIDE))
+    expected, boxes = val_transform(SIDE, [], 0)(image, target, generator())
+    assert out.equal(expected) and found["boxes"].equal(boxes["boxes"])
+
+
+def test_sizes_of_the_recipes():
+    def squares(*sides):
+        return tuple((side, side) for side in sides)
+
+    every = {"image_size": 64, "multi_scale_every": 10}
+    assert training_sizes(recipe="detr", image_size=64) is None
+    assert training_sizes(recipe="detr", image_size=64, scales=[80]) is None
+    assert training_sizes(recipe="detr", image_size=64, mosaic=0.5) == VariableSizes(squares(64))
+    assert training_sizes(recipe="ssd", image_size=64, multi_scale_pixels=True) == VariableSizes(squares(64))
+    assert training_sizes(recipe="ssd", image_size=64, multi_scale=[32, 96], multi_scale_pixels=True) == VariableSizes(
+        squares(32, 96), base_hw=(64, 64)
+    )
+    assert training_sizes(recipe="yolov3", **every) == VariableSizes(squares(64), 10)
+    for recipe in RECIPES:
+        sizes = training_sizes(recipe=recipe, multi_scale=[32, 96], **every)
+        assert sizes == VariableSizes(squares(32, 96), 10)
+
+
+def test_crops_are_detrs_only_where_asked_for():
+    target = sample([[0, 0, 40, 30], [1000, 700, 1040, 740]], (8, 8))[1]
+    target |= {"size": torch.tensor((800, 1200)), "orig_size": torch.tensor((800, 1200))}
+    image, kept = torch.zeros(3, 800, 1200, dtype=torch.uint8), {}
+    for scales, crop in (([100], False), ([100, 120], False), ([100, 120], True), ([100], True)):
+        transform = train_transform(recipe="detr", image_size=128, scales=scales, max_size=400, random_crop=crop)
+        outs = [transform(image, target, generator(seed)) for seed in range(20)]
+        kept[len(scales), crop] = {len(out["boxes"]) for _, out in outs}
+        assert {min(out.shape[-2:]) for out, _ in outs} == set(scales)
+    assert kept[1, False] == kept[2, False] == {2} and min(kept[2, True] | kept[1, True]) < 2
+
+
+# ---- everything on ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+@patient
+@given(samples(), st.integers(0, 2**32))
+def test_boxes_and_relations_survive_every_recipe(name, given_sample, seed):
+    image, target = given_sample
+    before = {key: value.clone() for key, value in target.items() if isinstance(value, torch.Tensor)}
+    transform, size = made(name)
+    out, found = transform(image, target, generator(seed), *size)
+    assert_well_formed(out, recheck_boxes(out, found), target)
+    if size or "scales" not in EVERYTHING[name][0]:
+        assert tuple(out.shape[-2:]) == (size[0] if size else (SIDE, SIDE))
+    same((out, found), transform(image, target, generator(seed), *size))
+    assert all(before[key].equal(target[key]) for key in before)  # the given target is left alone
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_no_boxes_one_box_five_hundred_boxes_and_crowds(name):
+    grid = [[x, y, x + 1, y + 1] for x in range(25) for y in range(20)]
+    transform, size = made(name)
+    one = [[3, 2, 20, 15]]
+    for boxes, crowd in (([], ()), (one, ()), (one, (0,)), (grid, ()), (grid, range(0, 500, 3))):
+        image, target = sample(boxes, (20, 25), [[len(boxes) - 1, 0, 3]] if boxes else [], crowd)
+        for seed in range(12):
+            out, found = transform(image, target, generator(seed), *size)
+            assert_well_formed(out, recheck_boxes(out, found), target)
+            if len(boxes) == 1 and not crowd and "crop" not in name:
+                assert len(found["boxes"]) == 1  # no crop takes the only box
+
+
+@pytest.mark.parametrize("name", [name for name in EVERYTHING if "multi" not in name])
+@pytest.mark.parametrize("regions", [{"iou_crop": False}, {"zoom_out": 1.0}, {}], ids=["zoom", "crop", "both"])
+def test_boxes_stay_on_their_pixels(name, regions):
+    """A white rectangle on black: white inside the moved box; without zooming out no pixel is filled."""
+    _, target = sample([[50, 37, 84, 61]], (90, 120))
+    image = torch.zeros(90, 120, 3, dtype=torch.uint8).permute(2, 0, 1)
+    image[:, 37:61, 50:84] = 255
+    shapes = set()
+    for seed in range(15):
+        transform, size = made(name, photometric=False, **regions)
+        out, found = transform(image, target, generator(seed), *size)
+        for x0, y0, x1, y1 in found["boxes"].tolist():
+            inside = out[:, int(y0) + 2 : int(y1) - 1, int(x0) + 2 : int(x1) - 1]
+            assert inside.numel() == 0 or inside.float().mean() > 245
+            shapes.add((round(x1 - x0), round(y1 - y0)))
+        if regions.get("zoom_out") == 1.0:
+            # What fills a canvas is reddish, what an image shows here is grey.
+            assert (out[0].int() - out[2].int()).abs().max() == 0
+    assert len(shapes) > 3
+
+
+def test_a_crop_keeps_the_boxes_whose_centre_it_has_and_crowds():
+    boxes = [[0, 0, 30, 30], [20, 20, 40, 50], [50, 5, 79, 25], [60, 40, 75, 55], [0, 0, 80, 60]]
+    image, target = sample(boxes, (60, 80), [[0, 1, 2], [4, 3, 1]], crowd=[4])
+    counts = set()
+    for seed in range(30):
+        region = ssd.draw_iou_crop((0, 0, 60, 80), target["boxes"][:4], generator(seed))
+        _, found = ssd.SeenRegion(1.0, True)(image, target, generator(seed))
+        _, resized = ssd.SsdTransform(1.0, True, False, False)(image, target, generator(seed), (32, 32))
+        kept = ssd.keep_seen(target, region)["labels"]
+        assert found["labels"].equal(kept) and resized["labels"].equal(kept)
+        counts.add(len(kept))
+    assert counts >= {2, 3, 5}
+
+
+def test_a_canvas_of_too_many_pixels_is_made_smaller(monkeypatch):
+    image, target = sample([[10, 10, 40, 30]], (60, 80))
+    wide = [ssd.SeenRegion(4.0, False)(image, target, generator(seed)) for seed in range(20)]
+    monkeypatch.setattr(ssd, "MAX_CANVAS_PIXELS", 60 * 80)
+    small = [ssd.SeenRegion(4.0, False)(image, target, generator(seed)) for seed in range(20)]
+    assert max(out[0].numel() for out in wide) > 3 * 9 * 60 * 80
+    for (large, found), (out, moved) in zip(wide, small, strict=True):
+        assert out[0].numel() <= 60 * 80 and moved["size"].tolist() == list(out.shape[-2:])
+        shrink = torch.tensor([out.shape[2] / large.shape[2], out.shape[1] / large.shape[1]] * 2)
+        torch.testing.assert_close(moved["boxes"], found["boxes"] * shrink, atol=2.0, rtol=0)
+
+
+# ---- mixing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """Eight images; each box has a class of its own, 10 times its image's number and on, which its attributes repeat;
+    the predicate of a relation is 100 times its subject's class plus its object's."""
+    folder, rng, rows = tmp_path_factory.mktemp("images"), np.random.default_rng(0), []
+    for i in range(8):
+        height, width = rng.integers(30, 70, 2).tolist()
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+        labels = list(range(10 * i, 10 * i + i % 5))
+        boxes = [[3 * j, 2 * j, 3 * j + 12, 2 * j + 15] for j in range(len(labels))]
+        objects = {"id": labels, "bbox": boxes, "category": labels, "area": [180.0] * len(labels),
+                   "iscrowd": [j % 3 // 2 for j in range(len(labels))],
+                   "attributes": [[label + 1, 0] for label in labels]}  # fmt: skip
+        pairs = [(s, o) for s in range(len(labels)) for o in range(len(labels)) if s != o]
+        relations = {"subject": [s for s, _ in pairs], "object": [o for _, o in pairs],
+                     "predicate": [100 * labels[s] + labels[o] for s, o in pairs]}  # fmt: skip
+        rows.append({"image_id": i, "file_name": f"{i}.png", "width": width, "height": height, "objects": objects,
+                     "relations": relations})  # fmt: skip
+    return write_table(
+        rows, cache_file=folder / "table.json", image_root=folder, categories=[Category(i, str(i)) for i in range(80)],
+        attributes=[str(i) for i in range(80)], attribute_columns=2,
+    )  # fmt: skip
+
+
+def loader_of(table, name, mixup=True, mosaic=0.5, **options):
+    own, sizes = EVERYTHING[name]
+    mosaic = 0.0 if "scales" in own else mosaic
+    shared = {"recipe": own["recipe"], "image_size": SIDE, "scales": own.get("scales", ())}
+    return training_loader(
+        table, train_transform(**{"image_size": SIDE, **ALL_ON, **own}), batch_size_per_device=4, workers=0, seed=1,
+        stride=1, sizes=training_sizes(**shared, **sizes, mosaic=mosaic), recipe=own["recipe"], mixup=mixup,
+        mosaic=mosaic, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_relations_and_attributes_go_with_their_boxes_through_mixup_mosaic_and_every_recipe(table, name):
+    sampler, loader = loader_of(table, name)
+    related = 0
+    for epoch in range(12):
+        sampler.set_epoch(epoch)
+        for target in (target for batch in loader for target in batch.targets):
+            labels = target["labels"].tolist()
+            assert target["attributes"].tolist() == [[label + 1, 0] for label in labels]
+            assert {len(target[key]) for key in ("boxes", "area", "iscrowd", "mixup")} == {len(labels)}
+            assert target["iscrowd"].tolist() == [label % 10 % 3 // 2 for label in labels]
+            ends = [(labels[s], labels[o]) for s, o, _ in target["relations"].tolist()]
+            assert target["relations"][:, 2].tolist() == [100 * subject + object_ for subject, object_ in ends]
+            if len(set(labels)) == len(labels):  # no image twice: all pairs of one image are related
+                assert sorted(ends) == sorted((s, o) for s in labels for o in labels if s != o and s // 10 == o // 10)
+            related += len(ends)
+    assert related > 200
+
+
+def test_without_mixing_only_the_yolov3_recipe_draws_whether_there_is_a_mosaic(table):
+    for name, (own, _) in EVERYTHING.items():
+        dataset = loader_of(table, name, mixup=False, mosaic=0.0)[1].dataset.dataset
+        assert type(dataset) is (MixedDataset if own["recipe"] == "yolov3" else DetectionDataset)
+    key = SampleKey(0, 3, (SIDE, SIDE))
+    plain = train_transform(recipe="yolov3", image_size=SIDE, flip=False)
+    same(MixedDataset(table, plain, 1)[key], DetectionDataset(table, plain, 1)[key])
+
+    def one_draw_first(image, target, generator, size_hw):
+        torch.rand((), generator=generator)
+        return random(image, target, generator, size_hw)
+
+    random = train_transform(recipe="yolov3", image_size=SIDE, **ALL_ON)
+    for index in range(len(table)):
+        key = SampleKey(0, index, (SIDE, SIDE))
+        same(MixedDataset(table, random, 1)[key], DetectionDataset(table, one_draw_first, 1)[key])
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "named"),
+    [
+        (train_transform, {"recipe": "coco"}, "data.recipe is 'coco'.*detr, ssd, yolov3"),
+        (train_transform, {"recipe": "ssd", "scales": [80]}, "data.recipe ssd.*data.scales.*set data.recipe to detr"),
+        (train_transform, {"recipe": "yolov3", "scales": [80]}, "data.recipe yolov3.*leave data.scales empty"),
+        (train_transform, {"recipe": "detr", "random_crop": True}, "data.random_crop.*give data.scales"),
+        (train_transform, {"recipe": "detr", "zoom_out": 0.5}, "data.zoom_out is 0.5"),
+        (train_transform, {"recipe": "detr", "zoom_out": float("nan")}, "data.zoom_out is nan"),
+        (train_transform, {"recipe": "detr", "scales": [80, 0]}, r"data.scales is \[80, 0\]"),
+        (training_sizes, {"recipe": "detr", "scales": [80], "multi_scale": [64]}, "data.multi_scale .*data.scales"),
+        (training_sizes, {"recipe": "detr", "scales": [80], "mosaic": 0.5}, "data.mosaic .*data.scales.*mosaic to 0"),
+        (training_sizes, {"recipe": "ssd", "multi_scale": [64, -1]}, r"data.multi_scale \[64, -1\]"),
+        (training_sizes, {"recipe": "ssd", "multi_scale_every": 0}, "data.multi_scale_every 0"),
+    ],
+)
+def test_what_cannot_go_together_is_named(make, options, named):
+    with pytest.raises(BadInput, match=named):
+        make(image_size=64, **options)
+
+
+def test_all_faults_are_named_at_once():
+    with pytest.raises(BadInput) as caught:
+        train_transform(recipe="detr", image_size=64, random_crop=True, zoom_out=0.0)
+    assert len(caught.value.problems) == 2
+
+
+def test_loaders_refuse_mosaics_without_a_size_and_groups_with_a_varying_number(table):
+    common = {"batch_size_per_device": 2, "workers": 0, "seed": 0, "stride": 32}
+    with pytest.raises(BadInput, match="data.mosaic needs"):
+        training_loader(table, val_transform(64, [], 0), mosaic=0.5, **common)
+    with pytest.raises(BadInput, match="data.mosaic is 1.5"):
+        training_loader(table, val_transform(64, [], 0), mosaic=1.5, sizes=VariableSizes(((64, 64),)), **common)
+    sizes = training_sizes(recipe="ssd", image_size=64, multi_scale=[32], multi_scale_pixels=True)
+    with pytest.raises(BadInput, match="data.group_by_aspect_ratio or data.multi_scale_pixels"):
+        training_loader(table, val_transform(64, [], 0), by_aspect_ratio=True, sizes=sizes, **common)
+
+
+# ---- splits ----------------------------------------------------------------------------------------------------------
+
+
+def test_splits_are_told_of_and_what_was_wrong_is_listed(tmp_path):
+    make_shapes(tmp_path / "shapes", train_images=5, val_images=2, image_size=48)
+    annotations, said = tmp_path / "shapes" / "annotations", []
+    text = (annotations / "train.json").read_text()
+    (annotations / "train.json").write_text(text.replace('"bbox": [', '"bbox": [-1000.0, ', 1))  # five numbers
+    reading = {"cache_dir": tmp_path / "cache", "on_error": "drop"}
+    paths = str(annotations / "train.json"), str(annotations / "val.json")
+    train, val = splits.open_splits(*paths, tmp_path / "run", say=said.append, **reading)
+    assert (len(train), len(val)) == (5, 2)
+    assert len(said) == 3 and said[0].startswith(f"{paths[0]}: 5 images") and "1 records left out" in said[1]
+    assert (tmp_path / "run" / "data_problems_train.txt").read_text().count("\n") == len(train.problems)
+    assert not (tmp_path / "run" / "data_problems_val.txt").exists()
+    head, _ = splits.open_splits(*paths, tmp_path / "run", say=said.append, max_train_images=3, **reading)
+    one, other = splits.open_splits(*paths, tmp_path / "run", say=said.append, overfit_images=2, **reading)
+    assert len(head) == 3 and len(one) == 2 and one is other
+    assert open_dataset(paths[0], **reading).problems
+
+
+def test_splits_of_other_classes_are_bad_input(table):
+    class Other:
+        categories = table.categories[:3]
+
+    with pytest.raises(BadInput, match="80 classes .*same categories in the same order"):
+        splits.check_same_classes(table, Other())

@@ -1,0 +1,236 @@
+"""What a run's detector begins as, and the same one from its folder, also of earlier versions.
+
+    python -m pytest tests/test_start.py
+"""
+
+import ast
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.data.formats import open_dataset
+from toolkit.data.shapes import make_shapes
+from toolkit.data.table import Category
+from toolkit.errors import BadInput
+from toolkit.evaluation.choose import make_evaluator
+from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
+from toolkit.models import ARCHITECTURES, build_detector, options_class
+from toolkit.models.faster_rcnn.options import FasterRcnnOptions
+from toolkit.models.final import load_detector_folder
+from toolkit.models.old_names import renamed
+from toolkit.models.relation.options import SceneGraphOptions
+from toolkit.models.relation.start import start_scene_graph
+from toolkit.models.ssd.options import SsdliteOptions
+from toolkit.models.start import start_detector
+from toolkit.use.rebuild import rebuild_detector
+
+CLASSES = ["a", "b"]
+SSD = {"backbone": "lcnet_035", "strides": [16, 32], "channels": [8, 8], "aspect_ratios": [[2.0], [2.0]]}
+STAGES = {"rpn_pre_nms_top_n_train": 20, "rpn_post_nms_top_n_test": 10, "box_batch_size_per_image": 8}
+INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "anchor_sizes": [[16], [32]],
+         "representation_size": 16, **STAGES}  # fmt: skip
+GRAPH = {"hidden_dim": 8, "embed_dim": 4}
+
+
+def begin(options, folder, resumed_from=None, **known):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text("model: {}")
+    torch.manual_seed(0)
+    return start_detector(options, CLASSES, folder, resumed_from=resumed_from, say=print, known=known or None)
+
+
+def noted(folder):
+    return json.loads((folder / "pretrained_config.json").read_text())
+
+
+# ---- published <- source <- given ------------------------------------------------------------------------------------
+
+
+def test_a_setting_is_the_given_one_else_that_of_the_source_else_the_published_one(tmp_path):
+    source = build_detector("ssdlite", class_names=CLASSES, **SSD, nms_threshold=0.3, score_threshold=0.2, norm="group")
+    source.save_final(tmp_path / "final", [Category(i, name) for i, name in enumerate(CLASSES)])
+    options = SsdliteOptions(pretrained=str(tmp_path / "final"), score_threshold=0.01)  # given, though published
+    options.candidates_per_class = 17  # set afterwards, as notebooks do
+    detector = begin(options, tmp_path / "run")
+    assert (detector.nms_threshold, detector.score_threshold, detector.candidates_per_class) == (0.3, 0.01, 17)
+    assert detector.multibox.negatives_per_positive == 3
+    assert all(torch.equal(v, detector.state_dict()[k]) for k, v in source.state_dict().items())
+    note = noted(tmp_path / "run")
+    assert set(note["given"]) == {"pretrained", "score_threshold", "candidates_per_class"}
+    assert note["source"] == str(tmp_path / "final") and note["options"]["norm"] == "group"
+    assert note["options"]["nms_threshold"] == 0.3 and "architecture" not in note["options"]
+
+    only = {name: detector.resolved_options()[name] for name in note["given"]}
+    rebuilt = rebuild_detector({"model": {"architecture": "ssdlite", **note["options"], **only}}, CLASSES)
+    assert rebuilt.resolved_options() == detector.resolved_options()
+
+    resumed = begin(options, tmp_path / "again", tmp_path / "run" / "checkpoints" / "step_000001")
+    assert resumed.resolved_options() == detector.resolved_options() and noted(tmp_path / "again") == {
+        **note, "source": note["source"]}  # fmt: skip
+
+
+def test_what_a_parser_was_not_given_is_the_source_s(tmp_path):
+    """A parser hands over every setting; `only_given` says which of them the user wrote."""
+    source = build_detector("ssdlite", class_names=CLASSES, **SSD, nms_threshold=0.3)
+    source.save_final(tmp_path / "final", [Category(i, name) for i, name in enumerate(CLASSES)])
+    all_of_them = vars(SsdliteOptions(pretrained=str(tmp_path / "final"), iou_threshold=0.5))
+    values = {name: value for name, value in all_of_them.items() if not name.startswith("_")}
+    options = SsdliteOptions(**values).only_given({"pretrained", "iou_threshold"})
+    detector = begin(options, tmp_path / "run")
+    assert detector.nms_threshold == 0.3 and detector.strides == (16, 32)
+    assert noted(tmp_path / "run")["given"] == ["pretrained", "iou_threshold"]
+
+
+def test_without_a_source_nothing_is_noted_and_parts_are_frozen_as_told(tmp_path):
+    detector = begin(SsdliteOptions(**SSD, freeze_prefixes=["backbone"]), tmp_path / "run").train()
+    assert not (tmp_path / "run" / "pretrained_config.json").exists()
+    assert not detector.backbone.training and not any(p.requires_grad for p in detector.backbone.parameters())
+    model = detector.resolved_options()
+    rebuilt = rebuild_detector({"model": model}, CLASSES).train()
+    assert not rebuilt.backbone.training, "a replayed batch must see what the run saw"
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes") / "data"
+    make_shapes(folder, train_images=4, val_images=1, image_size=64)
+    return open_dataset(folder / "annotations" / "train.json", cache_dir=folder.parent / "cache")
+
+
+def test_scene_graphs_start_from_a_detector_and_their_folder_builds_them_again(table, tmp_path):
+    names = table.class_names
+    torch.manual_seed(3)
+    inner = build_detector("faster_rcnn", class_names=names, backbone="resnet10t", **INNER, nms_threshold=0.2)
+    inner.save_final(tmp_path / "final", table.categories)
+    options = SceneGraphOptions(detector=str(tmp_path / "final"), head="imp", **GRAPH)
+    said = []
+    model = start_scene_graph(options, table, tmp_path, checkpoint=None, say=said.append)
+    assert model.detector.roi_heads.nms_thresh == 0.2 and model.nms_threshold == 0.5
+    assert all(torch.equal(v, model.detector.state_dict()[k]) for k, v in inner.state_dict().items())
+    assert not any(p.requires_grad for p in model.detector.parameters()) and model.relation_counts.sum() > 0
+    assert "weights of the detector" in said[-1] and (tmp_path / "detector_weights.txt").exists()
+    note = noted(tmp_path)
+    assert note["given"] == ["head", "detector", "hidden_dim", "embed_dim"]
+    assert note["options"]["predicates"] == list(table.predicates)
+    given = {name: getattr(options, name) for name in note["given"]}
+    rebuilt = rebuild_detector({"model": {"architecture": "scene_graph", **note["options"], **given}}, names)
+    assert rebuilt.resolved_options() == model.resolved_options()
+    rebuilt.load_state_dict(model.state_dict())
+
+    resolved = model.resolved_options()
+    same = SceneGraphOptions(**{key: resolved[key] for key in vars(options) if key != "_given"})
+    again = start_scene_graph(same, table, tmp_path, checkpoint=None, say=print)
+    assert again.resolved_options() == resolved, "a run by the config.yaml of another one"
+    for wrong in ({"backbone": "resnet18d"}, {"detector_options": INNER | {"fpn_channels": 4}}):
+        with pytest.raises(BadInput, match="backbone: leave them out|fpn_channels: leave them out"):
+            start_scene_graph(SceneGraphOptions(detector=str(tmp_path / "final"), **wrong), table, tmp_path,
+                              checkpoint=None, say=print)  # fmt: skip
+    model.save_final(tmp_path / "graphs", table.categories)
+    with pytest.raises(BadInput, match="is a scene_graph; expected a run of train_faster_rcnn.py"):
+        start_scene_graph(SceneGraphOptions(detector=str(tmp_path / "graphs")), table, tmp_path, checkpoint=None,
+                          say=print)  # fmt: skip
+    again = SceneGraphOptions(pretrained=str(tmp_path / "graphs"), label_smoothing=0.1)
+    tuned = start_scene_graph(again, table, tmp_path, checkpoint=None, say=print)
+    assert tuned.label_smoothing == 0.1 and tuned.relation_losses == model.relation_losses
+    assert all(torch.equal(v, tuned.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+def test_a_detector_is_measured_by_what_it_finds(table):
+    of_boxes = build_detector("ssdlite", class_names=table.class_names, **SSD)
+    assert isinstance(make_evaluator(of_boxes, table, "faster"), CocoEvaluator)
+    of_boxes.make_evaluator = lambda table, backend: ("own", backend)
+    assert make_evaluator(of_boxes, table, "faster") == ("own", "faster")
+    graphs = build_detector("scene_graph", class_names=table.class_names, predicates=list(table.predicates),
+                            backbone="resnet10t", detector_options=INNER, **GRAPH)  # fmt: skip
+    evaluator = make_evaluator(graphs, table, "faster", "strict")
+    assert isinstance(evaluator, SceneGraphEvaluator) and evaluator.protocol == "strict"
+
+
+# ---- folders of earlier versions -------------------------------------------------------------------------------------
+
+NOT_GIVEN = {"pretrained": None, "pretrained_backbone": False, "freeze_prefixes": []}
+# Sections `model` as earlier versions wrote them: every key, null where it was not given, under its old name.
+OLD = {
+    "ssd": {"architecture": "ssd", **NOT_GIVEN, **SSD, "min_scale": None, "max_scale": None, "iou_threshold": 0.4,
+            "negatives_per_positive": None, "label_smoothing": None, "self_weighting_steps": None,
+            "self_weighting_every": None, "min_score": 0.2, "nms_iou": 0.3, "norm": None},
+    "yolov3": {"architecture": "yolov3", **NOT_GIVEN, "backbone": "resnet10t", "leaky_slope": None,
+               "head_channels": [8, 8, 8], "anchors": None, "label_smoothing": None, "objectness_prior": None,
+               "nms_iou": 0.3, "min_score": 0.2},
+    "faster_rcnn": {"architecture": "faster_rcnn", **NOT_GIVEN, "backbone": "resnet10t", **INNER, "norm": None,
+                    "head_norm": None, "aspect_ratios": None, "rpn_convs": None, "box_convs": None,
+                    "rpn_nms_thresh": None, "box_score_thresh": 0.2, "box_nms_thresh": 0.3,
+                    "box_detections_per_img": 7},
+    "scene_graph": {"architecture": "scene_graph", **NOT_GIVEN, "mode": "sgdet", "head": "motifs", **GRAPH,
+                    "head_options": None, "detector": None, "backbone": "resnet10t", "freeze": None,
+                    "detector_options": {**INNER, "box_score_thresh": 0.2, "box_nms_thresh": 0.3},
+                    "word_vectors": None, "pairs_per_image": 16, "positive_fraction": None, "nms_threshold": None,
+                    "norm_momentum": None, "predicates": ["on", "in"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", OLD)
+def test_settings_of_earlier_versions_build_the_same_detector(architecture):
+    detector = rebuild_detector({"model": OLD[architecture]}, CLASSES)
+    if architecture in ("ssd", "yolov3"):
+        assert (detector.nms_threshold, detector.score_threshold) == (0.3, 0.2)
+    else:
+        heads = detector.roi_heads if architecture == "faster_rcnn" else detector.detector.roi_heads
+        limit = 7 if architecture == "faster_rcnn" else 100
+        assert (heads.nms_thresh, heads.score_thresh, heads.detections_per_img) == (0.3, 0.2, limit)
+    resolved = detector.resolved_options()
+    assert renamed(architecture, resolved) == {k: v for k, v in resolved.items() if v is not None}
+    assert rebuild_detector({"model": resolved}, CLASSES).resolved_options() == resolved
+    assert resolved.keys() - {"predicates", "attributes"} == vars(options_class(architecture)()).keys() - {"_given"}
+
+
+def test_a_final_folder_of_an_earlier_version_is_loaded(tmp_path):
+    detector = rebuild_detector({"model": OLD["faster_rcnn"]}, CLASSES)
+    detector.save_final(tmp_path, [Category(i, name) for i, name in enumerate(CLASSES)])
+    given = {key: value for key, value in OLD["faster_rcnn"].items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps({"model": given, "processor_size": None}))
+    again = load_detector_folder(tmp_path)[0]
+    assert again.resolved_options() == detector.resolved_options()
+    tuned = begin(FasterRcnnOptions(pretrained=str(tmp_path)), tmp_path / "run")
+    assert tuned.roi_heads.detections_per_img == 7
+
+
+OPTIONS_FILES = sorted(Path(__file__).parents[1].glob("toolkit/models/*/options.py"))
+
+
+@pytest.mark.parametrize("path", OPTIONS_FILES, ids=lambda path: path.parent.name)
+def test_settings_are_read_without_anything_heavy(path):
+    """The command line imports them, and every one says in a sentence what it is."""
+    tree = ast.parse(path.read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported <= {"dataclasses", "typing", "collections.abc", "toolkit.models.options"}
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    explained = {"architecture"}  # by the base; a class that only changes a default says nothing again
+    for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for field, following in zip(cls.body, [*cls.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                text = following.value.value if isinstance(following, ast.Expr) else ""
+                if text or field.target.id not in explained:
+                    assert str(text).rstrip().endswith("."), f"{cls.name}.{field.target.id} has no sentence"
+                explained.add(field.target.id)
+
+
+# Settings that no value stands for before the backbone, the data or the source of the weights is known.
+DERIVED = {
+    "pretrained", "mean", "std", "leaky_slope", "head_channels", "detector", "detector_options", "backbone", "freeze",
+    "word_vectors", "norm_momentum",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_settings_have_their_real_values(architecture):
+    """`--print_config` of an architecture shows no null where there is a value."""
+    options = options_class(architecture)()
+    empty = {name for name, value in asdict(options).items() if value is None}
+    assert empty <= DERIVED
+    if architecture not in ("scene_graph", "fasterrcnn_resnet50_fpn_v2"):
+        assert not empty & {"backbone", "freeze"}

@@ -1,0 +1,199 @@
+"""The command line of a training script: `[--config FILE.yaml] [--group.key value ...]` into its `Config`, and its end.
+
+Imported before anything heavy, so that a mistyped flag is answered at once. The group `model` has the settings of the
+architecture that was chosen.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import field, fields, make_dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from toolkit.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.models import ARCHITECTURES, options_class
+from toolkit.models.options import DetectorOptions
+
+Config = TypeVar("Config")
+
+
+def run_script(main: Callable, cls: type, default_config: Path | None = None, argv: list[str] | None = None) -> int:
+    """Parses the settings, runs `main(config)` and returns the exit code of docs/design.md.
+
+    A mistake of the user, a stop by the guard and a preemption end with one message; anything else is a defect of
+    the program and keeps its traceback.
+    """
+    try:
+        main(parse_config(cls, argv, default_config))
+    except (BadInput, StoppedByGuard, Preempted) as error:
+        rank = os.environ.get("RANK", "0")
+        word = "error" if isinstance(error, BadInput) else "stopped"
+        print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def parse_config(cls: type[Config], argv: list[str] | None = None, default_config: Path | None = None) -> Config:
+    """Reads `[--config FILE.yaml] [--group.key value ...]` into the dataclass `cls`; later arguments win.
+
+    Args:
+        cls: dataclass whose fields are dataclasses, one per group; `model` is a `DetectorOptions`, whose class follows
+            from `--model.architecture`.
+        argv: arguments; None: those of the process.
+        default_config: YAML file that applies where no `--config` is given, without its `model` and `loss` where
+            another architecture is chosen.
+
+    Raises:
+        BadInput: unknown key, wrong type, missing or malformed file; every unknown key with the nearest known one.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    bundled = None
+    if default_config is not None and not any(flag == "--config" for flag, _ in _flags(argv)):
+        bundled = _read_yaml(str(default_config))
+        if _chosen_architecture(argv, {}) in (None, bundled.get("model", {}).get("architecture")):
+            argv, bundled = ["--config", str(default_config), *argv], None
+    files = {value: _read_yaml(value) for flag, value in _flags(argv) if flag == "--config" and value is not None}
+    groups = _groups(cls, _chosen_architecture(argv, files))
+    parser = ArgumentParser(exit_on_error=False, description=cls.__doc__, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the keys below; may be repeated.")
+    parser.add_class_arguments(make_dataclass(cls.__name__, [(n, t, field(default_factory=d)) for n, t, d in groups]))
+    if bundled is not None:  # made for another architecture: what it says of data and run serves this one too
+        parser.set_defaults({f"{group}.{key}": value for group, entries in bundled.items()
+                             if group not in ("model", "loss") for key, value in entries.items()})  # fmt: skip
+    if "--help" not in argv:
+        _check_keys(parser, {name: kind for name, kind, _ in groups}, argv, files)
+    try:
+        parsed = parser.parse_args(argv)
+    except ArgumentError as error:
+        read = ", ".join([*files, "the command line"])
+        raise BadInput(f"the settings cannot be used: {error}. Read were {read}, in this order; `--help` lists every "
+                       "key with its type.") from error  # fmt: skip
+    instantiated = parser.instantiate(parsed)
+    made = {name: instantiated[name] for name, _, _ in groups}
+    for group in made.values():
+        for key, value in vars(group).items():
+            if not key.startswith("_"):
+                setattr(group, key, _plain(value))
+    if "model" in made:
+        made["model"].only_given(_given_keys("model", argv, files))
+    return cls(**made)
+
+
+def _groups(cls: type, architecture: str | None) -> list[tuple[str, type, Callable]]:
+    """(name, dataclass, what makes its default) of every group; that of the model as the architecture has it."""
+    found = []
+    for group in fields(cls):
+        default = group.default_factory()
+        if isinstance(default, DetectorOptions):
+            kind = _options_of_family(type(default), architecture or default.architecture)
+            found.append((group.name, kind, group.default_factory if kind is type(default) else kind))
+        else:
+            found.append((group.name, type(default), group.default_factory))
+    return found
+
+
+def _options_of_family(default: type[DetectorOptions], architecture: str) -> type[DetectorOptions]:
+    """The options of an architecture that a script trains: those beside its default, and any `module:Class`."""
+    if ":" in architecture:
+        kind = options_class(architecture)
+        return make_dataclass(kind.__name__, [("architecture", str, architecture)], bases=(kind,),
+                              namespace={"__doc__": kind.__doc__})  # fmt: skip
+    family = [name for name in ARCHITECTURES if options_class(name).__module__ == default.__module__]
+    if architecture in family:
+        return options_class(architecture)
+    hint = "" if architecture in ARCHITECTURES else _did_you_mean(architecture, family)
+    other = f"; another script trains {architecture}" if architecture in ARCHITECTURES else ""
+    raise BadInput(f"model.architecture: this script trains {', '.join(family)}, or a `module:Class` of your own, not "
+                   f"{architecture!r}{other}{hint}")  # fmt: skip
+
+
+def _flags(argv: list[str]) -> Iterator[tuple[str, str | None]]:
+    """(flag, value) of every argument that begins with `--`."""
+    for i, word in enumerate(argv):
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            following = argv[i + 1] if i + 1 < len(argv) else None
+            yield flag, value if equals else following
+
+
+def _read_yaml(path: str) -> dict:
+    """The mapping in a settings file. Raises BadInput."""
+    try:
+        content = yaml.safe_load(Path(path).expanduser().read_text())
+    except OSError as error:
+        raise BadInput(f"--config {path}: cannot be read ({error.strerror}).") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"--config {path}: no YAML: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(group, dict) for group in content.values()):
+        raise BadInput(f"--config {path}: expected groups of settings, such as `run:` with `name: mine` below it.")
+    return content
+
+
+def _chosen_architecture(argv: list[str], files: dict[str, dict]) -> str | None:
+    """The last word on `model.architecture`, in the order of the arguments."""
+    chosen = None
+    for flag, value in _flags(argv):
+        if flag == "--config" and value is not None:
+            chosen = files[value].get("model", {}).get("architecture", chosen)
+        elif flag == "--model.architecture" and value is not None:
+            chosen = value
+    return None if chosen is None else str(chosen)
+
+
+def _given_keys(group: str, argv: list[str], files: dict[str, dict]) -> set[str]:
+    flags = {flag.removeprefix(f"--{group}.") for flag, _ in _flags(argv) if flag.startswith(f"--{group}.")}
+    return flags.union(*(content.get(group, {}) for content in files.values()))
+
+
+def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str], files: dict[str, dict]) -> None:
+    """Raises BadInput naming every flag and every key of a file that there is not, with the nearest one."""
+    known, model = list(parser._option_string_actions), groups.get("model")
+    problems = [f"{flag}: no such flag{_elsewhere(flag, model) or _did_you_mean(flag, known)}"
+                for flag, _ in _flags(argv) if flag not in known and not _is_item_of(flag, groups)]  # fmt: skip
+    keys = {name: [each.name for each in fields(kind)] for name, kind in groups.items()}
+    for path, content in files.items():
+        for group, entries in content.items():
+            if group not in keys:
+                problems.append(f"{path}: no such group {group}{_did_you_mean(str(group), list(keys))}")
+                continue
+            problems += [
+                f"{path}: no such setting {group}.{key}"
+                f"{_elsewhere(f'--{group}.{key}', model) or _did_you_mean(str(key), keys[group])}"
+                for key in entries if key not in keys[group]
+            ]  # fmt: skip
+    if problems:
+        raise BadInput([*problems, "`--help` lists every key with its type."])
+
+
+def _is_item_of(flag: str, groups: dict[str, type]) -> bool:
+    """Whether a flag sets one entry of a setting that is a dict, such as `--loss.weights.loss_ce`."""
+    group, _, rest = flag.removeprefix("--").partition(".")
+    key = rest.partition(".")[0]
+    return "." in rest and group in groups and "dict" in str({f.name: f.type for f in fields(groups[group])}.get(key))
+
+
+def _elsewhere(flag: str, model: type[DetectorOptions] | None) -> str:
+    """Says whose setting a flag of the group `model` is, if it is one of another architecture of the script."""
+    if model is None or not flag.startswith("--model."):
+        return ""
+    key, own = flag.removeprefix("--model.").partition(".")[0], model().architecture
+    others = [name for name in ARCHITECTURES if options_class(name).__module__ == model.__module__
+              and any(each.name == key for each in fields(options_class(name)))]  # fmt: skip
+    return f" of {own}; it is one of {', '.join(others)}" if others else ""
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    similar = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {similar[0]}?" if similar else f"; there are {', '.join(known)}" if len(known) < 20 else ""
+
+
+def _plain(value: object) -> object:
+    """Plain numbers instead of jsonargparse's checked types, which no checkpoint (an optimizer's `lr`) may hold."""
+    if isinstance(value, float):
+        return float(value)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value

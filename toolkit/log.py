@@ -1,0 +1,136 @@
+"""What a run tells while it goes on: rows, console lines, progress bar, status, meters and the averages of an epoch."""
+
+import sys
+import time
+from collections.abc import Mapping
+
+from toolkit.runs.console import Place, averages_line, console_line, progress
+from toolkit.runs.writer import RunWriter
+from toolkit.step.compiling import GraphCount
+from toolkit.step.length import is_time
+from toolkit.step.meters import Averages, MomentumMeter, make_meters
+from toolkit.step.timer import StepTimer
+
+
+class Log:
+    """Rows, console lines, the progress bar and what they are made of.
+
+    Args:
+        is_main: this is the main process; the others keep the same meters and say nothing.
+        meters: how console lines smooth, see `make_meters`.
+        steps_per_epoch: optimizer steps.
+        log_every: optimizer steps between two rows.
+    """
+
+    def __init__(self, is_main: bool, meters: str = "epoch_median", steps_per_epoch: int = 1, log_every: int = 10):
+        self.is_main, self.kind, self.steps_per_epoch, self.log_every = is_main, meters, steps_per_epoch, log_every
+        self.meters, self.averages = make_meters(meters, steps_per_epoch), Averages()
+        self.timer, self.graphs = StepTimer(), GraphCount()
+        self.epoch_s, self.epoch_steps, self.logged_epoch = 0.0, 0, -1
+        self.writer: RunWriter | None = None
+        self.status: dict = {}
+        self._bar, self._elapsed_before, self._began = None, 0.0, time.monotonic()
+
+    def start(self, writer: RunWriter, status: dict, step: int, total_steps: int) -> None:
+        """Takes the writer once it is known where the run goes on, and shows the bar; `status` gets every step."""
+        self.writer, self.status = writer, status
+        self._bar = progress(total_steps, step, self.is_main)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began, those before a resume included."""
+        return self._elapsed_before + time.monotonic() - self._began
+
+    def note_step(self, step: int, total_steps: int, epoch: int, row: Mapping[str, float], images: int) -> None:
+        """After an update: meters, bar, and the row of metrics when it is time."""
+        self.epoch_s += self.timer.step_done(images)
+        self.epoch_steps += 1
+        values = {name.removeprefix("train/"): value for name, value in row.items() if "/lr/" not in name}
+        self.meters.update(values)
+        self.averages.update(values)
+        self.status["step"] = step
+        place = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s)
+        self._show_on_bar(place)
+        if is_time(step, self.log_every, last=total_steps):
+            losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
+            means = {f"train/mean/{k}": m.mean for k, m in losses.items() if isinstance(m, MomentumMeter)}
+            full = {**row, **means, **self.timer.row(total_steps - step)}
+            self.write(step, epoch, full)
+            self.say(console_line(full, self.meters, place))
+            if news := self.graphs.news(step):
+                self.say(news)
+
+    def note_epoch(self, step: int, epoch: int) -> None:
+        """At the end of an epoch or of the run, once: the averages of its losses and metrics as a row and a line."""
+        if self.logged_epoch >= epoch or not self.epoch_steps:
+            return
+        self.logged_epoch, means = epoch, self.averages.means()
+        seconds = {"time/epoch_s": self.epoch_s, "time/epoch_step_s": self.epoch_s / self.epoch_steps}
+        self.write(step, epoch, {f"epoch/{name}": mean for name, mean in means.items()} | seconds)
+        self.say(averages_line(epoch, means, self.epoch_s, self.epoch_steps))
+
+    def end_epoch(self) -> dict[str, float]:
+        """The averages of the epoch that is over; the next one begins anew, as the meters of an epoch do."""
+        means = self.averages.means()
+        self.averages.clear()
+        self.epoch_s, self.epoch_steps = 0.0, 0
+        if self.kind.startswith("epoch_"):
+            self.meters.clear()
+        return means
+
+    def write(self, step: int, epoch: int, values: Mapping[str, float | None]) -> None:
+        """A row of metrics.jsonl and of the tracker."""
+        self.writer.log({"step": step, "epoch": epoch, "time_s": round(self.elapsed_s, 3), **values})
+
+    def say(self, text: str) -> None:
+        """Prints on the main process, above the progress bar where there is one."""
+        if self.is_main:
+            self._bar.write(text, file=sys.stdout) if self._bar is not None else print(text, flush=True)
+
+    def set_length(self, total_steps: int) -> None:
+        """The number of steps that training takes is known now, or another one."""
+        if self._bar is not None:
+            self._bar.total = total_steps
+        self.say(f"training takes {total_steps} steps")
+
+    def go_back(self, step: int) -> None:
+        """A rollback: the bar stands where the run does."""
+        if self._bar is not None:
+            self._bar.n = step
+            self._bar.refresh()
+
+    def _show_on_bar(self, place: Place) -> None:
+        if self._bar is None or self._bar.disable:
+            return
+        epochs = max(-(-place.total_steps // place.steps_per_epoch), place.epoch + 1)
+        self._bar.set_description(f"epoch {place.epoch + 1}/{epochs}", refresh=False)
+        shown = f"loss {self.meters['loss']}  data {self.timer.data_s:.3f} s  step {self.timer.step_s:.3f} s"
+        self._bar.set_postfix_str(shown, refresh=False)
+        self._bar.update(place.step - self._bar.n)
+
+    def close(self) -> None:
+        """Ends the bar, the rows and the tracker."""
+        if self._bar is not None:
+            self._bar.close()
+        if self.writer is not None:
+            self.writer.close()
+
+    def state_dict(self) -> dict:
+        """JSON values for the checkpoint; the same keys on every process."""
+        return {
+            "meters": self.meters.state_dict(),
+            "averages": self.averages.state_dict(),
+            "elapsed_s": self.elapsed_s,
+            "epoch_s": self.epoch_s,
+            "epoch_steps": self.epoch_steps,
+            "logged_epoch": self.logged_epoch,
+            "writer": self.writer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Goes on from a checkpoint; one of an earlier release has no averages of its epoch."""
+        self.meters.load_state_dict(state["meters"])
+        self.averages.load_state_dict(state.get("averages", {}))
+        self._elapsed_before, self._began = state["elapsed_s"], time.monotonic()
+        self.epoch_s, self.epoch_steps = state.get("epoch_s", 0.0), state.get("epoch_steps", 0)
+        self.logged_epoch = state.get("logged_epoch", -1)

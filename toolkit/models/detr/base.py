@@ -1,0 +1,53 @@
+"""What all detectors of this family have in common: how they are told about, and saved for transformers."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from toolkit.models.detector import Detector
+from toolkit.models.detr.configuration import from_entries
+from toolkit.models.final import save_transformers_folder
+
+
+class TransformersDetector(Detector):
+    """A detector around `self.model` of transformers. Built with `source_config`, `to_dict()` of the config of a model
+    of transformers, it is that model with these classes, and options that are given override its entries.
+
+    A subclass says:
+        entries: the entries of transformers' config that each option sets.
+        published: entries without an option of ours whose published value is not transformers'.
+    """
+
+    config_class: type[PreTrainedConfig]
+    processor_class: type
+    entries: Mapping[str, Sequence[str]] = {}
+    published: Mapping[str, object] = {}
+    averaged_denominators = ("boxes",)  # by rank, in the originals
+    stride = 1
+
+    def _take(self, set_loss: nn.Module, statistics: tuple[tuple, tuple], used: Mapping[str, object]) -> None:
+        """Takes the criterion, mean and std, and the options that the config does not tell, as they were used."""
+        self.set_loss, self.used, (self.mean, self.std) = set_loss, dict(used), statistics
+        self.loss_names, self.metric_names = set_loss.loss_names, set_loss.metric_names
+        self.divided_by = set_loss.divided_by
+
+    def resolved_options(self) -> dict:
+        """The settings with the values that were really used, those of the source read back from the built config."""
+        statistics = {"mean": list(self.mean), "std": list(self.std)}
+        return {**self.options, **from_entries(self.model.config, self.entries), **statistics, **self.used}
+
+    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
+        """Writes a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads.
+
+        Args:
+            categories: the classes in the order of the labels, with original `id` and `name`.
+            processor_size: what the image processor resizes to, in pixels, as transformers spells it:
+                `{"height": 640, "width": 640}`, `{"shortest_edge": 800, "longest_edge": 1333}`; None: no resizing.
+        """
+        processor = self.processor_class(
+            do_normalize=True, image_mean=list(self.mean), image_std=list(self.std),
+            do_resize=processor_size is not None,
+        )  # fmt: skip
+        save_transformers_folder(self.model, processor, processor_size, folder, categories)

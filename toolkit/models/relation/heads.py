@@ -1,0 +1,37 @@
+"""Relation heads by name: from the objects of an image to the predicates between them."""
+
+from torch import Tensor, nn
+
+from toolkit.errors import BadInput
+from toolkit.models.relation.causal import CausalHead
+from toolkit.models.relation.frequency import FrequencyHead
+from toolkit.models.relation.imp import IMPHead
+from toolkit.models.relation.layers import HeadSizes
+from toolkit.models.relation.motifs import MotifsHead
+from toolkit.models.relation.transformer import TransformerHead
+from toolkit.models.relation.vctree import VCTreeHead
+
+HEADS = ("frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal")
+
+
+def build_relation_head(
+    name: str, mode: str, sizes: HeadSizes, log_frequency: Tensor, word_vectors: Tensor | None = None, **options
+) -> nn.Module:
+    """The head of that name; all take a RelationBatch and give a RelationOutput, and tell their `loss_names`.
+
+    mode: predcls, sgcls or sgdet. log_frequency: (C, C, P) of the training split. word_vectors: (1 + C, embed_dim),
+    first that of "no label yet", or None. options: the head's own, see its constructor. `vtranse` is the causal head
+    with the VTransE context and no effect.
+    Raises BadInput for an unknown name.
+    """
+    if name == "frequency":
+        return FrequencyHead(mode, log_frequency)
+    if name == "imp":
+        return IMPHead(mode, sizes, **options)
+    options |= {"word_vectors": word_vectors}
+    if name == "vtranse":
+        return CausalHead(mode, sizes, log_frequency, context="vtranse", **options)
+    heads = {"motifs": MotifsHead, "vctree": VCTreeHead, "transformer": TransformerHead, "causal": CausalHead}
+    if name not in heads:
+        raise BadInput(f"relation head is {name!r}; expected one of {', '.join(HEADS)}")
+    return heads[name](mode, sizes, log_frequency, **options)

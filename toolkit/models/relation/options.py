@@ -1,0 +1,58 @@
+"""The settings of scene graphs, with the values of Scene-Graph-Benchmark."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from toolkit.models.options import DetectorOptions
+
+
+@dataclass
+class SceneGraphOptions(DetectorOptions):
+    """A relation head on a Faster R-CNN (Tang et al.)."""
+
+    architecture: str = "scene_graph"
+    """Name of a detector of this toolkit, or `module:Class` of your own; this one is a relation head on a Faster
+    R-CNN."""
+    mode: Literal["predcls", "sgcls", "sgdet"] = "predcls"
+    """What is given beside the image: boxes and their classes (predcls), boxes (sgcls), or nothing (sgdet)."""
+    head: Literal["frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal"] = "motifs"
+    """What tells the predicates of pairs of objects; frequency is the baseline that only counts."""
+    head_options: dict[str, Any] = field(default_factory=dict)
+    """Settings of the head itself, such as {context: vctree, fusion: gate, effect: TDE} of causal."""
+    detector: str | None = None
+    """Run folder, checkpoint or `final/` of a trained Faster R-CNN to start from; it stays as it is unless
+    `model.freeze` is none. Without a value the Faster R-CNN starts from random weights."""
+    detector_options: dict[str, Any] | None = None
+    """Settings of the Faster R-CNN, as it has them by itself; without a value those of `model.detector`, or the
+    published ones."""
+    backbone: str | None = None
+    """timm model of the Faster R-CNN, in place of that in `model.detector_options`; without a value the one of these or
+    of `model.detector`."""
+    freeze: Literal["detector", "none"] | None = None
+    """Whether the Faster R-CNN stays as it is (detector) or is trained too (none), in predcls its feature maps only.
+    Without a value it stays as it is if `model.detector` is given."""
+    hidden_dim: int = 512
+    """Width of the head."""
+    embed_dim: int = 200
+    """Width of the class vectors."""
+    word_vectors: str | None = None
+    """Text file of word vectors, such as glove.6B.200d.txt, that the class vectors start from; without a value they are
+    random."""
+    pairs_per_image: int = 1024
+    """Pairs of objects of an image that are sampled in training."""
+    positive_fraction: float = 0.25
+    """Largest share of the sampled pairs that may have a relation."""
+    require_overlap: bool = False
+    """In sgdet, look at pairs of overlapping boxes only."""
+    detections_per_image: int = 80
+    """In sgdet, largest number of detected objects of an image."""
+    nms_threshold: float = 0.5
+    """In sgdet, IoU from which two objects of an image cannot have the same class."""
+    label_smoothing: float = 0.0
+    """Share of the probability that the targets of predicates and of classes spread evenly over all of them."""
+    rare_predicate_power: float = 0.0
+    """Exponent p of the weight (most frequent / count) ** p that a predicate has in its loss; at 0 all weigh the
+    same."""
+    norm_momentum: float | None = None
+    """Momentum of the batch norms of head and union features. Without a value they have the published ones, 0.001 and
+    0.01, whose running statistics take tens of thousands of steps; short runs need 0.1."""
