@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+MAX_IMAGE_PIXELS = 100_000_000  # default of data.max_image_pixels: 300 MB decoded
 _NONFINITE = "__nonfinite__"  # key of the encoded form of a float that strict JSON lacks
 
 

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from toolkit.data.checks import unsafe_file_name
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image
 from toolkit.data.table import Problem
 from toolkit.errors import BadInput
-from toolkit.files import usable_cores
+from toolkit.files import MAX_IMAGE_PIXELS, usable_cores
+from toolkit.text import shown
 
 FULL_CHECK_LIMIT = 20_000  # images; above it only headers are read unless a full check is asked for
 UNLISTED_NAMED = 10
@@ -21,16 +23,21 @@ TAIL = {"JPEG": (b"\xff\xd9", 1024), "PNG": (b"IEND", 64)}  # end marker, and ho
 
 
 def check_image_files(
-    rows: Sequence[Mapping], listed: Set[str], image_root: Path, check_images: bool | str
+    rows: Sequence[Mapping],
+    listed: Set[str],
+    image_root: Path,
+    check_images: bool | str,
+    max_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[list[Problem], dict[str, str]]:
     """Checks every row's file in a thread pool, and names the image files beside them that are not in `listed`.
 
     check_images: "full" decodes each, "header" reads size and end marker, True takes full up to FULL_CHECK_LIMIT.
+    max_pixels: an image with more of them cannot be used.
     Returns the problems and {folder: folder_digest} of the folders read, by which a cache knows that it still holds.
     Raises BadInput when not one of the files exists: the folder is then the wrong one.
     """
-    if not any((image_root / row["file_name"]).exists() for row in rows):
-        named = f"; the first is {rows[0]['file_name']!r}" if rows else ""
+    if not any(os.path.exists(image_root / row["file_name"]) for row in rows):  # Path's raises for too long a name
+        named = f"; the first is {shown(rows[0]['file_name'])!r}" if rows else ""
         raise BadInput(f"{image_root}: none of the {len(rows)} listed images is in this folder{named}; set the image "
                        "folder (--data.image_dir)")
     problems: list[Problem] = []
@@ -44,27 +51,29 @@ def check_image_files(
 
     def check(row: Mapping) -> list[Problem]:
         path = image_root / row["file_name"]
-        if os.path.dirname(row["file_name"]) in escaping or (path.is_symlink() and not _inside(path, real_root)):
+        if os.path.dirname(row["file_name"]) in escaping or (os.path.islink(path) and not _inside(path, real_root)):
             message = "unsafe file_name: a symbolic link leaves the image folder; refused before opening"
             return [Problem("error", row["file_name"], row["image_id"], None, message)]
-        return check_image(row, path, full)
+        return check_image(row, path, full, max_pixels)
 
     problems += parallel(check, rows, "checking images")
     problems += _unlisted(image_root, folders, listed)
     return problems, {str(image_root / folder): folder_digest(image_root / folder) for folder in folders}
 
 
-def check_image(row: Mapping, source: Path | bytes, full: bool) -> list[Problem]:
+def check_image(
+    row: Mapping, source: Path | bytes, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
+) -> list[Problem]:
     """Problems of one image: readable, whole, upright size as recorded, content as its name says."""
 
     def problem(severity: str, message: str) -> Problem:
         return Problem(severity, row["file_name"], row["image_id"], None, message)
 
     try:
-        probe = probe_image(source)
+        probe = probe_image(source, max_pixels)
         # an end marker shows a whole file; without one, decoding tells a cut file from one with something appended
         if full or (probe.format in TAIL and not _ends(source, *TAIL[probe.format])):
-            decode_image(source)
+            decode_image(source, max_pixels)
     except ImageError as error:
         return [problem("error", error.reason)]
     problems = [problem("note", note) for note in probe.notes]
@@ -88,11 +97,11 @@ def parallel(check: Callable[[Any], list[Problem]], rows: Sequence, what: str) -
 
 
 def folder_digest(folder: str | Path) -> str:
-    """Hash of names, sizes and modification times of the files in `folder`, "" when there is no such folder."""
+    """Hash of names, sizes and modification times of the files in `folder`, "" when there is none that can be read."""
     try:
         with os.scandir(folder) as entries:
             files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return ""
     listing = repr(sorted((name, status.st_size, status.st_mtime_ns) for name, status in files))
     return hashlib.blake2b(listing.encode(errors="replace"), digest_size=16).hexdigest()
@@ -106,11 +115,11 @@ def find_image_root(annotation_file: Path, file_names: Iterable[str]) -> Path:
     candidates = list(dict.fromkeys([here, here / "images", here.parent, *beside]))
     names = [name for name in file_names if not unsafe_file_name(name)][:20]  # the very first may be the missing one
     for candidate in candidates:
-        if any((candidate / name).is_file() for name in names):
+        if any(os.path.isfile(candidate / name) for name in names):
             return candidate
     tried = ", ".join(str(candidate) for candidate in candidates)
-    shown = names[0] if names else "(no usable file_name)"
-    raise BadInput(f"{annotation_file}: no image folder found for {shown!r}; tried {tried}; set it with "
+    first = repr(shown(names[0])) if names else "(no usable file_name)"
+    raise BadInput(f"{annotation_file}: no image folder found for {first}; tried {tried}; set it with "
                    "--data.image_dir")
 
 
@@ -132,13 +141,12 @@ def _unlisted(image_root: Path, folders: Sequence[str], listed: Set[str]) -> lis
     listed = {os.path.normpath(name) for name in listed}
     names: list[str] = []
     for folder in folders:
-        if (image_root / folder).is_dir():
-            with os.scandir(image_root / folder) as entries:
-                found = {os.path.normpath(os.path.join(folder, entry.name)) for entry in entries
-                         if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES}
+        with suppress(OSError), os.scandir(image_root / folder) as entries:
+            found = {os.path.normpath(os.path.join(folder, entry.name)) for entry in entries
+                     if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES}
             names += sorted(found - listed)
     message = "not listed in the annotation file; not used"
     if len(names) <= UNLISTED_NAMED:
         return [Problem("warning", name, None, None, f"file {message}") for name in names]
-    shown = f"{len(names)} image files {message}: {', '.join(names[:3])}, ..."
-    return [Problem("warning", str(image_root), None, None, shown)]
+    some = f"{len(names)} image files {message}: {', '.join(shown(name) for name in names[:3])}, ..."
+    return [Problem("warning", str(image_root), None, None, some)]

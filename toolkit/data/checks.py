@@ -2,10 +2,11 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 
+from toolkit.data.box_formats import wrong_box_format
 from toolkit.data.table import OBJECT_TYPES, RELATION_TYPES, Category, Problem
 from toolkit.errors import BadInput
 
@@ -14,6 +15,8 @@ logger = logging.getLogger(__name__)
 CLIP_TOLERANCE = 0.01  # pixels; COCO rounds coordinates to two places, which alone can put an edge this far outside
 LISTED_ERRORS = 200
 LARGEST_AREA = 3e38  # the table's are float32
+LARGEST_SIDE = 2**31  # pixels
+LARGEST_COORDINATE = 1e15  # pixels; sums and products of such ones stay finite
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Document:
     listed: set[str]  # every file_name of the document, those of unusable records too
 
 
-def validate_document(document: object, file: str) -> Document:
+def validate_document(document: object, file: str, max_image_pixels: int | None = None) -> Document:
     """Checks a parsed COCO document (`images`, `annotations`, `categories`, optional `rel_*`, `attribute_categories`)
     and makes rows of it.
 
@@ -37,12 +40,16 @@ def validate_document(document: object, file: str) -> Document:
     it counts repeatedly in training and recall, as published numbers have it.
     Boxes become xyxy, category ids contiguous from 0 in the order of the original ids. A record with an error is left
     out of the rows and reported; a repaired one is reported as a warning. Unknown keys are ignored.
-    Raises BadInput for a document without the three lists, since nothing in it can be used.
+    max_image_pixels: images that are said to be larger cannot be used; None: the images themselves will tell.
+    Raises BadInput for a document without the three lists, and for one whose boxes are in another format than COCO's,
+    since nothing in it can be used.
     """
     _check_top(document, file)
     problems: list[Problem] = []
     categories, labels = _categories(document["categories"], file, "category", problems)
-    rows, unusable = _images(document["images"], file, problems)
+    rows, unusable = _images(document["images"], file, max_image_pixels, problems)
+    if wrong := wrong_box_format(document["annotations"], rows):
+        raise BadInput(f"{file}: {wrong}")
     attributes, attribute_rows = _categories(document.get("attribute_categories") or [], file, "attribute", problems)
     places = _annotations(document["annotations"], file, rows, labels, attribute_rows, problems)
     predicates, predicate_rows = _categories(document.get("rel_categories") or [], file, "predicate", problems)
@@ -98,7 +105,9 @@ def _check_top(document: object, file: str) -> None:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int | str) and not isinstance(value, bool) and value != ""
+    if isinstance(value, str):
+        return value != "" and _is_unicode(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _fits_int64(id_: int | str) -> bool:
@@ -130,7 +139,7 @@ def _categories(entries: list, file: str, what: str, problems: list[Problem]) ->
         elif not isinstance(entry.get("name"), str) or not entry["name"].strip():
             report("error", f"{what} {entry['id']}: `name` is {entry.get('name')!r}; expected a name")
         elif entry["id"] not in names:
-            names[entry["id"]] = entry["name"]
+            names[entry["id"]] = _unicode_name(entry, what, report)
         elif entry["name"] == names[entry["id"]]:
             report("warning", f"{what} id {entry['id']} listed twice under one name; taken once")
         else:
@@ -148,7 +157,15 @@ def _categories(entries: list, file: str, what: str, problems: list[Problem]) ->
     return tuple(categories), {id_: row for row, id_ in enumerate(ordered)}
 
 
-def _images(entries: list, file: str, problems: list[Problem]) -> tuple[dict, set]:
+def _unicode_name(entry: Mapping, what: str, report: Callable[[str, str], None]) -> str:
+    """The name as text that files can hold; a half of a surrogate pair becomes its number."""
+    name = entry["name"].encode("utf-8", "backslashreplace").decode()
+    if name != entry["name"]:
+        report("warning", f"{what} {entry['id']}: name {entry['name']!r} is no Unicode; it is called {name!r}")
+    return name
+
+
+def _images(entries: list, file: str, max_pixels: int | None, problems: list[Problem]) -> tuple[dict, set]:
     """(image id -> row, ids that cannot be used). Unusable ones keep a row, so that their annotations are checked."""
     rows: dict[int | str, dict] = {}
     unusable: set[int | str] = set()
@@ -162,7 +179,7 @@ def _images(entries: list, file: str, problems: list[Problem]) -> tuple[dict, se
             problems.append(Problem("error", file, None, None, f"image entry {number}: {fault}"))
             continue
         image_id, name = entry["id"], entry.get("file_name")
-        faults = _image_faults(entry)
+        faults = _image_faults(entry, max_pixels)
         if not _fits_int64(image_id):
             faults.append(f"image id {image_id} does not fit into 64 bits; write it as a string")
         shown = name if isinstance(name, str) and name else file
@@ -184,20 +201,39 @@ def _images(entries: list, file: str, problems: list[Problem]) -> tuple[dict, se
     return rows, unusable
 
 
-def _image_faults(entry: Mapping) -> list[str]:
+def _image_faults(entry: Mapping, max_pixels: int | None) -> list[str]:
     faults = []
     name = entry.get("file_name")
     if not isinstance(name, str) or not name:
         faults.append("`file_name` missing" if name is None else f"`file_name` is {name!r}; expected a path")
+    elif not _is_unicode(name):
+        faults.append(f"`file_name` is {name!r}, which is no Unicode; rename the file")
     elif unsafe_file_name(name):
         faults.append("unsafe file_name: it leaves the image folder; refused before opening")
     for key in ("width", "height"):
         value = entry.get(key)
         if value is None:
             faults.append(f"`{key}` missing")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or value != value or value <= 0 or value % 1:
+        elif not _is_side(value):
             faults.append(f"`{key}` is {value!r}; expected a positive number of pixels")
+    width, height = entry.get("width"), entry.get("height")
+    if max_pixels is not None and not faults and width * height > max_pixels:
+        faults.append(f"{width} x {height} pixels are more than data.max_image_pixels {max_pixels}")
     return faults
+
+
+def _is_side(value: object) -> bool:
+    """Whether `value` is a number of pixels, as large as a 32-bit one at most."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST_SIDE and not value % 1
+
+
+def _is_unicode(text: str) -> bool:
+    """False for text with halves of surrogate pairs, which no file and no table can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _empty_row(entry: Mapping) -> dict:
@@ -308,7 +344,8 @@ def _box(bbox: object, row: Mapping | None) -> tuple[tuple[float, ...] | None, l
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None, [f"bbox {bbox!r} holds something that is no number"], []
     x, y, w, h = bbox
-    if not (math.isfinite(x) and math.isfinite(y) and math.isfinite(w) and math.isfinite(h)):
+    largest = LARGEST_COORDINATE  # compared, not converted: a number of 400 digits has no float
+    if not (-largest < x < largest and -largest < y < largest and -largest < w < largest and -largest < h < largest):
         return None, [f"non-finite coordinate in bbox {list(bbox)}"], []
     if w < 0 or h < 0:
         return None, [f"negative {'width' if w < 0 else 'height'} in bbox {list(bbox)}"], []
@@ -329,7 +366,7 @@ def _box(bbox: object, row: Mapping | None) -> tuple[tuple[float, ...] | None, l
 
 
 def _bad_size(row: Mapping) -> bool:
-    return not all(isinstance(row[key], int | float) and row[key] > 0 for key in ("width", "height"))
+    return not (_is_side(row["width"]) and _is_side(row["height"]))
 
 
 def _area(entry: Mapping, box: tuple[float, ...], clipped: bool) -> float:

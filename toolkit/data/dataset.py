@@ -82,6 +82,6 @@ class DetectionDataset(torch.utils.data.Dataset):
 
     def _decode(self, row: dict) -> Tensor:
         try:
-            return decode_image(self.table.image_source(row))
+            return decode_image(self.table.image_source(row), self.table.max_image_pixels)
         except ImageError as error:
             raise BadInput(f"{row['file_name']}: image id {row['image_id']} cannot be read: {error}") from error

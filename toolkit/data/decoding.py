@@ -1,8 +1,9 @@
 """Image files to RGB tensors: upright, 8 bits, whole, or an error that says why not."""
 
 import io
+import os
+import stat
 import struct
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torchvision.io import ImageReadMode, decode_jpeg
+
+from toolkit.files import MAX_IMAGE_PIXELS
 
 JPEG_START = b"\xff\xd8\xff"
 EXTENSIONS = {
@@ -26,6 +29,9 @@ EXTENSIONS = {
 BROKEN = (SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError, struct.error,
           Image.DecompressionBombError)  # fmt: skip
 IMAGE_SUFFIXES = frozenset().union(*EXTENSIONS.values())
+KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe (FIFO)", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device",
+         stat.S_IFBLK: "device"}  # fmt: skip
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit lets twice as much pass, and could not be raised by the setting
 
 
 class ImageError(Exception):
@@ -44,17 +50,19 @@ class ImageProbe(NamedTuple):
     format: str
 
 
-def decode_image(source: Path | str | bytes) -> torch.Tensor:
+def decode_image(source: Path | str | bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> torch.Tensor:
     """An image file, or its bytes, as uint8 (3, H, W) RGB, EXIF orientation applied.
 
     Strides are those of (H, W, 3) memory, which both decoders give and torchvision resizes fastest.
 
     JPEG (grey and CMYK too) goes through torchvision, the rest through Pillow. 16-bit grey is scaled (65535 -> 255),
     not clipped; alpha is dropped, the colour under it kept. Raises ImageError for a file that is missing, empty, no
-    image, or not whole: a truncated image is never filled up with grey.
+    image, or not whole: a truncated image is never filled up with grey. So does, before anything is decoded, what says
+    that it has more than `max_pixels`, and what is no file at all, such as a pipe that nobody writes to.
     """
-    path, data = _read(source)
+    path, data = read_file(source, max_pixels)
     if data[:3] == JPEG_START:
+        _check_pixels(_jpeg_size(data), max_pixels, path)
         try:
             # torchvision refuses truncated data, and rotates by EXIF only when told to
             return decode_jpeg(
@@ -64,22 +72,21 @@ def decode_image(source: Path | str | bytes) -> torch.Tensor:
             if "truncated" in str(error):
                 raise ImageError("image data truncated", path) from error
             # an uncommon kind of JPEG, or damage: Pillow decodes it or says what is wrong
-    return _decode_with_pillow(data, path)
+    return _decode_with_pillow(data, path, max_pixels)
 
 
-def probe_image(source: Path | str | bytes) -> ImageProbe:
+def probe_image(source: Path | str | bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageProbe:
     """Size, format and notes from the header alone. Raises ImageError as `decode_image` does, truncation excepted."""
     path = None if isinstance(source, bytes) else Path(source)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(source) if path is None else path) as image:
-                orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-                width, height = image.size
-                return ImageProbe((width, height) if orientation in (5, 6, 7, 8) else (height, width),
-                                  _notes(image), image.format)
+        with io.BytesIO(source) if path is None else open_file(path, max_pixels) as file, Image.open(file) as image:
+            _check_pixels(image.size, max_pixels, path)
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+            width, height = image.size
+            return ImageProbe((width, height) if orientation in (5, 6, 7, 8) else (height, width),
+                              _notes(image), image.format)
     except UnidentifiedImageError as error:
-        _, data = _read(source)  # says "empty" where that is the reason
+        _, data = read_file(source, max_pixels)  # says "empty" where that is the reason
         raise ImageError(_no_image(data), path) from error
     except OSError as error:
         raise ImageError(_os_error(error), path) from error
@@ -87,14 +94,32 @@ def probe_image(source: Path | str | bytes) -> ImageProbe:
         raise ImageError(f"image cannot be read: {error}", path) from error
 
 
-def _read(source: Path | str | bytes) -> tuple[Path | None, bytearray]:
+def open_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.BufferedReader:
+    """A file of at most the size that an image of `max_pixels` needs, open for reading; the open never waits.
+
+    Raises ImageError for what is no regular file, and for a larger one; OSError.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "special file")
+        raise ImageError(f"no image file: it is a {kind}", Path(path))
+    if status.st_size > (most := 16 * max_pixels + 2**26):  # bytes of a pixel at the very most, and metadata
+        raise ImageError(f"the file has {status.st_size} bytes, more than the {most} of any image of "
+                         f"data.max_image_pixels {max_pixels}", Path(path))  # fmt: skip
+    # a pipe that has come into its place is not waited for
+    return open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+
+
+def read_file(source: Path | str | bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[Path | None, bytearray]:
+    """(path, the whole file), or (None, bytes that were given). Raises ImageError as `open_file`, and for an empty or
+    unreadable one."""
     if isinstance(source, bytes):
         path, data = None, bytearray(source)
     else:
         path = Path(source)
         try:
-            data = bytearray(path.stat().st_size)
-            with open(path, "rb", buffering=0) as file:
+            with open_file(path, max_pixels) as file:
+                data = bytearray(os.fstat(file.fileno()).st_size)
                 file.readinto(data)
         except OSError as error:
             raise ImageError(_os_error(error), path) from error
@@ -103,9 +128,33 @@ def _read(source: Path | str | bytes) -> tuple[Path | None, bytearray]:
     return path, data
 
 
-def _decode_with_pillow(data: bytearray, path: Path | None) -> torch.Tensor:
+def _check_pixels(size: tuple[int, int], max_pixels: int, path: Path | None) -> None:
+    if size[0] * size[1] > max_pixels:
+        raise ImageError(f"{size[0]} x {size[1]} pixels are more than data.max_image_pixels {max_pixels}", path)
+
+
+def _jpeg_size(data: bytearray) -> tuple[int, int]:
+    """Width and height that the frame header of a JPEG says; 0 where there is none before the pixels."""
+    at = 2
+    while at + 9 <= len(data):
+        marker = data[at + 1]
+        if data[at] != 0xFF or marker in (0x00, 0xFF):  # fill bytes, or garbage, which decoders pass over
+            at += 1
+        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack_from(">HH", data, at + 5)
+            return width, height
+        elif marker == 0xDA:
+            break
+        else:
+            alone = marker == 0x01 or 0xD0 <= marker <= 0xD9
+            at += 2 if alone else 2 + struct.unpack_from(">H", data, at + 2)[0]
+    return 0, 0
+
+
+def _decode_with_pillow(data: bytearray, path: Path | None, max_pixels: int) -> torch.Tensor:
     try:
         with Image.open(io.BytesIO(data)) as image:
+            _check_pixels(image.size, max_pixels, path)
             image.load()
             if image.format == "PNG" and b"IEND" not in data:  # Pillow is content once it has every pixel
                 raise ImageError("image data truncated", path)

@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from toolkit.errors import BadInput
-from toolkit.files import write_json
+from toolkit.files import MAX_IMAGE_PIXELS, write_json
+from toolkit.text import shown
 
 TABLE_VERSION = 2  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
 
@@ -57,13 +58,15 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
+        """One line, whatever names and values of the data are in it."""
         ids = []
         if self.image_id is not None:
-            ids.append(f"image {self.image_id}")
+            ids.append(f"image {shown(self.image_id)}")
         if self.annotation_id is not None:
-            ids.append(f"annotation {self.annotation_id}")
-        where = f"{self.file} ({', '.join(ids)})" if ids else self.file
-        return f"{self.severity}: {where}: {self.message}"
+            ids.append(f"annotation {shown(self.annotation_id)}")
+        file = shown(self.file, 300)
+        where = f"{file} ({', '.join(ids)})" if ids else file
+        return f"{self.severity}: {where}: {shown(self.message, 1000)}"
 
 
 @dataclass(eq=False)
@@ -78,6 +81,7 @@ class DetectionTable:
     image_root: folder that `file_name` is relative to; None when the images are embedded.
     problems: what validation found and repaired or dropped.
     fingerprint: hash of rows and categories, whatever folder they were read from.
+    max_image_pixels: of an image, for `decode_image`.
     """
 
     rows: datasets.Dataset
@@ -88,6 +92,7 @@ class DetectionTable:
     problems: list[Problem] = field(default_factory=list)
     name: str = ""
     fingerprint: str = ""
+    max_image_pixels: int = MAX_IMAGE_PIXELS
 
     def __len__(self) -> int:
         return len(self.rows)

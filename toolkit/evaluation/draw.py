@@ -46,7 +46,7 @@ def grid_samples(table, predictions: Mapping, positions: Sequence[int]) -> list[
             "labels": torch.as_tensor(np.array(objects["category"], dtype=np.int64)),
             "iscrowd": torch.as_tensor(np.array(objects["iscrowd"], dtype=np.int64)),
         }
-        samples.append((decode_image(table.image_source(row)), predictions[row["image_id"]], truth))
+        samples.append((decode_image(table.image_source(row), table.max_image_pixels), predictions[row["image_id"]], truth))
     return samples
 
 

@@ -79,7 +79,7 @@ def _tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
     triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
     right = correct_triplets(triplets, boxes, labels, truth)
     used = np.isin(np.arange(len(boxes)), triplets[:, :2])  # other detections would only cover the picture
-    picture = Image.fromarray(decode_image(table.image_source(row)).permute(1, 2, 0).contiguous().numpy())
+    picture = Image.fromarray(decode_image(table.image_source(row), table.max_image_pixels).permute(1, 2, 0).contiguous().numpy())
     names, predicates = table.class_names, table.predicates
     known = truth["relations"][:MOST_ARROWS]
     left = _panel(picture, truth["boxes"], truth["labels"], np.ones(len(truth["boxes"]), bool), known,

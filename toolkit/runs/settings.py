@@ -10,6 +10,8 @@ from typing import Literal
 from jsonargparse import set_parsing_settings
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from toolkit.files import MAX_IMAGE_PIXELS
+
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
@@ -137,6 +139,8 @@ class DataConfig:
     """Keep decoded images in memory; for small data sets."""
     on_error: Literal["raise", "drop"] = "raise"
     """Stop at faulty records and name all of them, or leave them out and list them in the run folder."""
+    max_image_pixels: PositiveInt = MAX_IMAGE_PIXELS
+    """Pixels (width times height) that an image may have; a larger one is a faulty record, and is never decoded."""
     max_train_images: PositiveInt | None = None
     """Use only this many images, the first ones, of the training data."""
     overfit_batches: PositiveInt | None = None

@@ -7,6 +7,7 @@ from toolkit.data.formats.hub import read_hub
 from toolkit.data.shapes import SPLITS, ensure_shapes
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
+from toolkit.files import MAX_IMAGE_PIXELS
 
 FORMATS = ("auto", "coco", "shapes", "hub", "visual_genome", "psg")
 
@@ -20,6 +21,7 @@ def open_dataset(
     on_error: str = "raise",
     cache_dir: str | Path | None = None,
     check_images: bool | str = True,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> DetectionTable:
     """Opens one split, validated and cached.
 
@@ -28,7 +30,7 @@ def open_dataset(
         the three files) and "psg" (`name` is psg.json): "train", "val" or "test"; "train:50" and "val:50" count 50
         validation images instead of the published 5000 and 1000.
     format: "auto" goes by `name` and by the suffix of `source`.
-    on_error, cache_dir, check_images: as in `read_coco`.
+    on_error, cache_dir, check_images, max_image_pixels: as in `read_coco`.
     Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format.
     """
     source = str(source)
@@ -36,12 +38,13 @@ def open_dataset(
         raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
     if format == "auto":
         format = "hub" if name is not None else "coco" if source.lower().endswith(".json") else _unknown(source)
+    options = {"on_error": on_error, "cache_dir": cache_dir, "check_images": check_images,
+               "max_image_pixels": max_image_pixels}  # fmt: skip
     if format == "hub":
         if name is None:
             raise BadInput(f"format 'hub' with split {source!r}: set the data set's name or folder (--data.name)")
-        return read_hub(name, source, on_error=on_error, cache_dir=cache_dir, check_images=check_images)
+        return read_hub(name, source, **options)
     if format in ("visual_genome", "psg"):
-        options = {"on_error": on_error, "cache_dir": cache_dir, "check_images": check_images}
         return _open_scene_graphs(source, image_dir, format, name, **options)
     if format == "shapes":
         if source not in SPLITS or name is not None:
@@ -50,7 +53,7 @@ def open_dataset(
                            f"your data (--data.format {', '.join(each for each in FORMATS if each != 'shapes')})")
         folder = ensure_shapes(cache_dir)
         return read_coco(folder / "annotations" / f"{source}.json", folder / source, cache_dir=cache_dir)
-    return read_coco(source, image_dir, on_error=on_error, cache_dir=cache_dir, check_images=check_images)
+    return read_coco(source, image_dir, **options)
 
 
 def _open_scene_graphs(source: str, image_dir, format: str, name: str | None, **options) -> DetectionTable:

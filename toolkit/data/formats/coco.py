@@ -4,12 +4,15 @@ import dataclasses
 import gc
 import hashlib
 import json
+import os
+import stat
 from pathlib import Path
 
 from toolkit.data.check_files import check_image_files, find_image_root, folder_digest
 from toolkit.data.checks import settle, validate_document
 from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
 from toolkit.errors import BadInput
+from toolkit.files import MAX_IMAGE_PIXELS
 
 
 def read_coco(
@@ -19,12 +22,14 @@ def read_coco(
     on_error: str = "raise",
     cache_dir: str | Path | None = None,
     check_images: bool | str = True,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> DetectionTable:
     """Reads a COCO `instances` file (polygons and masks are not kept) into a memory-mapped DetectionTable.
 
     image_dir: folder that `file_name` is relative to; None looks near the annotation file.
     on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
     check_images: True, "full" (decode each), "header", or False (the files are not looked at).
+    max_image_pixels: an image with more of them cannot be used, and is refused before it is decoded.
     The table and the verdict are cached by the content of the JSON, the options, and the names, sizes and times of
     the images, so that a second start reads neither. `rel_categories` and `rel_annotations`, or triplets `relations`
     (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids` of
@@ -39,12 +44,14 @@ def read_coco(
         image_dir = Path(image_dir).expanduser()
         if not image_dir.is_dir():
             raise BadInput(f"{image_dir}: no such image folder")
-    cache_file = _cache_file(annotation_file, image_dir, check_images, cache_root(cache_dir))
+    options = f"{check_images} {max_image_pixels}"
+    cache_file = _cache_file(annotation_file, image_dir, options, cache_root(cache_dir))
     cached = open_table(cache_file)
     if cached and all(folder_digest(folder) == digest for folder, digest in cached[1].items()):
         table = dataclasses.replace(cached[0], name=str(annotation_file))
     else:
-        table = _read(annotation_file, image_dir, check_images, cache_file)
+        table = _read(annotation_file, image_dir, check_images, max_image_pixels, cache_file)
+    table.max_image_pixels = max_image_pixels
     settle(table.problems, on_error if len(table) else "raise", str(annotation_file))
     if not len(table):
         raise BadInput(f"{annotation_file}: not one usable image")
@@ -78,8 +85,11 @@ def write_coco(table: DetectionTable, path: str | Path) -> None:
     Path(path).write_text(json.dumps(document))
 
 
-def _cache_file(annotation_file: Path, image_dir: Path | None, check_images: bool | str, cache: Path) -> Path:
+def _cache_file(annotation_file: Path, image_dir: Path | None, options: str, cache: Path) -> Path:
     try:
+        mode = os.stat(annotation_file).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would be waited for, a device read without end
+            raise BadInput(f"{annotation_file}: no file, but a pipe or a device; it is read twice, so give a file")
         with open(annotation_file, "rb") as file:
             digest = hashlib.file_digest(file, hashlib.blake2b)
     except FileNotFoundError as error:
@@ -87,16 +97,18 @@ def _cache_file(annotation_file: Path, image_dir: Path | None, check_images: boo
     except OSError as error:
         raise BadInput(f"{annotation_file}: cannot be read: {error.strerror}") from error
     place = f"in {image_dir.resolve()}" if image_dir else f"near {annotation_file.resolve()}"
-    digest.update(f"coco {TABLE_VERSION} {check_images} {place}".encode())
+    digest.update(f"coco {TABLE_VERSION} {options} {place}".encode())
     return cache / "tables" / f"{digest.hexdigest()[:32]}.json"
 
 
-def _read(annotation_file: Path, image_dir: Path | None, check_images: bool | str, cache_file: Path) -> DetectionTable:
+def _read(
+    annotation_file: Path, image_dir: Path | None, check_images: bool | str, max_pixels: int, cache_file: Path
+) -> DetectionTable:
     was_enabled = gc.isenabled()
     gc.disable()  # it would walk through the millions of dicts of a large set again and again: half of the time
     try:
         document, notes = _parse(annotation_file)
-        valid = validate_document(document, str(annotation_file))
+        valid = validate_document(document, str(annotation_file), max_pixels)
         del document
     finally:
         if was_enabled:
@@ -105,7 +117,7 @@ def _read(annotation_file: Path, image_dir: Path | None, check_images: bool | st
     problems, checked = notes + valid.problems, {}
     rows = valid.rows
     if check_images and rows:
-        found, checked = check_image_files(rows, valid.listed, image_root, check_images)
+        found, checked = check_image_files(rows, valid.listed, image_root, check_images, max_pixels)
         problems += found
         bad = {problem.image_id for problem in found if problem.severity == "error"}
         rows = [row for row in rows if row["image_id"] not in bad]
@@ -139,5 +151,7 @@ def _parse(annotation_file: Path) -> tuple[object, list[Problem]]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise BadInput(f"{annotation_file}: invalid JSON at {where}: {error.msg}") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise BadInput(f"{annotation_file}: invalid JSON: {error}") from error
     except RecursionError as error:
         raise BadInput(f"{annotation_file}: invalid JSON: nested too deep") from error

@@ -11,9 +11,10 @@ from datasets.exceptions import DatasetsError
 
 from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
 from toolkit.data.checks import settle, validate_document
-from toolkit.data.decoding import ImageError, probe_image
+from toolkit.data.decoding import ImageError, probe_image, read_file
 from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
 from toolkit.errors import BadInput
+from toolkit.files import MAX_IMAGE_PIXELS
 
 CATEGORY_KEYS = ("category", "categories", "category_id", "label", "labels")
 ID_KEYS = ("id", "bbox_id", "ids")
@@ -37,6 +38,7 @@ def read_hub(
     on_error: str = "raise",
     cache_dir: str | Path | None = None,
     check_images: bool | str = True,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> DetectionTable:
     """Reads a split of a hub data set, of a `save_to_disk` folder, or of a folder of Parquet files.
 
@@ -48,9 +50,10 @@ def read_hub(
     columns = _columns(split_rows, name)
     split_rows = split_rows.cast_column(columns.image, datasets.Image(decode=False))
     source = f"{name} ({split})"
-    cache_file = _cache_file(split_rows, f"{source} {check_images}", cache_root(cache_dir))
+    cache_file = _cache_file(split_rows, f"{source} {check_images} {max_image_pixels}", cache_root(cache_dir))
     cached = open_table(cache_file)
-    table = cached[0] if cached else _read(split_rows, columns, source, check_images, cache_file)
+    table = cached[0] if cached else _read(split_rows, columns, source, (check_images, max_image_pixels), cache_file)
+    table.max_image_pixels = max_image_pixels
     settle(table.problems, on_error if len(table) else "raise", source)
     if not len(table):
         raise BadInput(f"{source}: the split has no images")
@@ -110,8 +113,9 @@ def _cache_file(rows: datasets.Dataset, what: str, cache: Path) -> Path:
 
 
 def _read(
-    rows: datasets.Dataset, columns: _Columns, source: str, check_images: bool | str, cache_file: Path
+    rows: datasets.Dataset, columns: _Columns, source: str, checking: tuple[bool | str, int], cache_file: Path
 ) -> DetectionTable:
+    check_images, max_pixels = checking
     document, problems = _document(rows, columns, source)
     full = check_images == "full" or (check_images is True and len(rows) <= FULL_CHECK_LIMIT)
     entries = list(enumerate(document["images"]))
@@ -119,14 +123,14 @@ def _read(
     def check(entry: tuple[int, dict]) -> list[Problem]:
         index, image = entry
         try:
-            data = _encoded(rows[index][columns.image])
-            height, width = probe_image(data).size_hw
+            data = _encoded(rows[index][columns.image], max_pixels)
+            height, width = probe_image(data, max_pixels).size_hw
         except ImageError as error:
             # reported once, as the file's fault: neither the missing size nor a box outside it is another
             image.update(width=image["width"] or UNKNOWN_SIZE, height=image["height"] or UNKNOWN_SIZE)
             return [Problem("error", image["file_name"], image["id"], None, error.reason)]
         image.update(width=image["width"] or width, height=image["height"] or height)
-        return check_image({**image, "image_id": image["id"]}, data, full) if check_images else []
+        return check_image({**image, "image_id": image["id"]}, data, full, max_pixels) if check_images else []
 
     problems += parallel(check, entries, "checking images")
     bad = {problem.image_id for problem in problems if problem.severity == "error"}
@@ -136,7 +140,7 @@ def _read(
     def embedded() -> Iterator[dict]:
         for row in valid.rows:
             if row["image_id"] not in bad:
-                yield {**row, "image": _encoded(rows[places[row["image_id"]]][columns.image])}
+                yield {**row, "image": _encoded(rows[places[row["image_id"]]][columns.image], max_pixels)}
 
     return write_table(
         embedded(),
@@ -180,13 +184,10 @@ def _objects(objects: object) -> list[dict]:
     return list(objects or [])
 
 
-def _encoded(image: Mapping | None) -> bytes:
+def _encoded(image: Mapping | None, max_pixels: int) -> bytes:
     """The encoded bytes of an undecoded image column. Raises ImageError."""
     if image is None:
         raise ImageError("no image in this row")
     if image.get("bytes") is not None:
         return image["bytes"]
-    try:
-        return Path(image["path"]).read_bytes()
-    except OSError as error:
-        raise ImageError(f"image file {image['path']} cannot be read: {error.strerror}") from error
+    return bytes(read_file(Path(image["path"]), max_pixels)[1])

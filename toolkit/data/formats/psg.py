@@ -9,6 +9,7 @@ from toolkit.data.check_files import check_image_files, folder_digest
 from toolkit.data.checks import settle, validate_document
 from toolkit.data.table import TABLE_VERSION, DetectionTable, cache_root, open_table, write_table
 from toolkit.errors import BadInput
+from toolkit.files import MAX_IMAGE_PIXELS
 
 
 def read_psg(
@@ -20,6 +21,7 @@ def read_psg(
     on_error: str = "raise",
     cache_dir: str | Path | None = None,
     check_images: bool | str = True,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> DetectionTable:
     """One split as a memory-mapped, cached DetectionTable; options as in `read_coco`.
 
@@ -32,18 +34,22 @@ def read_psg(
         raise BadInput(f"{annotation_file}: no such annotation file")
     with open(annotation_file, "rb") as stream:
         digest = hashlib.file_digest(stream, hashlib.blake2b)
-    digest.update(f"psg {TABLE_VERSION} {split} {num_val_images} {check_images} {Path(image_dir).resolve()}".encode())
+    options = f"{split} {num_val_images} {check_images} {max_image_pixels}"
+    digest.update(f"psg {TABLE_VERSION} {options} {Path(image_dir).resolve()}".encode())
     cache_file = cache_root(cache_dir) / "tables" / f"{digest.hexdigest()[:32]}.json"
     cached = open_table(cache_file)
     if cached and all(folder_digest(place) == found for place, found in cached[1].items()):
         table = dataclasses.replace(cached[0], name=f"{annotation_file} {split}")
     else:
-        table = _read(annotation_file, Path(image_dir), split, num_val_images, check_images, cache_file)
+        checking = (check_images, max_image_pixels)
+        table = _read(annotation_file, Path(image_dir), split, num_val_images, checking, cache_file)
+    table.max_image_pixels = max_image_pixels
     settle(table.problems, on_error, str(annotation_file))
     return table
 
 
-def _read(annotation_file: Path, image_dir: Path, split: str, num_val: int, check_images, cache_file: Path):
+def _read(annotation_file: Path, image_dir: Path, split: str, num_val: int, checking: tuple, cache_file: Path):
+    check_images, max_pixels = checking
     try:
         document = json.loads(annotation_file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -52,10 +58,10 @@ def _read(annotation_file: Path, image_dir: Path, split: str, num_val: int, chec
         raise BadInput([f"{annotation_file}: key `{key}` missing" for key in missing])
     if faults := [fault for number, entry in enumerate(document["data"]) for fault in _entry_faults(entry, number)]:
         raise BadInput([f"{annotation_file}: {fault}" for fault in faults])
-    valid = validate_document(as_coco(document, split, num_val), str(annotation_file))
+    valid = validate_document(as_coco(document, split, num_val), str(annotation_file), max_pixels)
     rows, problems, checked = valid.rows, valid.problems, {}
     if check_images and rows:
-        found, checked = check_image_files(rows, valid.listed, image_dir, check_images)
+        found, checked = check_image_files(rows, valid.listed, image_dir, check_images, max_pixels)
         problems = problems + found
         bad = {problem.image_id for problem in found if problem.severity == "error"}
         rows = [row for row in rows if row["image_id"] not in bad]

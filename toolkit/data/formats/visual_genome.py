@@ -18,6 +18,7 @@ from toolkit.data.check_files import check_image_files, folder_digest
 from toolkit.data.checks import settle
 from toolkit.data.table import TABLE_VERSION, Category, DetectionTable, Problem, cache_root, open_table, write_table
 from toolkit.errors import BadInput
+from toolkit.files import MAX_IMAGE_PIXELS
 
 BOX_SCALE = 1024  # pixels of the longer image side that the boxes of the file refer to
 CORRUPTED_IMAGES = (1592, 1722, 4616, 4617)  # listed in image_data.json, left out of the graphs
@@ -157,6 +158,7 @@ def read_visual_genome(
     on_error: str = "raise",
     cache_dir: str | Path | None = None,
     check_images: bool | str = True,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> DetectionTable:
     """One split as a memory-mapped DetectionTable, cached by the content of the three files and the options.
 
@@ -164,7 +166,7 @@ def read_visual_genome(
     width or height are dropped from train, with their relations; val and test keep them. Repeated relations stay.
     """
     files = [Path(folder) / name for name in (h5_name, dicts_name, image_data_name)]
-    options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping, check_images]
+    options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping, check_images, max_image_pixels]
     cache_file = _cache_file(files, [*options, str(Path(image_dir).resolve())], cache_dir)
     cached = open_table(cache_file)
     name = f"{files[0]} {split}"
@@ -172,12 +174,13 @@ def read_visual_genome(
         table = replace(cached[0], name=name)
     else:
         graphs = load_graphs(files[0], *options[:4])
-        table = _write(graphs, files, Path(image_dir), split, check_images, cache_file, name)
+        table = _write(graphs, files, Path(image_dir), split, (check_images, max_image_pixels), cache_file, name)
+    table.max_image_pixels = max_image_pixels
     settle(table.problems, on_error, str(files[0]))
     return table
 
 
-def _write(graphs, files, image_dir: Path, split: str, check_images, cache_file: Path, name: str) -> DetectionTable:
+def _write(graphs, files, image_dir: Path, split: str, checking: tuple, cache_file: Path, name: str) -> DetectionTable:
     classes, predicates, attributes = load_names(files[1])
     with h5py.File(files[0], "r") as h5:
         images = load_image_list(files[2], image_dir, len(h5["split"]))
@@ -190,8 +193,8 @@ def _write(graphs, files, image_dir: Path, split: str, check_images, cache_file:
         if not any(severity == "error" for severity, _ in faults):
             rows.append(_row(graphs, place, images[image], drop=split == "train", attributes=bool(attributes)))
     checked = {}
-    if check_images and rows:
-        found, checked = check_image_files(rows, {f"{e['image_id']}.jpg" for e in images}, image_dir, check_images)
+    if checking[0] and rows:
+        found, checked = check_image_files(rows, {f"{e['image_id']}.jpg" for e in images}, image_dir, *checking)
         bad = {problem.image_id for problem in found if problem.severity == "error"}
         rows = [row for row in rows if row["image_id"] not in bad]
         problems += found

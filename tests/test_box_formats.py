@@ -1,0 +1,148 @@
+"""Boxes in another format than COCO's are recognised over the whole file.   Run: pytest tests/test_box_formats.py"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.data.box_formats import EVIDENCE, wrong_box_format
+from toolkit.data.checks import validate_document
+from toolkit.data.shapes import make_shapes
+from toolkit.errors import BadInput
+
+DIRTY = Path(__file__).parent / "data" / "dirty"
+BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")
+
+CONVERTED = {
+    "xyxy": lambda x, y, w, h, W, H: [x, y, x + w, y + h],
+    "cxcywh": lambda x, y, w, h, W, H: [x + w / 2, y + h / 2, w, h],
+    "fractions xywh": lambda x, y, w, h, W, H: [x / W, y / H, w / W, h / H],
+    "fractions xyxy": lambda x, y, w, h, W, H: [x / W, y / H, (x + w) / W, (y + h) / H],
+    "fractions cxcywh": lambda x, y, w, h, W, H: [(x + w / 2) / W, (y + h / 2) / H, w / W, h / H],
+}
+# what the sentence tells people to write, as they would compute it
+MENDED = {
+    "[x1, y1, x2 - x1, y2 - y1]": ("xyxy", lambda a, b, c, d, W, H: [a, b, c - a, d - b]),
+    "[cx - width / 2, cy - height / 2, width, height]": (
+        "cxcywh", lambda a, b, c, d, W, H: [a - c / 2, b - d / 2, c, d]),
+    "[x * W, y * H, width * W, height * H]": (
+        "fractions xywh", lambda a, b, c, d, W, H: [a * W, b * H, c * W, d * H]),
+    "[x1 * W, y1 * H, (x2 - x1) * W, (y2 - y1) * H]": (
+        "fractions xyxy", lambda a, b, c, d, W, H: [a * W, b * H, (c - a) * W, (d - b) * H]),
+    "[(cx - width / 2) * W, (cy - height / 2) * H, width * W, height * H]": (
+        "fractions cxcywh", lambda a, b, c, d, W, H: [(a - c / 2) * W, (b - d / 2) * H, c * W, d * H]),
+}  # fmt: skip
+
+
+def document_of(boxes, sizes):
+    """One box an image."""
+    images = [{"id": i, "file_name": f"{i}.jpg", "width": w, "height": h} for i, (w, h) in enumerate(sizes)]
+    annotations = [{"id": i + 1, "image_id": i, "category_id": 1, "bbox": box} for i, box in enumerate(boxes)]
+    return {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "a"}]}
+
+
+def convert(document, change):
+    sizes = {image["id"]: (image["width"], image["height"]) for image in document["images"]}
+    changed = [a | {"bbox": change(*a["bbox"], *sizes[a["image_id"]])} for a in document["annotations"]]
+    return document | {"annotations": changed}
+
+
+def verdict(document):
+    return wrong_box_format(document["annotations"], {image["id"]: image for image in document["images"]})
+
+
+def random_document(seed, count, smallest, largest):
+    """Boxes with sides of `smallest` to `largest` shares of the image, anywhere in it."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(64, 1200, (count, 2))
+    sides = rng.uniform(smallest, largest, (count, 2)) * sizes
+    corners = rng.uniform(0, 1, (count, 2)) * (sizes - sides)
+    return document_of(np.round(np.concatenate([corners, sides], 1), 2).tolist(), sizes.tolist())
+
+
+side = st.integers(1, 3000)
+share = st.floats(0, 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(side, side, share, share, share, share, st.booleans()), max_size=60))
+def test_boxes_inside_their_images_are_never_refused(entries):
+    """Whatever boxes: tiny ones, all in one corner, whole images, rounded to whole pixels (or up, half a pixel out)."""
+    boxes, sizes = [], []
+    for width, height, a, b, c, d, whole in entries:
+        box = [a * width, b * height, c * (1 - a) * width, d * (1 - b) * height]
+        boxes.append([float(round(value)) for value in box] if whole else box)
+        sizes.append((width, height))
+    assert verdict(document_of(boxes, sizes)) is None or np.abs(boxes).max() <= 1.01
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), count=st.integers(400, 800), smallest=st.floats(0.08, 0.2), spread=st.floats(0, 0.5),
+       format=st.sampled_from(sorted(CONVERTED)))  # fmt: skip
+def test_every_other_format_is_recognised_and_mended_by_what_the_sentence_says(seed, count, smallest, spread, format):
+    right = random_document(seed, count, smallest, smallest + spread)
+    assert verdict(right) is None
+    wrong = convert(right, CONVERTED[format])
+    said = verdict(wrong)
+    assert said is not None
+    called, formula = MENDED[said.partition("write every bbox as ")[2].partition("]")[0] + "]"]
+    assert called == format
+    mended = convert(wrong, formula)
+    assert verdict(mended) is None
+    for before, after in zip(right["annotations"], mended["annotations"], strict=True):
+        assert after["bbox"] == pytest.approx(before["bbox"], abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), count=st.integers(20, 400), dirt=st.floats(0, 1), reach=st.floats(0, 0.9))
+def test_objects_that_leave_their_image_on_any_side_are_no_evidence(seed, count, dirt, reach):
+    """Amodal or careless boxes: a share of them is moved over an edge."""
+    document = random_document(seed, count, 0.05, 0.6)
+    rng = np.random.default_rng(seed)
+    for entry, image in zip(document["annotations"], document["images"], strict=True):
+        if rng.random() < dirt:
+            axis = int(rng.integers(2))
+            extent = entry["bbox"][2 + axis]
+            places = [-reach * extent, image[("width", "height")[axis]] - (1 - reach) * extent]
+            entry["bbox"][axis] = places[int(rng.integers(2))]
+    assert verdict(document) is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), count=st.integers(1, EVIDENCE - 1), format=st.sampled_from(sorted(CONVERTED)))
+def test_a_few_boxes_are_no_evidence(seed, count, format):
+    assert verdict(convert(random_document(seed, count, 0.1, 0.6), CONVERTED[format])) is None
+
+
+@pytest.mark.parametrize("format", CONVERTED)
+def test_slips_crowds_and_broken_records_do_not_hide_it(format):
+    document = convert(random_document(0, 300, 0.05, 0.6), CONVERTED[format])
+    entries = document["annotations"]
+    whole = entries[0] | {"bbox": [0, 0, 64, 64], "iscrowd": 1}
+    broken = [None, "x", [1], [1, 2, 3, "4"], [10**400, 1, 1, 1], [float("nan"), 1, 1, 1], [[1], 2, 3, 4], True]
+    entries += [whole] * 30 + [entries[0] | {"bbox": bbox} for bbox in broken] + ["nothing", {}, {"image_id": []}]
+    assert verdict(document) is not None
+    slips = {"xyxy": [1, 1, 1, 1], "cxcywh": [1, 1, 20, 20]}.get(format, [2, 2, 2, 2])
+    entries[:2] = [entry | {"bbox": slips} for entry in entries[:2]]
+    assert verdict(document) is not None
+
+
+def real_files(folder):
+    make_shapes(folder, train_images=40, val_images=20, image_size=64)
+    files = [folder / "annotations" / "train.json", DIRTY / "annotations" / "instances.json"]
+    return files + (sorted((BCCD / "annotations").glob("*.json")) if BCCD.is_dir() else [])
+
+
+def test_real_files_and_the_same_in_other_formats(tmp_path):
+    for file in real_files(tmp_path):
+        document = json.loads(file.read_text())
+        validate_document(document, str(file))
+        if file.parent.parent != DIRTY:
+            for change in CONVERTED.values():
+                with pytest.raises(BadInput, match="write every bbox as") as caught:
+                    validate_document(convert(document, change), str(file))
+                assert len(caught.value.problems) == 1 and str(file) in str(caught.value)

@@ -1,0 +1,78 @@
+"""Text of others (names of classes and files, messages) where people see it: nothing in it acts on what shows it."""
+
+import sys
+import unicodedata
+
+JOINERS = "\u200c\u200d"  # invisible, and part of words and emoji
+RIGHT_TO_LEFT = ("R", "AL", "AN")
+ISOLATE, END_ISOLATE = "\u2068", "\u2069"
+MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in r"\`*_{}[]<>()#!|$~&:@."})
+
+
+def escaped(text: object, limit: int = 80) -> str:
+    """`text` on one line, in at most `limit` columns (the middle of a longer one becomes "...").
+
+    Control characters, ANSI sequences, line ends, halves of surrogate pairs and marks that turn the direction of text
+    are written as Python does (`\\n`, `\\x1b`, `\\u202e`); every kind of space is a space. Letters of all scripts and
+    emoji stay.
+    """
+    text = str(text)
+    cut = len(text) > 8 * limit  # a name of megabytes costs no time
+    head, tail = (text[: 4 * limit], text[-4 * limit :]) if cut else (text, text)
+    head = "".join(map(_visible, head))
+    if not cut and columns(head) <= limit and len(head) <= 3 * limit:
+        return head
+    tail = "".join(map(_visible, tail)) if cut else head
+    return _first(head, limit - limit // 3 - 3) + "..." + _first(tail[::-1], limit // 3)[::-1]
+
+
+def shown(text: object, limit: int = 80) -> str:
+    """`escaped`; right-to-left text is closed off from what stands beside it, so that numbers keep their place."""
+    text = escaped(text, limit)
+    turns = any(unicodedata.bidirectional(letter) in RIGHT_TO_LEFT for letter in text)
+    return f"{ISOLATE}{text}{END_ISOLATE}" if turns else text
+
+
+def in_markdown(text: object, limit: int = 80) -> str:
+    """`shown`, for a line or a table cell of Markdown: no markup, HTML, mathematics or link."""
+    return shown(text, limit).translate(MARKDOWN)
+
+
+def in_plot(text: object, limit: int = 40) -> str:
+    """`shown`, for a label of matplotlib, which reads `$` as mathematics and leaves out labels that begin with `_`."""
+    text = shown(text, limit).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def columns(text: str) -> int:
+    """Columns that `text` takes in a terminal: 2 for wide letters, 0 for marks that join the letter before."""
+    return len(text) if text.isascii() else sum(map(_width, text))
+
+
+def print_every_letter() -> None:
+    """Lets print() escape letters that the console's encoding lacks, instead of ending with UnicodeEncodeError."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _visible(letter: str) -> str:
+    if letter.isprintable() or letter in JOINERS:
+        return letter
+    return " " if unicodedata.category(letter) == "Zs" else letter.encode("unicode_escape").decode()
+
+
+def _width(letter: str) -> int:
+    if unicodedata.category(letter) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+
+
+def _first(text: str, limit: int) -> str:
+    """As much of the beginning of `text` as `limit` columns hold."""
+    used = 0
+    for position, letter in enumerate(text[: 3 * limit]):
+        used += _width(letter)
+        if used > limit:
+            return text[:position]
+    return text[: 3 * limit]
