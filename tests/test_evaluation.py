@@ -12,17 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
+from test_text import NASTY_NAMES
 from torch import nn
 
 from toolkit.batch import Batch
 from toolkit.data.sampling import EvalSampler
 from toolkit.data.table import Category, write_table
 from toolkit.errors import BadInput
-from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth, ground_truth_as_predictions, per_class_table
+from toolkit.evaluation.coco import (
+    CocoEvaluator,
+    check_ground_truth,
+    class_keys,
+    ground_truth_as_predictions,
+    per_class_table,
+)
 from toolkit.evaluation.explain import explain_zero_ap
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models.detr.detr_criterion import DetrCriterion
 from toolkit.step.losses import LossWeights
+from toolkit.text import columns
 
 NAMES = ["bbox_AP", "bbox_AP50", "bbox_AP75", "bbox_APs", "bbox_APm", "bbox_APl",
          "bbox_AR1", "bbox_AR10", "bbox_AR100", "bbox_ARs", "bbox_ARm", "bbox_ARl"]  # fmt: skip
@@ -291,6 +299,57 @@ def test_nothing_to_explain_with(zero_case, tmp_path):
              for i in zero_case.image_ids().tolist()}  # fmt: skip
     assert "no image has a single prediction" in explain_zero_ap(empty, zero_case)[0]
     assert "no ground-truth boxes" in explain_zero_ap({7: empty[7]}, make_table(tmp_path, [([], [])]))[0]
+
+
+def test_too_early_to_tell(zero_case, tmp_path):
+    """The same boxes in another format are named with evidence: not after few steps, of few objects, of low scores."""
+    found = ground_truth_as_predictions(zero_case)
+    rng = np.random.default_rng(0)
+    for each in found.values():
+        each["boxes"] = to_cxcywh(each["boxes"])
+        each["scores"] = torch.from_numpy(rng.uniform(0.1, 0.9, len(each["scores"])))
+    assert "look like cxcywh" in explain_zero_ap(found, zero_case, step=5000)[0]
+    assert "look like cxcywh" in explain_zero_ap(found, zero_case)[0]
+    (early,) = explain_zero_ap(found, zero_case, step=30)
+    assert "too early to tell: 30 optimizer steps" in early
+    unsure = {i: each | {"scores": each["scores"] / 100} for i, each in found.items()}
+    assert "too early to tell: the highest score" in explain_zero_ap(unsure, zero_case)[0]
+    few = make_table(tmp_path, [(random_boxes(rng, 6), [0] * 6) for _ in range(3)])
+    wrong = {i: each | {"boxes": to_cxcywh(each["boxes"])} for i, each in ground_truth_as_predictions(few).items()}
+    assert "too early to tell: 18 objects" in explain_zero_ap(wrong, few)[-1]
+    broken = {i: each | {"boxes": each["boxes"] * torch.nan} for i, each in found.items()}
+    assert "not finite" in explain_zero_ap(broken, zero_case, step=30)[0]  # what needs no evidence is said at once
+    assert "too early" in CocoEvaluator(zero_case).describe({"bbox_AP": 0.0}, found, 30).splitlines()[-1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), queries=st.sampled_from([20, 100, 300]), spread=st.floats(0, 0.1))
+def test_a_detector_that_has_learned_nothing_has_no_mistake(zero_case, seed, queries, spread):
+    """Hundreds of boxes, nearly the same in every image: some lie on each object in some format."""
+    rng = np.random.default_rng(seed)
+    boxes, scores = to_cxcywh(torch.from_numpy(random_boxes(rng, queries))), rng.uniform(0.1, 0.3, queries)
+    same = {
+        i: {"boxes": boxes * torch.from_numpy(1 + rng.uniform(-spread, spread, boxes.shape)),
+            "scores": torch.from_numpy(scores),
+            "labels": torch.from_numpy(rng.integers(0, 3, queries))}
+        for i in zero_case.image_ids().tolist()
+    }  # fmt: skip
+    wrong = ("look like", "look normalised", "another scale", "off by one", "another order")
+    for cause in explain_zero_ap(same, zero_case):
+        assert not any(words in cause for words in wrong), cause
+
+
+def test_names_of_every_kind_in_tables_and_keys(tmp_path):
+    names = NASTY_NAMES
+    table = make_table(tmp_path, [([[10, 10, 60, 60]], [k]) for k in range(len(names))], num_classes=len(names))
+    table.categories = tuple(Category(k, name) for k, name in enumerate(names))
+    keys = class_keys(table)
+    assert len(set(keys)) == len(names) and all(columns(key) <= 100 and "\n" not in key and "\x1b" not in key for key in keys)
+    result = CocoEvaluator(table).evaluate(ground_truth_as_predictions(table))
+    assert {f"AP/{key}" for key in keys} <= result.keys()
+    lines = per_class_table(result, table).splitlines()
+    assert len(lines) == len(names) + 3 and len({columns(line) for line in lines}) == 1
+    assert class_keys(make_table(tmp_path, [([], [])])) == ["class0", "class1", "class2"]
 
 
 # ---- the loop

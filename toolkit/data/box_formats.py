@@ -44,9 +44,9 @@ def wrong_box_format(annotations: Iterable, images: Mapping) -> str | None:
     if doubtful < EVIDENCE or wrong * TIMES_BETTER > doubtful:
         return None
     called, formula = NAMES[other]
-    return (f"the boxes look like {called}, expected [x, y, width, height]: read as such {doubtful} of {len(boxes)} boxes "
-            f"leave their image, read as {called} {wrong or 'none'} would; write every bbox as [{', '.join(formula)}], or "
-            "clip the boxes to their images if they are [x, y, width, height] after all")  # fmt: skip
+    return (f"the boxes look like {called}, expected [x, y, width, height]: read as such {doubtful} of {len(boxes)} "
+            f"leave their image, read as {called} {wrong or 'none'} would; write every bbox as [{', '.join(formula)}], "
+            "or clip the boxes to their images if they are [x, y, width, height] after all")  # fmt: skip
 
 
 def _arrays(annotations: Iterable, images: Mapping) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +93,7 @@ def _outside(corners: np.ndarray, sizes: np.ndarray, rounding: float = PIXELS) -
 
 
 def _are_fractions(boxes: np.ndarray) -> bool:
-    """Whether no number exceeds 1 and most are no whole ones: boxes of less than a pixel in the first pixel, or 0..1."""
+    """Whether no number exceeds 1 and most are no whole ones, as no objects in pixels are."""
     small, whole = (np.abs(boxes) <= LARGEST_FRACTION).all(axis=1), (boxes % 1 == 0).all(axis=1)
     return bool(small.mean() >= MOST and whole.mean() < 0.5)
 
@@ -107,6 +107,6 @@ def _fractions_sentence(boxes: np.ndarray) -> str:
     called += f" (or {' or '.join(others)}: these boxes cannot tell)" if others else ""
     parts = (f"({part}) * {side}" if " " in part else f"{part} * {side}"
              for part, side in zip(formula, ("W", "H", "W", "H"), strict=True))
-    return (f"all {len(boxes)} boxes have numbers from 0 to 1, which look like fractions of the image, {called}; expected "
-            f"pixels [x, y, width, height]: write every bbox as [{', '.join(parts)}] with the image's width W and height "
-            "H")  # fmt: skip
+    return (f"the boxes have numbers from 0 to 1 ({len(boxes)} boxes), which look like fractions of the image, "
+            f"{called}; expected pixels [x, y, width, height]: write every bbox as [{', '.join(parts)}] with the "
+            "image's width W and height H")  # fmt: skip

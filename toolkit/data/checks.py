@@ -224,7 +224,8 @@ def _image_faults(entry: Mapping, max_pixels: int | None) -> list[str]:
 
 def _is_side(value: object) -> bool:
     """Whether `value` is a number of pixels, as large as a 32-bit one at most."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST_SIDE and not value % 1
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= LARGEST_SIDE and not value % 1
 
 
 def _is_unicode(text: str) -> bool:

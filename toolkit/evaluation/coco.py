@@ -23,6 +23,7 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.arrays import BoxArrays, drop_unusable, ground_truth_arrays, prediction_arrays
 from toolkit.evaluation.draw import draw_predictions
 from toolkit.evaluation.explain import explain_zero_ap
+from toolkit.text import columns, escaped, shown
 
 __all__ = [
     "CocoEvaluator",
@@ -82,9 +83,9 @@ class CocoEvaluator:
             run.accumulate()
         return self._summary(run)
 
-    def describe(self, scores: Mapping, predictions: Mapping) -> str:
-        """`per_class_table` of what `evaluate` returned, and why an AP is 0."""
-        reasons = [] if scores["bbox_AP"] else explain_zero_ap(predictions, self.table)
+    def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
+        """`per_class_table` of what `evaluate` returned, and why an AP is 0; `step` as in `explain_zero_ap`."""
+        reasons = [] if scores["bbox_AP"] else explain_zero_ap(predictions, self.table, step)
         return "\n".join([per_class_table(scores, self.table), *(f"AP is 0: {reason}" for reason in reasons)])
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
@@ -155,8 +156,25 @@ def _coco_of(coco_class, image_ids: Sequence, num_classes: int, boxes: BoxArrays
 
 def class_keys(table) -> list[str]:
     """Class names as used in metric names; a name that several classes share gets the original id added."""
-    counts = Counter(c.name for c in table.categories)
-    return [c.name if counts[c.name] == 1 else f"{c.name} ({c.id})" for c in table.categories]
+    return metric_keys([c.name for c in table.categories], [c.id for c in table.categories])
+
+
+def metric_keys(names: Sequence[str], ids: Sequence | None = None) -> list[str]:
+    """Names for keys of rows and trackers, each another one: on one line, without control characters, of 80 columns at
+    most. Names that are then the same get their id added.
+
+    ids: of the names; None: their positions.
+    """
+    ids = range(len(names)) if ids is None else ids
+    short = [escaped(name) for name in names]
+    counts, taken, keys = Counter(short), set(), []
+    for name, id_ in zip(short, ids, strict=True):
+        key = name if counts[name] == 1 else f"{name} ({escaped(id_)})"
+        while key in taken:  # a class that is called like another one with its id
+            key += "'"
+        taken.add(key)
+        keys.append(key)
+    return keys
 
 
 def ground_truth_as_predictions(table) -> dict:
@@ -190,19 +208,19 @@ def check_ground_truth(table, name: str = "the validation data") -> list[str]:
         return [f"{name}: no boxes to find in {len(table.rows)} images; every AP will be undefined (null)"]
     most = _most_per_image_and_class(truth, len(table.categories))
     result = CocoEvaluator(table, max_dets=(1, 10, max(100, most))).evaluate(ground_truth_as_predictions(table))
-    keys = class_keys(table)
+    values = {key: result[f"AP/{key}"] for key in class_keys(table)}
     impossible = _impossible_boxes(truth, table)
-    lost = [k for k in keys if result[f"AP/{k}"] is not None and result[f"AP/{k}"] < 1 - 1e-6]
+    lost = {key: value for key, value in values.items() if value is not None and value < 1 - 1e-6}
     if lost or impossible:
         raise BadInput([
             f"{name}: its own boxes, taken as predictions, are not all found (AP {result['bbox_AP']}, expected 1.0)",
-            *(f"class {k!r}: AP {result[f'AP/{k}']:.4f}" for k in lost),
+            *(f"class {shown(key)!r}: AP {value:.4f}" for key, value in lost.items()),
             *impossible,
         ])
     notes = []
-    empty = [k for k in keys if result[f"AP/{k}"] is None]
+    empty = [shown(key, 40) for key, value in values.items() if value is None]
     if empty:
-        notes.append(f"{name}: no boxes of {len(empty)} of {len(keys)} classes ({', '.join(empty[:5])}"
+        notes.append(f"{name}: no boxes of {len(empty)} of {len(values)} classes ({', '.join(empty[:5])}"
                      f"{', ...' if len(empty) > 5 else ''}); their AP is undefined (null) and left out of the mean")
     if most > 100:
         notes.append(f"{name}: up to {most} boxes of one class in one image; COCO counts 100 detections per image and "
@@ -235,7 +253,7 @@ def per_class_table(result: Mapping, table) -> str:
     for k, name in enumerate(class_keys(table)):
         images = truth.image_index[truth.labels == k]
         numbers = (_number(result.get(f"{metric}/{name}")) for metric in ("AP", "AP50", recall))
-        rows.append((name, str(len(np.unique(images))), str(len(images)), *numbers))
+        rows.append((shown(name, 40), str(len(np.unique(images))), str(len(images)), *numbers))
     overall = (_number(result.get(m)) for m in ("bbox_AP", "bbox_AP50", f"bbox_{recall}"))
     rows.append(("all", str(len(np.unique(truth.image_index))), str(len(truth)), *overall))
     return align(rows)
@@ -243,10 +261,13 @@ def per_class_table(result: Mapping, table) -> str:
 
 def align(rows: Sequence[Sequence[str]]) -> str:
     """Rows of text as lines with aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True))])
-             for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    widths = [max(columns(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = []
+    for first, *others in rows:  # not ljust and rjust, which count letters where a terminal has columns
+        cells = [first + " " * (widths[0] - columns(first))]
+        cells += [" " * (width - columns(text)) + text for text, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(cells))
+    return "\n".join([lines[0], "-" * columns(lines[0]), *lines[1:]])
 
 
 def _number(value: float | None) -> str:

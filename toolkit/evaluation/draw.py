@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from toolkit.data.decoding import decode_image
+from toolkit.text import JOINERS, escaped, shown
 
 # Okabe & Ito (2008), told apart with every kind of colour vision; without black, plus three of Tol's.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")
@@ -24,6 +25,22 @@ def text_font(size: int) -> ImageFont.FreeTypeFont:
     from matplotlib import font_manager  # half a second that the start of a run need not wait for
 
     return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), size)
+
+
+@functools.cache
+def _letters() -> frozenset[int]:
+    """Code points that the letters of `text_font` have a picture of."""
+    from matplotlib import font_manager, ft2font
+
+    return frozenset(ft2font.FT2Font(font_manager.findfont("DejaVu Sans")).get_charmap())
+
+
+def drawable(text: object, limit: int = 30) -> str:
+    """`toolkit.text.shown`, with the code points of letters that `text_font` lacks: boxes that all look alike tell
+    nobody which class it is."""
+    known = _letters()
+    names = (c if ord(c) in known or c in JOINERS else f"<{ord(c):X}>" for c in escaped(text, limit))
+    return shown("".join(names), limit)
 
 
 def choose_images(table, count: int) -> list[int]:
@@ -46,7 +63,8 @@ def grid_samples(table, predictions: Mapping, positions: Sequence[int]) -> list[
             "labels": torch.as_tensor(np.array(objects["category"], dtype=np.int64)),
             "iscrowd": torch.as_tensor(np.array(objects["iscrowd"], dtype=np.int64)),
         }
-        samples.append((decode_image(table.image_source(row), table.max_image_pixels), predictions[row["image_id"]], truth))
+        image = decode_image(table.image_source(row), table.max_image_pixels)
+        samples.append((image, predictions[row["image_id"]], truth))
     return samples
 
 
@@ -145,7 +163,7 @@ def _tile(image: Tensor, predictions: Mapping, truth: Mapping, class_names: Sequ
     tile.paste(right, (size[0] + 4, BAR))
     draw, font = ImageDraw.Draw(tile), text_font(14)
     objects, detections = len(truth["labels"]), len(order)
-    title = f"{truth.get('image_id', '')}:  {objects} object{'s' * (objects != 1)}"
+    title = f"{drawable(truth.get('image_id', ''), 60)}:  {objects} object{'s' * (objects != 1)}"
     draw.text((2, 2), _shortened(title, size[0], draw, font), fill=TEXT, font=font)
     caption = f"{detections} prediction{'s' * (detections != 1)} ≥ {threshold:g}"
     draw.text((size[0] + 6, 2), _shortened(caption, size[0], draw, font), fill=TEXT, font=font)
@@ -168,7 +186,7 @@ def _draw_boxes(
         else:
             draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline="#000000", width=line + 2)  # on any background
             draw.rectangle((x1, y1, x2, y2), outline=colour, width=line)
-        name = class_names[label] if 0 <= label < len(class_names) else f"label {label}?"
+        name = drawable(class_names[label]) if 0 <= label < len(class_names) else f"label {label}?"
         tags.append(((x1, y1, x2, y2), name if score is None else f"{name} {score:.2f}", colour))
     taken: list[tuple] = []
     for box, text, _ in reversed(tags):  # the best first, which gets the best place

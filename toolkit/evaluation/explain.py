@@ -1,7 +1,10 @@
 """Why is AP 0? Looks at predictions and ground truth for the mistakes that people make, and names those it sees.
 
 Every cause is a change of the predictions (another box format, another scale, labels moved by one). A cause is named
-when predictions changed that way find the objects and the predictions as they are do not.
+when predictions changed that way find the objects and the predictions as they are do not, and when there is evidence:
+enough objects, optimizer steps and scores, only the best detections of each image, and more objects found than the same
+boxes find in other images. A detector that has learned nothing gives every image the same boxes, and among hundreds of
+them some lie on every object in some format or other.
 """
 
 import logging
@@ -18,17 +21,23 @@ log = logging.getLogger(__name__)
 
 FOUND = 0.3  # share of objects that a changed reading must find before it is named
 MAX_IMAGES = 64  # enough to see a systematic mistake
+MIN_OBJECTS = 20  # fewer are found by chance
+MIN_STEPS = 100  # optimizer steps before which every detector finds nothing
+MIN_SCORE = 0.05  # of the best detection; below it the detector itself has found nothing yet
+CHANCE = 1.5  # times as many objects as the boxes find in other images
+BEST = 2  # detections for each object of an image that are looked at, the best ones
 
 
-def explain_zero_ap(predictions: Mapping, table) -> list[str]:
+def explain_zero_ap(predictions: Mapping, table, step: int | None = None) -> list[str]:
     """Likely causes of an AP of (nearly) 0, most telling first; never empty.
 
     Args:
         predictions: by image id, as for `CocoEvaluator.evaluate`.
         table: the `DetectionTable` they were evaluated on.
+        step: optimizer steps that the detector was trained for; None: unknown, and no reason to wait.
 
     Returns:
-        One sentence per cause with the numbers behind it.
+        One sentence per cause with the numbers behind it, or that it is too early to tell.
     """
     truth = ground_truth_arrays(table)
     truth = truth[truth.iscrowd == 0]
@@ -37,17 +46,41 @@ def explain_zero_ap(predictions: Mapping, table) -> list[str]:
     found = prediction_arrays(predictions, table.image_ids().tolist())
     if not len(found):
         return ["no image has a single prediction: score threshold too high, or post-processing keeps nothing"]
-    causes = _about_numbers(found, truth, len(table.categories))
+    causes = _about_numbers(found, len(table.categories))
     usable = found[np.isfinite(found.boxes_xyxy).all(axis=1) & np.isfinite(found.scores)]
-    chosen = _with_both(usable, truth)
+    if too_early := _too_early(usable, truth, step):
+        return [*causes, f"too early to tell: {too_early}"]
+    best = _best(usable, truth)
+    chosen = _with_both(best, truth)
     if len(chosen):
-        sizes = table.sizes_hw()
-        causes += _about_boxes(usable, truth, sizes, chosen) or _about_labels(usable, truth, sizes, chosen)
-    return causes or [_nothing_wrong(usable, truth, chosen)]
+        causes += _about_boxes(best, truth, table.sizes_hw(), chosen) or _about_labels(best, truth, chosen)
+    causes += _about_all(usable, truth)
+    return causes or [_nothing_wrong(usable, truth, _with_both(usable, truth))]
 
 
-def _about_numbers(found: BoxArrays, truth: BoxArrays, num_classes: int) -> list[str]:
-    """Causes that the predictions show by themselves."""
+def _too_early(found: BoxArrays, truth: BoxArrays, step: int | None) -> str:
+    """Why there is no evidence yet; "" when there is."""
+    if step is not None and step < MIN_STEPS:
+        return f"{step} optimizer steps are not enough to learn from (at least {MIN_STEPS})"
+    if len(truth) < MIN_OBJECTS:
+        return f"{len(truth)} objects are not enough to see a mistake of all boxes (at least {MIN_OBJECTS})"
+    if len(found) and 0 < found.scores.max() < MIN_SCORE:
+        return f"the highest score is {found.scores.max():.3g}: the detector has not found anything yet"
+    return ""
+
+
+def _best(found: BoxArrays, truth: BoxArrays) -> BoxArrays:
+    """The best detections of each image, twice as many as it has objects, in the order of the images."""
+    order = np.lexsort((-found.scores, found.image_index))
+    found = found[order]
+    rank = np.arange(len(found)) - np.searchsorted(found.image_index, found.image_index)
+    objects = np.searchsorted(truth.image_index, found.image_index, side="right")
+    objects -= np.searchsorted(truth.image_index, found.image_index)
+    return found[rank < BEST * objects]
+
+
+def _about_numbers(found: BoxArrays, num_classes: int) -> list[str]:
+    """Mistakes that the numbers show by themselves, however few."""
     causes = []
     unfinite = ~(np.isfinite(found.boxes_xyxy).all(axis=1) & np.isfinite(found.scores))
     if unfinite.any():
@@ -59,14 +92,22 @@ def _about_numbers(found: BoxArrays, truth: BoxArrays, num_classes: int) -> list
         causes.append("no score is above 0: the scores carry no ranking (sigmoid or softmax missing or saturated?)")
     elif len(found) > 1 and np.ptp(found.scores) == 0:
         causes.append(f"all {len(found)} scores are equal ({found.scores[0]:.4g}): they carry no ranking")
-    sides = found.boxes_xyxy[:, 2:] - found.boxes_xyxy[:, :2]
-    degenerate = ~(sides > 0).all(axis=1)
-    if degenerate.mean() > 0.5:
-        causes.append(f"{degenerate.mean():.0%} of the boxes have no width or height (x2 <= x1 or y2 <= y1)")
     outside = ~((found.labels >= 0) & (found.labels < num_classes))
     if outside.any():
         causes.append(f"{outside.mean():.0%} of the labels are outside 0..{num_classes - 1}, "
                       f"they go from {found.labels.min()} to {found.labels.max()} (labels counted from 1?)")
+    return causes
+
+
+def _about_all(found: BoxArrays, truth: BoxArrays) -> list[str]:
+    """Causes that all predictions have in common."""
+    if not len(found):
+        return []
+    causes = []
+    sides = found.boxes_xyxy[:, 2:] - found.boxes_xyxy[:, :2]
+    degenerate = ~(sides > 0).all(axis=1)
+    if degenerate.mean() > 0.5:
+        causes.append(f"{degenerate.mean():.0%} of the boxes have no width or height (x2 <= x1 or y2 <= y1)")
     if len(np.unique(found.labels)) == 1 and len(np.unique(truth.labels)) > 1:
         causes.append(f"all predictions have label {found.labels[0]}, the ground truth has "
                       f"{len(np.unique(truth.labels))} classes: the classifier has collapsed to one class")
@@ -82,14 +123,15 @@ def _about_boxes(found: BoxArrays, truth: BoxArrays, sizes_hw: np.ndarray, chose
     inside = _clipped_area(found, sizes_hw)
     if (inside <= 0).mean() > 0.5 and found.area.max() > 0:
         causes.append(f"{(inside <= 0).mean():.0%} of the boxes lie outside their image or are empty")
-    readings = [(_recall(replace(found, boxes_xyxy=boxes), truth, chosen), words)
+    readings = [(_recall(replace(found, boxes_xyxy=boxes), truth, chosen), words, boxes)
                 for boxes, words in _readings(found, sizes_hw)]
-    recall, words = max(readings, key=lambda reading: reading[0])
-    if recall >= max(FOUND, 2 * as_is):
+    recall, words, boxes = max(readings, key=lambda reading: reading[0])
+    if _is_evidence(recall, as_is, replace(found, boxes_xyxy=boxes), truth, chosen):
         return [f"{words}: read that way they find {recall:.0%} of the objects at IoU 0.5, as they are {as_is:.0%}"]
-    recall, words = max((_recall(replace(found, boxes_xyxy=boxes), truth, chosen[:16]), words)
-                        for boxes, words in _scales(found, sizes_hw))
-    if recall >= max(FOUND, 2 * as_is):
+    scales = [(_recall(replace(found, boxes_xyxy=boxes), truth, chosen[:16]), words, boxes)
+              for boxes, words in _scales(found, sizes_hw)]
+    recall, words, boxes = max(scales, key=lambda scale: scale[0])
+    if _is_evidence(recall, as_is, replace(found, boxes_xyxy=boxes), truth, chosen[:16]):
         return [f"boxes are in another scale than the original image: {words} they find {recall:.0%} of the objects "
                 f"at IoU 0.5, as they are {as_is:.0%} (size given to the model mistaken for the original size?)"]
     ratio = np.median(np.maximum(found.area, 0)) / np.median(truth.area)
@@ -100,6 +142,22 @@ def _about_boxes(found: BoxArrays, truth: BoxArrays, sizes_hw: np.ndarray, chose
     elif ratio > 100:
         causes.append(f"boxes are huge: their median area is {ratio:.2g} times that of the objects")
     return causes
+
+
+def _is_evidence(recall: float, as_is: float, changed: BoxArrays, truth: BoxArrays, chosen: np.ndarray) -> bool:
+    """Whether a change finds enough objects, more than the boxes as they are, and more than by chance: than the boxes
+    of each image find in the next one, as boxes do that are the same in every image."""
+    if recall < max(FOUND, 2 * as_is):
+        return False
+    return recall >= CHANCE * _recall(_moved_on(changed, chosen), truth, chosen)
+
+
+def _moved_on(found: BoxArrays, chosen: np.ndarray) -> BoxArrays:
+    """The detections of each chosen image as if they were those of the next one."""
+    found = found[np.isin(found.image_index, chosen)]
+    following = np.roll(chosen, -1)[np.searchsorted(chosen, found.image_index)]
+    order = np.argsort(following, kind="stable")
+    return replace(found, image_index=following)[order]
 
 
 def _readings(found: BoxArrays, sizes_hw: np.ndarray):
@@ -129,10 +187,10 @@ def _scales(found: BoxArrays, sizes_hw: np.ndarray):
         yield found.boxes_xyxy * (shorter / side), f"taken as pixels of an image with shorter side {side}"
 
 
-def _about_labels(found: BoxArrays, truth: BoxArrays, sizes_hw: np.ndarray, chosen: np.ndarray) -> list[str]:
+def _about_labels(found: BoxArrays, truth: BoxArrays, chosen: np.ndarray) -> list[str]:
     """Boxes are found, their labels are not those of the objects: moved by one, or mixed up."""
     any_class, same_class = _recall(found, truth, chosen), _recall(found, truth, chosen, labels=True)
-    if any_class < FOUND or same_class > any_class / 2:
+    if same_class > any_class / 2 or not _is_evidence(any_class, 0, found, truth, chosen):
         return []
     for shift in (-1, 1):
         moved = _recall(replace(found, labels=found.labels + shift), truth, chosen, labels=True)

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from toolkit.data.decoding import decode_image
 from toolkit.evaluation.detections import best_first, detections_as_json, relations_as_json
-from toolkit.evaluation.draw import BACKGROUND, COLOURS, GAP, PANEL, TEXT, choose_images, text_font
+from toolkit.evaluation.draw import BACKGROUND, COLOURS, GAP, PANEL, TEXT, choose_images, drawable, text_font
 
 LINE = 18  # height in pixels of a line of text below a picture
 RIGHT, WRONG = "#117733", "#D55E00"
@@ -79,8 +79,9 @@ def _tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
     triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
     right = correct_triplets(triplets, boxes, labels, truth)
     used = np.isin(np.arange(len(boxes)), triplets[:, :2])  # other detections would only cover the picture
-    picture = Image.fromarray(decode_image(table.image_source(row), table.max_image_pixels).permute(1, 2, 0).contiguous().numpy())
-    names, predicates = table.class_names, table.predicates
+    pixels = decode_image(table.image_source(row), table.max_image_pixels)
+    picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    names, predicates = (list(map(drawable, each)) for each in (table.class_names, table.predicates))
     known = truth["relations"][:MOST_ARROWS]
     left = _panel(picture, truth["boxes"], truth["labels"], np.ones(len(truth["boxes"]), bool), known,
                   [TEXT] * len(known), names, predicates)  # fmt: skip

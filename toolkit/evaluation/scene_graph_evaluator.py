@@ -10,8 +10,9 @@ from toolkit.attributes import attribute_targets
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 from toolkit.evaluation.arrays import check_image_ids
-from toolkit.evaluation.coco import CocoEvaluator, align
+from toolkit.evaluation.coco import CocoEvaluator, align, metric_keys
 from toolkit.evaluation.scene_graph import PROTOCOLS, evaluate_scene_graphs
+from toolkit.text import shown
 
 TOP = (20, 50, 100)
 
@@ -43,6 +44,7 @@ class SceneGraphEvaluator:
             raise BadInput(f"eval.protocol is {protocol!r}; expected {' or '.join(PROTOCOLS)}")
         if not table.predicates:
             raise BadInput(f"{table.name}: no predicates; scene graphs need data with relations")
+        self.predicate_keys = metric_keys(table.predicates)
         self.table, self.mode, self.protocol, self.zero_shot = table, mode, protocol, zero_shot
         self.image_ids = table.image_ids().tolist()
         self._truths = {row["image_id"]: true_graph(row) for row in map(table.row, range(len(table)))}
@@ -71,7 +73,7 @@ class SceneGraphEvaluator:
         metrics = evaluate_scene_graphs(
             truths, found, self.mode, len(self.table.predicates), self.zero_shot, top=TOP, protocol=self.protocol
         )
-        row = metrics.as_row(self.table.predicates)
+        row = metrics.as_row(self.predicate_keys)
         scores = [predictions[image_id].get("attribute_scores") for image_id in self.image_ids]
         if self.mode != "sgdet" and self.table.attributes and all(each is not None for each in scores):
             row["attribute_R_precision"] = attribute_r_precision([truth["attributes"] for truth in truths], scores)
@@ -86,7 +88,7 @@ class SceneGraphEvaluator:
         parts = {name: f"true_{name}" for name in ("labels", "relations", "attributes")} | {"boxes": "boxes"}
         return {name: np.asarray(prediction[key]) for name, key in parts.items() if key in prediction}
 
-    def describe(self, scores: Mapping, predictions: Mapping) -> str:
+    def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
         """Text: the metrics by K, then the predicates with how often they occur and their recall."""
         names = [name.partition("@")[0] for name in scores if name.endswith(f"@{TOP[0]}")]
         rows = [("metric", *(f"@{k}" for k in TOP))]
@@ -96,8 +98,8 @@ class SceneGraphEvaluator:
             np.add.at(counts, truth["relations"][:, 2], 1)
         found = [("predicate", "relations", f"mR@{TOP[-1]}")]
         found += [
-            (name, str(count), _number(scores.get(f"mR@{TOP[-1]}/{name}")))
-            for name, count in zip(self.table.predicates, counts, strict=True)
+            (shown(name, 40), str(count), _number(scores.get(f"mR@{TOP[-1]}/{name}")))
+            for name, count in zip(self.predicate_keys, counts, strict=True)
         ]
         lines = [align(rows), "", align(found)]
         if "attribute_R_precision" in scores:

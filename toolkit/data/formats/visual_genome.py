@@ -166,15 +166,16 @@ def read_visual_genome(
     width or height are dropped from train, with their relations; val and test keep them. Repeated relations stay.
     """
     files = [Path(folder) / name for name in (h5_name, dicts_name, image_data_name)]
-    options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping, check_images, max_image_pixels]
-    cache_file = _cache_file(files, [*options, str(Path(image_dir).resolve())], cache_dir)
+    options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]
+    checking = (check_images, max_image_pixels)
+    cache_file = _cache_file(files, [*options, *checking, str(Path(image_dir).resolve())], cache_dir)
     cached = open_table(cache_file)
     name = f"{files[0]} {split}"
     if cached and all(folder_digest(place) == digest for place, digest in cached[1].items()):
         table = replace(cached[0], name=name)
     else:
-        graphs = load_graphs(files[0], *options[:4])
-        table = _write(graphs, files, Path(image_dir), split, (check_images, max_image_pixels), cache_file, name)
+        graphs = load_graphs(files[0], *options)
+        table = _write(graphs, files, Path(image_dir), split, checking, cache_file, name)
     table.max_image_pixels = max_image_pixels
     settle(table.problems, on_error, str(files[0]))
     return table

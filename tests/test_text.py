@@ -1,0 +1,106 @@
+"""Names of every nasty kind, wherever they are shown.   Run: pytest tests/test_text.py"""
+
+import io
+import sys
+import unicodedata
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from toolkit.data.table import Problem
+from toolkit.evaluation.draw import draw_detections, draw_grid, drawable
+from toolkit.evaluation.scene_graph_draw import _panel
+from toolkit.text import END_ISOLATE, ISOLATE, columns, escaped, in_markdown, in_plot, print_every_letter, shown
+
+NASTY_NAMES = [
+    "line\nbreak", "tab\tand\rreturn", "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "nul\x00", "bell\x07", "\x08\x08space",
+    "$", "$x$", r"$\frac{1}$", "a|b", "<script>alert(1)</script>", "<img src=x onerror=y>", "&amp;", "`code`",
+    "**bold**", "[link](http://x.y)", "# heading", "_hidden", "long " * 3000, "x" * 10**6, "\u05e9\u05dc\u05d5\u05dd",
+    "\u0645\u0631\u062d\u0628\u0627", "\u202egnp.exe", "\u2066isolate", "\U0001f600",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u6771\u4eac", "e" + "\u0301" * 5000, "\ud800", "\udcff half",
+    "\ue000", "\u2028separator", "\xa0", "\u3000wide", "%s %d {0} {name}", "../../etc", "a/b", "a.b", "'", '"', "\\",
+    "\\n", "-", "cat", "cat ", "CON", "null", "AP/cat",
+]  # fmt: skip
+any_text = st.one_of(st.text(), st.text(alphabet=st.characters()), st.sampled_from(NASTY_NAMES))
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_text, st.integers(12, 120))
+def test_one_line_without_control_and_of_the_width_asked_for(text, limit):
+    line = escaped(text, limit)
+    assert columns(line) <= limit and len(line) <= 3 * limit
+    assert not any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in line)
+    assert not any(c in line for c in "\u202a\u202b\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f")
+    line.encode()
+    around = shown(text, limit)
+    assert around in (line, f"{ISOLATE}{line}{END_ISOLATE}")
+    written = in_markdown(text, limit)
+    assert "\n" not in written and "<" not in written.replace("\\<", "")
+
+
+@pytest.mark.parametrize("name", ["cat", "traffic light", "na\xefve fa\xe7ade", "\u6771\u4eac", "\U0001f600", "a/b (3)"])
+def test_ordinary_names_stay_as_they_are(name):
+    assert escaped(name) == shown(name) == name
+
+
+def test_how_it_looks():
+    assert escaped("a\nb\x1b[31m\u202e\ud800") == r"a\nb\x1b[31m\u202e\ud800"
+    assert escaped("beginning" + "x" * 500 + "end.jpg", 20) == "beginningxx...nd.jpg"
+    assert escaped("\xa0a\u3000") == " a "
+    assert shown("\u05d0 1") == f"{ISOLATE}\u05d0 1{END_ISOLATE}"
+    assert in_markdown("a|b <i> $x$ `c` *d*") == r"a\|b \<i\> \$x\$ \`c\` \*d\*"
+    assert columns("\u6771\u4eac") == 4 and columns("e\u0301") == 1
+
+
+@pytest.mark.parametrize("name", NASTY_NAMES, ids=range(len(NASTY_NAMES)))
+def test_in_a_plot(name):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot([1, 2], label=in_plot(name))
+    assert len(axes.legend().get_texts()) == 1
+    figure.savefig(io.BytesIO())
+
+
+def test_in_pictures(tmp_path):
+    count = len(NASTY_NAMES)
+    image = torch.full((3, 200, 200), 90, dtype=torch.uint8)
+    boxes = torch.arange(count * 4).reshape(count, 4).float() % 200
+    found = {"boxes": boxes, "scores": torch.full((count,), 0.9), "labels": torch.arange(count)}
+    draw_detections(image, found, NASTY_NAMES, tmp_path / "a.png")
+    truths = [{"image_id": name, "boxes": boxes[:3], "labels": torch.arange(3)} for name in NASTY_NAMES]
+    few = {key: value[:2] for key, value in found.items()}
+    draw_grid([(image[:, :20, :20], few, truth) for truth in truths], NASTY_NAMES, tmp_path / "b.png")
+    names = [drawable(name) for name in NASTY_NAMES]
+    triplets = np.stack([np.arange(count), np.arange(count)[::-1], np.arange(count)], 1)
+    ordered = np.sort(boxes.numpy().reshape(count, 2, 2), 1).reshape(count, 4)
+    _panel(Image.new("RGB", (200, 200)), ordered, np.arange(count), np.ones(count, bool), triplets, ["#000000"] * count,
+           names, names)  # fmt: skip
+    assert np.asarray(Image.open(tmp_path / "a.png")).std() > 5
+
+
+def test_classes_that_the_letters_of_pictures_lack_stay_apart():
+    names = [drawable(name) for name in ("\u6771\u4eac", "\u5927\u962a", "\U0001f9ff", "\U0001f9fe", "cat")]
+    assert names == ["<6771><4EAC>", "<5927><962A>", "<1F9FF>", "<1F9FE>", "cat"]
+
+
+def test_problems_are_one_line_each():
+    for name in NASTY_NAMES:
+        line = str(Problem("error", name, name, name, name))
+        assert line.count("\n") == 0 and len(line) < 5000
+        line.encode()
+
+
+def test_a_console_without_the_letters(monkeypatch):
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, io.TextIOWrapper(io.BytesIO(), "ascii"))
+    print_every_letter()
+    print("na\xefve", "\u6771", flush=True)
+    assert sys.stdout.buffer.getvalue() == rb"na\xefve \u6771" + b"\n"
