@@ -1,14 +1,26 @@
 """Decoding: upright, right colours, whole or an error.   Run: pytest tests/test_images.py"""
 
 import io
+import json
+import os
+import threading
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from toolkit.data.decoding import ImageError, decode_image, probe_image
+from toolkit.data.dataset import DetectionDataset
+from toolkit.data.decoding import ImageError, _jpeg_size, decode_image, probe_image
+from toolkit.data.formats import open_dataset
+from toolkit.data.formats.coco import read_coco
+from toolkit.data.sampling import SampleKey
+from toolkit.errors import BadInput
 
 IMAGES = Path(__file__).parent / "data" / "dirty" / "images"
 SQUARE, GROUND = (220, 30, 30), (235, 230, 220)
@@ -95,10 +107,106 @@ def test_values_outside_16_bits_are_refused():
         decode_image(encode(Image.fromarray(np.array([[0.5]], np.float32)), "TIFF"))
 
 
-def test_a_pixel_bomb_is_an_error(monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(ImageError, match="exceeds limit"):
-        decode_image(encode(scene(), "PNG"))
+def within_a_second(call):
+    """What `call` raises, at once: a pipe that is waited for would hang, so the call has a thread of its own."""
+    caught = []
+
+    def catch():
+        try:
+            call()
+        except (ImageError, BadInput) as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=catch, daemon=True)
+    thread.start()
+    thread.join(30)  # seconds of a machine that is busy with other things; the time below is the processor's
+    assert not thread.is_alive(), "it waits"
+    return caught[0]
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"])
+def test_a_limit_of_pixels(format):
+    data = encode(scene(), format)  # 40 x 30
+    for read in (decode_image, probe_image):
+        with pytest.raises(ImageError, match="40 x 30 pixels are more than data.max_image_pixels 1199"):
+            read(data, 1199)
+        read(data, 1200)
+
+
+@pytest.mark.parametrize(("mode", "format"), [("1", "PNG"), ("1", "TIFF"), ("L", "JPEG")])
+def test_absurd_sizes_are_refused_before_anything_is_decoded(mode, format):
+    small = encode(Image.new(mode, (13_000 if mode == "1" else 16, 13_000 if mode == "1" else 16)), format)
+    if format == "JPEG":  # its header alone says 60,000 x 60,000
+        at = small.index(b"\xff\xc0")
+        small = small[: at + 5] + b"\xea\x60\xea\x60" + small[at + 9 :]
+    assert format == "TIFF" or len(small) < 60_000
+    tracemalloc.start()
+    began = time.process_time()
+    for read in (decode_image, probe_image):
+        assert "more than data.max_image_pixels 100000000" in within_a_second(lambda read=read: read(small))
+    assert time.process_time() - began < 1
+    assert tracemalloc.get_traced_memory()[1] < 3 * len(small) + 2**20
+    tracemalloc.stop()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300), st.booleans(), st.integers(0, 60_000))
+def test_the_size_in_the_header_of_a_jpeg(width, height, progressive, comment):
+    """Whatever stands before it: thumbnails and comments have headers of their own."""
+    thumbnail = encode(scene(), "JPEG")
+    data = encode(Image.new("RGB", (width, height)), "JPEG", progressive=progressive,
+                  comment=(thumbnail + b"\xff" * comment)[:60_000])  # fmt: skip
+    assert _jpeg_size(bytearray(data)) == (width, height)
+    assert _jpeg_size(bytearray(b"\xff\xd8\xff" + data[3:8])) == (0, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes on this system")
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "link.jpg").symlink_to(tmp_path / "pipe.jpg")
+    (tmp_path / "folder.jpg").mkdir()
+    for read in (decode_image, probe_image):
+        assert "it is a pipe" in within_a_second(lambda read=read: read(tmp_path / "pipe.jpg"))
+        assert "it is a pipe" in within_a_second(lambda read=read: read(tmp_path / "link.jpg"))
+        assert "it is a folder" in within_a_second(lambda read=read: read(tmp_path / "folder.jpg"))
+        assert "it is a device" in within_a_second(lambda read=read: read(Path("/dev/zero")))
+        assert "name too long" in within_a_second(lambda read=read: read(tmp_path / ("x" * 300 + ".jpg")))
+        with open(tmp_path / "sparse.jpg", "wb") as file:
+            file.truncate(2**40)
+        assert "bytes, more than" in within_a_second(lambda read=read: read(tmp_path / "sparse.jpg"))
+    assert "a pipe or a device" in within_a_second(lambda: read_coco(tmp_path / "pipe.jpg", cache_dir=tmp_path))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes on this system")
+def test_a_data_set_with_such_images_names_them(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "large.png").write_bytes(encode(Image.new("1", (13_000, 13_000)), "PNG"))
+    (folder / "good.png").write_bytes(encode(scene(), "PNG"))
+    sizes = {"good.png": (40, 30), "pipe.jpg": (40, 30), "large.png": (13_000, 13_000), "x" * 300 + ".jpg": (9, 9),
+             "wide.png": (1e300, 2), "half\ud800.png": (9, 9)}  # fmt: skip
+    images = [{"id": i, "file_name": name, "width": w, "height": h} for i, (name, (w, h)) in enumerate(sizes.items())]
+    document = {"images": images, "annotations": [], "categories": [{"id": 1, "name": "a\ud800"}]}
+    (tmp_path / "a.json").write_text(json.dumps(document))
+
+    def read(**options):
+        return open_dataset(tmp_path / "a.json", image_dir=folder, cache_dir=tmp_path / "cache", **options)
+
+    said = within_a_second(read)
+    for words in ("it is a pipe", "13000 x 13000 pixels are more than data.max_image_pixels 100000000", "too long",
+                  "`width` is 1e+300", "no Unicode"):  # fmt: skip
+        assert words in said
+    assert len(read(on_error="drop")) == 1 and len(read(on_error="drop", check_images=False)) == 3
+    assert read(on_error="drop").class_names == [r"a\ud800"]
+    assert len(read(on_error="drop", check_images="header", max_image_pixels=170_000_000)) == 2
+    with pytest.raises(BadInput):  # not one is left
+        read(on_error="drop", max_image_pixels=1000)
+    table = read(on_error="drop", max_image_pixels=1200)
+    assert table.max_image_pixels == 1200
+    (folder / "good.png").write_bytes(encode(scene(50, 30), "PNG"))  # changed while the run goes on
+    with pytest.raises(BadInput, match="50 x 30 pixels are more than data.max_image_pixels 1200"):
+        DetectionDataset(table, transform=None, seed=0)[SampleKey(0, 0)]
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP"])

@@ -34,7 +34,7 @@ def test_one_line_without_control_and_of_the_width_asked_for(text, limit):
     line = escaped(text, limit)
     assert columns(line) <= limit and len(line) <= 3 * limit
     assert not any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in line)
-    assert not any(c in line for c in "\u202a\u202b\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f")
+    assert not set(line) & set("\u202a\u202b\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f")
     line.encode()
     around = shown(text, limit)
     assert around in (line, f"{ISOLATE}{line}{END_ISOLATE}")
@@ -42,7 +42,7 @@ def test_one_line_without_control_and_of_the_width_asked_for(text, limit):
     assert "\n" not in written and "<" not in written.replace("\\<", "")
 
 
-@pytest.mark.parametrize("name", ["cat", "traffic light", "na\xefve fa\xe7ade", "\u6771\u4eac", "\U0001f600", "a/b (3)"])
+@pytest.mark.parametrize("name", ["cat", "traffic light", "na\xefve", "\u6771\u4eac", "\U0001f600", "a/b (3)"])
 def test_ordinary_names_stay_as_they_are(name):
     assert escaped(name) == shown(name) == name
 

@@ -22,7 +22,7 @@ from PIL import Image
 
 from toolkit.errors import BadInput
 from toolkit.runs import writer as writers
-from toolkit.runs.console import Place, averages_line, console_line, progress
+from toolkit.runs.console import Place, averages_line, console_line, length_warnings, progress
 from toolkit.runs.metrics_log import MetricsLog, read_metrics
 from toolkit.runs.writer import RunWriter, read_offline_wandb, tracker_kwargs
 from toolkit.step.meters import Meters
@@ -408,3 +408,10 @@ def test_progress_shows_a_bar_with_the_time_left_on_a_terminal(capsys, monkeypat
 
 if __name__ == "__main__":
     {"log": logging_run, "kill": killed_run}[sys.argv[1]](Path(sys.argv[2]))
+
+
+def test_a_run_that_ends_too_soon_is_warned_of():
+    assert length_warnings(1000, 100, 500) == [] == length_warnings(1, 0, 1)
+    assert [w.split(",")[0] for w in length_warnings(100, 100, 50)] == ["warning: training ends inside the warm-up"]
+    assert "after 30 of the 50 steps of an epoch" in length_warnings(30, 0, 50)[0]
+    assert len(length_warnings(30, 100, 50)) == 2

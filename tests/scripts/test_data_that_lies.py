@@ -1,0 +1,90 @@
+"""Data that passes every check of a record and is wrong all the same, and names that act on what shows them.
+
+    python -m pytest tests/scripts/test_data_that_lies.py
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from launching import rows
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from test_box_formats import CONVERTED, convert
+from test_text import NASTY_NAMES
+
+from toolkit.evaluation.coco import metric_keys
+
+SHORT = ("--run.epochs", 1, "--run.max_steps", 1)
+CONTROL = ("\x1b", "\x07", "\x08", "\x00", "\u202e", "\u2028")
+
+
+def written(document, path) -> Path:
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.mark.every_script
+@pytest.mark.parametrize("format", ["xyxy", "cxcywh", "fractions cxcywh"])
+def test_boxes_in_another_format_are_refused(server, script, settings, data, tmp_path, format):
+    document = json.loads((data / "annotations" / "train.json").read_text())
+    wrong = written(convert(document, CONVERTED[format]), tmp_path / "wrong.json")
+    for on_error in ("raise", "drop"):
+        args = settings("--run.output_dir", tmp_path, "--run.name", on_error, "--data.train", wrong,
+                        "--data.image_dir", data / "train", "--data.on_error", on_error, *SHORT)  # fmt: skip
+        ended = server.run(script, args)
+        assert ended.code == 2 and "Traceback" not in ended.text, ended.text
+        assert "wrong.json" in ended.text and "write every bbox as [" in ended.text
+
+
+@pytest.mark.every_script
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_classes_with_names_of_every_kind(server, script, settings, data, tmp_path, tracker):
+    """Trained, evaluated, drawn and tracked; no control character reaches the console or a key."""
+    names = [name[:5000] for name in NASTY_NAMES if name.strip()]
+    (tmp_path / "annotations").mkdir()
+    for split in ("train", "val"):
+        document = json.loads((data / "annotations" / f"{split}.json").read_text())
+        extra = [{"id": 100 + i, "name": name} for i, name in enumerate(names[4:])]
+        kept = [category | {"name": name} for category, name in zip(document["categories"], names, strict=False)]
+        predicates = [each | {"name": names[i]} for i, each in enumerate(document["rel_categories"])]
+        document |= {"categories": kept + extra, "rel_categories": predicates}
+        written(document, tmp_path / "annotations" / f"{split}.json")
+        (tmp_path / split).symlink_to(data / split)
+    pictures = 0 if tracker == "wandb" else 2  # W&B's folder for pictures goes with the first run that the server forks
+    args = settings("--run.output_dir", tmp_path, "--data.train", tmp_path / "annotations" / "train.json", "--data.val",
+                    tmp_path / "annotations" / "val.json", "--eval.pictures", pictures, "--run.tracker", tracker,
+                    *SHORT)  # fmt: skip
+    ended = server.run(script, args).ok()
+    assert ended.status["state"] == "done" and "switched off" not in ended.text
+    ours = "".join(line for line in ended.text.splitlines(keepends=True) if "wandb" not in line)  # theirs has colours
+    assert "Traceback" not in ours and not set(CONTROL) & set(ours)
+    assert len(list((ended.folder / "report").glob("pictures/*.png"))) == (pictures > 0)
+    evaluated = next(row for row in rows(ended.folder) if "val/loss" in row)
+    if "val/bbox_AP" in evaluated:
+        assert f"val/AP/{metric_keys(names)[0]}" in evaluated
+    assert all(key.isprintable() or "\u200d" in key for key in evaluated)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes on this system")
+def test_images_that_are_none_are_named_and_left_out(server, script, settings, data, tmp_path):
+    document = json.loads((data / "annotations" / "train.json").read_text())
+    (tmp_path / "images").mkdir()
+    for path in (data / "train").iterdir():
+        (tmp_path / "images" / path.name).write_bytes(path.read_bytes())
+    pipe, large = document["images"][0]["file_name"], document["images"][1]
+    (tmp_path / "images" / pipe).unlink()
+    os.mkfifo(tmp_path / "images" / pipe)
+    Image.new("1", (13_000, 13_000)).save(tmp_path / "images" / large["file_name"], "PNG")
+    large |= {"width": 13_000, "height": 13_000}
+    args = settings("--run.output_dir", tmp_path, "--data.train", written(document, tmp_path / "a.json"),
+                    "--data.image_dir", tmp_path / "images", "--data.val", tmp_path / "a.json", *SHORT)  # fmt: skip
+    ended = server.run(script, args)
+    assert ended.code == 2 and "it is a pipe" in ended.text and "13000 x 13000 pixels are more" in ended.text
+    ended = server.run(script, [*args, "--data.on_error", "drop", "--run.name", "dropped"]).ok()
+    assert "16 images" in ended.text
+    ended = server.run(script, [*args, "--data.max_image_pixels", "1000", "--run.name", "small"])
+    assert ended.code == 2 and "data.max_image_pixels 1000" in ended.text
