@@ -3,7 +3,7 @@
     <run>/checkpoints/step_000123/  model.safetensors  ema.safetensors ...  one file per state dict of tensors
                                     optimizer.pt       torch.save, read back with weights_only=True
                                     state.json         everything else, floats to the last bit, NaN and infinity too
-                                    MANIFEST.json      format, step, sequence, size and sha256 of every file
+                                    MANIFEST.json      format, kind, step, sequence, size and sha256 of every file
     <run>/checkpoints/{latest,best} relative links to a step folder (one-line text files where links are not possible)
 
 A checkpoint is written in a temporary folder, manifest last, flushed, and renamed. Which one is newest is told by the
@@ -27,12 +27,12 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.files import decode_json, encode_json, fsync_folder
+from toolkit.runs.checkpoint_content import OPTIMIZER, STATE, changed_files, faults_of_run, well_formed
 
 FORMAT = 1
-MANIFEST, STATE, OPTIMIZER = "MANIFEST.json", "state.json", "optimizer.pt"
+MANIFEST = "MANIFEST.json"
 # `.replaced` exists only between the two renames that put a new checkpoint in the place of one of the same step.
 _STEP_FOLDER = re.compile(r"step_(\d{6,})(\.replaced)?")
-_PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", ".npz", ".joblib", ".dill", ".mar"}
 
 
 class CheckpointError(BadInput):
@@ -63,6 +63,7 @@ def save_checkpoint(
     keep: int,
     best: bool = False,
     keep_every: int = 0,
+    kind: str = "state",
 ) -> Path:
     """Write `folder/step_<step>`, point `latest` (and `best`) at it, then delete what is no longer kept.
 
@@ -79,6 +80,7 @@ def save_checkpoint(
         keep: newest checkpoints kept (at least 1), besides `best` and `latest`.
         best: this one is the best so far.
         keep_every: checkpoints of step keep_every, 2 * keep_every, ... are kept for good; 0: none is.
+        kind: "run": of all that a run needs to go on, which is checked on load.
 
     Raises:
         CheckpointError: no space, no right to write, ...; the earlier checkpoints are untouched.
@@ -98,7 +100,7 @@ def save_checkpoint(
             with open(temp / OPTIMIZER, "wb") as file:
                 torch.save(optimizer, file)
         (temp / STATE).write_text(text, encoding="utf-8")
-        _seal(temp, step, sequence=1 + max(_by_age(folder)[0].values(), default=0))
+        _seal(temp, {"kind": kind, "step": step, "sequence": 1 + max(_by_age(folder)[0].values(), default=0)})
         path = _put_in_place(temp, folder / f"step_{step:06d}")
         _point(folder / "latest", path)
         if best:
@@ -118,6 +120,29 @@ def mark_best(path: Path) -> None:
     _point(Path(path).parent / "best", Path(path))
 
 
+def mend_latest(resumed: Path) -> None:
+    """Points `latest` beside the checkpoint `resumed` at it where the link is gone or leads to a broken one.
+
+    Raises:
+        CheckpointError: the link cannot be written.
+    """
+    resumed = Path(resumed).resolve()
+    target = linked(resumed.parent, "latest")
+    try:
+        if target is None or target != resumed and not _is_valid(target):
+            _point(resumed.parent / "latest", resumed)
+    except OSError as error:
+        raise CheckpointError(_cannot_write(resumed.parent, error.errno or errno.EIO, 0)) from error
+
+
+def _is_valid(path: Path) -> bool:
+    try:
+        load_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
 def bring_best(resumed: Path, best_step: int, folder: Path) -> bool:
     """Points `folder/best` at the best checkpoint so far of a run that goes on from the checkpoint `resumed`.
 
@@ -125,7 +150,7 @@ def bring_best(resumed: Path, best_step: int, folder: Path) -> bool:
     another run, whose best one is then copied.
 
     Returns:
-        Whether there is that checkpoint.
+        Whether there is that checkpoint, and it is valid.
 
     Raises:
         CheckpointError: the copy, or the link, cannot be written.
@@ -134,12 +159,12 @@ def bring_best(resumed: Path, best_step: int, folder: Path) -> bool:
     temp = folder / f".tmp-{best.name}"
     try:
         if source.parent != folder.resolve():
-            if best.exists() or not (source / MANIFEST).is_file():
+            if best.exists() or not _is_valid(source):
                 return False
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copytree(source, temp, dirs_exist_ok=True)
             temp.rename(best)
-        if not (best / MANIFEST).is_file():
+        if best != resumed.resolve() and not _is_valid(best):
             return False
         if linked(folder, "best") != best:
             mark_best(best)
@@ -163,14 +188,14 @@ def _storable(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return storable
 
 
-def _seal(temp: Path, step: int, sequence: int) -> None:
+def _seal(temp: Path, about: dict) -> None:
     """Flush every file to the disk, then write the manifest, flush it and the folder."""
     files = {}
     for path in sorted(temp.iterdir()):
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
             files[path.name] = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    manifest = {"format": FORMAT, "step": step, "sequence": sequence, "files": files}
+    manifest = {"format": FORMAT, **about, "files": files}
     with open(temp / MANIFEST, "w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
@@ -247,12 +272,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
         path: a `step_*` folder or a link to one.
 
     Raises:
-        CheckpointError: missing, incomplete, changed, of another format, or holding a pickle or anything that would
-            have to be unpickled; nothing of the kind is ever run.
+        CheckpointError: missing, incomplete, changed, of another format, no state of a run, not finite, or holding a
+            pickle or anything that would have to be unpickled; nothing of the kind is ever run.
     """
     path = Path(path).resolve() if Path(path).is_symlink() else Path(path)
     manifest = _read_manifest(path)
-    problems = _check_files(path, manifest)
+    problems = changed_files(path, manifest)
     if problems:
         raise CheckpointError([f"Checkpoint {path}: {problem}" for problem in problems])
     tensors, optimizer, state, name = {}, None, {}, MANIFEST
@@ -270,6 +295,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
         unsafe = "Weights only load failed" in str(error)
         reason = "holds Python objects, which are never run" if unsafe else "cannot be read"
         raise CheckpointError(f"Checkpoint {path}: {name} {reason} ({_first_line(error)}).") from error
+    of_run = manifest.get("kind", "run") == "run"
+    if faults := faults_of_run(manifest["step"], tensors, optimizer, state) if of_run else []:
+        raise CheckpointError([f"Checkpoint {path}: {fault}." for fault in faults])
     return Checkpoint(path, manifest["step"], tensors, optimizer, state)
 
 
@@ -303,18 +331,25 @@ def resolve_resume(value: str, run_folder: Path) -> tuple[Checkpoint | None, lis
     """What `--run.resume` means: the checkpoint to go on from, or None for a fresh start, and messages for the user.
 
     Args:
-        value: "never"; "latest" (the newest valid one of `run_folder`, a fresh start when there is none); or the path
-            of a checkpoint, a `latest` or `best` link, or a run folder (its newest valid one).
+        value: "never"; "latest" (the newest valid one of `run_folder`, a fresh start when it holds none at all); or the
+            path of a checkpoint, a `latest` or `best` link, or a run folder (its newest valid one).
         run_folder: this run's folder.
 
     Raises:
-        CheckpointError: a PATH that does not exist, is no checkpoint, or is broken.
+        CheckpointError: a PATH that does not exist, is no checkpoint, or is broken; "latest" where there are
+            checkpoints and none of them is valid.
     """
     if value == "never":
         return None, []
     if value == "latest":
         found, passed_over = newest_valid(Path(run_folder) / "checkpoints")
         messages = [f"Passed over {reason}" for reason in passed_over]
+        if found is None and _step_folders(Path(run_folder) / "checkpoints"):
+            raise CheckpointError([
+                f"None of the checkpoints in {run_folder} can be used, and a fresh start would not keep them. Mend one, "
+                "or move the folder away, or choose another --run.name:",
+                *passed_over,
+            ])  # fmt: skip
         if found is None:
             return None, [*messages, f"No checkpoint in {run_folder}: starting fresh."]
         return found, [*messages, _resuming(found)]
@@ -349,45 +384,18 @@ def _read_manifest(path: Path) -> dict:
     except FileNotFoundError:
         reason = f"there is no {MANIFEST}, so it was never finished" if path.is_dir() else "there is no such folder"
         raise CheckpointError(f"Checkpoint {path}: {reason}.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST} cannot be read ({_first_line(error)}).") from error
     if isinstance(manifest, dict) and manifest.get("format", FORMAT) != FORMAT:
         raise CheckpointError(f"Checkpoint {path} has format {manifest['format']}; this version reads {FORMAT}.")
-    if not _well_formed(manifest):
+    if not well_formed(manifest):
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST} is not what this toolkit writes.")
     return manifest
 
 
-def _well_formed(manifest) -> bool:
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        return False
-    numbers = isinstance(manifest.get("step"), int) and isinstance(manifest.get("sequence"), int)
-    return numbers and all(
-        isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
-        for entry in manifest["files"].values()
-    )
-
-
-def _check_files(path: Path, manifest: dict) -> list[str]:
-    """Every way in which the folder differs from its manifest, in words."""
-    problems = []
-    for name, entry in manifest["files"].items():
-        if Path(name).name != name or not (name in (STATE, OPTIMIZER) or name.endswith(".safetensors")):
-            problems.append(f"the manifest lists {name!r}, which no checkpoint holds")
-        elif not (path / name).is_file():
-            problems.append(f"{name} is missing")
-        elif (size := (path / name).stat().st_size) != entry["size"]:
-            problems.append(f"{name} has {size} bytes, written were {entry['size']} (truncated or changed)")
-        else:
-            with open(path / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    problems.append(f"{name} is not what was written (sha256 differs)")
-    if STATE not in manifest["files"]:
-        problems.append(f"the manifest does not list {STATE}")
-    for extra in sorted(path.iterdir()):
-        if extra.name not in manifest["files"] and extra.suffix.lower() in _PICKLE_SUFFIXES:
-            problems.append(f"{extra.name} is not in the manifest and may hold a pickle; remove it")
-    return problems
+def _step_folders(folder: Path) -> list[Path]:
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in entries if _STEP_FOLDER.fullmatch(path.name) and not path.is_symlink()]
 
 
 def _by_age(folder: Path) -> tuple[dict[Path, int], list[str]]:

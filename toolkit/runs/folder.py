@@ -16,37 +16,40 @@ import torch
 
 from toolkit.errors import BadInput
 from toolkit.files import replace_nonfinite, usable_cores, write_json_atomic
-from toolkit.runs.status import _now, read_status
+from toolkit.runs.lock import FolderLock
+from toolkit.runs.status import _now, holds_a_run
 
 PACKAGES = ("torch", "torchvision", "accelerate", "transformers", "timm", "datasets", "wandb", "pycocotools",
             "faster-coco-eval", "jsonargparse", "safetensors", "scipy", "numpy", "tensorboard")  # fmt: skip
 
 
-def prepare_run_folder(output_dir: Path | str, name: str, resume: str = "never") -> Path:
-    """Make `output_dir/name` with its `checkpoints` folder and make sure that it can be written.
+def prepare_run_folder(
+    output_dir: Path | str, name: str, resume: str = "never", lock: FolderLock | None = None
+) -> Path:
+    """Make `output_dir/name` with its `checkpoints` folder, lock it and make sure that it can be written.
 
     Args:
         output_dir: folder of all runs, made when missing.
         name: the run's own folder, one plain name.
         resume: `--run.resume`. "never" refuses a folder in which a run has begun; a run that ended as bad input before
             it logged anything does not count, so that a corrected command needs no clearing up.
+        lock: takes the folder, so that no other process writes to it; None: it is not locked.
 
     Returns:
         The absolute run folder.
 
     Raises:
-        BadInput: no plain name, not writable, or an earlier run's folder under "never".
+        BadInput: no plain name, not writable, in use, or an earlier run's folder under "never".
     """
     if name in ("", ".", "..") or Path(name).name != name:
         raise BadInput(f"--run.name {name!r} is not a plain folder name; give one without separators.")
     folder = Path(output_dir).expanduser().absolute() / name
-    if resume == "never" and _holds_a_run(folder):
-        raise BadInput(
-            f"The run folder {folder} exists already and --run.resume is never. Continue it with --run.resume latest, "
-            "choose another --run.name, or remove the folder."
-        )
     try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if lock is not None:
+            lock.take(folder)
+        _check_new(folder, resume)
+        (folder / "checkpoints").mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -57,17 +60,12 @@ def prepare_run_folder(output_dir: Path | str, name: str, resume: str = "never")
     return folder
 
 
-def _holds_a_run(folder: Path) -> bool:
-    if not folder.exists():
-        return False
-    if not folder.is_dir():
-        return True
-    entries = {path.name for path in folder.iterdir() if not path.name.startswith(".tmp-")}
-    if "checkpoints" in entries and not any((folder / "checkpoints").iterdir()):
-        entries.discard("checkpoints")
-    if "metrics.jsonl" in entries or "checkpoints" in entries:
-        return True
-    return bool(entries) and read_status(folder).get("state") != "bad_input"
+def _check_new(folder: Path, resume: str) -> None:
+    if resume == "never" and holds_a_run(folder):
+        raise BadInput(
+            f"The run folder {folder} exists already and --run.resume is never. Continue it with --run.resume latest, "
+            "choose another --run.name, or remove the folder."
+        )
 
 
 def write_environment(folder: Path, seed: int, world_size: int, extra: dict | None = None) -> dict:

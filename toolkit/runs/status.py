@@ -51,6 +51,18 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
+def holds_a_run(folder: Path) -> bool:
+    """Whether a run has begun in this folder: one that ended as bad input before it logged anything does not count."""
+    if not folder.is_dir():
+        return folder.exists()
+    entries = {path.name for path in folder.iterdir() if not path.name.startswith(".tmp-")} - {".lock"}
+    if "checkpoints" in entries and not any((folder / "checkpoints").iterdir()):
+        entries.discard("checkpoints")
+    if "metrics.jsonl" in entries or "checkpoints" in entries:
+        return True
+    return bool(entries) and read_status(folder).get("state") != "bad_input"
+
+
 STATES = {BadInput: "bad_input", StoppedByGuard: "stopped_by_guard", Preempted: "preempted"}
 
 
@@ -60,7 +72,7 @@ class RunStatus:
     def __init__(self, folder: Path, is_main: bool):
         self.folder, self.is_main, self.details = folder, is_main, {}
         # A folder in which an earlier run left its word keeps it until this one has really begun.
-        self.begun = read_status(folder).get("state") in (None, "bad_input")
+        self.begun = not holds_a_run(folder)
 
     def begin(self) -> None:
         """Everything is there, and nothing was refused: the run goes on from here."""

@@ -1,0 +1,128 @@
+"""Whether a checkpoint is what was written, and the state of a run: all of it, of the right kinds, and finite."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+STATE, OPTIMIZER = "state.json", "optimizer.pt"
+_PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", ".npz", ".joblib", ".dill", ".mar"}
+_NUMBER = (int, float)
+# Key of state.json -> what it may be. Each is needed to go on.
+_STATE = {
+    "step": int,
+    "categories": list,
+    "sampler": dict,
+    "schedule": dict,
+    "total_steps": int,
+    "scaler": (dict, type(None)),
+    "guard": dict,
+    "budget": (dict, type(None)),
+    "metric_for_best": str,
+    "best": (*_NUMBER, type(None)),
+    "best_step": int,
+    "evaluations_without_better": int,
+    "evaluated_step": int,
+    "meters": dict,
+    "elapsed_s": _NUMBER,
+    "writer": dict,
+}
+_SAMPLER = ("seed", "epoch", "offset", "world_size", "batch_size")
+# State dicts whose infinities may be meant, such as a buffer that is an attention mask.
+_WEIGHTS = ("model", "ema")
+
+
+def well_formed(manifest) -> bool:
+    """Whether a manifest has the shape that the rest may trust."""
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        return False
+    numbers = isinstance(manifest.get("step"), int) and isinstance(manifest.get("sequence"), int)
+    return numbers and all(
+        isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
+        for entry in manifest["files"].values()
+    )
+
+
+def changed_files(path: Path, manifest: dict) -> list[str]:
+    """Every way in which the folder differs from its manifest, in words."""
+    problems = []
+    for name, entry in manifest["files"].items():
+        if Path(name).name != name or not (name in (STATE, OPTIMIZER) or name.endswith(".safetensors")):
+            problems.append(f"the manifest lists {name!r}, which no checkpoint holds")
+        elif not (path / name).is_file():
+            problems.append(f"{name} is missing")
+        elif (size := (path / name).stat().st_size) != entry["size"]:
+            problems.append(f"{name} has {size} bytes, written were {entry['size']} (truncated or changed)")
+        else:
+            with open(path / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                    problems.append(f"{name} is not what was written (sha256 differs)")
+    if STATE not in manifest["files"]:
+        problems.append(f"the manifest does not list {STATE}")
+    for extra in sorted(path.iterdir()):
+        if extra.name not in manifest["files"] and extra.suffix.lower() in _PICKLE_SUFFIXES:
+            problems.append(f"{extra.name} is not in the manifest and may hold a pickle; remove it")
+    return problems
+
+
+def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object) -> list[str]:
+    """In words, everything for which a run cannot go on from this.
+
+    Args:
+        step: that of the manifest.
+        tensors: file stem -> state dict. optimizer, state: as read. `state["infinite"]` names the tensors of the model
+            that hold infinities by design; where it is missing (an earlier release wrote it) they all may, NaN none.
+    """
+    faults = _faults_of_state(step, state) if isinstance(state, dict) else ["state.json is no mapping"]
+    if not tensors.get("model"):
+        faults.append("there are no weights (model.safetensors)")
+    if isinstance(state, dict) and state.get("ema") is not None and "ema" not in tensors:
+        faults.append("there are no averaged weights (ema.safetensors)")
+    if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
+        faults.append("optimizer.pt is no state of an optimizer")
+    return faults or not_finite(tensors, optimizer, state.get("infinite"))
+
+
+def _faults_of_state(step: int, state: dict) -> list[str]:
+    faults = [f"state.json has no {key}" if key not in state else f"{key} in state.json is {str(state[key])[:60]!r}"
+              for key, kind in _STATE.items() if not _is(state.get(key, KeyError), kind)]  # fmt: skip
+    if not faults:
+        faults += [f"sampler in state.json has no whole number {key}"
+                   for key in _SAMPLER if not _is(state["sampler"].get(key), int)]  # fmt: skip
+        faults += ["categories in state.json are not categories"] * (
+            not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in state["categories"])
+        )
+        if state["step"] != step:
+            faults.append(f"state.json is of step {state['step']}")
+    return faults
+
+
+def _is(value: object, kind) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def not_finite(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict | None, infinite=None) -> list[str]:
+    """One sentence that names the tensors with a NaN or an infinity; none where all are finite.
+
+    infinite: names of tensors of the model that are infinite by design; None: any may be, but not NaN.
+    """
+    bad = []
+    for stem, named in tensors.items():
+        for name, tensor in named.items():
+            meant = stem in _WEIGHTS and (infinite is None or name in infinite)
+            if not _sound(tensor, meant):
+                bad.append(f"{stem}/{name}")
+    for index, state in ((optimizer or {}).get("state") or {}).items():
+        bad += [f"optimizer/{index}/{key}" for key, value in state.items() if not _sound(torch.as_tensor(value), False)]
+    if not bad:
+        return []
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return [f"NaN or infinity in {', '.join(bad[:3])}{more}"]
+
+
+def _sound(tensor: Tensor, may_be_infinite: bool) -> bool:
+    if not tensor.is_floating_point():
+        return True
+    return not bool(tensor.isnan().any()) if may_be_infinite else bool(tensor.isfinite().all())
