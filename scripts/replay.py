@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from toolkit.errors import BadInput
-from toolkit.runs.settings_file import load_config_dict
+from toolkit.runs.settings_file import load_config_dict, newest_config
 from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import describe_finding, load_report, replay
 from toolkit.use.rebuild import rebuild_detector
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = parser.parse_args(arguments).folder
     try:
         report, batches, state = load_report(folder)
-        config = load_config_dict(folder.absolute().parents[2] / "config.yaml")
+        config = load_config_dict(newest_config(folder.absolute().parents[2]))
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,10 @@ _NONFINITE = "__nonfinite__"  # key of the encoded form of a float that strict J
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable (a rename survives a power cut only after this). A no-op on Windows."""
+    """Make the names in `folder` durable (a rename survives a power cut only after this). A no-op on Windows.
+
+    Of a file, what was written to it.
+    """
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,10 +1,17 @@
 """What of a run a checkpoint holds: written, and taken up again. `t` is a `toolkit.training.Training` throughout."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from torch import Tensor
+
+from toolkit.data.sampling import epochs_after, steps_ahead
 from toolkit.distributed import run_on_main
 from toolkit.errors import BadInput
-from toolkit.runs.checkpoint import Checkpoint, bring_best, save_checkpoint
+from toolkit.files import fsync_folder
+from toolkit.runs.changes import Change
+from toolkit.runs.checkpoint import Checkpoint, bring_best, mend_latest, save_checkpoint
 
 
 def save(t, best: bool = False) -> None:
@@ -20,6 +27,9 @@ def save(t, best: bool = False) -> None:
         "categories": [asdict(category) for category in table.categories],
         "predicates": list(table.predicates),
         "attributes": list(table.attributes),
+        "infinite": t.infinite,
+        "accumulation": _accumulation(t),
+        "recut": t.recut,
         "sampler": t.sampler.state_dict(),
         "schedule": t.schedule.state_dict(),
         "total_steps": t.total_steps,
@@ -32,59 +42,147 @@ def save(t, best: bool = False) -> None:
         **t.log.state_dict(),
     }
     t.saved_step = t.step
-    keep = {"keep": t.pace.keep, "keep_every": t.pace.keep_every}
-    run_on_main(
-        lambda: save_checkpoint(
+
+    def write() -> None:
+        if (rows := t.folder / "metrics.jsonl").is_file():
+            fsync_folder(rows)  # a power cut must not take rows that the checkpoint counts
+        save_checkpoint(
             t.folder / "checkpoints", t.step, tensors=tensors, optimizer=t.optimizer.state_dict(), state=state,
-            best=best, **keep,
-        )
-    )  # fmt: skip
+            best=best, keep=t.pace.keep, keep_every=t.pace.keep_every, kind="run",
+        )  # fmt: skip
+
+    run_on_main(write)
 
 
-def load(t, checkpoint: Checkpoint, keep_schedule: bool = True) -> list[str]:
+def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()) -> list[str]:
     """Takes up everything a checkpoint holds; returns in words what will not be identical.
 
     Args:
         checkpoint: verified by its manifest.
         keep_schedule: False: keep this command's learning-rate schedule and length.
+        changed: settings that are not those of the run so far, to say why a checkpoint does not fit.
 
     Where `t.eval_only`, nothing will be trained, so the run folder's checkpoints and links stay as they are.
 
     Raises:
-        BadInput: the checkpoint is of other classes or another model.
+        BadInput: the checkpoint is of other classes or another model. The run folder is as it was.
     """
-    rates = [(group["initial_lr"], group["weight_decay"]) for group in t.optimizer.param_groups]
-    state = checkpoint.state
+    state, path = checkpoint.state, checkpoint.path
     names = [category["name"] for category in state["categories"]]
     if names != t.validation.table.class_names:
-        raise BadInput(f"{checkpoint.path} is of the classes {names}, the data has {t.validation.table.class_names}")
+        raise BadInput(f"{path} is of the classes {names}, the data has {t.validation.table.class_names}")
+    _check_fit(t, checkpoint, changed)
+    own = [{key: group[key] for key in _OWN_RATES if key in group} for group in t.optimizer.param_groups]
+    asked = t.total_steps
     try:
         load_weights(t, checkpoint)
-    except (RuntimeError, ValueError) as error:  # tensors, or groups of the optimizer, that there are not
-        raise BadInput(f"{checkpoint.path} is of another model, or of other optimizer groups: resume with the "
-                       f"settings of the run that wrote it ({error})") from error  # fmt: skip
-    t.step = state["step"]
-    notes = t.sampler.load_state_dict(state["sampler"])
-    if keep_schedule:
-        t.schedule.load_state_dict(state["schedule"])
-        t.total_steps = state["total_steps"]
-        if state["budget"] is None:
-            t.budget = None  # the saved length is no matter of minutes
-        elif t.budget is not None:
-            t.budget.load_state_dict(state["budget"])
-    else:
-        for group, (initial_lr, weight_decay) in zip(t.optimizer.param_groups, rates, strict=True):
-            group.update(initial_lr=initial_lr, weight_decay=weight_decay)
-    t.schedule.set(t.step)
-    t.guard.load_state_dict(state["guard"])
-    t.log.load_state_dict(state)
+        t.step = state["step"]
+        notes = t.sampler.load_state_dict(state["sampler"])
+        if keep_schedule:
+            _take_up_schedule(t, state)
+        else:
+            for group, rates in zip(t.optimizer.param_groups, own, strict=True):
+                group.update(rates)
+        notes += _retime(t, state, keep_schedule)
+        t.schedule.set(t.step)
+        t.guard.load_state_dict(state["guard"])
+        t.log.load_state_dict(state)
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise BadInput(f"{path} cannot be taken up ({type(error).__name__}: {error}): give an earlier checkpoint as "
+                       "--run.resume PATH") from error  # fmt: skip
+    if keep_schedule and t.total_steps <= t.step and asked > t.total_steps and not t.eval_only:
+        notes.append(f"the run is finished at step {t.step} of {t.total_steps}, nothing is left to train: "
+                     f"--run.resume_schedule new goes on to step {asked}")  # fmt: skip
     return notes + _load_best(t, checkpoint)
+
+
+# Of a parameter group, what the settings say of its updates.
+_OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov")
+
+
+def _take_up_schedule(t, state: Mapping) -> None:
+    t.schedule.load_state_dict(state["schedule"])
+    t.total_steps = state["total_steps"]
+    if state["budget"] is None:
+        t.budget = None  # the saved length is no matter of minutes
+    elif t.budget is not None:
+        t.budget.load_state_dict(state["budget"])
+
+
+def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
+    """Raises BadInput, in a few lines and in terms of the settings, where weights or optimizer are of another model."""
+    ours = {"model": t.detector.state_dict()}
+    if "loss_weights" in checkpoint.tensors or any(True for _ in t.weights.parameters()):
+        ours["loss_weights"] = t.weights.state_dict()
+    faults = [fault for stem, own in ours.items() for fault in _misfits(own, checkpoint.tensors.get(stem, {}))]
+    saved, own = checkpoint.optimizer["param_groups"], t.optimizer.state_dict()["param_groups"]
+    if not faults and [len(g["params"]) for g in saved] != [len(g["params"]) for g in own]:
+        faults = [f"the optimizer has {len(own)} groups of {sum(len(g['params']) for g in own)} parameters, there are "
+                  f"{len(saved)} of {sum(len(g['params']) for g in saved)}"]  # fmt: skip
+    if not faults:
+        return
+    causes = [change for change in changed if change.key.split(".")[0] in ("model", "optim", "loss")]
+    causes.sort(key=lambda change: not change.key.startswith("model."))
+    shown = "; ".join(change.values for change in causes[:4])
+    raise BadInput([
+        f"{checkpoint.path} is of another model than these settings make"
+        + (f": {shown}{' and more' * (len(causes) > 4)}." if causes else "."),
+        f"{faults[0]}{f' and {len(faults) - 1} more' * (len(faults) > 1)}.",
+        "Resume with the settings of the run that wrote it, or begin a new run with another --run.name "
+        "(--model.pretrained takes over the weights that fit).",
+    ])  # fmt: skip
+
+
+def _misfits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
+    different = [f"size mismatch of {name}: {tuple(saved[name].shape)} there, {tuple(own[name].shape)} here"
+                 for name in own if name in saved and saved[name].shape != own[name].shape]  # fmt: skip
+    return [*different, *(f"{name} is not there" for name in own if name not in saved),
+            *(f"{name} is there and not here" for name in saved if name not in own)]  # fmt: skip
+
+
+def _accumulation(t) -> list[int]:
+    return [t.pace.accumulation_steps, t.pace.accumulate_after_epoch]
+
+
+def _retime(t, state: Mapping, keep_schedule: bool) -> list[str]:
+    """Where an optimizer step sees other images than before: a length and a schedule by which the run sees the data
+    that it was to see. What it did is returned in words."""
+    sampler, saved = t.sampler, state["sampler"]
+    before, now = state.get("accumulation", _accumulation(t)), _accumulation(t)
+    same = (saved["world_size"], saved["batch_size"], before) == (sampler.world_size, sampler.batch_size, now)
+    t.recut = state.get("recut", 0)
+    if same and (keep_schedule or not t.recut):
+        return []
+    length, old = t.total_steps, sampler.cut_as(saved["world_size"], saved["batch_size"])
+    here = math.ceil(epochs_in := sampler.epoch + sampler.offset / sampler.num_samples)
+    t.recut = round(sampler.steps_in(here, *now) - steps_ahead(sampler, here, *now)) - t.step
+    if not keep_schedule:  # this command's, as if the whole run had been cut like this
+        t.schedule.clock = (t.step, t.step + t.recut, 1.0)
+        t.total_steps = max(t.step, length - t.recut)
+    elif length > t.step:
+        end = epochs_in + epochs_after(old, length, *before) - epochs_after(old, t.step, *before)
+        if abs(end - round(end)) * old.steps_of_epoch(int(end), *before) < 0.5:
+            end = round(end)
+        t.total_steps = t.step + max(1, math.ceil(steps_ahead(sampler, end, *now) - 1e-6))
+        if t.total_steps != length:
+            t.schedule.stretch(t.step, (length - t.step) / (t.total_steps - t.step))
+    if t.budget is not None and t.budget.total_steps is not None:
+        t.budget.total_steps = t.total_steps
+    if t.total_steps == length:
+        return []
+    return [f"an optimizer step now sees other numbers of images: the run ends after step {t.total_steps} instead of "
+            f"{length}, at the same place in the data, and warm-up, milestones and shape of the schedule move with it. "
+            "Learning rates stay as they were; what else is counted in steps (run.log_every, loss.weights, ...) counts "
+            "the new ones"]  # fmt: skip
 
 
 def _load_best(t, checkpoint: Checkpoint) -> list[str]:
     state, folder = checkpoint.state, t.folder / "checkpoints"
-    if t.eval_only or run_on_main(lambda: checkpoint.path.resolve().parent == folder.resolve()):
+    in_this_folder = run_on_main(lambda: checkpoint.path.resolve().parent == folder.resolve())
+    if t.eval_only or in_this_folder:
         t.saved_step = t.step
+    if in_this_folder and not t.eval_only:
+        run_on_main(lambda: mend_latest(checkpoint.path))
     if state["metric_for_best"] != t.best.metric:
         return [f"best metric starts anew: it was {state['metric_for_best']}, now {t.best.metric}"]
     value, step = state["best"], state["best_step"]
@@ -92,7 +190,7 @@ def _load_best(t, checkpoint: Checkpoint) -> list[str]:
     if value is None or t.eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
         return []
     t.best.value, t.best.step = None, -1
-    return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there any more"]
+    return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there or not valid any more"]
 
 
 def load_weights(t, checkpoint: Checkpoint) -> None:
@@ -108,3 +206,10 @@ def load_weights(t, checkpoint: Checkpoint) -> None:
     t.optimizer.load_state_dict(checkpoint.optimizer)
     if t.accelerator.scaler is not None and checkpoint.state["scaler"]:
         t.accelerator.scaler.load_state_dict(checkpoint.state["scaler"])
+
+
+def infinite_buffers(detector) -> list[str]:
+    """Names in the state dict of buffers that hold infinities by design, such as masks: those of a new detector."""
+    buffers = dict(detector.named_buffers())
+    floats = [name for name in detector.state_dict() if name in buffers and buffers[name].is_floating_point()]
+    return [name for name in floats if not bool(buffers[name].isfinite().all())]

@@ -13,7 +13,7 @@ Each of these can be replaced in a script by a call of one's own.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,17 @@ from toolkit.evaluation.report import write_report
 from toolkit.log import Log
 from toolkit.memory_probe import probe_memory
 from toolkit.models.detector import Detector
+from toolkit.models.old_names import renamed
 from toolkit.models.start import start_detector
 from toolkit.runs.best import Best
+from toolkit.runs.changes import Change, changes, in_force, refuse
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
-from toolkit.runs.folder import prepare_run_folder, write_environment
+from toolkit.runs.folder import drafts, keep_drafts, prepare_run_folder, write_environment
+from toolkit.runs.lock import FolderLock
+from toolkit.runs.metrics_log import mend_rows
+from toolkit.runs.open_run import settings_beside
 from toolkit.runs.processes import announce, distributed_kwargs, set_threads
-from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, save_config
+from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
 from toolkit.runs.status import RunStatus, run_status
 from toolkit.runs.writer import RunWriter, tracker_kwargs
 from toolkit.saving import load, save
@@ -57,7 +62,12 @@ from toolkit.validation import Validation, check_metric, finish, validate
 
 @dataclass
 class Session:
-    """What a run has before its data and model. checkpoint: to go on from; None: a fresh start."""
+    """What a run has before its data and model.
+
+    config: with the seed of the checkpoint, where the run goes on from one. asked_seed: that of the command.
+    drafts: folder that a start writes to until nothing was refused; see `toolkit.runs.folder.drafts`.
+    checkpoint: to go on from; None: a fresh start. stored: the settings it was trained with.
+    """
 
     config: Any
     accelerator: Accelerator
@@ -65,6 +75,10 @@ class Session:
     signals: StopSignals
     status: RunStatus
     checkpoint: Checkpoint | None
+    stored: dict
+    asked_seed: int
+    lock: FolderLock
+    drafts: Path
 
     @property
     def is_main(self) -> bool:
@@ -88,15 +102,22 @@ def session(config: Any) -> Iterator[Session]:
         kwargs_handlers=distributed_kwargs(),
         **tracker_kwargs(run.tracker, Path(run.output_dir).expanduser().absolute() / run.name),
     )
-    folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume))
-    with StopSignals() as signals, run_status(folder, accelerator.is_main_process) as status:
-        set_threads(run.threads, accelerator.device)
-        checkpoint, messages = run_on_main(lambda: resolve_resume(run.resume, folder))
-        if accelerator.is_main_process:
-            announce(accelerator.num_processes, folder, messages)
-        if run.deterministic:
-            be_deterministic()
-        yield Session(config, accelerator, folder, signals, status, checkpoint)
+    is_main, seed = accelerator.is_main_process, run.seed
+    with FolderLock() as lock:
+        folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume, lock))
+        with StopSignals() as signals, run_status(folder, is_main) as status:
+            set_threads(run.threads, accelerator.device)
+            checkpoint, messages = run_on_main(lambda: resolve_resume(run.resume, folder))
+            stored = run_on_main(lambda: settings_beside(checkpoint.path)) if checkpoint is not None else {}
+            if checkpoint is not None:  # data, augmentation and dropout go on as they began
+                config = replace(config, run=replace(run, seed=checkpoint.state["sampler"]["seed"]))
+            if is_main:
+                announce(accelerator.num_processes, folder, [*messages, *([lock.note] if lock.note else [])])
+            if run.deterministic:
+                be_deterministic()
+            is_new = run_on_main(lambda: status.begun)
+            with drafts(folder, is_new, is_main) as place:
+                yield Session(config, accelerator, folder, signals, status, checkpoint, stored, seed, lock, place)
 
 
 def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
@@ -104,7 +125,7 @@ def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
     c = s.config.data
     overfit = (c.overfit_batches or 0) * c.batch_size_per_device * s.accelerator.num_processes
     table, val_table = open_splits(
-        c.train, c.val, s.folder, say=s.say, max_train_images=c.max_train_images, overfit_images=overfit,
+        c.train, c.val, s.drafts, say=s.say, max_train_images=c.max_train_images, overfit_images=overfit,
         image_dir=c.image_dir, format=c.format, name=c.name, on_error=c.on_error, max_image_pixels=c.max_image_pixels,
     )  # fmt: skip
     for note in check_ground_truth(val_table):
@@ -121,10 +142,10 @@ def make_detector(s: Session, table: DetectionTable, start: Callable | None = No
     c, options = s.config.data, s.config.model
     seed_step(s.config.run.seed, 0, 0)
     if start is not None:
-        detector = start(options, table, s.folder, checkpoint=s.checkpoint, say=s.say)
+        detector = start(options, table, s.drafts, checkpoint=s.checkpoint, say=s.say)
     else:
         resumed_from = s.checkpoint and s.checkpoint.path
-        detector = start_detector(options, table.class_names, s.folder, resumed_from=resumed_from, say=s.say)
+        detector = start_detector(options, table.class_names, s.drafts, resumed_from=resumed_from, say=s.say)
     detector = detector.to(s.accelerator.device)
     if detector.fixed_size:
         pipeline.check_one_size(detector.stride, [c.image_size, *c.multi_scale], c.scales)
@@ -252,28 +273,55 @@ def _pace(c: Any, per_epoch: int) -> Pace:
 
 
 def _begin(s: Session, t: Training, table: DetectionTable) -> None:
-    """Takes up the checkpoint, writes down what is run, and evaluates where that is due before the first step."""
+    """Takes up the checkpoint, writes down what is run, and evaluates where that is due before the first step.
+
+    Everything that may refuse the start comes before anything is written to the run folder.
+    """
     run, checkpoint = s.config.run, s.checkpoint
-    for note in load(t, checkpoint, run.resume_schedule == "saved") if checkpoint is not None else []:
+    settings, changed = _settings(s, t)
+    refuse(changed)
+    check_metric(t)
+    if run.probe_memory:
+        probe_memory(t, s.config.data.batch_size_per_device)
+    notes = load(t, checkpoint, run.resume_schedule == "saved", changed) if checkpoint is not None else []
+    for note in (*changed, *notes):
+        s.say(str(note))
+    _record(s, t, table, settings, changed)
+    for note in run_on_main(lambda: _mend_rows(s)) if checkpoint is not None else []:
         s.say(note)
-    settings = _resolved(s.config, t.detector)
-    _record(s, t, table, settings)
     writer = RunWriter(
         s.folder, accelerator=s.accelerator, tracker=run.tracker, project=run.project, config=settings,
         is_main=s.is_main, resume_state=checkpoint and checkpoint.state["writer"], eval_only=run.eval_only,
     )  # fmt: skip
     t.log.start(writer, s.status.details, t.step, t.total_steps)
-    check_metric(t)
     if t.guard.policy == "rollback" and t.saved_step != t.step:
         save(t)  # something to roll back to
-    if run.probe_memory:
-        probe_memory(t, s.config.data.batch_size_per_device)
     first = s.config.eval.before_training and t.step == 0
     due = (first or is_time(t.step, t.pace.eval_every)) and t.best.evaluated_step != t.step
     if run.eval_only or due:
         better = validate(t)  # asked for, or interrupted by the signal that ended the run before
         if better and not run.eval_only:
             save(t, best=True)
+
+
+def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
+    """The settings in force, and those that a resumed run has otherwise than before."""
+    settings = _resolved(s.config, t.detector)
+    if not s.stored:
+        return settings, []
+    budget = s.checkpoint.state["budget"]
+    stored = s.stored | {"model": {**s.stored["model"], **renamed(s.config.model.architecture, s.stored["model"])}}
+    asked = settings | {"run": settings["run"] | {"seed": s.asked_seed}}
+    found = changes(stored, asked, s.config.run.resume_schedule == "saved",
+                    minutes_count=budget is not None and budget["total_steps"] is None)  # fmt: skip
+    return in_force(asked, found), found
+
+
+def _mend_rows(s: Session) -> list[str]:
+    """Rows of this folder that the checkpoint counts and that are not there; another folder's are not looked for."""
+    if s.checkpoint.path.resolve().parent != (s.folder / "checkpoints").resolve():
+        return []
+    return mend_rows(s.folder / "metrics.jsonl", s.checkpoint.state["writer"]["rows"], more=s.config.run.eval_only)
 
 
 def _resolved(config: Any, detector: Detector) -> dict:
@@ -284,16 +332,26 @@ def _resolved(config: Any, detector: Detector) -> dict:
     return settings | {"model": settings["model"] | used}
 
 
-def _record(s: Session, t: Training, table: DetectionTable, settings: dict) -> None:
-    """Says how large model and data are; writes `config.yaml`, `environment.json` and `status.json`."""
+def _record(s: Session, t: Training, table: DetectionTable, settings: dict, changed: list[Change]) -> None:
+    """Says how large model and data are; writes `config.yaml`, `environment.json` and `status.json`.
+
+    A later start keeps its settings in `config_2.yaml`, `config_3.yaml` and so on, with what is new in them.
+    """
     parameters = {"all": sum(p.numel() for p in t.detector.parameters())}
     parameters["trained"] = sum(p.numel() for p in t.detector.parameters() if p.requires_grad)
     data = {name: {"images": len(each), "boxes": int(each.num_boxes().sum())}
             for name, each in (("train", table), ("val", t.validation.table))}  # fmt: skip
     s.say(f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; training data: "
           f"{data['train']['images']:,} images, {data['train']['boxes']:,} boxes")  # fmt: skip
+    s.lock.keep = True
     if s.is_main:
-        save_config(settings, s.folder / CONFIG)
+        keep_drafts(s.drafts, s.folder)
+        place = s.folder / CONFIG if s.status.begun else next_config(s.folder)
+        remarks = []
+        if s.checkpoint is not None or place.name != CONFIG:
+            source = "" if s.checkpoint is None else f" of {s.checkpoint.path}"
+            remarks = [f"These settings are in force from step {t.step}{source} on. Changed:", *map(str, changed)]
+        save_config(settings, place, remarks)
         extra = {"parameters": parameters, "data": data}
         write_environment(s.folder, s.config.run.seed, s.accelerator.num_processes, extra)
     s.status.begin()

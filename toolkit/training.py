@@ -22,7 +22,7 @@ from toolkit.log import Log
 from toolkit.models.detector import Detector
 from toolkit.recovery import recover
 from toolkit.runs.best import Best
-from toolkit.saving import save
+from toolkit.saving import infinite_buffers, save
 from toolkit.signals import StopSignals
 from toolkit.step.ema import Ema
 from toolkit.step.gradients import gradient_norm, gradient_table
@@ -59,7 +59,10 @@ class Pace:
 
 @dataclass
 class Training:
-    """The objects of one run. `model` is what Accelerate prepared, `detector` the same weights without wrappers."""
+    """The objects of one run. `model` is what Accelerate prepared, `detector` the same weights without wrappers.
+
+    recut: added to `step`, the steps that the run would have made if it had always had batches of now.
+    """
 
     accelerator: Accelerator
     model: nn.Module
@@ -84,9 +87,11 @@ class Training:
     eval_only: bool = False
     step: int = 0
     saved_step: int = -1
+    recut: int = 0
     last_row: dict[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self):
+        self.infinite = infinite_buffers(self.detector)
         self._sums: dict[str, Tensor] = {}
         self._unknown: list[str] = []
         self._denominators: list[Mapping[str, Tensor]] = []
@@ -116,7 +121,7 @@ class Training:
             # said before the workers are asked for images of this epoch
             per_epoch = -(-len(self.sampler) // pace.accumulation_steps)
             fixed_at = 0 if self.budget is None else self.budget.steps if self.budget.total_steps is not None else None
-            dataset.plan(pace.plain_epochs, self.total_steps, per_epoch, fixed_at)
+            dataset.plan(pace.plain_epochs, self.total_steps + self.recut, per_epoch, fixed_at)
         self.set_rates()
         self.log.timer.start()
         epoch = self.sampler.epoch
@@ -211,7 +216,8 @@ class Training:
         self.schedule.set(self.step)
         if self.pace.bn_momentum is not None:
             final, warmup_steps = self.pace.bn_momentum
-            set_bn_momentum(self.detector, bn_momentum(self.step, self.total_steps, 0.1, final, warmup_steps))
+            step, total_steps = self.schedule.at(self.step), self.schedule.at(self.total_steps)
+            set_bn_momentum(self.detector, bn_momentum(step, total_steps, 0.1, final, warmup_steps))
 
     def set_length(self, total_steps: int) -> None:
         """Fixes the number of steps that training and its schedule go by."""

@@ -148,21 +148,26 @@ class EpochSampler:
         """Micro-batches in the whole epoch."""
         return len(self._ends)
 
-    def steps_in(self, epochs: int, accumulation_steps: int = 1, accumulate_after_epoch: int = 0) -> int:
-        """Optimizer steps of so many epochs that are not cut short; see `toolkit.data.sampling.accumulation_at`.
+    def steps_of_epoch(self, epoch: int, accumulation_steps: int = 1, accumulate_after_epoch: int = 0) -> int:
+        """Optimizer steps of an epoch that is not cut short; see `toolkit.data.sampling.accumulation_at`.
 
         Where the number of images follows their size, an epoch has as many micro-batches as its sizes make of it.
         """
         if self.sizes is not None and self.sizes.base_hw is not None:
-            counts = [self._number_of_varying_batches(epoch) for epoch in range(epochs)]
+            drawn = iter(self.sizes.draw(self.seed, epoch, self.num_samples + 1))
+            count = len(self.sizes.batch_sizes(drawn, self.num_samples, self.batch_size, self.world_size))
         else:
-            counts = [len(batch_sizes(self.num_samples, self.world_size * self.batch_size, self.world_size))] * epochs
-        windows = (accumulation_at(epoch, accumulation_steps, accumulate_after_epoch) for epoch in range(epochs))
-        return sum(-(-count // window) for count, window in zip(counts, windows, strict=True))
+            count = len(batch_sizes(self.num_samples, self.world_size * self.batch_size, self.world_size))
+        return -(-count // accumulation_at(epoch, accumulation_steps, accumulate_after_epoch))
 
-    def _number_of_varying_batches(self, epoch: int) -> int:
-        drawn = iter(self.sizes.draw(self.seed, epoch, self.num_samples + 1))
-        return len(self.sizes.batch_sizes(drawn, self.num_samples, self.batch_size, self.world_size))
+    def steps_in(self, epochs: int, accumulation_steps: int = 1, accumulate_after_epoch: int = 0) -> int:
+        """Optimizer steps of so many epochs from the first one on; see `steps_of_epoch`."""
+        return sum(self.steps_of_epoch(epoch, accumulation_steps, accumulate_after_epoch) for epoch in range(epochs))
+
+    def cut_as(self, world_size: int, batch_size: int) -> "EpochSampler":
+        """The same data at the start of the first epoch, for other ranks and batches."""
+        options = {"seed": self.seed, "groups": self.groups, "shuffle": self.shuffle, "sizes": self.sizes}
+        return EpochSampler(self.num_samples, batch_size, 0, world_size, **options)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         # Bound here, not lazily: what runs ahead must not notice `advance` or `set_epoch`.
@@ -298,3 +303,24 @@ def accumulation_at(epoch: int, accumulation_steps: int, after_epoch: int) -> in
     In the epoch `after_epoch` itself accumulation has begun, as in CVNets since its version 0.2.
     """
     return accumulation_steps if epoch >= after_epoch else 1
+
+
+def epochs_after(sampler: EpochSampler, step: float, *accumulation: int) -> float:
+    """Epochs that a run of this cut from its start has seen after `step` optimizer steps."""
+    epoch = 0
+    while step >= (steps := max(1, sampler.steps_of_epoch(epoch, *accumulation))):
+        step, epoch = step - steps, epoch + 1
+    return epoch + step / steps
+
+
+def steps_ahead(sampler: EpochSampler, epochs: float, *accumulation: int) -> float:
+    """Optimizer steps from where the sampler stands to the place `epochs` in the data, such as 3.5.
+
+    accumulation: steps, and the first epoch that has them; see `accumulation_at`.
+    """
+    here, end = sampler.epoch + sampler.offset / sampler.num_samples, sampler.epoch + 1
+    left = -(-(len(sampler) - sampler.next_batch) // accumulation_at(sampler.epoch, *accumulation))
+    if epochs <= end:
+        return left * max(0.0, epochs - here) / (end - here) if end > here else 0.0
+    whole = sum(sampler.steps_of_epoch(epoch, *accumulation) for epoch in range(end, int(epochs)))
+    return left + whole + (epochs - int(epochs)) * sampler.steps_of_epoch(int(epochs), *accumulation)

@@ -26,7 +26,8 @@ def open_split(source: str, *, say: Say, listing: Path | None = None, **reading)
         f"{len(table.categories)} classes")  # fmt: skip
     if table.problems and listing is not None:
         errors = sum(problem.severity == "error" for problem in table.problems)
-        say(f"{source}: {errors} records left out, {len(table.problems) - errors} repaired or noted; see {listing}")
+        say(f"{source}: {errors} records left out, {len(table.problems) - errors} repaired or noted; see "
+            f"{listing.name} in the run folder")  # fmt: skip
     return table
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from toolkit.distributed import world
+from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput
 from toolkit.files import write_json
 from toolkit.models import build_detector
@@ -51,7 +51,7 @@ def start_detector(
     architecture, name, is_main = options.architecture, options.pretrained, world()[0] == 0
     given, source, stored = _given(options), None, None
     if resumed_from is not None:
-        stored = _stored_options(resumed_from, architecture)
+        stored = run_on_main(lambda: _stored_options(resumed_from, architecture))
     elif name:
         source = open_pretrained(name)
         _check_architecture(source, architecture)
@@ -59,7 +59,6 @@ def start_detector(
     if stored is not None or known:
         stored = {**(stored or {}), **(known or {})}
         if is_main:
-            # in one step: another rank of a resumed run may be reading the file that this replaces
             document = {"source": name or "", "options": stored, "given": list(given)}
             write_json(folder / PRETRAINED_CONFIG, document)
     settings = {**(stored or {}), **given, **(known or {}), "architecture": architecture}

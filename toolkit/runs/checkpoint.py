@@ -346,8 +346,8 @@ def resolve_resume(value: str, run_folder: Path) -> tuple[Checkpoint | None, lis
         messages = [f"Passed over {reason}" for reason in passed_over]
         if found is None and _step_folders(Path(run_folder) / "checkpoints"):
             raise CheckpointError([
-                f"None of the checkpoints in {run_folder} can be used, and a fresh start would not keep them. Mend one, "
-                "or move the folder away, or choose another --run.name:",
+                f"None of the checkpoints in {run_folder} can be used, and a fresh start would not keep them. Mend "
+                "one, or move the folder away, or choose another --run.name:",
                 *passed_over,
             ])  # fmt: skip
         if found is None:

@@ -6,9 +6,12 @@
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -19,6 +22,7 @@ from toolkit.files import replace_nonfinite, usable_cores, write_json_atomic
 from toolkit.runs.lock import FolderLock
 from toolkit.runs.status import _now, holds_a_run
 
+DRAFTS = ".tmp-start"
 PACKAGES = ("torch", "torchvision", "accelerate", "transformers", "timm", "datasets", "wandb", "pycocotools",
             "faster-coco-eval", "jsonargparse", "safetensors", "scipy", "numpy", "tensorboard")  # fmt: skip
 
@@ -58,6 +62,27 @@ def prepare_run_folder(
             "with space left on it, as --run.output_dir."
         ) from error
     return folder
+
+
+@contextmanager
+def drafts(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
+    """Where a start writes until everything was accepted: the run folder where no run has begun in it, else a folder
+    inside, gone at the end, so that a start which is refused changes nothing of an earlier one. See `keep_drafts`."""
+    place = folder if is_new else folder / DRAFTS
+    if is_main and place != folder:
+        shutil.rmtree(place, ignore_errors=True)  # left by a start that was killed
+        place.mkdir()
+    try:
+        yield place
+    finally:
+        if is_main and place != folder:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def keep_drafts(place: Path, folder: Path) -> None:
+    """Moves what was drafted into the run folder, over files of the same names."""
+    for path in sorted(place.iterdir()) if place != folder else ():
+        os.replace(path, folder / path.name)
 
 
 def _check_new(folder: Path, resume: str) -> None:

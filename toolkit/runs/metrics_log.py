@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,6 +54,60 @@ class MetricsLog:
         self._file.close()
 
 
+def mend_rows(path: Path, rows: int, more: bool = False) -> list[str]:
+    """Makes `metrics.jsonl` readable again for a run that goes on from a checkpoint; the main process calls it.
+
+    A damaged file is kept beside it as `metrics.jsonl.damaged`; a torn last line, which a kill leaves, is no damage.
+
+    Args:
+        rows: how many the checkpoint counts.
+        more: rows after them stay too, so damage there counts.
+
+    Returns:
+        What is wrong, in words; nothing if all those rows are there.
+
+    Raises:
+        BadInput: it cannot be written.
+    """
+    path = Path(path)
+    if not path.exists():
+        if rows:
+            write_text_atomic(path, "")
+        return [f"{path} is gone: the {rows} rows before this checkpoint are lost"] if rows else []
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn or empty
+    counted = lines if more else lines[:rows]
+    good = [line for line in counted if line and _is_row(line)]
+    damaged = len(counted) - len(good)
+    missing = max(0, rows - len(lines))
+    if not damaged and not missing:
+        return []
+    kept = path.with_name(f"{path.name}.damaged")
+    while kept.exists():
+        kept = kept.with_name(f"{kept.name}.damaged")
+    try:
+        shutil.copyfile(path, kept)
+        write_text_atomic(path, "".join(_line(_row(line)) for line in good))
+    except OSError as error:
+        raise BadInput(f"{path} is damaged and cannot be mended ({error.strerror}): make room or make it writable, "
+                       "then go on with --run.resume latest.") from error  # fmt: skip
+    return [f"{path} has {len(good)} readable rows of the {rows} that the checkpoint counts ({damaged} unreadable, "
+            f"{missing} missing); the file as it was is kept as {kept.name}"]  # fmt: skip
+
+
+def _is_row(line: bytes) -> bool:
+    try:
+        _row(line)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+    return True
+
+
+def _row(line: bytes) -> dict:
+    row = json.loads(line)
+    row.update({name: float(text) for name, text in row.pop("nonfinite", {}).items()})
+    return row | {"step": int(row["step"])}
+
+
 def read_metrics(path: Path) -> list[dict]:
     """The rows of a metrics.jsonl as they were logged, NaN and infinity included; empty when there is no such file.
 
@@ -68,9 +123,7 @@ def read_metrics(path: Path) -> list[dict]:
         if not line or number == len(lines):  # what follows the last newline is torn or empty
             continue
         try:
-            row = json.loads(line)
-            row.update({name: float(text) for name, text in row.pop("nonfinite", {}).items()})
-            rows.append(row | {"step": int(row["step"])})
+            rows.append(_row(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"{path}, line {number}: not a row of metrics ({error}); mend or remove it.") from error
     return rows

@@ -6,7 +6,7 @@ from pathlib import Path
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
-from toolkit.runs.settings_file import load_config_dict
+from toolkit.runs.settings_file import load_config_dict, newest_config, read_settings
 
 
 @dataclass
@@ -38,7 +38,7 @@ def open_run(path: Path) -> Run:
         path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
     checkpoint, _ = resolve_resume(str(path), folder)
     categories = [Category(**category) for category in checkpoint.state["categories"]]
-    return Run(folder, load_config_dict(folder / "config.yaml"), checkpoint, categories)
+    return Run(folder, load_config_dict(newest_config(folder)), checkpoint, categories)
 
 
 def run_folder_of(path: Path) -> Path:
@@ -51,6 +51,15 @@ def run_folder_of(path: Path) -> Path:
         if (place / "config.yaml").is_file():
             return place
     raise BadInput(f"{path}: no run folder: neither it nor a folder above it holds a config.yaml")
+
+
+def settings_beside(checkpoint: Path) -> dict:
+    """The settings in force where a checkpoint was written, as the newest config of its run folder has them; empty
+    where there is none."""
+    try:
+        return read_settings(newest_config(run_folder_of(checkpoint)))
+    except BadInput:
+        return {}
 
 
 def chosen_weights(run: Run, asked: str | None = None) -> str:

@@ -1,7 +1,11 @@
-"""The settings of a run as a file: `config.yaml`, and beside it what the source of its weights says of the detector."""
+"""The settings of a run as files: `config.yaml` of its first start, `config_2.yaml` of its second and so on.
+
+Beside them stands what the source of its weights says of the detector.
+"""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import yaml
@@ -15,10 +19,49 @@ PRETRAINED_CONFIG = "pretrained_config.json"
 ABOUT_STARTING = ("pretrained", "freeze_prefixes")
 
 
-def save_config(settings: Mapping, path: Path) -> None:
-    """Writes groups of settings as YAML that `--config` reads again. Raises OSError."""
+def save_config(settings: Mapping, path: Path, remarks: Iterable[str] = ()) -> None:
+    """Writes groups of settings as YAML that `--config` reads again, below remarks of a line each. Raises OSError."""
     plain = json.loads(json.dumps(settings))  # tuples become lists
-    write_text_atomic(path, yaml.safe_dump(plain, sort_keys=False))
+    head = "".join(f"# {' '.join(remark.split())}\n" for remark in remarks)
+    write_text_atomic(path, head + yaml.safe_dump(plain, sort_keys=False))
+
+
+def config_files(folder: Path) -> list[Path]:
+    """The settings of every start of a run, the first one first."""
+    numbers = {int(match[1] or 1): path for path in Path(folder).glob("config*.yaml")
+               if (match := re.fullmatch(r"config(?:_(\d+))?\.yaml", path.name))}  # fmt: skip
+    return [numbers[number] for number in sorted(numbers)]
+
+
+def next_config(folder: Path) -> Path:
+    """Where the next start of a run keeps its settings."""
+    earlier = config_files(folder)
+    last = earlier[-1].stem.partition("_")[2] or "1" if earlier else "0"
+    return Path(folder) / (CONFIG if last == "0" else f"config_{int(last) + 1}.yaml")
+
+
+def newest_config(folder: Path) -> Path:
+    """The settings that the run was trained with last: those of its newest start that was no evaluation alone."""
+    files = config_files(folder)
+    for path in reversed(files[1:]):
+        if not read_settings(path).get("run", {}).get("eval_only"):
+            return path
+    return files[0] if files else Path(folder) / CONFIG
+
+
+def read_settings(path: Path) -> dict:
+    """Groups of settings as the file has them.
+
+    Raises:
+        BadInput: the file is missing or no mapping with a group `model`.
+    """
+    try:
+        groups = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise BadInput(f"{path}: cannot be read as the settings of a run: {error}") from error
+    if not isinstance(groups, dict) or not isinstance(groups.get("model"), dict):
+        raise BadInput(f"{path}: expected the settings of a run, a mapping of groups with the group model")
+    return groups
 
 
 def detector_options(settings: Mapping) -> dict:
@@ -34,12 +77,7 @@ def load_config_dict(path: Path) -> dict:
     Raises:
         BadInput: the file is missing or no mapping.
     """
-    try:
-        groups = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise BadInput(f"{path}: cannot be read as the settings of a run: {error}") from error
-    if not isinstance(groups, dict) or not isinstance(groups.get("model"), dict):
-        raise BadInput(f"{path}: expected the settings of a run, a mapping of groups with the group model")
+    groups = read_settings(path)
     source = path.with_name(PRETRAINED_CONFIG)
     if source.is_file():
         stored = json.loads(source.read_text())

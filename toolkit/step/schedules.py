@@ -101,10 +101,15 @@ class GroupRates:
 
     Args:
         optimizer: the lr of its groups becomes their `initial_lr`, unless they have one already.
+
+    Attributes:
+        clock: (step, step of the schedule, pace): from `step` on each step counts as `pace` of the schedule's own. A
+            run that goes on with other batches sees the data of a step of before in more or fewer steps.
     """
 
     name = ""
     finished = False  # whether training ends here
+    clock: tuple[float, float, float] = (0, 0, 1.0)
     _STATE: Sequence[str] = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -117,9 +122,18 @@ class GroupRates:
         """What the initial rates are multiplied by, one after the other, for update number `step`."""
         raise NotImplementedError
 
+    def at(self, step: int) -> float:
+        """The step of the schedule at which the run is after `step` updates: the same, unless it was re-timed."""
+        since, origin, pace = self.clock
+        return step if (since, pace) == (origin, 1.0) else round(origin + pace * (step - since), 6)
+
+    def stretch(self, step: int, pace: float) -> None:
+        """From `step` on, each step counts as `pace` steps of before."""
+        self.clock = (step, self.at(step), self.clock[2] * pace)
+
     def set(self, step: int) -> None:
         """Sets the rates of update number `step`: call it before the update, or after it with step + 1."""
-        factors = self.factors(step)
+        factors = self.factors(self.at(step))
         for group in self.optimizer.param_groups:
             lr = group["initial_lr"]
             for factor in factors:
@@ -142,7 +156,7 @@ class GroupRates:
 
     def state_dict(self) -> dict:
         """JSON-able; the initial rates belong to the optimizer's own state (`group["initial_lr"]`)."""
-        return {key: copy.copy(getattr(self, key)) for key in self._STATE}
+        return {key: copy.copy(getattr(self, key)) for key in self._STATE} | {"clock": list(self.clock)}
 
     def load_state_dict(self, state: Mapping) -> None:
         """Goes by the saved schedule from the next `set` on, whatever this one was made with.
@@ -154,6 +168,7 @@ class GroupRates:
                            "resume with that one, or begin the new one with --run.resume_schedule new")  # fmt: skip
         for key in self._STATE:
             setattr(self, key, copy.copy(state[key]))
+        self.clock = tuple(state.get("clock", GroupRates.clock))  # an earlier release has none
 
 
 class Schedule(GroupRates):
@@ -183,7 +198,7 @@ class Schedule(GroupRates):
 
     def set_total(self, total_steps: int) -> None:
         """Fixes the length; takes effect at the next `set`."""
-        self.total_steps = total_steps
+        self.total_steps = self.at(total_steps)
 
 
 def _check(name: str, options: Mapping) -> None:
