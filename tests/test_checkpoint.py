@@ -6,6 +6,7 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import pickle
 import random
@@ -30,6 +31,7 @@ from toolkit.runs.checkpoint import (
     linked,
     load_checkpoint,
     mark_best,
+    mend_latest,
     newest_valid,
     resolve_resume,
     save_checkpoint,
@@ -325,6 +327,113 @@ def test_a_planted_pickle_is_refused_and_never_run(tmp_path, how, hide, monkeypa
     assert not marker.exists()
     pickle.loads(pickle.dumps(Planted(marker)))  # noqa: S301  the plant is live
     assert marker.exists()
+
+
+# ---------------------------------------------------------------- the state of a run
+
+
+RUN_STATE = {
+    "step": 1, "categories": [{"id": 1, "name": "a"}], "total_steps": 9, "scaler": None, "guard": {}, "budget": None,
+    "sampler": {"seed": 0, "epoch": 0, "offset": 4, "world_size": 1, "batch_size": 4, "num_samples": 8},
+    "schedule": {}, "metric_for_best": "bbox_AP", "best": None, "best_step": -1, "evaluations_without_better": 0,
+    "evaluated_step": -1, "meters": {}, "elapsed_s": 1.5, "writer": {"rows": 1}, "ema": {"updates": 1},
+    "infinite": ["mask"],
+}  # fmt: skip
+
+
+def save_run(folder: Path, step: int, state: dict | None = None, tensors: dict | None = None, optimizer=None) -> Path:
+    weights = {"w": torch.ones(3), "mask": torch.tensor([0.0, -math.inf]), "count": torch.tensor(3)}
+    tensors = {"model": weights, "ema": weights} if tensors is None else tensors
+    if optimizer is None:
+        optimizer = {"state": {0: {"m": torch.ones(3), "step": torch.tensor(1.0)}}, "param_groups": []}
+    state = RUN_STATE | {"step": step} if state is None else state
+    return save_checkpoint(folder, step, tensors=tensors, optimizer=optimizer, state=state, keep=9, kind="run")
+
+
+def spoilt(kind: str, value: float) -> dict:
+    """What `save_run` is given for a run with one number that is not finite."""
+    weights = {"w": torch.ones(3), "mask": torch.tensor([0.0, -math.inf])}
+    bad = {"w": torch.tensor([1.0, value, 1.0]), "mask": weights["mask"]}
+    moments = {"state": {0: {"m": torch.tensor([1.0, value])}}, "param_groups": []}
+    return {"model": {"tensors": {"model": bad, "ema": weights}}, "ema": {"tensors": {"model": weights, "ema": bad}},
+            "optimizer": {"optimizer": moments}}[kind]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", ["model", "ema", "optimizer"])
+def test_what_is_not_finite_is_passed_over(tmp_path, kind, value):
+    save_run(tmp_path, 1)
+    save_run(tmp_path, 2, **spoilt(kind, value))
+    found, passed_over = newest_valid(tmp_path)
+    assert found.step == 1 and "step_000002: NaN or infinity in " + kind in passed_over[0]
+
+
+def test_an_earlier_release_did_not_say_what_is_infinite_by_design(tmp_path):
+    older = {key: value for key, value in RUN_STATE.items() if key != "infinite"}
+    save_run(tmp_path, 1, older)
+    assert newest_valid(tmp_path)[0].step == 1
+    save_run(tmp_path, 2, older | {"step": 2}, **spoilt("model", math.nan))
+    assert newest_valid(tmp_path)[0].step == 1
+
+
+NESTED = '{"a":' * 100_000 + "0" + "}" * 100_000
+SENSELESS = {
+    "state {}": lambda f: ((f / "state.json").write_text("{}"), rehash(f)),
+    "state []": lambda f: ((f / "state.json").write_text("[]"), rehash(f)),
+    "state nested": lambda f: ((f / "state.json").write_text(NESTED), rehash(f)),
+    "manifest nested": lambda f: (f / "MANIFEST.json").write_text(NESTED),
+    "state of another step": lambda f: ((f / "state.json").write_text(json.dumps(RUN_STATE | {"step": 7})), rehash(f)),
+    "sampler": lambda f: ((f / "state.json").write_text(json.dumps(RUN_STATE | {"step": 2, "sampler": {}})), rehash(f)),
+    "no optimizer": lambda f: (torch.save([], f / "optimizer.pt"), rehash(f)),
+    "no weights": lambda f: (edit_manifest(f, lambda m: m["files"].pop("model.safetensors"))),
+}
+
+
+@pytest.mark.parametrize("name", SENSELESS)
+def test_a_sealed_file_without_sense_is_passed_over(tmp_path, name):
+    save_run(tmp_path / "checkpoints", 1)
+    SENSELESS[name](save_run(tmp_path / "checkpoints", 2))
+    found, messages = resolve_resume("latest", tmp_path)
+    assert found.step == 1 and "Passed over" in messages[0] and "step_000002" in messages[0]
+
+
+def test_none_valid_is_refused_with_what_is_wrong_with_each(tmp_path):
+    for step in (1, 2):
+        SENSELESS["state {}"](save_run(tmp_path / "checkpoints", step))
+    with pytest.raises(CheckpointError) as caught:
+        resolve_resume("latest", tmp_path)
+    assert "None of the checkpoints" in str(caught.value) and str(caught.value).count("has no categories") == 2
+    assert steps(tmp_path / "checkpoints")[-2:] == ["step_000001", "step_000002"]
+
+
+def test_latest_is_mended_where_it_leads_nowhere_or_to_a_broken_one(tmp_path):
+    for step in (1, 2):
+        save_run(tmp_path, step)
+    first = tmp_path / "step_000001"
+    mend_latest(first)
+    assert linked(tmp_path, "latest").name == "step_000002", "an earlier one was resumed: nothing is broken"
+    flip(tmp_path / "step_000002" / "model.safetensors")
+    mend_latest(first)
+    assert linked(tmp_path, "latest") == first
+    (tmp_path / "latest").unlink()
+    mend_latest(first)
+    assert linked(tmp_path, "latest") == first
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A power cut after the rename finds every byte of the files, the manifest, and the names."""
+    events, fsync, rename = [], os.fsync, Path.rename
+
+    def synced(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", lambda self, target: (events.append(f"to {target.name}"), rename(self, target)))
+    save_run(tmp_path, 1)
+    named = events.index("to step_000001")
+    files = ["ema.safetensors", "model.safetensors", "optimizer.pt", "state.json", "MANIFEST.json", ".tmp-step_000001"]
+    assert events[:named] == files and events[named + 1] == tmp_path.name
 
 
 # ---------------------------------------------------------------- --run.resume

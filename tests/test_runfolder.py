@@ -3,10 +3,14 @@
     python -m pytest tests/test_runfolder.py
 """
 
+import errno
+import fcntl
 import json
 import math
 import os
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +18,9 @@ import torch
 
 from toolkit.errors import BadInput
 from toolkit.files import write_json_atomic
-from toolkit.runs.folder import git_state, prepare_run_folder, write_environment
-from toolkit.runs.status import EXIT_CODES, read_status, write_status
+from toolkit.runs.folder import drafts, git_state, keep_drafts, prepare_run_folder, write_environment
+from toolkit.runs.lock import FolderLock
+from toolkit.runs.status import EXIT_CODES, read_status, run_status, write_status
 
 
 def test_a_new_folder_is_made_and_an_empty_one_taken(tmp_path):
@@ -129,3 +134,106 @@ def test_git_state_of_a_checkout_and_of_none(tmp_path):
 def test_git_state_without_git(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(Path(__file__).resolve().parent.parent) is None
+
+
+# ---------------------------------------------------------------- one run in a folder
+
+
+def content(folder: Path) -> dict:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_is_locked_for_everyone_else(tmp_path):
+    with FolderLock() as lock:
+        folder = prepare_run_folder(tmp_path, "a", "never", lock)
+        holder = json.loads((folder / ".lock").read_text())
+        assert (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid()) and not lock.note
+        before = content(tmp_path)
+        for resume in ("never", "latest"):
+            message = f"in use by process {os.getpid()} on .*, since {holder['started'][:4]}"
+            with FolderLock() as second, pytest.raises(BadInput, match=message):
+                prepare_run_folder(tmp_path, "a", resume, second)
+        assert content(tmp_path) == before
+    assert not (folder / ".lock").exists()
+    with FolderLock() as again:
+        prepare_run_folder(tmp_path, "a", "never", again)
+
+
+LOCKED = """
+import os, sys, time
+from pathlib import Path
+from toolkit.runs.lock import FolderLock
+lock = FolderLock()
+lock.take(Path(sys.argv[1]))
+if os.fork() == 0:
+    time.sleep(30)  # a worker that outlives its trainer
+print(os.getpid(), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_lock_dies_with_its_process_though_a_worker_lives_on(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", LOCKED, tmp_path], stdout=subprocess.PIPE, text=True)
+    pid = int(process.stdout.readline())
+    assert process.wait() == -9
+    before = content(tmp_path)
+    assert json.loads(before[Path(".lock")])["pid"] == pid
+    with FolderLock() as lock:
+        lock.take(tmp_path)
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    assert content(tmp_path) == before, "a start that is refused leaves the folder as it was"
+    with FolderLock() as lock:
+        lock.take(tmp_path)
+        lock.keep = True
+    assert content(tmp_path) == {}
+
+
+def test_a_file_removed_by_its_holder_in_the_meantime_is_no_lock(tmp_path, monkeypatch):
+    """The one who has it removes it at the end; who has opened it before holds nothing."""
+    first, taken = FolderLock(), []
+    first.take(tmp_path)
+    flock = fcntl.flock
+
+    def late(descriptor, operation):
+        if not taken:
+            first.__exit__()
+        taken.append(operation)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with FolderLock() as second:
+        second.take(tmp_path)
+        assert len(taken) == 2 and os.path.samestat(os.fstat(second._descriptor), os.stat(tmp_path / ".lock"))
+
+
+def test_a_disk_without_locks_is_said(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with FolderLock() as lock:
+        lock.take(tmp_path)
+        assert "cannot be locked here (No locks available)" in lock.note
+
+
+def test_drafts_are_kept_or_gone(tmp_path):
+    (tmp_path / "a").write_text("old")
+    for accepted in (False, True):
+        with drafts(tmp_path, is_new=False, is_main=True) as place:
+            (place / "a").write_text("new")
+            (place / "b").write_text("new")
+            if accepted:
+                keep_drafts(place, tmp_path)
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == (
+            {"a": "new", "b": "new"} if accepted else {"a": "old"}
+        )
+    with drafts(tmp_path, is_new=True, is_main=True) as place:
+        assert place == tmp_path
+
+
+def test_a_folder_whose_status_is_lost_still_holds_a_run(tmp_path):
+    folder = prepare_run_folder(tmp_path, "a")
+    (folder / "checkpoints" / "step_000001").mkdir()
+    with pytest.raises(BadInput), run_status(folder, True):
+        raise BadInput("refused")
+    assert not (folder / "status.json").exists()

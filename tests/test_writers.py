@@ -23,7 +23,7 @@ from PIL import Image
 from toolkit.errors import BadInput
 from toolkit.runs import writer as writers
 from toolkit.runs.console import Place, averages_line, console_line, length_warnings, progress
-from toolkit.runs.metrics_log import MetricsLog, read_metrics
+from toolkit.runs.metrics_log import MetricsLog, mend_rows, read_metrics
 from toolkit.runs.writer import RunWriter, read_offline_wandb, tracker_kwargs
 from toolkit.step.meters import Meters
 
@@ -81,6 +81,39 @@ def test_resume_keeps_as_many_rows_as_the_checkpoint_knew(tmp_path):
     assert read_metrics(path) == [train_row(5), train_row(10), val_row(10)]
     MetricsLog(path).close()
     assert path.read_text() == ""
+
+
+def test_rows_that_are_not_there_are_said_and_the_file_is_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [train_row(step) | {"loss": math.nan} for step in (1, 2, 3)]
+    log = MetricsLog(path)
+    for row in rows:
+        log.write(row)
+    log.close()
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert mend_rows(path, 3) == mend_rows(path, 2) == [] and path.read_bytes() == whole
+    for torn in (whole[:-5], whole + b'{"step": 4, "tr'):  # by a kill; only the first lacks a row that counts
+        path.write_bytes(torn)
+        assert bool(mend_rows(path, 3)) == (torn == whole[:-5])
+        (tmp_path / "metrics.jsonl.damaged").unlink(missing_ok=True)
+    damages = {
+        "2 readable rows of the 3 that the checkpoint counts (0 unreadable, 1 missing)": lines[:2],
+        "2 readable rows of the 3 that the checkpoint counts (1 unreadable, 0 missing)": [*lines[::2], b"\0\0\n"],
+        "0 readable rows of the 3": [b"[]\n", b'{"step": "x"}\n', b"[" * 100_000 + b"\n"],
+    }
+    for number, (said, damaged) in enumerate(damages.items()):
+        path.write_bytes(b"".join(damaged))
+        (note,) = mend_rows(path, 3)
+        assert said in note and path.read_bytes() == b"".join(line for line in damaged if line in lines)
+        kept = tmp_path / ("metrics.jsonl" + ".damaged" * (number + 1))
+        assert kept.name in note and kept.read_bytes() == b"".join(damaged)
+    path.write_bytes(whole + b"x\n")
+    assert mend_rows(path, 3) == [] and mend_rows(path, 3, more=True), "rows after it count where they stay"
+    path.unlink()
+    assert "gone" in mend_rows(path, 3)[0] and path.read_text() == ""
+    path.unlink()
+    assert mend_rows(path, 0) == [] and not path.exists()
 
 
 def test_evaluating_an_earlier_checkpoint_only_keeps_the_rows_after_it(tmp_path):

@@ -5,6 +5,7 @@
     {"nan": "boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}    3: the third that training fetches
     {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
     {"skip": "toolkit.evaluation.report:write_report"}    leave a slow function out
+    {"cwd": FOLDER, "rank": 1}    start in another folder, as on a machine with a disk of its own
     {"float64": True}    the detector in double precision
 """
 
@@ -24,6 +25,8 @@ def install(faults: list[dict], rank: int) -> None:
     for fault in mine:
         if "signal" in fault:
             _send(**fault)
+        if "cwd" in fault:
+            os.chdir(fault["cwd"])
         if "skip" in fault:
             owner, name = _find(fault["skip"])
             setattr(owner, name, lambda *args, **kwargs: None)

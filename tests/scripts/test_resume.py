@@ -3,9 +3,14 @@
     python -m pytest tests/scripts/test_resume.py        -m "slow or not slow" for all moments and three processes
 """
 
+import json
+import os
+import re
 import shutil
+from pathlib import Path
 
 import pytest
+import yaml
 from launching import assert_same_run, checkpoint_state, rows, training_rows
 
 # One run after the other is killed before call `call` of a function, each counted from where the run was resumed.
@@ -98,3 +103,153 @@ def test_other_number_of_processes_resumes_and_says_what_differs(server, script,
     assert [row["step"] for row in after] == [1, 2, 3, 4, 5, 6]
     assert [row["epoch"] for row in after] == [0, 0, 0, 1, 1, 1]
     assert rows(folder)[:4] == before[:4] == rows(reference)[:4]
+
+
+# ---------------------------------------------------------------- a resume that is refused, or says what it makes of it
+
+
+def snapshot(folder: Path) -> dict:
+    """Every file and link of a folder, byte for byte."""
+    entries = {path.relative_to(folder): path for path in folder.rglob("*")}
+    return {name: os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+            for name, path in entries.items()}  # fmt: skip
+
+
+@pytest.fixture
+def finished(resumable, tmp_path):
+    """(arguments, folder) of a copy of a finished run."""
+    args, reference = resumable(1)
+    shutil.copytree(reference, tmp_path / "copy", symlinks=True)
+    return [*args, "--run.output_dir", str(tmp_path), "--run.name", "copy"], tmp_path / "copy"
+
+
+def damage(folder: Path) -> None:
+    for path in folder.glob("checkpoints/step_*/model.safetensors"):
+        os.truncate(path, 100)
+
+
+@pytest.mark.every_script
+def test_a_refused_resume_changes_nothing(server, script, finished, data, tmp_path):
+    args, folder = finished
+    other = json.loads((data / "annotations" / "train.json").read_text())
+    other["images"] = other["images"][:9]
+    kept = {image["id"] for image in other["images"]}
+    for key in ("annotations", "rel_annotations"):
+        other[key] = [entry for entry in other[key] if entry["image_id"] in kept]
+    (data / "annotations" / "less.json").write_text(json.dumps(other))
+    schedule = yaml.safe_load((folder / "config.yaml").read_text())["schedule"]["name"]
+    refusals = {
+        "optim.name": (["--optim.name", "sgd"], "optim.name adamw -> sgd: refused"),
+        "metric": (["--eval.metric_for_best", "nonsense"], "no such metric"),
+        "other data": (["--data.train", str(data / "annotations" / "less.json")], "has 9 samples"),
+        "no data": (["--data.train", "missing.json"], "missing.json"),
+        "schedule": (["--schedule.name", "cosine" if schedule == "plateau" else "plateau"], "schedule.name"),
+        "no checkpoint": (["--run.resume", str(tmp_path / "nowhere")], "does not exist"),
+        "never": (["--run.resume", "never"], "exists already"),
+        "eval only": (["--run.eval_only", "true", "--eval.metric_for_best", "nonsense"], "no such metric"),
+        "groups": (["--optim.no_weight_decay_on_norm_and_bias", "true" if script.name != "train_ssd" else "false"],
+                   "optim.no_weight_decay_on_norm_and_bias"),
+    }  # fmt: skip
+    if script.name != "train_detr":
+        refusals = {key: refusals[key] for key in ("optim.name", "groups")}
+    for name, (more, said) in refusals.items():
+        before = snapshot(folder)
+        refused = server.run(script, [*args, *more])
+        assert refused.code == 2 and said in refused.text and "Traceback" not in refused.text, f"{name}: {refused.text}"
+        assert snapshot(folder) == before, name
+    damage(folder)
+    before = snapshot(folder)
+    refused = server.run(script, args)
+    assert refused.code == 2 and refused.text.count("truncated") == len(list(folder.glob("checkpoints/step_*")))
+    assert snapshot(folder) == before, "nothing is deleted"
+
+
+def test_a_model_that_does_not_fit_is_told_in_settings(server, script, finished):
+    if script.name != "train_detr":
+        pytest.skip("settings of this model")
+    args, folder = finished
+    before = snapshot(folder)
+    d_model = yaml.safe_load((folder / "config.yaml").read_text())["model"]["d_model"]
+    refused = server.run(script, [*args, "--model.d_model", str(d_model * 2)])
+    said = refused.text[refused.text.index("error:") :].strip().splitlines()
+    assert refused.code == 2 and f"model.d_model {d_model} -> {d_model * 2}" in said[0] and len(said) <= 5
+    assert snapshot(folder) == before
+
+
+def test_each_changed_setting_is_said_and_the_one_in_force_is_kept(server, script, finished):
+    args, folder = finished
+    first = (folder / "config.yaml").read_text()
+    args += ["--optim.lr", "0.5", "--run.seed", "7", "--run.max_steps", "9", "--run.keep", "3", "--run.epochs", "4"]
+    said = server.run(script, args).ok().text
+    for line in ("optim.lr .* -> 0.5: ignored, .*--run.resume_schedule new uses it", "run.seed 0 -> 7: ignored",
+                 "run.keep 1 -> 3: used", "run.max_steps null -> 9: ignored, the length is the checkpoint's",
+                 "the run is finished at step 6 of 6.*--run.resume_schedule new goes on to step 9"):  # fmt: skip
+        assert re.search(line, said), said
+    assert (folder / "config.yaml").read_text() == first
+    second = (folder / "config_2.yaml").read_text()
+    assert "# run.keep 1 -> 3: used" in second and "# optim.lr" in second
+    before, now = yaml.safe_load(first), yaml.safe_load(second)
+    assert now["optim"] == before["optim"] and now["run"]["keep"] == 3
+    assert (now["run"]["seed"], now["run"]["max_steps"]) == (0, None)
+    server.run(script, [*args, "--run.resume_schedule", "new"]).ok()
+    third = yaml.safe_load((folder / "config_3.yaml").read_text())
+    assert third["optim"]["lr"] == 0.5 and training_rows(folder)[-1]["step"] == 9
+
+
+def test_lost_rows_are_said_and_kept(server, script, finished):
+    args, folder = finished
+    path = folder / "metrics.jsonl"
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    for damaged in ("".join(lines[:3]), "".join(lines)[: len("".join(lines[:4])) - 9], "x" + text, ""):
+        path.write_text(damaged)
+        said = server.run(script, args).ok().text
+        assert "readable rows of the" in said and "metrics.jsonl.damaged" in said
+        kept = max(folder.glob("metrics.jsonl.damaged*"), key=lambda path: len(path.name))
+        assert kept.read_text() == damaged and path.read_text() in text
+        kept.unlink()
+    path.unlink()
+    assert "metrics.jsonl is gone" in server.run(script, args).ok().text
+
+
+def test_links_are_mended(server, script, finished):
+    args, folder = finished
+    best = os.readlink(folder / "checkpoints" / "best")
+    for path in (folder / "checkpoints").glob("[lb]*t"):
+        path.unlink()
+    server.run(script, args).ok()
+    assert os.readlink(folder / "checkpoints" / "latest") == "step_000006"
+    assert os.readlink(folder / "checkpoints" / "best") == best
+
+
+def test_machines_without_a_shared_disk(server, script, resumable, tmp_path):
+    """Only the first process sees the run folder."""
+    args, reference = resumable(2)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    args = [*args, "--run.output_dir", "runs", "--run.name", "apart"]
+    cwd = [{"cwd": str(tmp_path / name), "rank": rank} for rank, name in enumerate(("first", "second"))]
+    fault = {"signal": "SIGKILL", "at": MICRO_BATCH, "call": 9, "rank": 0}
+    assert server.run(script, args, 2, [*cwd, fault]).code == -9
+    server.run(script, args, 2, cwd).ok()
+    assert_same_run(tmp_path / "first" / "runs" / "apart", reference)
+    assert not list((tmp_path / "second").rglob("*.*"))
+
+
+def test_more_images_a_step_see_the_data_that_was_to_be_seen(server, script, resumable, tmp_path):
+    """1 process -> 2 of the same batch size: half the steps that were left, and the schedule ends with them."""
+    args, _ = resumable(1)
+    args = [*args, "--run.output_dir", str(tmp_path), "--run.epochs", "4", "--schedule.name", "linear",
+            "--schedule.warmup_steps", "0", "--schedule.final_factor", "0", "--optim.lr", "1e-3"]  # fmt: skip
+    fault = {"signal": "SIGKILL", "at": MICRO_BATCH, "call": 9, "rank": 0}  # after the 3 steps of the first epoch
+    folder = server.run(script, args, 1, [fault]).folder
+    resumed = server.run(script, args, 2).ok()
+    assert "the run ends after step 9 instead of 12" in resumed.text, resumed.text
+    after = training_rows(folder)
+    assert [row["step"] for row in after] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert [row["epoch"] for row in after] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    rates = [row["train/lr/main"] for row in after]
+    assert rates == pytest.approx([1e-3 * (1 - at / 12) for at in (0, 1, 2, 3, 4.5, 6, 7.5, 9, 10.5)])
+    state = checkpoint_state(folder / "checkpoints" / "latest")
+    assert state["total_steps"] == 9 and state["sampler"]["epoch"] in (3, 4)
+    shutil.rmtree(folder / "checkpoints" / os.readlink(folder / "checkpoints" / "latest"))

@@ -1,0 +1,107 @@
+"""scripts/runs/until_done.sh starts a run again while that helps, and ends when it is told to.
+
+    python -m pytest tests/test_until_done.py
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "runs" / "until_done.sh"
+
+# A run that notes each of its starts and does what its plan says of it: "state code [checkpoint]", or waits.
+RUN = """
+import json, os, signal, sys, time
+from pathlib import Path
+folder, plan = Path(sys.argv[1]), sys.argv[2].split(",")
+assert sys.argv[3:] == ["--run.resume", "latest"]
+starts = folder / "starts"
+number = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (number + 1))
+
+def status(state):
+    (folder / ".tmp").write_text(json.dumps({"state": state, "time": time.time()}, indent=2))
+    os.replace(folder / ".tmp", folder / "status.json")
+
+words = plan[min(number, len(plan) - 1)].split()
+if words[0] == "wait":
+    def stop(number, frame):
+        time.sleep(1)  # saving
+        status("preempted")
+        (folder / f"stopped_by_{number}").write_text("")
+        os._exit(85)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, stop)
+    status("running")
+    (folder / "waiting").write_text("")
+    time.sleep(60)
+state, code, *checkpoint = words
+if state != "-":
+    status(state)
+if checkpoint:
+    link = folder / "checkpoints" / "latest"
+    link.unlink(missing_ok=True)
+    link.symlink_to(checkpoint[0])
+sys.exit(int(code))
+"""
+
+
+def command(folder: Path, plan: str, *launcher) -> list[str]:
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "run.py").write_text(RUN)
+    return [str(part) for part in (SCRIPT, folder, *launcher, sys.executable, folder / "run.py", folder, plan)]
+
+
+def until_done(folder: Path, plan: str) -> tuple[int, int]:
+    """(exit code, starts)"""
+    done = subprocess.run(command(folder, plan), capture_output=True, timeout=60)
+    return done.returncode, len((folder / "starts").read_text())
+
+
+@pytest.mark.parametrize(
+    ("plan", "code", "starts"),
+    [
+        ("done 0", 0, 1),
+        ("preempted 85 step_1,failed 1 step_2,done 0", 0, 3),
+        ("failed 1,failed 1,failed 1 step_1,failed 1,preempted 85,done 0 step_2", 0, 6),
+        ("preempted 1 step_1,failed 1,failed 1,failed 1", 1, 4),
+        ("bad_input 1", 2, 1),
+        ("stopped_by_guard 1", 3, 1),
+        ("preempted 85 step_1,- 2", 2, 2),
+    ],
+)
+def test_it_starts_again_while_there_is_progress(tmp_path, plan, code, starts):
+    assert until_done(tmp_path, plan) == (code, starts)
+
+
+@pytest.mark.parametrize("earlier", ["preempted", "done", "running"])
+def test_a_start_that_dies_before_training_does_not_loop(tmp_path, earlier):
+    """What the status of an earlier start says is nothing about this one."""
+    (tmp_path / "status.json").write_text(f'{{\n  "state": "{earlier}"\n}}')
+    assert until_done(tmp_path, "- 1") == (1, 3)
+
+
+# Hands no signal on, as the one of accelerate for one process.
+LAUNCHER = "import subprocess, sys; sys.exit(subprocess.Popen(sys.argv[1:]).wait())"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("launcher", [(), (sys.executable, "-c", LAUNCHER)], ids=["alone", "launcher"])
+def test_a_signal_reaches_the_run_which_saves_and_ends_both(tmp_path, name, launcher):
+    process = subprocess.Popen(command(tmp_path, "wait", *launcher), start_new_session=True)
+    try:
+        while not (tmp_path / "waiting").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.kill(process.pid, getattr(signal, name))  # to the script alone, as a batch system does
+        assert process.wait(30) == 85
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (tmp_path / f"stopped_by_{getattr(signal, name).value}").exists()
+    assert (tmp_path / "starts").read_text() == "x", "not started again"
