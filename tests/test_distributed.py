@@ -1,6 +1,9 @@
 """pytest tests/test_distributed.py"""
 
+import os
 import random
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from toolkit.distributed import (
     agree_max,
     all_reduce,
     broadcast_object,
+    first_on_each_machine,
     gather_by_image,
     reduce_dict,
     run_on_main,
@@ -157,3 +161,37 @@ def test_random_numbers_are_a_function_of_seed_step_rank_and_micro_batch():
     for key, numbers in reversed(seen.items()):
         seed_step(*key)
         assert draws() == numbers
+
+
+def prepared(folder):
+    """Four ranks on two machines with a disk of their own each; ranks 2 and 3 are on the second."""
+    rank, _ = world()
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    cache = Path(folder) / f"disk{rank // 2}"
+
+    def prepare():
+        time.sleep(0.2)
+        with open(cache, "a") as file:
+            file.write(str(rank))
+
+    first_on_each_machine(prepare)
+    return cache.read_text()
+
+
+def failing_on_the_second_machine():
+    rank, _ = world()
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+
+    def prepare():
+        if rank == 2:
+            raise BadInput("no space here")
+
+    return message_of(first_on_each_machine, prepare)
+
+
+def test_one_process_of_each_machine_prepares(tmp_path):
+    assert run_on_ranks(prepared, 4, str(tmp_path)) == ["0", "0", "2", "2"]
+    assert run_on_ranks(failing_on_the_second_machine, 4) == ["BadInput: no space here"] * 4
+    calls = []
+    first_on_each_machine(lambda: calls.append(1))
+    assert calls == [1]

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey, aspect_ratio_groups
+from toolkit.data.sampling import (
+    EpochSampler,
+    EvalSampler,
+    SampleKey,
+    aspect_ratio_groups,
+    epochs_after,
+    steps_ahead,
+)
 from toolkit.errors import BadInput
 
 # A busy machine is no failure.
@@ -174,6 +181,37 @@ def test_resume_notes_in_words():
     assert "4 samples left, fewer than the 5 ranks" in notes[2]
     with pytest.raises(BadInput, match="stopped at sample 16 of 20.* now has 21 samples"):
         EpochSampler(21, 4).load_state_dict(saved.state_dict())
+
+
+def test_the_order_goes_on_with_the_seed_of_the_checkpoint():
+    saved = EpochSampler(20, 4, seed=1)
+    saved.advance(8)
+    other = EpochSampler(20, 4, seed=2)
+    other.load_state_dict(saved.state_dict())
+    assert global_batches([other]) == global_batches([saved])
+    for sampler in (saved, other):
+        sampler.set_epoch(1)
+    assert global_batches([other]) == global_batches([saved]) and other.state_dict()["seed"] == 1
+
+
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3), st.data())
+def test_steps_ahead_are_those_that_are_made(num_samples, batch_size, window, after, data):
+    """From anywhere, in any cut, to the end of any epoch."""
+    batch_size = min(batch_size, num_samples)
+    sampler = EpochSampler(num_samples, batch_size)
+    sampler.set_epoch(data.draw(st.integers(0, 3)))
+    sampler.advance_batches(data.draw(st.integers(0, len(sampler))))
+    last, made = data.draw(st.integers(sampler.epoch + 1, 6)), 0
+    assert steps_ahead(sampler, sampler.epoch + sampler.offset / num_samples, window, after) == 0
+    expected = {}
+    for epoch in range(sampler.epoch, last):
+        left = sum(1 for _ in sampler) if epoch == sampler.epoch else len(sampler)
+        made += -(-left // (window if epoch >= after else 1))
+        expected[epoch + 1] = made
+    for epochs, steps in expected.items():
+        assert steps_ahead(sampler, epochs, window, after) == steps
+    total = sampler.steps_in(last, window, after)
+    assert epochs_after(sampler, total, window, after) == last
 
 
 @given(st.integers(0, 30))

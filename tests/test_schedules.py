@@ -9,6 +9,7 @@ import torch
 from toolkit.data.sampling import accumulation_at
 from toolkit.errors import BadInput
 from toolkit.step.length import StepBudget, is_time, steps_from
+from toolkit.step.plateau import PlateauSchedule
 from toolkit.step.schedules import SHAPES, Schedule, lr_factor
 
 OPTIONS = {"multistep": {"milestones": [30, 60]}, "step": {"step_size": 40}}
@@ -133,6 +134,31 @@ def test_resume_takes_the_saved_schedule_or_the_new_one():
     resumed.optimizer.load_state_dict(saved.optimizer.state_dict())
     resumed.set(12)
     assert resumed.rates() == {"0": 0.5 * 0.25 * 0.5} and resumed.total_steps == 100
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "multistep", "step", "cyclic", "plateau"])
+def test_a_stretched_schedule_is_the_same_at_the_same_place(name):
+    """From step 20 of 100 on, 8 processes see in one step what one saw in eight: 80 steps become 10, and back."""
+    options = {"milestones": [10, 60], "step_size": 10, "stairs": 2, "cycles": 2} if name != "plateau" else {}
+
+    def make():
+        if name == "plateau":
+            return PlateauSchedule(optimizer(1.0), warmup_steps=30)
+        return Schedule(optimizer(1.0), name, 100, warmup_steps=30, **options)
+
+    plain, stretched, again = make(), make(), make()
+    stretched.stretch(20, 8.0)
+    again.load_state_dict(json.loads(json.dumps(stretched.state_dict())))
+    again.stretch(25, 1 / 8)  # at 60
+    for step, now in [(19, 19), (20, 20), (21, 28), (25, 60), (30, 100)]:
+        plain.set(now), stretched.set(step)
+        assert stretched.rates() == plain.rates() and stretched.at(step) == now
+    for step, now in [(25, 60), (26, 61), (65, 100)]:
+        plain.set(now), again.set(step)
+        assert again.rates() == plain.rates()
+    if name == "linear":
+        stretched.set_total(25)
+        assert stretched.total_steps == 60
 
 
 def test_total_steps_may_be_fixed_later():

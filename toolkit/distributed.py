@@ -3,6 +3,7 @@
 Every function here but `world` and `seed_step` is a collective: all ranks call it, in the same order.
 """
 
+import os
 import random
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -143,6 +144,31 @@ def run_on_main(function: Callable[[], Result]) -> Result:
     if error is not None:
         raise error
     return result
+
+
+def first_on_each_machine(function: Callable[[], object]) -> None:
+    """Calls `function` on rank 0, then on one rank of each other machine, while the others wait.
+
+    For what is prepared once on each disk: where the machines share one, the later ones find it done.
+
+    Raises:
+        What `function` raises, on every rank: see `run_on_main`.
+    """
+    run_on_main(lambda: [function()] and None)  # what it returns stays here
+    rank, world_size = world()
+    if world_size == 1:
+        return
+    error = None
+    if rank and int(os.environ.get("LOCAL_RANK", rank)) == 0:
+        try:
+            function()
+        except Exception as caught:  # noqa: BLE001  the others wait for a word, whatever happened
+            error = caught
+    told = [each for each in gather_objects(error and _portable(error)) if each is not None]
+    if error is not None:
+        raise error
+    if told:
+        raise told[0]
 
 
 def broadcast_buffers(module: torch.nn.Module) -> None:

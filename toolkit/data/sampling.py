@@ -320,7 +320,7 @@ def steps_ahead(sampler: EpochSampler, epochs: float, *accumulation: int) -> flo
     """
     here, end = sampler.epoch + sampler.offset / sampler.num_samples, sampler.epoch + 1
     left = -(-(len(sampler) - sampler.next_batch) // accumulation_at(sampler.epoch, *accumulation))
-    if epochs <= end:
+    if epochs < end:
         return left * max(0.0, epochs - here) / (end - here) if end > here else 0.0
     whole = sum(sampler.steps_of_epoch(epoch, *accumulation) for epoch in range(end, int(epochs)))
     return left + whole + (epochs - int(epochs)) * sampler.steps_of_epoch(int(epochs), *accumulation)

@@ -5,22 +5,23 @@ from pathlib import Path
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import DetectionTable
-from toolkit.distributed import run_on_main
+from toolkit.distributed import first_on_each_machine, run_on_main
 from toolkit.errors import BadInput
 
 Say = Callable[[str], None]
 
 
 def open_split(source: str, *, say: Say, listing: Path | None = None, **reading) -> DetectionTable:
-    """`open_dataset` on every rank, the main process first, so that one validates and the others open the cache.
+    """`open_dataset` on every rank, one of each machine first, so that one validates and the others open the cache.
 
     Args:
         say: is told of the split in a line or two, on every rank; `accelerator.print` prints them once.
         listing: file that the main process writes what was left out or repaired to, one problem a line.
         reading: options of `open_dataset`.
     """
-    run_on_main(lambda: _write_problems(open_dataset(source, **reading), listing))
+    first_on_each_machine(lambda: open_dataset(source, **reading))
     table = open_dataset(source, **reading)
+    run_on_main(lambda: _write_problems(table, listing))
     boxes = table.num_boxes()
     say(f"{source}: {len(table)} images ({(boxes == 0).sum()} without objects), {boxes.sum()} boxes, "
         f"{len(table.categories)} classes")  # fmt: skip

@@ -125,7 +125,9 @@ class GroupRates:
     def at(self, step: int) -> float:
         """The step of the schedule at which the run is after `step` updates: the same, unless it was re-timed."""
         since, origin, pace = self.clock
-        return step if (since, pace) == (origin, 1.0) else round(origin + pace * (step - since), 6)
+        if (since, pace) == (origin, 1.0):
+            return step
+        return round(origin + (pace if step > since else 1.0) * (step - since), 6)  # a rollback may go behind it
 
     def stretch(self, step: int, pace: float) -> None:
         """From `step` on, each step counts as `pace` steps of before."""
