@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from toolkit.models.relation.options import SceneGraphOptions
 
 from toolkit.command_line import run_script
 from toolkit.distributed import reduce_dict
+from toolkit.models.relation.options import SceneGraphOptions
 from toolkit.runs.settings import (
     DataConfig,
     LossConfig,
@@ -85,9 +85,8 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
 
 def main(config: Config) -> dict[str, float]:
     """Trains as `config` says and returns the last evaluation; notebooks call it with a Config of theirs."""
-    from toolkit.evaluation.choose import make_evaluator
-
     from toolkit import session  # here: a mistyped flag is answered before seconds of imports
+    from toolkit.evaluation.choose import make_evaluator
     from toolkit.models.relation.start import start_scene_graph
 
     e = config.eval

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from toolkit.models.yolov3.options import Yolov3Options
 
 from toolkit.command_line import run_script
 from toolkit.distributed import reduce_dict
+from toolkit.models.yolov3.options import Yolov3Options
 from toolkit.runs.settings import DataConfig, EvalConfig, LossConfig, OptimConfig, RunConfig, ScheduleConfig
 from toolkit.step.memory import naming_the_batch
 
