@@ -5,9 +5,10 @@ architecture that was chosen.
 """
 
 import difflib
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -15,9 +16,10 @@ from typing import TypeVar
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from toolkit.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
 from toolkit.models import ARCHITECTURES, options_class
 from toolkit.models.options import DetectorOptions
+from toolkit.runs.failures import as_sentences
 
 Config = TypeVar("Config")
 
@@ -29,13 +31,71 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
     the program and keeps its traceback.
     """
     try:
-        main(parse_config(cls, argv, default_config))
-    except (BadInput, StoppedByGuard, Preempted) as error:
+        config = parse_config(cls, argv, default_config)
+        refuse_other_trainers(os.environ)
+        with as_sentences():
+            main(config)
+    except (BadInput, StoppedByGuard, Preempted, FailedElsewhere) as error:
         rank = os.environ.get("RANK", "0")
         word = "error" if isinstance(error, BadInput) else "stopped"
         print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
+
+
+# What `accelerate config` and `accelerate launch` can ask for, by their environment variables, and these scripts do not
+# do: Accelerate alone would divide gradients, or shard nothing, without a word.
+OTHER_TRAINERS = {
+    "ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config", "ACCELERATE_USE_SAGEMAKER": "SageMaker",
+    "PJRT_DEVICE": "TPU", "XRT_TPU_CONFIG": "TPU", "TPU_WORKER_ID": "TPU",
+}  # fmt: skip
+
+
+def refuse_other_trainers(environment: Mapping[str, str]) -> None:
+    """Raises BadInput for settings of `accelerate launch` that these scripts do not take."""
+    on = {"true", "1", "yes", "on", "y", "t"}
+    asked = {
+        name: what
+        for name, what in OTHER_TRAINERS.items()
+        if (environment.get(name, "").lower() in on if name.startswith("ACCELERATE") else _is_tpu(environment, name))
+    }
+    problems = [
+        f"{name} asks for {what}, which these scripts do not use: they run on one device, or with one process for each "
+        "(DDP). Unset it, or choose another `accelerate config`."
+        for name, what in asked.items()
+    ]
+    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps not in ("", "1"):
+        problems.append(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {steps}, which would divide the gradients a second "
+                        f"time: unset it, and give --optim.accumulation_steps {steps}.")  # fmt: skip
+    if environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() not in ("", "no", "fp16", "bf16"):
+        problems.append(f"ACCELERATE_MIXED_PRECISION is {environment['ACCELERATE_MIXED_PRECISION']}; expected no, fp16 "
+                        "or bf16.")  # fmt: skip
+    if problems:
+        raise BadInput(problems)
+
+
+def _is_tpu(environment: Mapping[str, str], name: str) -> bool:
+    return name in environment and (name != "PJRT_DEVICE" or environment[name].upper() == "TPU")
+
+
+def _check_finite(made: Mapping[str, object]) -> None:
+    """Raises BadInput naming every setting that holds an infinity or a NaN."""
+
+    def broken(key: str, value: object) -> list[str]:
+        if isinstance(value, float) and not math.isfinite(value):
+            return [f"{key} is {value}; expected a finite number."]
+        if isinstance(value, dict):
+            return [problem for name, item in value.items() for problem in broken(f"{key}.{name}", item)]
+        if isinstance(value, list | tuple):
+            return [problem for item in value for problem in broken(key, item)]
+        return []
+
+    problems = [p for name, group in made.items() for key, value in vars(group).items()
+                if not key.startswith("_") for p in broken(f"{name}.{key}", value)]  # fmt: skip
+    if problems:
+        raise BadInput(problems)
 
 
 def parse_config(cls: type[Config], argv: list[str] | None = None, default_config: Path | None = None) -> Config:
@@ -79,6 +139,7 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
         for key, value in vars(group).items():
             if not key.startswith("_"):
                 setattr(group, key, _plain(value))
+    _check_finite(made)
     if "model" in made:
         made["model"].only_given(_given_keys("model", argv, files))
     return cls(**made)

@@ -27,3 +27,9 @@ class Preempted(Exception):
     """A signal ended the run after its state was saved; `--run.resume latest` goes on. Exit code 85."""
 
     exit_code = 85
+
+
+class FailedElsewhere(Exception):
+    """Another process of the run failed; the others end with its cause. Exit code 1."""
+
+    exit_code = 1

@@ -2,9 +2,12 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from toolkit.errors import BadInput
 from toolkit.runs.console import Place, averages_line, console_line, progress
+from toolkit.runs.failures import attempt
 from toolkit.runs.writer import RunWriter
 from toolkit.step.compiling import GraphCount
 from toolkit.step.length import is_time
@@ -29,6 +32,7 @@ class Log:
         self.epoch_s, self.epoch_steps, self.logged_epoch = 0.0, 0, -1
         self.writer: RunWriter | None = None
         self.status: dict = {}
+        self.trouble = ""  # why rows cannot be written any more
         self._bar, self._elapsed_before, self._began = None, 0.0, time.monotonic()
 
     def start(self, writer: RunWriter, status: dict, step: int, total_steps: int) -> None:
@@ -79,8 +83,19 @@ class Log:
         return means
 
     def write(self, step: int, epoch: int, values: Mapping[str, float | None]) -> None:
-        """A row of metrics.jsonl and of the tracker."""
-        self.writer.log({"step": step, "epoch": epoch, "time_s": round(self.elapsed_s, 3), **values})
+        """A row of metrics.jsonl and of the tracker.
+
+        One that cannot be written is no error here, where the main process alone would raise it: `trouble` says why,
+        the next step's reduction tells all processes, and they save and end together.
+        """
+        try:
+            self.writer.log({"step": step, "epoch": epoch, "time_s": round(self.elapsed_s, 3), **values})
+        except BadInput as error:
+            self.trouble = self.trouble or str(error)
+
+    def attempt(self, what: str, function: Callable[[], Any]) -> Any:
+        """Something that training can do without: an exception costs one line, see `toolkit.runs.failures`."""
+        return attempt(what, function, self.writer.folder, self.say)
 
     def say(self, text: str) -> None:
         """Prints on the main process, above the progress bar where there is one."""

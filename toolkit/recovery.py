@@ -1,35 +1,56 @@
-"""What follows a window that the guard refused: a report, the forward undone, then as its policy says."""
+"""What follows a window, or an update, that the guard refused: a report, the window undone, then as its policy says.
 
-from collections.abc import Mapping, Sequence
+`t` is a `toolkit.training.Training` throughout.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
+from torch import Tensor
+
 from toolkit.batch import Batch
-from toolkit.distributed import run_on_main
+from toolkit.distributed import gather_objects, run_on_main
 from toolkit.errors import StoppedByGuard
-from toolkit.runs.checkpoint import newest_valid
+from toolkit.runs.checkpoint import Checkpoint, newest_valid
 from toolkit.saving import load_weights, save
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import Action
 from toolkit.step.nan_report import investigate, rerun_window
+from toolkit.step.state import named_state, nonfinite, unusable_rate
 
 
 def recover(
-    t, action: Action, window: Sequence[Batch], denominators: Sequence[Mapping], reduced: Mapping[str, float]
+    t,
+    action: Action,
+    window: Sequence[Batch],
+    denominators: Sequence[Mapping],
+    reduced: Mapping[str, float],
+    broken: Sequence[str] = (),
 ) -> None:
-    """Recovers the run `t` (a `toolkit.training.Training`), every rank alike.
+    """Recovers the run, every rank alike.
+
+    broken: what `broken_state` found.
 
     Raises:
-        StoppedByGuard: the policy says so; weights and state are those before the window, and saved.
+        StoppedByGuard: the policy says so; the newest finite state is saved.
     """
     if action is Action.CALIBRATE:  # the fp16 scaler looks for its scale: it skips this update by itself
         t.optimizer.step()
         t.optimizer.zero_grad()
         return
-    message = _report(t, action, window, denominators, reduced)
+    message = _report(t, action, window, denominators, reduced, broken)
     drop_gradients(t.weights)
     if (scaler := t.accelerator.scaler) is not None:
         scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, which it does once per update
+    follow(t, action, message, broken)
+
+
+def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
+    """Stops, goes back, or goes on with the next window. Raises StoppedByGuard."""
     if action is Action.STOP:
+        if broken:
+            raise StoppedByGuard(f"{message}\n{_go_back(t)}")
         save(t)
         raise StoppedByGuard(f"{message}\nThe weights before that step are saved.")
     if action is Action.ROLLBACK:
@@ -37,15 +58,92 @@ def recover(
         checkpoint, passed_over = run_on_main(lambda: newest_valid(t.folder / "checkpoints"))
         if checkpoint is None:
             raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
-        load_weights(t, checkpoint)
-        t.step = t.saved_step = checkpoint.step
+        _take(t, checkpoint)
+        t.saved_step = t.step
         t.schedule.scale = t.guard.lr_scale
         t.set_rates()
         t.log.go_back(t.step)
     t.log.say(f"guard: {message}\n{action.value}: goes on from step {t.step} with the next data.")
 
 
-def _report(t, action: Action, window, denominators, reduced) -> str:
+# ---------------------------------------------------------------- the state that updates leave
+
+
+def state_of(t, in_window: bool = False) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """((kind, name), tensor) of all that must be finite.
+
+    in_window: a window is under way, whose forward may have spoiled the buffers; theirs are those before it.
+    """
+    averages = t.ema.averages() if t.ema is not None else ()
+    return named_state(t.detector, t.guard.watched(in_window), averages, t.optimizer, t.weights)
+
+
+def broken_state(t, in_window: bool = False) -> list[str]:
+    """What is not finite on any rank, in words, the same on every rank; reads all of the state, a collective."""
+    found = gather_objects(nonfinite(state_of(t, in_window)))
+    return list(dict.fromkeys(name for names in found for name in names))
+
+
+def in_words(broken: Sequence[str]) -> str:
+    """What is not finite, in a few words."""
+    more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+    return f"the last update left what is not finite: {', '.join(broken[:3])}{more}"
+
+
+def state_is_sound(t) -> bool:
+    """Looks at all of the state before it is evaluated or saved; what is not finite is never written.
+
+    Returns:
+        False: it was not, and the run has gone back to the last good checkpoint.
+
+    Raises:
+        StoppedByGuard: it was not, and the policy is another one.
+    """
+    broken = broken_state(t)
+    if not broken:
+        return True
+    action = t.guard.decide(t.step, {}, 0.0, faults=[in_words(broken)])
+    follow(t, action, t.guard.reason, broken)
+    return False
+
+
+def keep_start(t) -> None:
+    """Keeps the state that a run begins with, on the CPU, until a checkpoint stands: none newer is known finite."""
+    if t.saved_step >= 0:
+        t.start = None
+    elif t.start is None:
+        tensors = {"model": t.detector.state_dict(), "loss_weights": t.weights.state_dict()}
+        if t.ema is not None:
+            tensors["ema"] = t.ema.module.state_dict()
+        tensors = {stem: {k: v.detach().cpu().clone() for k, v in named.items()} for stem, named in tensors.items()}
+        scaler = t.accelerator.scaler
+        state = {"ema": t.ema and t.ema.state_dict(), "scaler": scaler and dict(scaler.state_dict())}
+        t.start = Checkpoint(t.folder, t.step, tensors, copy.deepcopy(t.optimizer.state_dict()), state)
+
+
+def _take(t, checkpoint: Checkpoint) -> None:
+    load_weights(t, checkpoint)
+    t.step = checkpoint.step
+
+
+def _go_back(t) -> str:
+    """Sees to it that the newest state that is known to be finite is saved; says in a sentence which one it is."""
+    newest, _ = run_on_main(lambda: newest_valid(t.folder / "checkpoints"))
+    if newest is not None:
+        t.log.status["step"] = newest.step
+        return f"The newest finite state is the checkpoint of step {newest.step}."
+    if t.start is None:
+        return "No state is saved: none was before."
+    _take(t, t.start)
+    save(t)
+    t.log.status["step"] = t.step
+    return f"No later state was saved before it broke: the state of step {t.step}, with which the run began, is saved."
+
+
+# ---------------------------------------------------------------- the report
+
+
+def _report(t, action: Action, window, denominators, reduced, broken) -> str:
     scaler, rank = t.accelerator.scaler, t.accelerator.process_index
     scale = scaler.get_scale() if scaler is not None else 1.0
     where = {"step": t.step, "seed": t.seed, "rank": rank, "precision": t.accelerator.mixed_precision, "scale": scale}
@@ -63,4 +161,7 @@ def _report(t, action: Action, window, denominators, reduced) -> str:
     def run_again() -> list[dict]:
         return rerun_window(t.detector, t.weights, window, denominators, **where)
 
-    return investigate(t.guard, t.detector, run_again, t.folder, window, where | facts)
+    known = {"where": "state", "nonfinite_state": list(broken)} if broken else None
+    if known is None and unusable_rate(t.optimizer.param_groups):
+        known = {"where": "rate"}
+    return investigate(t.guard, t.detector, run_again, t.folder, window, where | facts, known)

@@ -24,8 +24,8 @@ from toolkit.data import pipeline
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.splits import open_splits
 from toolkit.data.table import DetectionTable
-from toolkit.distributed import run_on_main, seed_step
-from toolkit.errors import BadInput
+from toolkit.distributed import agree_max, run_on_main, seed_step
+from toolkit.errors import BadInput, Preempted
 from toolkit.evaluation.coco import check_ground_truth
 from toolkit.evaluation.report import write_report
 from toolkit.log import Log
@@ -36,16 +36,18 @@ from toolkit.models.start import start_detector
 from toolkit.runs.best import Best
 from toolkit.runs.changes import Change, changes, in_force, refuse
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
+from toolkit.runs.failures import as_sentences
 from toolkit.runs.folder import drafts, keep_drafts, prepare_run_folder, write_environment
+from toolkit.runs.lifeline import lifeline
 from toolkit.runs.lock import FolderLock
 from toolkit.runs.metrics_log import mend_rows
 from toolkit.runs.open_run import settings_beside
-from toolkit.runs.processes import announce, distributed_kwargs, set_threads
+from toolkit.runs.processes import announce, set_threads, start_accelerator
 from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
 from toolkit.runs.status import RunStatus, run_status
 from toolkit.runs.writer import RunWriter, tracker_kwargs
 from toolkit.saving import load, save
-from toolkit.signals import StopSignals
+from toolkit.signals import StopSignals, signal_name
 from toolkit.step.compiling import compile_in_place
 from toolkit.step.determinism import be_deterministic
 from toolkit.step.ema import Ema
@@ -55,7 +57,7 @@ from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.plateau import PlateauSchedule
 from toolkit.step.schedules import Schedule
-from toolkit.training import Pace, Training
+from toolkit.training import Pace, Training, raise_trouble
 from toolkit.use.export import check_exportable, export_final
 from toolkit.validation import Validation, check_metric, finish, validate
 
@@ -97,15 +99,17 @@ def session(config: Any) -> Iterator[Session]:
         BadInput: settings that cannot be met, a run folder that cannot be used, a checkpoint that cannot be resumed.
     """
     run = config.run
-    accelerator = Accelerator(
-        mixed_precision=run.precision,
-        kwargs_handlers=distributed_kwargs(),
-        **tracker_kwargs(run.tracker, Path(run.output_dir).expanduser().absolute() / run.name),
-    )
-    is_main, seed = accelerator.is_main_process, run.seed
+    tracker = tracker_kwargs(run.tracker, Path(run.output_dir).expanduser().absolute() / run.name)
+    accelerator, seed = start_accelerator(run.precision, **tracker), run.seed
+    is_main = accelerator.is_main_process
     with FolderLock() as lock:
         folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume, lock))
-        with StopSignals() as signals, run_status(folder, is_main) as status:
+        with (
+            StopSignals() as signals,
+            run_status(folder, is_main) as status,
+            lifeline(status.write),
+            as_sentences(),
+        ):
             set_threads(run.threads, accelerator.device)
             checkpoint, messages = run_on_main(lambda: resolve_resume(run.resume, folder))
             stored = run_on_main(lambda: settings_beside(checkpoint.path)) if checkpoint is not None else {}
@@ -130,6 +134,7 @@ def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
     )  # fmt: skip
     for note in check_ground_truth(val_table):
         s.say(note)
+    stop_if_asked(s, "while the data was read")
     return table, val_table
 
 
@@ -154,6 +159,7 @@ def make_detector(s: Session, table: DetectionTable, start: Callable | None = No
                        "image's share; leave it out, or use data.mosaic")  # fmt: skip
     if s.config.run.export:
         check_exportable(detector)
+    stop_if_asked(s, "while the detector was built")
     return detector
 
 
@@ -187,17 +193,35 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
 
 
 def end(s: Session, t: Training) -> None:
-    """The last evaluation, the best weights in `final/`, and the report; of an evaluation alone the report only."""
-    c, run = s.config.data, s.config.run
-    if not run.eval_only:
+    """The last evaluation, the best weights in `final/`, and the report; of an evaluation alone the report only.
+
+    Raises:
+        Preempted: a signal came; a resumed run does what is left. BadInput: something cannot be written.
+    """
+    if not s.config.run.eval_only:
         finish(t)
-    if s.is_main and not run.eval_only:
-        size = pipeline.processor_size(c.image_size, c.scales, c.max_size)
-        t.detector.save_final(s.folder / "final", t.validation.table.categories, size)
-        if run.export:
-            t.log.say(export_final(t.detector, s.folder / "final", next(iter(t.validation.loader)).images[:4]))
+        stop_if_asked(s, "after the last evaluation")
+        run_on_main(lambda: _write_final(s, t))
+        stop_if_asked(s, "after final/ was written")
+    run_on_main(lambda: t.log.attempt("the report", lambda: write_report(s.folder)) and None)
+    stop_if_asked(s, "while the report was written")
+    raise_trouble(t)
     t.log.close()
-    run_on_main(lambda: write_report(s.folder) and None)
+
+
+def stop_if_asked(s: Session, when: str) -> None:
+    """Between two long parts: ends the run if a signal came, on any process; a collective. Raises Preempted."""
+    if number := agree_max(s.signals.received):
+        raise Preempted(f"{signal_name(number)} {when}; `--run.resume latest` goes on")
+
+
+def _write_final(s: Session, t: Training) -> None:
+    c, folder = s.config.data, s.folder / "final"
+    size = pipeline.processor_size(c.image_size, c.scales, c.max_size)
+    with as_sentences():
+        t.detector.save_final(folder, t.validation.table.categories, size)
+        if s.config.run.export:
+            t.log.say(export_final(t.detector, folder, next(iter(t.validation.loader)).images[:4]))
 
 
 def _loaders(

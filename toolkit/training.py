@@ -3,6 +3,7 @@
 Nothing here reads settings; `toolkit.session` hands in what it built.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,12 +17,13 @@ from toolkit.batch import Batch
 from toolkit.data.batches import windows
 from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, accumulation_at
-from toolkit.distributed import seed_step
-from toolkit.errors import Preempted
+from toolkit.distributed import agree_max, broadcast_object, seed_step
+from toolkit.errors import BadInput, Preempted
 from toolkit.log import Log
 from toolkit.models.detector import Detector
-from toolkit.recovery import recover
+from toolkit.recovery import broken_state, in_words, keep_start, recover, state_is_sound, state_of
 from toolkit.runs.best import Best
+from toolkit.runs.checkpoint import Checkpoint
 from toolkit.saving import infinite_buffers, save
 from toolkit.signals import StopSignals
 from toolkit.step.ema import Ema
@@ -32,6 +34,7 @@ from toolkit.step.losses import LossWeights, WeightedLosses, window_denominators
 from toolkit.step.norms import bn_momentum, set_bn_momentum
 from toolkit.step.plateau import PlateauSchedule
 from toolkit.step.schedules import Schedule
+from toolkit.step.state import looks_finite, unusable_rate
 from toolkit.validation import Validation, validate
 
 
@@ -89,9 +92,13 @@ class Training:
     saved_step: int = -1
     recut: int = 0
     last_row: dict[str, float | None] = field(default_factory=dict)
+    start: Checkpoint | None = None  # what the run begins with, until a checkpoint stands
 
     def __post_init__(self):
         self.infinite = infinite_buffers(self.detector)
+        self.guard.watch(self.detector)
+        self._broken: list[str] = []
+        self._part = 0  # of the state, the one to look at next
         self._sums: dict[str, Tensor] = {}
         self._unknown: list[str] = []
         self._denominators: list[Mapping[str, Tensor]] = []
@@ -123,6 +130,7 @@ class Training:
             fixed_at = 0 if self.budget is None else self.budget.steps if self.budget.total_steps is not None else None
             dataset.plan(pace.plain_epochs, self.total_steps + self.recut, per_epoch, fixed_at)
         self.set_rates()
+        keep_start(self)
         self.log.timer.start()
         epoch = self.sampler.epoch
         for window in windows(
@@ -171,21 +179,23 @@ class Training:
     def sums(self, grad_norm: Tensor) -> tuple[dict[str, Tensor | float], list[str], list[str]]:
         """What `reduce_dict` is to reduce: everything the step must know of every rank, under announced names."""
         values = self._sums | {"grad_norm": grad_norm, "buffers_finite": self.guard.buffers_finite()}
-        values |= {"signal": self.signals.received, "time_s": self.log.timer.last_step_s}
+        self._part += 1
+        values["state_finite"] = looks_finite(state_of(self, in_window=True), self._part)  # as the last update left it
+        values |= {"signal": self.signals.received or int(bool(self.log.trouble)), "time_s": self.log.timer.last_step_s}
         metrics = [f"{name}/{part}" for name in self.detector.metric_names for part in ("sum", "count")]
-        names = [*self.loss_names, *metrics, "grad_norm", "buffers_finite", "signal", "time_s"]
+        names = [*self.loss_names, *metrics, "grad_norm", "buffers_finite", "state_finite", "signal", "time_s"]
         return values, names, self._unknown
 
     def accepts(self, window: Sequence[Batch], reduced: Mapping[str, float]) -> bool:
         """The guard's answer, the same on every rank; a refused window is reported and undone as its policy says.
 
         Raises:
-            StoppedByGuard: the policy says so; weights and state are those before the window, and saved.
+            StoppedByGuard: the policy says so; the newest finite state is saved.
         """
         action = self.decide(reduced)
         self.sampler.advance_batches(len(window))
         if action is not Action.STEP:
-            recover(self, action, window, self._denominators, reduced)
+            recover(self, action, window, self._denominators, reduced, self._broken)
             return False
         if is_time(self.step + 1, self.pace.gradient_table_every):
             self.log.say(gradient_table(self.detector.named_parameters(), self.max_norm, top=20))
@@ -195,8 +205,21 @@ class Training:
         """The guard's answer to a window, from values that are equal on every rank."""
         scaler = self.accelerator.scaler
         losses = {name: reduced[name] for name in ("loss", *self.detector.loss_names)}
-        scale = scaler.get_scale() if scaler is not None else None
-        return self.guard.decide(self.step, losses, reduced["grad_norm"], scale, reduced["buffers_finite"])
+        scale, norm = scaler.get_scale() if scaler is not None else None, reduced["grad_norm"]
+        rate = unusable_rate(self.optimizer.param_groups)
+        suspicious = not all(map(math.isfinite, (norm, *losses.values())))
+        suspicious |= reduced["buffers_finite"] < 1.0 or reduced["state_finite"] < 1.0
+        self._broken = broken_state(self, in_window=True) if suspicious else []
+        faults = ([in_words(self._broken)] if self._broken else []) + ([rate] if rate else [])
+        finite = not math.isfinite(norm) and all(map(math.isfinite, losses.values())) and self._gradients_finite()
+        return self.guard.decide(
+            self.step, losses, norm, scale, reduced["buffers_finite"], gradients_finite=finite, faults=faults
+        )
+
+    def _gradients_finite(self) -> bool:
+        """Whether every entry is, on every rank: a norm can overflow all the same. A collective, and a host read."""
+        gradients = [p.grad for p in self.trained_parameters if p.grad is not None]
+        return not agree_max(int(not all(bool(g.isfinite().all()) for g in gradients)))
 
     def note_step(self, window: Sequence[Batch], reduced: Mapping[str, float]) -> None:
         """After an update: meters, rows, the bar, the budget of minutes; then the rates of the next update."""
@@ -230,10 +253,17 @@ class Training:
 
         Raises:
             Preempted: a signal came on some rank; the state is saved.
+            BadInput: rows cannot be written any more; the state is saved.
+            StoppedByGuard: the last update left what is not finite; the newest finite state is saved.
         """
-        better = is_time(self.step, self.pace.eval_every) and validate(self)
-        if better or signal or is_time(self.step, self.pace.save_every):
-            save(self, best=better)
+        evaluates, saves = (is_time(self.step, every) for every in (self.pace.eval_every, self.pace.save_every))
+        if not (evaluates or saves or signal or self.step >= self.total_steps):
+            return
+        if state_is_sound(self):
+            better = evaluates and validate(self)
+            if better or signal or saves:
+                save(self, best=better)
+        raise_trouble(self)
         if signal:
             name = self.signals.name or "signal"
             raise Preempted(f"{name} at step {self.step}; saved, `--run.resume latest` goes on")
@@ -249,6 +279,12 @@ class Training:
             self.log.note_epoch(self.step, self.sampler.epoch)  # not yet, if the guard refused its last window
             self.sampler.set_epoch(self.sampler.epoch + 1)
         return self.log.end_epoch()
+
+
+def raise_trouble(t: Training) -> None:
+    """Raises BadInput on every rank if the main process could not write a row; a collective."""
+    if trouble := broadcast_object(t.log.trouble):
+        raise BadInput(trouble)
 
 
 def training_row(t: Training, reduced: Mapping[str, float]) -> dict[str, float]:

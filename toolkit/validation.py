@@ -10,13 +10,15 @@ import torch
 
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import broadcast_buffers, run_on_main
-from toolkit.errors import Preempted
+from toolkit.errors import Preempted, StoppedByGuard
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
+from toolkit.recovery import state_is_sound
 from toolkit.runs.best import no_such_metric
 from toolkit.runs.checkpoint import Checkpoint, linked, load_checkpoint
 from toolkit.saving import save
+from toolkit.step.state import nonfinite
 
 
 @dataclass
@@ -70,7 +72,8 @@ def validate(t) -> bool:
         row |= {f"{prefix}{name}": value for name, value in {**shown, **found.losses}.items()}
     better = note_metric(t, row)
     t.log.write(t.step, t.sampler.epoch, row)
-    run_on_main(lambda: _show(t, found.by_image, shown, better))
+    run_on_main(lambda: t.log.attempt(f"showing the evaluation of step {t.step}",
+                                      lambda: _show(t, found.by_image, shown, better)))  # fmt: skip
     t.log.timer.start()
     return better
 
@@ -101,7 +104,11 @@ def finish(t) -> None:
     """The last evaluation and checkpoint, if they are not there yet; then the detector holds the best weights.
 
     Best goes by the metric for best: the averaged weights where that is one of "ema/...".
+
+    Raises:
+        StoppedByGuard: the state, or the best weights, are not finite.
     """
+    state_is_sound(t)
     better = t.best.evaluated_step != t.step and validate(t)
     if better or t.saved_step != t.step:
         save(t, best=better)
@@ -109,6 +116,9 @@ def finish(t) -> None:
     if checkpoint is not None:
         t.detector.load_state_dict(checkpoint.tensors["ema" if t.best.of_average else "model"])
         t.log.say(f"best {t.best.metric}: {t.best.value:.4f} at step {checkpoint.step}")
+    named = [*t.detector.named_parameters(), *t.guard.watched()]
+    if broken := nonfinite((("weight", name), tensor) for name, tensor in named):
+        raise StoppedByGuard(f"the best weights are not finite: {', '.join(broken[:3])}; nothing is written to final/")
 
 
 def _best(t) -> Checkpoint | None:
@@ -117,16 +127,12 @@ def _best(t) -> Checkpoint | None:
 
 
 def _show(t, predictions: dict, scores: dict, better: bool) -> None:
-    """The table on the console, why an AP is 0, and the pictures, on the main process."""
+    """The table on the console, why an AP is 0, and the pictures, on the main process; training can do without."""
     if not t.accelerator.is_main_process:
         return
     table = t.validation.evaluator.describe(scores, predictions)
     t.log.say(f"evaluation at step {t.step}{' (best so far)' if better else ''}\n{table}")
     if t.validation.pictures:
         path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"
-        try:
-            t.validation.evaluator.draw(predictions, t.validation.pictures, path)
-        except OSError as error:  # a full disk, say: what must be written says so itself
-            t.log.say(f"the pictures of step {t.step} could not be written: {error}")
-        else:
-            t.log.writer.log_images({"val/predictions": path}, t.step)
+        t.validation.evaluator.draw(predictions, t.validation.pictures, path)
+        t.log.writer.log_images({"val/predictions": path}, t.step)

@@ -7,17 +7,60 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, KwargsHandler
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+from toolkit.distributed import broadcast_object
+from toolkit.errors import BadInput
+
+# How long processes wait for each other at the very start. Under torchrun, whose agent ends all when one dies, a slow
+# file system may delay some; without it nobody says that one will never come.
+MEET_S = {"alone": 60, "launcher": 600}
+# Later on the main process reads and checks all images of a data set while the others wait. A process that fails is
+# noticed otherwise: `toolkit.runs.lifeline`.
+WAIT = timedelta(hours=2)
 
 
-def distributed_kwargs() -> list[KwargsHandler]:
-    """How Accelerate is to set up several processes.
+def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
+    """Accelerate's view of the processes, once all of them are there.
 
-    A parameter may go unused in a step (no boxes, a frozen part). The others wait for the main process while it reads
-    and checks all images of a data set for the first time, which takes longer than NCCL's ten minutes for large ones.
+    A parameter may go unused in a step (no boxes, a frozen part).
+
+    Raises:
+        BadInput: the other processes do not come, or the device that was asked for is not there.
     """
-    waiting = InitProcessGroupKwargs(timeout=timedelta(hours=2))
-    return [DistributedDataParallelKwargs(find_unused_parameters=True), waiting]
+    precision = precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision == "fp16" and not _has_accelerator():
+        precision = "no"  # Accelerate would say fp16 and compute in float32
+        if os.environ.get("RANK", "0") == "0":
+            print("fp16 is not used on a CPU: everything is computed in float32; bf16 would be.", flush=True)
+    meet = MEET_S["launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "alone"]
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True),
+                InitProcessGroupKwargs(timeout=timedelta(seconds=meet))]  # fmt: skip
+    try:
+        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, **kwargs)
+        if dist.is_initialized():
+            broadcast_object("all are here")  # the first message, still with the short timeout
+            dist.distributed_c10d._set_pg_timeout(WAIT, dist.group.WORLD)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            raise
+        raise BadInput(
+            f"the {os.environ['WORLD_SIZE']} processes cannot start together ({_first_line(error)}). Either one of "
+            f"them ended or did not come within {meet} s: look at its output. Or there are fewer GPUs than processes "
+            f"({torch.accelerator.device_count()} here): start fewer, or set ACCELERATE_USE_CPU=true."
+        ) from error
+    return accelerator
+
+
+def _has_accelerator() -> bool:
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+    return torch.accelerator.is_available() and not on_cpu
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
 def set_threads(threads: int | None, device: torch.device) -> None:

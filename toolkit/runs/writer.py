@@ -20,6 +20,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from PIL import Image
 
 from toolkit.errors import BadInput
+from toolkit.runs.failures import ERRORS, note_traceback
 from toolkit.runs.metrics_log import MetricsLog, read_metrics
 
 WANDB_INIT_TIMEOUT_S = 30
@@ -103,6 +104,9 @@ class RunWriter:
     def log(self, row: Mapping[str, float | int | str | None]) -> None:
         """Write one row: metrics.jsonl first, then the tracker. `row` has `step`, `epoch`, `time_s` and values."""
         if self._is_main:
+            if not self._metrics.path.exists():  # writing to a file that was removed is no error for the system
+                raise BadInput(f"{self._metrics.path} was removed while the run wrote to it. What is saved from now on "
+                               "goes on with --run.resume latest; the rows so far are lost.")  # fmt: skip
             self._metrics.write(row)
             self._send(row)
 
@@ -112,7 +116,7 @@ class RunWriter:
             self._guarded(self._show, images, step)
 
     def close(self) -> None:
-        """Close the file and let the tracker finish; the process group stays."""
+        """Close the file and let the tracker finish; the process group stays. Raises OSError."""
         if self._is_main:
             self._metrics.close()
         if self.tracker != "none":
@@ -209,10 +213,11 @@ class RunWriter:
         try:
             call(*args)
         except Exception as error:  # noqa: BLE001  trackers raise what they like: their own, requests', protobuf's
+            note_traceback(self.folder, f"tracker {self.tracker}")
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             warnings.warn(
                 f"The tracker {self.tracker} failed and is switched off ({reason}). Training goes on; "
-                f"{self.folder}/metrics.jsonl has every row.",
+                f"{self.folder}/metrics.jsonl has every row, {ERRORS} the traceback.",
                 stacklevel=3,
             )
             self.tracker = "none"

@@ -50,6 +50,10 @@ class Ema:
             torch._foreach_copy_(into, source)
         self.updates += 1
 
+    def averages(self) -> Iterable[tuple[str, Tensor]]:
+        """(name, average) of everything that is averaged; what is copied is as the model has it."""
+        return zip(self._averaged, _tensors(self._into, self._averaged), strict=True)
+
     def state_dict(self) -> dict:
         """The counter; the weights are `module.state_dict()`."""
         return {"updates": self.updates}

@@ -10,11 +10,12 @@ In every optimizer step:
 
 `decide` sees reduced values only, which are equal on every rank, and so is what it decides. It comes before the
 update, so weights, optimizer state and averages never see the gradient; only buffers, which the forward alone can spoil
-(running statistics of a batch norm), have to be put back. `nan_report` finds out what broke.
+(running statistics of a batch norm), have to be put back. A finite gradient can still make an update that overflows:
+`toolkit.step.state` looks at what the last update left. `nan_report` finds out what broke.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -80,6 +81,9 @@ class NanGuard:
         grad_norm: float,
         scale: float | None = None,
         buffers_finite: float = 1.0,
+        *,
+        gradients_finite: bool = False,
+        faults: Sequence[str] = (),
     ) -> Action:
         """The same answer on every rank, given the reduced values of a window.
 
@@ -89,28 +93,33 @@ class NanGuard:
             grad_norm: total norm of the gradients (without the loss scale).
             scale: loss scale; None without an fp16 scaler.
             buffers_finite: mean over the ranks of `buffers_finite()`.
+            gradients_finite: every entry of the gradients is, though their norm may not be. No loss scale is to blame
+                then, and the scaler, which looks at the entries, would let them through.
+            faults: in words, what is wrong with the state that the last update left, or with the next one, whatever
+                the window holds. Another window cannot mend it, so nothing is skipped for it.
         """
-        broken = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
+        broken = list(faults) + [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
         forward_broken = bool(broken) or buffers_finite < 1.0
         if buffers_finite < 1.0:
             broken.append("a buffer (running statistics of a norm layer) is not finite")
         if not math.isfinite(grad_norm):
-            broken.append(f"the gradient norm is {grad_norm}")
+            of = " of finite gradients" if gradients_finite else ""
+            broken.append(f"the gradient norm{of} is {grad_norm}")
         if not broken:
             self.skips = self.calibrations = 0
             return Action.STEP
         self.reason = f"at step {step} {', '.join(broken)}"
-        if scale is not None and not forward_broken and scale > self.min_scale:
+        if scale is not None and not forward_broken and not gradients_finite and scale > self.min_scale:
             self.calibrations += 1
             if self.calibrations <= self.max_calibrations:
                 return Action.CALIBRATE
         self.calibrations = 0
-        return self._answer()
+        return self._answer(can_skip=not faults)
 
-    def _answer(self) -> Action:
+    def _answer(self, can_skip: bool) -> Action:
         if self.policy == "stop":
             return Action.STOP
-        if self.policy == "skip" and self.skips < self.max_skips:
+        if self.policy == "skip" and can_skip and self.skips < self.max_skips:
             self.skips += 1
             return Action.SKIP
         if self.policy == "rollback" and self.rollbacks < self.max_rollbacks:
@@ -123,21 +132,30 @@ class NanGuard:
         """Factor on all learning rates that the rollbacks so far make."""
         return self.lr_factor**self.rollbacks
 
-    def snapshot(self, model: nn.Module) -> None:
-        """Copies the buffers of the unwrapped model, persistent or not; a few small kernels, no host read.
+    def watch(self, model: nn.Module) -> None:
+        """Notes which float buffers of a model are finite: a mask of infinities is meant to be one.
 
-        The first call also notes which float buffers are finite: a mask of infinities is meant to be one.
+        Call it before a checkpoint is loaded, so that a broken one is not taken for a mask. Else `snapshot` does it.
         """
+        self._model = model
+        named = [(name, m._buffers, key) for name, m in model.named_modules() for key in m._buffers]
+        named = [(name, owner, key) for name, owner, key in named if owner[key] is not None]
+        self._slots = [(owner, key) for _, owner, key in named]
+        self._names = [f"{name}.{key}" if name else key for name, _, key in named]
+        self._copies = [torch.empty_like(buffer) for buffer in self._live()]
+        self._watched = [
+            i for i, b in enumerate(self._live()) if b.is_floating_point() and b.numel() and bool(b.isfinite().all())
+        ]
+
+    def watched(self, before_window: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(name, buffer) of those that must stay finite: as they are, or as they were at the last `snapshot`."""
+        buffers = self._copies if before_window else self._live()
+        return ((self._names[i], buffers[i]) for i in self._watched)
+
+    def snapshot(self, model: nn.Module) -> None:
+        """Copies the buffers of the unwrapped model, persistent or not; a few small kernels, no host read."""
         if self._model is not model:
-            self._model = model
-            owners = [m._buffers for m in model.modules()]
-            self._slots = [(b, key) for b in owners for key, buffer in b.items() if buffer is not None]
-            self._copies = [torch.empty_like(buffer) for buffer in self._live()]
-            self._watched = [
-                i
-                for i, b in enumerate(self._live())
-                if b.is_floating_point() and b.numel() and bool(b.isfinite().all())
-            ]
+            self.watch(model)
         for i, buffer in enumerate(self._live()):
             if self._copies[i].shape != buffer.shape or self._copies[i].device != buffer.device:
                 self._copies[i] = torch.empty_like(buffer)

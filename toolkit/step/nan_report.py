@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from toolkit.batch import Batch
 from toolkit.distributed import gather_objects, seed_step, world
 from toolkit.errors import BadInput
-from toolkit.step.gradients import drop_gradients
+from toolkit.step.gradients import drop_gradients, gradient_norm
 from toolkit.step.guard import NanGuard
 
 MAX_FULL_REPORTS = 10  # per run folder; later ones leave the weights out, which may be hundreds of MB each
@@ -27,6 +27,10 @@ ADVICE = {
     "parameters": "The weights were not finite to begin with: check the pretrained file or checkpoint they came from.",
     "module": "A layer overflowed: lower optim.lr, lengthen schedule.warmup_steps, or use bf16 instead of fp16.",
     "loss": "The model's outputs are finite, the criterion's result is not: look at these images' boxes.",
+    "state": "The update itself overflowed, or was given what was not finite: lower optim.lr, or set optim.max_norm.",
+    "rate": "Lower optim.lr, or the factors on it.",
+    "norm": "Every gradient is finite, but their norm is beyond the range of float32: lower the loss weights, or "
+    "optim.lr if the weights have grown.",
     "gradient": "The losses are finite, their gradient is not: an operation with an infinite slope (sqrt, log, or a "
     "division near 0), or too large a loss scale.",
     "unknown": "Running the window again gave finite numbers: a transient fault, or non-deterministic operations.",
@@ -40,6 +44,7 @@ def investigate(
     run_folder: Path,
     batches: Sequence[Batch],
     facts: Mapping[str, Any],
+    known: Mapping[str, Any] | None = None,
 ) -> str:
     """Finds out what broke, lets each rank at fault write its report, and leaves buffers and gradients clean.
 
@@ -53,16 +58,20 @@ def investigate(
         batches: the window of this rank.
         facts: goes into report.json: step, epoch, seed, losses (reduced), grad_norm, lr (by group), scale, precision,
             denominators (per micro-batch), action, config; whatever replaying needs.
+        known: the finding, where it is no matter of the window, which is not run again then: `where` is "state", with
+            what was not finite before it began in `nonfinite_state`, or "rate".
 
     Returns:
         The message for the log and status.json: what, where, on which ranks; the same on every rank.
     """
     rank, _ = world()
     guard.restore(model)
-    finding = diagnose(model, run_window)
-    guard.restore(model)
+    finding = _nothing_found() | (known or {})
+    if known is None:
+        finding = diagnose(model, run_window, float(facts.get("scale") or 1.0))
+        guard.restore(model)
     finding["batch"] = _nonfinite_names(batches)
-    if finding["batch"]:
+    if finding["batch"] and known is None:
         finding["where"] = "batch"
     found = gather_objects(finding["where"])
     broken_ranks = [r for r, where in enumerate(found) if where != "unknown"] or [0]
@@ -75,21 +84,33 @@ def investigate(
     return f"{guard.reason}\n" + "\n".join(lines[r] for r in broken_ranks)
 
 
-def diagnose(model: nn.Module, run_window: Callable[[], Sequence[Mapping[str, Tensor]]]) -> dict:
+def _nothing_found() -> dict[str, Any]:
+    finding = {"where": "unknown", "window_losses": [], "nonfinite_gradients": [], "nonfinite_state": []}
+    nothing = ("first_nonfinite_module", "module_type", "kind", "backward", "error", "largest_gradient")
+    return finding | dict.fromkeys(nothing)
+
+
+def diagnose(
+    model: nn.Module, run_window: Callable[[], Sequence[Mapping[str, Tensor]]], scale: float = 1.0
+) -> dict:
     """Runs a window again and says where the first non-finite number appears.
 
+    scale: loss scale that the window's gradients carry.
+
     Returns:
-        where: "parameters", "module", "loss", "gradient" or "unknown" (everything is finite this time).
+        where: "parameters", "module", "loss", "gradient", "norm" (of gradients that are all finite) or "unknown"
+            (everything is finite this time).
         first_nonfinite_module, module_type, kind: the first module that finished with a non-finite output (None: there
             is none). kind: "output": made it from finite inputs; "input": got it from the code of the module around it,
             or from the batch; "parameters": its own parameters are not finite; "criterion": not part of the model's
             forward, which stayed finite.
         window_losses: {name: float} per micro-batch.  nonfinite_gradients: names of parameters.
         backward: for "gradient", the operation whose derivative it is.  error: of the run, if it raised one.
+        largest_gradient: for "norm", [name of the parameter, largest magnitude].
 
     Gradients are dropped before and after. Buffers are left as the window leaves them.
     """
-    finding: dict[str, Any] = {"where": "unknown", "window_losses": [], "backward": None, "error": None}
+    finding = _nothing_found()
     drop_gradients(model)
     with _watch(model) as first, torch.compiler.set_stance("force_eager"):
         try:
@@ -100,6 +121,9 @@ def diagnose(model: nn.Module, run_window: Callable[[], Sequence[Mapping[str, Te
     finding["nonfinite_gradients"] = [
         name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
     ]
+    norm = float(gradient_norm((p for p in model.parameters()), scale))
+    largest = {n: float(p.grad.abs().max()) / scale for n, p in model.named_parameters()
+               if p.grad is not None and p.grad.numel()}  # fmt: skip
     drop_gradients(model)
     if finding["first_nonfinite_module"] is not None:
         finding["where"] = {"parameters": "parameters", "criterion": "loss"}.get(finding["kind"], "module")
@@ -108,6 +132,9 @@ def diagnose(model: nn.Module, run_window: Callable[[], Sequence[Mapping[str, Te
     elif finding["nonfinite_gradients"]:
         finding["where"] = "gradient"
         finding["backward"] = _backward_operation(model, run_window)
+    elif not math.isfinite(norm):
+        name = max(largest, key=largest.get)
+        finding.update(where="norm", largest_gradient=[name, largest[name]])
     return finding
 
 
@@ -192,8 +219,16 @@ def replay(detector: nn.Module, weights: nn.Module, report: Mapping[str, Any], b
     """Runs a reported window again on a detector that holds the report's model state.
 
     Returns:
-        `diagnose`'s finding, and `reproduced`: whether the same thing broke in the same place.
+        `diagnose`'s finding, and `reproduced`: whether the same thing broke in the same place. Of a state that was not
+        finite before the window, whether the reported weights are not.
     """
+    if report["where"] == "rate":
+        return _nothing_found() | {"where": "rate", "batch": [], "reproduced": True}
+    if report["where"] == "state":
+        broken = [f"weight {name}" for name, p in detector.named_parameters() if _is_broken(p)]
+        broken += [f"buffer {name}" for name, b in detector.named_buffers() if _is_broken(b)]
+        broken = [name for name in broken if name in report["nonfinite_state"]]
+        return _nothing_found() | {"where": "state", "nonfinite_state": broken, "batch": [], "reproduced": bool(broken)}
     finding = diagnose(
         detector.train(),
         lambda: rerun_window(
@@ -207,12 +242,14 @@ def replay(detector: nn.Module, weights: nn.Module, report: Mapping[str, Any], b
             precision=report.get("precision", "no"),
             scale=float(report.get("scale") or 1.0),
         ),
+        float(report.get("scale") or 1.0),
     )
     finding["batch"] = _nonfinite_names(batches)
     if finding["batch"]:
         finding["where"] = "batch"
     same = ("where", "first_nonfinite_module", "kind", "nonfinite_gradients")
-    return {**finding, "reproduced": all(finding[key] == report[key] for key in same)}
+    again = finding["where"] != "unknown" and all(finding[key] == report[key] for key in same)
+    return {**finding, "reproduced": again}
 
 
 @contextmanager
@@ -356,6 +393,15 @@ def describe_finding(finding: Mapping[str, Any]) -> str:
         names = finding["nonfinite_gradients"]
         cause = f" ({finding['backward']})" if finding["backward"] else ""
         return f"the losses are finite, the gradients of {len(names)} parameters are not{cause}, one is {names[-1]}."
+    if finding["where"] == "state":
+        broken = finding["nonfinite_state"]
+        names = f"{', '.join(broken[:3])}{f' and {len(broken) - 3} more' if len(broken) > 3 else ''}"
+        return f"what the last update left: {names} not finite." if broken else "the weights and buffers are finite."
+    if finding["where"] == "rate":
+        return "a learning rate is too large for float32, whatever the batch."
+    if finding["where"] == "norm":
+        name, largest = finding["largest_gradient"]
+        return f"every gradient is finite, their norm is not; the largest is {largest:g}, of {name}."
     if finding["where"] == "parameters":
         return f"the parameters of {module} are not finite."
     if finding["where"] == "module":

@@ -1,0 +1,77 @@
+"""Whether the state that updates leave is finite: weights, buffers, moving averages, optimizer state; and usable rates.
+
+The guard decides before an update; an update of finite gradients can overflow all the same. A step looks at one of
+`PARTS` parts of the state, in turn, without a host read; before anything is evaluated, saved or handed out, and when
+anything else looks wrong, all of it is looked at.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+PARTS = 8
+LARGEST = torch.finfo(torch.float32).max
+
+
+def named_state(
+    model: nn.Module,
+    buffers: Iterable[tuple[str, Tensor]],
+    averages: Iterable[tuple[str, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    extra: nn.Module | None = None,
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """((kind, name), tensor) of all that a run trains.
+
+    buffers, averages: by name, those that are to be finite. extra: a further module that is trained (loss weights).
+    """
+    names = {}
+    for kind, module in (("weight", model), ("loss weight", extra)):
+        for name, parameter in module.named_parameters() if module is not None else ():
+            names[parameter] = name
+            yield (kind, name), parameter
+    yield from ((("buffer", name), buffer) for name, buffer in buffers)
+    yield from ((("moving average of", name), average) for name, average in averages)
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                yield (f"{key} of", names.get(parameter, "?")), value
+
+
+@torch.no_grad()
+def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
+    """1.0 or 0.0, 0-dim, without a host read: whether the norm of one part (of `PARTS`) of the state is finite.
+
+    0.0 is a suspicion: the norm of finite entries can overflow. `nonfinite` makes sure. (The largest magnitude would
+    not overflow, and takes fifteen times as long on a CPU.)
+    """
+    tensors = [tensor for i, (_, tensor) in enumerate(state) if i % PARTS == part % PARTS and tensor.numel()]
+    return torch.nn.utils.get_total_norm(tensors).isfinite().float() if tensors else torch.ones(())
+
+
+@torch.no_grad()
+def nonfinite(state: Iterable[tuple[tuple[str, str], Tensor]]) -> list[str]:
+    """The tensors with a NaN or an infinity, in words: "exp_avg_sq of head.weight"; reads them on the host."""
+    named = [(kind_and_name, tensor) for kind_and_name, tensor in state if tensor.is_floating_point()]
+    # all norms with one read a device; a norm that is finite has finite entries
+    finite = [torch.linalg.vector_norm(tensor).isfinite() for _, tensor in named]
+    by_device: dict[torch.device, list[int]] = {}
+    for i, flag in enumerate(finite):
+        by_device.setdefault(flag.device, []).append(i)
+    suspects = []
+    for indices in by_device.values():
+        flags = torch.stack([finite[i] for i in indices]).tolist()
+        suspects += [i for i, fine in zip(indices, flags, strict=True) if not fine]
+    return [" ".join(named[i][0]) for i in sorted(suspects) if not bool(named[i][1].isfinite().all())]
+
+
+def unusable_rate(groups: Iterable[dict]) -> str:
+    """In words, the first learning rate with which an update cannot be computed in float32; else empty.
+
+    torch refuses the multiplication in the middle of the update, when some weights have moved and others have not.
+    """
+    for group in groups:
+        beta = group["betas"][0] if "betas" in group else 0.0  # Adam divides the rate by 1 - beta1 in its first step
+        if not group["lr"] / (1.0 - beta) * max(1.0, group.get("weight_decay", 0.0)) <= LARGEST:
+            return f"the learning rate of {group.get('name', 'a group')} is {group['lr']:g}, too large for float32"
+    return ""
