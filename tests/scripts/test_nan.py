@@ -117,6 +117,21 @@ def test_a_run_that_only_breaks_ends(server, script, arguments):
         check_finite(ended.folder)
 
 
+@pytest.mark.parametrize("rate", ["1e6", "1e20", "3e37", "3e38", "3e39"])
+def test_no_learning_rate_leaves_anything_that_is_not_finite(server, script, arguments, rate):
+    """The update itself overflows, or what follows it: 3, and the newest finite state is what is saved."""
+    given = {"--optim.lr": rate, "--optim.max_norm": 0, "--schedule.warmup_steps": 0, "--run.save_every": 1,
+             "--run.max_steps": 20}  # fmt: skip
+    ended = server.run(script, [*arguments(1, "stop", "rate"), *(part for pair in given.items() for part in pair)])
+    assert ended.code == 3, ended.text
+    assert "Traceback" not in ended.text
+    check_finite(ended.folder)
+    assert not (ended.folder / "final").exists()
+    (folder,) = reports(ended.folder)
+    assert "finite when run again" not in (ended.folder / "status.json").read_text()
+    assert server.run(REPLAY, [folder]).text.count("reproduced") == 1
+
+
 def test_real_divergence_is_reported_and_replayed(server, script, arguments):
     ended = server.run(script, [*arguments(1, "stop", "diverged"), "--optim.lr", "1e30", "--optim.max_norm", "0",
                                 "--schedule.warmup_steps", "0"])  # fmt: skip

@@ -42,7 +42,9 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
         accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, **kwargs)
         if dist.is_initialized():
             broadcast_object("all are here")  # the first message, still with the short timeout
-            dist.distributed_c10d._set_pg_timeout(WAIT, dist.group.WORLD)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that its name begins with an underline
+                dist.distributed_c10d._set_pg_timeout(WAIT, dist.group.WORLD)
     except (dist.DistError, RuntimeError, ValueError) as error:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise

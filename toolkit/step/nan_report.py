@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from toolkit.batch import Batch
 from toolkit.distributed import gather_objects, seed_step, world
 from toolkit.errors import BadInput
-from toolkit.step.gradients import drop_gradients, gradient_norm
+from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import NanGuard
 
 MAX_FULL_REPORTS = 10  # per run folder; later ones leave the weights out, which may be hundreds of MB each
@@ -121,9 +121,9 @@ def diagnose(
     finding["nonfinite_gradients"] = [
         name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
     ]
-    norm = float(gradient_norm((p for p in model.parameters()), scale))
-    largest = {n: float(p.grad.abs().max()) / scale for n, p in model.named_parameters()
-               if p.grad is not None and p.grad.numel()}  # fmt: skip
+    gradients = {n: p.grad / scale for n, p in model.named_parameters() if p.grad is not None and p.grad.numel()}
+    norm = float(torch.nn.utils.get_total_norm(gradients.values())) if gradients else 0.0
+    largest = {name: float(gradient.abs().max()) for name, gradient in gradients.items()}
     drop_gradients(model)
     if finding["first_nonfinite_module"] is not None:
         finding["where"] = {"parameters": "parameters", "criterion": "loss"}.get(finding["kind"], "module")

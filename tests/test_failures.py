@@ -1,0 +1,118 @@
+"""What the system, or the launcher, gets wrong becomes one sentence; what a training can do without costs one line.
+
+    python -m pytest tests/test_failures.py
+"""
+
+import errno
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from toolkit.command_line import parse_config, refuse_other_trainers, run_script
+from toolkit.errors import BadInput, FailedElsewhere
+from toolkit.runs import processes
+from toolkit.runs.failures import as_sentences, attempt
+from toolkit.runs.settings import OptimConfig, RunConfig
+from toolkit.runs.writer import RunWriter
+
+
+@dataclass
+class Config:
+    """Of a test."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+def no_space(config):
+    raise OSError(errno.ENOSPC, "No space left on device", "/runs/x/metrics.jsonl")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EMFILE,
+                                    errno.ENAMETOOLONG, errno.EFBIG, errno.EIO])  # fmt: skip
+def test_what_the_file_system_refuses_is_one_sentence(number):
+    with pytest.raises(BadInput) as caught, as_sentences():
+        raise OSError(number, "x", "/a/" + "b" * 300)
+    assert "What is to be done: " in str(caught.value) and len(str(caught.value)) < 450
+
+
+def test_other_errors_of_the_system_keep_their_traceback():
+    with pytest.raises(BrokenPipeError), as_sentences():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_script_ends_with_2_on_a_full_disk_and_1_when_another_process_failed(capsys):
+    assert run_script(no_space, Config, argv=[]) == 2
+    assert capsys.readouterr().err.startswith("error: /runs/x/metrics.jsonl: No space left on device. What is to")
+
+    def elsewhere(config):
+        raise FailedElsewhere("rank 1 failed: killed")
+
+    assert run_script(elsewhere, Config, argv=[]) == 1
+    assert capsys.readouterr().err == "stopped: rank 1 failed: killed\n"
+
+
+@pytest.mark.parametrize(("name", "value", "word"), [
+    ("ACCELERATE_USE_FSDP", "true", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "True", "DeepSpeed"),
+    ("ACCELERATE_USE_MEGATRON_LM", "1", "Megatron"), ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "parallelism"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "--optim.accumulation_steps 4"), ("PJRT_DEVICE", "TPU", "TPU"),
+    ("ACCELERATE_MIXED_PRECISION", "fp8", "fp8"),
+])  # fmt: skip
+def test_what_the_launcher_asks_for_and_scripts_do_not_do_is_refused(name, value, word, capsys, monkeypatch):
+    with pytest.raises(BadInput, match=word):
+        refuse_other_trainers({name: value})
+    monkeypatch.setenv(name, value)
+    assert run_script(no_space, Config, argv=[]) == 2
+    assert name in capsys.readouterr().err
+
+
+def test_what_a_launcher_always_sets_is_fine():
+    refuse_other_trainers({"ACCELERATE_USE_FSDP": "false", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+                           "ACCELERATE_MIXED_PRECISION": "bf16", "PJRT_DEVICE": "CPU"})  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", [["--optim.lr", "inf"], ["--optim.lr", "1e400"], ["--optim.max_norm", "nan"],
+                                  ["--optim.lr_multipliers", '{"head": .inf}'], ["--run.seed", "-1"]])  # fmt: skip
+def test_a_setting_that_is_no_number_to_compute_with_is_refused(argv):
+    with pytest.raises(BadInput, match=argv[0].removeprefix("--")):
+        parse_config(Config, argv)
+
+
+def test_what_training_can_do_without_costs_a_line(tmp_path):
+    said = []
+
+    def broken():
+        raise ZeroDivisionError("no pictures today\nor ever")
+
+    assert attempt("the report", broken, tmp_path, said.append) is None
+    assert attempt("the report", lambda: 3, tmp_path, said.append) == 3
+    (line,) = said
+    assert "the report failed, and the run goes on without (ZeroDivisionError: no pictures today)" in line
+    log = (tmp_path / "errors.log").read_text()
+    assert "Traceback" in log and "or ever" in log
+    attempt("the report", broken, tmp_path / "gone", said.append)
+    assert len(said) == 2
+    with pytest.raises(KeyboardInterrupt):
+        attempt("the report", lambda: (_ for _ in ()).throw(KeyboardInterrupt), tmp_path, said.append)
+
+
+def test_a_removed_run_folder_is_noticed_at_the_next_row(tmp_path):
+    writer = RunWriter(tmp_path)
+    writer.log({"step": 1})
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(BadInput, match="was removed while the run wrote to it"):
+        writer.log({"step": 2})
+
+
+def test_fp16_is_not_used_on_a_cpu_and_that_is_said(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(processes, "Accelerator", lambda **kwargs: asked.append(kwargs["mixed_precision"]))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    processes.start_accelerator("fp16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    processes.start_accelerator(None)
+    assert capsys.readouterr().out.count("fp16 is not used on a CPU") == 2
+    processes.start_accelerator("bf16")
+    assert asked == ["no", "no", "bf16"] and "fp16" not in capsys.readouterr().out
+    assert "torch" in sys.modules

@@ -1,0 +1,139 @@
+"""A process that fails ends the others within a minute, and the main process knows the first cause.
+
+    python -m pytest tests/test_lifeline.py
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from toolkit.distributed import all_reduce, world
+from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
+from toolkit.runs.lifeline import lifeline
+from toolkit.runs.processes import start_accelerator
+
+multiprocessing.set_forkserver_preload(["torch", "accelerate", "toolkit.runs.processes", "toolkit.runs.lifeline"])
+SLOW_S = 600  # what a process does that never notices by itself
+
+
+class Foreign(Exception):
+    pass
+
+
+def fail(how):
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise {"defect": Foreign("of ours"), "bad input": BadInput("a lie"), "guard": StoppedByGuard("nan"),
+           "signal": Preempted("SIGTERM")}[how]  # fmt: skip
+
+
+def rank_of(rank, size, port, failing, how, others, folder, grace_s):
+    """One process of a run: the failing one fails, the others wait in a collective or are busy elsewhere."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                   "LOCAL_WORLD_SIZE": str(size), "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+                   "OMP_NUM_THREADS": "1"}  # fmt: skip
+    torch.set_num_threads(1)
+    accelerator = start_accelerator(None)
+    assert accelerator.num_processes == size == world()[1]
+
+    def record(state, reason):
+        Path(folder, str(rank)).write_text(json.dumps([state, reason]))
+
+    try:
+        with lifeline(record, grace_s):
+            all_reduce(torch.ones(1))
+            if rank == failing:
+                time.sleep(0.5)
+                fail(how)
+            if others == "busy":
+                time.sleep(SLOW_S)
+            if how != "done":
+                all_reduce(torch.ones(1))
+    except (BadInput, StoppedByGuard, Preempted, FailedElsewhere, Foreign) as error:
+        record(type(error).__name__, str(error))
+        os._exit(getattr(error, "exit_code", 1))
+    record("done", "")
+
+
+def ended(folder, failing, how, others, size=2, grace_s=2.0):
+    """(exit codes, what each rank recorded)."""
+    context = multiprocessing.get_context("forkserver")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [context.Process(target=rank_of, args=(r, size, port, failing, how, others, folder, grace_s))
+             for r in range(size)]  # fmt: skip
+    began = time.monotonic()
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(max(0.1, 60 - (time.monotonic() - began)))
+    hanging = [process for process in ranks if process.is_alive()]
+    for process in hanging:
+        process.kill()
+    assert not hanging, "a process waits past a minute"
+    words = {int(path.name): json.loads(path.read_text()) for path in folder.iterdir()}
+    return [process.exitcode for process in ranks], words
+
+
+@pytest.mark.parametrize("others", ["waiting", "busy"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_killed_process_ends_the_other(tmp_path, failing, others):
+    codes, words = ended(tmp_path, failing, "killed", others)
+    assert codes[failing] == -signal.SIGKILL and codes[1 - failing] == 1
+    assert f"rank {failing} failed: it ended without a word" in words[1 - failing][1]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "name"),
+    [("defect", 1, "failed"), ("bad input", 2, "bad_input"), ("guard", 3, "stopped_by_guard"),
+     ("signal", 85, "preempted")],
+)
+def test_the_first_cause_is_what_the_main_process_records(tmp_path, how, code, name):
+    codes, words = ended(tmp_path, 1, how, "busy")
+    assert codes == [code, code]
+    assert words[0][0] == name and words[0][1].startswith("rank 1 failed: ")
+    assert {"defect": "Foreign: of ours", "bad input": "a lie", "guard": "nan", "signal": "SIGTERM"}[how] in words[0][1]
+
+
+def test_a_broken_collective_is_told_by_its_cause_and_all_of_three_end(tmp_path):
+    codes, words = ended(tmp_path, 1, "defect", "waiting", size=3)
+    assert codes == [1, 1, 1]
+    assert {rank: word[0] for rank, word in words.items()} == {0: "FailedElsewhere", 1: "Foreign", 2: "FailedElsewhere"}
+    assert words[0][1] == words[2][1] == "rank 1 failed: Foreign: of ours"
+
+
+def test_processes_that_are_done_leave_in_peace(tmp_path):
+    codes, words = ended(tmp_path, None, "done", "waiting", size=3)
+    assert codes == [0, 0, 0] and {word[0] for word in words.values()} == {"done"}
+
+
+def test_one_process_needs_none():
+    with lifeline(lambda *_: None):
+        pass
+
+
+def test_a_process_that_never_comes_is_told_in_a_minute(monkeypatch):
+    from toolkit.runs import processes
+
+    monkeypatch.setitem(processes.MEET_S, "alone", 2)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                        "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert processes.MEET_S["alone"] <= 60 and not dist.is_initialized()
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    try:
+        with pytest.raises(BadInput, match="the 2 processes cannot start together"):
+            processes.start_accelerator(None)
+    finally:
+        AcceleratorState._reset_state(True)

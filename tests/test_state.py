@@ -1,0 +1,296 @@
+"""What an update leaves is looked at, what is not finite is never saved, and the report says what tripped the guard.
+
+    python -m pytest tests/test_state.py
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from processes import run_on_ranks
+from test_training import make_training
+from torch import nn
+
+from toolkit.batch import Batch
+from toolkit.distributed import reduce_dict, world
+from toolkit.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.runs.checkpoint import load_checkpoint, newest_valid
+from toolkit.saving import save
+from toolkit.step.ema import Ema
+from toolkit.step.guard import Action, NanGuard
+from toolkit.step.losses import LossWeights
+from toolkit.step.nan_report import diagnose, load_report, replay
+from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
+from toolkit.training import Pace
+from toolkit.validation import finish
+
+NAN, INF = math.nan, math.inf
+WINDOW = [Batch(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), [{"image_id": 1}])]
+QUIET = SimpleNamespace(received=0, name="")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.register_buffer("mask", torch.tensor([0.0, -INF]))
+
+
+def trained():
+    """A net with everything that has a state: (named state as a function, its parts by name)."""
+    torch.manual_seed(0)
+    model = Net()
+    guard, ema = NanGuard(), Ema(model, 0.9)
+    guard.watch(model)
+    weights = LossWeights(["a"], {"a": "learned"}, {"a": 1.0})
+    optimizer = torch.optim.Adam([*model.parameters(), *weights.parameters()], lr=0.1)
+    (model.norm(model.layer(torch.rand(3, 2))).sum() + weights({"a": torch.ones(())}, 0).total).backward()
+    optimizer.step()
+    parts = {
+        "weight layer.weight": model.layer.weight, "loss weight log_variances.a": weights.log_variances["a"],
+        "buffer norm.running_var": model.norm.running_var, "moving average of norm.weight": ema.module.norm.weight,
+        "moving average of norm.running_mean": ema.module.norm.running_mean,
+        "exp_avg of layer.bias": optimizer.state[model.layer.bias]["exp_avg"],
+        "exp_avg_sq of norm.bias": optimizer.state[model.norm.bias]["exp_avg_sq"],
+    }  # fmt: skip
+    return lambda: named_state(model, guard.watched(), ema.averages(), optimizer, weights), parts
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])
+@pytest.mark.parametrize("name", list(trained()[1]))
+def test_every_part_of_the_state_is_seen_and_named(name, value):
+    state, parts = trained()
+    assert nonfinite(state()) == []  # and a mask of infinities is none of it
+    assert all(looks_finite(state(), part) for part in range(PARTS))
+    with torch.no_grad():
+        parts[name].view(-1)[0] = value
+    assert nonfinite(state()) == ([] if math.isfinite(value) else [name])
+    looked = [bool(looks_finite(state(), part)) for part in range(PARTS)]
+    assert looked.count(False) == 1 or value == 3e38  # that one is told from an infinity by `nonfinite`
+
+
+def test_a_rate_that_float32_cannot_hold():
+    parameter = nn.Parameter(torch.ones(2))
+    for kind, rate, usable in ((torch.optim.SGD, 3e38, True), (torch.optim.SGD, 3e39, False),
+                               (torch.optim.Adam, 3e37, True), (torch.optim.Adam, 3e38, False)):  # fmt: skip
+        optimizer = kind([{"params": [parameter], "name": "main"}], lr=rate)
+        assert (unusable_rate(optimizer.param_groups) == "") == usable
+        parameter.grad = torch.ones(2)
+        if usable:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match="overflow"):
+                optimizer.step()
+
+
+# ---- the decision
+
+
+def test_what_another_window_cannot_mend_is_not_skipped():
+    for policy, action in (("stop", Action.STOP), ("skip", Action.STOP), ("rollback", Action.ROLLBACK)):
+        guard = NanGuard(policy)
+        assert guard.decide(3, {"loss": 1.0}, 1.0, 8.0, faults=["a weight is broken"]) is action
+        assert guard.reason == "at step 3 a weight is broken"
+
+
+def test_an_overflowing_norm_of_finite_gradients_is_no_calibration():
+    guard = NanGuard("stop")
+    assert guard.decide(0, {"loss": 1.0}, INF, 65536.0, gradients_finite=False) is Action.CALIBRATE
+    assert guard.decide(0, {"loss": 1.0}, INF, 65536.0, gradients_finite=True) is Action.STOP
+    assert "the gradient norm of finite gradients is inf" in guard.reason
+
+
+def reduced_of(t, loss=1.0, norm=1.0, **others):
+    return {"loss": loss, "loss_ce": loss, "grad_norm": norm, "buffers_finite": 1.0, "state_finite": 1.0} | others
+
+
+@pytest.mark.parametrize(("entry", "action"), [(3e38, Action.STOP), (INF, Action.CALIBRATE)])
+def test_under_a_scaler_training_tells_them_apart(tmp_path, entry, action):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    t = make_training(tmp_path, "stop", scaler)
+    t.guard.snapshot(t.detector)
+    t.detector.weight.grad = torch.tensor(entry)
+    assert t.decide(reduced_of(t, norm=INF)) is action
+
+
+# ---- a run
+
+
+def ready(folder, policy="stop", **options):
+    t = make_training(folder, policy, signals=QUIET, **options)
+    t.guard.snapshot(t.detector)
+    return t
+
+
+def test_the_last_update_is_looked_at_with_the_next_step(tmp_path):
+    t = ready(tmp_path)
+    save(t)
+    t.step = 2
+    t._sums = {"loss": torch.ones(()), "loss_ce": torch.ones(()), "loss_ce_unscaled": torch.ones(())}
+    seen = [reduce_dict(*t.sums(torch.ones(())))["state_finite"] for _ in range(PARTS)]
+    assert seen == [1.0] * PARTS
+    with torch.no_grad():
+        t.detector.weight.fill_(INF)
+    seen = [reduce_dict(*t.sums(torch.ones(())))["state_finite"] for _ in range(PARTS)]
+    assert seen.count(0.0) == 1
+    with pytest.raises(StoppedByGuard, match="left what is not finite: weight weight"):
+        t.accepts(WINDOW, reduced_of(t, state_finite=0.0))
+    assert newest_valid(tmp_path / "checkpoints")[0].step == 0  # nothing newer was written
+    (report,) = tmp_path.glob("nan/*/rank0")
+    assert load_report(report)[0]["where"] == "state"
+
+
+@pytest.mark.parametrize("due", ["save", "signal", "evaluation", "end"])
+def test_what_is_not_finite_is_never_saved(tmp_path, due):
+    every = {"save": Pace(save_every=1), "evaluation": Pace(eval_every=1)}.get(due, Pace())
+    t = ready(tmp_path)
+    t.pace, t.step = every, 10 if due == "end" else 1
+    with torch.no_grad():
+        t.detector.weight.fill_(NAN)
+    with pytest.raises(StoppedByGuard, match="No state is saved"):
+        t.evaluate_and_save(15.0 if due == "signal" else 0.0)
+    assert newest_valid(tmp_path / "checkpoints")[0] is None
+
+
+def test_the_state_at_the_start_is_saved_when_the_first_update_overflows(tmp_path):
+    t = ready(tmp_path)
+    t.ema = Ema(t.detector, 0.9)
+    from toolkit.recovery import keep_start
+
+    keep_start(t)
+    t.step = 1
+    with torch.no_grad():
+        t.detector.weight.fill_(INF)
+        t.ema.module.weight.fill_(NAN)
+    with pytest.raises(StoppedByGuard, match="the state of step 0, with which the run began, is saved"):
+        t.evaluate_and_save(15.0)
+    saved, _ = newest_valid(tmp_path / "checkpoints")
+    assert saved.step == 0 and saved.tensors["model"]["weight"] == saved.tensors["ema"]["weight"] == 1.0
+    t.saved_step = 0
+    keep_start(t)
+    assert t.start is None, "a checkpoint stands"
+
+
+def test_a_rollback_goes_to_the_last_good_checkpoint_with_lower_rates(tmp_path):
+    t = ready(tmp_path, "rollback")
+    t.guard.lr_factor, t.pace = 0.5, Pace(save_every=1)
+    t.step = 3
+    save(t)
+    t.step = 4
+    with torch.no_grad():
+        t.detector.weight.fill_(INF)
+    t.evaluate_and_save(0.0)
+    assert (t.step, t.detector.weight.item()) == (3, 1.0)
+    assert t.optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and t.schedule.rates() != {}
+    assert newest_valid(tmp_path / "checkpoints")[0].step == 3
+    with torch.no_grad():
+        t.detector.weight.fill_(INF)
+    t.step = 4
+    with pytest.raises(Preempted):
+        t.evaluate_and_save(15.0)
+    assert t.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+def test_a_rate_too_large_stops_before_anything_moves(tmp_path):
+    t = ready(tmp_path, "skip")
+    t.optimizer.param_groups[0]["lr"] = 3e39
+    with pytest.raises(StoppedByGuard, match="the learning rate of a group is 3e\\+39, too large for float32"):
+        t.accepts(WINDOW, reduced_of(t))
+    assert load_checkpoint(tmp_path / "checkpoints" / "step_000000").tensors["model"]["weight"] == 1.0
+    (report,) = tmp_path.glob("nan/*/rank0")
+    assert load_report(report)[0]["where"] == "rate"
+
+
+def test_final_weights_are_looked_at(tmp_path):
+    t = ready(tmp_path)
+    t.best.evaluated_step = t.step = 1
+    save(t, best=True)
+    t.best.value = 0.5
+    finish(t)
+    t.best.value = None
+    with torch.no_grad():
+        t.detector.weight.fill_(NAN)
+    with pytest.raises(StoppedByGuard):
+        finish(t)
+
+
+def test_a_broken_buffer_of_a_checkpoint_is_not_taken_for_a_mask():
+    model, guard = Net(), NanGuard()
+    guard.watch(model)
+    model.norm.running_var[0] = INF  # as a doctored checkpoint would
+    guard.snapshot(model)
+    assert guard.buffers_finite() == 0.0
+
+
+# ---- rows that cannot be written
+
+
+def test_a_row_that_cannot_be_written_ends_the_run_after_a_save(tmp_path):
+    t = ready(tmp_path)
+
+    def refuse(row):
+        raise BadInput("metrics.jsonl cannot be written")
+
+    t.log.writer.log = refuse
+    t.log.write(1, 0, {})
+    t.step, t._sums = 1, {"loss": torch.ones(()), "loss_ce": torch.ones(()), "loss_ce_unscaled": torch.ones(())}
+    reduced = reduce_dict(*t.sums(torch.ones(())))
+    assert reduced["signal"] > 0
+    with pytest.raises(BadInput, match="cannot be written"):
+        t.evaluate_and_save(reduced["signal"])
+    assert newest_valid(tmp_path / "checkpoints")[0].step == 1
+
+
+# ---- the report
+
+
+def test_a_norm_over_finite_gradients_is_named_and_replayed_as_one():
+    model = nn.Linear(2, 1, bias=False)
+
+    def run():
+        loss = (model(torch.ones(1, 2)) * 2e38).sum()
+        loss.backward()
+        return [{"loss": torch.ones(())}]
+
+    finding = diagnose(model, run)
+    assert (finding["where"], finding["largest_gradient"][0]) == ("norm", "weight")
+    assert finding["largest_gradient"][1] == pytest.approx(2e38, rel=1e-5)
+    assert diagnose(model, run, scale=1e20)["where"] == "unknown"  # without the loss scale that they carry
+
+
+def test_a_fault_that_does_not_come_back_is_not_called_reproduced():
+    report = {"where": "unknown", "first_nonfinite_module": None, "kind": None, "nonfinite_gradients": []}
+    detector = make_training(None).detector
+    weights = LossWeights(("loss_ce",), {}, {"loss_ce": 1.0})
+    report |= {"denominators": [{"images": 1.0}], "step": 0, "seed": 0, "rank": 0}
+    assert not replay(detector, weights, report, WINDOW)["reproduced"]
+    report |= {"where": "state", "nonfinite_state": ["weight weight"]}
+    assert not replay(detector, weights, report, WINDOW)["reproduced"]
+    with torch.no_grad():
+        detector.weight.fill_(NAN)
+    assert replay(detector, weights, report, WINDOW)["reproduced"]
+
+
+# ---- between ranks
+
+
+def averaged():
+    """Gradients of the learned weights and buffers, of two ranks that saw other images."""
+    from toolkit.distributed import broadcast_buffers
+
+    rank = world()[0]
+    weights = LossWeights(["a"], {"a": "learned"}, {"a": 1.0})
+    weights.log_variances["a"].grad = torch.tensor(float(rank))
+    t = make_training(None)
+    t.weights = weights
+    t.accelerator.unscale_gradients = lambda: None
+    t.unscaled_gradient_norm()
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean.fill_(rank)
+    broadcast_buffers(norm)
+    return weights.log_variances["a"].grad.item(), norm.running_mean.tolist()
+
+
+def test_ranks_average_learned_weights_and_share_buffers():
+    assert run_on_ranks(averaged, 2) == [(0.5, [0.0, 0.0])] * 2
