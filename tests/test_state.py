@@ -23,7 +23,7 @@ from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import diagnose, load_report, replay
 from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.training import Pace
-from toolkit.validation import finish
+from toolkit.validation import finish, validate
 
 NAN, INF = math.nan, math.inf
 WINDOW = [Batch(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), [{"image_id": 1}])]
@@ -294,3 +294,21 @@ def averaged():
 
 def test_ranks_average_learned_weights_and_share_buffers():
     assert run_on_ranks(averaged, 2) == [(0.5, [0.0, 0.0])] * 2
+
+
+def evaluated():
+    """The buffers of raw and averaged weights that a rank evaluates with; each rank gathered its own."""
+    t = make_training(None, signals=QUIET)
+    t.detector.norm = nn.BatchNorm1d(2)
+    t.detector.norm.running_mean.fill_(1.0 + world()[0])
+    t.ema = Ema(t.detector, 0.9)
+    nothing = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
+    t.validation.loader, t.validation.pictures = [nothing], 0
+    t.validation.evaluator = SimpleNamespace(evaluate=lambda found: {"bbox_AP": 0.5}, describe=lambda *_: "")
+    t.log.writer = SimpleNamespace(log=lambda row: None)
+    validate(t)
+    return t.detector.norm.running_mean.tolist(), t.ema.module.norm.running_mean.tolist()
+
+
+def test_ranks_evaluate_with_the_buffers_of_the_main_one():
+    assert run_on_ranks(evaluated, 2) == [([1.0, 1.0], [1.0, 1.0])] * 2
