@@ -19,6 +19,7 @@ from benches.criterion import bench_criterion
 from benches.evaluation import bench_evaluation
 from benches.loading import bench_loading
 from benches.loop import bench_loop
+from benches.predict import bench_predict
 from benches.scene_graph import bench_graph_evaluation, bench_relation_heads
 from benches.ssd import bench_ssd
 from benches.startup import bench_startup
@@ -39,6 +40,7 @@ BENCHES: tuple[tuple[str, Callable[..., list[dict]], dict], ...] = (
     ("yolov3_export", bench_yolov3_export, {"batch": 1, "side": 64, "repeats": 1}),
     ("graph_evaluation", bench_graph_evaluation, {"num_images": 6, "num_objects": 9, "num_pairs": 60, "repeats": 1}),
     ("relation_heads", bench_relation_heads, {"num_images": 2, "num_objects": 4, "repeats": 1}),
+    ("predict", bench_predict, {"images": 3, "side": 64, "size": 64, "rounds": 1}),
     ("ssd", bench_ssd, {"batch": 2, "side": 64, "boxes": 3, "num_classes": 4, "repeats": 1}),
 )
 # What a row must reach; the others explain it.
@@ -57,6 +59,8 @@ REQUIREMENTS = {
     "yolov3 losses, loop / ours": "≥ 10",
     "yolov3, largest difference of a box": "≤ 0.01",
     "yolov3, largest difference of a score": "≤ 0.0001",
+    "prediction, ours / plain": "≥ 1",
+    "prediction, largest difference of a score": "≤ 0.0001",
     "scene graph evaluation, plain / ours": "≥ 5",
     "scene graph evaluation, largest difference": "≤ 1e-12",  # sums in another order
     "relation head motifs, alone / together": "≥ 3",

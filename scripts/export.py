@@ -1,79 +1,194 @@
-"""Write a trained detector for programs without Python: ONNX and torch.export, from pixels to boxes, checked.
+"""Write a trained detector for programs without PyTorch, from pixels to boxes, and prove that it finds the same.
 
-    python scripts/export.py runs/yolov3 --out exported
-    python scripts/export.py runs/yolov3/final --out exported --nms --check-on photos/
+    python scripts/export.py runs/detr --out exported                               # ONNX and torch.export
+    python scripts/export.py runs/detr --out exported --formats onnx openvino int8
+    python scripts/export.py runs/detr/final --out exported --split val.json --image-dir images
 
-`exported/` then holds `model.onnx` (opset 18) and `model.pt2` (torch.export): from images uint8 (B, 3, H, W), RGB,
-resized to sides that are multiples of 32, to boxes (B, N, 4) xyxy in their pixels and scores (B, N, C). With `--nms`
-there is `model_nms.onnx`, too: to the best boxes, scores and labels. The first two are held to PyTorch's numbers on the
-images of `--check-on`, or on noise. `categories.json` says which label is which class.
+`exported/model.onnx` (opset 18), `model.pt2` (torch.export), `model.xml` and `model_int8.xml` (OpenVINO, which
+`pip install -e ".[openvino]"` installs) take images uint8 (B, 3, H, W), RGB, and give boxes (B, K, 4) xyxy in their
+pixels, scores (B, K) and labels (B, K), best first; rows without a detection have score 0 and label -1. Normalisation,
+padding, decoding and suppression are inside; any batch goes in, and any size where the model allows. Classes, the size
+that images are resized to, and the threshold are in the metadata. scripts/predict.py takes these files like a run.
 
-YOLOv3 can be exported. The DETR family, Faster R-CNN, SSD and scene graphs cannot yet: of a DETR, `final/` is a
-transformers folder, which other tools export. Exit code 0: written and checked, 2: bad input.
+Then each file finds the boxes of the run's validation data (or of `--split`), and its AP is compared with PyTorch's.
+All detectors can be exported; of a scene graph its detector alone, without relations. Exit code 0: written and as good;
+1: a file does not find the same, by more than `--tolerance`, and is renamed to `*.wrong`; 2: bad input.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from toolkit.data.decoding import ImageError, decode_image
+from toolkit.data.decoding import decode_image
+from toolkit.data.splits import open_split
 from toolkit.data.transforms.geometry import resize
 from toolkit.errors import BadInput
-from toolkit.use.export import check_exportable, export_final
-from toolkit.use.prediction import find_images, input_hw, open_own_detector
+from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.runs.open_run import run_folder_of
+from toolkit.runs.settings_file import load_config_dict
+from toolkit.use.export import check_exportable, export_detector
+from toolkit.use.export.about import trace_hw
+from toolkit.use.export.check import batches_agree, run_in_pytorch, speed
+from toolkit.use.export.files import open_file
+from toolkit.use.export.openvino import write_openvino
+from toolkit.use.exported import predict_with
+from toolkit.use.prediction import DEFAULT_THRESHOLD, OwnDetector, Predictor, open_own_detector, report_thresholds
+from toolkit.use.sizes import image_hw, input_hw
+from toolkit.use.table import predict_table
 
-CHECKED_IMAGES = 4
+FORMATS = ("onnx", "torch", "openvino", "int8")
+SPEED_BATCH = 5
 
 
-def export(arguments: argparse.Namespace) -> None:
-    own = open_own_detector(arguments.model, arguments.weights)
+def export(arguments: argparse.Namespace) -> bool:
+    """Writes and checks everything, prints a table, and returns whether all files are as good as PyTorch."""
+    path = Path(arguments.model).expanduser()
+    own = open_own_detector(path, arguments.weights)
+    if own is None and (path.parent / "config.yaml").is_file():  # the folder for transformers inside a run
+        own = open_own_detector(path.parent)
     if own is None:
-        raise BadInput(f"{arguments.model}: a model of transformers cannot be exported; YOLOv3 can")
+        raise BadInput(f"{arguments.model}: a model of transformers; give the run that it is of, or a checkpoint")
     check_exportable(own.detector)
-    images = images_to_check(arguments.check_on, input_hw((320, 320), own.size))
+    if arguments.size:
+        own = own._replace(size=dict(zip(("height", "width"), arguments.size, strict=True)))
+    table = validation_table(arguments)
+    thresholds = report_thresholds(Path(arguments.model).expanduser()) or {}
+    written, graph = export_detector(
+        own.detector, arguments.out, ["torch", "onnx"] if "torch" in arguments.formats else ["onnx"],
+        categories=own.categories, size=own.size, source=own.source, top_k=arguments.top_k,
+        score_threshold=thresholds.get("", DEFAULT_THRESHOLD),
+    )  # fmt: skip
+    about = open_file(written["onnx"])[1]
+    images = example_images(table, own, graph)
+    for name in ("openvino", "int8"):
+        if name in arguments.formats:
+            written[name] = arguments.out / ("model.xml" if name == "openvino" else "model_int8.xml")
+            shown = calibration(table, own, arguments.calibration) if name == "int8" else None
+            write_openvino(written["onnx"], written[name], about, shown)
+    unwanted = [] if "onnx" in arguments.formats else [written.pop("onnx")]
+    expected = Predictor("PyTorch", own.categories, predict_with(run_in_pytorch(graph), about))
+    lines = [line("PyTorch", ap_of(expected, table), None, "", speed(run_in_pytorch(graph), images))]
+    good = True
+    for name, path in written.items():
+        row, problem = check(name, path, graph, images, lines[0]["AP"], table, arguments)
+        lines.append(row)
+        if problem:
+            good = False
+            path.rename(path.with_name(path.name + ".wrong"))
+            print(f"{path}: {problem}; it is now {path.name}.wrong", file=sys.stderr)
+    for path in unwanted:
+        path.unlink()
+    (arguments.out / "export.json").write_text(json.dumps({"source": own.source, "files": lines}, indent=2) + "\n")
+    print(as_table(lines))
+    if table is None:
+        print("no validation data is known: AP was not compared; give them with --split FILE --image-dir FOLDER")
+    return good
+
+
+def check(name: str, path: Path, graph, images: np.ndarray, expected: float | None, table, arguments):
+    """A file's row of the table, and what is wrong with it (None: nothing)."""
+    run, about = open_file(path)
+    ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about)), table)
+    apart, problem = "", None
+    if name != "int8":  # which is another detector, by design
+        try:
+            found = batches_agree(graph, path, torch.from_numpy(images))
+            apart = "; ".join(f"batch {size}: {each}" for size, each in found.items())
+        except RuntimeError as error:
+            problem = str(error)
+    if ap is not None:
+        lost = abs(ap - expected) if name != "int8" else expected - ap
+        allowed = arguments.int8_tolerance if name == "int8" else arguments.tolerance
+        if lost > allowed:
+            problem = f"its AP is {ap:.4f}, PyTorch's {expected:.4f}: more than {allowed} apart"
+    return line(path.name, ap, None if ap is None else ap - expected, apart, speed(run, images)), problem
+
+
+def validation_table(arguments: argparse.Namespace):
+    """The data that files are held to; None: none is known."""
+    if arguments.split is not None:
+        return open_split(arguments.split, say=print, image_dir=arguments.image_dir, format=arguments.format)
     try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--out {arguments.out}: cannot be written: {error.strerror}") from error
-    print(export_final(own.detector, arguments.out, images))
-    if arguments.nms:
-        from toolkit.use.export.yolov3 import export_onnx  # takes seconds
-
-        export_onnx(own.detector, arguments.out / "model_nms.onnx", nms=True, top_k=arguments.top_k)
-    classes = [{"label": label, "id": each.id, "name": each.name} for label, each in enumerate(own.categories)]
-    (arguments.out / "categories.json").write_text(json.dumps(classes, indent=2) + "\n")
-    print(f"written: {', '.join(sorted(path.name for path in arguments.out.iterdir()))} in {arguments.out}")
+        data = load_config_dict(run_folder_of(Path(arguments.model).expanduser()) / "config.yaml")["data"]
+    except BadInput:
+        return None
+    reading = {key: data[key] for key in ("image_dir", "format", "name", "on_error")}
+    return open_split(data["val"], say=print, **reading)
 
 
-def images_to_check(given: list[str], size_hw: tuple[int, int]) -> torch.Tensor:
-    """uint8 (B, 3, H, W): the first images given, resized as for the detector, or noise."""
-    if not given:
-        return torch.randint(256, (2, 3, *size_hw), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+def ap_of(predictor: Predictor, table) -> float | None:
+    """bbox AP on the table, in [0, 1]."""
+    if table is None:
+        return None
+    return float(CocoEvaluator(table).evaluate(predict_table(predictor, table))["bbox_AP"] or 0)
+
+
+def example_images(table, own: OwnDetector, graph) -> np.ndarray:
+    """uint8 (5, 3, H, W): images of the data of one size after resizing, or noise."""
+    stride = graph.detector.stride
+    if table is None:
+        hw = trace_hw(graph.sides, stride, own.size, own.detector.options["architecture"])
+        return np.random.default_rng(0).integers(0, 256, (SPEED_BATCH, 3, *hw), dtype=np.uint8)
+    shown = resized_images(table, own.size, 64)
+    same = [each for each in shown if each.shape == shown[0].shape]
+    return np.stack([same[i % len(same)] for i in range(SPEED_BATCH)])
+
+
+def calibration(table, own: OwnDetector, count: int) -> list[np.ndarray]:
+    """Validation images, one at a time."""
+    if table is None:
+        raise BadInput("--formats int8: it needs images to calibrate on; give --split FILE --image-dir FOLDER")
+    return [each[None] for each in resized_images(table, own.size, count)]
+
+
+def resized_images(table, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
+    """The first images of a table as a detector takes them, uint8 (3, H, W)."""
     no_boxes = {"boxes": torch.zeros(0, 4), "area": torch.zeros(0)}
-    try:
-        decoded = [decode_image(path) for path in list(find_images(given))[:CHECKED_IMAGES]]
-    except ImageError as error:
-        raise BadInput(f"--check-on: {error}") from error
-    return torch.stack([resize(image, no_boxes, size_hw)[0] for image in decoded])
+    found = []
+    for index in range(min(count, len(table))):
+        image = decode_image(table.image_source(table.row(index)))
+        found.append(resize(image, no_boxes, input_hw(image_hw(image), size))[0].contiguous().numpy())
+    return found
+
+
+def line(file: str, ap: float | None, moved: float | None, apart: str, timing: dict[str, float]) -> dict:
+    return {"file": file, "AP": ap, "AP_moved": moved, **timing, "difference": apart}
+
+
+def as_table(lines: list[dict]) -> str:
+    shown = ["| file | AP | moved by | one image, ms | images/s | largest difference |", "|---|---|---|---|---|---|"]
+    for each in lines:
+        ap = "" if each["AP"] is None else f"{each['AP']:.4f}"
+        moved = "" if each["AP_moved"] is None else f"{each['AP_moved']:+.4f}"
+        numbers = f"{each['latency_ms']:.1f} | {each['images_per_s']:.1f}"
+        shown.append(f"| {each['file']} | {ap} | {moved} | {numbers} | {each['difference']} |")
+    return "\n".join(shown)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="run folder, checkpoint or final/ folder")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["onnx", "torch"], help="default: onnx torch")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
-    parser.add_argument("--nms", action="store_true", help="also an ONNX file that suppresses overlapping boxes")
-    parser.add_argument("--top-k", type=int, default=100, help="detections of an image with --nms (default 100)")
-    parser.add_argument("--check-on", nargs="+", default=[], metavar="IMAGES", help="image files, folders, patterns")
+    parser.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="resize to this, not as trained")
+    parser.add_argument("--top-k", type=int, default=300, help="rows of an image (default 300)")
+    parser.add_argument("--split", help="annotation file to compare AP on, instead of the run's validation data")
+    parser.add_argument("--image-dir", help="its image folder")
+    parser.add_argument("--format", default="coco", help="its format (default coco)")
+    parser.add_argument("--tolerance", type=float, default=0.001, help="how far AP may move (default 0.001)")
+    parser.add_argument("--int8-tolerance", type=float, default=0.02, help="how far AP may fall in int8 (default 0.02)")
+    parser.add_argument("--calibration", type=int, default=100, help="images that int8 is calibrated on (default 100)")
     try:
-        export(parser.parse_args(argv))
+        return 0 if export(parser.parse_args(argv)) else 1
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,27 +1,31 @@
-"""Find objects in image files with a trained detector: a JSON file and a picture for each image.
+"""Find objects in images and videos with a trained detector: files of numbers, and pictures with boxes.
 
     python scripts/predict.py runs/detr photo.jpg holiday/ --out found                    # a run: its best weights
     python scripts/predict.py runs/detr/checkpoints/latest 'holiday/**/*.jpg' --out found --weights model
     python scripts/predict.py runs/detr/final holiday/ --out found --score-threshold 0.5  # what a run leaves for use
+    python scripts/predict.py exported/model.onnx film.mp4 --out found                    # an exported file; a video
     python scripts/predict.py facebook/detr-resnet-50 holiday/ --out found                # a model of the hub
+    python scripts/predict.py runs/detr map.png --out found --tile 640 --overlap 0.2      # a large image, in tiles
+    ls photos/*.jpg | python scripts/predict.py runs/detr - --out found --format coco csv # a list on standard input
+    python scripts/predict.py runs/detr --camera 0 --max-frames 300 --out found
 
-IMAGES are files, folders (searched below too) and quoted patterns. `found/predictions.json` holds
+IMAGES are files, folders (searched below too), quoted patterns, http addresses and videos. `found/predictions.json` has
 
     {"model": ..., "score_threshold": 0.3, "categories": [{"id": 7, "name": "platelet"}, ...],
-     "images": [{"file_name": "holiday/a.jpg", "width": 640, "height": 480, "picture": "pictures/a.jpg",
+     "images": [{"id": 1, "file_name": "holiday/a.jpg", "width": 640, "height": 480, "picture": "pictures/a.jpg",
                  "detections": [{"category_id": 7, "category": "platelet", "bbox": [x, y, width, height],
                                  "score": 0.93}, ...]}, ...],
      "errors": [{"file_name": "holiday/b.jpg", "error": "image data truncated"}, ...]}
 
 with ids and names of the training data, boxes in pixels of the (upright) image as in COCO results, best first. Of a
 scene-graph detector (sgdet) an image also has its best "relations": [{"subject": i, "object": j, "predicate": "on",
-"score": 0.61}, ...], where i and j are positions in its detections. Files of an earlier prediction are overwritten.
+"score": 0.61}, ...], where i and j are positions in its detections; they are drawn as arrows. Of a video,
+`found/videos/NAME.jsonl` has a line for each frame, and NAME.mp4 the frames with boxes.
 
 Exit code 0: all done; 1: some files could not be read, they are listed and the others are done; 2: bad input.
 """
 
 import argparse
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -31,46 +35,113 @@ from tqdm import tqdm
 
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json, relations_as_json
-from toolkit.evaluation.draw import draw_detections
-from toolkit.files import write_text_atomic
-from toolkit.use.prediction import FilePrediction, Predictor, find_images, open_predictor, predict_files
+from toolkit.use.drawing import draw_found
+from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
+from toolkit.use.outputs import (
+    FORMATS,
+    categories_as_json,
+    check_outputs,
+    clear_outputs,
+    image_ids_of,
+    named_once,
+    write_outputs,
+)
+from toolkit.use.prediction import (
+    DEFAULT_THRESHOLD,
+    Predictor,
+    open_predictor,
+)
+from toolkit.use.selection import from_report, of_classes, smallest_threshold
+from toolkit.use.tiles import flipped, tiled
+from toolkit.use.video import VIDEO_SUFFIXES, predict_video
 
 
 def predict(arguments: argparse.Namespace) -> int:
     """Writes everything and returns the exit code."""
-    names = find_images(arguments.images, leave_out=arguments.out / "pictures")
-    pictures = {} if arguments.no_pictures else picture_names(names)
-    if lost := [path for path, picture in pictures.items() if (arguments.out / picture).resolve() == path.resolve()]:
-        raise BadInput([f"{path}: its picture would overwrite it; choose another --out" for path in lost])
-    predictor = open_predictor(arguments.model, arguments.weights, arguments.device)
+    videos = [Path(each).expanduser() for each in arguments.images if Path(each).suffix.lower() in VIDEO_SUFFIXES]
+    rest = [each for each in arguments.images if Path(each).expanduser() not in videos]
+    names, errors = find_or_fetch(rest, arguments.out) if rest else ({}, {})
+    if not (names or errors or videos or arguments.camera is not None):
+        raise BadInput("no images: give files, folders, patterns, videos, or --camera 0")
+    check_outputs(arguments.out, [*names, *videos], arguments.overwrite)
+    ids = dict(zip(names, image_ids_of(arguments.image_ids, list(names)), strict=True))
+    predictor, threshold = chosen_predictor(arguments)
     try:
+        clear_outputs(arguments.out)
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out {arguments.out}: cannot be written: {error.strerror}") from error
-    predictions = predict_files(
-        predictor, list(names), batch_size=arguments.batch_size, score_threshold=arguments.score_threshold
-    )
-    entries, errors = {}, {}
+    errors = {path: {"file_name": str(path), "error": reason} for path, reason in errors.items()}
+    document, errors = predict_images(arguments, predictor, threshold, names, ids, errors)
+    for source in [*videos, *([arguments.camera] if arguments.camera is not None else [])]:
+        error = one_video(arguments, predictor, threshold, source)
+        if error:
+            errors[source] = {"file_name": str(source), "error": error}
+    if names or errors:
+        document["errors"] = list(errors.values())
+        chosen = named_once(names)
+        found = {image["file_name"] for image in document["images"]}
+        kept = [chosen[path] for path in names if str(path) in found]
+        write_outputs(document, kept, arguments.format, arguments.out)
+        print(summary(document, arguments.out))
+    return 1 if errors else 0
+
+
+def chosen_predictor(arguments: argparse.Namespace) -> tuple[Predictor, float]:
+    """The detector with all that was asked for, and the smallest score."""
+    predictor = open_predictor(arguments.model, arguments.weights, arguments.device)
+    if arguments.flip:
+        predictor = flipped(predictor)
+    if arguments.tile is not None:
+        predictor = tiled(predictor, arguments.tile, arguments.overlap, batch_size=arguments.batch_size)
+    if arguments.score_threshold == "auto":
+        predictor = from_report(predictor)
+        threshold = smallest_threshold(predictor)
+    else:
+        threshold = float(arguments.score_threshold)
+    return (of_classes(predictor, arguments.classes) if arguments.classes else predictor), threshold
+
+
+def predict_images(arguments, predictor: Predictor, threshold: float, names, ids, errors) -> tuple[dict, dict]:
+    """The document for all image files, with their pictures drawn, and what could not be read."""
+    pictures = {} if arguments.no_pictures else picture_names(names)
+    predictions = predict_files(predictor, list(names), batch_size=arguments.batch_size, score_threshold=threshold)
+    entries = {}
     for prediction in tqdm(predictions, "prediction", len(names), unit="image", disable=None):
         if prediction.error is not None:
             tqdm.write(f"{prediction.path}: {prediction.error}", file=sys.stderr)
             errors[prediction.path] = {"file_name": str(prediction.path), "error": prediction.error}
             continue
-        entries[prediction.path] = entry(prediction, predictor)
+        entries[prediction.path] = {"id": ids[prediction.path], **entry(prediction, predictor)}
         if pictures:
             picture = pictures[prediction.path]
             entries[prediction.path]["picture"] = str(picture)
-            draw_detections(prediction.image, prediction.found, predictor.class_names, arguments.out / picture)
+            draw_found(prediction.image, prediction.found, predictor, arguments.out / picture)
     document = {
         "model": predictor.source,
-        "score_threshold": arguments.score_threshold,
-        "categories": [{"id": category.id, "name": category.name} for category in predictor.categories],
+        "score_threshold": arguments.score_threshold if arguments.score_threshold == "auto" else threshold,
+        "categories": categories_as_json(predictor.categories),
         "images": [entries[path] for path in names if path in entries],
-        "errors": [errors[path] for path in names if path in errors],
     }
-    write_text_atomic(arguments.out / "predictions.json", as_text(document))
-    print(summary(document, arguments.out))
-    return 1 if errors else 0
+    in_order = [path for path in names if path in errors]
+    return document, {path: errors[path] for path in [*(each for each in errors if each not in names), *in_order]}
+
+
+def one_video(arguments, predictor: Predictor, threshold: float, source: Path | int) -> str | None:
+    """Predicts on a video and says so; the reason why it ended early, if it did."""
+    name = f"camera_{source}" if isinstance(source, int) else source.name
+    lines, number = arguments.out / "videos" / f"{name}.jsonl", 1
+    while lines.exists():
+        number += 1
+        lines = lines.with_name(f"{name}_{number}.jsonl")
+    drawn = None if arguments.no_pictures else lines.with_suffix(".mp4")
+    with tqdm(desc=name, unit="frame", disable=None) as bar:
+        frames, broken = predict_video(
+            predictor, source, lines, drawn, batch_size=arguments.batch_size, score_threshold=threshold,
+            max_frames=arguments.max_frames, on_frame=bar.update,
+        )  # fmt: skip
+    print(f"{name}: {frames} frames; written: {lines}" + (f", {drawn}" if drawn else ""))
+    return broken
 
 
 def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
@@ -97,36 +168,42 @@ def entry(prediction: FilePrediction, predictor: Predictor) -> dict:
     return result
 
 
-def as_text(document: dict) -> str:
-    """JSON with a line for each image."""
-    lists = {key: ",\n  ".join(json.dumps(each) for each in document[key]) for key in ("images", "errors")}
-    lines = [f"{json.dumps(key)}: " + (f"[\n  {lists[key]}]" if lists.get(key) else json.dumps(value))
-             for key, value in document.items()]  # fmt: skip
-    return "{" + ",\n".join(lines) + "}\n"
-
-
 def summary(document: dict, out: Path) -> str:
     found = Counter(each["category"] for image in document["images"] for each in image["detections"])
     counts = ", ".join(f"{count} {name}" for name, count in found.most_common())
     lines = [
         f"{document['model']}: {len(document['images'])} images, {found.total()} detections of score above "
-        f"{document['score_threshold']:g}" + (f" ({counts})" if counts else ""),
-        f"written: {out / 'predictions.json'}",
+        f"{document['score_threshold']}" + (f" ({counts})" if counts else ""),
+        f"written: {out}",
     ]
     if document["errors"]:
         lines.append(f"{len(document['errors'])} files could not be read; they are listed there under \"errors\"")
     return "\n".join(lines)
 
 
+def score_or_auto(text: str) -> float | str:
+    return text if text == "auto" else float(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="run folder, checkpoint, final/ folder, or transformers model (folder, hub name)")
-    parser.add_argument("images", nargs="+", help="image files, folders, quoted patterns")
+    parser.add_argument("model", help="run, checkpoint, final/ folder, .onnx, .pt2, .xml, or model of transformers")
+    parser.add_argument("images", nargs="*", help="files, folders, quoted patterns, addresses, videos; - is a list")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier prediction in that folder")
+    parser.add_argument("--format", nargs="+", choices=FORMATS, default=["json"], help="files to write (default json)")
+    parser.add_argument("--image-ids", type=Path, help="COCO file whose image ids are used (default: 1, 2, 3 on)")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
-    parser.add_argument("--score-threshold", type=float, default=0.3, help="smallest score (default 0.3)")
+    parser.add_argument("--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD,
+                        help="smallest score (default 0.3), or auto: what the report recommends")  # fmt: skip
+    parser.add_argument("--classes", nargs="+", metavar="NAME", help="tell of these classes only")
+    parser.add_argument("--tile", type=int, metavar="PIXELS", help="look at images in squares of this side")
+    parser.add_argument("--overlap", type=float, default=0.2, help="share that tiles have in common (default 0.2)")
+    parser.add_argument("--flip", action="store_true", help="look at every image mirrored, too")
+    parser.add_argument("--camera", type=int, metavar="NUMBER", help="a camera of this machine")
+    parser.add_argument("--max-frames", type=int, help="stop a video or camera after so many frames")
     parser.add_argument("--batch-size", type=int, default=8, help="images at a time (default 8)")
-    parser.add_argument("--no-pictures", action="store_true", help="write the JSON only")
+    parser.add_argument("--no-pictures", action="store_true", help="write no pictures and no videos")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
     arguments = parser.parse_args(argv)
     try:

@@ -4,7 +4,13 @@
 """
 
 import importlib.util
+import io
+import json
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -18,7 +24,11 @@ from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json
 from toolkit.evaluation.draw import COLOURS, draw_detections, picture_with_boxes
-from toolkit.use.prediction import find_images, input_hw, open_predictor, predict_files
+from toolkit.use.image_files import find_images, find_or_fetch, predict_files
+from toolkit.use.outputs import check_outputs, clear_outputs, image_ids_of, named_once, write_outputs
+from toolkit.use.prediction import Predictor, as_image, open_predictor
+from toolkit.use.selection import from_report, of_classes
+from toolkit.use.sizes import input_hw
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("predict", ROOT / "scripts" / "predict.py")
@@ -171,3 +181,116 @@ def test_odd_boxes_are_drawn(tmp_path, box):
     image = torch.zeros(3, 3, 700, dtype=torch.uint8)
     path = draw_detections(image, found_of([box], [5], [0.5]), ["only one"], tmp_path / "below" / "a.png")
     assert Image.open(path).size == (700, 3)
+
+
+# ---- images, classes, thresholds, formats ----------------------------------------------------------------------------
+
+
+def predictor_of(found: dict, **others) -> Predictor:
+    """Finds the same in every image, as far as the scores allow."""
+
+    def predict(images, score_threshold):
+        keep = found["scores"] > score_threshold
+        return [{key: value[keep] for key, value in found.items()} for _ in images]
+
+    return Predictor("test", [Category(7, "cup"), Category(90, "plate")], predict, **others)
+
+
+def test_images_of_every_kind_are_the_same_image():
+    array = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    expected = torch.from_numpy(array).permute(2, 0, 1)
+    for image in (array, Image.fromarray(array), expected):
+        assert torch.equal(as_image(image), expected)
+    assert as_image(array[..., 0]).shape == (3, 6, 8)
+    for wrong in (array.astype(np.float32), torch.zeros(6, 8, 3, dtype=torch.uint8), "photo.jpg"):
+        with pytest.raises(BadInput, match="expected a PIL image"):
+            as_image(wrong)
+    found = predictor_of(found_of([[0.0, 0.0, 2.0, 2.0]], [0], [0.5]))
+    assert found(array)["scores"].tolist() == [0.5]
+    assert [len(each["scores"]) for each in found([array, Image.fromarray(array)], 0.6)] == [0, 0]
+
+
+def test_classes_and_thresholds_of_the_report():
+    boxes = [[0.0, 0.0, 2.0, 2.0]] * 4
+    plain = predictor_of(found_of(boxes, [0, 0, 1, 1], [0.9, 0.3, 0.5, 0.2]))
+    grey = np.zeros((4, 4, 3), np.uint8)
+    assert of_classes(plain, ["plate"])(grey, 0)["scores"].tolist() == pytest.approx([0.5, 0.2])
+    with pytest.raises(BadInput, match="fork.*cup, plate"):
+        of_classes(plain, ["fork"])
+    with pytest.raises(BadInput, match="no report"):
+        from_report(plain)
+    told = predictor_of(found_of(boxes, [0, 0, 1, 1], [0.9, 0.3, 0.5, 0.2]), thresholds={"": 0.4, "plate": 0.1})
+    assert from_report(told)(np.zeros((4, 4, 3), np.uint8), 0)["scores"].tolist() == pytest.approx([0.9, 0.5, 0.2])
+
+
+def test_relations_of_the_classes_that_are_left():
+    found = found_of([[0.0, 0.0, 2.0, 2.0]] * 3, [0, 1, 0], [0.9, 0.8, 0.7])
+    found |= {"pairs": torch.tensor([[0, 1], [2, 0]]), "predicates": torch.tensor([3, 4]),
+              "triplet_scores": torch.tensor([0.5, 0.4])}  # fmt: skip
+    graph = Predictor("test", [Category(7, "cup"), Category(90, "plate")], lambda images, _: [found] * len(images))
+    left = of_classes(graph, ["cup"])(np.zeros((4, 4, 3), np.uint8), 0)
+    assert left["pairs"].tolist() == [[1, 0]] and left["predicates"].tolist() == [4]
+
+
+DOCUMENT = {
+    "model": "test",
+    "score_threshold": 0.3,
+    "categories": [{"id": 7, "name": "cup"}, {"id": 90, "name": "plate"}],
+    "images": [
+        {"id": 5, "file_name": "x/a.jpg", "width": 10, "height": 20,
+         "detections": [{"category_id": 90, "category": "plate", "bbox": [1.0, 2.0, 4.0, 8.0], "score": 0.5}]},
+        {"id": 6, "file_name": "y/a.jpg", "width": 10, "height": 20, "detections": []},
+    ],
+    "errors": [],
+}  # fmt: skip
+
+
+def test_every_format_has_the_same_boxes(tmp_path):
+    names = list(named_once({Path("x/a.jpg"): Path("a.jpg"), Path("y/a.jpg"): Path("a.jpg")}).values())
+    assert names == [Path("a.jpg"), Path("a_2.jpg")]
+    write_outputs(DOCUMENT, names, ["json", "jsonl", "coco", "yolo", "voc", "csv"], tmp_path)
+    assert json.loads((tmp_path / "predictions.json").read_text()) == DOCUMENT
+    lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == DOCUMENT["images"]
+    (result,) = json.loads((tmp_path / "results.json").read_text())
+    assert result == {"image_id": 5, "category_id": 90, "bbox": [1.0, 2.0, 4.0, 8.0], "score": 0.5}
+    assert (tmp_path / "labels" / "a.txt").read_text() == "1 0.300000 0.300000 0.400000 0.400000 0.500000\n"
+    assert (tmp_path / "labels" / "a_2.txt").read_text() == ""
+    assert (tmp_path / "labels" / "classes.txt").read_text() == "cup\nplate\n"
+    box = ElementTree.parse(tmp_path / "annotations" / "a.xml").find("object/bndbox")
+    assert [float(each.text) for each in box] == [2.0, 3.0, 5.0, 10.0]  # VOC counts pixels from 1, both included
+    assert (tmp_path / "predictions.csv").read_text().splitlines()[1] == "x/a.jpg,5,plate,90,0.5,1.0,2.0,4.0,8.0"
+
+
+def test_an_earlier_prediction_is_not_mixed_with_a_new_one(tmp_path):
+    check_outputs(tmp_path / "out", [], overwrite=False)
+    write_outputs(DOCUMENT, [Path("a.jpg"), Path("b.jpg")], ["json", "yolo"], tmp_path / "out")
+    (tmp_path / "out" / "mine.txt").write_text("")
+    with pytest.raises(BadInput, match="--overwrite"):
+        check_outputs(tmp_path / "out", [], overwrite=False)
+    check_outputs(tmp_path / "out", [], overwrite=True)
+    with pytest.raises(BadInput, match="would overwrite it"):
+        check_outputs(tmp_path / "out", [tmp_path / "out" / "labels" / "a.txt"], overwrite=True)
+    clear_outputs(tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_image_ids_of_an_annotation_file(tmp_path):
+    file = tmp_path / "val.json"
+    file.write_text(json.dumps({"images": [{"id": 9, "file_name": "a.jpg"}, {"id": 4, "file_name": "sub/b.jpg"}]}))
+    assert image_ids_of(file, [Path("here/sub/b.jpg"), Path("here/a.jpg")]) == [4, 9]
+    assert image_ids_of(None, [Path("a"), Path("b")]) == [1, 2]
+    with pytest.raises(BadInput, match="c.jpg"):
+        image_ids_of(file, [Path("c.jpg")])
+
+
+def test_addresses_and_a_list_on_the_standard_input(tmp_path, monkeypatch):
+    file = image_file(tmp_path / "a b.png")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    here = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{file}\n\n{here}/a%20b.png\n"))
+    files, errors = find_or_fetch(["-", f"{here}/none.png"])
+    server.shutdown()
+    assert [path.read_bytes() for path in files] == [file.read_bytes()] * 2
+    assert len(errors) == 1 and "cannot be fetched: Not Found" in next(iter(errors.values()))

@@ -1,4 +1,4 @@
-"""YOLOv3 beyond the numbers of the original (tests/golden/test_yolov3.py): edges, geometry, interfaces, export.
+"""YOLOv3 beyond the numbers of the original (tests/golden/test_yolov3.py): edges, geometry, interfaces.
 
 Run: python -m pytest tests/test_yolov3.py
 """
@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import onnxruntime
 import pytest
 import timm
 import torch
@@ -36,7 +35,6 @@ from toolkit.models.yolov3.targets import (
 )
 from toolkit.step.norms import FrozenBatchNorm2d
 from toolkit.use.anchors import main
-from toolkit.use.export.yolov3 import PixelsToBoxes, export_onnx, export_program
 
 BENCH = Path(__file__).parents[1] / "scripts" / "benches" / "yolov3.py"
 LOSSES = YOLOv3.loss_names
@@ -356,7 +354,7 @@ def test_it_learns_two_boxes():
         assert box_iou(prediction["boxes"][:1], truth["boxes"]).item() > 0.7
 
 
-# ---- building, saving, exporting -----------------------------------------------------------------------------------
+# ---- building, saving ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backbone", ["darknet17", "mobilenetv3_small_050", "resnet10t"])
@@ -474,63 +472,10 @@ def test_a_box_that_is_not_finite_makes_losses_that_are_not(value):
     assert not all(loss.isfinite() for loss in losses.values())
 
 
-@pytest.fixture(scope="module")
-def exportable() -> YOLOv3:
-    """Random, with norms that know their inputs: otherwise all scores are nearly equal, and their order is rounding."""
-    detector = tiny()
-    for prediction in detector.predictions:
-        nn.init.normal_(prediction.weight, std=0.3)
-    for norm in (m for m in detector.modules() if isinstance(m, nn.BatchNorm2d)):
-        norm.momentum = None  # the mean of all batches seen
-    detector(pixels_of((2, 96, 128), seed=9), torch.tensor([[96, 128]] * 2))
-    return detector
-
-
-SHAPES = [(2, 96, 128), (1, 64, 64), (3, 64, 96)]
-
-
 def pixels_of(shape, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     batch, height, width = shape
     return torch.randint(0, 256, (batch, 3, height, width), dtype=torch.uint8, generator=generator)
-
-
-@pytest.mark.slow
-def test_onnx_and_torch_export_without_nms(exportable, tmp_path):
-    assert exportable.training
-    export_onnx(exportable, tmp_path / "model.onnx")
-    program = export_program(exportable.eval()).module()
-    exportable.train()
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    for shape in SHAPES:
-        images = pixels_of(shape)
-        with torch.no_grad():
-            boxes, scores = PixelsToBoxes(exportable.eval(), nms=False)(images)
-        for other in (session.run(None, {"images": images.numpy()}), [v.detach().numpy() for v in program(images)]):
-            np.testing.assert_allclose(other[0], boxes, rtol=1e-4, atol=1e-3)
-            np.testing.assert_allclose(other[1], scores, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_onnx_with_nms_gives_the_detections_of_postprocess(exportable, tmp_path):
-    export_onnx(exportable, tmp_path / "model.onnx", nms=True, top_k=50)
-    session, exportable = onnxruntime.InferenceSession(tmp_path / "model.onnx"), exportable.eval()
-    assert [o.name for o in session.get_outputs()] == ["boxes", "scores", "labels"]
-    for shape in SHAPES:
-        images, sizes = pixels_of(shape), torch.tensor([shape[1:]] * shape[0])
-        with torch.no_grad():
-            found = exportable.postprocess(exportable(images, sizes), sizes, sizes, top_k=50)
-        boxes, scores, labels = map(torch.from_numpy, session.run(None, {"images": images.numpy()}))
-        assert scores.shape == (shape[0], 50)
-        for b, expected in enumerate(found):
-            n = len(expected["scores"])
-            assert n > 5
-            assert (labels[b, n:] == -1).all()
-            torch.testing.assert_close(scores[b, :n], expected["scores"], rtol=0, atol=1e-5)
-            limits = torch.tensor([shape[2], shape[1]] * 2, dtype=torch.float32)
-            clipped = boxes[b, :n].clamp(min=0).minimum(limits)
-            assert torch.equal(labels[b, :n], expected["labels"])
-            torch.testing.assert_close(clipped, expected["boxes"], rtol=1e-4, atol=1e-3)
 
 
 # ---- anchors -------------------------------------------------------------------------------------------------------

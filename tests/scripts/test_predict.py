@@ -134,15 +134,35 @@ def test_evaluation_of_the_folder_alone_gives_the_numbers_of_the_run(server, run
     assert "missed: bbox_AP" in ended.text
 
 
-def test_export_writes_what_can_be_exported(server, script, run, tmp_path):
-    ended = server.run(EXPORT, [run, "--out", tmp_path / "out", "--nms"])
-    if script.name == "train_yolov3":
-        assert ended.ok()
-        written = {path.name for path in (tmp_path / "out").iterdir()}
-        assert written == {"model.onnx", "model.pt2", "model_nms.onnx", "categories.json"}
-    else:
-        assert ended.code == 2
-        assert "cannot be exported" in ended.text and "Traceback" not in ended.text
+@pytest.mark.every_script
+def test_exported_file_finds_what_the_run_finds(server, run, photos, tmp_path):
+    """Of a scene graph its detector alone; the others to the boxes."""
+    ended = server.run(EXPORT, [run, "--out", tmp_path / "out", "--formats", "onnx", "--weights", "ema"])
+    assert ended.ok() and "| model.onnx | " in ended.text, ended.text
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.onnx", "export.json"}
+    report = json.loads((tmp_path / "out" / "export.json").read_text())["files"]
+    assert abs(report[1]["AP_moved"]) <= 1e-3 and "batch 5" in report[1]["difference"]
+    document, _ = predict(server, tmp_path / "out" / "model.onnx", photos / "0.png", "--out", tmp_path / "found",
+                          "--score-threshold", 0, "--format", "json", "coco")  # fmt: skip
+    assert document["images"][0]["detections"] and (tmp_path / "found" / "results.json").exists()
+
+
+def test_a_file_that_finds_something_else_is_refused(server, script, run, tmp_path):
+    """Its AP is held to that of PyTorch on the validation data: with a negative tolerance none is good enough."""
+    if script.name != "train_detr":
+        pytest.skip("one script is enough")
+    args = [run, "--out", tmp_path, "--formats", "onnx", "--tolerance", "-1"]
+    ended = server.run(EXPORT, args)
+    assert ended.code == 1 and "more than -1.0 apart" in ended.text
+    assert (tmp_path / "model.onnx.wrong").exists() and not (tmp_path / "model.onnx").exists()
+
+
+def test_an_old_prediction_is_replaced_only_when_told(server, run, photos, tmp_path):
+    predict(server, run, photos / "0.png", "--out", tmp_path)
+    ended = server.run(PREDICT, [run, photos / "2.png", "--out", tmp_path])
+    assert ended.code == 2 and "--overwrite" in ended.text
+    predict(server, run, photos / "2.png", "--out", tmp_path, "--overwrite")
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["2.png"]
 
 
 BAD = {
@@ -186,7 +206,9 @@ def assert_equal_to_pipeline(server, model: Path, paths: list[Path], out: Path) 
     final = model if (model / "config.json").exists() else model / "final"
     pipe = pipeline("object-detection", model=str(final), device="cpu")
     pipe._get_bounding_box = lambda box: box.tolist()
-    document, _ = predict(server, model, *paths, "--out", out, "--score-threshold", 0, "--batch-size", 4)
+    document, _ = predict(
+        server, model, *paths, "--out", out, "--overwrite", "--score-threshold", 0, "--batch-size", 4
+    )
     assert len(document["images"]) == len(paths)
     for image in document["images"]:
         theirs = [(each["score"], each["label"], each["box"]) for each in pipe(image["file_name"], threshold=0.0)]

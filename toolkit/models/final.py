@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
+from toolkit.models.card import write_card
 from toolkit.models.old_names import renamed
 
 
@@ -47,6 +48,7 @@ def save_transformers_folder(
     finally:
         model.config = training_config
     _write_categories(folder, categories)
+    write_card(folder, [category.name for category in categories])
 
 
 def save_detector_folder(
@@ -65,6 +67,7 @@ def save_detector_folder(
     config = {"model": detector.resolved_options(), "processor_size": processor_size}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_categories(folder, categories)
+    write_card(folder, [category.name for category in categories])
 
 
 def load_detector_folder(folder: Path) -> tuple[nn.Module, list[Category], dict[str, int] | None]:

@@ -1,29 +1,33 @@
-"""A detector from wherever it is kept, and what it finds in image files: for scripts/predict.py and notebooks."""
+"""A detector from wherever it is kept, and what it finds in images: for scripts/predict.py and notebooks."""
 
-import glob
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from toolkit.data.batches import collate
-from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, decode_image, probe_image
 from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category
-from toolkit.data.transforms.geometry import resize, shorter_side_size
+from toolkit.data.transforms.geometry import resize
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import best_first
 from toolkit.models.final import load_detector_folder
 from toolkit.offline import cached_when_offline
 from toolkit.runs.open_run import chosen_weights, open_run
+from toolkit.use.export.files import SUFFIXES, open_file
+from toolkit.use.exported import predict_with
 from toolkit.use.rebuild import load_detector
+from toolkit.use.sizes import image_hw, input_hw, of_one_shape
 
 MAX_DETECTIONS = 300  # of one image; the number of queries of the DETR family
+DEFAULT_THRESHOLD = 0.3
+THRESHOLDS = "thresholds.json"  # of a run's report/ and of final/: {"all": 0.42, "classes": {"cup": 0.37, ...}}
 Found = dict[str, Tensor]
 
 
@@ -40,6 +44,7 @@ class Predictor:
         model tells any. What is found in an image does not depend on
         the images beside it: batches are made of images of one size, so none is padded to the size of another.
     predicates, attributes: names, of scene graphs.
+    thresholds: the scores that the run's report recommends, by class name, and for all classes as ""; None: no report.
     """
 
     source: str
@@ -47,28 +52,91 @@ class Predictor:
     predict: Callable[[Sequence[Tensor], float], list[Found]]
     predicates: Sequence[str] = ()
     attributes: Sequence[str] = ()
+    thresholds: Mapping[str, float] | None = None
+
+    @property
+    def recommended_threshold(self) -> float:
+        """The score that the report found best for all classes together; 0.3 where there is no report."""
+        return (self.thresholds or {}).get("", DEFAULT_THRESHOLD)
 
     @property
     def class_names(self) -> list[str]:
         return [category.name for category in self.categories]
 
+    def __call__(self, images, score_threshold: float | None = None):
+        """What is found in images of any kind that `as_image` takes: one dict, or a list of them for a list."""
+        several = isinstance(images, (list, tuple))
+        minimum = self.recommended_threshold if score_threshold is None else score_threshold
+        found = self.predict([as_image(each) for each in (images if several else [images])], minimum)
+        return found if several else found[0]
+
 
 def open_predictor(source: str | Path, weights: str | None = None, device: torch.device | str = "cpu") -> Predictor:
-    """The detector of a run folder, a checkpoint, a `final/` folder, or any detection model of transformers.
+    """The detector of a run, a checkpoint, a `final/` folder, an exported file, or any detector of transformers.
 
     Args:
-        source: run folder (its best checkpoint) or checkpoint; folder saved by `save_final`; folder or hub name of a
-            transformers model.
+        source: run folder (its best checkpoint) or checkpoint; folder saved by `save_final`; `.onnx`, `.pt2` or `.xml`
+            of scripts/export.py, which run on the CPU; folder or hub name of a transformers model.
         weights: "model" or "ema", of a run; None: those that the run's metric for best goes by, as in `final/`.
 
     Raises:
         BadInput: nothing of all this is there, or it cannot be loaded.
     """
+    path = Path(source).expanduser()
+    if path.suffix in SUFFIXES:
+        if weights is not None:
+            raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
+        run, about = open_file(path)
+        thresholds = {"": about.score_threshold}
+        return Predictor(str(path), list(about.categories), predict_with(run, about), thresholds=thresholds)
     own = open_own_detector(source, weights)
     if own is None:
-        return _open_transformers(source, device)
-    names = (getattr(own.detector, kind, ()) for kind in ("predicates", "attributes"))
-    return Predictor(own.source, own.categories, _own_predict(own.detector.to(device), own.size), *names)
+        predictor = _open_transformers(source, device)
+    else:
+        names = (getattr(own.detector, kind, ()) for kind in ("predicates", "attributes"))
+        predict = own_predict(own.detector.to(device), own.size)
+        predictor = Predictor(own.source, own.categories, predict, *names)
+    return replace(predictor, thresholds=report_thresholds(path))
+
+
+def report_thresholds(path: Path) -> dict[str, float] | None:
+    """What the report of a run recommends, by class name and for all as ""; None: there is no report.
+
+    path: the run folder, or anything in it.
+
+    Raises:
+        BadInput: a file that cannot be read.
+    """
+    for folder in (path, *path.absolute().parents):
+        for file in (folder / THRESHOLDS, folder / "report" / THRESHOLDS):
+            if file.is_file():
+                try:
+                    entries = json.loads(file.read_text())
+                    return {"": float(entries["all"])} | {k: float(v) for k, v in entries["classes"].items()}
+                except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise BadInput(f"{file}: no list of thresholds: {error!r}; make the report again") from error
+        if (folder / "config.yaml").is_file():  # the run folder: what is above is none of its
+            break
+    return None
+
+
+def as_image(image) -> Tensor:
+    """uint8 (3, H, W) RGB of a PIL image (turned upright), an array uint8 (H, W, 3) or (H, W), or such a tensor.
+
+    Raises:
+        BadInput: anything else.
+    """
+    if isinstance(image, Image.Image):
+        image = np.array(ImageOps.exif_transpose(image).convert("RGB"))
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
+        image = np.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image
+        if image.shape[2] == 3:
+            return torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
+    if isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim == 3 and image.shape[0] == 3:
+        return image
+    shape = f" {getattr(image, 'dtype', '')} {tuple(image.shape)}" if hasattr(image, "shape") else ""
+    raise BadInput(f"an image is a {type(image).__name__}{shape}; expected a PIL image, an array uint8 (H, W, 3) or "
+                   "(H, W), or a tensor uint8 (3, H, W), RGB")  # fmt: skip
 
 
 class OwnDetector(NamedTuple):
@@ -109,16 +177,18 @@ def _config_of(path: Path) -> dict | None:
 # ---- the two kinds of detectors --------------------------------------------------------------------------------------
 
 
-def _own_predict(detector: nn.Module, size: Mapping[str, int] | None):
+def own_predict(detector: nn.Module, size: Mapping[str, int] | None):
+    """`Predictor.predict` of a detector of this toolkit; size: what images are resized to, as in `input_hw`."""
+
     @torch.no_grad()
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
         device = next(detector.parameters()).device
         no_boxes = {"boxes": torch.zeros(0, 4), "area": torch.zeros(0)}
-        resized = [resize(image, no_boxes, input_hw(_hw(image), size))[0] for image in images]
+        resized = [resize(image, no_boxes, input_hw(image_hw(image), size))[0] for image in images]
         found = [{}] * len(images)
-        for group in _of_one_shape(resized):
+        for group in of_one_shape(resized):
             batch = collate([(resized[i], {}) for i in group], detector.stride).to(device)
-            orig_sizes = torch.tensor([_hw(images[i]) for i in group], device=device)
+            orig_sizes = torch.tensor([image_hw(images[i]) for i in group], device=device)
             outputs = detector(batch.images, batch.sizes)
             of_group = detector.postprocess(outputs, batch.sizes, orig_sizes, score_threshold, MAX_DETECTIONS)
             for i, each in zip(group, of_group, strict=True):
@@ -155,118 +225,12 @@ def _open_transformers(source: str | Path, device: torch.device | str) -> Predic
         inputs = [processor(images=[image], return_tensors="pt", input_data_format="channels_first").to(device)
                   for image in images]  # fmt: skip
         found = [{}] * len(images)
-        for group in _of_one_shape([each["pixel_values"] for each in inputs]):
+        for group in of_one_shape([each["pixel_values"] for each in inputs]):
             joined = {key: torch.cat([inputs[i][key] for i in group]) for key in inputs[group[0]]}
-            sizes = torch.tensor([_hw(images[i]) for i in group], device=device)
+            sizes = torch.tensor([image_hw(images[i]) for i in group], device=device)
             of_group = processor.post_process_object_detection(model(**joined), score_threshold, target_sizes=sizes)
             for i, each in zip(group, of_group, strict=True):
                 found[i] = best_first(each)
         return found
 
     return Predictor(str(source), categories, predict)
-
-
-def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[int, int]:
-    """The (h, w) that an image of `size_hw` is resized to; `size` as in `toolkit.data.pipeline.processor_size`."""
-    if size is None:
-        return size_hw
-    if "shortest_edge" in size:
-        return shorter_side_size(size_hw, size["shortest_edge"], size.get("longest_edge"))
-    return size["height"], size["width"]
-
-
-def _hw(image: Tensor) -> tuple[int, int]:
-    return tuple(image.shape[-2:])
-
-
-def _of_one_shape(tensors: Sequence[Tensor]) -> list[list[int]]:
-    groups: dict[torch.Size, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault(tensor.shape, []).append(i)
-    return list(groups.values())
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-class FilePrediction(NamedTuple):
-    """An image file: `image` uint8 (3, H, W) and what was `found` in it, or the `error` why it cannot be read."""
-
-    path: Path
-    image: Tensor | None
-    found: Found | None
-    error: str | None
-
-
-def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> dict[Path, Path]:
-    """The files that were meant, in order, each once, with its name below the folder that was given.
-
-    Args:
-        given: files (taken whatever their suffix), folders (searched for image suffixes, also below), and patterns
-            such as "photos/**/*.jpg".
-        leave_out: a folder whose files are not taken, such as that of the pictures made last time.
-
-    Raises:
-        BadInput: naming all that is not there or holds no image.
-    """
-    images, problems = {}, []
-    for each in map(str, given):
-        path = Path(each).expanduser()
-        if path.is_dir():
-            here = {file: file.relative_to(path) for file in sorted(path.rglob("*"))}
-        elif path.exists():
-            here = {path: Path(path.name)}
-        else:
-            here = {Path(match): Path(Path(match).name) for match in sorted(glob.glob(str(path), recursive=True))}
-        if not path.is_file():
-            here = {file: name for file, name in here.items() if _is_image_file(file, leave_out)}
-        if not here:
-            what = "holds no image files" if path.is_dir() else "no such file or folder, and no image file matches it"
-            problems.append(f"{each}: {what} (looked for {' '.join(sorted(IMAGE_SUFFIXES))})")
-        for file, name in here.items():
-            images.setdefault(file, name)
-    if problems:
-        raise BadInput(problems)
-    return images
-
-
-def _is_image_file(path: Path, leave_out: Path | None) -> bool:
-    if leave_out is not None and leave_out.resolve() in path.resolve().parents:
-        return False
-    return path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
-
-
-def predict_files(
-    predictor: Predictor, paths: Sequence[Path], *, batch_size: int = 8, score_threshold: float = 0.3
-) -> Iterator[FilePrediction]:
-    """Every file once, those of like size together, and so not in the order given. A file that cannot be read is
-    yielded with its error, the others go on."""
-    with ThreadPoolExecutor() as pool:
-        sizes = pool.map(_size_or_nothing, paths)
-        in_order = [path for _, path in sorted(zip(sizes, paths, strict=True))]
-        for start in range(0, len(in_order), batch_size):
-            some = in_order[start : start + batch_size]
-            decoded = list(pool.map(_decode_or_error, some))
-            whole = [image for image in decoded if isinstance(image, Tensor)]
-            found = iter(predictor.predict(whole, score_threshold) if whole else [])
-            for path, image in zip(some, decoded, strict=True):
-                if isinstance(image, Tensor):
-                    yield FilePrediction(path, image, next(found), None)
-                else:
-                    yield FilePrediction(path, None, None, image.reason)
-
-
-def _size_or_nothing(path: Path) -> tuple[int, int]:
-    try:
-        return probe_image(path).size_hw
-    except ImageError:
-        return (0, 0)  # decoding says why
-
-
-def _decode_or_error(path: Path) -> Tensor | ImageError:
-    try:
-        return decode_image(path)
-    except ImageError as error:
-        return error
-
-

@@ -1,27 +1,98 @@
-"""Detectors outside PyTorch; one file a detector or format."""
+"""Detectors outside PyTorch: from pixels to boxes in one file, and the proof that it finds the same.
 
+graph, detr, faster_rcnn, ssd, yolov3: a detector as one function. operators: two operators of it. about: what a file
+says of itself. files, openvino: how a file is written and run. check: files held to PyTorch.
+"""
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
 
+from toolkit.data.table import Category
 from toolkit.errors import BadInput
-
-EXPORTABLE = ("yolov3",)
 
 
 def check_exportable(detector: nn.Module) -> None:
-    """Raises BadInput for a detector that cannot be exported."""
-    if detector.options["architecture"] not in EXPORTABLE:
-        raise BadInput(f"{detector.options['architecture']} cannot be exported yet (run.export false); those that can "
-                       f"are: {', '.join(EXPORTABLE)}")  # fmt: skip
+    """Raises BadInput for a detector that cannot be exported, such as one of your own."""
+    from toolkit.use.export.graph import graph_of
+
+    if graph_of(detector)[0] is None:
+        raise BadInput(
+            f"{detector.options['architecture']} cannot be exported (run.export false): only detectors of this toolkit "
+            "have a function that exporters can trace, see toolkit/use/export/graph.py"
+        )
+
+
+def export_detector(
+    detector: nn.Module,
+    folder: Path,
+    formats: Sequence[str],
+    *,
+    categories: Sequence[Category],
+    size: Mapping[str, int] | None,
+    source: str,
+    score_threshold: float = 0.3,
+    top_k: int = 300,
+) -> tuple[dict[str, Path], nn.Module]:
+    """Writes `model.onnx` and `model.pt2` of a detector, which stays as it is.
+
+    Args:
+        formats: of "onnx", "torch".
+        size: what images are resized to before, as `toolkit.data.pipeline.processor_size`.
+        source: where the detector comes from, in words.
+
+    Returns:
+        the files by format, and the function that was exported, a `PixelsToBoxes` on the CPU.
+
+    Raises:
+        BadInput: `check_exportable`; a detector that is exported for one size, with images of many.
+    """
+    from toolkit.use.export.about import About, trace_hw
+    from toolkit.use.export.files import write_onnx, write_program
+    from toolkit.use.export.graph import make_graph, trace
+
+    check_exportable(detector)
+    graph = make_graph(copy.deepcopy(detector).cpu().float().eval(), top_k)
+    architecture, stride = detector.options["architecture"], graph.detector.stride
+    program = trace(graph, trace_hw(graph.sides, stride, size, architecture))
+    about = About(architecture, categories, size, graph.sides, stride, score_threshold, top_k, source)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    writers = {"torch": (write_program, "model.pt2"), "onnx": (write_onnx, "model.onnx")}
+    written = {}
+    for name in formats:  # the program first: writing ONNX changes it
+        writer, file = writers[name]
+        writer(program, folder / file, about)
+        written[name] = folder / file
+    return written, graph
 
 
 def export_final(detector: nn.Module, folder: Path, images: Tensor) -> str:
-    """Writes ONNX and torch.export beside the final weights, and says how far they are from PyTorch.
+    """Writes ONNX and torch.export beside the final weights in `folder`, and says how far they are from PyTorch.
 
-    images: uint8 (B, 3, H, W), real ones that both are held to. Raises BadInput as `check_exportable`.
+    images: uint8 (B, 3, H, W), real ones that both are held to. Raises BadInput as `export_detector`, RuntimeError for
+    a file that does not compute what PyTorch does.
     """
-    check_exportable(detector)
-    from toolkit.use.export.yolov3 import export_final as export_yolov3  # onnx takes seconds to import
+    from toolkit.use.export.check import check_outputs
 
-    return export_yolov3(detector, folder, images)
+    classes = json.loads((Path(folder) / "categories.json").read_text())
+    categories = [Category(each["id"], each["name"]) for each in classes]
+    size = size_of_final(folder) or dict(zip(("height", "width"), images.shape[-2:], strict=True))
+    written, graph = export_detector(
+        detector, folder, ("torch", "onnx"), categories=categories, size=size, source=str(folder)
+    )
+    images = images.cpu().contiguous()
+    found = [f"{path.name} {check_outputs(graph, path, images)}" for path in written.values()]
+    return f"exported; largest differences from PyTorch on {len(images)} images: {'; '.join(found)}"
+
+
+def size_of_final(folder: Path) -> dict[str, int] | None:
+    """What images are resized to for the model of a `final/` folder, of ours or of transformers; None: not at all."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    if "model_type" not in config:
+        return config["processor_size"]
+    processor = json.loads((Path(folder) / "preprocessor_config.json").read_text())
+    return dict(processor["size"]) if processor.get("do_resize", True) else None

@@ -1,0 +1,74 @@
+"""Prediction on image files: `predict_files` against a plain loop, one image after the other."""
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from toolkit.models import build_detector
+from toolkit.use.image_files import predict_files
+from toolkit.use.prediction import Predictor, own_predict
+
+
+def bench_predict(images: int = 48, side: int = 640, size: int = 256, rounds: int = 5) -> list[dict]:
+    """Images/s of an SSD on JPEG files of `side` pixels, and the largest difference of a score."""
+    torch.manual_seed(0)
+    detector = build_detector("ssd", class_names=["a", "b"], backbone="lcnet_050", strides=[16, 32, -1],
+                              channels=[64] * 3, aspect_ratios=[[2]] * 3).eval()  # fmt: skip
+    predict = own_predict(detector, {"height": size, "width": size})
+    predictor = Predictor("bench", [], predict)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = _write_images(Path(folder), images, side)
+        found, times = {}, {"ours": [], "plain": []}
+        for _ in range(rounds):
+            start = time.perf_counter()
+            found["ours"] = {each.path: each.found["scores"] for each in predict_files(predictor, paths)}
+            times["ours"].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            found["plain"] = _plain_loop(detector, paths, size)
+            times["plain"].append(time.perf_counter() - start)
+    apart = max(_apart(found["ours"][path], found["plain"][path]) for path in paths)
+    pairs = zip(times["plain"], times["ours"], strict=True)
+    return [
+        {"name": "prediction, ours", "value": images / statistics.median(times["ours"]), "unit": "images/s"},
+        {"name": "prediction, plain loop", "value": images / statistics.median(times["plain"]), "unit": "images/s"},
+        {"name": "prediction, ours / plain", "value": statistics.median(a / b for a, b in pairs), "unit": "x"},
+        {"name": "prediction, largest difference of a score", "value": apart, "unit": ""},
+    ]
+
+
+@torch.no_grad()
+def _plain_loop(detector, paths: list[Path], size: int) -> dict:
+    from torchvision.io import decode_jpeg, read_file
+    from torchvision.transforms.v2.functional import resize
+
+    found, sizes = {}, torch.tensor([[size, size]])
+    for path in paths:
+        image = decode_jpeg(read_file(str(path)))
+        orig = torch.tensor([image.shape[-2:]])
+        outputs = detector(resize(image, [size, size], antialias=True)[None], sizes)
+        found[path] = detector.postprocess(outputs, sizes, orig, 0.3, 300)[0]["scores"]
+    return found
+
+
+def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    count = min(len(ours), len(theirs))
+    return float((ours[:count] - theirs[:count]).abs().max()) if count else 0.0
+
+
+def _write_images(folder: Path, count: int, side: int) -> list[Path]:
+    rng, paths = np.random.default_rng(0), []
+    for i in range(count):
+        coarse = Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8))
+        paths.append(folder / f"{i:03d}.jpg")
+        coarse.resize((side, side), Image.Resampling.BICUBIC).save(paths[-1], quality=90)
+    return paths
+
+
+if __name__ == "__main__":
+    for row in bench_predict():
+        print(f"{row['name']}: {row['value']:.4g} {row['unit']}")

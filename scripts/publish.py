@@ -1,0 +1,43 @@
+"""Write the model card of a run, and upload its final folder to the Hugging Face hub.
+
+    python scripts/publish.py runs/detr                              # runs/detr/final/README.md, from the run's files
+    python scripts/publish.py runs/detr --hub.push me/blood-cells    # and upload it; needs `hf auth login` or HF_TOKEN
+
+Exit code 0: done, 2: bad input, which a missing token is, too.
+"""
+
+import argparse
+import json
+import sys
+
+from toolkit.errors import BadInput
+from toolkit.models.card import LICENCE, check_licence, write_card
+from toolkit.use.publish import final_folder, push
+
+
+def publish(arguments: argparse.Namespace) -> None:
+    folder = final_folder(arguments.run)
+    check_licence(arguments.licence)
+    names = [each["name"] for each in json.loads((folder / "categories.json").read_text())]
+    print(f"written: {write_card(folder, names, arguments.licence)}")
+    if arguments.name is not None:
+        address = push(folder, arguments.name, private=arguments.private, licence=arguments.licence)
+        print(f"uploaded: {address}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="run folder or its final/ folder")
+    parser.add_argument("--hub.push", dest="name", metavar="USER/NAME", help="upload it under this name")
+    parser.add_argument("--hub.private", dest="private", action="store_true", help="for yourself only")
+    parser.add_argument("--licence", default=LICENCE, help=f"of the weights, as the hub spells it (default {LICENCE})")
+    try:
+        publish(parser.parse_args(argv))
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Exported detectors: the same detections as PyTorch's, from one file for every batch; a wrong file is refused.
+
+    python -m pytest tests/test_export.py                          # every function against `postprocess`, one ONNX file
+    python -m pytest tests/test_export.py -m "slow or not slow"    # every detector as ONNX and torch.export: minutes
+"""
+
+import json
+
+import onnx
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from toolkit.data.table import Category
+from toolkit.errors import BadInput
+from toolkit.models import build_detector
+from toolkit.use.export import check_exportable, export_detector, export_final
+from toolkit.use.export.about import KEY, trace_hw
+from toolkit.use.export.check import batches_agree, check_outputs, difference
+from toolkit.use.export.files import open_file
+from toolkit.use.export.graph import make_graph
+from toolkit.use.prediction import open_predictor
+
+CLASSES = ["a", "b", "c"]
+DETR = {"backbone": "resnet10t", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "ffn_dim": 32,
+        "num_queries": 20}  # fmt: skip
+REAL_TIME = {"backbone": "resnet10t", "d_model": 32, "heads": 2, "ffn_dim": 32, "decoder_layers": 2, "num_queries": 20,
+             "num_denoising": 10, "hidden_expansion": 0.5}  # fmt: skip
+TWO_STAGE = {"rpn_pre_nms_top_n_test": 40, "rpn_post_nms_top_n_test": 16, "score_threshold": 0.01}
+SMALL = {
+    "detr": DETR,
+    "conditional_detr": DETR,
+    "deformable_detr": DETR | {"d_model": 64},
+    "deformable_detr, two stages": DETR | {"d_model": 64, "box_refine": "two_stage"},
+    "dab-detr": DETR,
+    "rt_detr_v2": REAL_TIME,
+    "d_fine": REAL_TIME,
+    "deimv2": REAL_TIME,
+    "rf_detr": {"d_model": 32, "heads": 2, "encoder_layers": 4, "decoder_layers": 2, "ffn_dim": 32, "num_queries": 4},
+    "yolos": {"d_model": 32, "heads": 2, "encoder_layers": 2, "ffn_dim": 32, "num_queries": 10},
+    "faster_rcnn": TWO_STAGE | {"backbone": "lcnet_035", "norm": "batch", "freeze": "none", "strides": [8, 16],
+                                "fpn_channels": 16, "anchor_sizes": [[16], [32]], "aspect_ratios": [1.0],
+                                "representation_size": 32},
+    "ssd": {"backbone": "lcnet_035", "strides": [4, -1], "channels": [16, 16], "aspect_ratios": [[2], [2]]},
+    "ssdlite": {"backbone": "lcnet_035", "strides": [4, 8, 16, -1], "channels": [16] * 4, "aspect_ratios": [[2]] * 4},
+    "yolov3": {"backbone": "lcnet_035", "head_channels": [8, 8, 8]},
+}  # fmt: skip
+CATEGORIES = [Category(10 * i, name) for i, name in enumerate(CLASSES, start=1)]
+
+
+@pytest.fixture(scope="module")
+def detectors():
+    made = {}
+
+    def build(name: str):
+        """Random, with weights far enough apart that scores are not all nearly equal."""
+        if name not in made:
+            torch.manual_seed(0)
+            detector = build_detector(name.partition(",")[0], class_names=CLASSES, **SMALL[name])
+            with torch.no_grad():
+                for parameter in detector.parameters():
+                    parameter += 0.02 * torch.randn_like(parameter)
+                if name == "yolov3":  # norms that know their inputs: otherwise most scores are equal to the bit
+                    for prediction in detector.predictions:
+                        torch.nn.init.normal_(prediction.weight, std=0.3)
+                    for norm in (m for m in detector.modules() if isinstance(m, torch.nn.BatchNorm2d)):
+                        norm.momentum = None  # the mean of all batches seen
+                    detector(images_of(2, 96, 128, seed=9), torch.tensor([[96, 128]] * 2))
+            made[name] = detector.eval()
+        return made[name]
+
+    return build
+
+
+def side_of(name: str) -> int:
+    return 112 if name == "rf_detr" else 64
+
+
+def images_of(batch: int, height: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Smooth noise, uint8 (B, 3, H, W): of pixels that are all alike a network says the same everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(batch, 3, 6, 6, generator=generator) * 255
+    return torch.nn.functional.interpolate(coarse, size=(height, width), mode="bicubic").clamp(0, 255).to(torch.uint8)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_function_gives_what_postprocess_gives(detectors, name):
+    detector = detectors(name)
+    graph, side = make_graph(detector, 100), side_of(name)
+    height = side + {"fixed": 0, "multiples": 32, "any": 21}[graph.sides]
+    images, sizes = images_of(3, height, side), torch.tensor([[height, side]] * 3)
+    with torch.no_grad():
+        boxes, scores, labels = graph(images)
+        padded = pad(images, (0, -side % detector.stride, 0, -height % detector.stride))
+        expected = detector.postprocess(detector(padded, sizes), sizes, sizes, 0.0, 100)
+    assert boxes.shape == (3, 100, 4) and scores.shape == labels.shape == (3, 100)
+    for b, each in enumerate(expected):
+        count = len(each["scores"])
+        assert count and (scores[b, count:] == 0).all() and (labels[b, count:] == -1).all()
+        theirs = [each[key][None] for key in ("boxes", "scores", "labels")]
+        ours = [part[b : b + 1, :count] for part in (boxes, scores, labels)]
+        # Of scores that are equal to rounding, the cut after 100 may take others.
+        assert min(difference(*pair, 64).matched for pair in ((ours, theirs), (theirs, ours))) >= 0.99
+
+
+def exported(detector, name, folder, formats=("torch", "onnx")):
+    size = {"height": side_of(name), "width": side_of(name)}
+    return export_detector(
+        detector, folder, formats, categories=CATEGORIES, size=size, source="test", score_threshold=0.42, top_k=100
+    )
+
+
+@pytest.fixture(scope="module")
+def ssd(detectors, tmp_path_factory):
+    return exported(detectors("ssd"), "ssd", tmp_path_factory.mktemp("ssd"))
+
+
+def test_one_file_serves_every_batch_and_says_what_it_is(ssd):
+    files, graph = ssd
+    for path in files.values():
+        assert list(batches_agree(graph, path, images_of(5, 64, 64))) == [1, 2, 5]
+        about = open_file(path)[1]
+        assert list(about.categories) == CATEGORIES and about.size == {"height": 64, "width": 64}
+        assert (about.score_threshold, about.sides, about.top_k) == (0.42, "fixed", 100)
+    session = onnx.load(files["onnx"])
+    assert [node.domain for node in session.graph.node if node.domain not in ("", "pkg.onnxscript.torch_lib")] == []
+    assert json.loads({each.key: each.value for each in session.metadata_props}[KEY])["architecture"] == "ssd"
+
+
+def test_files_predict_on_images_of_any_size_as_the_detector(ssd, detectors, tmp_path):
+    files, _ = ssd
+    detectors("ssd").save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
+    images = [images_of(1, *hw, seed=i)[0] for i, hw in enumerate([(64, 64), (90, 120), (33, 20), (90, 120)])]
+    expected = open_predictor(tmp_path).predict(images, 0.0)
+    for path in files.values():
+        predictor = open_predictor(path)
+        assert predictor.recommended_threshold == 0.42 and predictor.categories == CATEGORIES
+        for one, other, image in zip(expected, predictor.predict(images, 0.0), images, strict=True):
+            count = min(len(one["scores"]), len(other["scores"]))
+            parts = [[each[key][None, :count] for key in ("boxes", "scores", "labels")] for each in (one, other)]
+            assert count and difference(*parts, max(image.shape)).is_rounding
+    with pytest.raises(BadInput, match="--weights ema"):
+        open_predictor(files["onnx"], "ema")
+
+
+@pytest.mark.parametrize("fault", ["boxes", "scores", "labels", "order"])
+def test_a_wrong_file_is_refused(ssd, fault):
+    """As `torch.onnx.export(dynamo=False)` wrote of RT-DETR-v2: it runs, and its boxes are elsewhere."""
+    files, graph = ssd
+
+    class Wrong(torch.nn.Module):
+        def forward(self, images):
+            boxes, scores, labels = graph(images)
+            changed = {"boxes": boxes * 1.05, "scores": scores * 0.9, "labels": (labels + 1) % 3}
+            if fault == "order":
+                return boxes.flip(0), scores.flip(0), labels.flip(0)
+            return tuple(changed[n] if n == fault else v for n, v in zip(changed, (boxes, scores, labels), strict=True))
+
+    check_outputs(graph, files["onnx"], images_of(2, 64, 64))
+    with pytest.raises(RuntimeError, match="does not compute what PyTorch does"):
+        check_outputs(Wrong(), files["onnx"], images_of(2, 64, 64))
+
+
+def test_final_folder_gets_both_files(detectors, tmp_path):
+    detector = detectors("ssd")
+    detector.save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
+    detector.train()
+    said = export_final(detector, tmp_path, images_of(2, 64, 64))
+    assert detector.training
+    detector.eval()
+    assert "model.pt2 scores" in said and "model.onnx scores" in said
+    assert open_predictor(tmp_path / "model.onnx").categories == CATEGORIES
+
+
+def test_other_files_are_bad_input(tmp_path):
+    with pytest.raises(BadInput, match="no such file"):
+        open_file(tmp_path / "model.onnx")
+    for name in ("model.onnx", "model.pt2"):
+        (tmp_path / name).write_bytes(b"nothing")
+        with pytest.raises(BadInput, match="cannot load it"):
+            open_file(tmp_path / name)
+    other = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [onnx.helper.make_node("Identity", ["a"], ["b"])], "g",
+            *([onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [1])] for n in "ab"),
+        ),
+        opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10,
+    )  # fmt: skip
+    onnx.save(other, tmp_path / "other.onnx")
+    with pytest.raises(BadInput, match="scripts/export.py"):
+        open_file(tmp_path / "other.onnx")
+
+
+def test_what_needs_one_size_says_so_and_a_scene_graph_gives_its_detector():
+    assert trace_hw("any", 32, {"shortest_edge": 800, "longest_edge": 1333}, "x") == (96, 128)
+    with pytest.raises(BadInput, match="--size"):
+        trace_hw("fixed", 32, {"shortest_edge": 800, "longest_edge": 1333}, "deformable_detr")
+    own = torch.nn.Module()
+    own.options = {"architecture": "my:Own"}
+    with pytest.raises(BadInput, match="my:Own cannot be exported"):
+        check_exportable(own)
+    graph = build_detector("scene_graph", class_names=CLASSES, predicates=["on"], mode="sgdet", head="motifs",
+                           backbone="resnet10t", hidden_dim=16, embed_dim=8)  # fmt: skip
+    check_exportable(graph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_every_detector_as_every_file(detectors, tmp_path, name):
+    files, graph = exported(detectors(name), name, tmp_path)
+    side = side_of(name)
+    height = side + {"fixed": 0, "multiples": 32, "any": 21}[graph.sides]
+    for path in files.values():
+        found = batches_agree(graph, path, images_of(5, height, side))
+        print(name, path.name, *(f"batch {batch}: {each}" for batch, each in found.items()), sep="; ")
+
+
+@pytest.mark.slow
+def test_openvino_finds_the_same(ssd):
+    pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install openvino nncf")
+    from toolkit.use.export.openvino import write_openvino
+
+    files, graph = ssd
+    path, about = files["onnx"].with_name("model.xml"), open_file(files["onnx"])[1]
+    write_openvino(files["onnx"], path, about)
+    batches_agree(graph, path, images_of(5, 64, 64))
+    assert open_file(path)[1] == about
+    pytest.importorskip("nncf", reason="nncf is not installed")
+    eighth = path.with_name("model_int8.xml")
+    write_openvino(files["onnx"], eighth, about, [images_of(1, 64, 64, seed=i).numpy() for i in range(4)])
+    assert open_file(eighth)[0](images_of(2, 64, 64).numpy())[0].shape == (2, 100, 4)

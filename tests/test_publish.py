@@ -1,0 +1,209 @@
+"""The model card of a final folder, and its way to a hub on loopback: python -m pytest tests/test_publish.py"""
+
+import base64
+import hashlib
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+
+from toolkit.data.table import Category
+from toolkit.errors import BadInput
+from toolkit.models import build_detector
+from toolkit.models.card import write_card
+from toolkit.use.publish import final_folder, push
+
+CATEGORIES = [Category(7, "cup"), Category(90, "plate: large")]
+SETTINGS = {
+    "model": {"architecture": "ssd", "backbone": "lcnet_035"},
+    "data": {"train": "train.json", "val": "val.json", "format": "coco", "name": None},
+    "optim": {"lr": 0.001}, "schedule": {"name": "cosine"}, "eval": {"metric_for_best": "ema/bbox_AP"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder as a run leaves it, with an SSD."""
+    folder = tmp_path / "cups"
+    (folder / "checkpoints" / "best").mkdir(parents=True)
+    (folder / "report" / "pictures").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(SETTINGS))
+    (folder / "environment.json").write_text(json.dumps({
+        "command_line": ["scripts/train_ssd.py", "--run.name", "cups of tea"], "seed": 3, "processes": 2,
+        "packages": {"torch": "2.11"}, "git": {"commit": "abc123", "dirty": True}, "hardware": {"gpus": ["H100"]},
+        "data": {"train": {"images": 12, "boxes": 34}},
+    }))  # fmt: skip
+    rows = [{"step": step, "val/bbox_AP": 0.1, "val/ema/bbox_AP": ap, "val/ema/bbox_AP50": 0.6}
+            for step, ap in ((5, 0.31), (10, 0.29))]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "checkpoints" / "best" / "state.json").write_text('{"step": 5}')
+    (folder / "report" / "pictures" / "step_000005.png").write_bytes(b"picture")
+    names = [category.name for category in CATEGORIES]
+    small = {"backbone": "lcnet_035", "strides": [4, -1], "channels": [16, 16], "aspect_ratios": [[2], [2]]}
+    detector = build_detector("ssd", class_names=names, **small)
+    detector.save_final(folder / "final", CATEGORIES, {"height": 64, "width": 64})
+    return folder
+
+
+def test_the_card_is_read_by_the_hub_and_says_where_the_model_comes_from(run):
+    card = ModelCard.load(run / "final" / "README.md")
+    assert card.data.license == "apache-2.0" and card.data.pipeline_tag == "object-detection"
+    figures = {each.metric_type: each.metric_value for each in card.data.eval_results}
+    assert figures == {"bbox_AP": 0.31, "bbox_AP50": 0.6}  # of the best step, of the averaged weights
+    for words in ("--run.name 'cups of tea'", "abc123 with changes", "12 images, 34 boxes", "plate: large", "0.3100",
+                  "predictions.png", "open_predictor", "H100", "cosine", "Intended use"):  # fmt: skip
+        assert words in card.text, words
+    assert (run / "final" / "predictions.png").read_bytes() == b"picture"
+    (run / "report" / "intervals.json").write_text(json.dumps({"bbox_AP": [0.25, 0.36]}))
+    write_card(run / "final", ["cup", "plate"], "mit")
+    again = ModelCard.load(run / "final" / "README.md")
+    assert again.data.license == "mit" and "| AP | 0.3100 | 0.2500 to 0.3600 |" in again.text
+
+
+def test_a_folder_without_a_run_has_a_card_too(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "rt_detr_v2"}')
+    card = ModelCard.load(write_card(tmp_path, ["cup"]))
+    assert card.data.library_name == "transformers" and "pipeline(" in card.text
+    assert "None were measured" in card.text
+
+
+@pytest.mark.slow
+def test_torchvision_loads_its_own_detector_by_the_card(tmp_path):
+    from torchvision.models.detection import fasterrcnn_resnet50_fpn_v2
+
+    detector = build_detector("fasterrcnn_resnet50_fpn_v2", class_names=["cup", "plate"], score_threshold=0.0)
+    detector.save_final(tmp_path, CATEGORIES, {"shortest_edge": 96, "longest_edge": 200})
+    code = (tmp_path / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) <= 10
+    found = {}
+    code = code.replace("PATH", str(tmp_path)).replace('Image.open("photo.jpg")', "Image.new('RGB', (96, 96), '#369')")
+    exec(code.replace("print(", "found.setdefault('it', "), {"found": found})
+    model = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=3)
+    assert model.load_state_dict(load_file(tmp_path / "model.safetensors")) and "boxes" in found["it"][0]
+
+
+# ---- a hub on loopback -----------------------------------------------------------------------------------------------
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's API as an upload needs; `files` holds what was committed."""
+
+    files: dict
+    objects: dict
+    created: list
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, found=None, status: int = 200):
+        body = json.dumps(found if found is not None else {}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def content(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def do_HEAD(self):
+        self.answer()
+
+    def do_GET(self):
+        self.answer({"id": "me/cups", "sha": "0" * 40, "siblings": [], "modelId": "me/cups", "tags": []})
+
+    def do_PUT(self):
+        content = self.content()
+        self.objects[hashlib.sha256(content).hexdigest()] = content
+        self.answer()
+
+    def do_POST(self):
+        content, here = self.content(), f"http://{self.headers['Host']}"
+        if self.headers.get("Authorization") != "Bearer hf_test":
+            self.answer({"error": "Invalid username or password."}, 401)
+        elif self.path == "/api/repos/create":
+            self.created.append(json.loads(content))
+            self.answer({"url": f"{here}/me/cups", "id": "me/cups", "name": "me/cups"})
+        elif "/preupload/" in self.path:
+            files = [{"path": each["path"], "shouldIgnore": False, "oid": None,
+                      "uploadMode": "lfs" if each["path"].endswith(".safetensors") else "regular"}
+                     for each in json.loads(content)["files"]]  # fmt: skip
+            self.answer({"files": files})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            asked = json.loads(content)["objects"]
+            self.answer({"transfer": "basic", "objects": [
+                {**each, "actions": {"upload": {"href": f"{here}/store/{each['oid']}"}}} for each in asked
+            ]})  # fmt: skip
+        elif "/commit/" in self.path:
+            for entry in map(json.loads, content.splitlines()):
+                value = entry["value"]
+                if entry["key"] == "file":
+                    self.files[value["path"]] = base64.b64decode(value["content"])
+                elif entry["key"] == "lfsFile":
+                    self.files[value["path"]] = self.objects[value["oid"]]
+            self.answer({"commitOid": "1" * 40, "commitUrl": f"{here}/me/cups/commit/1", "success": True})
+        else:  # validate-yaml and whatever only warns
+            self.answer({"errors": [], "warnings": []})
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    handler = type("OneHub", (Hub,), {"files": {}, "objects": {}, "created": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    here = f"http://127.0.0.1:{server.server_port}"
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", here)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_ENDPOINT", here)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield handler
+    server.shutdown()
+
+
+def test_the_folder_arrives_whole(run, hub):
+    (run / "final" / "model.onnx.wrong").write_text("refused")
+    address = push(run, "me/cups", private=True)
+    assert address.endswith("/me/cups")
+    assert hub.created[0]["name"] == "cups" and hub.created[0]["organization"] == "me"
+    sent = {path.name: path.read_bytes() for path in (run / "final").iterdir() if path.suffix != ".wrong"}
+    assert hub.files == sent and {"README.md", "model.safetensors", "categories.json"} <= set(sent)
+    (run / "model.safetensors").write_bytes(hub.files["model.safetensors"])
+    loaded = load_file(run / "model.safetensors")
+    assert all(isinstance(value, torch.Tensor) for value in loaded.values())
+
+
+def test_without_a_token_there_is_one_sentence(run, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(BadInput) as error:
+        push(run, "me/cups")
+    assert len(error.value.problems) == 1 and "HF_TOKEN" in str(error.value)
+    assert hub.created == []
+
+
+def test_what_the_hub_refuses_is_told_in_its_words(run, hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(BadInput, match="the hub did not take it"):
+        push(run, "me/cups")
+    with pytest.raises(BadInput, match="the hub did not take it"):
+        push(run, "no such/name at all")
+    with pytest.raises(BadInput, match="--licence"):
+        push(run, "me/cups", licence="my own!")
+
+
+def test_a_folder_without_a_model_is_bad_input(tmp_path):
+    with pytest.raises(BadInput, match="final/ folder"):
+        final_folder(tmp_path)

@@ -1,0 +1,115 @@
+"""Videos: the same boxes as their frames as pictures, constant memory: python -m pytest tests/test_video.py"""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from toolkit.data.table import Category
+from toolkit.errors import BadInput
+from toolkit.evaluation.detections import detections_as_json
+from toolkit.use.image_files import predict_files
+from toolkit.use.prediction import Predictor
+from toolkit.use.video import Video, VideoWriter, predict_video
+
+av = pytest.importorskip("av", reason="PyAV is not installed: pip install av")
+CATEGORIES = [Category(1, "square")]
+
+
+def frame(index: int, height: int = 48, width: int = 64) -> np.ndarray:
+    """A bright square that moves on a dark picture of noise."""
+    picture = np.random.default_rng(index).integers(0, 60, (height, width, 3), dtype=np.uint8)
+    x, y = 3 + index % (width - 20), 5 + index // 2 % (height - 20)
+    picture[y : y + 12, x : x + 12] = 250
+    return picture
+
+
+def write_lossless(path: Path, frames) -> Path:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("ffv1", rate=Fraction(25))
+        stream.pix_fmt, stream.height, stream.width = "bgr0", 48, 64
+        for picture in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="bgr0")))
+        container.mux(stream.encode())
+    return path
+
+
+def find_squares(images, score_threshold):
+    """The bright pixels' box, and their mean as score: any pixel that differs is seen."""
+    found = []
+    for image in images:
+        rows, columns = (image[0] > 200).nonzero().unbind(1)
+        box = torch.stack([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]).float()
+        score = image.float().mean()[None] / 255
+        found.append({"boxes": box[None], "scores": score, "labels": torch.zeros(1, dtype=torch.int64)})
+    return found
+
+
+PREDICTOR = Predictor("squares", CATEGORIES, find_squares)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lossless_frames_have_the_boxes_of_their_pictures(tmp_path):
+    frames = [frame(i) for i in range(60)]
+    video = write_lossless(tmp_path / "film.mkv", frames)
+    paths = []
+    for i, picture in enumerate(frames):
+        paths.append(tmp_path / f"{i:03d}.png")
+        Image.fromarray(picture).save(paths[-1])
+    of_files = {each.path: detections_as_json(each.found, CATEGORIES) for each in predict_files(PREDICTOR, paths)}
+    count, broken = predict_video(PREDICTOR, video, tmp_path / "out" / "film.jsonl", tmp_path / "out" / "film.mp4")
+    assert (count, broken) == (60, None)
+    found = lines(tmp_path / "out" / "film.jsonl")
+    assert [each["detections"] for each in found] == [of_files[path] for path in paths]
+    assert [each["frame"] for each in found] == list(range(60))
+    assert found[50]["time_s"] == pytest.approx(2.0, abs=0.01)
+    with Video(tmp_path / "out" / "film.mp4") as drawn:
+        shapes = {tuple(each.image.shape) for each in drawn}
+    assert shapes == {(3, 48, 64)}
+
+
+def test_memory_does_not_grow_with_the_length(tmp_path):
+    video = write_lossless(tmp_path / "film.mkv", (frame(i) for i in range(1000)))
+    used, process = [], psutil.Process()
+    predict_video(
+        PREDICTOR, video, tmp_path / "film.jsonl", tmp_path / "film.mp4", batch_size=4,
+        on_frame=lambda: used.append(process.memory_info().rss),
+    )  # fmt: skip
+    assert len(used) == 1000
+    grown = (max(used[900:]) - max(used[100:200])) / 2**20
+    print(f"resident memory from frame 200 to 1000: {grown:+.1f} MiB")
+    assert grown < 20
+
+
+def test_it_stops_when_asked_and_tells_of_an_early_end(tmp_path):
+    video = write_lossless(tmp_path / "film.mkv", (frame(i) for i in range(30)))
+    assert predict_video(PREDICTOR, video, tmp_path / "a.jsonl", max_frames=7) == (7, None)
+    assert len(lines(tmp_path / "a.jsonl")) == 7
+    cut = tmp_path / "cut.mkv"
+    cut.write_bytes(video.read_bytes()[: video.stat().st_size // 2])
+    count, _ = predict_video(PREDICTOR, cut, tmp_path / "b.jsonl")
+    assert 5 < count < 30 and len(lines(tmp_path / "b.jsonl")) == count
+
+
+def test_sides_that_are_odd_are_written(tmp_path):
+    writer = VideoWriter(tmp_path / "odd.mp4", Fraction(10))
+    for _ in range(3):
+        writer.add(np.zeros((33, 51, 3), np.uint8))
+    writer.close()
+    with Video(tmp_path / "odd.mp4") as video:
+        assert [tuple(each.image.shape) for each in video] == [(3, 32, 50)] * 3
+
+
+def test_what_is_no_video_is_bad_input(tmp_path):
+    (tmp_path / "text.mp4").write_text("nothing")
+    for source in (tmp_path / "none.mp4", tmp_path / "text.mp4", 4711):
+        with pytest.raises(BadInput, match="no video that can be read"):
+            Video(source)

@@ -1,0 +1,201 @@
+"""The model card of a `final/` folder: what it is, what it was trained on and how, its figures, how it is loaded."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from toolkit.errors import BadInput
+from toolkit.files import write_text_atomic
+from toolkit.runs.settings_file import CONFIG
+
+SHOWN = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
+LICENCE = "apache-2.0"  # of this program; the data may ask for more
+PICTURE = "predictions.png"
+TRANSFORMERS_USAGE = """With transformers alone:
+
+```python
+from transformers import pipeline
+
+detect = pipeline("object-detection", model="PATH_OR_NAME")
+for found in detect("photo.jpg"):
+    print(found["label"], found["score"], found["box"])
+```"""
+TOOLKIT_USAGE = """With the toolkit that trained it:
+
+```python
+from PIL import Image
+from toolkit.use.prediction import open_predictor
+
+found = open_predictor("PATH")(Image.open("photo.jpg"))
+print(found["boxes"], found["scores"], found["labels"])
+```"""
+TORCHVISION_USAGE = """With torchvision alone; labels count from 1:
+
+```python
+from PIL import Image
+from safetensors.torch import load_file
+from torchvision.models.detection import fasterrcnn_resnet50_fpn_v2
+from torchvision.transforms.functional import to_tensor
+
+size = {"min_size": SMALLEST, "max_size": LARGEST}
+model = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=CLASSES, **size)
+model.load_state_dict(load_file("PATH/model.safetensors"))
+print(model.eval()([to_tensor(Image.open("photo.jpg"))]))
+```"""
+
+
+def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE) -> Path:
+    """Writes `README.md` of a final folder, which `huggingface_hub.ModelCard.load` reads.
+
+    Args:
+        folder: with the model; what the run folder above it says of data, settings, commit and figures goes in.
+        licence: as the hub spells it.
+    """
+    folder = Path(folder)
+    run = folder.parent if (folder.parent / CONFIG).is_file() else None
+    config = json.loads((folder / "config.json").read_text())
+    settings = yaml.safe_load((run / CONFIG).read_text()) if run else {}
+    environment = _json(run / "environment.json") if run else {}
+    row = best_row(run) if run else {}
+    architecture = settings.get("model", {}).get("architecture") or config.get("model", {}).get("architecture") \
+        or config.get("model_type", "detector")  # fmt: skip
+    name = run.name if run else folder.name
+    head = {
+        "license": licence,
+        "pipeline_tag": "object-detection",
+        "library_name": "transformers" if "model_type" in config else "detection-toolkit",
+        "tags": ["object-detection", architecture],
+        "model-index": [{"name": name, "results": _index(settings, row)}],
+    }
+    if not row:
+        del head["model-index"]
+    parts = [
+        f"# {name}: {architecture}",
+        f"An object detector for {len(class_names)} classes: {', '.join(map(str, class_names[:100]))}.",
+        _picture(folder, run), "## Figures", _figures(row, run), "## How to use it", _usage(config, len(class_names)),
+        "## Data", _data(settings, environment), "## Training", _training(settings, environment),
+        "## Intended use and limits", _limits(class_names), "## Licence",
+        f"`{licence}` for the weights, as far as the licences of the training data and of the weights that training "
+        "began with allow it; check those before you pass the model on.",
+    ]  # fmt: skip
+    text = "\n\n".join(part for part in parts if part)
+    path = folder / "README.md"
+    write_text_atomic(path, f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{text}\n")
+    return path
+
+
+def best_row(run: Path) -> dict:
+    """The evaluation of the best checkpoint of a run, without its prefix; empty when there is none."""
+    state = _json(run / "checkpoints" / "best" / "state.json")
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        metric = yaml.safe_load((run / CONFIG).read_text())["eval"]["metric_for_best"]
+    except (OSError, KeyError):
+        return {}
+    prefix = "val/ema/" if metric.startswith("ema/") else "val/"
+    rows = [row for row in map(json.loads, lines) if f"{prefix}bbox_AP" in row]
+    if state.get("step") is not None:
+        rows = [row for row in rows if row["step"] == state["step"]] or rows
+    if not rows:
+        return {}
+    return {"step": rows[-1]["step"]} | {k[len(prefix) :]: v for k, v in rows[-1].items() if k.startswith(prefix)}
+
+
+def _index(settings: Mapping, row: Mapping) -> list[dict]:
+    data = settings.get("data", {})
+    known = {key: name for key, name in SHOWN.items() if row.get(key) is not None}
+    metrics = [{"type": key, "name": name, "value": row[key]} for key, name in known.items()]
+    dataset = {"type": str(data.get("name") or data.get("format") or "images"), "name": str(data.get("val"))}
+    return [{"task": {"type": "object-detection"}, "dataset": dataset, "metrics": metrics}]
+
+
+def _figures(row: Mapping, run: Path | None) -> str:
+    found = {name: row[key] for key, name in SHOWN.items() if row.get(key) is not None}
+    if not found:
+        return "None were measured."
+    intervals = _json(run / "report" / "intervals.json")
+    lines = ["| | validation data | 95 % interval |", "|---|---|---|"]
+    for key, name in SHOWN.items():
+        if name in found:
+            low, high = intervals.get(key, (None, None))
+            shown = f"{low:.4f} to {high:.4f}" if low is not None else "see `report/`"
+            lines.append(f"| {name} | {found[name]:.4f} | {shown} |")
+    return "\n".join(lines) + f"\n\nCOCO's box metrics at step {row['step']}; intervals are a bootstrap over images."
+
+
+def _picture(folder: Path, run: Path | None) -> str:
+    """The newest picture of predictions of the run, copied beside the card."""
+    pictures = sorted((run / "report" / "pictures").glob("step_*.png")) if run else []
+    if not pictures:
+        return ""
+    (folder / PICTURE).write_bytes(pictures[-1].read_bytes())
+    return f"![Annotated boxes left, predictions right]({PICTURE})"
+
+
+def _usage(config: Mapping, classes: int) -> str:
+    if "model_type" in config:
+        return TRANSFORMERS_USAGE
+    model, size = config["model"], config.get("processor_size") or {}
+    if model["architecture"] != "fasterrcnn_resnet50_fpn_v2":
+        return TOOLKIT_USAGE + "\n\nWithout it: `scripts/export.py` makes an ONNX file of it."
+    smallest = size.get("shortest_edge") or size.get("height") or 800
+    largest = size.get("longest_edge") or size.get("width") or 1333
+    values = {"CLASSES": classes + 1, "SMALLEST": smallest, "LARGEST": largest}
+    text = TORCHVISION_USAGE
+    for name, value in values.items():
+        text = text.replace(name, str(value))
+    return text + "\n\n" + TOOLKIT_USAGE
+
+
+def _data(settings: Mapping, environment: Mapping) -> str:
+    data, counts = settings.get("data", {}), environment.get("data", {})
+    if not data:
+        return "Not known."
+    lines = [f"- {words}: `{data.get(key)}`" + _counted(counts.get(key)) for key, words in
+             (("train", "training"), ("val", "validation"))]  # fmt: skip
+    return "\n".join([*lines, f"- format: `{data.get('format')}`, name: `{data.get('name')}`"])
+
+
+def _counted(counts: Mapping | None) -> str:
+    return f", {counts['images']} images, {counts['boxes']} boxes" if counts else ""
+
+
+def _training(settings: Mapping, environment: Mapping) -> str:
+    if not settings:
+        return "Not known."
+    command = shlex.join(map(str, environment.get("command_line", [])))
+    git = environment.get("git") or {}
+    commit = f"{git['commit']}{' with changes' if git.get('dirty') else ''}" if git else "not known"
+    hardware = environment.get("hardware", {})
+    machine = ", ".join(hardware.get("gpus") or [f"{hardware.get('cpu')}, {hardware.get('cpu_cores_usable')} cores"])
+    versions = ", ".join(f"{k} {v}" for k, v in environment.get("packages", {}).items())
+    recipe = {key: settings[key] for key in ("model", "optim", "schedule", "loss") if key in settings}
+    text = yaml.safe_dump(json.loads(json.dumps(recipe)), sort_keys=False)
+    return (f"```bash\n{command}\n```\n\nCommit {commit}; seed {environment.get('seed')}, "
+            f"{environment.get('processes')} processes; {machine}; {versions}.\n\n```yaml\n{text}```")  # fmt: skip
+
+
+def _limits(class_names: Sequence[str]) -> str:
+    return (
+        "It finds the classes above in images like those of its training data, and nothing else: on other cameras, "
+        "sizes, places or times it must be measured again before it is trusted. Scores are no probabilities unless the "
+        "report's calibration says so; choose the threshold by the cost of misses and false alarms. It was not made "
+        "for decisions about people, nor for uses where a missed object does harm that nobody notices."
+    )
+
+
+def check_licence(licence: str) -> None:
+    """Raises BadInput for what the hub would refuse as the name of a licence."""
+    if not licence or not all(c.isalnum() or c in "-." for c in licence):
+        raise BadInput(f"--licence {licence!r}: expected a name as the hub spells it, such as apache-2.0 or mit")
+
+
+def _json(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,91 @@
+"""Exported files held to PyTorch: the same outputs, and the same AP on data that were labelled."""
+
+import statistics
+import timeit
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from toolkit.use.export.files import Runner, open_file
+
+# Largest differences that rounding explains: of a score, and of a corner in units of the image's longer side.
+SCORE_TOLERANCE, BOX_TOLERANCE = 1e-3, 1e-3
+MOSTLY = 0.98  # share of the detections that must be found again: of equal ones, others may be left over
+BATCHES = (1, 2, 5)
+
+
+@dataclass
+class Difference:
+    """How far two sets of detections are apart. matched: share of the rows of the first that the second has; score,
+    box: the largest differences of those, the box in units of the image's longer side."""
+
+    matched: float
+    score: float
+    box: float
+
+    def __str__(self) -> str:
+        return f"scores {self.score:.1e}, boxes {self.box:.1e} of the image's side, {self.matched:.1%} found again"
+
+    @property
+    def is_rounding(self) -> bool:
+        return self.matched >= MOSTLY
+
+
+def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> Difference:
+    """Raises RuntimeError when an exported file does not give, for these images, what PyTorch gives."""
+    with torch.no_grad():
+        expected = graph(images)
+    found = open_file(path)[0](images.numpy())
+    apart = difference(expected, [torch.from_numpy(each) for each in found], max(images.shape[-2:]))
+    if not apart.is_rounding:
+        raise RuntimeError(f"{path} does not compute what PyTorch does; {apart}")
+    return apart
+
+
+def difference(expected, found, side: int) -> Difference:
+    """Between the boxes, scores and labels of two runs; rows are matched, as equal scores come in any order.
+
+    A row is found again when a row of its label has its score and its box, each within its tolerance.
+    """
+    boxes, scores, labels = expected
+    unit = boxes.abs().amax(-1).clamp(min=side)  # a wild box is compared in its own size
+    apart = (boxes[:, :, None] - found[0][:, None]).abs().amax(-1) / unit[..., None]  # (B, K, K)
+    of_score = (scores[:, :, None] - found[1][:, None]).abs()
+    near = (labels[:, :, None] == found[2][:, None]) & (of_score <= SCORE_TOLERANCE) & (apart <= BOX_TOLERANCE)
+    apart = apart.masked_fill(~near, torch.inf).min(dim=2)
+    real = scores > 0
+    matched = real & apart.values.isfinite()
+    if not matched.any():
+        return Difference(float(not real.any()), 0.0, 0.0)
+    of_score = of_score.gather(2, apart.indices[..., None])[..., 0]
+    share = (matched.sum() / real.sum()).item()
+    return Difference(share, of_score[matched].max().item(), apart.values[matched].max().item())
+
+
+def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Difference]:
+    """`check_outputs` for batches of `BATCHES` images, taken from the given ones again and again."""
+    rows = {size: torch.arange(size) % len(images) for size in BATCHES}
+    return {size: check_outputs(graph, path, images[each].contiguous()) for size, each in rows.items()}
+
+
+def run_in_pytorch(graph: nn.Module) -> Runner:
+    """The function that was exported, as `open_file` gives that of a file."""
+
+    @torch.no_grad()
+    def run(images: np.ndarray):
+        return tuple(each.numpy() for each in graph(torch.from_numpy(images)))
+
+    return run
+
+
+def speed(run: Callable, images: np.ndarray, repeats: int = 7) -> dict[str, float]:
+    """`latency_ms` of one image and `images_per_s` of all of them together: medians."""
+    seconds = {}
+    for name, some in (("one", images[:1]), ("all", images)):
+        run(some)
+        seconds[name] = statistics.median(timeit.repeat(lambda some=some: run(some), number=1, repeat=repeats))
+    return {"latency_ms": 1e3 * seconds["one"], "images_per_s": len(images) / seconds["all"]}

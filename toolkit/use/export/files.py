@@ -1,0 +1,121 @@
+"""Exported detectors as files: ONNX, a program of torch.export, OpenVINO; how each is written and run.
+
+A runner is a function from images uint8 (B, 3, H, W) to boxes, scores and labels, as NumPy arrays; see
+`toolkit.use.export.graph.PixelsToBoxes`.
+"""
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from toolkit.errors import BadInput
+from toolkit.use.export.about import KEY, About
+
+Runner = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
+OUTPUTS = ("boxes", "scores", "labels")
+SUFFIXES = (".onnx", ".pt2", ".xml")
+OPSET = 18
+
+
+def write_program(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
+    """A `.pt2` of torch.export."""
+    torch.export.save(program, path, extra_files={KEY: about.to_text()})
+
+
+def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
+    """One ONNX file of opset 18."""
+    import onnx
+
+    exported = _to_onnx(program, optimize=True)
+    try:
+        onnx.checker.check_model(exported.model_proto)
+    except onnx.checker.ValidationError:  # its optimizer joins the clamps of two-stage Deformable DETR wrongly
+        exported = _to_onnx(program, optimize=False)
+    exported.model.metadata_props[KEY] = about.to_text()
+    exported.save(str(path), external_data=False)
+
+
+def _to_onnx(program: torch.export.ExportedProgram, optimize: bool):
+    from toolkit.use.export.operators import TRANSLATIONS
+
+    return torch.onnx.export(
+        program, dynamo=True, opset_version=OPSET, input_names=["images"], output_names=list(OUTPUTS),
+        custom_translation_table=TRANSLATIONS, verbose=False, optimize=optimize,
+    )  # fmt: skip
+
+
+def open_file(path: Path) -> tuple[Runner, About]:
+    """What runs an exported file on the CPU, and what it says of itself.
+
+    Raises:
+        BadInput: no such file, none that `scripts/export.py` wrote, or the program that runs it is not installed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file")
+    openers = {".onnx": _open_onnx, ".pt2": _open_program, ".xml": _open_openvino}
+    if path.suffix not in openers:
+        raise BadInput(f"{path}: {path.suffix} is no exported detector; there are {', '.join(openers)}")
+    return openers[path.suffix](path)
+
+
+def _open_onnx(path: Path) -> tuple[Runner, About]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # or its threads take the others' cores
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # noqa: BLE001 - its errors have no common class
+        raise BadInput(f"{path}: ONNX Runtime cannot load it: {str(error).splitlines()[0]}") from error
+    about = About.from_text(session.get_modelmeta().custom_metadata_map.get(KEY), path)
+    return lambda images: tuple(session.run(list(OUTPUTS), {"images": images})), about
+
+
+def _open_program(path: Path) -> tuple[Runner, About]:
+    from toolkit.use.export import operators  # noqa: F401 - the program names its operators
+
+    texts = {KEY: ""}
+    try:
+        module = torch.export.load(path, extra_files=texts).module()
+    except (RuntimeError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise BadInput(f"{path}: torch.export cannot load it: {str(error).splitlines()[0]}") from error
+    about = About.from_text(texts[KEY], path)
+
+    @torch.no_grad()
+    def run(images: np.ndarray):
+        return tuple(each.numpy() for each in module(torch.from_numpy(images)))
+
+    return run, about
+
+
+def _open_openvino(path: Path) -> tuple[Runner, About]:
+    openvino = import_openvino()
+    try:
+        model = openvino.Core().read_model(path)
+    except RuntimeError as error:
+        raise BadInput(f"{path}: OpenVINO cannot load it: {str(error).splitlines()[0]}") from error
+    text = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
+    return openvino_runner(model), About.from_text(text, path)
+
+
+def openvino_runner(model) -> Runner:
+    """Runs a model of OpenVINO, in float32 also where the processor has half precision."""
+    compiled = import_openvino().compile_model(
+        model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    )
+    return lambda images: tuple(np.array(compiled([images])[name]) for name in OUTPUTS)
+
+
+def import_openvino():
+    """The package. Raises BadInput with the command that installs it."""
+    try:
+        import openvino
+    except ImportError as error:
+        raise BadInput('OpenVINO is not installed: pip install -e ".[openvino]"') from error
+    return openvino

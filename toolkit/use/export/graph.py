@@ -1,0 +1,135 @@
+"""A detector as one function from pixels to boxes, which exporters can trace; each detector has its own beside this."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from toolkit.batch import normalize_images
+
+MAX_BATCH, MAX_SIDE = 4096, 16384
+
+
+class PixelsToBoxes(nn.Module):
+    """A detector in evaluation mode with all that comes before and after its network.
+
+    forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4) float32 xyxy in pixels of these images, scores (B, K),
+    labels (B, K) int64, best first; K = top_k. A row without a detection has score 0 and label -1.
+
+    A subclass says in `sides` which images its function takes: "any"; "multiples" of the detector's stride; or "fixed",
+    the one size that it was exported for.
+    """
+
+    sides = "any"
+
+    def __init__(self, detector: nn.Module, top_k: int):
+        super().__init__()
+        self.detector, self.top_k = detector, top_k
+
+    def candidates(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Boxes (B, N, 4), scores (B, N), labels (B, N); no detection where the score is 0.
+
+        images: with sides that are multiples of the detector's stride, where `sides` is "any".
+        """
+        raise NotImplementedError
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        height, width = images.shape[-2:]
+        sizes = torch.tensor([height, width], device=images.device).expand(images.shape[0], 2)
+        stride = self.detector.stride
+        if self.sides == "any" and stride > 1:
+            images = pad(images, (0, -width % stride, 0, -height % stride))
+        boxes, scores, labels = self.candidates(images, sizes)
+        boxes, scores, labels = best(boxes, scores, labels, self.top_k)
+        return boxes, scores, labels.where(scores > 0, -1)
+
+    def pixels(self, images: Tensor, sizes: Tensor) -> Tensor:
+        """Normalised float32 images, 0 beyond `sizes`."""
+        return normalize_images(images, sizes, self.detector.mean, self.detector.std)
+
+
+def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` rows of highest score of each image, best first; filled up with rows of 0.
+
+    Exporters know no stable order: that of exactly equal scores is the runtime's.
+    """
+    more = max(0, count - scores.shape[1]) if isinstance(scores.shape[1], int) else count
+    boxes, scores, labels = pad(boxes, (0, 0, 0, more)), pad(scores, (0, more)), pad(labels, (0, more))
+    scores, order = scores.topk(count, dim=1)
+    return boxes.gather(1, order[..., None].expand(-1, -1, 4)), scores, labels.gather(1, order)
+
+
+def clip(boxes: Tensor, sizes: Tensor) -> Tensor:
+    """Boxes (B, N, 4) cut off at the borders of their images of sizes (B, 2) h, w."""
+    return boxes.clamp(min=0).minimum(sizes.flip(1).repeat(1, 2)[:, None].to(boxes))
+
+
+def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
+    """The function of this detector, on the detector itself, which is left in evaluation mode."""
+    graph_class, detector = graph_of(detector)
+    return graph_class(detector, top_k).eval()
+
+
+def graph_of(detector: nn.Module) -> tuple[type[PixelsToBoxes] | None, nn.Module]:
+    """The class of its function, None when there is none, and the detector meant: of a scene graph its own detector."""
+    from toolkit.models.detr.base import TransformersDetector
+    from toolkit.models.faster_rcnn.model import FasterRCNN
+    from toolkit.models.ssd.model import SSD
+    from toolkit.models.yolov3.model import YOLOv3
+    from toolkit.use.export import detr, faster_rcnn, ssd, yolov3
+
+    of_graph = getattr(detector, "detector", None)
+    detector = of_graph if isinstance(of_graph, FasterRCNN) else detector
+    known = {TransformersDetector: detr.graph_class, FasterRCNN: lambda _: faster_rcnn.FasterRcnnGraph,
+             SSD: lambda _: ssd.SsdGraph, YOLOv3: lambda _: yolov3.Yolov3Graph}  # fmt: skip
+    found = next((choose(detector) for kind, choose in known.items() if isinstance(detector, kind)), None)
+    return found, detector
+
+
+def trace(graph: PixelsToBoxes, size_hw: tuple[int, int]) -> torch.export.ExportedProgram:
+    """The function through torch.export, for any batch, and for any size as its `sides` says.
+
+    size_hw: of the images it is traced with, the only ones when its `sides` are "fixed".
+    """
+    device = next(graph.parameters()).device
+    images = torch.zeros(2, 3, *size_hw, dtype=torch.uint8, device=device)
+    dynamic = {0: torch.export.Dim("batch", min=1, max=MAX_BATCH)}
+    stride = graph.detector.stride
+    if graph.sides == "multiples":
+        rows, columns = (torch.export.Dim(name, min=2, max=MAX_SIDE // stride) for name in ("rows", "columns"))
+        dynamic |= {2: stride * rows, 3: stride * columns}
+    elif graph.sides == "any":
+        dynamic |= {i + 2: torch.export.Dim(name, min=33, max=MAX_SIDE) for i, name in enumerate(("height", "width"))}
+    with torch.no_grad(), traceable(graph.detector):
+        graph(images)  # what a detector keeps of an image size is made now, outside of the trace
+        return torch.export.export(
+            graph, (images,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True
+        )
+
+
+@contextlib.contextmanager
+def traceable(detector: nn.Module) -> Iterator[None]:
+    """Takes away what stops torch.export in the code of detectors, as long as it lasts.
+
+    transformers checks the shapes of every deformable attention in a way that exporters to ONNX cannot translate
+    (`aten._is_all_true`; huggingface/transformers issue 44265); it has a switch for that. And `len(tensor)`, which must
+    be a plain number in Python, would tie the program to the batch that it is traced with.
+    """
+    import sys
+
+    cores = [detector, getattr(detector, "model", None), getattr(getattr(detector, "model", None), "model", None)]
+    names = {cls.__module__ for core in cores if core is not None for cls in type(core).__mro__}
+    modules = [sys.modules[name] for name in names if name.startswith(("toolkit.models", "transformers.models"))]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"))
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "len", _symbolic_len, create=True))
+        yield
+
+
+def _symbolic_len(of):
+    return of.shape[0] if isinstance(of, Tensor) else len(of)

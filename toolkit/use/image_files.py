@@ -1,0 +1,134 @@
+"""Image files: which ones were meant, and what a predictor finds in them."""
+
+import atexit
+import glob
+import shutil
+import sys
+import tempfile
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, decode_image, probe_image
+from toolkit.errors import BadInput
+from toolkit.use.prediction import Found, Predictor
+
+
+class FilePrediction(NamedTuple):
+    """An image file: `image` uint8 (3, H, W) and what was `found` in it, or the `error` why it cannot be read."""
+
+    path: Path
+    image: Tensor | None
+    found: Found | None
+    error: str | None
+
+
+def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> dict[Path, Path]:
+    """The files that were meant, in order, each once, with its name below the folder that was given.
+
+    Args:
+        given: files (taken whatever their suffix), folders (searched for image suffixes, also below), and patterns
+            such as "photos/**/*.jpg".
+        leave_out: a folder whose files are not taken, such as that of the pictures made last time.
+
+    Raises:
+        BadInput: naming all that is not there or holds no image.
+    """
+    images, problems = {}, []
+    for each in map(str, given):
+        path = Path(each).expanduser()
+        if path.is_dir():
+            here = {file: file.relative_to(path) for file in sorted(path.rglob("*"))}
+        elif path.exists():
+            here = {path: Path(path.name)}
+        else:
+            here = {Path(match): Path(Path(match).name) for match in sorted(glob.glob(str(path), recursive=True))}
+        if not path.is_file():
+            here = {file: name for file, name in here.items() if _is_image_file(file, leave_out)}
+        if not here:
+            what = "holds no image files" if path.is_dir() else "no such file or folder, and no image file matches it"
+            problems.append(f"{each}: {what} (looked for {' '.join(sorted(IMAGE_SUFFIXES))})")
+        for file, name in here.items():
+            images.setdefault(file, name)
+    if problems:
+        raise BadInput(problems)
+    return images
+
+
+def find_or_fetch(given: Sequence[str], leave_out: Path | None = None) -> tuple[dict[Path, Path], dict[Path, str]]:
+    """`find_images` of files, folders and patterns; of addresses, which are fetched; and of "-", a list of all these on
+    the standard input, one a line.
+
+    Returns:
+        the files with their names, and the error of each address that could not be fetched.
+    """
+    lines = [line.strip() for each in given for line in (sys.stdin if each == "-" else [each])]
+    lines = [line for line in lines if line]
+    addresses = [line for line in lines if line.startswith(("http://", "https://"))]
+    local = [line for line in lines if line not in addresses]
+    if not lines:
+        raise BadInput("no images: nothing came on the standard input")
+    files = find_images(local, leave_out) if local else {}
+    errors = {}
+    for address in addresses:
+        try:
+            files[_fetched(address)] = Path(Path(urllib.parse.urlparse(address).path).name or "image")
+        except (OSError, ValueError) as error:
+            errors[Path(address)] = f"cannot be fetched: {getattr(error, 'reason', error)}"
+    return files, errors
+
+
+def _fetched(address: str, timeout_s: float = 30, limit: int = 100 * 2**20) -> Path:
+    """A file with the content of an address, gone when the process ends."""
+    with urllib.request.urlopen(address, timeout=timeout_s) as answer:
+        content = answer.read(limit)
+    folder = Path(tempfile.mkdtemp(prefix="predict-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / (Path(urllib.parse.urlparse(address).path).name or "image")
+    path.write_bytes(content)
+    return path
+
+
+def _is_image_file(path: Path, leave_out: Path | None) -> bool:
+    if leave_out is not None and leave_out.resolve() in path.resolve().parents:
+        return False
+    return path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
+
+
+def predict_files(
+    predictor: Predictor, paths: Sequence[Path], *, batch_size: int = 8, score_threshold: float = 0.3
+) -> Iterator[FilePrediction]:
+    """Every file once, those of like size together, and so not in the order given. A file that cannot be read is
+    yielded with its error, the others go on."""
+    with ThreadPoolExecutor() as pool:
+        sizes = pool.map(_size_or_nothing, paths)
+        in_order = [path for _, path in sorted(zip(sizes, paths, strict=True))]
+        for start in range(0, len(in_order), batch_size):
+            some = in_order[start : start + batch_size]
+            decoded = list(pool.map(_decode_or_error, some))
+            whole = [image for image in decoded if isinstance(image, Tensor)]
+            found = iter(predictor.predict(whole, score_threshold) if whole else [])
+            for path, image in zip(some, decoded, strict=True):
+                if isinstance(image, Tensor):
+                    yield FilePrediction(path, image, next(found), None)
+                else:
+                    yield FilePrediction(path, None, None, image.reason)
+
+
+def _size_or_nothing(path: Path) -> tuple[int, int]:
+    try:
+        return probe_image(path).size_hw
+    except ImageError:
+        return (0, 0)  # decoding says why
+
+
+def _decode_or_error(path: Path) -> Tensor | ImageError:
+    try:
+        return decode_image(path)
+    except ImageError as error:
+        return error

@@ -1,0 +1,121 @@
+"""Large images in tiles, and images seen mirrored too: several looks at one image, merged into one answer."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torchvision.ops import batched_nms
+
+from toolkit.boxes import pairwise_iou
+from toolkit.errors import BadInput
+from toolkit.use.prediction import Found, Predictor
+
+CONTAINED = 0.8  # share of a box in another one of its class that makes it a part of that
+
+
+def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
+    """A predictor that looks at an image in squares of `tile` pixels, and at all of it where it fits in one.
+
+    Args:
+        tile: side in pixels; every tile is resized to what the detector was trained with.
+        overlap: share of a side that neighbours have in common; objects up to that size are whole in one of them.
+        nms_iou: boxes of a class that overlap more are one.
+
+    A box that a border between tiles cuts is dropped where another one of its class has most of it.
+
+    Raises:
+        BadInput: a tile of no size, an overlap outside [0, 0.9], a scene-graph detector.
+    """
+    if tile < 1 or not 0 <= overlap <= 0.9:
+        raise BadInput(f"--tile {tile} --overlap {overlap}: expected at least one pixel, and 0 to 0.9 of a tile")
+    _refuse_graphs(predictor, "--tile")
+
+    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
+        return [one(image, score_threshold) for image in images]
+
+    def one(image: Tensor, score_threshold: float) -> Found:
+        height, width = image.shape[-2:]
+        corners = [(x, y) for y in starts(height, tile, overlap) for x in starts(width, tile, overlap)]
+        parts, cut = [], []
+        for first in range(0, len(corners), batch_size):
+            some = corners[first : first + batch_size]
+            for (x, y), found in zip(some, predictor.predict([image[:, y : y + tile, x : x + tile] for x, y in some],
+                                                             score_threshold), strict=True):  # fmt: skip
+                boxes = found["boxes"]
+                right, bottom = min(width, x + tile), min(height, y + tile)
+                sides = torch.stack([boxes[:, 0] <= 1, boxes[:, 1] <= 1, boxes[:, 2] >= right - x - 1,
+                                     boxes[:, 3] >= bottom - y - 1], dim=1)  # fmt: skip
+                inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders that cut
+                cut.append((sides & inner).any(1))
+                parts.append({**found, "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype)})
+        return merged(parts, nms_iou, torch.cat(cut))
+
+    return replace(predictor, predict=predict)
+
+
+def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
+    """A predictor that looks at every image twice, once mirrored left to right.
+
+    Boxes of a class that overlap by more than `nms_iou` are one, at the mean of both places by their scores.
+    """
+    _refuse_graphs(predictor, "--flip")
+
+    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
+        plain = predictor.predict(images, score_threshold)
+        mirrored = predictor.predict([image.flip(-1) for image in images], score_threshold)
+        for image, found in zip(images, mirrored, strict=True):
+            left, top, right, bottom = found["boxes"].unbind(1)
+            found["boxes"] = torch.stack([image.shape[-1] - right, top, image.shape[-1] - left, bottom], dim=1)
+        return [_averaged(both, nms_iou) for both in zip(plain, mirrored, strict=True)]
+
+    return replace(predictor, predict=predict)
+
+
+def starts(length: int, tile: int, overlap: float) -> list[int]:
+    """Where tiles begin along a side: evenly, the last one ends with the image."""
+    if length <= tile:
+        return [0]
+    step = max(1, int(tile * (1 - overlap)))
+    count = -(-(length - tile) // step) + 1
+    return [round(i * (length - tile) / (count - 1)) for i in range(count)]
+
+
+def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) -> Found:
+    """One set of detections out of several of one image, best first, after non-maximum suppression class by class.
+
+    cut: (K,) bool, boxes of all parts that end where a tile ends: they go where a whole one holds most of them.
+    """
+    joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
+    if cut is not None and cut.any():
+        keep = ~(cut & _inside_another(joined, cut))
+        joined = {key: value[keep] for key, value in joined.items()}
+    kept = batched_nms(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
+    return {key: value[kept] for key, value in joined.items()}
+
+
+def _inside_another(found: Found, cut: Tensor) -> Tensor:
+    """(K,) bool: a box of the same class has `CONTAINED` of it, and is whole, or larger than it."""
+    boxes, labels = found["boxes"], found["labels"]
+    area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
+    low = torch.maximum(boxes[:, None, :2], boxes[None, :, :2])
+    sides = (torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:]) - low).clamp(min=0)
+    shared = sides.prod(-1) / area[:, None].clamp(min=1e-6)
+    better = (~cut)[None] | (area[None] > area[:, None])
+    return ((shared >= CONTAINED) & better & (labels[:, None] == labels[None])).fill_diagonal_(False).any(1)
+
+
+def _averaged(parts: Sequence[Found], nms_iou: float) -> Found:
+    joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
+    kept = batched_nms(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
+    near = pairwise_iou(joined["boxes"][kept], joined["boxes"]) >= nms_iou
+    near &= joined["labels"][kept, None] == joined["labels"][None]
+    near[torch.arange(len(kept)), kept] = True
+    weights = near * joined["scores"]
+    boxes = weights @ joined["boxes"] / weights.sum(1, keepdim=True).clamp(min=1e-9)
+    return {"boxes": boxes, "scores": joined["scores"][kept], "labels": joined["labels"][kept]}
+
+
+def _refuse_graphs(predictor: Predictor, flag: str) -> None:
+    if predictor.predicates:
+        raise BadInput(f"{flag}: relations of a scene graph cannot be merged; leave it out")
