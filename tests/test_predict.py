@@ -293,4 +293,4 @@ def test_addresses_and_a_list_on_the_standard_input(tmp_path, monkeypatch):
     files, errors = find_or_fetch(["-", f"{here}/none.png"])
     server.shutdown()
     assert [path.read_bytes() for path in files] == [file.read_bytes()] * 2
-    assert len(errors) == 1 and "cannot be fetched: Not Found" in next(iter(errors.values()))
+    assert len(errors) == 1 and "cannot be fetched: File not found" in next(iter(errors.values()))
