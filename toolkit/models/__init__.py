@@ -23,10 +23,13 @@ ARCHITECTURES = {
     "d_fine": ("detr.d_fine:DFine", "detr.options:DFineOptions"),
     "deimv2": ("detr.d_fine:Deimv2", "detr.options:Deimv2Options"),
     "faster_rcnn": ("faster_rcnn.build:FasterRCNNOnTimm", "faster_rcnn.options:FasterRcnnOptions"),
+    "fasterrcnn_resnet50_fpn": ("faster_rcnn.build:FasterRCNNResNet50", "faster_rcnn.options:ResNet50Options"),
     "fasterrcnn_resnet50_fpn_v2": ("faster_rcnn.build:FasterRCNNResNet50V2", "faster_rcnn.options:ResNet50V2Options"),
     "scene_graph": ("relation.scene_graph:SceneGraph", "relation.options:SceneGraphOptions"),
     "yolov3": ("yolov3.model:YOLOv3", "yolov3.options:Yolov3Options"),
     "ssd": ("ssd.model:SSD", "ssd.options:SsdOptions"),
+    "ssd300_vgg16": ("ssd.torchvision_ssd:SSD300", "ssd.options:Ssd300Options"),
+    "ssdlite320_mobilenet_v3_large": ("ssd.torchvision_ssd:SSDLite320", "ssd.options:Ssdlite320Options"),
     "ssdlite": ("ssd.model:SSDLite", "ssd.options:SsdliteOptions"),
 }
 

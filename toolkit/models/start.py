@@ -67,7 +67,7 @@ def start_detector(
     detector = build_detector(**settings, class_names=class_names)
     if source is not None:
         table = load_pretrained(detector, source, class_names)
-        say(f"weights of {name}:\n{table.summary()}")
+        say("\n".join([f"weights of {name}:", *source.notes, table.summary()]))
         if is_main:
             (folder / "pretrained.txt").write_text(f"weights of {name}\n{table.table()}\n")
     freeze_prefixes(detector, options.freeze_prefixes)

@@ -6,19 +6,23 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
+from timm.layers import FrozenBatchNormAct2d
+from timm.layers import FrozenBatchNorm2d as TimmFrozenBatchNorm2d
+from timm.models.resnet import Bottleneck
 from torch import Tensor, nn
 from torchvision.models import ResNet50_Weights
 from torchvision.models.detection import faster_rcnn, fasterrcnn_resnet50_fpn_v2
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.rpn import RPNHead
-from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from toolkit.errors import BadInput
-from toolkit.models.backbones import FREEZE_CHOICES, freeze_backbone, image_statistics
+from toolkit.models.backbones import FREEZE_CHOICES, freeze_backbone, image_statistics, wake_frozen_norms
 from toolkit.models.faster_rcnn.model import FasterRCNN
-from toolkit.models.faster_rcnn.options import FasterRcnnOptions, ResNet50V2Options, TwoStageOptions
+from toolkit.models.faster_rcnn.options import FasterRcnnOptions, ResNet50Options, ResNet50V2Options, TwoStageOptions
 from toolkit.models.options import DetectorOptions
 from toolkit.models.timm_features import number_of_groups, timm_features
 
@@ -55,6 +59,30 @@ class FeaturePyramid(nn.Module):
         return self.fpn(OrderedDict((str(i), features) for i, features in enumerate(self.body(pixels))))
 
 
+class GivenAnchors(AnchorGenerator):
+    """Anchors around a position that are not made of sizes and ratios. cells: per level x1, y1, x2, y2 in pixels."""
+
+    def __init__(self, cells: Sequence[Sequence[Sequence[float]]]):
+        super().__init__(tuple((1.0,) * len(level) for level in cells), ((1.0,),) * len(cells))
+        self.cell_anchors = [torch.tensor(level) for level in cells]
+
+
+class WholePixelPool(nn.Module):
+    """Pools boxes that end behind their last pixel as maskrcnn-benchmark pools those that end at it.
+
+    The level of a box follows from its whole area there.
+    """
+
+    def __init__(self, pool: MultiScaleRoIAlign):
+        super().__init__()
+        self.pool, mapper = pool, pool.map_levels
+        pool.map_levels = lambda boxes: mapper([each + each.new_tensor([0, 0, 1, 1]) for each in boxes])
+
+    def forward(self, maps: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
+        """See `MultiScaleRoIAlign.forward`."""
+        return self.pool(maps, [each - each.new_tensor([0, 0, 1, 1]) for each in boxes], image_shapes)
+
+
 class FasterRCNNOnTimm(FasterRCNN):
     """A Faster R-CNN with a feature pyramid on a timm backbone; by default torchvision's `fasterrcnn_resnet50_fpn`.
 
@@ -75,8 +103,13 @@ class FasterRCNNOnTimm(FasterRCNN):
         )
         if o.freeze == "paper":
             freeze_backbone(body, o.backbone, o.freeze, o.pretrained_backbone)
+        if o.stride_in_1x1:
+            _stride_in_1x1(body, o.backbone)
+        _set_norm_eps(body, o.norm_eps)
         pyramid = FeaturePyramid(body, channels, o.fpn_channels, len(o.anchor_sizes) > len(o.strides), o.head_norm)
         anchors = AnchorGenerator(tuple(map(tuple, o.anchor_sizes)), (tuple(o.aspect_ratios),) * len(o.anchor_sizes))
+        if o.cell_anchors is not None:
+            anchors = GivenAnchors(o.cell_anchors)
         levels = [str(i) for i in range(len(o.strides))]
         model = faster_rcnn.FasterRCNN(
             pyramid,
@@ -90,9 +123,42 @@ class FasterRCNNOnTimm(FasterRCNN):
         own_mean, own_std = image_statistics(o.backbone)
         statistics = o.mean or own_mean, o.std or own_std
         super().__init__(model.backbone, model.rpn, model.roi_heads, o.strides, *statistics)
+        if o.whole_pixels:
+            self.roi_heads.box_roi_pool = WholePixelPool(self.roi_heads.box_roi_pool)
 
     def resolved_options(self) -> dict:
         return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
+
+
+class FasterRCNNResNet50(FasterRCNN):
+    """torchvision's `fasterrcnn_resnet50_fpn`: its state dict is torchvision's, name by name, and so are its boxes.
+
+    Settings: see `ResNet50Options`.
+
+    Raises:
+        BadInput: settings that do not exist, weights that cannot be had.
+    """
+
+    Options = ResNet50Options
+
+    def __init__(self, class_names: Sequence[str], options: ResNet50Options):
+        if options.freeze not in ("paper", "norms"):
+            raise BadInput(f"model.freeze: {options.freeze!r} is not one of paper, norms for fasterrcnn_resnet50_fpn.")
+        backbone = resnet_fpn_backbone(
+            backbone_name="resnet50", weights=None, norm_layer=FrozenBatchNorm2d,
+            trainable_layers=3 if options.freeze == "paper" else 5,
+        )  # fmt: skip
+        weights = options.pretrained_backbone
+        if weights:
+            found = _resnet50_weights(weights, ResNet50_Weights.IMAGENET1K_V1)
+            kept = {k: v for k, v in found.items() if k[:3] != "fc." and not k.endswith("num_batches_tracked")}
+            backbone.body.load_state_dict(kept)
+        else:
+            wake_frozen_norms(backbone.body)
+        _set_norm_eps(backbone.body, options.norm_eps)
+        model = faster_rcnn.FasterRCNN(backbone, 1 + len(class_names), **torchvision_settings(options))
+        statistics = model.transform.image_mean, model.transform.image_std
+        super().__init__(model.backbone, model.rpn, model.roi_heads, (4, 8, 16, 32), *statistics)
 
 
 class FasterRCNNResNet50V2(FasterRCNN):
@@ -134,6 +200,23 @@ def torchvision_settings(options: TwoStageOptions) -> dict:
     return {TORCHVISION_NAMES.get(name, name): getattr(options, name) for name in sorted(own)}
 
 
+def _stride_in_1x1(body: nn.Module, name: str) -> None:
+    moved = 0
+    for module in body.modules():
+        if isinstance(module, Bottleneck) and module.conv2.stride != (1, 1):
+            module.conv1.stride, module.conv2.stride = module.conv2.stride, (1, 1)
+            moved += 1
+    if not moved:
+        raise BadInput(f"model.stride_in_1x1: {name!r} has no blocks with a strided 3 x 3 convolution between two 1 x 1 "
+                       "ones; leave it out, or use a resnet50 or deeper")  # fmt: skip
+
+
+def _set_norm_eps(body: nn.Module, eps: float) -> None:
+    for module in body.modules():
+        if isinstance(module, FrozenBatchNorm2d | TimmFrozenBatchNorm2d | FrozenBatchNormAct2d):
+            module.eps = eps
+
+
 def _box_head(o: FasterRcnnOptions) -> nn.Module:
     if not o.box_convs:
         return TwoMLPHead(o.fpn_channels * 7 * 7, o.representation_size)
@@ -141,11 +224,11 @@ def _box_head(o: FasterRcnnOptions) -> nn.Module:
     return FastRCNNConvFCHead(size, convs, [o.representation_size], HEAD_NORMS[o.head_norm])
 
 
-def _resnet50_weights(source: bool | str) -> dict[str, Tensor]:
+def _resnet50_weights(source: bool | str, published=ResNet50_Weights.DEFAULT) -> dict[str, Tensor]:
     try:
         if isinstance(source, str):
             return torch.load(Path(source), map_location="cpu", weights_only=True)
-        return ResNet50_Weights.DEFAULT.get_state_dict(check_hash=True, progress=False)
+        return published.get_state_dict(check_hash=True, progress=False)
     except (OSError, RuntimeError) as error:
         message = f"model.pretrained_backbone: no weights of ResNet-50 ({error}); give a file, or false."
         raise BadInput(message) from error

@@ -78,11 +78,38 @@ class FasterRcnnOptions(TwoStageOptions):
     """Number of 3 x 3 convolutions in the box head; without any it has a second linear layer instead."""
     representation_size: int = 1024
     """Width of the linear layers of the box head."""
+    norm_eps: float = 1e-5
+    """What is added to variances in the batch norms of the backbone where they are constants; 0 in Detectron and
+    maskrcnn-benchmark."""
+    stride_in_1x1: bool = False
+    """Stages of a ResNet halve their maps in the 1 x 1 convolution of the first block, as Caffe2's do, instead of in the
+    3 x 3 one."""
+    whole_pixels: bool = False
+    """Boxes are pooled as maskrcnn-benchmark does, which takes the last pixel of a box for its end: one pixel less."""
+    cell_anchors: list[list[list[float]]] | None = None
+    """For each level, anchors around a position as x1, y1, x2, y2 in pixels; without a value they are made of
+    `anchor_sizes` and `aspect_ratios`."""
     mean: list[float] | None = None
     """Mean of the red, green and blue values in [0, 1]; without a value, that which the backbone was trained with."""
     std: list[float] | None = None
     """Standard deviation of the red, green and blue values in [0, 1]; without a value, that which the backbone was
     trained with."""
+
+
+@dataclass
+class ResNet50Options(TwoStageOptions):
+    """torchvision's `fasterrcnn_resnet50_fpn` (Ren et al. 2015; Lin et al. 2017), whose structure is fixed."""
+
+    architecture: str = "fasterrcnn_resnet50_fpn"
+    """Name of a detector of this toolkit, or `module:Class` of your own; this one is torchvision's."""
+    pretrained_backbone: bool | str = False
+    """torchvision's ImageNet weights for the ResNet-50 (downloaded once), or a file of such weights; not used with
+    `pretrained`."""
+    freeze: Literal["paper", "norms"] = "paper"
+    """What of the backbone is not trained: its stem, first stage and batch norms (paper), or its batch norms alone
+    (norms)."""
+    norm_eps: float = 1e-5
+    """What is added to variances in the batch norms, which are constants; torchvision's published detector has 0."""
 
 
 @dataclass

@@ -70,3 +70,36 @@ class SsdliteOptions(SsdOptions):
     architecture: str = "ssdlite"
     """Name of a detector of this toolkit, or `module:Class` of your own; ssdlite has separable convolutions, as CVNets
     has them, ssd plain ones."""
+
+
+@dataclass
+class Ssd300Options(DetectorOptions):
+    """torchvision's `ssd300_vgg16` (Liu et al. 2016), whose structure is fixed; made for `data.image_size 300`."""
+
+    architecture: str = "ssd300_vgg16"
+    """Name of a detector of this toolkit, or `module:Class` of your own; this one is torchvision's."""
+    iou_threshold: float = 0.5
+    """IoU from which an anchor is trained to find a box."""
+    negatives_per_positive: int = 3
+    """Background anchors that count in the loss of an image for each anchor with a box, those with the largest loss."""
+    score_threshold: float = 0.01
+    """Detections need a probability of their class above this."""
+    nms_threshold: float = 0.45
+    """IoU above which a better detection of the same class suppresses another one."""
+    candidates_per_class: int = 400
+    """Best detections of each class of an image that enter the suppression."""
+
+
+@dataclass
+class Ssdlite320Options(Ssd300Options):
+    """torchvision's `ssdlite320_mobilenet_v3_large` (Sandler et al. 2018), whose structure is fixed; made for
+    `data.image_size 320`."""
+
+    architecture: str = "ssdlite320_mobilenet_v3_large"
+    """Name of a detector of this toolkit, or `module:Class` of your own; this one is torchvision's."""
+    score_threshold: float = 0.001
+    """Detections need a probability of their class above this."""
+    nms_threshold: float = 0.55
+    """IoU above which a better detection of the same class suppresses another one."""
+    candidates_per_class: int = 300
+    """Best detections of each class of an image that enter the suppression."""

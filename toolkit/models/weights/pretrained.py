@@ -3,7 +3,8 @@
     detector = start_detector(config.model, class_names, folder, resumed_from=None, say=print)
 
 is all that a training script does about it. `config.model.pretrained` is a hub name, a transformers folder (a `final/`
-too), a `final/` folder of our own kind, a run folder or one of its checkpoints.
+too), a `final/` folder of our own kind, a run folder or one of its checkpoints, or a file that one of the publishers in
+this folder put out (`files.py` knows them all).
 
 What a detector has to offer:
 
@@ -30,7 +31,7 @@ What a detector has to offer:
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -43,13 +44,15 @@ from toolkit.runs.open_run import chosen_weights, open_run
 
 @dataclass
 class Pretrained:
-    """Trained weights. options: keywords of `build_detector` for the detector that they are of."""
+    """Trained weights. options: keywords of `build_detector` for the detector that they are of. notes: what they cannot
+    tell themselves, with the flag that says otherwise."""
 
     name: str
     architecture: str
     options: dict
     class_names: list[str]
     tensors: dict[str, Tensor]
+    notes: list[str] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------- where weights come from
@@ -66,15 +69,23 @@ def open_pretrained(name: str) -> Pretrained:
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
             raise BadInput(f"model.pretrained: there is no {path}; give a folder, or a hub name such as owner/model.")
         return _from_transformers(name, name)
+    if path.is_file():
+        return _from_file(name, path)
     if not (path / "config.json").is_file():
-        if path.is_file():
-            raise BadInput(f"model.pretrained: {path} is a file; give the folder of the run, checkpoint or final/.")
         return _from_run(name, path)
     try:
         document = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise BadInput(f"model.pretrained: {path / 'config.json'} cannot be read: {error}") from error
     return _from_transformers(name, str(path)) if "model_type" in document else _from_our_folder(name, path)
+
+
+def _from_file(name: str, path: Path) -> Pretrained:
+    from toolkit.models.weights.files import open_file
+
+    description, tensors = open_file(path)
+    return Pretrained(name, description.architecture, description.options, description.class_names, tensors,
+                      description.notes)  # fmt: skip
 
 
 def _from_run(name: str, path: Path) -> Pretrained:
@@ -134,5 +145,3 @@ def _from_transformers(name: str, place: str) -> Pretrained:
 def _first_sentence(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return text[0].split(". ")[0][:200] if text else type(error).__name__
-
-

@@ -1,0 +1,99 @@
+"""A file of published weights: read without unpickling, and recognised by the names of its tensors."""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from toolkit.errors import BadInput
+from toolkit.models.weights import (
+    conditional_detr,
+    d_fine,
+    dab_detr,
+    darknet,
+    deformable_detr,
+    detr,
+    gluoncv,
+    maskrcnn_benchmark,
+    rt_detr,
+    torchvision,
+)
+from toolkit.models.weights.description import Description
+
+PUBLISHERS = (torchvision, maskrcnn_benchmark, detr, conditional_detr, dab_detr, deformable_detr, d_fine, rt_detr,
+              darknet, gluoncv)  # fmt: skip
+# Where programs keep the weights in what they save; averaged ones go first.
+INSIDE = (("ema", "module"), ("ema",), ("ema_model",), ("model_ema",), ("model",), ("state_dict",))
+KNOWN = ("torchvision (fasterrcnn_resnet50_fpn, its _v2, ssd300_vgg16, ssdlite320_mobilenet_v3_large), "
+         "facebookresearch/detr, Conditional, DAB and Deformable DETR, lyuwenyu/RT-DETR, Peterande/D-FINE, "
+         "maskrcnn-benchmark, Scene-Graph-Benchmark, Darknet's and GluonCV's YOLOv3")  # fmt: skip
+
+
+def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
+    """What a file of published weights says of its detector, and its tensors under our names.
+
+    A file `<the same name>.names` beside it, one class a line, says what the classes are called where it is not those of
+    COCO, Pascal VOC or VG150.
+
+    Raises:
+        BadInput: it cannot be read, or the names of its tensors are nobody's.
+    """
+    state = read(path)
+    publisher = next((each for each in PUBLISHERS if each.recognised(state)), None)
+    if publisher is None:
+        some = ", ".join(list(state)[:3])
+        raise BadInput(f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) have the names of no publisher "
+                       f"that is known: {KNOWN}. A folder of this toolkit or of transformers is given as a folder")  # fmt: skip
+    description = publisher.described(state, path.name)
+    names = path.with_suffix(".names")
+    if names.is_file():
+        given = [line.strip() for line in names.read_text().splitlines() if line.strip()]
+        if len(given) != len(description.class_names):
+            raise BadInput(f"{names}: {len(given)} names, but {path.name} has {len(description.class_names)} classes")
+        description.class_names = given
+    return description, publisher.ours_from(state)
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name; of a checkpoint with several sets of them, the averaged ones.
+
+    Raises:
+        BadInput: it is of no kind that is known, broken, or holds objects beside tensors.
+    """
+    kind = path.suffix.lower()
+    if kind == ".safetensors":
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise BadInput(f"model.pretrained {path}: no safetensors file: {error}") from error
+    if kind == ".params":
+        return gluoncv.read(path)
+    if kind == ".weights" or ".conv." in path.name:
+        return darknet.read(path)
+    try:
+        document = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise BadInput(
+            f"model.pretrained {path}: it holds objects beside tensors, which would run their program when loaded. "
+            f"Save its tensors alone, with the program that wrote it: torch.save(model.state_dict(), 'file.pth') "
+            f"({str(error).splitlines()[0][:120]})"
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise BadInput(f"model.pretrained {path}: cannot be read as weights of PyTorch: {error}") from error
+    return _tensors(document, path)
+
+
+def _tensors(document: object, path: Path) -> dict[str, Tensor]:
+    for keys in (*INSIDE, ()):
+        found = document
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping) and any(isinstance(value, Tensor) for value in found.values()):
+            tensors = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
+            prefix = "module."  # of DistributedDataParallel
+            return {name.removeprefix(prefix): value for name, value in tensors.items()}
+    raise BadInput(f"model.pretrained {path}: there are no tensors by name in it")

@@ -1,0 +1,137 @@
+"""GluonCV's `yolo3_darknet53_*.params`, read without MXNet, as `yolov3`.
+
+The file is MXNet's list of arrays (`NDArray::Save`), little endian: magic number 0x112 and a reserved number (8 bytes
+each), the number of arrays (8), the arrays, the number of names (8), the names, each after its length (8). An array: its
+own magic number (4), what tells version and kind of storage, shape, device (8) and type of number (4), and the numbers.
+Its networks beside YOLOv3 on Darknet-53 have no counterpart here, nor have sparse arrays and files of 2017 and before,
+whose names are those of layers counted through.
+"""
+
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.errors import BadInput
+from toolkit.models.weights import darknet
+from toolkit.models.weights.class_names import named
+from toolkit.models.weights.description import Description
+
+LIST, V1, V2, V3 = 0x112, 0xF993FAC8, 0xF993FAC9, 0xF993FACA
+TYPES = {0: "<f4", 1: "<f8", 2: "<f2", 3: "<u1", 4: "<i4", 5: "<i1", 6: "<i8"}
+NORM = {"bias": "beta", "weight": "gamma", "running_mean": "running_mean", "running_var": "running_var"}
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name.
+
+    Raises:
+        BadInput: it is none of these, or what it holds cannot be read without MXNet.
+    """
+    raw = path.read_bytes()
+    try:
+        return _read(raw)
+    except (struct.error, ValueError, UnicodeDecodeError) as error:
+        raise BadInput(f"model.pretrained {path}: no list of MXNet arrays that can be read: {error}") from error
+
+
+def _read(raw: bytes) -> dict[str, Tensor]:
+    place = 0
+
+    def take(kind: str):
+        nonlocal place
+        values = struct.unpack_from("<" + kind, raw, place)
+        place += struct.calcsize("<" + kind)
+        return values[0] if len(values) == 1 else values
+
+    magic, _, number = take("QQQ")
+    if magic != LIST:
+        raise ValueError(f"it begins with {magic:#x} instead of {LIST:#x}")
+    arrays = []
+    for _ in range(number):
+        version = take("I")
+        if version in (V2, V3) and (storage := take("i")) != 0:
+            raise ValueError(f"sparse arrays (storage {storage})")
+        if version in (V1, V2, V3):
+            dimensions = take("I")
+            shape = [take("q") for _ in range(dimensions)]
+        else:  # before there were versions this was the number of dimensions
+            shape = [take("I") for _ in range(version)]
+        _, _, kind = take("iii")
+        if kind not in TYPES or any(side < 0 for side in shape):
+            raise ValueError(f"numbers of type {kind}, shape {shape}")
+        count = int(np.prod(shape))
+        array = np.frombuffer(raw, TYPES[kind], count, place).reshape(shape)
+        place += array.nbytes
+        arrays.append(torch.from_numpy(array.copy()))
+    names = []
+    for _ in range(take("Q")):
+        length = take("Q")
+        names.append(raw[place : place + length].decode())
+        place += length
+    return dict(zip((name.removeprefix("arg:").removeprefix("aux:") for name in names), arrays, strict=True))
+
+
+def layers(classes: int) -> Iterator[tuple[str, str, str | None, str | None]]:
+    """(our convolution, theirs, our norm, theirs) of YOLOv3 on Darknet-53."""
+    stem, *rest = darknet.backbone_layers()
+    yield stem[0], "stages.0.0.0", stem[1], "stages.0.0.1"
+    for conv, norm, _ in rest:
+        stage = int(conv.split("_")[1].split(".")[0])
+        part, first = _place(stage)
+        if "conv_down" in conv:
+            yield conv, f"stages.{part}.{first}.0", norm, f"stages.{part}.{first}.1"
+            continue
+        block, which = int(conv.split(".")[3]), int(conv.split(".")[4][-1]) - 1
+        theirs = f"stages.{part}.{first + 1 + block}.body.{which}"
+        yield conv, f"{theirs}.0", norm, f"{theirs}.1"
+    for conv, norm, _ in darknet.head_layers(classes):
+        theirs = conv.replace("blocks.", "yolo_blocks.")
+        if norm is None:
+            yield conv, f"yolo_outputs.{conv.split('.')[1]}.prediction", None, None
+        else:
+            yield conv, theirs, norm, norm.replace("blocks.", "yolo_blocks.")
+
+
+def _place(stage: int) -> tuple[int, int]:
+    """Where Darknet's stage begins in GluonCV's three parts: part, and number in it."""
+    return [(0, 1), (0, 3), (0, 6), (1, 0), (2, 0)][stage]
+
+
+def recognised(state: Mapping[str, Tensor]) -> bool:
+    """Whether these are its names."""
+    return "stages.0.0.0.weight" in state and "yolo_outputs.0.prediction.weight" in state
+
+
+def described(state: Mapping[str, Tensor], file: str) -> Description:
+    """The detector that these tensors are of."""
+    rows = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
+    options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    return Description("yolov3", options, named(rows))
+
+
+def _pairs(classes: int) -> Iterator[tuple[str, str]]:
+    """(our name, theirs) of every tensor."""
+    for conv, theirs, norm, their_norm in layers(classes):
+        yield f"{conv}.weight", f"{theirs}.weight"
+        if norm is None:
+            yield f"{conv}.bias", f"{theirs}.bias"
+        else:
+            yield from ((f"{norm}.{ours}", f"{their_norm}.{leaf}") for ours, leaf in NORM.items())
+
+
+def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors under our names; anchors and offsets are no weights."""
+    classes = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
+    ours = {mine: state[theirs].float() for mine, theirs in _pairs(classes)}
+    counted = [name.replace("running_var", "num_batches_tracked") for name in ours if name.endswith("running_var")]
+    return ours | {name: torch.zeros((), dtype=torch.int64) for name in counted}
+
+
+def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors under their names."""
+    classes = len(state["predictions.0.bias"]) // 3 - 5
+    return {theirs: state[mine] for mine, theirs in _pairs(classes)}

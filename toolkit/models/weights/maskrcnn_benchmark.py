@@ -1,0 +1,75 @@
+"""Faster R-CNNs of maskrcnn-benchmark and Scene-Graph-Benchmark (`pretrained_faster_rcnn/model_final.pth`), with a
+feature pyramid on a ResNet or ResNeXt, as `faster_rcnn` with the settings that give the original's boxes.
+
+Theirs take BGR pixels from 0 to 255: the first convolution's channels are turned round, mean and deviation say the
+rest. Batch norms have epsilon 0; boxes end at the last pixel instead of behind it (`whole_pixels`); anchors are read from
+the file. Attribute and relation heads stay behind.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import BadInput
+from toolkit.models.weights.class_names import named
+from toolkit.models.weights.description import Description
+from toolkit.models.weights.names import Names, resnet_name, without
+
+STEM = "backbone.body.stem.conv1.weight"
+NAMES = Names([
+    ("backbone.body.stem", "backbone.body"),
+    *((f"backbone.fpn.fpn_inner{i + 1}", f"backbone.fpn.inner_blocks.{i}.0") for i in range(4)),
+    *((f"backbone.fpn.fpn_layer{i + 1}", f"backbone.fpn.layer_blocks.{i}.0") for i in range(4)),
+    ("rpn.head.conv", "rpn.head.conv.0.0"), ("roi_heads.box.feature_extractor.fc6", "roi_heads.box_head.fc6"),
+    ("roi_heads.box.feature_extractor.fc7", "roi_heads.box_head.fc7"),
+    ("roi_heads.box.predictor", "roi_heads.box_predictor"),
+])  # fmt: skip
+STEM_BACK = Names([(f"backbone.body.stem.{part}", f"backbone.body.{part}") for part in ("conv1", "bn1")])
+PIXEL_MEAN = (122.7717, 115.9465, 102.9801)  # red, green, blue
+HEADS = r"^roi_heads\.(relation|attribute|mask|keypoint)\.|^rpn\.anchor_generator\.|num_batches_tracked$"
+
+
+def recognised(state: Mapping[str, Tensor]) -> bool:
+    """Whether these are its names."""
+    return STEM in state and "roi_heads.box.predictor.cls_score.weight" in state
+
+
+def described(state: Mapping[str, Tensor], file: str) -> Description:
+    """The detector that these tensors are of.
+
+    Raises:
+        BadInput: one without a feature pyramid, or on another backbone.
+    """
+    name = resnet_name(state, "backbone.body.")
+    if "backbone.fpn.fpn_inner1.weight" not in state or name is None or "roi_heads.box.feature_extractor.fc6.weight" not in state:
+        raise BadInput(f"model.pretrained {file}: a detector of maskrcnn-benchmark without feature pyramid, or not on a "
+                       "ResNet; faster_rcnn takes R-50-FPN, R-101-FPN, X-101-32x8d-FPN and the like")  # fmt: skip
+    cells = [state[key] for key in sorted(k for k in state if k.startswith("rpn.anchor_generator.cell_anchors."))]
+    after = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    options = {
+        "backbone": name, "stride_in_1x1": not name.startswith("resnext"), "norm_eps": 0.0, "whole_pixels": True,
+        "cell_anchors": [(cell + after).tolist() for cell in cells],
+        "anchor_sizes": [[2.0 ** (5 + i)] for i in range(5)],
+        "fpn_channels": len(state["backbone.fpn.fpn_inner1.weight"]),
+        "representation_size": len(state["roi_heads.box.feature_extractor.fc6.weight"]),
+        "mean": [value / 255 for value in PIXEL_MEAN], "std": [1 / 255] * 3,
+    }  # fmt: skip
+    if not cells:
+        del options["cell_anchors"]
+    notes = [f"the first stage's stride is {'in 1 x 1' if options['stride_in_1x1'] else 'in 3 x 3'} convolutions, as "
+             "published for this backbone: --model.stride_in_1x1 says otherwise"]  # fmt: skip
+    return Description("faster_rcnn", options, named(len(state["roi_heads.box.predictor.cls_score.weight"]) - 1), notes)
+
+
+def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors under our names, the first convolution for RGB."""
+    ours = NAMES.ours_from(without(state, HEADS))
+    return ours | {"backbone.body.conv1.weight": state[STEM].flip(1)}
+
+
+def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors under their names, without the anchors, which are no weights."""
+    theirs = NAMES.theirs_from(STEM_BACK.theirs_from({n: t for n, t in state.items()}))
+    theirs = {n.replace("backbone.body.stem.stem", "backbone.body.stem"): t for n, t in theirs.items()}
+    return theirs | {STEM: theirs[STEM].flip(1)}

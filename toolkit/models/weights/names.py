@@ -1,0 +1,109 @@
+"""Tensors under other names: pairs of prefixes, read both ways, and the matrices that attention keeps in one."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Pairs = Sequence[tuple[str, str]]  # (theirs, ours); `*` is any number, the same one on both sides
+
+
+class Names:
+    """Two names of every tensor: the publisher's and ours.
+
+    Args:
+        pairs: prefixes of names, (theirs, ours), in whole parts; the first that fits applies, and what comes after it
+            is kept. `*` stands for a number.
+    """
+
+    def __init__(self, pairs: Pairs):
+        self._forward = [(_pattern(theirs), ours.replace("*", "{}")) for theirs, ours in pairs]
+        self._back = [(_pattern(ours), theirs.replace("*", "{}")) for theirs, ours in pairs]
+
+    def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors under our names; those that no pair is about keep theirs."""
+        return {_renamed(name, self._forward): tensor for name, tensor in state.items()}
+
+    def theirs_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors under the publisher's names."""
+        return {_renamed(name, self._back): tensor for name, tensor in state.items()}
+
+
+def _pattern(prefix: str) -> re.Pattern:
+    return re.compile(re.escape(prefix).replace(r"\*", r"(\d+)") + r"(?=\.|$)")
+
+
+def _renamed(name: str, rules: Sequence[tuple[re.Pattern, str]]) -> str:
+    for pattern, into in rules:
+        if found := pattern.match(name):
+            return into.format(*found.groups()) + name[found.end() :]
+    return name
+
+
+def split_attention(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`nn.MultiheadAttention` keeps queries, keys and values in one matrix `in_proj_weight`: as three, `q_proj.weight`,
+    `k_proj.weight` and `v_proj.weight`; biases likewise."""
+    result = {}
+    for name, tensor in state.items():
+        stem, found, leaf = name.rpartition(".in_proj_")
+        if found:
+            parts = tensor.chunk(3)
+            result |= {f"{stem}.{which}_proj.{leaf}": part for which, part in zip("qkv", parts, strict=True)}
+        else:
+            result[name] = tensor
+    return result
+
+
+def join_attention(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The other way round, wherever there are all three."""
+    result = {}
+    for name, tensor in state.items():
+        match = re.fullmatch(r"(.*)\.([qkv])_proj\.(weight|bias)", name)
+        parts = [f"{match[1]}.{which}_proj.{match[3]}" for which in "qkv"] if match else []
+        if not parts or not all(part in state for part in parts):
+            result[name] = tensor
+        elif match[2] == "q":
+            result[f"{match[1]}.in_proj_{match[3]}"] = torch.cat([state[part] for part in parts])
+    return result
+
+
+def copied(state: Mapping[str, Tensor], copies: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors, and those below a prefix under another one too. copies: {prefix of the copy: prefix}."""
+    result = dict(state)
+    for into, source in copies.items():
+        result |= {into + n[len(source) :]: t for n, t in state.items() if n.startswith(f"{source}.")}
+    return result
+
+
+def without(state: Mapping[str, Tensor], *patterns: str) -> dict[str, Tensor]:
+    """The tensors whose names none of these regular expressions is found in."""
+    return {name: tensor for name, tensor in state.items() if not any(re.search(p, name) for p in patterns)}
+
+
+def count(state: Mapping[str, Tensor], prefix: str) -> int:
+    """How many numbered parts there are below a prefix: one more than the largest number."""
+    numbers = [int(found[1]) for name in state if (found := re.match(re.escape(prefix) + r"\.(\d+)\.", name))]
+    return max(numbers, default=-1) + 1
+
+
+RESNETS = {  # blocks of each stage, and whether they are bottlenecks
+    ((2, 2, 2, 2), False): "resnet18", ((3, 4, 6, 3), False): "resnet34", ((3, 4, 6, 3), True): "resnet50",
+    ((3, 4, 23, 3), True): "resnet101", ((3, 8, 36, 3), True): "resnet152",
+}  # fmt: skip
+
+
+def resnet_name(state: Mapping[str, Tensor], prefix: str) -> str | None:
+    """timm's name of the ResNet whose `layer1.0.conv1.weight` and so on stand below a prefix; None: none that is known.
+
+    A ResNeXt is told by the groups of its 3 x 3 convolutions.
+    """
+    blocks = tuple(count(state, f"{prefix}layer{stage}") for stage in (1, 2, 3, 4))
+    deep = f"{prefix}layer1.0.conv3.weight" in state
+    name = RESNETS.get((blocks, deep))
+    if not deep or name is None:
+        return name
+    width, per_group = state[f"{prefix}layer1.0.conv2.weight"].shape[:2]
+    if width != per_group:  # 32 groups of 4 or 8
+        name = f"{name.replace('resnet', 'resnext')}_{width // per_group}x{per_group}d"
+    return name
