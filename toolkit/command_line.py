@@ -106,7 +106,7 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
             from `--model.architecture`.
         argv: arguments; None: those of the process.
         default_config: YAML file that applies where no `--config` is given, without its `model` and `loss` where
-            another architecture is chosen.
+            another architecture is chosen, or trained weights say what the model is.
 
     Raises:
         BadInput: unknown key, wrong type, missing or malformed file; every unknown key with the nearest known one.
@@ -115,14 +115,17 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     bundled = None
     if default_config is not None and not any(flag == "--config" for flag, _ in _flags(argv)):
         bundled = _read_yaml(str(default_config))
-        if _chosen_architecture(argv, {}) in (None, bundled.get("model", {}).get("architecture")):
+        own = bundled.get("model", {}).get("architecture")
+        pretrained = any(flag == "--model.pretrained" for flag, _ in _flags(argv))  # decides what the model is
+        if _chosen_architecture(argv, {}) in (None, own) and not pretrained:
             argv, bundled = ["--config", str(default_config), *argv], None
     files = {value: _read_yaml(value) for flag, value in _flags(argv) if flag == "--config" and value is not None}
-    groups = _groups(cls, _chosen_architecture(argv, files))
+    of_default = (bundled or {}).get("model", {}).get("architecture")
+    groups = _groups(cls, _chosen_architecture(argv, files) or of_default)
     parser = ArgumentParser(exit_on_error=False, description=cls.__doc__, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below; may be repeated.")
     parser.add_class_arguments(make_dataclass(cls.__name__, [(n, t, field(default_factory=d)) for n, t, d in groups]))
-    if bundled is not None:  # made for another architecture: what it says of data and run serves this one too
+    if bundled is not None:  # made for another model: what it says of data and run serves this one too
         parser.set_defaults({f"{group}.{key}": value for group, entries in bundled.items()
                              if group not in ("model", "loss") for key, value in entries.items()})  # fmt: skip
     if "--help" not in argv:

@@ -66,7 +66,7 @@ def start_detector(
         settings["pretrained_backbone"] = False
     detector = build_detector(**settings, class_names=class_names)
     if source is not None:
-        table = load_pretrained(detector, source, class_names)
+        table = _loaded(detector, source, class_names, given)
         say("\n".join([f"weights of {name}:", *source.notes, table.summary()]))
         if is_main:
             (folder / "pretrained.txt").write_text(f"weights of {name}\n{table.table()}\n")
@@ -93,12 +93,31 @@ def load_pretrained(detector: nn.Module, source: Pretrained, class_names: Sequen
     return table
 
 
+def _loaded(detector: nn.Module, source: Pretrained, class_names: Sequence[str], given: Mapping) -> WeightTable:
+    """`load_pretrained`; where shapes differ because of settings that are given, the error says which to leave out."""
+    try:
+        return load_pretrained(detector, source, class_names)
+    except BadInput as error:
+        theirs = {name: source.options[name] for name in given if name in source.options}
+        different = [name for name in given if name not in ("pretrained", "architecture", "freeze_prefixes")
+                     and theirs.get(name, not given[name]) != given[name]]  # fmt: skip
+        if len(error.problems) < 4 or not different:
+            raise
+        raise BadInput([
+            f"model.pretrained {source.name}: {len(error.problems)} tensors have other shapes than this detector's",
+            f"the first: {error.problems[0]}",
+            f"given settings of the model change it: leave out {', '.join(f'--model.{name}' for name in different)}, and "
+            "the weights' own apply",
+        ]) from error  # fmt: skip
+
+
 def _check_architecture(source: Pretrained, architecture: str) -> None:
     if source.architecture != architecture:
-        raise BadInput(
-            f"model.architecture is {architecture}, but model.pretrained {source.name} is {source.architecture}: set "
-            f"one as the other is (a --config of another architecture may hold more settings that do not fit)."
-        )
+        raise BadInput([
+            f"model.architecture is {architecture}, but model.pretrained {source.name} is {source.architecture}",
+            f"give --model.architecture {source.architecture} to the script that trains it, or other weights",
+            "a --config of another architecture may hold more settings that do not fit: leave it out",
+        ])  # fmt: skip
 
 
 def _given(options: DetectorOptions) -> dict:

@@ -6,8 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
-from timm.layers import FrozenBatchNormAct2d
-from timm.layers import FrozenBatchNorm2d as TimmFrozenBatchNorm2d
+from timm.layers.norm_act import FrozenBatchNormAct2d
 from timm.models.resnet import Bottleneck
 from torch import Tensor, nn
 from torchvision.models import ResNet50_Weights
@@ -213,7 +212,7 @@ def _stride_in_1x1(body: nn.Module, name: str) -> None:
 
 def _set_norm_eps(body: nn.Module, eps: float) -> None:
     for module in body.modules():
-        if isinstance(module, FrozenBatchNorm2d | TimmFrozenBatchNorm2d | FrozenBatchNormAct2d):
+        if isinstance(module, FrozenBatchNorm2d | FrozenBatchNormAct2d):
             module.eps = eps
 
 
