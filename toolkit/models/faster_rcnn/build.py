@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torchvision.models import ResNet50_Weights
 from torchvision.models.detection import faster_rcnn, fasterrcnn_resnet50_fpn_v2
 from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.rpn import RPNHead
-from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 

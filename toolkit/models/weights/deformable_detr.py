@@ -8,7 +8,7 @@ from toolkit.errors import BadInput
 from toolkit.models.weights import detr
 from toolkit.models.weights.class_names import named
 from toolkit.models.weights.description import Description
-from toolkit.models.weights.names import Names, Pairs, copied, count, join_attention, split_attention, without
+from toolkit.models.weights.names import Names, Pairs, join_attention, split_attention, without
 
 LAYER: Pairs = [("linear1", "mlp.fc1"), ("linear2", "mlp.fc2"), ("self_attn.out_proj", "self_attn.o_proj"),
                 ("cross_attn", "encoder_attn")]  # fmt: skip
@@ -54,5 +54,4 @@ def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors under their names."""
-    theirs = join_attention(NAMES.theirs_from(state))
-    return theirs
+    return join_attention(NAMES.theirs_from(state))

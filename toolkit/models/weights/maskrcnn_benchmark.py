@@ -18,14 +18,13 @@ from toolkit.models.weights.names import Names, resnet_name, without
 
 STEM = "backbone.body.stem.conv1.weight"
 NAMES = Names([
-    ("backbone.body.stem", "backbone.body"),
+    *((f"backbone.body.stem.{part}", f"backbone.body.{part}") for part in ("conv1", "bn1")),
     *((f"backbone.fpn.fpn_inner{i + 1}", f"backbone.fpn.inner_blocks.{i}.0") for i in range(4)),
     *((f"backbone.fpn.fpn_layer{i + 1}", f"backbone.fpn.layer_blocks.{i}.0") for i in range(4)),
     ("rpn.head.conv", "rpn.head.conv.0.0"), ("roi_heads.box.feature_extractor.fc6", "roi_heads.box_head.fc6"),
     ("roi_heads.box.feature_extractor.fc7", "roi_heads.box_head.fc7"),
     ("roi_heads.box.predictor", "roi_heads.box_predictor"),
 ])  # fmt: skip
-STEM_BACK = Names([(f"backbone.body.stem.{part}", f"backbone.body.{part}") for part in ("conv1", "bn1")])
 PIXEL_MEAN = (122.7717, 115.9465, 102.9801)  # red, green, blue
 HEADS = r"^roi_heads\.(relation|attribute|mask|keypoint)\.|^rpn\.anchor_generator\.|num_batches_tracked$"
 
@@ -42,7 +41,8 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
         BadInput: one without a feature pyramid, or on another backbone.
     """
     name = resnet_name(state, "backbone.body.")
-    if "backbone.fpn.fpn_inner1.weight" not in state or name is None or "roi_heads.box.feature_extractor.fc6.weight" not in state:
+    needed = ("backbone.fpn.fpn_inner1.weight", "roi_heads.box.feature_extractor.fc6.weight")
+    if name is None or not all(each in state for each in needed):
         raise BadInput(f"model.pretrained {file}: a detector of maskrcnn-benchmark without feature pyramid, or not on a "
                        "ResNet; faster_rcnn takes R-50-FPN, R-101-FPN, X-101-32x8d-FPN and the like")  # fmt: skip
     cells = [state[key] for key in sorted(k for k in state if k.startswith("rpn.anchor_generator.cell_anchors."))]
@@ -70,6 +70,5 @@ def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors under their names, without the anchors, which are no weights."""
-    theirs = NAMES.theirs_from(STEM_BACK.theirs_from({n: t for n, t in state.items()}))
-    theirs = {n.replace("backbone.body.stem.stem", "backbone.body.stem"): t for n, t in theirs.items()}
+    theirs = NAMES.theirs_from(state)
     return theirs | {STEM: theirs[STEM].flip(1)}
