@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForObjectDetection, CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForObjectDetection
 
 from scripts import train_detr
 from toolkit.command_line import parse_config
@@ -25,8 +25,6 @@ TIMM = {"model_type": "timm_backbone", "backbone": "resnet10t", "out_indices": [
 LAYERS = {"encoder_layers": 1, "decoder_layers": 2, "num_queries": 7, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
 SMALL = {**LAYERS, "d_model": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 REAL_TIME = {**SMALL, "encoder_hidden_dim": 32, "decoder_in_channels": [32] * 3, "num_denoising": 10}
-VIT = {"model_type": "rf_detr_dinov2", "hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 4,
-       "image_size": 56, "out_indices": [1, 2, 3, 4], "num_windows": 2, "patch_size": 14}  # fmt: skip
 FOLDERS = {  # architecture: entries of config.json as its hub models have them, in a small size
     "detr": {**SMALL, "backbone_config": TIMM},
     "conditional_detr": {**SMALL, "backbone_config": TIMM},
@@ -34,7 +32,8 @@ FOLDERS = {  # architecture: entries of config.json as its hub models have them,
     "dab-detr": {**LAYERS, "hidden_size": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
                  "backbone_config": TIMM},
     "rt_detr_v2": {**REAL_TIME, "backbone_config": RESNET, "encoder_in_channels": [16, 24, 32]},
-    "d_fine": {**REAL_TIME, "backbone_config": HGNET, "encoder_in_channels": [24, 32, 40], "decoder_n_points": [3, 6, 3]},
+    "d_fine": {**REAL_TIME, "backbone_config": HGNET, "encoder_in_channels": [24, 32, 40],
+               "decoder_n_points": [3, 6, 3]},
     "yolos": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
               "image_size": [128, 128], "num_detection_tokens": 7},
 }  # fmt: skip
@@ -43,8 +42,8 @@ FOLDERS = {  # architecture: entries of config.json as its hub models have them,
 @pytest.mark.parametrize("architecture", FOLDERS)
 def test_a_hub_model_trains_with_the_default_command(architecture, tmp_path):
     torch.manual_seed(0)
-    entries, classes = dict(FOLDERS[architecture]), COCO_80 if "rt_" in architecture or "fine" in architecture else coco_by_id(0)
-    kind = CONFIG_MAPPING[architecture]
+    entries, kind = dict(FOLDERS[architecture]), CONFIG_MAPPING[architecture]
+    classes = COCO_80 if architecture in ("rt_detr_v2", "d_fine") else coco_by_id(0)
     if "backbone_config" in entries:
         inner = dict(entries["backbone_config"])
         entries["backbone_config"] = CONFIG_MAPPING[inner.pop("model_type")](**inner)
@@ -69,7 +68,8 @@ def test_a_hub_model_trains_with_the_default_command(architecture, tmp_path):
     detector.train()
     for _ in range(2):
         outputs = detector(images, sizes, targets)
-        losses = detector.criterion(outputs, targets, {k: torch.tensor(v) for k, v in detector.denominators(targets).items()})[0]
+        counts = {name: torch.tensor(value) for name, value in detector.denominators(targets).items()}
+        losses = detector.criterion(outputs, targets, counts)[0]
         total = sum(losses.values())
         assert torch.isfinite(total)
         optimizer.zero_grad()

@@ -53,7 +53,8 @@ def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(n
     assert [each for each in PUBLISHERS if each.recognised(state)] == [publisher]
     found = publisher.described(state, file)
     queries = {"num_queries": expected["boxes"].shape[1]}
-    config = {"source_config": found.options["source_config"] | queries} if "source_config" in found.options else queries
+    of_source = found.options.get("source_config")
+    config = queries if of_source is None else {"source_config": of_source | queries}
     torch.manual_seed(0)
     detector = build_detector(found.architecture, class_names=found.class_names, **(found.options | config)).eval()
     ours = publisher.ours_from(state)
@@ -75,8 +76,8 @@ def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(n
     of_number = {key: value for key, value in state.items() if not key.startswith(("decoder.decoder.up",
                  "decoder.decoder.reg_scale"))}  # fmt: skip
     if name.startswith("v1"):  # back under the names of the second version
-        of_number = {key: value for key, value in of_number.items()
-                     if not key.startswith(("encoder.input_proj", "decoder.input_proj", "decoder.enc_output"))}  # fmt: skip
+        others = ("encoder.input_proj", "decoder.input_proj", "decoder.enc_output")
+        of_number = {key: value for key, value in of_number.items() if not key.startswith(others)}
         back = {key: value for key, value in back.items() if key in of_number}
     assert back.keys() == of_number.keys() and all(back[key].equal(value) for key, value in of_number.items())
 
@@ -90,7 +91,10 @@ def test_the_class_names_are_those_of_torchvision_and_of_visual_genome():
     assert [entry["name"] for entry in document["objects"]] == VG_150
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"])
+RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
+
+
+@pytest.mark.parametrize("name", RESNETS)
 def test_a_resnet_is_known_by_its_tensors(name):
     import torchvision
 

@@ -106,8 +106,8 @@ def _loaded(detector: nn.Module, source: Pretrained, class_names: Sequence[str],
         raise BadInput([
             f"model.pretrained {source.name}: {len(error.problems)} tensors have other shapes than this detector's",
             f"the first: {error.problems[0]}",
-            f"given settings of the model change it: leave out {', '.join(f'--model.{name}' for name in different)}, and "
-            "the weights' own apply",
+            f"given settings of the model change it: leave out {', '.join(f'--model.{name}' for name in different)}, "
+            "and the weights' own apply",
         ]) from error  # fmt: skip
 
 

@@ -206,8 +206,8 @@ def _stride_in_1x1(body: nn.Module, name: str) -> None:
             module.conv1.stride, module.conv2.stride = module.conv2.stride, (1, 1)
             moved += 1
     if not moved:
-        raise BadInput(f"model.stride_in_1x1: {name!r} has no blocks with a strided 3 x 3 convolution between two 1 x 1 "
-                       "ones; leave it out, or use a resnet50 or deeper")  # fmt: skip
+        raise BadInput(f"model.stride_in_1x1: {name!r} has no blocks with a strided 3 x 3 convolution between two "
+                       "1 x 1 ones; leave it out, or use a resnet50 or deeper")  # fmt: skip
 
 
 def _set_norm_eps(body: nn.Module, eps: float) -> None:

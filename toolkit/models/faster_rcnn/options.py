@@ -82,8 +82,8 @@ class FasterRcnnOptions(TwoStageOptions):
     """What is added to variances in the batch norms of the backbone where they are constants; 0 in Detectron and
     maskrcnn-benchmark."""
     stride_in_1x1: bool = False
-    """Stages of a ResNet halve their maps in the 1 x 1 convolution of the first block, as Caffe2's do, instead of in the
-    3 x 3 one."""
+    """Stages of a ResNet halve their maps in the 1 x 1 convolution of the first block, as Caffe2's do, instead of in
+    the 3 x 3 one."""
     whole_pixels: bool = False
     """Boxes are pooled as maskrcnn-benchmark does, which takes the last pixel of a box for its end: one pixel less."""
     cell_anchors: list[list[list[float]]] | None = None

@@ -34,8 +34,8 @@ class SSD300(SSD):
         Detector.__init__(self)
         o = options
         if o.pretrained_backbone:
-            raise BadInput(f"model.pretrained_backbone: {o.architecture} starts from whole detectors: give torchvision's "
-                           "file of weights as model.pretrained, or set it to false")  # fmt: skip
+            raise BadInput(f"model.pretrained_backbone: {o.architecture} starts from whole detectors: give "
+                           "torchvision's file of weights as model.pretrained, or set it to false")  # fmt: skip
         model = self.builder(weights=None, weights_backbone=None, num_classes=1 + len(class_names))
         self.backbone, self.head, self.anchor_generator = model.backbone, model.head, model.anchor_generator
         self.multibox = SsdCriterion(o.iou_threshold, negatives_per_positive=o.negatives_per_positive)

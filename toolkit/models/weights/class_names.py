@@ -14,13 +14,14 @@ VOC_20 = ("aeroplane bicycle bird boat bottle bus car cat chair cow diningtable 
           "sheep sofa train tvmonitor").split()  # fmt: skip
 VG_150 = (
     "airplane animal arm bag banana basket beach bear bed bench bike bird board boat book boot bottle bowl box boy "
-    "branch building bus cabinet cap car cat chair child clock coat counter cow cup curtain desk dog door drawer ear "
-    "elephant engine eye face fence finger flag flower food fork fruit giraffe girl glass glove guy hair hand handle hat "
-    "head helmet hill horse house jacket jean kid kite lady lamp laptop leaf leg letter light logo man men motorcycle "
-    "mountain mouth neck nose number orange pant paper paw people person phone pillow pizza plane plant plate player "
-    "pole post pot racket railing rock roof room screen seat sheep shelf shirt shoe short sidewalk sign sink skateboard "
-    "ski skier sneaker snow sock stand street surfboard table tail tie tile tire toilet towel tower track train tree "
-    "truck trunk umbrella vase vegetable vehicle wave wheel window windshield wing wire woman zebra"
+    "branch building bus cabinet cap car cat chair child clock coat counter cow cup curtain desk dog door drawer "
+    "ear elephant engine eye face fence finger flag flower food fork fruit giraffe girl glass glove guy hair hand "
+    "handle hat head helmet hill horse house jacket jean kid kite lady lamp laptop leaf leg letter light logo man "
+    "men motorcycle mountain mouth neck nose number orange pant paper paw people person phone pillow pizza plane "
+    "plant plate player pole post pot racket railing rock roof room screen seat sheep shelf shirt shoe short "
+    "sidewalk sign sink skateboard ski skier sneaker snow sock stand street surfboard table tail tie tile tire "
+    "toilet towel tower track train tree truck trunk umbrella vase vegetable vehicle wave wheel window windshield "
+    "wing wire woman zebra"
 ).split()
 
 

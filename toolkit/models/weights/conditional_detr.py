@@ -16,8 +16,9 @@ PROJECTIONS: Pairs = [
       (("qcontent", "q_content"), ("qpos", "q_pos"), ("kcontent", "k_content"), ("kpos", "k_pos"), ("v", "v"),
        ("qpos_sine", "q_pos_sine"))),
 ]  # fmt: skip
-DECODER_LAYER = [*PROJECTIONS, ("cross_attn.out_proj", "encoder_attn.o_proj"), ("self_attn.out_proj", "self_attn.o_proj"),
-                 ("linear1", "mlp.fc1"), ("linear2", "mlp.fc2"), *detr.DECODER_NORMS]  # fmt: skip
+DECODER_LAYER = [*PROJECTIONS, ("cross_attn.out_proj", "encoder_attn.o_proj"),
+                 ("self_attn.out_proj", "self_attn.o_proj"), ("linear1", "mlp.fc1"), ("linear2", "mlp.fc2"),
+                 *detr.DECODER_NORMS]  # fmt: skip
 NAMES = Names([
     *detr.BACKBONE, *detr.ENCODER,
     *detr.below("transformer.decoder.layers.*", "model.model.decoder.layers.*", DECODER_LAYER),

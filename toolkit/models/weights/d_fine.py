@@ -68,7 +68,8 @@ def _hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
     stages = range(count(state, "backbone.stages"))
 
     def first(stage: int, *names: str) -> Tensor:
-        return next(state[key] for name in names if (key := f"backbone.stages.{stage}.blocks.0.layers.0.{name}") in state)
+        prefix = f"backbone.stages.{stage}.blocks.0.layers.0."
+        return next(state[prefix + name] for name in names if prefix + name in state)
 
     layers = [first(i, "conv.weight", "conv1.conv.weight") for i in stages]
     light = [f"backbone.stages.{i}.blocks.0.layers.0.conv1.conv.weight" in state for i in stages]

@@ -47,7 +47,8 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     if "transformer.patterns.weight" in state:
         raise BadInput(f"model.pretrained {file}: a DAB-DETR with several patterns for each query, which dab-detr here "
                        "has not; take the one without")  # fmt: skip
-    options = detr.sizes(state) | {"dilation": "dc5" in file.lower(), "num_queries": len(state["refpoint_embed.weight"])}
+    queries = len(state["refpoint_embed.weight"])
+    options = detr.sizes(state) | {"dilation": "dc5" in file.lower(), "num_queries": queries}
     notes = ["whether it is a DC5 variant was told by the name of the file: --model.dilation says otherwise"]
     return Description("dab-detr", options, named(len(state["class_embed.weight"])), notes)
 

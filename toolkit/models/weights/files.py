@@ -36,8 +36,8 @@ KNOWN = ("torchvision (fasterrcnn_resnet50_fpn, its _v2, ssd300_vgg16, ssdlite32
 def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
     """What a file of published weights says of its detector, and its tensors under our names.
 
-    A file `<the same name>.names` beside it, one class a line, says what the classes are called where it is not those of
-    COCO, Pascal VOC or VG150.
+    A file `<the same name>.names` beside it, one class a line, says what the classes are called where it is not those
+    of COCO, Pascal VOC or VG150.
 
     Raises:
         BadInput: it cannot be read, or the names of its tensors are nobody's.
@@ -46,8 +46,10 @@ def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
     publisher = next((each for each in PUBLISHERS if each.recognised(state)), None)
     if publisher is None:
         some = ", ".join(list(state)[:3])
-        raise BadInput(f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) have the names of no publisher "
-                       f"that is known: {KNOWN}. A folder of this toolkit or of transformers is given as a folder")  # fmt: skip
+        raise BadInput(
+            f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) have the names of no publisher that is "
+            f"known: {KNOWN}. A folder of this toolkit or of transformers is given as a folder"
+        )
     description = publisher.described(state, path.name)
     names = path.with_suffix(".names")
     if names.is_file():

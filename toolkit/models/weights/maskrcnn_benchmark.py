@@ -2,8 +2,8 @@
 feature pyramid on a ResNet or ResNeXt, as `faster_rcnn` with the settings that give the original's boxes.
 
 Theirs take BGR pixels from 0 to 255: the first convolution's channels are turned round, mean and deviation say the
-rest. Batch norms have epsilon 0; boxes end at the last pixel instead of behind it (`whole_pixels`); anchors are read from
-the file. Attribute and relation heads stay behind.
+rest. Batch norms have epsilon 0; boxes end at the last pixel instead of behind it (`whole_pixels`); anchors are read
+from the file. Attribute and relation heads stay behind.
 """
 
 from collections.abc import Mapping
@@ -43,8 +43,8 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     name = resnet_name(state, "backbone.body.")
     needed = ("backbone.fpn.fpn_inner1.weight", "roi_heads.box.feature_extractor.fc6.weight")
     if name is None or not all(each in state for each in needed):
-        raise BadInput(f"model.pretrained {file}: a detector of maskrcnn-benchmark without feature pyramid, or not on a "
-                       "ResNet; faster_rcnn takes R-50-FPN, R-101-FPN, X-101-32x8d-FPN and the like")  # fmt: skip
+        raise BadInput(f"model.pretrained {file}: a detector of maskrcnn-benchmark without feature pyramid, or not on "
+                       "a ResNet; faster_rcnn takes R-50-FPN, R-101-FPN, X-101-32x8d-FPN and the like")  # fmt: skip
     cells = [state[key] for key in sorted(k for k in state if k.startswith("rpn.anchor_generator.cell_anchors."))]
     after = torch.tensor([0.0, 0.0, 1.0, 1.0])
     options = {

@@ -55,7 +55,8 @@ HEADS: Pairs = [
     ("decoder.query_pos_head", "model.model.decoder.query_pos_head"), ("encoder", "model.model.encoder"),
     ("decoder.decoder.layers", "model.model.decoder.layers"),
 ]  # fmt: skip
-POINTS = ("decoder.decoder.layers.*.cross_attn.num_points_scale", "model.model.decoder.layers.*.encoder_attn.n_points_scale")
+POINTS = ("decoder.decoder.layers.*.cross_attn.num_points_scale",
+          "model.model.decoder.layers.*.encoder_attn.n_points_scale")
 NAMES = Names([*BACKBONE, POINTS, *transformer(("mlp.fc1", "mlp.fc2")), *HEADS])
 COPIES = {"model.class_embed": "model.model.decoder.class_embed", "model.bbox_embed": "model.model.decoder.bbox_embed"}
 CONSTANTS = (r"^decoder\.(anchors|valid_mask)$",)  # which follow from the size of the images
@@ -75,8 +76,8 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     points = [len(t) for n, t in state.items() if n.endswith("cross_attn.attention_weights.bias")]
     levels = count(state, "encoder.input_proj")
     if set(points) != {8 * 4 * levels}:
-        raise BadInput(f"model.pretrained {file}: its attention has {points[0] // 8 // levels} points a level (`sp1` to "
-                       "`sp3` in RT-DETR's names); rt_detr_v2 has 4")  # fmt: skip
+        raise BadInput(f"model.pretrained {file}: its attention has {points[0] // 8 // levels} points a level (`sp1` "
+                       "to `sp3` in RT-DETR's names); rt_detr_v2 has 4")  # fmt: skip
     config = family_entries(state) | {"model_type": "rt_detr_v2", "backbone_config": resnet_entries(state)}
     config["freeze_backbone_batch_norms"] = "backbone.conv1.conv1_1.norm.num_batches_tracked" not in state
     notes = []
