@@ -60,7 +60,10 @@ def _arrays(annotations: Iterable, images: Mapping) -> tuple[np.ndarray, np.ndar
         if isinstance(bbox, list | tuple) and len(bbox) == 4 and isinstance(image_id, int | str) and image_id in known:
             boxes.append(bbox)
             sizes.append(known[image_id])
-    numbers = np.array([[_number(value) for value in bbox] for bbox in boxes]).reshape(-1, 4)
+    try:
+        numbers = np.array(boxes, dtype=np.float64).reshape(-1, 4)
+    except (ValueError, TypeError, OverflowError):  # something in them is no number: one by one, which takes seconds
+        numbers = np.array([[_number(value) for value in bbox] for bbox in boxes]).reshape(-1, 4)
     finite = (np.abs(numbers) < LARGEST).all(axis=1)
     return numbers[finite], np.array(sizes, dtype=np.float64).reshape(-1, 2)[finite]
 
