@@ -20,6 +20,7 @@ from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
 from toolkit.models import ARCHITECTURES, options_class
 from toolkit.models.options import DetectorOptions
 from toolkit.runs.failures import as_sentences
+from toolkit.text import print_every_letter
 
 Config = TypeVar("Config")
 
@@ -30,6 +31,7 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
     A mistake of the user, a stop by the guard and a preemption end with one message; anything else is a defect of
     the program and keeps its traceback.
     """
+    print_every_letter()
     try:
         config = parse_config(cls, argv, default_config)
         refuse_other_trainers(os.environ)

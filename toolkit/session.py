@@ -36,6 +36,7 @@ from toolkit.models.start import start_detector
 from toolkit.runs.best import Best
 from toolkit.runs.changes import Change, changes, in_force, refuse
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
+from toolkit.runs.console import length_warnings
 from toolkit.runs.failures import as_sentences
 from toolkit.runs.folder import drafts, keep_drafts, prepare_run_folder, write_environment
 from toolkit.runs.lifeline import lifeline
@@ -174,6 +175,8 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
     per_epoch = max(1, round(all_steps / run.epochs))  # on average
     total_steps = min(all_steps, run.max_steps or all_steps)
+    for warning in length_warnings(total_steps, c.schedule.warmup_steps, per_epoch) if not run.eval_only else []:
+        s.say(warning)
 
     ema = Ema(detector, optim.ema_decay, optim.ema_warmup) if optim.ema_decay else None
     compile_in_place(detector, optim.compile)
@@ -292,7 +295,7 @@ def _pace(c: Any, per_epoch: int) -> Pace:
         gradient_table_every=c.optim.gradient_table_every, accumulation_steps=c.optim.accumulation_steps,
         accumulate_after_epoch=c.optim.accumulate_after_epoch, denominators=c.loss.denominators,
         bn_momentum=(c.optim.bn_momentum_final, c.schedule.warmup_steps) if settles else None,
-        plain_epochs=c.data.plain_epochs,
+        plain_epochs=c.data.plain_epochs, warmup_steps=c.schedule.warmup_steps,
     )  # fmt: skip
 
 

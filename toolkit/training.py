@@ -24,6 +24,7 @@ from toolkit.models.detector import Detector
 from toolkit.recovery import broken_state, in_words, keep_start, recover, state_is_sound, state_of
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import Checkpoint
+from toolkit.runs.console import length_warnings
 from toolkit.saving import infinite_buffers, save
 from toolkit.signals import StopSignals
 from toolkit.step.ema import Ema
@@ -46,6 +47,7 @@ class Pace:
     denominators: "global" or "original", see `window_denominators`.
     bn_momentum: momentum of batch norms at the end and steps of the warm-up before it changes; None: it stays.
     plain_epochs: last epochs without mixup and mosaic, see `MixedDataset.plan`.
+    warmup_steps: of the learning rate; a run that is shorter is warned of.
     """
 
     eval_every: int = 0
@@ -58,6 +60,7 @@ class Pace:
     denominators: str = "global"
     bn_momentum: tuple[float, int] | None = None
     plain_epochs: float = 0.0
+    warmup_steps: int = 0
 
 
 @dataclass
@@ -247,6 +250,8 @@ class Training:
         self.total_steps = total_steps
         self.schedule.set_total(total_steps)
         self.log.set_length(total_steps)
+        for warning in length_warnings(total_steps, self.pace.warmup_steps, self.log.steps_per_epoch):
+            self.log.say(warning)
 
     def evaluate_and_save(self, signal: float) -> None:
         """What is due after this step.

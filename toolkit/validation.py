@@ -130,7 +130,7 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
     """The table on the console, why an AP is 0, and the pictures, on the main process; training can do without."""
     if not t.accelerator.is_main_process:
         return
-    table = t.validation.evaluator.describe(scores, predictions)
+    table = t.validation.evaluator.describe(scores, predictions, t.step)
     t.log.say(f"evaluation at step {t.step}{' (best so far)' if better else ''}\n{table}")
     if t.validation.pictures:
         path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"

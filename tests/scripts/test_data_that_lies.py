@@ -88,3 +88,21 @@ def test_images_that_are_none_are_named_and_left_out(server, script, settings, d
     assert "16 images" in ended.text
     ended = server.run(script, [*args, "--data.max_image_pixels", "1000", "--run.name", "small"])
     assert ended.code == 2 and "data.max_image_pixels 1000" in ended.text
+
+
+def test_a_run_that_ends_too_soon_is_warned_of(server, script, settings, tmp_path):
+    """By minutes, once their steps are known, and by steps, before the first."""
+    for name, length in (("minutes", ("--run.max_minutes", 0.005, "--run.epochs", 500)), ("steps", SHORT)):
+        args = settings("--run.output_dir", tmp_path, "--run.name", name, "--run.eval_every", 0,
+                        "--schedule.warmup_steps", 10_000, *length)  # fmt: skip
+        ended = server.run(script, args).ok()
+        assert "training ends inside the warm-up" in ended.text and "of its 10000 steps" in ended.text
+        assert name == "minutes" or "of the 5 steps of an epoch" in ended.text
+    args = settings("--run.output_dir", tmp_path, "--run.name", "whole", "--schedule.warmup_steps", 1)
+    assert "warning: training ends" not in server.run(script, args).ok().text
+
+
+def test_the_first_evaluations_do_not_accuse(server, script, settings, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--run.name", "early", "--optim.lr", 0, *SHORT)
+    text = server.run(script, args).ok().text
+    assert "AP is 0" not in text or "too early to tell: 1 optimizer steps" in text
