@@ -134,6 +134,7 @@ def test_evaluation_of_the_folder_alone_gives_the_numbers_of_the_run(server, run
     assert "missed: bbox_AP" in ended.text
 
 
+@pytest.mark.slow  # tracing a transformer takes a minute; tests/test_export.py exports one in every run
 @pytest.mark.every_script
 def test_exported_file_finds_what_the_run_finds(server, run, photos, tmp_path):
     """Of a scene graph its detector alone; the others to the boxes."""
@@ -147,6 +148,7 @@ def test_exported_file_finds_what_the_run_finds(server, run, photos, tmp_path):
     assert document["images"][0]["detections"] and (tmp_path / "found" / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_a_file_that_finds_something_else_is_refused(server, script, run, tmp_path):
     """Its AP is held to that of PyTorch on the validation data: with a negative tolerance none is good enough."""
     if script.name != "train_detr":
