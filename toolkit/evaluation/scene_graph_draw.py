@@ -44,7 +44,7 @@ def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
     Returns:
         `path`.
     """
-    tiles = [_tile(table, row, predictions[row["image_id"]]) for row in map(table.row, choose_images(table, count))]
+    tiles = [graph_tile(table, row, predictions[row["image_id"]]) for row in map(table.row, choose_images(table, count))]
     size = (max((t.width for t in tiles), default=PANEL) + 2 * GAP, sum(t.height + GAP for t in tiles) + GAP)
     grid = Image.new("RGB", size, BACKGROUND)
     top = GAP
@@ -70,7 +70,8 @@ def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray
     return (matched & (triplets[:, 2:] == predicates[None])).any(1)
 
 
-def _tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
+def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
+    """The annotated graph of a row of the table left, the predicted one right; see `draw_graphs`."""
     from toolkit.evaluation.scene_graph_evaluator import true_graph
 
     truth = true_graph(row)

@@ -1,4 +1,4 @@
-"""Curves and the report of a run, made from its files alone: `metrics.jsonl`, `config.yaml`, `environment.json`."""
+"""Curves as PNG and the README of a run's report, made from the files of its folder alone."""
 
 import json
 import re
@@ -16,7 +16,7 @@ STYLES = ("-", "--", ":", "-.")
 BLUE, VERMILION, GREEN = COLOURS[4], COLOURS[5], COLOURS[2]
 BOX_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 GRAPH_METRICS = ("R", "ngR", "zR", "mR", "ngmR", "A")
-_LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.step.losses
+LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.step.losses
 
 
 def series(rows: Sequence[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -111,7 +111,7 @@ def _terms(names: Sequence[str]) -> list[str]:
 
 
 def _terms_panel(axes, rows, names) -> bool:
-    main = [n for n in _terms(names) if not _LAYER.search(n)]
+    main = [n for n in _terms(names) if not LAYER.search(n)]
     for i, name in enumerate(main):
         _line(axes, rows, name, name.removeprefix("train/"), LINES[i % len(LINES)])
     axes.set_title("weighted loss terms" + (", last layer" if len(main) < len(_terms(names)) else ""))
@@ -119,11 +119,11 @@ def _terms_panel(axes, rows, names) -> bool:
 
 
 def _auxiliary_panel(axes, rows, names) -> bool:
-    layers = [n for n in _terms(names) if _LAYER.search(n)]
-    bases = list(dict.fromkeys(_LAYER.sub("", n) for n in layers))
+    layers = [n for n in _terms(names) if LAYER.search(n)]
+    bases = list(dict.fromkeys(LAYER.sub("", n) for n in layers))
     seen = set()
     for name in layers:
-        base = _LAYER.sub("", name)
+        base = LAYER.sub("", name)
         label = None if base in seen else f"{base.removeprefix('train/')}_*"
         seen.add(base)
         colour = LINES[bases.index(base) % len(LINES)]
@@ -206,7 +206,7 @@ def _legend(axes, drawn: bool) -> bool:
     return drawn
 
 
-def write_report(run_folder: Path) -> Path:
+def write_markdown(run_folder: Path) -> Path:
     """`report/README.md` with curves, the final numbers, the newest pictures, settings and surroundings of a run.
 
     Made from the files of the run folder; whatever is missing there is missing in the report. Made anew each time.
@@ -220,6 +220,7 @@ def write_report(run_folder: Path) -> Path:
     rows = read_metrics(run_folder / "metrics.jsonl")
     curves = plot_curves(run_folder / "metrics.jsonl", report)
     parts = [f"# {run_folder.name}", *_state(run_folder, rows), *_numbers(rows)]
+    parts.append("More, with what is wrong and which threshold to deploy: [index.html](index.html).")
     parts += [f"![{path.stem}]({path.name})" for path in reversed(curves)]
     if pictures := sorted(report.glob("pictures/*.png")):
         newest = pictures[-1].relative_to(report).as_posix()

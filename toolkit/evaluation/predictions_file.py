@@ -1,0 +1,217 @@
+"""One file of predictions between a detector and everything that judges it.
+
+`FILE.json` is a COCO results file, a list of `{image_id, category_id, bbox [x, y, width, height], score}` in pixels and
+in the ids of the annotation file: pycocotools and every other program read it as it is. Beside it stand
+
+- `FILE.about.json`: which data it was made on (their fingerprint), by which weights, and the numbers that were printed;
+- `FILE.graphs.npz`: of scene graphs, the relations of each image as the detector gave them.
+
+A results file of another program has neither and is read as well.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.errors import BadInput
+from toolkit.evaluation.arrays import check_image_ids
+from toolkit.files import write_json, write_text_atomic
+
+VERSION = 1
+_OF_GRAPHS = ("boxes", "labels", "scores", "pairs", "predicate_scores", "predicates", "triplet_scores", "true_labels",
+              "true_relations")  # fmt: skip
+_OF_OBJECTS = ("boxes", "labels", "scores")
+
+
+@dataclass
+class PredictionsFile:
+    """What a predictions file holds, in the terms of a table.
+
+    by_image: for every image id of the table `boxes (K, 4)` float64 xyxy in pixels, `scores (K,)`, `labels (K,)` from 0,
+        arrays; of scene graphs also `pairs`, `predicate_scores`, and the given graph where boxes were given.
+    about: as `write_predictions` was told; empty for the file of another program.
+    """
+
+    path: Path
+    by_image: dict
+    about: dict = field(default_factory=dict)
+
+    @property
+    def has_graphs(self) -> bool:
+        return any("pairs" in found for found in self.by_image.values())
+
+
+def about_file(path: str | Path) -> Path:
+    """Where `FILE.json` says what it was made on."""
+    return Path(path).with_suffix(".about.json")
+
+
+def graphs_file(path: str | Path) -> Path:
+    """Where `FILE.json` has its relations."""
+    return Path(path).with_suffix(".graphs.npz")
+
+
+def write_predictions(path: str | Path, predictions: Mapping, table, **about) -> Path:
+    """Writes predictions of a whole data set, to the last bit of every number.
+
+    Args:
+        path: `FILE.json`; its folder is made.
+        predictions: by image id, as for `CocoEvaluator.evaluate` or `SceneGraphEvaluator.evaluate`.
+        table: the data they were made on; its fingerprint stands in `FILE.about.json`.
+        about: what else to write there, JSON: `scores` (the numbers that were printed), `detector`, `data`, `step`.
+
+    Returns:
+        `path`.
+
+    Raises:
+        BadInput: image ids of predictions and table differ, or `path` does not end in .json.
+    """
+    path = Path(path).expanduser()
+    if path.suffix != ".json":
+        raise BadInput(f"{path}: a predictions file is called NAME.json")
+    image_ids = table.image_ids().tolist()
+    check_image_ids(predictions, image_ids)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ids = [category.id for category in table.categories]
+    graphs_file(path).unlink(missing_ok=True)  # of other predictions
+    about_file(path).unlink(missing_ok=True)
+    write_text_atomic(path, _results_text(predictions, image_ids, ids))
+    graphs = _graphs(predictions, image_ids)
+    if graphs:
+        with open(graphs_file(path), "wb") as file:
+            np.savez_compressed(file, **graphs)
+    data = {"name": table.name, "fingerprint": table.fingerprint, "images": len(image_ids)}
+    classes = [{"id": category.id, "name": category.name} for category in table.categories]
+    write_json(about_file(path), {"version": VERSION, "made_on": data, "classes": classes, **about})
+    return path
+
+
+def read_predictions(path: str | Path, table) -> PredictionsFile:
+    """A predictions file, or a COCO results file of another program, as predictions on `table`.
+
+    An image that a file of another program does not name has no detections.
+
+    Raises:
+        BadInput: no such file, no list of COCO results, made on other data, or ids that the table does not have.
+    """
+    path = Path(path).expanduser()
+    about = read_about(path)
+    made_on = about.get("made_on", {}).get("fingerprint")
+    if made_on is not None and made_on != table.fingerprint:
+        raise BadInput(f"{path} was made on other data ({about['made_on']['name']}, fingerprint {made_on}) than "
+                       f"{table.name} ({table.fingerprint}); give the data it was made on (--split), or predict again")
+    by_image = _by_image(path, _entries(path), table)
+    if graphs_file(path).exists():
+        _add_graphs(by_image, graphs_file(path), table.image_ids().tolist())
+    return PredictionsFile(path, by_image, about)
+
+
+def read_about(path: str | Path) -> dict:
+    """What stands in `FILE.about.json`; {} where there is none."""
+    file = about_file(Path(path).expanduser())
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{file}: cannot be read ({error}); remove it to read {path} without it") from error
+
+
+def _results_text(predictions: Mapping, image_ids: Sequence, ids: Sequence) -> str:
+    parts = []
+    for image_id in image_ids:
+        found = {key: np.asarray(predictions[image_id][key]) for key in _OF_OBJECTS}
+        keep = (found["labels"] >= 0) & (found["labels"] < len(ids))  # -1: a box of a scene graph that has no class
+        boxes = found["boxes"].reshape(-1, 4).astype(np.float64)[keep]
+        boxes[:, 2:] -= boxes[:, :2]
+        finite = np.isfinite(boxes).all(axis=1) & np.isfinite(found["scores"][keep])
+        rows = zip(found["labels"][keep][finite].tolist(), boxes[finite].tolist(),
+                   found["scores"][keep][finite].tolist(), strict=True)  # fmt: skip
+        some = [{"image_id": image_id, "category_id": ids[label], "bbox": box, "score": score}
+                for label, box, score in rows]  # fmt: skip
+        if some:
+            parts.append(json.dumps(some)[1:-1])
+    return "[" + ",\n".join(parts) + "]\n"
+
+
+def _entries(path: Path) -> list[dict]:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: no COCO results file ({error}); expected a JSON list of detections") from error
+    if isinstance(entries, dict) and isinstance(entries.get("annotations"), list):
+        entries = entries["annotations"]  # some programs write a whole COCO document
+    if not isinstance(entries, list):
+        raise BadInput(f"{path}: no COCO results file: a JSON {type(entries).__name__}; expected a list of detections")
+    wanted = {"image_id", "category_id", "bbox", "score"}
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not wanted <= entry.keys() or len(entry["bbox"]) != 4:
+            raise BadInput(f"{path}, detection {number}: {str(entry)[:120]}; expected image_id, category_id, score and "
+                           "bbox [x, y, width, height]")  # fmt: skip
+    return entries
+
+
+def _by_image(path: Path, entries: list[dict], table) -> dict:
+    image_ids = table.image_ids().tolist()
+    position = {image_id: i for i, image_id in enumerate(image_ids)}
+    label_of = {category.id: label for label, category in enumerate(table.categories)}
+    problems = []
+    for what, known, key in (("image ids", position, "image_id"), ("category ids", label_of, "category_id")):
+        unknown = list(dict.fromkeys(entry[key] for entry in entries if entry[key] not in known))
+        if unknown:
+            problems.append(f"{path}: {what} {unknown[:5]} are not in {table.name}, whose {what} are {list(known)[:5]}; "
+                            "give the data the file was made on (--split FILE)")  # fmt: skip
+    if problems:
+        raise BadInput(problems)
+    try:
+        boxes = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
+        scores = np.array([entry["score"] for entry in entries], dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{path}: a bbox or score is no number ({error})") from error
+    boxes[:, 2:] += boxes[:, :2]
+    index = np.array([position[entry["image_id"]] for entry in entries], dtype=np.int64)
+    labels = np.array([label_of[entry["category_id"]] for entry in entries], dtype=np.int64)
+    order = np.argsort(index, kind="stable")
+    cuts = np.searchsorted(index[order], np.arange(1, len(image_ids)))
+    columns = [np.split(column[order], cuts) for column in (boxes, scores, labels)]
+    return {
+        image_id: dict(zip(("boxes", "scores", "labels"), parts, strict=True))
+        for image_id, *parts in zip(image_ids, *columns, strict=True)
+    }
+
+
+# ---- relations -------------------------------------------------------------------------------------------------------
+
+
+def _graphs(predictions: Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
+    """Everything that a scene graph metric takes, flat, with how many rows each image has; {}: boxes alone."""
+    if not any("pairs" in predictions[image_id] for image_id in image_ids):
+        return {}
+    columns: dict[str, list] = {}
+    names = {name for image_id in image_ids for name in predictions[image_id]}
+    wanted = [name for name in _OF_GRAPHS if name in names]
+    template = {name: next(np.asarray(predictions[i][name]) for i in image_ids if name in predictions[i])[:0]
+                for name in wanted}  # fmt: skip
+    for image_id in image_ids:
+        for name in wanted:
+            values = np.asarray(predictions[image_id].get(name, template[name]))
+            columns.setdefault(name, []).append(values)
+    return {name: np.concatenate(parts) for name, parts in columns.items()} | {
+        f"{name}/rows": np.array([len(part) for part in parts]) for name, parts in columns.items()
+    }
+
+
+def _add_graphs(by_image: dict, file: Path, image_ids: Sequence) -> None:
+    """The graphs replace the boxes of COCO's list, which has another order and lacks those without a class."""
+    with np.load(file, allow_pickle=False) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    names = [name for name in arrays if not name.endswith("/rows")]
+    if any(len(arrays[f"{name}/rows"]) != len(image_ids) for name in names):
+        raise BadInput(f"{file}: not of the same images as its predictions; predict again")
+    for name in names:
+        parts = np.split(arrays[name], np.cumsum(arrays[f"{name}/rows"])[:-1])
+        for image_id, part in zip(image_ids, parts, strict=True):
+            by_image[image_id][name] = part

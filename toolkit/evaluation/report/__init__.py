@@ -1,0 +1,36 @@
+"""The report of a run: `README.md` for a folder's view, `index.html` with everything, `report.json` for programs."""
+
+from pathlib import Path
+
+from toolkit.evaluation.predictions_file import read_about, read_predictions
+from toolkit.evaluation.report.markdown import plot_curves, series, smoothed, write_markdown
+
+__all__ = ["PREDICTIONS", "plot_curves", "series", "smoothed", "write_report"]
+
+PREDICTIONS = "predictions.json"  # in the report folder of a run: those of its best weights on the validation data
+
+
+def write_report(run_folder: Path, table=None) -> Path:
+    """`report/README.md` and `report/index.html` of a run, made anew from the files of its folder.
+
+    Args:
+        table: the data that `report/predictions.json` was made on, for the numbers behind the metrics; None, or where
+            there are no predictions: the page has the curves and settings alone.
+
+    Returns:
+        The README.
+
+    Raises:
+        BadInput: the predictions were made on other data.
+    """
+    from toolkit.evaluation.report.judgement import judge
+    from toolkit.evaluation.report.write import run_facts, write_page
+
+    run_folder = Path(run_folder)
+    predictions, judged = run_folder / "report" / PREDICTIONS, None
+    if table is not None and predictions.exists() and len(table.categories):
+        read = read_predictions(predictions, table)
+        judged = judge(run_folder.name, read.by_image, table, read_about(predictions))
+    readme = write_markdown(run_folder)
+    write_page(run_folder / "report", judged, run_facts(run_folder), run_folder.name)
+    return readme

@@ -1,0 +1,129 @@
+"""What kind of mistakes there are, and the AP that each kind costs: TIDE (Bolya et al., ECCV 2020).
+
+Every wrong prediction has one kind, by what it overlaps (IoU 0.5 counts as found, below 0.1 as background); a box that
+no prediction found and no mended one would find is missed. What a kind costs is AP50 with all mistakes of that kind
+mended (class or place put right, the others taken away) less AP50. The costs do not add up to 1 - AP50.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.evaluation.report.bootstrap import exact_average_precision
+from toolkit.evaluation.report.matches import BACKGROUND_IOU, Matches
+
+KINDS = ("class", "localisation", "both", "duplicate", "background", "missed")
+MEANING = {
+    "class": "the place is right, the class is another",
+    "localisation": "the class is right, the box overlaps its object by less than half",
+    "both": "the class is another and the box overlaps its object by less than half",
+    "duplicate": "the object was already found by a better prediction",
+    "background": "there is no annotated box",
+    "missed": "no prediction is near the object",
+}
+RIGHT, IGNORED, NOT_COUNTED = 6, 7, 8  # what is no mistake, beside the rows of KINDS
+MAX_PER_IMAGE = 100  # predictions of an image that count, of all classes together
+FOUND = 0.5
+
+
+@dataclass(frozen=True)
+class Errors:
+    """kind: (D,) row of KINDS, or RIGHT, IGNORED (in a crowd), NOT_COUNTED (not among the 100 best of its image).
+
+    gt: (D,) row of the box that a prediction of kind class or localisation is about; -1: none.
+    missed: (G,) bool. ap50: from 0 to 1, with what each kind costs in `cost`; also "false positives" and "false
+    negatives", all wrong predictions and all unfound boxes.
+    """
+
+    kind: np.ndarray
+    gt: np.ndarray
+    missed: np.ndarray
+    ap50: float
+    cost: dict[str, float]
+
+    def of(self, kind: str) -> np.ndarray:
+        """Rows of the predictions with this kind of mistake."""
+        return np.flatnonzero(self.kind == KINDS.index(kind))
+
+
+def tide_errors(matches: Matches) -> Errors:
+    m = matches
+    first = np.searchsorted(m.found.image_index, m.found.image_index)
+    counted = np.arange(len(m.found)) - first < MAX_PER_IMAGE
+    used = np.zeros(len(m.truth), bool)
+    right = m.right & counted
+    used[m.at_half[right]] = True
+    kind, gt = _kinds(m, counted, right, used)
+    usable = np.zeros(len(m.truth), bool)
+    usable[gt[gt >= 0]] = True
+    missed = ~used & ~m.crowd & ~usable
+    whole = _Whole(m, kind, gt, used, missed)
+    ap50 = whole.ap50()
+    cost = {name: whole.ap50(mended=name) - ap50 for name in (*KINDS, "false positives", "false negatives")}
+    return Errors(kind, gt, missed, ap50, cost)
+
+
+def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    same = _Best(m, m.same_class & ~m.crowd[m.gt])
+    other = _Best(m, ~m.same_class & ~m.crowd[m.gt])
+    taken = _Best(m, m.same_class & ~m.crowd[m.gt] & used[m.gt])
+    kind = np.full(len(m.found), KINDS.index("both"))
+    gt = np.full(len(m.found), -1, np.int64)
+    rules = (  # the last one that holds decides
+        ("background", np.maximum(same.iou, other.iou) <= BACKGROUND_IOU, None),
+        ("duplicate", taken.iou >= FOUND, None),
+        ("class", other.iou >= FOUND, other.gt),
+        ("localisation", (same.iou >= BACKGROUND_IOU) & (same.iou <= FOUND), same.gt),
+    )
+    for name, holds, boxes in rules:
+        kind[holds] = KINDS.index(name)
+        gt[holds] = -1 if boxes is None else boxes[holds]
+    for code, rows in ((IGNORED, ~m.counts), (RIGHT, right), (NOT_COUNTED, ~counted)):
+        kind[rows], gt[rows] = code, -1
+    gt[(gt >= 0) & used[gt]] = -1  # another one has it: nothing to mend
+    return kind, gt
+
+
+class _Best:
+    """For every prediction the largest IoU among some pairs and the box it is with; of equal ones the first."""
+
+    def __init__(self, m: Matches, among: np.ndarray):
+        rows = np.flatnonzero(among)
+        rows = rows[np.lexsort((-m.gt[rows], m.iou[rows]))]
+        self.iou, self.gt = np.zeros(len(m.found)), np.full(len(m.found), -1, np.int64)
+        self.iou[m.det[rows]], self.gt[m.det[rows]] = m.iou[rows], m.gt[rows]  # the last one stays
+
+
+class _Whole:
+    """AP50 with and without some mistakes."""
+
+    def __init__(self, m: Matches, kind: np.ndarray, gt: np.ndarray, used: np.ndarray, missed: np.ndarray):
+        self.m, self.kind, self.gt = m, kind, gt
+        self.lost = {"missed": missed, "false negatives": ~used & ~m.crowd}
+        rows = np.flatnonzero(gt >= 0)
+        rows = rows[np.lexsort((-rows, m.found.scores[rows]))]
+        self.best = np.full(len(m.truth), -1, np.int64)
+        self.best[gt[rows]] = rows  # of several that could have the box, the one with the highest score mends it
+
+    def ap50(self, mended: str | None = None) -> float:
+        m = self.m
+        labels, scores, right = m.found.labels.copy(), m.found.scores, self.kind == RIGHT
+        shown = self.kind <= RIGHT
+        total = m.num_truth
+        if mended in self.lost:
+            total = total - np.bincount(m.truth.labels[self.lost[mended]], minlength=m.num_classes)
+        elif mended == "false positives":
+            scores = right.astype(float)
+        elif mended is not None:
+            rows = np.flatnonzero(self.kind == KINDS.index(mended))
+            good = rows[(self.gt[rows] >= 0) & (self.best[self.gt[rows]] == rows)]
+            shown[rows], shown[good], right[good] = False, True, True
+            labels[good] = m.truth.labels[self.gt[good]]
+        order = np.argsort(-scores, kind="stable")
+        order = order[shown[order]]
+        aps = []
+        for label in np.flatnonzero(m.num_truth):
+            rows = order[labels[order] == label]
+            # with no box left there is nothing to find: tidecv says 0 there, and so does this
+            aps.append(exact_average_precision(right[rows], ~right[rows], total[label]) if total[label] else 0.0)
+        return float(np.mean(aps)) if aps else 0.0

@@ -1,0 +1,112 @@
+"""What a scene graph detector found: recall by K and by predicate, and which predicates it takes for others."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.evaluation.scene_graph import evaluate_scene_graphs
+from toolkit.evaluation.scene_graph_evaluator import true_graph
+
+TOP = (20, 50, 100)
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """mode: predcls, sgcls or sgdet. row: `R@20`, ..., `A@100`, as in a row of metrics.
+
+    frequency, recall: (P,) annotated relations of each predicate and the share found among the 100 best (mR@100's).
+    confusions: (P, P + 1) annotated predicate by the best one of the pair; the last column: no such pair was found.
+    images: (I,) share of each image's relations among its 100 best, NaN without any. whole: share of the images with
+    relations of which all were found ("graph accuracy" over images; A@K is the field's, over relations).
+    """
+
+    mode: str
+    row: dict[str, float | None]
+    frequency: np.ndarray
+    recall: np.ndarray
+    confusions: np.ndarray
+    images: np.ndarray
+    whole: float | None
+
+    def as_json(self, predicates) -> dict:
+        recall = [None if np.isnan(value) else float(value) for value in self.recall]
+        columns = zip(predicates, self.frequency.tolist(), recall, strict=True)
+        return {
+            "mode": self.mode,
+            "row": self.row,
+            "predicates": {name: {"relations": count, "recall@100": r} for name, count, r in columns},
+            "confusions": self.confusions.tolist(),
+            "graph_accuracy_of_images": self.whole,
+        }
+
+
+def judge_graphs(predictions: Mapping, table, about: Mapping) -> GraphReport | None:
+    """None: there are no relations to judge.
+
+    predictions: by image id, as `SceneGraphEvaluator.evaluate` takes them.
+    about: `mode` and `protocol` where they are known, and `scores`, from which zR@K comes (what training had seen is not
+        known here).
+    """
+    ids = table.image_ids().tolist()
+    if not table.predicates or not all("pairs" in predictions[i] for i in ids):
+        return None
+    found = [{key: np.asarray(value) for key, value in predictions[i].items()} for i in ids]
+    truths = [_truth(table.row(i), each) for i, each in enumerate(found)]
+    mode = about.get("mode") or _mode(found)
+    metrics = evaluate_scene_graphs(
+        truths, found, mode, len(table.predicates), top=TOP, protocol=about.get("protocol", "original")
+    )
+    row = {k: v for k, v in metrics.as_row().items() if v is not None}
+    row |= {k: v for k, v in about.get("scores", {}).items() if k.startswith(("zR@", "ngzR@")) and v is not None}
+    confusions, images = _confusions(truths, found, mode, len(table.predicates))
+    frequency = confusions.sum(axis=1)
+    recall = np.where(frequency > 0, metrics.per_predicate["mR"][-1], np.nan)
+    with_any = images[np.isfinite(images)]
+    whole = float((with_any == 1).mean()) if len(with_any) else None
+    return GraphReport(mode, row, frequency, recall, confusions, images, whole)
+
+
+def _truth(row: Mapping, found: Mapping) -> dict[str, np.ndarray]:
+    if "true_relations" not in found:
+        return true_graph(row)
+    return {"boxes": found["boxes"], "labels": found["true_labels"], "relations": found["true_relations"]}
+
+
+def _mode(found: list[dict]) -> str:
+    """From what the predictions hold: those on given boxes say what was annotated there."""
+    if not all("true_relations" in each for each in found):
+        return "sgdet"
+    return "predcls" if all((each["labels"] == each["true_labels"]).all() for each in found) else "sgcls"
+
+
+def _confusions(truths, found, mode: str, predicates: int) -> tuple[np.ndarray, np.ndarray]:
+    matrix = np.zeros((predicates, predicates + 1), np.int64)
+    images = np.full(len(truths), np.nan)
+    for i, (truth, each) in enumerate(zip(truths, found, strict=True)):
+        relations = truth["relations"]
+        if not len(relations):
+            continue
+        best = each["predicate_scores"][: TOP[-1]].argmax(axis=1) if len(each["pairs"]) else np.zeros(0, np.int64)
+        same = _same(truth, each, mode)
+        pairs = each["pairs"][: TOP[-1]]
+        on_it = same[pairs[:, 0]][:, relations[:, 0]] & same[pairs[:, 1]][:, relations[:, 1]]  # (pairs, relations)
+        right = on_it & (best[:, None] == relations[None, :, 2])
+        first = on_it.argmax(axis=0) if len(pairs) else np.zeros(len(relations), np.int64)
+        told = np.where(on_it.any(axis=0), best[first] if len(pairs) else 0, predicates)
+        told = np.where(right.any(axis=0), relations[:, 2], told)
+        np.add.at(matrix, (relations[:, 2], told), 1)
+        images[i] = right.any(axis=0).mean()
+    return matrix, images
+
+
+def _same(truth: Mapping, found: Mapping, mode: str) -> np.ndarray:
+    """(M, N) bool: may a predicted box be an annotated one? With the widths of the field, x2 - x1 + 1."""
+    if mode == "predcls":
+        return np.eye(len(truth["boxes"]), dtype=bool)
+    a, b = (np.asarray(each["boxes"], np.float32) for each in (found, truth))
+    low, high = np.maximum(a[:, None, :2], b[None, :, :2]), np.minimum(a[:, None, 2:], b[None, :, 2:])
+    common = (high - low + 1).clip(min=0).prod(axis=2)
+    areas = [(boxes[:, 2:] - boxes[:, :2] + 1).prod(axis=1) for boxes in (a, b)]
+    near = common >= 0.5 * (areas[0][:, None] + areas[1][None] - common)
+    return near & (found["labels"][:, None] == truth["labels"][None])

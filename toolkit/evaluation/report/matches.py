@@ -1,0 +1,203 @@
+"""Which prediction overlaps which annotated box, once for a whole data set; everything in a report is counted from it.
+
+The greedy matching is COCO's (Lin et al. 2014), for all images, classes, IoU thresholds and areas at once: in round r
+the r-th best prediction of every image and class chooses. No two of one round can want the same box.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from toolkit.evaluation.arrays import BoxArrays, drop_unusable, ground_truth_arrays, prediction_arrays
+from toolkit.evaluation.coco import class_keys
+
+IOUS = np.linspace(0.5, 0.95, 10)
+AREAS = {"all": (0.0, 1e10), "s": (0.0, 32.0**2), "m": (32.0**2, 96.0**2), "l": (96.0**2, 1e10)}
+BACKGROUND_IOU = 0.1  # a prediction that overlaps nothing by more lies on the background (Bolya et al. 2020)
+MAX_PER_CLASS = 100  # predictions of an image and class that count
+PAIRS_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Predictions and annotated boxes of I images with what overlaps; D predictions, G boxes, P pairs.
+
+    truth: all boxes, crowds too, in the order of the table. found: at most 100 of each image and class, by image, best
+        first. rank: (D,) place of a prediction among those of its image and class. order: (D,) rows of `found`, best
+        first over all images; of equal scores the one that comes first.
+    det, gt, iou: (P,) rows of `found` and `truth` of one image, whatever their classes, with an IoU of at least 0.1;
+        for a crowd the share of the prediction that lies in it. Sorted by `det`, then `gt`.
+    sizes_hw: (I, 2) pixels.
+    """
+
+    image_ids: Sequence
+    class_names: Sequence[str]
+    sizes_hw: np.ndarray
+    truth: BoxArrays
+    found: BoxArrays
+    rank: np.ndarray
+    order: np.ndarray
+    det: np.ndarray
+    gt: np.ndarray
+    iou: np.ndarray
+
+    @property
+    def num_images(self) -> int:
+        return len(self.image_ids)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    @cached_property
+    def crowd(self) -> np.ndarray:
+        """(G,) bool."""
+        return self.truth.iscrowd > 0
+
+    @cached_property
+    def same_class(self) -> np.ndarray:
+        """(P,) bool."""
+        return self.found.labels[self.det] == self.truth.labels[self.gt]
+
+    @cached_property
+    def num_truth(self) -> np.ndarray:
+        """(K,) boxes of each class that are to be found."""
+        return np.bincount(self.truth.labels[~self.crowd], minlength=self.num_classes)
+
+    def ignored(self, area: str) -> np.ndarray:
+        """(G,) bool: boxes that need not be found: crowds, and what is outside of the area range."""
+        low, high = AREAS[area]
+        return self.crowd | (self.truth.area < low) | (self.truth.area > high)
+
+    @cached_property
+    def coco(self) -> "CocoMatches":
+        """COCO's matching at ten IoU thresholds and four areas."""
+        return _greedy(self)
+
+    @cached_property
+    def at_half(self) -> np.ndarray:
+        """(D,) int64 row of the box that each prediction finds at IoU 0.5, crowds too; -1: none."""
+        return self.coco.row_of(0, 0, len(self.found))
+
+    @cached_property
+    def right(self) -> np.ndarray:
+        """(D,) bool: true positives at IoU 0.5."""
+        return (self.at_half >= 0) & ~self.crowd[self.at_half]
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """(D,) bool: predictions that are right or wrong at IoU 0.5; those of a crowd are neither."""
+        return (self.at_half < 0) | ~self.crowd[self.at_half]
+
+
+@dataclass(frozen=True)
+class CocoMatches:
+    """The C predictions that some box of their class overlaps by half, and which one each of them finds.
+
+    det: (C,) rows of `found`, ascending. gt: (4, 10, C) rows of `truth` by area and IoU threshold; -1: none.
+    """
+
+    det: np.ndarray
+    gt: np.ndarray
+
+    def row_of(self, area: int, iou: int, size: int) -> np.ndarray:
+        """(size,) the found box of every prediction; -1: none."""
+        rows = np.full(size, -1, np.int64)
+        rows[self.det] = self.gt[area, iou]
+        return rows
+
+
+def match(predictions: Mapping, table) -> Matches:
+    """Matches of a full set of predictions by image id with a table.
+
+    Raises:
+        BadInput: image ids of predictions and table differ.
+    """
+    image_ids = table.image_ids().tolist()
+    names = class_keys(table)
+    with_class = {i: {k: np.asarray(p[k])[np.asarray(p["labels"]) >= 0] for k in ("boxes", "scores", "labels")}
+                  for i, p in predictions.items()}  # fmt: skip
+    found = drop_unusable(prediction_arrays(with_class, image_ids), len(names), image_ids)
+    found, rank = _best_of_each_class(found)
+    truth = ground_truth_arrays(table)
+    det, gt, iou = _overlaps(found, truth, len(image_ids))
+    order = np.argsort(-found.scores, kind="stable")
+    return Matches(image_ids, names, table.sizes_hw(), truth, found, rank, order, det, gt, iou)
+
+
+def _best_of_each_class(found: BoxArrays) -> tuple[BoxArrays, np.ndarray]:
+    """By image, then best first; with the place of each among those of its image and class."""
+    found = found[np.lexsort((-found.scores, found.image_index))]
+    group = np.lexsort((found.labels, found.image_index))  # stable: best first within image and class
+    key = np.stack([found.image_index[group], found.labels[group]])
+    new = np.ones(len(group), bool)
+    new[1:] = (key[:, 1:] != key[:, :-1]).any(axis=0)
+    start = np.maximum.accumulate(np.where(new, np.arange(len(group)), 0))
+    rank = np.empty(len(group), np.int64)
+    rank[group] = np.arange(len(group)) - start
+    keep = rank < MAX_PER_CLASS
+    return found[keep], rank[keep]
+
+
+def _overlaps(found: BoxArrays, truth: BoxArrays, images: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(det, gt, iou) of all pairs in one image that overlap by 0.1, computed as pycocotools does."""
+    boxes_of = np.bincount(truth.image_index, minlength=images)
+    first_of = np.cumsum(boxes_of) - boxes_of
+    repeats = boxes_of[found.image_index]
+    ends = np.cumsum(repeats)
+    xywh_found, xywh_truth, crowd = found.xywh(), truth.xywh(), truth.iscrowd > 0
+    parts, start = [], 0
+    while start < len(found):
+        stop = max(start + 1, int(np.searchsorted(ends, (ends[start - 1] if start else 0) + PAIRS_AT_ONCE)))
+        some = repeats[start:stop]
+        det = np.repeat(np.arange(start, start + len(some)), some)
+        within = np.arange(len(det)) - np.repeat(np.cumsum(some) - some, some)
+        gt = first_of[found.image_index[det]] + within
+        iou = _iou(xywh_found[det], xywh_truth[gt], crowd[gt])
+        keep = iou >= BACKGROUND_IOU
+        parts.append((det[keep], gt[keep], iou[keep]))
+        start = stop
+    empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+    return tuple(np.concatenate(columns) for columns in zip(empty, *parts, strict=True))
+
+
+def _iou(a: np.ndarray, b: np.ndarray, crowd: np.ndarray) -> np.ndarray:
+    """IoU of boxes (left, top, width, height), row by row; of a crowd the share of `a` in it."""
+    low, high = np.maximum(a[:, :2], b[:, :2]), np.minimum(a[:, :2] + a[:, 2:], b[:, :2] + b[:, 2:])
+    sides = high - low
+    common = np.where((sides > 0).all(axis=1), sides[:, 0] * sides[:, 1], 0.0)
+    area = a[:, 2] * a[:, 3]
+    union = np.where(crowd, area, area + b[:, 2] * b[:, 3] - common)
+    return np.divide(common, union, out=np.zeros_like(common), where=union > 0)
+
+
+def _greedy(m: Matches) -> CocoMatches:
+    near = m.same_class & (m.iou >= IOUS[0])
+    det, gt, iou = m.det[near], m.gt[near], m.iou[near]
+    rows, row = np.unique(det, return_inverse=True)
+    shape = (len(AREAS), len(IOUS))
+    matched = np.full((*shape, len(rows)), -1, np.int64)
+    free = np.ones((*shape, len(m.truth)), bool)
+    required = np.stack([~m.ignored(area) for area in AREAS])[:, None]  # (A, 1, G)
+    rounds = m.rank[det]
+    order = np.argsort(rounds, kind="stable")
+    cuts = np.searchsorted(rounds[order], np.arange(rounds.max(initial=-1) + 2))
+    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+        if start == stop:
+            continue
+        now = order[start:stop]
+        g, d = gt[now], row[now]
+        first = np.flatnonzero(np.diff(d, prepend=-1))
+        allowed = (iou[now] >= np.minimum(IOUS, 1 - 1e-10)[:, None]) & (free[:, :, g] | m.crowd[g])
+        wish = np.where(allowed, iou[now] + 2 * required[:, :, g], -1.0)  # a box that must be found goes first
+        best = np.maximum.reduceat(wish, first, axis=2)
+        segment = np.repeat(np.arange(len(first)), np.diff([*first, len(d)]))
+        place = np.where(wish == best[:, :, segment], np.arange(len(d)), -1)  # of equal ones the last, as pycocotools
+        chosen = np.maximum.reduceat(place, first, axis=2)
+        some = best > 0
+        matched[:, :, d[first]] = np.where(some, g[chosen], -1)
+        a, t, where = np.nonzero(some)
+        free[a, t, g[chosen[a, t, where]]] = False
+    return CocoMatches(rows, matched)

@@ -1,0 +1,71 @@
+"""Recall by what an object is like: its size, its neighbours, its place in the image, whether the edge cuts it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.evaluation.report.matches import AREAS, Matches
+
+EDGE = 1.0  # a box closer than this to the edge of the image, in pixels, is cut off by it
+TOUCHING = 0.05  # IoU from which two annotated boxes count as neighbours
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """Objects of one kind: how many, the share found at IoU 0.5 above the threshold, and at any score."""
+
+    topic: str
+    name: str
+    boxes: int
+    recall: float
+    recall_at_any_score: float
+
+
+def strata(matches: Matches, threshold: float) -> list[Stratum]:
+    m = matches
+    rows = np.flatnonzero(~m.crowd)
+    at_any, found = np.zeros(len(m.truth), bool), np.zeros(len(m.truth), bool)
+    at_any[m.at_half[m.right]] = True
+    found[m.at_half[m.right & (m.found.scores > threshold)]] = True
+    result = []
+    for topic, groups in _groups(m, rows).items():
+        for name, inside in groups.items():
+            some = rows[inside]
+            if len(some):
+                result.append(Stratum(topic, name, len(some), float(found[some].mean()), float(at_any[some].mean())))
+    return result
+
+
+def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
+    boxes, area = m.truth.boxes_xyxy[rows], m.truth.area[rows]
+    height, width = m.sizes_hw[m.truth.image_index[rows]].T
+    cut = (boxes[:, :2] <= EDGE).any(axis=1) | (boxes[:, 2] >= width - EDGE) | (boxes[:, 3] >= height - EDGE)
+    near = neighbours(m)[rows]
+    in_image = np.bincount(m.truth.image_index[rows], minlength=m.num_images)[m.truth.image_index[rows]]
+    x, y = (boxes[:, 0] + boxes[:, 2]) / 2 / width, (boxes[:, 1] + boxes[:, 3]) / 2 / height
+    sizes = {"small (below 32²)": "s", "medium (32² to 96²)": "m", "large (above 96²)": "l"}
+    return {
+        "size in pixels": {n: (area >= AREAS[a][0]) & (area < AREAS[a][1]) for n, a in sizes.items()},
+        "boxes that overlap it": {"none": near == 0, "1": near == 1, "2 or 3": (near > 1) & (near < 4),
+                                  "4 or more": near > 3},
+        "boxes in the image": {"1": in_image == 1, "2 to 5": (in_image > 1) & (in_image < 6),
+                               "6 to 20": (in_image > 5) & (in_image < 21), "more than 20": in_image > 20},
+        "edge of the image": {"cut off": cut, "not cut off": ~cut},
+        "place in the image": {f"{v} {h}": (np.clip((y * 3).astype(int), 0, 2) == j)
+                               & (np.clip((x * 3).astype(int), 0, 2) == i)
+                               for j, v in enumerate(("top", "middle", "bottom"))
+                               for i, h in enumerate(("left", "centre", "right"))},
+    }  # fmt: skip
+
+
+def neighbours(m: Matches) -> np.ndarray:
+    """(G,) how many other boxes of its image overlap each box."""
+    counts = np.zeros(len(m.truth), np.int64)
+    cuts = np.searchsorted(m.truth.image_index, np.arange(m.num_images + 1))
+    for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        b = m.truth.boxes_xyxy[start:stop]
+        low, high = np.maximum(b[:, None, :2], b[None, :, :2]), np.minimum(b[:, None, 2:], b[None, :, 2:])
+        common = (high - low).clip(min=0).prod(axis=2)
+        area = (b[:, 2:] - b[:, :2]).prod(axis=1)
+        counts[start:stop] = (common > TOUCHING * (area[:, None] + area[None] - common)).sum(axis=1) - 1
+    return counts.clip(min=0)

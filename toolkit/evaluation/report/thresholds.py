@@ -1,0 +1,131 @@
+"""Precision, recall and F1 against the score that a prediction needs: which threshold to deploy, and what it costs."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.evaluation.report.matches import Matches
+
+WANTED_PRECISION = (0.5, 0.75, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Numbers at IoU 0.5 when predictions with at least a score count; one row per distinct score, highest first.
+
+    score, precision, recall, f1: (S,). total: boxes to find.
+    """
+
+    score: np.ndarray
+    precision: np.ndarray
+    recall: np.ndarray
+    f1: np.ndarray
+    total: int
+
+    @property
+    def best(self) -> "Point | None":
+        """Where F1 is highest; of several such points the one with the highest score."""
+        return self.point(int(np.argmax(self.f1))) if len(self.f1) and self.f1.max() > 0 else None
+
+    def at_precision(self, wanted: float) -> "Point | None":
+        """Most recall with at least this precision; None: no threshold gives it."""
+        rows = np.flatnonzero(self.precision >= wanted - 1e-12)
+        return self.point(int(rows[np.argmax(self.recall[rows])])) if len(rows) else None
+
+    def point(self, row: int) -> "Point":
+        low = float(self.score[row + 1]) if row + 1 < len(self.score) else 0.0
+        numbers = (float(values[row]) for values in (self.precision, self.recall, self.f1))
+        return Point(_between(low, float(self.score[row])), *numbers)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A threshold and what it gives; whether a score equal to it counts does not matter, for none is."""
+
+    threshold: float
+    precision: float
+    recall: float
+    f1: float
+
+
+def sweep(matches: Matches, label: int | None = None) -> Sweep:
+    """Of one class, or of all boxes of all classes together (`label` None)."""
+    rows = matches.order
+    if label is not None:
+        rows = rows[matches.found.labels[rows] == label]
+    rows = rows[matches.counts[rows]]
+    total = int(matches.num_truth.sum() if label is None else matches.num_truth[label])
+    score, right = matches.found.scores[rows], np.cumsum(matches.right[rows])
+    last = np.flatnonzero(np.diff(score, append=-np.inf))  # of equal scores all count or none
+    found, kept = right[last].astype(float), last + 1.0
+    recall = found / total if total else np.full(len(last), np.nan)
+    return Sweep(score[last], found / kept, recall, 2 * found / (kept + total), total)
+
+
+def _between(low: float, high: float) -> float:
+    """A short decimal fraction t with low < t < high."""
+    for digits in range(2, 17):
+        scale = 10.0**digits
+        value = (np.ceil(high * scale) - 1) / scale
+        if low < value < high:
+            return float(value)
+    return (low + high) / 2
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Do scores say how often a prediction is right? Ten bins of equal width.
+
+    edges: (11,). score, precision, count: (10,) mean score, share that is right, predictions; NaN in an empty bin.
+    error: mean distance of score and precision over all predictions (ECE, Naeini et al. 2015; for detections
+        Küppers et al. 2020), None without predictions.
+    """
+
+    edges: np.ndarray
+    score: np.ndarray
+    precision: np.ndarray
+    count: np.ndarray
+    error: float | None
+
+
+def calibration(matches: Matches, bins: int = 10) -> Calibration:
+    rows = np.flatnonzero(matches.counts)
+    scores, right = matches.found.scores[rows], matches.right[rows]
+    edges = np.linspace(0, 1, bins + 1)
+    which = np.clip((scores * bins).astype(int), 0, bins - 1)
+    count = np.bincount(which, minlength=bins)
+    with np.errstate(invalid="ignore"):
+        mean_score = np.bincount(which, scores, bins) / count
+        precision = np.bincount(which, right, bins) / count
+    error = float(np.nansum(abs(mean_score - precision) * count) / count.sum()) if count.sum() else None
+    return Calibration(edges, mean_score, precision, count, error)
+
+
+def confusion_matrix(matches: Matches, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+    """What becomes of every box, and what every prediction above `threshold` is, at IoU 0.5.
+
+    A prediction first finds a box of its class, as in AP. What is left over is then paired across classes, largest IoU
+    first. Crowds and what lies in them do not count.
+
+    Returns:
+        (K + 1, K + 1) int64, rows the annotated class, columns the predicted one; the last row is the background
+        (predictions without a box), the last column "missed". A row sums to the boxes of its class.
+        And (D,) int64 the row of the box that each prediction was paired with, of any class; -1: none.
+    """
+    m, k = matches, matches.num_classes
+    kept = (m.found.scores > threshold) & m.counts
+    paired = np.where(kept & m.right, m.at_half, -1)
+    taken = np.zeros(len(m.truth), bool)
+    taken[paired[paired >= 0]] = True
+    left = kept[m.det] & (paired[m.det] < 0) & ~taken[m.gt] & ~m.crowd[m.gt] & ~m.same_class & (m.iou >= 0.5)
+    rows = np.flatnonzero(left)
+    for row in rows[np.argsort(-m.iou[rows], kind="stable")].tolist():
+        det, gt = m.det[row], m.gt[row]
+        if paired[det] < 0 and not taken[gt]:
+            paired[det], taken[gt] = gt, True
+    matrix = np.zeros((k + 1, k + 1), np.int64)
+    pairs = np.flatnonzero(paired >= 0)
+    np.add.at(matrix, (m.truth.labels[paired[pairs]], m.found.labels[pairs]), 1)
+    np.add.at(matrix, (k, m.found.labels[kept & (paired < 0)]), 1)
+    np.add.at(matrix, (m.truth.labels[~taken & ~m.crowd], k), 1)
+    return matrix, paired

@@ -1,0 +1,125 @@
+"""Writes the report of one detector or of several: `index.html`, one file, and `report.json` with its numbers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from toolkit.evaluation.report import comparison_sections, gallery, run_sections, sections
+from toolkit.evaluation.report.advice import advise
+from toolkit.evaluation.report.comparison import compare
+from toolkit.evaluation.report.judgement import Judgement, as_json
+from toolkit.evaluation.report.page import page, paragraph
+from toolkit.evaluation.report.pictures import Pictures
+from toolkit.files import replace_nonfinite, write_json, write_text_atomic
+from toolkit.runs.metrics_log import read_metrics
+
+PAGE, NUMBERS = "index.html", "report.json"
+
+
+@dataclass
+class RunFacts:
+    """What the folder of a run tells: rows of its metrics, settings and surroundings, as text and read; all empty for a
+    predictions file that belongs to no run."""
+
+    rows: Sequence[Mapping] = ()
+    config: dict = field(default_factory=dict)
+    config_text: str = ""
+    environment_text: str = ""
+    state: str = ""
+
+
+def run_facts(run_folder: Path | None) -> RunFacts:
+    if run_folder is None:
+        return RunFacts()
+    texts = {name: (run_folder / name).read_text(encoding="utf-8") if (run_folder / name).exists() else ""
+             for name in ("config.yaml", "environment.json", "status.json")}  # fmt: skip
+    status = json.loads(texts["status.json"]) if texts["status.json"] else {}
+    state = ", ".join(f"{key} {status[key]}" for key in ("state", "reason") if status.get(key))
+    return RunFacts(read_metrics(run_folder / "metrics.jsonl"), yaml.safe_load(texts["config.yaml"]) or {},
+                    texts["config.yaml"], texts["environment.json"], state)  # fmt: skip
+
+
+def write_page(folder: Path, judged: Judgement | None, facts: RunFacts, title: str) -> Path:
+    """`index.html` and, of a detector that was judged, `report.json`.
+
+    judged: None: there are no predictions; the page then has the curves and settings of the run.
+
+    Returns:
+        The page.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: list[tuple[str, str, str]] = []
+    if judged is not None:
+        parts = _sections(judged, facts, folder)
+        write_json(folder / NUMBERS, replace_nonfinite(as_json(judged)))
+    parts += [("training", "Training", run_sections.curves(facts.rows)),
+              ("settings", "Settings", run_sections.settings(facts.config_text, facts.environment_text))]  # fmt: skip
+    write_text_atomic(folder / PAGE, page(title, _facts(judged, facts), parts))
+    return folder / PAGE
+
+
+def _sections(judged: Judgement, facts: RunFacts, folder: Path) -> list[tuple[str, str, str]]:
+    if not judged.matches.num_truth.sum():
+        return [("summary", "Summary", paragraph("There are no annotated boxes: nothing can be measured."))]
+    maker = Pictures(judged.table, folder)
+    annotation = gallery.annotation_mistakes(judged, maker)
+    images, mistakes = gallery.images(judged, maker), gallery.mistakes(judged, maker)
+    graphs = sections.graphs(judged) + gallery.graph_pictures(judged, maker)
+    notes = "".join(paragraph(note, "dim") for note in maker.notes())
+    return [
+        ("summary", "Summary", sections.summary(judged)),
+        ("next", "What to try next", sections.advice(advise(judged, facts.rows, facts.config))),
+        ("numbers", "Numbers", sections.numbers(judged)),
+        ("thresholds", "Thresholds", sections.thresholds(judged)),
+        ("graphs", "Scene graphs", graphs),
+        ("confusion", "Confusion", sections.confusion(judged)),
+        ("errors", "Mistakes", sections.errors(judged)),
+        ("images", "Images", images + notes),
+        ("confident", "Confident mistakes", mistakes),
+        ("annotation", "Likely mistakes of the annotation", annotation),
+    ]
+
+
+def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
+    """`index.html` with the detectors side by side, and `report.json` with the numbers of each and their differences.
+
+    Raises:
+        BadInput: they were not made on the same data.
+    """
+    folder = Path(folder)
+    c = compare(judged)
+    folder.mkdir(parents=True, exist_ok=True)
+    maker = Pictures(judged[0].table, folder)
+    changed = comparison_sections.changed(c, maker)
+    parts = [
+        ("summary", "Summary", comparison_sections.verdict(c)),
+        ("numbers", "Numbers", comparison_sections.numbers(c)),
+        ("differences", "Differences", comparison_sections.differences(c)),
+        ("seeds", "Over seeds", comparison_sections.seeds(c)),
+        ("classes", "By class", comparison_sections.classes(c)),
+        ("images", "Images that changed most", changed + "".join(paragraph(n, "dim") for n in maker.notes())),
+    ]
+    title = "Comparison of " + ", ".join(each.name for each in judged)
+    write_text_atomic(folder / PAGE, page(title, _data_words(judged[0]), parts))
+    differences = [{"metric": d.metric, "base": d.base, "other": d.other, "value": d.value, "interval_95": [d.low, d.high],
+                    "explained_by_chance": d.chance} for d in c.differences]  # fmt: skip
+    content = {"detectors": [as_json(each) for each in judged], "differences": differences, "over_seeds": c.groups}
+    write_json(folder / NUMBERS, replace_nonfinite(content))
+    return folder / PAGE
+
+
+def _facts(judged: Judgement | None, facts: RunFacts) -> str:
+    words = [facts.state] if facts.state else []
+    if judged is not None:
+        words += [str(judged.about["detector"])] if judged.about.get("detector") else []
+        words.append(_data_words(judged))
+    return "; ".join(words)
+
+
+def _data_words(judged: Judgement) -> str:
+    m = judged.matches
+    return f"{judged.table.name}: {m.num_images:,} images, {m.num_truth.sum():,} boxes, {m.num_classes} classes"
