@@ -4,9 +4,12 @@
     python scripts/evaluate.py runs/detr/checkpoints/latest --weights model --backend pycocotools
     python scripts/evaluate.py runs/detr --expect.bbox_AP 0.55 --tolerance 0.02        # exit code 1 when missed
     python scripts/evaluate.py runs/mine --split test.json --image-dir images          # other data, same classes
+    python scripts/evaluate.py runs/mine --split test-dev.json --save results.json     # COCO results, for a server too
+    python scripts/evaluate.py results.json                                            # the numbers of such a file
+    python scripts/evaluate.py runs/detr/final/model.onnx                              # of an exported model
 
 A run folder means its best checkpoint, with the weights that its metric for best goes by. Several processes share the
-work: `torchrun --nproc_per_node 2 scripts/evaluate.py runs/detr`.
+work: `torchrun --nproc_per_node 2 scripts/evaluate.py runs/detr`. VOC's mean AP stands beside COCO's numbers.
 """
 
 import argparse
@@ -16,12 +19,13 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from toolkit.data.pipeline import val_transform, validation_loader
-from toolkit.data.splits import open_split
+from toolkit.data.formats import FORMATS
 from toolkit.errors import BadInput
-from toolkit.evaluation.predict_dataset import predict_dataset
-from toolkit.runs.open_run import chosen_weights, open_run
-from toolkit.use.rebuild import load_detector, rebuild_evaluator, rebuild_loss_weights
+from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.evaluation.predictions_file import write_predictions
+from toolkit.evaluation.voc import voc_metrics
+from toolkit.runs.open_run import open_run
+from toolkit.use.predict_split import Predicted, SplitOptions, is_run, open_any, predict_run
 
 
 def expected_numbers(arguments: list[str]) -> dict[str, float]:
@@ -37,39 +41,15 @@ def expected_numbers(arguments: list[str]) -> dict[str, float]:
 
 def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     """Prints the table and returns whether every expected number was met."""
-    run = open_run(arguments.run)
-    config, chosen = run.config, chosen_weights(run, arguments.weights)
     accelerator = Accelerator()
-    data, evaluation = config["data"], config["eval"]
-    reading = {key: data[key] for key in ("image_dir", "format", "name", "on_error")}
-    if arguments.image_dir or arguments.split is not None and data["name"] is None:
-        reading["image_dir"] = arguments.image_dir  # another file's images; a split of the same data has the same
-    table = open_split(arguments.split or data["val"], say=accelerator.print, **reading)
-    if [c.name for c in table.categories] != [c.name for c in run.categories]:
-        raise BadInput(f"the data has classes {table.class_names}, the run {[c.name for c in run.categories]}")
-    detector = load_detector(run, chosen)
-    loader = validation_loader(
-        table,
-        val_transform(data["image_size"], data["scales"], data["max_size"]),
-        batch_size_per_device=evaluation["batch_size_per_device"],
-        workers=data["workers"],
-        stride=detector.stride,
-    )
-    found = predict_dataset(
-        detector.to(accelerator.device),
-        loader,
-        accelerator.device,
-        loss_weights=rebuild_loss_weights(run, detector).to(accelerator.device),
-        step=run.checkpoint.step,
-        score_threshold=evaluation["score_threshold"],
-    )
-    evaluator = rebuild_evaluator(run, detector, table, arguments.backend)
-    scores = evaluator.evaluate(found.by_image)
-    result = {**scores, **found.losses}
+    found = _predicted(arguments, accelerator)
+    result = _measured(found, arguments.backend)
     if accelerator.is_main_process:
-        shown = evaluator.describe(scores, found.by_image)
-        print(f"{run.checkpoint.path} ({chosen} weights), {len(table)} images\n{shown}")
+        print(f"{found.about['detector']}, {len(found.table)} images\n{result.pop('table')}")
         print(json.dumps(result))
+        if arguments.save:
+            write_predictions(arguments.save, found.by_image, found.table, scores=result, **found.about)
+            print(f"wrote {arguments.save}")
     unknown = expected.keys() - result.keys()
     if unknown:
         raise BadInput(f"--expect.{min(unknown)}: no such metric; there are {', '.join(sorted(result))}")
@@ -79,12 +59,39 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     return not missed
 
 
+def _predicted(arguments: argparse.Namespace, accelerator: Accelerator) -> Predicted:
+    options = SplitOptions(arguments.split, arguments.image_dir, arguments.format)
+    if is_run(arguments.run) or not arguments.run.exists():
+        return predict_run(open_run(arguments.run), arguments.weights, options, accelerator, arguments.backend)
+    return open_any(arguments.run, arguments.weights, options, accelerator)
+
+
+def _measured(found: Predicted, backend: str | None) -> dict:
+    """All numbers, and `table` for a person."""
+    evaluator = found.evaluator or CocoEvaluator(found.table, backend or "faster")
+    scores = evaluator.evaluate(found.by_image)
+    if not found.table.num_boxes().any():
+        return scores | {"table": "no annotated boxes: nothing can be measured; the predictions can be saved (--save)"}
+    table = evaluator.describe(scores, found.by_image)
+    voc = {}
+    if "bbox_AP" in scores:
+        voc = voc_metrics(found.by_image, found.table)
+        table += f"\nVOC07 mAP {_number(voc['voc07_mAP'])}, VOC12 mAP {_number(voc['voc12_mAP'])} (IoU 0.5)"
+    return {**scores, **found.losses, **voc, "table": table}
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run folder or checkpoint")
+    parser.add_argument("run", type=Path, help="run folder, checkpoint, exported model, or predictions file")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights")
     parser.add_argument("--split", help="annotation file or split instead of the run's validation data")
     parser.add_argument("--image-dir", help="image folder, if not that of the run")
+    parser.add_argument("--format", choices=FORMATS, help="how to read --split, if not as the data of the run")
+    parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("faster", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far below --expect.METRIC may be")
     arguments, rest = parser.parse_known_args(argv)

@@ -10,9 +10,11 @@ import torch
 
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import broadcast_buffers, run_on_main
-from toolkit.errors import Preempted, StoppedByGuard
+from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.evaluation.predictions_file import write_predictions
+from toolkit.evaluation.report import PREDICTIONS
 from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.recovery import state_is_sound
 from toolkit.runs.best import no_such_metric
@@ -50,7 +52,7 @@ def validate(t) -> bool:
     modules = {"val/": t.detector}
     if t.ema is not None:
         modules["val/ema/"] = t.ema.module
-    row, shown = {}, {}
+    row, shown, kept = {}, {}, {}
     for prefix, module in modules.items():
         broadcast_buffers(module)  # batch norms saw other images on other ranks; those of rank 0 count
         found = predict_dataset(
@@ -69,11 +71,15 @@ def validate(t) -> bool:
                 save(t)
             raise Preempted(f"signal during the evaluation at step {t.step}; saved, `--run.resume latest` goes on")
         shown = run_on_main(partial(t.validation.evaluator.evaluate, found.by_image))
+        if (module is not t.detector) == t.best.of_average or t.ema is None:
+            kept = {"predictions": found.by_image, "scores": shown, "weights": prefix.removeprefix("val/") or "raw"}
         row |= {f"{prefix}{name}": value for name, value in {**shown, **found.losses}.items()}
     better = note_metric(t, row)
     t.log.write(t.step, t.sampler.epoch, row)
     run_on_main(lambda: t.log.attempt(f"showing the evaluation of step {t.step}",
                                       lambda: _show(t, found.by_image, shown, better)))  # fmt: skip
+    run_on_main(lambda: t.log.attempt(f"keeping the predictions of step {t.step}",
+                                      lambda: _keep_predictions(t, better, **kept)))  # fmt: skip
     t.log.timer.start()
     return better
 
@@ -124,6 +130,19 @@ def finish(t) -> None:
 def _best(t) -> Checkpoint | None:
     path = linked(t.folder / "checkpoints", "best") if t.best.value is not None else None
     return None if path is None else load_checkpoint(path)
+
+
+def _keep_predictions(t, better: bool, predictions: dict, scores: dict, weights: str) -> None:
+    """`report/predictions.json` of the weights that `best` and `final/` have: what the report is made of."""
+    path = t.folder / "report" / PREDICTIONS
+    if not t.accelerator.is_main_process or not (better or not path.exists()):
+        return
+    if not all({"boxes", "scores", "labels"} <= found.keys() for found in predictions.values()):
+        return  # a detector of one's own that finds something else
+    evaluator = t.validation.evaluator
+    about = {key: getattr(evaluator, key) for key in ("mode", "protocol") if hasattr(evaluator, key)}
+    about |= {"detector": f"{t.folder.name}, step {t.step} ({weights.strip('/')} weights)", "step": t.step}
+    write_predictions(path, predictions, t.validation.table, scores=scores, **about)
 
 
 def _show(t, predictions: dict, scores: dict, better: bool) -> None:

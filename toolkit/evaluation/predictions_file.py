@@ -21,8 +21,17 @@ from toolkit.evaluation.arrays import check_image_ids
 from toolkit.files import write_json, write_text_atomic
 
 VERSION = 1
-_OF_GRAPHS = ("boxes", "labels", "scores", "pairs", "predicate_scores", "predicates", "triplet_scores", "true_labels",
-              "true_relations")  # fmt: skip
+_OF_GRAPHS = (
+    "boxes",
+    "labels",
+    "scores",
+    "pairs",
+    "predicate_scores",
+    "predicates",
+    "triplet_scores",
+    "true_labels",
+    "true_relations",
+)
 _OF_OBJECTS = ("boxes", "labels", "scores")
 
 
@@ -30,8 +39,8 @@ _OF_OBJECTS = ("boxes", "labels", "scores")
 class PredictionsFile:
     """What a predictions file holds, in the terms of a table.
 
-    by_image: for every image id of the table `boxes (K, 4)` float64 xyxy in pixels, `scores (K,)`, `labels (K,)` from 0,
-        arrays; of scene graphs also `pairs`, `predicate_scores`, and the given graph where boxes were given.
+    by_image: for every image id of the table `boxes (K, 4)` float64 xyxy in pixels, `scores (K,)`, `labels (K,)` from
+        0, arrays; of scene graphs also `pairs`, `predicate_scores`, and the given graph where boxes were given.
     about: as `write_predictions` was told; empty for the file of another program.
     """
 
@@ -101,8 +110,10 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
     about = read_about(path)
     made_on = about.get("made_on", {}).get("fingerprint")
     if made_on is not None and made_on != table.fingerprint:
-        raise BadInput(f"{path} was made on other data ({about['made_on']['name']}, fingerprint {made_on}) than "
-                       f"{table.name} ({table.fingerprint}); give the data it was made on (--split), or predict again")
+        raise BadInput(
+            f"{path} was made on other data ({about['made_on']['name']}, fingerprint {made_on}) than "
+            f"{table.name} ({table.fingerprint}); give the data it was made on (--split), or predict again"
+        )
     by_image = _by_image(path, _entries(path), table)
     if graphs_file(path).exists():
         _add_graphs(by_image, graphs_file(path), table.image_ids().tolist())
@@ -128,10 +139,15 @@ def _results_text(predictions: Mapping, image_ids: Sequence, ids: Sequence) -> s
         boxes = found["boxes"].reshape(-1, 4).astype(np.float64)[keep]
         boxes[:, 2:] -= boxes[:, :2]
         finite = np.isfinite(boxes).all(axis=1) & np.isfinite(found["scores"][keep])
-        rows = zip(found["labels"][keep][finite].tolist(), boxes[finite].tolist(),
-                   found["scores"][keep][finite].tolist(), strict=True)  # fmt: skip
-        some = [{"image_id": image_id, "category_id": ids[label], "bbox": box, "score": score}
-                for label, box, score in rows]  # fmt: skip
+        rows = zip(
+            found["labels"][keep][finite].tolist(),
+            boxes[finite].tolist(),
+            found["scores"][keep][finite].tolist(),
+            strict=True,
+        )
+        some = [
+            {"image_id": image_id, "category_id": ids[label], "bbox": box, "score": score} for label, box, score in rows
+        ]
         if some:
             parts.append(json.dumps(some)[1:-1])
     return "[" + ",\n".join(parts) + "]\n"
@@ -149,8 +165,10 @@ def _entries(path: Path) -> list[dict]:
     wanted = {"image_id", "category_id", "bbox", "score"}
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not wanted <= entry.keys() or len(entry["bbox"]) != 4:
-            raise BadInput(f"{path}, detection {number}: {str(entry)[:120]}; expected image_id, category_id, score and "
-                           "bbox [x, y, width, height]")  # fmt: skip
+            raise BadInput(
+                f"{path}, detection {number}: {str(entry)[:120]}; expected image_id, category_id, score and "
+                "bbox [x, y, width, height]"
+            )
     return entries
 
 
@@ -162,8 +180,10 @@ def _by_image(path: Path, entries: list[dict], table) -> dict:
     for what, known, key in (("image ids", position, "image_id"), ("category ids", label_of, "category_id")):
         unknown = list(dict.fromkeys(entry[key] for entry in entries if entry[key] not in known))
         if unknown:
-            problems.append(f"{path}: {what} {unknown[:5]} are not in {table.name}, whose {what} are {list(known)[:5]}; "
-                            "give the data the file was made on (--split FILE)")  # fmt: skip
+            problems.append(
+                f"{path}: {what} {unknown[:5]} are not in {table.name}, whose {what} are {list(known)[:5]}; "
+                "give the data the file was made on (--split FILE)"
+            )
     if problems:
         raise BadInput(problems)
     try:
@@ -193,8 +213,9 @@ def _graphs(predictions: Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
     columns: dict[str, list] = {}
     names = {name for image_id in image_ids for name in predictions[image_id]}
     wanted = [name for name in _OF_GRAPHS if name in names]
-    template = {name: next(np.asarray(predictions[i][name]) for i in image_ids if name in predictions[i])[:0]
-                for name in wanted}  # fmt: skip
+    template = {
+        name: next(np.asarray(predictions[i][name]) for i in image_ids if name in predictions[i])[:0] for name in wanted
+    }
     for image_id in image_ids:
         for name in wanted:
             values = np.asarray(predictions[image_id].get(name, template[name]))

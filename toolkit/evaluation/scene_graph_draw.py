@@ -44,7 +44,8 @@ def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
     Returns:
         `path`.
     """
-    tiles = [graph_tile(table, row, predictions[row["image_id"]]) for row in map(table.row, choose_images(table, count))]
+    rows = map(table.row, choose_images(table, count))
+    tiles = [graph_tile(table, row, predictions[row["image_id"]]) for row in rows]
     size = (max((t.width for t in tiles), default=PANEL) + 2 * GAP, sum(t.height + GAP for t in tiles) + GAP)
     grid = Image.new("RGB", size, BACKGROUND)
     top = GAP

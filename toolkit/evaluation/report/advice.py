@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from toolkit.evaluation.explain import explain_zero_ap
 from toolkit.evaluation.report.judgement import Judgement
 
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
 SMALL_SHARE = 0.1  # of the boxes
 COSTS = 0.02  # AP50 that a kind of mistake must cost to be named
+HARDLY_ANY = 0.02  # AP50 below which no number tells more than that
 FEW_PIXELS = 16  # median side of small objects at the network's input
 
 
@@ -28,12 +30,32 @@ class Advice:
 def advise(judged: Judgement, rows: Sequence[Mapping] = (), config: Mapping | None = None) -> list[Advice]:
     """All that the numbers of a detector, and the rows and settings of its run where there are any, give reason for."""
     config = config or {}
+    if (judged.numbers["AP50"] or 0) < HARDLY_ANY:
+        return [each for each in (_hardly_anything(judged), _too_short(rows, config)) if each is not None]
     found = [
-        _too_short(rows, config), _over_fitting(rows), _small_objects(judged, config), _duplicates(judged, config),
-        _confused_classes(judged), _imbalance(judged, config), _too_few_slots(judged, config), _places(judged),
-        _scores(judged), _annotation(judged),
-    ]  # fmt: skip
+        _too_short(rows, config),
+        _over_fitting(rows),
+        _small_objects(judged, config),
+        _duplicates(judged, config),
+        _confused_classes(judged),
+        _imbalance(judged, config),
+        _too_few_slots(judged, config),
+        _places(judged),
+        _scores(judged),
+        _annotation(judged),
+    ]
     return [advice for advice in found if advice is not None]
+
+
+def _hardly_anything(judged) -> Advice | None:
+    if judged.numbers["AP50"] is None:
+        return None
+    causes = explain_zero_ap(judged.predictions, judged.table)
+    return Advice(
+        "Hardly anything is found",
+        f"AP50 is {judged.numbers['AP50']:.4f}. {'; '.join(causes)}.",
+        "Mend this before anything else; of a detector that has just begun to train (--run.epochs), it says only that.",
+    )
 
 
 def _evaluations(rows: Sequence[Mapping], metric: str) -> tuple[np.ndarray, np.ndarray]:
@@ -54,9 +76,12 @@ def _too_short(rows, config) -> Advice | None:
         return None
     epochs = config.get("run", {}).get("epochs")
     more = f" from {epochs} to {2 * epochs}, say" if isinstance(epochs, int) else ""
-    return Advice("Trained too short", f"AP was still rising: {before:.3f} three quarters of the way, {ap[-1]:.3f} at "
-                  f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations.",
-                  f"Train longer: raise --run.epochs{more}.")  # fmt: skip
+    return Advice(
+        "Trained too short",
+        f"AP was still rising: {before:.3f} three quarters of the way, {ap[-1]:.3f} at "
+        f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations.",
+        f"Train longer: raise --run.epochs{more}.",
+    )
 
 
 def _over_fitting(rows) -> Advice | None:
@@ -70,10 +95,13 @@ def _over_fitting(rows) -> Advice | None:
     worse_ap = ap.max() - ap[-1] > 0.005
     if best > 0.7 * len(loss) or loss[-1] < 1.1 * loss[best] or not (falls and worse_ap):
         return None
-    return Advice("Over-fitting", f"The validation loss rose from {loss[best]:.3g} to {loss[-1]:.3g} while the training "
-                  f"loss still fell, and AP went from {ap.max():.3f} (step {steps[ap.argmax()]:.0f}) to {ap[-1]:.3f}.",
-                  "Augment more (--data.random_crop, --data.photometric, --data.mosaic), raise --optim.weight_decay, or "
-                  "stop earlier (--eval.early_stopping_patience).")  # fmt: skip
+    return Advice(
+        "Over-fitting",
+        f"The validation loss rose from {loss[best]:.3g} to {loss[-1]:.3g} while the training "
+        f"loss still fell, and AP went from {ap.max():.3f} (step {steps[ap.argmax()]:.0f}) to {ap[-1]:.3f}.",
+        "Augment more (--data.random_crop, --data.photometric, --data.mosaic), raise --optim.weight_decay, or "
+        "stop earlier (--eval.early_stopping_patience).",
+    )
 
 
 def _small_objects(judged, config) -> Advice | None:
@@ -94,8 +122,12 @@ def _small_objects(judged, config) -> Advice | None:
         seen = f" At the size the network sees, half of them are smaller than {side:.0f} pixels."
         if side > 2 * FEW_PIXELS:
             return None
-    return Advice("Small objects", f"{len(small) / len(rows):.0%} of the boxes are small and have AP {numbers['APs']:.3f}, "
-                  f"larger ones up to {larger:.3f}.{seen}", flag)  # fmt: skip
+    return Advice(
+        "Small objects",
+        f"{len(small) / len(rows):.0%} of the boxes are small and have AP {numbers['APs']:.3f}, "
+        f"larger ones up to {larger:.3f}.{seen}",
+        flag,
+    )
 
 
 def _scale(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:
@@ -115,12 +147,18 @@ def _duplicates(judged, config) -> Advice | None:
     if flag:
         ending = f"Suppress more: lower {flag} (now {model['nms_threshold']})."
     elif model:
-        ending = ("This detector has no suppression of its own: it learns to tell twins apart late, so train longer "
-                  "(--run.epochs).")  # fmt: skip
+        ending = (
+            "This detector has no suppression of its own: it learns to tell twins apart late, so train longer "
+            "(--run.epochs)."
+        )
     else:
         ending = "Lower the IoU threshold of the detector's suppression (NMS)."
-    return Advice("Duplicates", f"{count} predictions find an object again; without them AP50 would be {cost:.3f} higher "
-                  f"than {judged.errors.ap50:.3f}.", ending)  # fmt: skip
+    return Advice(
+        "Duplicates",
+        f"{count} predictions find an object again; without them AP50 would be {cost:.3f} higher "
+        f"than {judged.errors.ap50:.3f}.",
+        ending,
+    )
 
 
 def _confused_classes(judged) -> Advice | None:
@@ -130,10 +168,13 @@ def _confused_classes(judged) -> Advice | None:
         return None
     a, b = np.unravel_index(matrix.argmax(), matrix.shape)
     boxes = judged.matches.num_truth[a]
-    return Advice("Confused classes", f"Wrong classes cost {judged.errors.cost['class']:.3f} AP50; most often "
-                  f"{names[a]} is taken for {names[b]}: {matrix[a, b]} of {boxes} boxes.",
-                  "Look at these pairs below: where the annotation itself is not clear, mend it or join the classes; "
-                  "else add images of both.")  # fmt: skip
+    return Advice(
+        "Confused classes",
+        f"Wrong classes cost {judged.errors.cost['class']:.3f} AP50; most often "
+        f"{names[a]} is taken for {names[b]}: {matrix[a, b]} of {boxes} boxes.",
+        "Look at these pairs below: where the annotation itself is not clear, mend it or join the classes; "
+        "else add images of both.",
+    )
 
 
 def _imbalance(judged, config) -> Advice | None:
@@ -150,9 +191,12 @@ def _imbalance(judged, config) -> Advice | None:
     balance = "show their images more often"
     if "repeat_factor" in config.get("data", {}):
         balance += " (--data.repeat_factor)"
-    return Advice("Imbalance", f"{len(rare)} of {len(known)} classes have less than a tenth of the boxes of the most "
-                  f"frequent one and AP {ap[rare].mean():.3f} on average, the others {ap[others].mean():.3f}: {listed}.",
-                  f"Collect more images of them, or {balance}.")  # fmt: skip
+    return Advice(
+        "Imbalance",
+        f"{len(rare)} of {len(known)} classes have less than a tenth of the boxes of the most "
+        f"frequent one and AP {ap[rare].mean():.3f} on average, the others {ap[others].mean():.3f}: {listed}.",
+        f"Collect more images of them, or {balance}.",
+    )
 
 
 def _too_few_slots(judged, config) -> Advice | None:
@@ -161,43 +205,60 @@ def _too_few_slots(judged, config) -> Advice | None:
     queries = config.get("model", {}).get("num_queries")
     crowded = [s for s in judged.strata if s.topic == "boxes in the image" and s.boxes >= 20]
     if queries and boxes.max(initial=0) > 0.8 * queries:
-        return Advice("Too few queries", f"An image has {boxes.max()} boxes, the detector {queries} queries.",
-                      f"Raise --model.num_queries above {2 * boxes.max()}.")  # fmt: skip
+        return Advice(
+            "Too few queries",
+            f"An image has {boxes.max()} boxes, the detector {queries} queries.",
+            f"Raise --model.num_queries above {2 * boxes.max()}.",
+        )
     if len(crowded) < 2 or queries:
         return None
     least, most = crowded[0], crowded[-1]
     if most.recall_at_any_score > least.recall_at_any_score - 0.2:
         return None
-    anchors = [f"--model.{key}" for key in ("anchors", "anchor_sizes", "detections_per_img", "nms_topk")
-               if key in config.get("model", {})]  # fmt: skip
+    anchors = [
+        f"--model.{key}"
+        for key in ("anchors", "anchor_sizes", "detections_per_img", "nms_topk")
+        if key in config.get("model", {})
+    ]
     flag = f" ({', '.join(anchors)})" if anchors else ""
-    return Advice("Crowded images", f"At any score {least.recall_at_any_score:.0%} of the boxes are found in images with "
-                  f"{least.name}, {most.recall_at_any_score:.0%} with {most.name}.",
-                  f"Let the detector give more boxes of an image, and fit its anchors to the data{flag}.")  # fmt: skip
+    return Advice(
+        "Crowded images",
+        f"At any score {least.recall_at_any_score:.0%} of the boxes are found in images with "
+        f"{least.name}, {most.recall_at_any_score:.0%} with {most.name}.",
+        f"Let the detector give more boxes of an image, and fit its anchors to the data{flag}.",
+    )
 
 
 def _places(judged) -> Advice | None:
     cost, numbers = judged.errors.cost["localisation"], judged.numbers
     if cost < COSTS or cost < max(v for k, v in judged.errors.cost.items() if " " not in k):
         return None
-    return Advice("Places of boxes", f"Boxes that overlap their object by less than half cost {cost:.3f} AP50, more than "
-                  f"any other kind of mistake; AP50 is {numbers['AP50']:.3f}, AP75 {numbers['AP75']:.3f}.",
-                  "Give larger images to the network (--data.image_size), or weigh the losses of boxes more "
-                  "(--loss.weights).")  # fmt: skip
+    return Advice(
+        "Places of boxes",
+        f"Boxes that overlap their object by less than half cost {cost:.3f} AP50, more than "
+        f"any other kind of mistake; AP50 is {numbers['AP50']:.3f}, AP75 {numbers['AP75']:.3f}.",
+        "Give larger images to the network (--data.image_size), or weigh the losses of boxes more (--loss.weights).",
+    )
 
 
 def _scores(judged) -> Advice | None:
     best = judged.overall.best
     if best is None or 0.2 <= best.threshold <= 0.8:
         return None
-    return Advice("Threshold", f"F1 is highest ({best.f1:.3f}) at a score of {best.threshold:g}; predictions are often cut "
-                  "at 0.3 or 0.5.", f"Use the threshold of this report: --threshold {best.threshold:g} in predict.py.")
+    return Advice(
+        "Threshold",
+        f"F1 is highest ({best.f1:.3f}) at a score of {best.threshold:g}; predictions are often cut at 0.3 or 0.5.",
+        f"Use the threshold of this report: --threshold {best.threshold:g} in predict.py.",
+    )
 
 
 def _annotation(judged) -> Advice | None:
     boxes, count = int(judged.matches.num_truth.sum()), len(judged.suspects)
     if not boxes or count < 10 or count < 0.02 * boxes or (judged.numbers["AP50"] or 0) < 0.6:
         return None
-    return Advice("Annotation", f"{count} boxes look wrongly annotated, beside {boxes} that are there, to a detector with "
-                  f"AP50 {judged.numbers['AP50']:.3f}.",
-                  "Look through the list of likely mistakes below before you train again.")  # fmt: skip
+    return Advice(
+        "Annotation",
+        f"{count} boxes look wrongly annotated, beside {boxes} that are there, to a detector with "
+        f"AP50 {judged.numbers['AP50']:.3f}.",
+        "Look through the list of likely mistakes below before you train again.",
+    )

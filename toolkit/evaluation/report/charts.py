@@ -58,14 +58,17 @@ def line_chart(
         style = f"c{line.colour % COLOURS}" + " dashed" * line.dashed + " faint" * line.faint
         parts.append(f'<polyline class="line {style}" points="{" ".join(points)}"/>')
         if line.dots or len(points) == 1:
-            parts += [f'<circle class="dot {style}" cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="2.5"/>'
-                      for p in points]  # fmt: skip
+            parts += [
+                f'<circle class="dot {style}" cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="2.5"/>' for p in points
+            ]
     for x, text in marks:
         at = float(sx(x))
         side = "end" if at > WIDTH / 2 else "start"
-        parts.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-                     f'<text x="{at + (-5 if side == "end" else 5):.1f}" y="{TOP + 12}" text-anchor="{side}">'
-                     f"{escape(text)}</text>")  # fmt: skip
+        parts.append(
+            f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+            f'<text x="{at + (-5 if side == "end" else 5):.1f}" y="{HEIGHT - BOTTOM - 8}" text-anchor="{side}">'
+            f"{escape(text)}</text>"
+        )
     named = [line for line, _, _ in data if not line.faint]
     return _figure(title, parts, named if len(named) > 1 else [])
 
@@ -84,27 +87,36 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float, str]], most: float | 
 
 
 def _figure(title: str, parts: Sequence[str], legend: Sequence[Line]) -> str:
-    names = "".join(f'<span class="key c{line.colour % COLOURS}{" dashed" * line.dashed}">{escape(line.name)}</span>'
-                    for line in legend)  # fmt: skip
-    return (f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-            f'aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg>'
-            f'{f"<div class=legend>{names}</div>" if names else ""}</figure>')  # fmt: skip
+    names = "".join(
+        f'<span class="key c{line.colour % COLOURS}{" dashed" * line.dashed}">{escape(line.name)}</span>'
+        for line in legend
+    )
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg>'
+        f"{f'<div class=legend>{names}</div>' if names else ''}</figure>"
+    )
 
 
 def _axes(x_low, x_high, y_low, y_high, sx, log: bool, x_label: str) -> str:
     parts = []
     for value in _ticks(x_low, x_high, 6):
         at = float(sx(value))
-        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-                     f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{_tick(value)}</text>')
+        parts.append(
+            f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+            f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{_tick(value)}</text>'
+        )
     for value in _ticks(y_low, y_high, 5):
         at = HEIGHT - BOTTOM - (value - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-                     f'<text x="{LEFT - 5}" y="{at + 4:.1f}" text-anchor="end">'
-                     f"{_tick(10**value if log else value)}</text>")
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+            f'<text x="{LEFT - 5}" y="{at + 4:.1f}" text-anchor="end">'
+            f"{_tick(10**value if log else value)}</text>"
+        )
     if x_label:
-        parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
-                     f"{escape(x_label)}</text>")  # fmt: skip
+        parts.append(
+            f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
+        )
     return "".join(parts)
 
 

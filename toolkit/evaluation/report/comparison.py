@@ -1,7 +1,8 @@
 """Several detectors on the same data, side by side: what differs, and whether chance explains it."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +59,10 @@ def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
     first = judged[0]
     for other in judged[1:]:
         if other.table.fingerprint != first.table.fingerprint:
-            raise BadInput(f"{other.name} was judged on {other.table.name}, {first.name} on {first.table.name}: only "
-                           "numbers on the same data can be compared; give one data set for all (--split)")
+            raise BadInput(
+                f"{other.name} was judged on {other.table.name}, {first.name} on {first.table.name}: only "
+                "numbers on the same data can be compared; give one data set for all (--split)"
+            )
     differences = [
         each for other in judged[1:] for metric in first.numbers
         if (each := difference(first, other, metric)) is not None
@@ -67,6 +70,14 @@ def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
     changed = abs(judged[-1].image_f1 - first.image_f1)
     order = np.argsort(-changed, kind="stable")[:images]
     return Comparison(judged, differences, [int(i) for i in order if changed[i] > 0], _seeds(judged))
+
+
+def settings_without_seed(config: Mapping) -> str:
+    """Equal for runs that differ in their seed and name alone; empty without settings."""
+    if not config:
+        return ""
+    run = {key: value for key, value in config["run"].items() if key not in ("seed", "name", "output_dir", "resume")}
+    return json.dumps(dict(config) | {"run": run}, sort_keys=True, default=str)
 
 
 def difference(base: Judgement, other: Judgement, metric: str) -> Difference | None:

@@ -1,5 +1,7 @@
 """The pictures of a report: best and worst images, confident mistakes, likely mistakes of the annotation, graphs."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from toolkit.data.decoding import ImageError
@@ -11,10 +13,12 @@ from toolkit.evaluation.report.page import folded, paragraph, pictures, table
 from toolkit.evaluation.report.pictures import RIGHT, TRUTH, WRONG, Mark, Pictures
 
 WHOLE_IMAGES, OF_EACH_KIND, SUSPECTS, LISTED = 6, 4, 12, 200
-LEGEND = ('<p class=dim><span class=sw style="background:#F0E442"></span> annotated (dashed), '
-          '<span class=sw style="background:#56B4E9"></span> predicted and right, '
-          '<span class=sw style="background:#D55E00"></span> predicted and wrong. '
-          "A picture links to its image.</p>")  # fmt: skip
+LEGEND = (
+    '<p class=dim><span class=sw style="background:#F0E442"></span> annotated (dashed), '
+    '<span class=sw style="background:#56B4E9"></span> predicted and right, '
+    '<span class=sw style="background:#D55E00"></span> predicted and wrong. '
+    "A picture links to its image.</p>"
+)
 
 
 def images(judged: Judgement, maker: Pictures) -> str:
@@ -40,8 +44,11 @@ def whole_image(judged: Judgement, maker: Pictures, image: int, name: str = "") 
     right, wrong, missed = judged.image_counts[image].tolist()
     marks = [Mark(m.truth.boxes_xyxy[row], TRUTH, dashed=True) for row in truth]
     marks += [_predicted(judged, row, RIGHT if m.right[row] else WRONG) for row in found[::-1]]
-    caption = (f"{name}{m.image_ids[image]}: F1 {judged.image_f1[image]:.2f}; {right} right, {wrong} wrong, "
-               f"{missed} missed")  # fmt: skip
+    if len(found) > 5:  # names on everything would hide the image
+        marks = [mark if mark.colour == WRONG else replace(mark, text="") for mark in marks]
+    caption = (
+        f"{name}{m.image_ids[image]}: F1 {judged.image_f1[image]:.2f}; {right} right, {wrong} wrong, {missed} missed"
+    )
     return maker.of(image, marks, caption)
 
 
@@ -86,13 +93,22 @@ def annotation_mistakes(judged: Judgement, maker: Pictures) -> str:
     rows = [(kind, counts[kind], words) for kind, words in SUSPICIONS.items()]
     chosen = [each for kind in SUSPICIONS for each in [s for s in judged.suspects if s.kind == kind][: SUSPECTS // 4]]
     shown = pictures([_suspect(judged, maker, each) for each in chosen])
-    listed = [(str(m.image_ids[s.image]), s.kind, f"{s.strength:.2f}", *_what(judged, s)) for s in judged.suspects[:LISTED]]
+    listed = [
+        (str(m.image_ids[s.image]), s.kind, f"{s.strength:.2f}", *_what(judged, s)) for s in judged.suspects[:LISTED]
+    ]
     head = ["image", "kind", "strength", "predicted", "annotated"]
-    text = ("Where a detector that is mostly right disagrees with the annotation, either may be wrong: look before you "
-            f"change a box. The {min(LISTED, len(judged.suspects))} strongest of {len(judged.suspects)} are listed; all, "
-            "with their boxes, stand in report.json.")  # fmt: skip
-    return (paragraph(text, "dim") + table(["kind", "boxes", "what it is"], rows, text=(0, 2)) + LEGEND + shown
-            + folded("The list", table(head, listed, text=(0, 1, 3, 4))))  # fmt: skip
+    text = (
+        "Where a detector that is mostly right disagrees with the annotation, either may be wrong: look before you "
+        f"change a box. The {min(LISTED, len(judged.suspects))} strongest of {len(judged.suspects)} are listed; all, "
+        "with their boxes, stand in report.json."
+    )
+    return (
+        paragraph(text, "dim")
+        + table(["kind", "boxes", "what it is"], rows, text=(0, 2))
+        + LEGEND
+        + shown
+        + folded("The list", table(head, listed, text=(0, 1, 3, 4)))
+    )
 
 
 def _what(judged: Judgement, s: Suspect) -> tuple[str, str]:

@@ -45,8 +45,8 @@ def judge_graphs(predictions: Mapping, table, about: Mapping) -> GraphReport | N
     """None: there are no relations to judge.
 
     predictions: by image id, as `SceneGraphEvaluator.evaluate` takes them.
-    about: `mode` and `protocol` where they are known, and `scores`, from which zR@K comes (what training had seen is not
-        known here).
+    about: `mode` and `protocol` where they are known, and `scores`, from which zR@K comes (what training had seen is
+        not known here).
     """
     ids = table.image_ids().tolist()
     if not table.predicates or not all("pairs" in predictions[i] for i in ids):

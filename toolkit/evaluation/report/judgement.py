@@ -28,9 +28,9 @@ from toolkit.evaluation.voc import voc_metrics
 class Judgement:
     """What one detector did on one data set.
 
-    numbers: the twelve of COCO, exactly, None where undefined; intervals: their 95 % intervals. draws: of the bootstrap.
-    class_ap, class_recall: (K,) AP and AR100, NaN where undefined. ap_by_iou: (10,) mean AP at IoU 0.5, ..., 0.95. sweeps: of each class. matrix, paired: see `confusion_matrix`, at
-    the overall threshold.
+    numbers: the twelve of COCO, exactly, None where undefined; intervals: their 95 % intervals; draws: the samples.
+    class_ap, class_recall: (K,) AP and AR100, NaN where undefined. ap_by_iou: (10,) mean AP at IoU 0.5, ..., 0.95.
+    sweeps: of each class. matrix, paired: see `confusion_matrix`, at the overall threshold.
     """
 
     name: str
@@ -77,7 +77,9 @@ class Judgement:
         return np.where(right + wrong + missed == 0, 1.0, 2 * right / np.maximum(2 * right + wrong + missed, 1))
 
 
-def judge(name: str, predictions: Mapping, table, about: Mapping | None = None, draws: int = bootstrap.DRAWS) -> Judgement:
+def judge(
+    name: str, predictions: Mapping, table, about: Mapping | None = None, draws: int = bootstrap.DRAWS
+) -> Judgement:
     """Counts everything; seconds for a thousand images, less than a minute for COCO's validation data.
 
     Args:
@@ -93,8 +95,10 @@ def judge(name: str, predictions: Mapping, table, about: Mapping | None = None, 
     exact = bootstrap.exact_numbers(matches)
     drawn = bootstrap.resample(matches, draws)
     numbers = {key: float(values[0]) if np.isfinite(values[0]) else None for key, values in exact.numbers.items()}
-    intervals = {key: None if numbers[key] is None else bootstrap.interval(drawn.numbers[key], numbers[key])
-                 for key in numbers}  # fmt: skip
+    intervals = {}
+    for key, value in numbers.items():
+        low_high = None if value is None else bootstrap.interval(drawn.numbers[key], value)
+        intervals[key] = low_high and (max(low_high[0], 0.0), min(low_high[1], 1.0))
     overall = sweep(matches)
     threshold = 0.5 if overall.best is None else overall.best.threshold
     matrix, paired = confusion_matrix(matches, threshold)

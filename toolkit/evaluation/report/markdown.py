@@ -137,8 +137,13 @@ def _lr_panel(axes, rows, names) -> bool:
     drawn = False
     for i, name in enumerate(groups):
         steps, values = series(rows, name)
-        axes.plot(steps, values, STYLES[i % 4],  # groups often share a learning rate
-                  color=LINES[i % len(LINES)], label=name.removeprefix("train/lr/"))
+        axes.plot(
+            steps,
+            values,
+            STYLES[i % 4],  # groups often share a learning rate
+            color=LINES[i % len(LINES)],
+            label=name.removeprefix("train/lr/"),
+        )
         drawn |= bool(len(steps))
     axes.set_title("learning rate")
     axes.set_ylim(bottom=0)

@@ -1,4 +1,4 @@
-"""One HTML file with everything in it: no script, nothing from a network; and the small parts that sections are made of."""
+"""One HTML file with everything in it, no script and nothing from a network; and the small parts of its sections."""
 
 from collections.abc import Sequence
 from html import escape

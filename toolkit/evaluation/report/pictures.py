@@ -102,8 +102,8 @@ def _drawn(picture: Image.Image, marks: Sequence[Mark], focus: Sequence[float] |
         if mark.dashed:
             _dashed(draw, (x1, y1, x2, y2), mark.colour)
         else:
-            draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline="#000000", width=4)
-            draw.rectangle((x1, y1, x2, y2), outline=mark.colour, width=2)
+            draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline="#000000", width=1)
+            draw.rectangle((x1, y1, x2, y2), outline=mark.colour, width=3)
     for mark in marks:  # after all boxes: no line crosses a text
         if mark.text:
             box = (np.nan_to_num(np.asarray(mark.box, dtype=float)) - [left, top, left, top]) * scale
@@ -128,7 +128,7 @@ def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int,
 
 def _dashed(draw: ImageDraw.ImageDraw, box: tuple, colour: str, dash: int = 7) -> None:
     x1, y1, x2, y2 = box
-    for colour_, width in (("#000000", 4), (colour, 2)):
+    for colour_, width in (("#000000", 5), (colour, 3)):
         for a in np.arange(x1, x2, 2 * dash).tolist():
             for y in (y1, y2):
                 draw.line((a, y, min(a + dash, x2), y), fill=colour_, width=width)

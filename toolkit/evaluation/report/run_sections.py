@@ -68,7 +68,9 @@ def _metrics(rows, names) -> list[str]:
             for prefix, words in (("val/", ""), ("val/ema/", ", EMA")):
                 steps, values = series(rows, prefix + key)
                 if len(steps):
-                    lines.append(chart.Line(key.removeprefix("bbox_") + words, steps, values, i, bool(words), dots=True))
+                    lines.append(
+                        chart.Line(key.removeprefix("bbox_") + words, steps, values, i, bool(words), dots=True)
+                    )
         parts.append(chart.line_chart(title, lines, x_label="optimizer step"))
     return [part for part in parts if part]
 

@@ -2,7 +2,8 @@
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1c1e21;--dim:#5b6168;--line:#d9dde2;--card:#f6f7f9;--accent:#0b63a5;
---good:#0b6e4f;--bad:#b3401a;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#aa4499;--c4:#8a6d00;--c5:#332288;--c6:#117733;
+--good:#0b6e4f;--bad:#b3401a;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#aa4499;--c4:#8a6d00;--c5:#332288;
+--c6:#117733;
 --c7:#7a4b2a;--heat:0,114,178}
 @media(prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e8eaed;--dim:#a0a7af;--line:#353b42;--card:#1d2125;
 --accent:#6cb6f0;--good:#52c79a;--bad:#f08a5d;--c0:#56b4e9;--c1:#f0894a;--c2:#3fc79a;--c3:#d68ac6;--c4:#d9c04f;
@@ -21,17 +22,20 @@ section{scroll-margin-top:3rem}
 .figures b{display:block;font-size:1.5rem}.figures span{color:var(--dim);font-size:.86rem;display:block}
 .charts{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr))}
 .pictures{display:grid;gap:12px;grid-template-columns:repeat(auto-fill,minmax(min(100%,230px),1fr))}
-figure{margin:0;min-width:0}.picture img{width:100%;height:auto;display:block;border-radius:4px}
+figure{margin:0;min-width:0}.charts figure{max-width:560px}.picture img{width:100%;height:auto;display:block;
+border-radius:4px}
 figcaption{font-size:.86rem;overflow-wrap:anywhere}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:12px}
 .grid{stroke:var(--line);stroke-width:1}.mark{stroke:var(--fg);stroke-width:1;stroke-dasharray:4 3}
-.line{fill:none;stroke-width:2;stroke-linejoin:round}.faint{opacity:.3;stroke-width:1}.line.dashed{stroke-dasharray:6 4}
+.line{fill:none;stroke-width:2;stroke-linejoin:round}.faint{opacity:.3;
+stroke-width:1}.line.dashed{stroke-dasharray:6 4}
 .c0{stroke:var(--c0);--c:var(--c0)}.c1{stroke:var(--c1);--c:var(--c1)}.c2{stroke:var(--c2);--c:var(--c2)}
 .c3{stroke:var(--c3);--c:var(--c3)}.c4{stroke:var(--c4);--c:var(--c4)}.c5{stroke:var(--c5);--c:var(--c5)}
 .c6{stroke:var(--c6);--c:var(--c6)}.c7{stroke:var(--c7);--c:var(--c7)}.dot{fill:var(--c);stroke:none}
-.legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:.84rem}.key::before{content:"";display:inline-block;width:18px;
+.legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:.84rem}.key::before{content:"";display:inline-block;
+width:18px;
 border-top:3px solid var(--c);vertical-align:middle;margin-right:5px}.key.dashed::before{border-top-style:dashed}
-.scroll{overflow-x:auto;max-width:100%}
+.scroll{overflow-x:auto;max-width:100%}.scroll,.charts,.pictures{margin:.7rem 0}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{padding:3px 9px;border-bottom:1px solid var(--line);text-align:right;vertical-align:top}
 th:first-child,td:first-child,.text{text-align:left}thead th{color:var(--dim);font-weight:600}
@@ -40,7 +44,8 @@ th:first-child,td:first-child,.text{text-align:left}thead th{color:var(--dim);fo
 .bars{display:grid;grid-template-columns:minmax(70px,max-content) 1fr max-content;gap:4px 8px;font-size:.88rem;
 align-items:center}.bar{background:var(--card);border:1px solid var(--line);height:15px}
 .bar span{display:block;height:100%;background:var(--c0)}
-.advice{border-left:4px solid var(--accent);background:var(--card);padding:8px 12px;margin:8px 0;border-radius:0 6px 6px 0}
+.advice{border-left:4px solid var(--accent);background:var(--card);padding:8px 12px;margin:8px 0;
+border-radius:0 6px 6px 0}
 .advice p{margin:.15rem 0}.good{color:var(--good)}.bad{color:var(--bad)}
 pre{background:var(--card);border:1px solid var(--line);padding:10px;overflow-x:auto;font-size:.8rem}
 summary{cursor:pointer}.sw{display:inline-block;width:.8em;height:.8em;border:1px solid #000;vertical-align:middle}

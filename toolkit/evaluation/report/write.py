@@ -34,12 +34,19 @@ class RunFacts:
 def run_facts(run_folder: Path | None) -> RunFacts:
     if run_folder is None:
         return RunFacts()
-    texts = {name: (run_folder / name).read_text(encoding="utf-8") if (run_folder / name).exists() else ""
-             for name in ("config.yaml", "environment.json", "status.json")}  # fmt: skip
+    texts = {
+        name: (run_folder / name).read_text(encoding="utf-8") if (run_folder / name).exists() else ""
+        for name in ("config.yaml", "environment.json", "status.json")
+    }
     status = json.loads(texts["status.json"]) if texts["status.json"] else {}
     state = ", ".join(f"{key} {status[key]}" for key in ("state", "reason") if status.get(key))
-    return RunFacts(read_metrics(run_folder / "metrics.jsonl"), yaml.safe_load(texts["config.yaml"]) or {},
-                    texts["config.yaml"], texts["environment.json"], state)  # fmt: skip
+    return RunFacts(
+        read_metrics(run_folder / "metrics.jsonl"),
+        yaml.safe_load(texts["config.yaml"]) or {},
+        texts["config.yaml"],
+        texts["environment.json"],
+        state,
+    )
 
 
 def write_page(folder: Path, judged: Judgement | None, facts: RunFacts, title: str) -> Path:
@@ -56,8 +63,10 @@ def write_page(folder: Path, judged: Judgement | None, facts: RunFacts, title: s
     if judged is not None:
         parts = _sections(judged, facts, folder)
         write_json(folder / NUMBERS, replace_nonfinite(as_json(judged)))
-    parts += [("training", "Training", run_sections.curves(facts.rows)),
-              ("settings", "Settings", run_sections.settings(facts.config_text, facts.environment_text))]  # fmt: skip
+    parts += [
+        ("training", "Training", run_sections.curves(facts.rows)),
+        ("settings", "Settings", run_sections.settings(facts.config_text, facts.environment_text)),
+    ]
     write_text_atomic(folder / PAGE, page(title, _facts(judged, facts), parts))
     return folder / PAGE
 
@@ -105,8 +114,17 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
     ]
     title = "Comparison of " + ", ".join(each.name for each in judged)
     write_text_atomic(folder / PAGE, page(title, _data_words(judged[0]), parts))
-    differences = [{"metric": d.metric, "base": d.base, "other": d.other, "value": d.value, "interval_95": [d.low, d.high],
-                    "explained_by_chance": d.chance} for d in c.differences]  # fmt: skip
+    differences = [
+        {
+            "metric": d.metric,
+            "base": d.base,
+            "other": d.other,
+            "value": d.value,
+            "interval_95": [d.low, d.high],
+            "explained_by_chance": d.chance,
+        }
+        for d in c.differences
+    ]
     content = {"detectors": [as_json(each) for each in judged], "differences": differences, "over_seeds": c.groups}
     write_json(folder / NUMBERS, replace_nonfinite(content))
     return folder / PAGE

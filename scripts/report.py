@@ -1,0 +1,82 @@
+"""What is wrong with a model, and which threshold to deploy: one HTML file with everything, and its numbers as JSON.
+
+    python scripts/report.py runs/detr                                # writes runs/detr/report/index.html
+    python scripts/report.py runs/detr --split test.json --image-dir images --out report_test
+    python scripts/report.py results.json --split val.json            # COCO results of any other program
+    python scripts/report.py runs/a runs/b results.json --out report_both    # side by side, with paired differences
+
+A run folder means the predictions that its best evaluation left behind; with `--split`, `--weights` or a checkpoint
+they are made anew. Exported models and models of transformers are taken too. What the report holds: docs/reports.md.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from toolkit.data.formats import FORMATS
+from toolkit.errors import BadInput
+from toolkit.evaluation.report import PREDICTIONS
+from toolkit.evaluation.report.comparison import settings_without_seed
+from toolkit.evaluation.report.judgement import Judgement, judge
+from toolkit.evaluation.report.write import run_facts, write_comparison, write_page
+from toolkit.use.predict_split import Predicted, SplitOptions, open_any
+
+
+def report(arguments: argparse.Namespace) -> Path:
+    """Writes the report; returns its page."""
+    accelerator = Accelerator()
+    options = SplitOptions(arguments.split, arguments.image_dir, arguments.format)
+    names = _names(arguments.sources)
+    judged = []
+    for source, name in zip(arguments.sources, names, strict=True):
+        found = open_any(_file_of_run(source, arguments), arguments.weights, options, accelerator)
+        accelerator.print(f"{name}: judging {len(found.table)} images")
+        about = found.about | {"settings_without_seed": settings_without_seed(run_facts(found.run_folder).config)}
+        judged.append((found, judge(name, found.by_image, found.table, about)))
+    if len(judged) > 1:
+        return write_comparison(arguments.out or Path("report_comparison"), [each for _, each in judged])
+    return _single(Path(arguments.sources[0]).expanduser(), *judged[0], arguments.out)
+
+
+def _single(source: Path, found: Predicted, judged: Judgement, out: Path | None) -> Path:
+    own = found.run_folder is not None
+    if out is None:
+        out = found.run_folder / "report" if own else source.with_name(f"{source.stem}_report")
+    return write_page(out, judged, run_facts(found.run_folder), judged.name)
+
+
+def _file_of_run(source: str, arguments: argparse.Namespace) -> Path | str:
+    """The predictions that a run has left, unless others are asked for."""
+    file = Path(source).expanduser() / "report" / PREDICTIONS
+    other = (arguments.split, arguments.weights, arguments.image_dir, arguments.format)
+    return file if file.is_file() and not any(other) else source
+
+
+def _names(sources: list[str]) -> list[str]:
+    """Short names that differ."""
+    short = [Path(source).expanduser().resolve().stem or source for source in sources]
+    return [name if short.count(name) == 1 else source for name, source in zip(short, sources, strict=True)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="+", metavar="RUN_OR_PREDICTIONS",
+                        help="run folder, checkpoint, exported model, or COCO results file")  # fmt: skip
+    parser.add_argument("--split", help="annotation file or split instead of the validation data of the run")
+    parser.add_argument("--image-dir", help="image folder, if not that of the run")
+    parser.add_argument("--format", choices=FORMATS, help="how to read --split, if not as the data of the run")
+    parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
+    parser.add_argument("--out", type=Path, help="folder of the report")
+    arguments = parser.parse_args(argv)
+    try:
+        print(f"wrote {report(arguments)}")
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

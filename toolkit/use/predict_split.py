@@ -1,0 +1,182 @@
+"""Predictions on a split, from whatever makes or holds them: a run, a checkpoint, an exported model, a file."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from toolkit.data.decoding import decode_image
+from toolkit.data.pipeline import val_transform, validation_loader
+from toolkit.data.splits import open_split
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
+from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.evaluation.predictions_file import read_about, read_predictions
+from toolkit.runs.open_run import Run, chosen_weights, open_run, run_folder_of
+from toolkit.runs.settings_file import load_config_dict
+from toolkit.use.prediction import open_predictor
+from toolkit.use.rebuild import load_detector, rebuild_evaluator, rebuild_loss_weights
+
+IMAGES_AT_ONCE = 8  # of an exported model
+TOP = 100  # predictions of an image that are kept, as in the evaluation of a run
+
+
+@dataclass
+class SplitOptions:
+    """Which data, where they are not those that the run or the predictions file was made on; None: those.
+
+    split: annotation file, or name of a split. image_dir: folder of its images. format: as `data.format`.
+    """
+
+    split: str | None = None
+    image_dir: str | None = None
+    format: str | None = None
+
+
+@dataclass
+class Predicted:
+    """Predictions by image id on a table, and what is known of them.
+
+    evaluator, losses: of a run or checkpoint; None and {} otherwise. run_folder: None for what belongs to no run.
+    about: as a predictions file has it: `detector` in words, `data` to open the table again.
+    """
+
+    table: DetectionTable
+    by_image: dict
+    about: dict
+    evaluator: object = None
+    losses: dict = field(default_factory=dict)
+    run_folder: Path | None = None
+
+
+def is_run(source: str | Path) -> bool:
+    """A run folder or checkpoint, not the model in `final/` and no file."""
+    path = Path(source).expanduser()
+    if not path.is_dir() or (path / "config.json").exists():
+        return False
+    return (path / "config.yaml").is_file() or (path / "MANIFEST.json").is_file() or path.is_symlink()
+
+
+def data_settings(config: Mapping, options: SplitOptions) -> dict:
+    """Arguments of `open_split`, from those of a run and what was asked for instead."""
+    data = config["data"]
+    reading = {key: data[key] for key in ("image_dir", "format", "name", "on_error")}
+    if options.image_dir or options.split is not None and data["name"] is None:
+        reading["image_dir"] = options.image_dir  # another file's images; a split of the same data has the same
+    if options.format:
+        reading["format"] = options.format
+        reading["name"] = data["name"] if options.format == data["format"] else None
+    return {"source": options.split or data["val"], **reading}
+
+
+def open_data(settings: Mapping, say: Callable[[str], None]) -> DetectionTable:
+    return open_split(settings["source"], say=say, **{k: v for k, v in settings.items() if k != "source"})
+
+
+def predict_run(
+    run: Run, weights: str | None, options: SplitOptions, accelerator, backend: str | None = None
+) -> Predicted:
+    """The run's detector on its validation data or another split, as in training; several processes share the work.
+
+    Raises:
+        BadInput: the data has other classes than the run.
+    """
+    config, chosen = run.config, chosen_weights(run, weights)
+    data, evaluation = config["data"], config["eval"]
+    settings = data_settings(config, options)
+    table = open_data(settings, accelerator.print)
+    if [c.name for c in table.categories] != [c.name for c in run.categories]:
+        raise BadInput(f"the data has classes {table.class_names}, the run {[c.name for c in run.categories]}")
+    detector = load_detector(run, chosen)
+    loader = validation_loader(
+        table, val_transform(data["image_size"], data["scales"], data["max_size"]), workers=data["workers"],
+        batch_size_per_device=evaluation["batch_size_per_device"], stride=detector.stride,
+    )  # fmt: skip
+    measured = bool(table.num_boxes().any())  # a test split without annotations has no loss
+    found = predict_dataset(
+        detector.to(accelerator.device), loader, accelerator.device, step=run.checkpoint.step,
+        loss_weights=rebuild_loss_weights(run, detector).to(accelerator.device) if measured else None,
+        score_threshold=evaluation["score_threshold"],
+    )  # fmt: skip
+    evaluator = rebuild_evaluator(run, detector, table, backend)
+    about = {"detector": f"{run.folder.name}, step {run.checkpoint.step} ({chosen} weights)", "data": settings,
+             "mode": getattr(detector, "mode", None), "protocol": evaluation.get("protocol", "original")}  # fmt: skip
+    return Predicted(table, found.by_image, about, evaluator, found.losses, run.folder)
+
+
+def predict_model(source: str | Path, options: SplitOptions, say: Callable[[str], None]) -> Predicted:
+    """An exported model, a `final/` folder or a transformers model on a split; the data of the run that it lies in, if
+    it does, where none are given.
+
+    Raises:
+        BadInput: no data are known, or the model has other classes.
+    """
+    folder = _folder_above(Path(source).expanduser())
+    settings = _settings_of(folder, {}, options, source)
+    table = open_data(settings, say)
+    predictor = open_predictor(source)
+    labels = _labels(predictor.class_names, table, source)
+    by_image: dict = {}
+    for rows in _chunks(len(table)):
+        some = [table.row(i) for i in rows]
+        images = [decode_image(table.image_source(row)) for row in some]
+        for row, found in zip(some, predictor.predict(images, 0.0), strict=True):
+            known = labels[found["labels"]]
+            keep = (known >= 0).nonzero().flatten()[:TOP]
+            boxes = {key: found[key][keep] for key in ("boxes", "scores")}
+            by_image[row["image_id"]] = boxes | {"labels": known[keep]}
+    return Predicted(table, by_image, {"detector": predictor.source, "data": settings}, run_folder=folder)
+
+
+def read_file(path: str | Path, options: SplitOptions, say: Callable[[str], None]) -> Predicted:
+    """A predictions file, also of another program, with its data: those asked for, those it names, or its run's."""
+    about, folder = read_about(path), _folder_above(Path(path).expanduser())
+    settings = _settings_of(folder, about, options, path)
+    table = open_data(settings, say)
+    read = read_predictions(path, table)
+    return Predicted(table, read.by_image, {"detector": str(path), "data": settings} | about, run_folder=folder)
+
+
+def is_predictions_file(source: str | Path) -> bool:
+    return Path(source).expanduser().is_file() and Path(source).suffix == ".json"
+
+
+def open_any(source: str | Path, weights: str | None, options: SplitOptions, accelerator) -> Predicted:
+    """By what `source` is. Raises BadInput when there is nothing."""
+    path = Path(source).expanduser()
+    if is_predictions_file(path):
+        return read_file(path, options, accelerator.print)
+    if path.is_dir() and not (path / "config.json").exists():
+        return predict_run(open_run(path), weights, options, accelerator)
+    return predict_model(source, options, accelerator.print)
+
+
+def _settings_of(folder: Path | None, about: Mapping, options: SplitOptions, source) -> dict:
+    if options.split is None and about.get("data"):
+        return dict(about["data"])
+    if folder is not None:
+        return data_settings(load_config_dict(folder / "config.yaml"), options)
+    if options.split is None:
+        raise BadInput(f"{source} does not say which data it belongs to; give --split FILE (and --image-dir FOLDER)")
+    return {"source": options.split, "image_dir": options.image_dir, "format": options.format or "auto"}
+
+
+def _folder_above(path: Path) -> Path | None:
+    try:
+        return run_folder_of(path)
+    except BadInput:
+        return None
+
+
+def _labels(names: list[str], table: DetectionTable, source) -> torch.Tensor:
+    """(classes of the model,) label in the table of each; -1: the table has no such class."""
+    position = {name: label for label, name in enumerate(table.class_names)}
+    missing = [name for name in table.class_names if name not in names]
+    if missing:
+        raise BadInput(f"{source} does not know the classes {missing[:5]} of {table.name}; its own are {names[:5]}")
+    return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
+
+
+def _chunks(count: int) -> Iterator[range]:
+    return (range(i, min(i + IMAGES_AT_ONCE, count)) for i in range(0, count, IMAGES_AT_ONCE))
