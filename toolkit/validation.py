@@ -10,7 +10,7 @@ import torch
 
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import broadcast_buffers, run_on_main
-from toolkit.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.errors import Preempted, StoppedByGuard
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import write_predictions
