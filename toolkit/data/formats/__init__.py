@@ -1,21 +1,24 @@
 """Data sets of any format as one Arrow table."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.data.formats.coco import read_coco
+from toolkit.data.formats.folders import open_folder
 from toolkit.data.formats.hub import read_hub
 from toolkit.data.shapes import SPLITS, ensure_shapes
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
 
-FORMATS = ("auto", "coco", "shapes", "hub", "visual_genome", "psg")
+FORMATS = ("auto", "coco", "shapes", "hub", "visual_genome", "psg", "voc", "yolo", "csv")
 
 
 def open_dataset(
     source: str | Path,
     *,
-    image_dir: str | Path | None = None,
+    path: str | Path | None = None,
+    image_dir: str | Path | Sequence[str] | None = None,
     format: str = "auto",
     name: str | None = None,
     on_error: str = "raise",
@@ -29,17 +32,24 @@ def open_dataset(
         data set or a local `datasets` folder) the split's name. With format="visual_genome" (`name` is the folder of
         the three files) and "psg" (`name` is psg.json): "train", "val" or "test"; "train:50" and "val:50" count 50
         validation images instead of the published 5000 and 1000.
-    format: "auto" goes by `name` and by the suffix of `source`.
+        A folder or a CSV file stands for its one split, or for its training data.
+    path: folder of any format of `toolkit.data.formats.folders`; `source` is then the name of a split.
+    image_dir: folder of the images, or several, or archives; see `toolkit.data.places`.
+    format: "auto" goes by `path`, by `name` and by the suffix of `source`. With `path` "shapes" means "auto".
     on_error, cache_dir, check_images, max_image_pixels: as in `read_coco`.
     Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format.
     """
     source = str(source)
     if format not in FORMATS:
         raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
-    if format == "auto":
-        format = "hub" if name is not None else "coco" if source.lower().endswith(".json") else _unknown(source)
     options = {"on_error": on_error, "cache_dir": cache_dir, "check_images": check_images,
                "max_image_pixels": max_image_pixels}  # fmt: skip
+    if path is not None:
+        return open_folder(path, source, format="auto" if format == "shapes" else format, image_dir=image_dir, **options)
+    if format in ("voc", "yolo", "csv") or format == "auto" and name is None and _is_folder(source):
+        return open_folder(source, "train", format=format, image_dir=image_dir, **options)
+    if format == "auto":
+        format = "hub" if name is not None else "coco" if source.lower().endswith(".json") else _unknown(source)
     if format == "hub":
         if name is None:
             raise BadInput(f"format 'hub' with split {source!r}: set the data set's name or folder (--data.name)")
@@ -81,7 +91,12 @@ def _open_scene_graphs(source: str, image_dir, format: str, name: str | None, **
     return table
 
 
+def _is_folder(source: str) -> bool:
+    place = Path(source).expanduser()
+    return place.is_dir() or place.suffix.lower() == ".csv" and place.is_file()
+
+
 def _unknown(source: str) -> str:
     hint = "; the bundled data needs format 'shapes'" if source in SPLITS else ""
-    raise BadInput(f"{source}: cannot tell the format (a COCO file ends in .json){hint}; "
+    raise BadInput(f"{source}: cannot tell the format (a COCO file ends in .json; --data.path takes a folder){hint}; "
                    f"choose a format from {', '.join(FORMATS[1:])}")

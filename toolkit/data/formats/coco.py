@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.data.check_files import check_image_files, find_image_root, folder_digest
@@ -58,12 +59,17 @@ def read_coco(
     return table
 
 
-def write_coco(table: DetectionTable, path: str | Path) -> None:
-    """Writes a table's images, boxes, relations and attributes as a COCO file, with the categories' original ids."""
+def write_coco(table: DetectionTable, path: str | Path, file_names: Sequence[str] | None = None) -> None:
+    """Writes a table's images, boxes, relations and attributes as a COCO file, with the categories' original ids.
+
+    file_names: other names for the image files, in the order of the rows.
+    """
     images, annotations, relations = [], [], []
     for index in range(len(table)):
         row = table.row(index)
         images.append({"id": row["image_id"], **{key: row[key] for key in ("file_name", "width", "height")}})
+        if file_names is not None:
+            images[-1]["file_name"] = file_names[index]
         objects = {name: values.tolist() for name, values in row["objects"].items()}
         named = objects.pop("attributes", [()] * len(objects["id"]))
         for id_, (x1, y1, x2, y2), label, area, crowd, attributes in zip(*objects.values(), named, strict=True):

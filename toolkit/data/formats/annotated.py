@@ -1,0 +1,234 @@
+"""What readers of one file per image, and of tables of boxes, share: from their boxes to a checked, cached table.
+
+Each of those formats is a module with three functions: `recognise(folder)` gives the names of its splits, or None where
+it is another format; `read(folder, split, ...)` a table; `write(table, folder, split)` the same boxes as files again.
+"""
+
+import dataclasses
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.data.check_files import check_image_files, folder_digest, parallel
+from toolkit.data.checks import settle, validate_document
+from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, probe_image
+from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
+from toolkit.errors import BadInput
+
+# What folders and files of a split are called.
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+ALL = "all"  # the one split of a folder that has none
+UNKNOWN_SIZE = 2**31
+
+
+@dataclass
+class Box:
+    """A box as a file has it: name of its class, xyxy in pixels, whether it is to be ignored (VOC's difficult)."""
+
+    name: str
+    xyxy: tuple[float, float, float, float]
+    ignored: bool = False
+
+
+@dataclass
+class Annotated:
+    """An image with its boxes: file name relative to the folder of the images; size in pixels, None: not said.
+
+    source: file that the boxes stand in, for messages.
+    boxes: or a function of (width, height) that gives them, where they are fractions of a size not known yet.
+    """
+
+    file_name: str
+    boxes: Sequence[Box] | Callable[[int, int], Sequence[Box]]
+    width: int | None = None
+    height: int | None = None
+    source: str = ""
+
+
+@dataclass
+class Listing:
+    """A split as its files say it.
+
+    classes: their (id, name); None: the names found, sorted, ids from 1.
+    watched: files and folders whose change makes the cached table stale; listed: images of the other splits too.
+    """
+
+    image_root: Path
+    images: list[Annotated]
+    classes: list[tuple[int, str]]
+    watched: list[Path]
+    listed: set[str] = field(default_factory=set)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def split_of(name: str) -> str | None:
+    """train, val or test, where a file or folder is called like one of them; the ending does not count."""
+    stem = Path(name).stem.lower().removeprefix("instances_").removesuffix("_annotations")
+    stem = stem.rstrip("0123456789").rstrip("-_ ") or stem
+    return next((split for split, names in SPLIT_NAMES.items() if stem in names), None)
+
+
+def ordered(splits: Iterable[str]) -> tuple[str, ...]:
+    """Names of splits: train, val, test, then the others."""
+    order = list(SPLIT_NAMES)
+    return tuple(sorted(set(splits), key=lambda name: (order.index(name) if name in order else len(order), name)))
+
+
+def images_in(folder: Path) -> list[str]:
+    """Names of the image files directly in a folder, sorted; none where it is not there."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in entries
+                          if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES and entry.is_file())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def open_annotated(
+    kind: str,
+    folder: Path,
+    split: str,
+    listing: Callable[[], Listing],
+    *,
+    on_error: str = "raise",
+    cache_dir: str | Path | None = None,
+    check_images: bool | str = True,
+) -> DetectionTable:
+    """The table of a split, from the cache while the files it was made of stay as they are; else by `listing()`.
+
+    The same validation, problems and options as `read_coco`; but a box without width or height, which a click in an
+    annotation tool leaves behind, is left out with a warning. Raises BadInput.
+    """
+    name = f"{folder} ({split})"
+    what = f"{kind} {TABLE_VERSION} {split} {check_images} {folder.resolve()}"
+    key = hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    cache_file = cache_root(cache_dir) / "tables" / f"{key}.json"
+    cached = open_table(cache_file)
+    if cached and all(_digest(Path(path)) == digest for path, digest in cached[1].items()):
+        table = dataclasses.replace(cached[0], name=name)
+    else:
+        table = _make(listing(), name, check_images, cache_file)
+    settle(table.problems, on_error if len(table) else "raise", name)
+    if not len(table):
+        raise BadInput(f"{name}: not one usable image")
+    return table
+
+
+def _make(found: Listing, name: str, check_images: bool | str, cache_file: Path) -> DetectionTable:
+    if not found.images:
+        raise BadInput(f"{name}: no images")
+    problems = found.problems + _fill_sizes(found)
+    document, more = _document(found)
+    valid = validate_document(document, name)
+    problems += more + valid.problems
+    unreadable = {problem.image_id for problem in problems if problem.severity == "error" and problem.image_id}
+    rows = valid.rows
+    checked = {str(path): _digest(path) for path in found.watched}
+    if check_images and rows:
+        seen, digests = check_image_files(rows, valid.listed | found.listed, found.image_root, check_images)
+        problems = [p for p in problems if p.annotation_id or p.image_id not in unreadable or p.severity != "error"]
+        problems += seen
+        checked |= digests
+    bad = {p.image_id for p in problems if p.severity == "error" and p.annotation_id is None}
+    return write_table(
+        (row for row in rows if row["image_id"] not in bad), cache_file=cache_file, categories=valid.categories,
+        image_root=found.image_root.resolve(), problems=problems, name=name, checked=checked,
+    )  # fmt: skip
+
+
+def _fill_sizes(found: Listing) -> list[Problem]:
+    """Reads the sizes that the files do not say out of the images' headers; an image without a size is an error."""
+
+    def fill(entry: tuple[int, Annotated]) -> list[Problem]:
+        number, image = entry
+        if image.width and image.height:
+            return []
+        try:
+            image.height, image.width = probe_image(found.image_root / image.file_name).size_hw
+        except ImageError as error:
+            image.height = image.width = UNKNOWN_SIZE
+            return [Problem("error", image.file_name, number, None, error.reason)]
+        return []
+
+    return parallel(fill, list(enumerate(found.images, start=1)), "reading sizes")
+
+
+def _document(found: Listing) -> tuple[dict, list[Problem]]:
+    """A COCO document, so that all formats go through one validation."""
+    images, annotations, problems = [], [], []
+    rows = {name: id_ for id_, name in found.classes}
+    for number, image in enumerate(found.images, start=1):
+        images.append({"id": number, "file_name": image.file_name, "width": image.width, "height": image.height})
+        boxes = image.boxes
+        if callable(boxes):
+            boxes = [] if image.width == UNKNOWN_SIZE else boxes(image.width, image.height)
+        for box in boxes:
+            x1, y1, x2, y2 = box.xyxy
+            if x1 == x2 or y1 == y2:
+                message = f"box {list(box.xyxy)} ({box.name}) in {image.source} has no area; left out"
+                problems.append(Problem("warning", image.file_name, number, None, message))
+                continue
+            annotations.append({"id": len(annotations) + 1, "image_id": number, "category_id": rows.get(box.name),
+                                "bbox": [x1, y1, x2 - x1, y2 - y1], "iscrowd": int(box.ignored)})
+            if box.name not in rows:
+                annotations[-1]["category_id"] = box.name
+    categories = [{"id": id_, "name": name} for id_, name in found.classes]
+    return {"images": images, "annotations": annotations, "categories": categories}, problems
+
+
+def _digest(path: Path) -> str:
+    if not path.is_file():
+        return folder_digest(path)
+    status = path.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:
+    """Names in alphabetical order with ids from 1."""
+    return list(enumerate(sorted(set(names)), start=1))
+
+
+def copy_image(table: DetectionTable, row: dict, target: Path, link: bool = False) -> None:
+    """The encoded image of a row as `target`, whose folder is made; link: a hard link where the system can."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source = table.image_source(row)
+    if isinstance(source, bytes):
+        target.write_bytes(source)
+        return
+    if link:
+        try:
+            target.unlink(missing_ok=True)
+            os.link(source, target)
+            return
+        except OSError:  # another file system
+            pass
+    shutil.copyfile(source, target)
+
+
+def file_names(table: DetectionTable) -> list[str]:
+    """A name for the image file of every row, all different, with the suffix of its content where it has none."""
+    names, used = [], set()
+    for index in range(len(table)):
+        row = table.row(index)
+        name = row["file_name"]
+        if os.path.splitext(name)[1].lower() not in IMAGE_SUFFIXES:  # "row 3" of a `datasets` data set
+            name = f"{name.replace(' ', '_')}.{_suffix(table.image_source(row))}"
+        stem, suffix = os.path.splitext(name)
+        number = 2
+        while name.lower() in used:
+            name, number = f"{stem}_{number}{suffix}", number + 1
+        used.add(name.lower())
+        names.append(name)
+    return names
+
+
+def _suffix(source: Path | bytes) -> str:
+    kind = probe_image(source).format
+    return {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(kind, kind.lower())

@@ -1,0 +1,249 @@
+"""Tables of boxes as CSV files: a row for each box, columns told by the names in the header."""
+
+import csv
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from toolkit.data.formats.annotated import (
+    ALL,
+    SPLIT_NAMES,
+    Annotated,
+    Box,
+    Listing,
+    copy_image,
+    file_names,
+    images_in,
+    open_annotated,
+    ordered,
+    sorted_classes,
+    split_of,
+)
+from toolkit.data.table import DetectionTable, Problem
+from toolkit.errors import BadInput
+
+TITLE = "CSV"
+COLUMNS = {
+    "image": ("image", "filename", "file_name", "image_path", "path", "file", "img", "image_name", "image_id", "imageid"),
+    "x1": ("x1", "xmin", "x_min", "left", "bbox_x1"),
+    "y1": ("y1", "ymin", "y_min", "top", "bbox_y1"),
+    "x2": ("x2", "xmax", "x_max", "right", "bbox_x2"),
+    "y2": ("y2", "ymax", "y_max", "bottom", "bbox_y2"),
+    "x": ("x", "bbox_x"),
+    "y": ("y", "bbox_y"),
+    "w": ("w", "bbox_w", "bbox_width", "box_width"),
+    "h": ("h", "bbox_h", "bbox_height", "box_height"),
+    "label": ("label", "class", "class_name", "category", "category_name", "name", "label_name", "labelname"),
+    "width": ("width", "image_width", "img_width"),
+    "height": ("height", "image_height", "img_height"),
+    "split": ("split", "set", "subset", "partition", "fold"),
+    "ignored": ("iscrowd", "difficult", "ignore", "isgroupof"),
+}
+HEADERLESS = ("image", "x1", "y1", "x2", "y2", "label")  # as keras-retinanet has it
+WRITTEN = ("image", "x1", "y1", "x2", "y2", "label", "width", "height", "iscrowd")
+IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs")
+
+
+def recognise(folder: Path) -> tuple[str, ...] | None:
+    """Names of the splits of a folder of CSV files, or of one file; None: there is no table of boxes.
+
+    Known are `<split>.csv`, a CSV file in the folder of each split, and one CSV file, with a column `split` or without.
+    """
+    tables = _tables(Path(folder))
+    if not tables:
+        return None
+    named = {split for split, _ in tables if split}
+    if named:
+        return ordered(named)
+    path = tables[0][1]
+    columns, rows = _load(path)
+    if "split" in columns:
+        return ordered(split_of(row[columns["split"]]) or row[columns["split"]] for row in rows)
+    return (ALL,)
+
+
+def read(folder: Path, split: str, *, image_dir: Path | None = None, **options) -> DetectionTable:
+    """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
+
+    Corners are `x1, y1, x2, y2`, or `x, y, w, h`, in pixels; a row without numbers is an image without objects. Where
+    all coordinates are at most 1 and one is no whole number they are fractions of the image. Classes are the names of
+    all splits in alphabetical order.
+    """
+    folder = Path(folder)
+    return open_annotated("csv", folder, split, lambda: _listing(folder, split, image_dir), **options)
+
+
+def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
+    """`<split>.csv` and `images/<split>/`; an image without objects is a row without numbers.
+
+    Ignored are what the table cannot say: annotated areas, ids, relations and attributes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{split}.csv", "w", newline="", encoding="utf-8") as file:
+        out = csv.writer(file)
+        out.writerow(WRITTEN)
+        for index, name in enumerate(file_names(table)):
+            row = table.row(index)
+            copy_image(table, row, folder / "images" / split / name, link)
+            objects, size = row["objects"], (row["width"], row["height"])
+            path = f"images/{split}/{name}"
+            if not len(objects["id"]):
+                out.writerow([path, "", "", "", "", "", *size, ""])
+            for box, label, crowd in zip(objects["bbox"], objects["category"], objects["iscrowd"], strict=True):
+                corners = [f"{value:.9g}" for value in box.tolist()]
+                out.writerow([path, *corners, table.categories[label].name, *size, int(crowd)])
+
+
+def _tables(folder: Path) -> list[tuple[str | None, Path]]:
+    """(split, file) of the CSV files that hold boxes; the split is None where no name says one."""
+    if folder.is_file():
+        return [(None, folder)] if _columns_of(folder) else []
+    if not folder.is_dir():
+        return []
+    found = [(split_of(path.name), path) for path in sorted(folder.glob("*.csv")) if _columns_of(path)]
+    for names in SPLIT_NAMES.values():
+        for name in names:
+            inside = [path for path in sorted((folder / name).glob("*.csv")) if _columns_of(path)]
+            found += [(split_of(name), path) for path in inside[:1]]
+    named = [(split, path) for split, path in found if split]
+    return named or found[:1]
+
+
+def _columns_of(path: Path) -> dict[str, int] | None:
+    """Where the columns stand, by what they mean; None: this is no table of boxes."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
+            first = next(csv.reader(file, _dialect(file)), [])
+    except (OSError, csv.Error):
+        return None
+    header = [word.strip().lower().replace(" ", "_") for word in first]
+    columns = {meaning: header.index(name) for meaning, names in COLUMNS.items() for name in names[::-1]
+               if name in header}  # fmt: skip
+    if {"image", "label"} <= columns.keys():
+        if {"x1", "y1", "x2", "y2"} <= columns.keys() or {"x", "y", "w", "h"} <= columns.keys():
+            return columns
+        if {"x", "y", "width", "height"} <= columns.keys():
+            return {**columns, "w": columns.pop("width"), "h": columns.pop("height")}
+    numbers = [word.strip() for word in first[1:5]]
+    if len(first) == 6 and (not any(numbers) or all(map(_number, numbers))):
+        return {meaning: place for place, meaning in enumerate(HEADERLESS)} | {"headerless": 0}
+    return None
+
+
+def _dialect(file) -> type[csv.Dialect] | csv.Dialect:
+    head = file.read(4096)
+    file.seek(0)
+    try:
+        return csv.Sniffer().sniff(head, ",;\t")
+    except csv.Error:
+        return csv.excel
+
+
+def _number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _load(path: Path) -> tuple[dict[str, int], list[list[str]]]:
+    columns = _columns_of(path)
+    if columns is None:
+        raise BadInput(f"{path}: no table of boxes; expected columns image, x1, y1, x2, y2, label, told by their names")
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
+        rows = [row for row in csv.reader(file, _dialect(file)) if any(word.strip() for word in row)]
+    return columns, rows if "headerless" in columns else rows[1:]
+
+
+def _listing(folder: Path, split: str, image_dir: Path | None) -> Listing:
+    tables = _tables(folder)
+    names: set[str] = set()
+    chosen, listed = [], set()
+    for of, path in tables:
+        columns, rows = _load(path)
+        names |= {row[columns["label"]].strip() for row in rows if len(row) > columns["label"]} - {""}
+        listed |= {row[columns["image"]].strip() for row in rows}
+        for number, row in enumerate(rows, start=1 if "headerless" in columns else 2):
+            own = of or (split_of(row[columns["split"]]) or row[columns["split"]] if "split" in columns else ALL)
+            if own == split:
+                chosen.append((path, columns, number, row))
+    if not chosen:
+        raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
+    here = folder.parent if folder.is_file() else folder
+    root = image_dir or _image_root(here, split, chosen[0][0].parent, [c[3][c[1]["image"]].strip() for c in chosen])
+    images, problems = _images(chosen, root)
+    watched = [path for _, path in tables]
+    return Listing(root, images, sorted_classes(names), watched, listed | set(images_in(root)), problems)
+
+
+def _images(chosen: Sequence[tuple], root: Path) -> tuple[list[Annotated], list[Problem]]:
+    boxes: Mapping[str, list[Box]] = defaultdict(list)
+    sizes, problems, fractions = {}, [], _are_fractions(chosen)
+    for path, columns, number, row in chosen:
+        name = row[columns["image"]].strip().replace("\\", "/")
+        name = name if (root / name).is_file() else _found_name(root, name)
+        of_image = boxes[name]
+        size = [row[columns[key]].strip() if key in columns else "" for key in ("width", "height")]
+        sizes.setdefault(name, tuple(int(float(text)) if _number(text) else None for text in size))
+        words = _corners(columns, row)
+        if not any(words):
+            continue
+        label = row[columns["label"]].strip() if len(row) > columns["label"] else ""
+        if not all(map(_number, words)) or not label:
+            message = f"{path.name}, line {number}: {','.join(row)[:80]!r}; expected 4 numbers and a label"
+            problems.append(Problem("error", name, None, None, message))
+            continue
+        x1, y1, x2, y2 = map(float, words)
+        if "x1" not in columns:
+            x2, y2 = x1 + x2, y1 + y2
+        ignored = "ignored" in columns and row[columns["ignored"]].strip().lower() in ("1", "true")
+        of_image.append(Box(label, (x1, y1, x2, y2), ignored))
+    images = []
+    for name, found in boxes.items():
+        width, height = sizes[name]
+        images.append(Annotated(name, _scaled(found) if fractions else found, width or None, height or None,
+                                chosen[0][0].name))  # fmt: skip
+    return images, problems
+
+
+def _corners(columns: Mapping[str, int], row: Sequence[str]) -> list[str]:
+    names = ("x1", "y1", "x2", "y2") if "x1" in columns else ("x", "y", "w", "h")
+    return [row[columns[name]].strip() if len(row) > columns[name] else "" for name in names]
+
+
+def _are_fractions(chosen: Sequence[tuple]) -> bool:
+    """Whether all coordinates are from 0 to 1, and not all of them whole."""
+    words = [word for _, columns, _, row in chosen for word in _corners(columns, row)]
+    values = [float(word) for word in words if _number(word)]
+    return bool(values) and all(0 <= value <= 1 for value in values) and any(value % 1 for value in values)
+
+
+def _scaled(boxes: list[Box]):
+    return lambda width, height: [
+        Box(box.name, (box.xyxy[0] * width, box.xyxy[1] * height, box.xyxy[2] * width, box.xyxy[3] * height),
+            box.ignored) for box in boxes
+    ]  # fmt: skip
+
+
+def _found_name(root: Path, name: str) -> str:
+    """The name with a suffix, where the table leaves it away, or by its last part, where its path is of elsewhere."""
+    tail = name.rsplit("/", 1)[-1]
+    for suffix in ("", ".jpg", ".jpeg", ".png"):
+        for candidate in (name + suffix, tail + suffix):
+            if not os.path.isabs(candidate) and (root / candidate).is_file():
+                return candidate
+    return name
+
+
+def _image_root(folder: Path, split: str, beside: Path, names: Sequence[str]) -> Path:
+    bases = [beside, folder]
+    tails = [*IMAGE_FOLDERS, *(f"{top}{name}" for top in ("", "images/") for name in SPLIT_NAMES.get(split, ()))]
+    candidates = list(dict.fromkeys(base / tail for base in bases for tail in tails))
+    for candidate in candidates:
+        if any((candidate / _found_name(candidate, name)).is_file() for name in names[:20]
+               if not os.path.isabs(_found_name(candidate, name))):  # fmt: skip
+            return candidate
+    tried = ", ".join(str(candidate) for candidate in candidates)
+    raise BadInput(f"{folder}: no image folder found for {names[0]!r}; tried {tried}; set it with --data.image_dir")

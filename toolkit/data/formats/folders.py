@@ -1,0 +1,94 @@
+"""A folder as an annotation tool leaves it: which format it has, and its splits."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from toolkit.data.formats import coco_folder, csv, hub_folder, voc, yolo
+from toolkit.data.formats.annotated import ALL, split_of
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
+
+# In the order in which they are tried: the surest signs first. Names as `data.format` has them.
+FOLDERS: dict[str, ModuleType] = {
+    "hub": hub_folder, "voc": voc, "coco": coco_folder, "yolo": yolo, "csv": csv,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder was recognised as: its format, splits, and what else it could be read as."""
+
+    path: Path
+    format: str
+    splits: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        splits = "not split" if self.splits == (ALL,) else f"splits {', '.join(self.splits)}"
+        also = f"; it can be read as {', '.join(self.others)} too (data.format)" if self.others else ""
+        return f"{self.path}: {FOLDERS[self.format].TITLE}, {splits}{also}"
+
+
+def recognise(path: str | Path, format: str = "auto") -> Found:
+    """The format and the splits of a folder (or of a single annotation file).
+
+    format: "auto" takes the first format of `FOLDERS` that recognises it; a name takes that one.
+
+    Raises BadInput: no such folder, or it is none of the formats, with what was looked for.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise BadInput(f"{path}: no such folder (data.path)")
+    if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
+        path = path.parent  # data.yaml
+    tried = FOLDERS if format == "auto" else {format: FOLDERS[format]} if format in FOLDERS else {}
+    found = {name: splits for name, module in tried.items() if (splits := module.recognise(path))}
+    if not found:
+        known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
+        known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
+        wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
+        raise BadInput(f"{path}: {wanted} was found in this folder" + ("" if format == "auto" else f"; known are {known}"))
+    name, *others = found
+    return Found(path, name, found[name], tuple(others))
+
+
+def open_folder(
+    path: str | Path, split: str, *, format: str = "auto", image_dir: str | Path | None = None, **options
+) -> DetectionTable:
+    """One split of a folder; `valid` and `validation` are `val`.
+
+    Training data is the split `train`, else `trainval`, else all there is. Options as `open_dataset`.
+
+    Raises BadInput: as `recognise`, or there is no such split.
+    """
+    found = recognise(path, format)
+    wanted = split_of(split) or split
+    if wanted not in found.splits and wanted == "train":
+        wanted = next((name for name in ("trainval", ALL) if name in found.splits), wanted)
+    if wanted not in found.splits:
+        advice = "; hold a share of the training data out with --data.val 0.2" if wanted == "val" else ""
+        raise BadInput(f"{found}; there is no split {split!r}{advice}")
+    image_dir = None if image_dir is None else Path(image_dir).expanduser()
+    return FOLDERS[found.format].read(found.path, wanted, image_dir=image_dir, **options)
+
+
+def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> None:
+    """Writes a split as one of `FOLDERS`, images included; link: as hard links where the system can."""
+    FOLDERS[format].write(table, Path(folder), split, link=link)
+
+
+def losses(table: DetectionTable, format: str) -> list[str]:
+    """What of a table the format cannot say, in words."""
+    crowds = sum(int(table.row(index)["objects"]["iscrowd"].sum()) for index in range(len(table)))
+    lost = []
+    if format == "yolo" and crowds:
+        lost.append(f"{crowds} crowd regions are left out")
+    if format != "coco":
+        ids = [category.id for category in table.categories]
+        first = 0 if format in ("yolo", "hub") else 1
+        if ids != list(range(first, first + len(ids))):
+            lost.append(f"category ids become {first} to {first + len(ids) - 1}")
+        lost += [f"{what} are left out" for what, given in (
+            ("relations", table.predicates), ("attributes", table.attributes)) if given]  # fmt: skip
+    return lost

@@ -1,0 +1,90 @@
+"""Local folders of the `datasets` library: `save_to_disk`, Parquet files, images with `metadata.jsonl`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+from datasets.exceptions import DatasetsError
+
+from toolkit.data.formats.annotated import SPLIT_NAMES, ordered, split_of
+from toolkit.data.formats.hub import read_hub
+from toolkit.data.table import DetectionTable
+
+TITLE = "datasets"
+
+
+def recognise(folder: Path) -> tuple[str, ...] | None:
+    """Names of the splits of a local `datasets` folder; None: it is none."""
+    names = _names(Path(folder))
+    return ordered(split_of(name) or name for name in names) if names else None
+
+
+def read(folder: Path, split: str, *, image_dir: Path | None = None, **options) -> DetectionTable:
+    """One split, by `read_hub`; `image_dir` means nothing here, since the images are in the data."""
+    own = next((name for name in _names(Path(folder)) if name == split or split_of(name) == split), split)
+    return read_hub(str(folder), own, **options)
+
+
+def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
+    """`data/<split>-*.parquet` with the encoded images in it, in files of about 500 MB.
+
+    Ignored are what the columns cannot say: category ids, relations and attributes.
+    """
+    names = [category.name for category in table.categories]
+    features = datasets.Features({
+        "image_id": datasets.Value("string" if table.image_ids().dtype == object else "int64"),
+        "image": datasets.Image(), "width": datasets.Value("int64"), "height": datasets.Value("int64"),
+        "objects": {
+            "id": datasets.List(datasets.Value("int64")),
+            "bbox": datasets.List(datasets.List(datasets.Value("float32"), length=4)),
+            "category": datasets.List(datasets.ClassLabel(names=names)),
+            "area": datasets.List(datasets.Value("float32")), "iscrowd": datasets.List(datasets.Value("bool")),
+        },
+    })  # fmt: skip
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    parts = max(1, -(-_bytes(table) // 500_000_000))
+    for part in range(parts):
+        first, last = (len(table) * at // parts for at in (part, part + 1))
+        rows = datasets.Dataset.from_list(list(_rows(table, first, last)), features=features)
+        target = folder / "data" / f"{'validation' if split == 'val' else split}-{part:05d}-of-{parts:05d}.parquet"
+        rows.to_parquet(str(target))
+
+
+def _rows(table: DetectionTable, first: int, last: int) -> Iterator[dict]:
+    for index in range(first, last):
+        row = table.row(index)
+        source, objects = table.image_source(row), row["objects"]
+        x1, y1, x2, y2 = objects["bbox"].T
+        data = source if isinstance(source, bytes) else source.read_bytes()
+        yield {
+            "image_id": row["image_id"], "image": {"bytes": data, "path": row["file_name"]},
+            "width": row["width"], "height": row["height"],
+            "objects": {
+                "id": objects["id"].tolist(), "bbox": [list(box) for box in zip(x1.tolist(), y1.tolist(),
+                (x2 - x1).tolist(), (y2 - y1).tolist(), strict=True)], "category": objects["category"].tolist(),
+                "area": objects["area"].tolist(), "iscrowd": objects["iscrowd"].astype(bool).tolist(),
+            },
+        }  # fmt: skip
+
+
+def _bytes(table: DetectionTable) -> int:
+    sources = (table.image_source(table.row(index)) for index in range(len(table)))
+    return sum(len(source) if isinstance(source, bytes) else source.stat().st_size for source in sources)
+
+
+def _names(folder: Path) -> list[str]:
+    """Names of the splits as the folder has them."""
+    if not folder.is_dir():
+        return []
+    if (folder / "dataset_dict.json").exists():
+        return json.loads((folder / "dataset_dict.json").read_text())["splits"]
+    if (folder / "state.json").exists():
+        return [json.loads((folder / "state.json").read_text()).get("_split") or "train"]
+    places = [folder, folder / "data", *(folder / name for names in SPLIT_NAMES.values() for name in names)]
+    if not any(any(place.glob(pattern)) for place in places for pattern in ("*.parquet", "metadata.jsonl", "*.arrow")):
+        return []
+    try:
+        return list(datasets.get_dataset_split_names(str(folder)))
+    except (OSError, ValueError, RuntimeError, DatasetsError):
+        return []

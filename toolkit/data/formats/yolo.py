@@ -1,0 +1,281 @@
+"""YOLO: a text file for each image, of lines "class centre-x centre-y width height" in fractions of the image."""
+
+import math
+import os
+from pathlib import Path
+
+import yaml
+
+from toolkit.data.check_files import parallel
+from toolkit.data.formats.annotated import (
+    ALL,
+    SPLIT_NAMES,
+    Annotated,
+    Box,
+    Listing,
+    copy_image,
+    file_names,
+    images_in,
+    open_annotated,
+    ordered,
+)
+from toolkit.data.table import DetectionTable, Problem
+from toolkit.errors import BadInput
+
+TITLE = "YOLO"
+CLASS_FILES = ("classes.txt", "obj.names", "labels.txt")
+LABEL_FOLDER = "labels"
+
+
+def recognise(folder: Path) -> tuple[str, ...] | None:
+    """Names of the splits of a YOLO folder; None: it is none.
+
+    Known are `data.yaml` (any YAML file with `names` and `train` or `val`), whose splits are folders, lists of folders
+    or text files that list images; and without it `train/images` with `train/labels`, `images/train` with
+    `labels/train`, and one folder without splits.
+    """
+    settings = _settings(folder)
+    if settings:
+        splits = [split for split in SPLIT_NAMES if _entry(settings[1], split)]
+        return ordered(split for split in splits if _exists(folder, settings[1], split)) or None
+    splits = [name for name in SPLIT_NAMES if _plain_folders(folder, name)]
+    if splits:
+        return ordered(splits)
+    return (ALL,) if _plain_folders(folder, ALL) else None
+
+
+def read(folder: Path, split: str, *, image_dir: Path | None = None, **options) -> DetectionTable:
+    """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
+
+    The text file of an image lies where its path says `labels` instead of `images`, or beside it; an image without
+    one has no objects. Lines of more than six numbers are polygons, and become the box around them; where `data.yaml` has
+    `kpt_shape` they are a box with key points, and the box is read. Classes keep their numbers from 0.
+    """
+    folder = Path(folder)
+    return open_annotated("yolo", folder, split, lambda: _listing(folder, split, image_dir), **options)
+
+
+def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
+    """`images/<split>/`, `labels/<split>/*.txt` and `data.yaml`; the numbers have every digit they need.
+
+    Ignored are what YOLO cannot say: crowd regions (left out), annotated areas, ids, relations and attributes.
+    """
+    for index, name in enumerate(file_names(table)):
+        row = table.row(index)
+        copy_image(table, row, folder / "images" / split / name, link)
+        objects, lines = row["objects"], []
+        for box, label, crowd in zip(objects["bbox"].tolist(), objects["category"], objects["iscrowd"], strict=True):
+            x1, y1, x2, y2 = box
+            width, height = row["width"], row["height"]
+            numbers = ((x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height)
+            if not crowd:
+                lines.append(f"{label} {' '.join(map(repr, numbers))}\n")
+        target = folder / LABEL_FOLDER / split / f"{os.path.splitext(name)[0]}.txt"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("".join(lines))
+    written = _settings(folder)
+    settings = written[1] if written else {}
+    settings = {**settings, split: f"images/{split}", "names": dict(enumerate(table.class_names))}
+    (folder / "data.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _settings(folder: Path) -> tuple[Path, dict] | None:
+    """The YAML file that names classes and splits, and what it says."""
+    if not folder.is_dir():
+        return None
+    paths = sorted((*folder.glob("*.yaml"), *folder.glob("*.yml")), key=lambda path: (path.stem != "data", path.name))
+    for path in paths:
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        except (yaml.YAMLError, UnicodeDecodeError):
+            continue
+        if isinstance(content, dict) and "names" in content and ("train" in content or "val" in content):
+            return path, content
+    return None
+
+
+def _entry(settings: dict, split: str):
+    return next((settings[name] for name in SPLIT_NAMES[split] if settings.get(name)), None)
+
+
+def _located(folder: Path, settings: dict, split: str) -> list[Path]:
+    """Folders and lists of a split. Paths are relative to `path`, or, as some exports have it, wrong by a `../`."""
+    entry = _entry(settings, split)
+    found = []
+    for text in entry if isinstance(entry, list) else [entry]:
+        text = str(text)
+        bases = [folder / str(settings.get("path") or ""), folder]
+        tails = [text, text.removeprefix("../"), str(Path(text) / "images")]
+        tails += ["/".join(Path(text).parts[-count:]) for count in (3, 2, 1)]  # of a path on another computer
+        candidates = [base / tail for base in bases for tail in tails]
+        found.append(next((place for place in candidates if place.exists() and _is_of_split(place)), folder / text))
+    return found
+
+
+def _is_of_split(place: Path) -> bool:
+    return place.is_file() or bool(images_in(place)) or bool(images_in(place / "images")) or _nested(place)
+
+
+def _nested(place: Path) -> bool:
+    return any(images_in(inner) for inner in place.iterdir() if inner.is_dir())
+
+
+def _exists(folder: Path, settings: dict, split: str) -> bool:
+    return all(place.exists() for place in _located(folder, settings, split))
+
+
+def _plain_folders(folder: Path, split: str) -> Path | None:
+    """The folder of a split's images, where there is no YAML file but there are label files."""
+    names = SPLIT_NAMES.get(split, ("",))
+    for name in names:
+        for images, labels in ((folder / name / "images", folder / name / LABEL_FOLDER),
+                               (folder / "images" / name, folder / LABEL_FOLDER / name),
+                               (folder / name, folder / name)):  # fmt: skip
+            if images_in(images) and _is_label_folder(labels):
+                return images
+    return None
+
+
+def _is_label_folder(folder: Path) -> bool:
+    """Whether the first text file with a line has lines of a class and numbers."""
+    if not folder.is_dir():
+        return False
+    for path in sorted(folder.glob("*.txt"))[:50]:
+        words = path.read_text(errors="replace").split("\n", 1)[0].split()
+        if path.name not in CLASS_FILES and words:
+            return len(words) >= 5 and words[0].isdecimal() and all(map(_is_number, words))
+    return False
+
+
+def _label_folders(folder: Path) -> set[Path]:
+    """Folders of the label files of all splits of a folder without a YAML file."""
+    images = [_plain_folders(folder, split) for split in (*SPLIT_NAMES, ALL)]
+    return {labels.parent for place in images if place for labels in _labels_of(place / "x.jpg")}
+
+
+def _is_number(word: str) -> bool:
+    try:
+        return math.isfinite(float(word))
+    except ValueError:
+        return False
+
+
+def _images(folder: Path, split: str) -> tuple[list[Path], list[Path], dict]:
+    """(image files of a split, folders and lists to watch, what the YAML file says)."""
+    settings = _settings(folder)
+    places = _located(folder, settings[1], split) if settings and split in SPLIT_NAMES else []
+    if not settings:
+        plain = _plain_folders(folder, split)
+        places = [plain] if plain else []
+    if not places:
+        raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
+    files, watched = [], [settings[0]] if settings else []
+    for place in places:
+        if place.is_file():
+            lines = place.read_text(encoding="utf-8-sig").splitlines()
+            files += [_listed(line.strip(), place, folder) for line in lines if line.strip()]
+            watched.append(place)
+            continue
+        if not place.is_dir():
+            raise BadInput(f"{place}: no such folder, which {settings[0].name} names for {split}")
+        inner = place / "images" if not images_in(place) and images_in(place / "images") else place
+        for at in [inner, *sorted(each for each in inner.rglob("*") if each.is_dir())]:
+            files += [at / name for name in images_in(at)]
+            watched.append(at)
+    return files, watched, settings[1] if settings else {}
+
+
+def _listed(line: str, file: Path, folder: Path) -> Path:
+    """An image of a list: its path as it stands, relative to the list or to the folder, or by its last parts."""
+    parts = Path(line).parts
+    tails = [line, *("/".join(parts[-count:]) for count in (3, 2, 1))]
+    candidates = [base / tail for tail in tails for base in (file.parent, folder)]
+    return next((path for path in candidates if path.is_file()), candidates[0])
+
+
+def _labels_of(image: Path) -> list[Path]:
+    """Where the text file of an image may lie."""
+    parts = list(image.with_suffix(".txt").parts)
+    found = []
+    if "images" in parts:
+        at = len(parts) - 1 - parts[::-1].index("images")
+        found.append(Path(*parts[:at], LABEL_FOLDER, *parts[at + 1 :]))
+    return [*found, image.with_suffix(".txt"), image.parent / LABEL_FOLDER / image.with_suffix(".txt").name]
+
+
+def _listing(folder: Path, split: str, image_dir: Path | None) -> Listing:
+    files, watched, settings = _images(folder, split)
+    if not files:
+        raise BadInput(f"{folder}: split {split!r} has no images")
+    root = image_dir or folder
+    if image_dir is None and not all(path.is_relative_to(folder) for path in files):
+        root = Path(os.path.commonpath([str(path.resolve().parent) for path in files]))
+        files = [path.resolve() for path in files]
+    lines: dict[Path, list[str]] = {}
+    labels = [next((path for path in _labels_of(image) if path.is_file()), None) for image in files]
+
+    def load(path: Path | None) -> list:
+        return [(path, path.read_text(encoding="utf-8-sig", errors="replace").splitlines())] if path else []
+
+    lines.update(parallel(load, labels, "reading labels"))
+    names, problems = _names(folder, settings, lines)
+    keypoints = "kpt_shape" in settings
+    images = []
+    for image, path in zip(files, labels, strict=True):
+        name = os.path.relpath(image, root)
+        parsed, faults = _parse_lines(lines.get(path, []), names, keypoints)
+        problems += [Problem("error", name, None, None, f"{path.name}, {fault}") for fault in faults]
+        images.append(Annotated(name, _scaled(parsed), source=path.name if path else ""))
+    watched += sorted({path.parent for path in lines})
+    return Listing(Path(root), images, list(enumerate(names)), watched, set(), problems)
+
+
+def _parse_lines(lines: list[str], names: list[str], keypoints: bool) -> tuple[list[tuple[str, tuple]], list[str]]:
+    """((class name, xyxy in fractions) of each line, what is wrong with the others)."""
+    parsed, faults = [], []
+    for number, line in enumerate(lines, start=1):
+        words = line.split()
+        if not words:
+            continue
+        if len(words) < 5 or not all(map(_is_number, words)):
+            faults.append(f"line {number}: {line.strip()[:80]!r}; expected a class and 4 numbers, or a polygon")
+            continue
+        label, *numbers = map(float, words)
+        if label % 1 or not 0 <= label < len(names):
+            faults.append(f"line {number}: class {words[0]} is not defined; there are {len(names)} from 0")
+            continue
+        if len(numbers) <= 5 or keypoints:  # a fifth one is the score of a prediction
+            cx, cy, width, height = numbers[:4]
+            box = (cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2)
+        else:
+            box = (min(numbers[0::2]), min(numbers[1::2]), max(numbers[0::2]), max(numbers[1::2]))
+        parsed.append((names[int(label)], box))
+    return parsed, faults
+
+
+def _scaled(parsed: list[tuple[str, tuple]]):
+    return lambda width, height: [
+        Box(name, (x1 * width, y1 * height, x2 * width, y2 * height)) for name, (x1, y1, x2, y2) in parsed
+    ]
+
+
+def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[list[str], list[Problem]]:
+    """Class names in order: of the YAML file, or of a text file; without either, their numbers."""
+    given = settings.get("names")
+    if isinstance(given, dict):
+        try:
+            given = [given.get(i, given.get(str(i), f"class {i}")) for i in range(max(map(int, given), default=-1) + 1)]
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"{folder}: `names` of the YAML file: expected numbers from 0 with names") from error
+    if given:
+        return [str(name) for name in given], []
+    for file in CLASS_FILES:
+        if (folder / file).is_file():
+            listed = (folder / file).read_text(encoding="utf-8-sig").splitlines()
+            return [name.strip() for name in listed if name.strip()], []
+    everywhere = [path for path in folder.rglob("*.txt") if path.parent in _label_folders(folder)]
+    others = (path.read_text(errors="replace").splitlines() for path in everywhere if path not in lines)
+    firsts = {line.split()[0] for content in (*lines.values(), *others) for line in content if line.split()}
+    highest = max((int(word) for word in firsts if word.isdecimal()), default=0)
+    note = Problem("note", str(folder), None, None, "no class names (data.yaml or classes.txt); classes are numbered")
+    return [f"class {i}" for i in range(highest + 1)], [note]
