@@ -1,81 +1,166 @@
 """Reads a data set as training would and says all that is wrong with it.
 
-    python scripts/check_data.py ANNOTATIONS.json --image-dir DIR
-    python scripts/check_data.py train --name HUB_NAME_OR_FOLDER
+    python scripts/check_data.py DIR
+    python scripts/check_data.py train.json val.json --image-dir images --pictures found/pictures
+    python scripts/check_data.py DIR --json found/report.json --fix found/cleaned
+    python scripts/check_data.py train val --name HUB_NAME_OR_FOLDER
     python scripts/check_data.py val --format shapes
 
-Exit code 0 when training could start, 2 when it could not.
+A folder is read with all its splits, which are compared: the same images, or ones that look alike, in two splits are
+leakage. Exit code 0 when all is clean, 1 with warnings, 2 with errors, with which training would not start.
 """
 
 import argparse
 import logging
 import sys
-from collections import Counter
+from pathlib import Path
 
-import numpy as np
+import datasets
+import yaml
 
 from toolkit.data.formats import FORMATS, open_dataset
+from toolkit.data.formats.annotated import split_of
+from toolkit.data.formats.folders import recognise
+from toolkit.data.inspection import Inspection, clean_copy, inspect_tables
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 
-HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS (repaired)", "note": "NOTES"}
+HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
+LISTED = 50
 
 
-def report(table: DetectionTable) -> str:
-    """Problems by severity, then what is left to train on."""
+def open_all(options: argparse.Namespace) -> dict[str, DetectionTable]:
+    """Every split that was asked for, by name."""
+    reading = {
+        "image_dir": options.image_dir, "format": options.format, "name": options.name, "on_error": "drop",
+        "check_images": {"auto": True, "none": False}.get(options.check_images, options.check_images),
+    }  # fmt: skip
+    tables = {}
+    for source in options.source:
+        if options.name is None and Path(source).expanduser().is_dir():
+            found = recognise(source, options.format)
+            print(found)
+            names = [name for name in found.splits if name != "trainval" or "train" not in found.splits]
+            tables |= {name: open_dataset(name, path=source, **reading) for name in names}
+        else:
+            name = split_of(source) or Path(source).stem
+            tables[name if name not in tables else source] = open_dataset(source, **reading)
+    return tables
+
+
+def report(tables: dict[str, DetectionTable], found: Inspection) -> str:
+    """Findings by severity, then what is left to train on."""
     lines = []
     for severity, heading in HEADINGS.items():
-        found = [problem for problem in table.problems if problem.severity == severity]
-        if found:
-            lines += [f"{heading}: {len(found)}", *(f"  {str(problem).split(': ', 1)[1]}" for problem in found), ""]
-    boxes, images, crowds = Counter(), Counter(), 0
-    for index in range(len(table)):
-        objects = table.row(index)["objects"]
-        labels = objects["category"][objects["iscrowd"] == 0].tolist()
-        boxes.update(labels)
-        images.update(set(labels))
-        crowds += int(objects["iscrowd"].sum())
-    width = max(len("class"), *(len(name) for name in table.class_names))
-    lines.append(f"{'class':{width}}  {'id':>8}  {'boxes':>8}  {'images':>8}")
-    for label, category in enumerate(table.categories):
-        lines.append(f"{category.name:{width}}  {category.id!s:>8}  {boxes[label]:>8}  {images[label]:>8}")
-    background = int(np.sum(table.num_boxes() == 0))
-    lines.append("")
-    lines.append(f"{table.name}: {len(table)} usable images ({background} without objects), {boxes.total()} boxes, "
-                 f"{crowds} crowd regions, {len(table.categories)} classes")
-    if table.predicates:
-        lines.append(f"relations: {', '.join(table.predicates)}")
-    if table.attributes:
-        lines.append(f"attributes: {', '.join(table.attributes)}")
+        findings = [finding for finding in found.findings if finding.severity == severity]
+        if findings:
+            count = sum(len(each.items) if each.kind == "record" else 1 for each in findings)
+            lines.append(f"{heading}: {count}")
+            for each in findings:
+                if each.kind != "record":
+                    lines.append(f"  {each.message}")
+                indent = "  " if each.kind == "record" else "    "
+                shown = each.items if each.kind == "record" else each.items[:LISTED]
+                if each.kind not in ("small boxes", "unused classes", "missing classes", "balance", "classes"):
+                    lines += [f"{indent}{_item(item)}" for item in shown]
+                    if len(shown) < len(each.items):
+                        lines.append(f"{indent}and {len(each.items) - len(shown)} more; --json lists all")
+            lines.append("")
+    for split, table in tables.items():
+        summary = found.splits[split]
+        width = max(len("class"), *(len(name) for name in summary.classes))
+        lines.append(f"{'class':{width}}  {'id':>8}  {'boxes':>8}  {'images':>8}")
+        for category in table.categories:
+            counts = summary.classes[category.name]
+            lines.append(f"{category.name:{width}}  {category.id!s:>8}  {counts['boxes']:>8}  {counts['images']:>8}")
+        lines.append("")
+        lines.append(f"{table.name}: {len(table)} usable images ({summary.background} without objects), {summary.boxes} "
+                     f"boxes, {summary.crowds} crowd regions, {len(table.categories)} classes")  # fmt: skip
+        if table.predicates:
+            lines.append(f"relations: {', '.join(table.predicates)}")
+        if table.attributes:
+            lines.append(f"attributes: {', '.join(table.attributes)}")
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", help="annotation file or split, as --data.train in training")
-    parser.add_argument("--image-dir", help="folder that file names are relative to (default: looked for)")
-    parser.add_argument("--format", choices=FORMATS, default="auto")
-    parser.add_argument("--name", help="as --data.name in training")
-    parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error in training")
-    parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto",
-                        help="full decodes every image; auto does so up to 20,000 images")
-    options = parser.parse_args(arguments)
-    logging.disable(logging.WARNING)  # its summary is in the report
+def fitting_anchors(table: DetectionTable, image_size: int) -> str:
+    """Anchors of YOLOv3 and how well they fit, as `python -m toolkit.use.anchors` says it."""
+    from toolkit.use.anchors import anchors_report  # here: it imports the detectors
+
+    return anchors_report(table, (image_size, image_size), 3, 0)
+
+
+def draw_augmented(config: str, table: DetectionTable, file: Path) -> Path:
+    """A batch of training images with their boxes, through the augmentation of a settings file."""
+    from toolkit.data.pipeline import loader_of_settings
+    from toolkit.runs.settings import DataConfig
+    from toolkit.use.data_pictures import draw_batch
+
     try:
-        table = open_dataset(
-            options.source,
-            image_dir=options.image_dir,
-            format=options.format,
-            name=options.name,
-            on_error="drop",
-            check_images={"auto": True, "none": False}.get(options.check_images, options.check_images),
-        )
+        content = yaml.safe_load(Path(config).read_text()) or {}
+        settings = DataConfig(**content.get("data", {}))
+    except (OSError, yaml.YAMLError, TypeError, AttributeError) as error:
+        raise BadInput(f"--augment {config}: expected a settings file of training with a group `data`: {error}") from error
+    settings.workers, settings.batch_size_per_device = 0, min(16, len(table))
+    _, loader = loader_of_settings(table, settings, seed=0, stride=1)
+    return draw_batch(next(iter(loader)), table.class_names, file)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    logging.disable(logging.WARNING)  # its summary is in the report
+    datasets.disable_progress_bars()
+    try:
+        if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
+            raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")
+        tables = open_all(options)
+        found = inspect_tables(tables, options.image_size, compare=options.check_images != "none")
+        print(report(tables, found))
+        if options.anchors:
+            print(fitting_anchors(next(iter(tables.values())), options.image_size))
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(found.to_json(), encoding="utf-8")
+        if options.pictures:
+            from toolkit.use.data_pictures import draw_data  # here: it imports matplotlib
+
+            print(f"pictures: {len(draw_data(tables, options.image_size, options.pictures))} in {options.pictures}")
+        if options.augment:
+            place = options.pictures or Path("found")
+            print(f"pictures: {draw_augmented(options.augment, next(iter(tables.values())), place / 'augmented.jpg')}")
+        if options.fix:
+            log = clean_copy(tables, found, options.fix)
+            print(f"{options.fix}: written, with {len(log)} changes, listed in {options.fix / 'changes.txt'}")
     except BadInput as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(report(table))
-    unusable = any(problem.severity == "error" for problem in table.problems)
-    return BadInput.exit_code if unusable and options.on_error == "raise" else 0
+    records = any(each.severity == "error" and each.kind != "record" for each in found.findings)
+    return 1 if found.exit_code == 2 and options.on_error == "drop" and not records else found.exit_code
+
+
+def _item(item: object) -> str:
+    if isinstance(item, dict):
+        return ", ".join(f"{key} {value}" for key, value in item.items())
+    return " = ".join(item) if isinstance(item, list) else str(item)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", nargs="+", help="folder, annotation files, or names of splits, as --data.train")
+    parser.add_argument("--image-dir", help="folder that file names are relative to (default: looked for)")
+    parser.add_argument("--format", choices=FORMATS, default="auto")
+    parser.add_argument("--name", help="as --data.name in training")
+    parser.add_argument("--on-error", choices=("raise", "drop"), default="raise",
+                        help="as --data.on_error in training; with drop, faulty records count as warnings")
+    parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto",
+                        help="full decodes every image; auto does so up to 20,000 images; none compares no images")
+    parser.add_argument("--image-size", type=int, default=640, help="side in pixels that images are trained at")
+    parser.add_argument("--json", type=Path, help="file for the findings, for programs")
+    parser.add_argument("--pictures", type=Path, help="folder for pictures: samples of classes, positions, sizes, shapes")
+    parser.add_argument("--anchors", action="store_true", help="also print anchors of YOLOv3 that fit")
+    parser.add_argument("--augment", metavar="CONFIG", help="settings file of training: draw a batch as the model gets it")
+    parser.add_argument("--fix", type=Path, metavar="OUT", help="new folder for a cleaned copy (COCO) and changes.txt")
+    return parser
 
 
 if __name__ == "__main__":

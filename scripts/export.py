@@ -117,8 +117,8 @@ def validation_table(arguments: argparse.Namespace):
         data = load_config_dict(run_folder_of(Path(arguments.model).expanduser()) / "config.yaml")["data"]
     except BadInput:
         return None
-    reading = {key: data[key] for key in ("image_dir", "format", "name", "on_error")}
-    return open_split(data["val"], say=print, **reading)
+    reading = {key: data.get(key) for key in ("path", "image_dir", "format", "name", "on_error")}
+    return open_split(data["val"], say=print, part_of=data["train"], **reading)
 
 
 def ap_of(predictor: Predictor, table) -> float | None:

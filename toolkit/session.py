@@ -131,7 +131,8 @@ def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
     overfit = (c.overfit_batches or 0) * c.batch_size_per_device * s.accelerator.num_processes
     table, val_table = open_splits(
         c.train, c.val, s.drafts, say=s.say, max_train_images=c.max_train_images, overfit_images=overfit,
-        image_dir=c.image_dir, format=c.format, name=c.name, on_error=c.on_error, max_image_pixels=c.max_image_pixels,
+        path=c.path, image_dir=c.image_dir, format=c.format, name=c.name, on_error=c.on_error,
+        max_image_pixels=c.max_image_pixels,
     )  # fmt: skip
     for note in check_ground_truth(val_table):
         s.say(note)

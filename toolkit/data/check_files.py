@@ -19,6 +19,7 @@ from toolkit.text import shown
 
 FULL_CHECK_LIMIT = 20_000  # images; above it only headers are read unless a full check is asked for
 UNLISTED_NAMED = 10
+UNLISTED = "not listed in the annotation file; not used"
 TAIL = {"JPEG": (b"\xff\xd9", 1024), "PNG": (b"IEND", 64)}  # end marker, and how far from the end to look for it
 
 
@@ -57,7 +58,7 @@ def check_image_files(
         return check_image(row, path, full, max_pixels)
 
     problems += parallel(check, rows, "checking images")
-    problems += _unlisted(image_root, folders, listed)
+    problems += unlisted_files(image_root, folders, listed)
     return problems, {str(image_root / folder): folder_digest(image_root / folder) for folder in folders}
 
 
@@ -136,7 +137,7 @@ def _ends(source: Path | bytes, marker: bytes, reach: int) -> bool:
         return marker in file.read()
 
 
-def _unlisted(image_root: Path, folders: Sequence[str], listed: Set[str]) -> list[Problem]:
+def unlisted_files(image_root: Path, folders: Sequence[str], listed: Set[str]) -> list[Problem]:
     """Image files beside listed ones that no record names: one warning each, or one for all when there are many."""
     listed = {os.path.normpath(name) for name in listed}
     names: list[str] = []
@@ -145,8 +146,7 @@ def _unlisted(image_root: Path, folders: Sequence[str], listed: Set[str]) -> lis
             found = {os.path.normpath(os.path.join(folder, entry.name)) for entry in entries
                      if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES}
             names += sorted(found - listed)
-    message = "not listed in the annotation file; not used"
     if len(names) <= UNLISTED_NAMED:
-        return [Problem("warning", name, None, None, f"file {message}") for name in names]
-    some = f"{len(names)} image files {message}: {', '.join(shown(name) for name in names[:3])}, ..."
+        return [Problem("warning", name, None, None, f"file {UNLISTED}") for name in names]
+    some = f"{len(names)} image files {UNLISTED}: {', '.join(shown(name) for name in names[:3])}, ..."
     return [Problem("warning", str(image_root), None, None, some)]

@@ -1,26 +1,110 @@
 """The splits of a data set by name, opened on every rank, with the same classes."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
+from toolkit.data.alike import VERSION, held_out, looks_of
 from toolkit.data.formats import open_dataset
-from toolkit.data.table import DetectionTable
+from toolkit.data.formats.folders import recognise
+from toolkit.data.table import DetectionTable, cache_root, open_table, write_selection
 from toolkit.distributed import first_on_each_machine, run_on_main
 from toolkit.errors import BadInput
 
 Say = Callable[[str], None]
 
 
-def open_split(source: str, *, say: Say, listing: Path | None = None, **reading) -> DetectionTable:
+def open_split(
+    source: str | float, *, say: Say, listing: Path | None = None, part_of: str = "train", **reading
+) -> DetectionTable:
     """`open_dataset` on every rank, one of each machine first, so that one validates and the others open the cache.
 
     Args:
+        source: as `open_dataset`; or a share between 0 and 1 of `part_of`, which `hold_out` holds out of it.
         say: is told of the split in a line or two, on every rank; `accelerator.print` prints them once.
         listing: file that the main process writes what was left out or repaired to, one problem a line.
         reading: options of `open_dataset`.
     """
-    first_on_each_machine(lambda: open_dataset(source, **reading))
-    table = open_dataset(source, **reading)
+    if share_of(source):
+        return _opened(lambda: hold_out(open_dataset(part_of, **reading), share_of(source), **_cache(reading))[1],
+                       f"{share_of(source)} of {part_of}", say, None)  # fmt: skip
+    return _opened(lambda: open_dataset(source, **reading), source, say, listing)
+
+
+def open_splits(
+    train: str,
+    val: str | float,
+    folder: Path,
+    *,
+    say: Say,
+    max_train_images: int | None = None,
+    overfit_images: int = 0,
+    **reading,
+) -> tuple[DetectionTable, DetectionTable]:
+    """Training and validation data with the same classes; what was wrong with them is listed in `folder`.
+
+    Args:
+        val: as `train`, or a share between 0 and 1 of the training data, which is held out of it (`hold_out`).
+        say: as `open_split`.
+        max_train_images: use the first so many images of the training data.
+        overfit_images: train on the first so many, and evaluate on them; 0: all, and `val`.
+        reading: options of `open_dataset`.
+
+    Raises BadInput: the data cannot be read, or the two do not have the same classes in the same order.
+    """
+    if reading.get("path") is not None:
+        say(str(recognise(reading["path"], _folder_format(reading.get("format", "auto")))))
+    listings = [folder / f"data_problems_{name}.txt" for name in ("train", "val")]
+    table = open_split(train, say=say, listing=listings[0], **reading)
+    if share := share_of(val):
+        first_on_each_machine(lambda: hold_out(table, share, **_cache(reading)))
+        pair = hold_out(table, share, **_cache(reading))
+        say(f"validation: {len(pair[1])} of these images, held out by their content; training: {len(pair[0])}")
+        table, val_table = pair
+    else:
+        val_table = open_split(val, say=say, listing=listings[1], **reading)
+    check_same_classes(table, val_table)
+    table = table.head(max_train_images or len(table))
+    if overfit_images:
+        table = val_table = table.head(overfit_images)
+    return table, val_table
+
+
+def share_of(source: str | float) -> float | None:
+    """The share that `data.val` says, as a number or in words; None: it names a split or a file."""
+    try:
+        share = float(source)
+    except ValueError:
+        return None
+    if not 0 < share < 1:
+        raise BadInput(f"data.val is {source}; expected a split, a file, or a share of the training data between 0 and 1")
+    return share
+
+
+def hold_out(
+    table: DetectionTable, share: float, cache_dir: str | Path | None = None
+) -> tuple[DetectionTable, DetectionTable]:
+    """(rest, about `share` of a table), cached. Images that look alike stay together; see `toolkit.data.alike`."""
+    kept = []
+    files = [cache_root(cache_dir) / "tables" / f"{table.fingerprint}-{share:g}-{part}-{VERSION}.json"
+             for part in ("rest", "held")]  # fmt: skip
+    for file in files:
+        found = open_table(file)
+        if found and found[0].image_root == table.image_root:
+            kept.append(dataclasses.replace(found[0], name=table.name))
+    if len(kept) == 2:
+        return kept[0], kept[1]
+    held = held_out(looks_of(table, cache_dir), share)
+    rest, part = (write_selection(table, np.flatnonzero(rows), file, table.name)
+                  for rows, file in zip((~held, held), files, strict=True))  # fmt: skip
+    return rest, part
+
+
+def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listing: Path | None) -> DetectionTable:
+    first_on_each_machine(opening)
+    table = opening()
     run_on_main(lambda: _write_problems(table, listing))
     boxes = table.num_boxes()
     say(f"{source}: {len(table)} images ({(boxes == 0).sum()} without objects), {boxes.sum()} boxes, "
@@ -32,33 +116,12 @@ def open_split(source: str, *, say: Say, listing: Path | None = None, **reading)
     return table
 
 
-def open_splits(
-    train: str,
-    val: str,
-    folder: Path,
-    *,
-    say: Say,
-    max_train_images: int | None = None,
-    overfit_images: int = 0,
-    **reading,
-) -> tuple[DetectionTable, DetectionTable]:
-    """Training and validation data with the same classes; what was wrong with them is listed in `folder`.
+def _folder_format(format: str) -> str:
+    return "auto" if format == "shapes" else format
 
-    Args:
-        say: as `open_split`.
-        max_train_images: use the first so many images of the training data.
-        overfit_images: train on the first so many, and evaluate on them; 0: all, and `val`.
-        reading: options of `open_dataset`.
 
-    Raises BadInput: the data cannot be read, or the two do not have the same classes in the same order.
-    """
-    table = open_split(train, say=say, listing=folder / "data_problems_train.txt", **reading)
-    val_table = open_split(val, say=say, listing=folder / "data_problems_val.txt", **reading)
-    check_same_classes(table, val_table)
-    table = table.head(max_train_images or len(table))
-    if overfit_images:
-        table = val_table = table.head(overfit_images)
-    return table, val_table
+def _cache(reading: dict) -> dict:
+    return {key: reading[key] for key in ("cache_dir",) if key in reading}
 
 
 def check_same_classes(train: DetectionTable, val: DetectionTable) -> None:

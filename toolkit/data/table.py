@@ -251,6 +251,31 @@ def write_table(
         Path(temporary).unlink(missing_ok=True)
 
 
+def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: Path, name: str) -> DetectionTable:
+    """Some rows of a table, ascending, as a cached table of their own, batch by batch. Raises BadInput as `write_table`."""
+    chosen = np.asarray(indices, dtype=np.int64)
+    schema = table.rows.with_format("arrow")[:0].schema
+    try:
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=cache_file.parent, suffix=".tmp")
+        os.close(descriptor)
+        with pa.OSFile(temporary, "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            for start, batch in zip(table._starts, table._batches, strict=True):
+                inside = chosen[(chosen >= start) & (chosen < start + batch.num_rows)] - start
+                if len(inside):
+                    writer.write_batch(batch.batch.take(pa.array(inside)).cast(schema))
+    except OSError as error:
+        raise BadInput(f"{cache_file.parent}: cannot be written ({error.strerror}); set DETECTION_TOOLKIT_CACHE to a "
+                       "folder that can") from error
+    info = {
+        "version": TABLE_VERSION, "categories": [[category.id, category.name] for category in table.categories],
+        "predicates": list(table.predicates), "attributes": list(table.attributes),
+        "image_root": None if table.image_root is None else str(table.image_root), "problems": [], "name": name,
+        "checked": {},
+    }  # fmt: skip
+    return _publish(Path(temporary), cache_file, info)
+
+
 def _publish(temporary: Path, cache_file: Path, info: dict) -> DetectionTable:
     names = [info["categories"], info["predicates"], *([info["attributes"]] if info["attributes"] else [])]
     with open(temporary, "rb") as stream:

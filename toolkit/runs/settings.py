@@ -86,14 +86,19 @@ class RunConfig:
 class DataConfig:
     """The data, and how images become batches."""
 
+    path: str | None = None
+    """Folder of a data set as an annotation tool leaves it (Pascal VOC, YOLO, COCO, CSV, `datasets`); `data.train` and
+    `data.val` are then names of its splits."""
     train: str = "train"
     """Training data: an annotation file, a folder, or the name of a split."""
-    val: str = "val"
-    """Validation data: an annotation file, a folder, or the name of a split."""
+    val: str | float = "val"
+    """Validation data: an annotation file, a folder, the name of a split, or a share of the training data between 0 and
+    1 that is held out of it by the content of its images."""
     image_dir: str | None = None
     """Folder of the images; without a value it is looked for beside the annotation file."""
-    format: Literal["auto", "shapes", "coco", "hub", "visual_genome", "psg"] = "auto"
-    """How to read the training and validation data; shapes is the bundled data set."""
+    format: Literal["auto", "shapes", "coco", "hub", "visual_genome", "psg", "voc", "yolo", "csv"] = "auto"
+    """How to read the training and validation data; auto recognises it, shapes is the bundled data set. With `data.path`,
+    shapes means auto."""
     name: str | None = None
     """Hub name or local folder of a `datasets` data set, folder of the Visual Genome files, or path of psg.json;
     `data.train` and `data.val` are then names of its splits."""

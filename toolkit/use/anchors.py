@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints anchors for a data set, as YAML for `--model.anchors`, and how well they and the default ones fit."""
     command = argparse.ArgumentParser(prog="python -m toolkit.use.anchors", description=main.__doc__)
     command.add_argument("--annotations", required=True, help="annotation file, folder or split, as --data.train")
+    command.add_argument("--path", help="as --data.path; --annotations is then the name of a split")
     command.add_argument("--image-dir", help="folder of the images, where the annotations do not say")
     command.add_argument("--format", default="auto", help="as --data.format")
     command.add_argument("--name", help="as --data.name")
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--per-level", type=int, default=3, help="anchors of each of the three levels")
     command.add_argument("--seed", type=int, default=0)
     options = command.parse_args(arguments)
-    reading = {key: getattr(options, key) for key in ("image_dir", "format", "name", "on_error")}
+    reading = {key: getattr(options, key) for key in ("path", "image_dir", "format", "name", "on_error")}
     side, size_hw = options.image_size[0], tuple(options.image_size)
     try:
         if len(size_hw) > 2 or min(size_hw) < 1:

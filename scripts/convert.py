@@ -1,0 +1,74 @@
+"""Writes a data set in another format, images included.
+
+    python scripts/convert.py DIR found/coco --to coco
+    python scripts/convert.py DIR found/yolo --to yolo --val 0.2
+    python scripts/convert.py train.json found/voc --to voc --image-dir images
+
+SRC is a folder of any format (Pascal VOC, YOLO, COCO, CSV, `datasets`) or an annotation file; all its splits are
+written. What the new format cannot say is told. Exit code 0, or 2 when the source cannot be read.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+import datasets
+
+from toolkit.data.formats import FORMATS, open_dataset
+from toolkit.data.formats.folders import losses, recognise, write_folder
+from toolkit.data.splits import hold_out, share_of
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
+
+WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet": "hub"}
+
+
+def open_splits(source: str, format: str, image_dir: str | None, on_error: str) -> dict[str, DetectionTable]:
+    """Every split of a folder, or the one of an annotation file, by name."""
+    reading = {"format": format, "image_dir": image_dir, "on_error": on_error}
+    if not Path(source).expanduser().is_dir():
+        return {"train": open_dataset(source, **reading)}
+    found = recognise(source, format)
+    print(found)
+    # trainval is the union of two others wherever these are there
+    names = [name for name in found.splits if name != "trainval" or "train" not in found.splits]
+    tables = {name: open_dataset(name, path=source, **reading) for name in names}
+    return {"train" if name == "all" else name: table for name, table in tables.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", metavar="SRC", help="folder of a data set, or an annotation file")
+    parser.add_argument("target", metavar="DST", type=Path, help="new or empty folder")
+    parser.add_argument("--to", required=True, choices=WRITTEN, help="format to write")
+    parser.add_argument("--format", choices=FORMATS, default="auto", help="format of SRC; auto recognises it")
+    parser.add_argument("--image-dir", help="folder of the images, where SRC does not say it")
+    parser.add_argument("--val", type=float, help="share of the training images that becomes the split val")
+    parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error in training")
+    parser.add_argument("--link", action="store_true", help="hard links to the images where the disk is the same")
+    options = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)
+    datasets.disable_progress_bars()
+    try:
+        if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
+            raise BadInput(f"{options.target}: not an empty folder; give a new one")
+        tables = open_splits(options.source, options.format, options.image_dir, options.on_error)
+        if options.val is not None and "val" in tables:
+            raise BadInput(f"--val {options.val}: {options.source} has a split val already")
+        if options.val is not None:
+            tables["train"], tables["val"] = hold_out(tables["train"], share_of(options.val))
+        for split, table in tables.items():
+            write_folder(table, options.target, split, WRITTEN[options.to], link=options.link)
+            left_out = sum(problem.severity == "error" for problem in table.problems)
+            lost = losses(table, WRITTEN[options.to]) + [f"{left_out} faulty records were left out"] * bool(left_out)
+            told = f" ({'; '.join(lost)})" if lost else ""
+            print(f"{options.target}: {split}, {len(table)} images, {table.num_boxes().sum()} boxes{told}")
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

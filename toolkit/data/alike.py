@@ -1,0 +1,200 @@
+"""Which images are the same, or nearly: by their bytes, and by how they look; and a split that keeps such together.
+
+An image's digest is that of its encoded bytes; its look is a thumbnail of 16 x 16 grey values. Two images look alike
+when 54 of 64 signs (is a cell brighter than its right neighbour, on 8 x 8 cells) agree and the thumbnails, without their
+mean, have a correlation of 0.97. Frames of one video a moment apart do; other views of the same kind of thing do not.
+Up to 20,000 images all pairs are compared; of more, those whose signs agree in one of seven parts, which finds all pairs
+with up to 6 signs that differ and 94 % of those with 9.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from toolkit.data.check_files import parallel
+from toolkit.data.decoding import ImageError, decode_image
+from toolkit.data.table import DetectionTable, cache_root
+from toolkit.errors import BadInput
+
+SIDE = 16
+SIGNS_DIFFER = 10  # of 64
+CORRELATION = 0.97
+BANDS = 7  # of the signs
+ALL_PAIRS = 20_000  # images
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Of N images: digests (N,) bytes of 16, thumbnails (N, 16, 16) uint8; an image that cannot be decoded is black."""
+
+    digests: np.ndarray
+    thumbnails: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+
+def look(image: torch.Tensor) -> np.ndarray:
+    """(16, 16) uint8: mean grey values of the cells of an image uint8 (3, H, W)."""
+    height, width = image.shape[-2:]
+    step = max(1, min(height, width) // 128)  # a sample of the pixels is enough for a mean
+    grey = image[:, ::step, ::step].float().mean(0)
+    cells = torch.nn.functional.adaptive_avg_pool2d(grey[None, None], SIDE)[0, 0]
+    return cells.round().to(torch.uint8).numpy()
+
+
+def looks_of(table: DetectionTable, cache_dir: str | Path | None = None) -> Looks:
+    """Digests and thumbnails of a table's images, decoded in parallel once and cached by the table's content.
+
+    The cache holds while no file changed its size or time.
+    """
+    sources = [table.image_source(table.row(index)) for index in range(len(table))]
+    key = hashlib.blake2b(f"looks {VERSION} {table.fingerprint}".encode(), digest_size=16)
+    for source in sources if table.image_root is not None else ():
+        key.update(_stamp(source).encode(errors="surrogateescape"))
+    file = cache_root(cache_dir) / "looks" / f"{key.hexdigest()}.npz"
+    try:
+        with np.load(file, allow_pickle=False) as saved:
+            return Looks(saved["digests"], saved["thumbnails"])
+    except (OSError, ValueError, KeyError):
+        pass
+    found = parallel(lambda source: [_digest_and_look(source)], sources, "comparing images")
+    made = Looks(np.array([digest for digest, _ in found], dtype="S32"),
+                 np.stack([thumbnail for _, thumbnail in found] or [np.zeros((0, SIDE, SIDE), np.uint8)]))  # fmt: skip
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(f".{hashlib.blake2b(str(id(made)).encode()).hexdigest()[:8]}.tmp.npz")
+        np.savez(temporary, digests=made.digests, thumbnails=made.thumbnails)
+        temporary.replace(file)
+    except OSError:  # a cache that cannot be written costs time, nothing else
+        pass
+    return made
+
+
+def same_files(looks: Looks) -> list[list[int]]:
+    """Groups, of two or more, of images with the same bytes."""
+    _, inverse, counts = np.unique(looks.digests, return_inverse=True, return_counts=True)
+    order = np.argsort(inverse, kind="stable")
+    starts = np.cumsum(counts) - counts
+    return [order[start : start + count].tolist() for start, count in zip(starts, counts, strict=True) if count > 1]
+
+
+def alike_pairs(looks: Looks) -> list[tuple[int, int]]:
+    """Pairs (i < j) of images that look alike, those with the same bytes included."""
+    signs, normed = _signs(looks.thumbnails), _normed(looks.thumbnails)
+    found: set[tuple[int, int]] = set()
+    for i, j in _candidates(signs, normed):
+        close = np.bitwise_count(signs[i] ^ signs[j]) <= SIGNS_DIFFER
+        i, j = i[close], j[close]
+        similar = np.einsum("nk,nk->n", normed[i], normed[j]) >= CORRELATION
+        # two even pictures have no correlation: they are alike when they have the same grey
+        even = (np.abs(normed[i]).sum(1) == 0) & (np.abs(normed[j]).sum(1) == 0)
+        even &= looks.thumbnails[i, 0, 0] == looks.thumbnails[j, 0, 0]
+        keep = similar | even
+        found.update(zip(np.minimum(i, j)[keep].tolist(), np.maximum(i, j)[keep].tolist(), strict=True))
+    for group in same_files(looks):
+        found.update((group[0], other) for other in group[1:])
+    return sorted(found)
+
+
+def groups(count: int, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+    """(count,) int64: the smallest index that each image is joined to by the pairs, directly or through others."""
+    parent = np.arange(count)
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = int(parent[i])
+        return i
+
+    for i, j in pairs:
+        a, b = sorted((root(i), root(j)))
+        parent[b] = a
+    return np.array([root(i) for i in range(count)], dtype=np.int64)
+
+
+def held_out(looks: Looks, share: float) -> np.ndarray:
+    """(N,) bool: which images are held out, about `share` of them, a function of the images' bytes alone.
+
+    Each group of images that look alike is held out or not as a whole, by the smallest digest in it. So the answer for
+    an image stays when others are added, unless one is added to its own group.
+
+    Raises BadInput: nothing would be held out, or nothing left.
+    """
+    if not 0 < share < 1:
+        raise BadInput(f"data.val is {share}; expected a split, a file, or a share of the training data between 0 and 1")
+    member = groups(len(looks), alike_pairs(looks))
+    least: dict[int, bytes] = {}
+    for index, group in enumerate(member.tolist()):
+        digest = bytes(looks.digests[index])
+        least[group] = min(digest, least.get(group, digest))
+    if len(least) < 2:
+        raise BadInput(f"data.val {share}: all {len(looks)} images look alike, so no share of them says anything about "
+                       "other images; give validation data of its own")  # fmt: skip
+    place = {group: int(digest[:13], 16) / 16**13 for group, digest in least.items()}
+    chosen = {group for group, at in place.items() if at < share}
+    if not chosen:
+        chosen = {min(place, key=place.get)}
+    if len(chosen) == len(place):
+        chosen.remove(max(place, key=place.get))
+    return np.array([group in chosen for group in member.tolist()])
+
+
+def _digest_and_look(source: Path | bytes) -> tuple[str, np.ndarray]:
+    try:
+        data = source if isinstance(source, bytes) else source.read_bytes()
+        return hashlib.blake2b(data, digest_size=16).hexdigest(), look(decode_image(bytes(data)))
+    except (OSError, ImageError):
+        digest = hashlib.blake2b(str(source).encode(errors="surrogateescape"), digest_size=16).hexdigest()
+        return digest, np.zeros((SIDE, SIDE), np.uint8)
+
+
+def _stamp(source: Path) -> str:
+    try:
+        status = source.stat()
+    except OSError:
+        return f"{source}"
+    return f"{source} {status.st_size} {status.st_mtime_ns} "
+
+
+def _signs(thumbnails: np.ndarray) -> np.ndarray:
+    """(N,) uint64: is each of 8 x 8 cells brighter than the next in its row (the last: than the first)."""
+    cells = thumbnails.reshape(-1, 8, 2, 8, 2).astype(np.int32).sum((2, 4))
+    brighter = (cells > np.roll(cells, -1, axis=2)).reshape(-1, 64)
+    return np.packbits(brighter, axis=1).view(np.uint64)[:, 0]
+
+
+def _normed(thumbnails: np.ndarray) -> np.ndarray:
+    """(N, 256) float32 without mean and of length 1; zeros for even pictures."""
+    flat = thumbnails.reshape(len(thumbnails), -1).astype(np.float32)
+    flat -= flat.mean(1, keepdims=True)
+    return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-6)
+
+
+def _candidates(signs: np.ndarray, normed: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Index arrays (i, j) of the pairs that may look alike, some of them repeatedly or the other way round."""
+    if len(signs) <= ALL_PAIRS:
+        even = np.abs(normed).sum(1) == 0
+        for start in range(0, len(normed), 512):
+            close = normed[start : start + 512] @ normed.T >= CORRELATION - 1e-4
+            close |= even[start : start + 512, None] & even
+            i, j = np.nonzero(close)
+            yield i[i + start < j] + start, j[i + start < j]
+        return
+    bits = -(-64 // BANDS)
+    for band in range(BANDS):
+        part = (signs >> np.uint64(band * bits)) & np.uint64((1 << bits) - 1)
+        order = np.argsort(part, kind="stable")
+        # shifted against itself, the sorted list pairs each image with the next, the one after, ... of its bucket
+        shift = 1
+        while shift < len(order):
+            same = part[order[:-shift]] == part[order[shift:]]
+            if not same.any():
+                break
+            yield order[:-shift][same], order[shift:][same]
+            shift += 1

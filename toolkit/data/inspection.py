@@ -1,0 +1,293 @@
+"""What may be wrong with a data set beyond its single records: leakage, duplicates, classes, sizes; and a cleaned copy."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.data.alike import Looks, alike_pairs, looks_of, same_files
+from toolkit.data.check_files import UNLISTED, unlisted_files
+from toolkit.data.decoding import EXTENSIONS, probe_image
+from toolkit.data.formats.folders import write_folder
+from toolkit.data.table import DetectionTable, Problem, cache_root, write_table
+
+NEAR_BOX_IOU = 0.9
+SMALL_PX = 4  # shorter side of a box, at the input size
+RARE = 0.01  # of all boxes
+
+
+@dataclass
+class Finding:
+    """One thing that was found. severity: "error", "warning" or "note"; items: every place, as JSON can say it."""
+
+    severity: str
+    kind: str
+    message: str
+    items: list = field(default_factory=list)
+
+
+@dataclass
+class SplitSummary:
+    """What a split holds; sizes_px: 5 quantiles (5, 25, 50, 75, 95 %) of the root of the boxes' area at the input size."""
+
+    images: int
+    background: int
+    boxes: int
+    crowds: int
+    largest_count: int
+    classes: dict[str, dict[str, int]]
+    sizes_px: list[float]
+
+
+@dataclass
+class Inspection:
+    """Findings, a summary of each split, and what `clean_copy` needs: images and boxes to leave out, with reasons."""
+
+    findings: list[Finding] = field(default_factory=list)
+    splits: dict[str, SplitSummary] = field(default_factory=dict)
+    drop_images: dict[tuple[str, int], str] = field(default_factory=dict)
+    drop_boxes: dict[tuple[str, int], dict[int, str]] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0: clean; 1: warnings; 2: errors."""
+        worst = {finding.severity for finding in self.findings}
+        return 2 if "error" in worst else 1 if "warning" in worst else 0
+
+    def to_json(self) -> str:
+        """Findings and summaries, for programs."""
+        content = {"exit_code": self.exit_code, "findings": [asdict(each) for each in self.findings],
+                   "splits": {name: asdict(each) for name, each in self.splits.items()}}  # fmt: skip
+        return json.dumps(content, indent=2)
+
+
+def inspect_tables(
+    tables: Mapping[str, DetectionTable], image_size: int, cache_dir: str | Path | None = None, compare: bool = True
+) -> Inspection:
+    """Looks at all splits of a data set together.
+
+    Args:
+        tables: by the name of the split; read with on_error "drop", so that they carry their problems.
+        image_size: side in pixels that images are trained at, for the sizes of boxes.
+        compare: decode the images to find those that are the same or look alike.
+    """
+    result = Inspection()
+    for split, table in tables.items():
+        result.splits[split] = _walk(split, table, image_size, result)
+    result.findings += _problems(tables)
+    result.findings += _classes(tables, result.splits)
+    if compare:
+        _compare(tables, cache_dir, result)
+    for split, summary in result.splits.items():
+        result.findings += _advice(split, summary)
+    return result
+
+
+def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection) -> SplitSummary:
+    """One pass over the rows: counts, sizes, boxes given twice."""
+    boxes, images, crowds, largest, background = Counter(), Counter(), 0, 0, 0
+    sizes, twice, small = [], [], []
+    for index in range(len(table)):
+        row = table.row(index)
+        objects = row["objects"]
+        plain = objects["iscrowd"] == 0
+        labels = objects["category"][plain]
+        boxes.update(labels.tolist())
+        images.update(set(labels.tolist()))
+        crowds += int((~plain).sum())
+        largest, background = max(largest, len(labels)), background + (len(plain) == 0)
+        sides = (objects["bbox"][plain][:, 2:] - objects["bbox"][plain][:, :2]) * image_size
+        sides = sides / np.array([row["width"], row["height"]], np.float32)
+        sizes.append(np.sqrt(sides.prod(1)))
+        few = int((sides.min(1, initial=np.inf) < SMALL_PX).sum())
+        if few:
+            small.append({"split": split, "image": row["file_name"], "boxes": few})
+        for first, second in near_boxes(objects["bbox"], objects["category"], plain):
+            name = table.categories[objects["category"][first]].name
+            twice.append({"split": split, "image": row["file_name"], "class": name, "annotations":
+                          [int(objects["id"][i]) for i in (first, second)]})  # fmt: skip
+            result.drop_boxes.setdefault((split, index), {})[second] = f"{name} again: annotation {twice[-1]['annotations'][0]}"
+    if twice:
+        result.findings.append(Finding("warning", "box given twice", f"{split}: {len(twice)} boxes of one class that "
+                                       f"overlap by an IoU above {NEAR_BOX_IOU}", twice))  # fmt: skip
+    found = sum(item["boxes"] for item in small)
+    if found:
+        result.findings.append(Finding("note", "small boxes", f"{split}: {found} of {boxes.total()} boxes are less than "
+                                       f"{SMALL_PX} px wide or high at an input size of {image_size} px", small))  # fmt: skip
+    sizes = np.concatenate(sizes or [np.zeros(0)])
+    quantiles = np.quantile(sizes, (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if len(sizes) else []
+    classes = {each.name: {"boxes": boxes[i], "images": images[i]} for i, each in enumerate(table.categories)}
+    return SplitSummary(len(table), background, boxes.total(), crowds, largest, classes, quantiles)
+
+
+def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list[tuple[int, int]]:
+    """(first, second) of the boxes (N, 4) xyxy of one class that overlap by more than `NEAR_BOX_IOU`; crowds do not count.
+
+    A box is the second of one pair at most, and one that is a second is the first of none.
+    """
+    if len(boxes) < 2:
+        return []
+    low, high = np.maximum(boxes[:, None, :2], boxes[None, :, :2]), np.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
+    shared = (high - low).clip(min=0).prod(2)
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    near = shared > NEAR_BOX_IOU * (areas[:, None] + areas[None] - shared)
+    near &= (labels[:, None] == labels[None]) & plain[:, None] & plain[None]
+    pairs, gone = [], set()
+    for i, j in zip(*np.nonzero(np.triu(near, 1)), strict=True):
+        if i not in gone and j not in gone:
+            pairs.append((int(i), int(j)))
+            gone.add(j)
+    return pairs
+
+
+def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
+    """The problems of the single records. A file is unlisted when no split of its folder lists it."""
+    by_root: dict[Path, set[str]] = {}
+    for table in tables.values():
+        if table.image_root is not None:
+            listed = by_root.setdefault(table.image_root, set())
+            listed.update(table.row(index)["file_name"] for index in range(len(table)))
+            listed.update(problem.file for problem in table.problems)
+    for split, table in tables.items():
+        shared = sum(other.image_root == table.image_root for other in tables.values()) > 1
+        problems = [p for p in table.problems if not (shared and UNLISTED in p.message)]
+        for severity in ("error", "warning", "note"):
+            found = [problem for problem in problems if problem.severity == severity]
+            if found:
+                yield Finding(severity, "record", f"{split}: {len(found)}", [str(p).split(": ", 1)[1] for p in found])
+    for root, listed in by_root.items():
+        if sum(table.image_root == root for table in tables.values()) > 1:
+            found = unlisted_files(root, sorted({str(Path(name).parent) for name in listed if ".." not in name}), listed)
+            if found:
+                yield Finding("warning", "record", f"{root}: {len(found)}", [str(p).split(": ", 1)[1] for p in found])
+
+
+def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSummary]) -> Iterator[Finding]:
+    names = {split: table.class_names for split, table in tables.items()}
+    if len({tuple(each) for each in names.values()}) > 1:
+        yield Finding("error", "classes", "the splits do not have the same classes in the same order", [names])
+        return
+    totals = Counter()
+    for summary in splits.values():
+        totals.update({name: counts["boxes"] for name, counts in summary.classes.items()})
+    unused = [name for name, count in totals.items() if not count]
+    if unused:
+        yield Finding("warning", "unused classes", f"{len(unused)} classes have no box at all: {', '.join(unused[:10])}", unused)
+    for split, summary in splits.items():
+        missing = [name for name, counts in summary.classes.items() if not counts["boxes"] and totals[name]]
+        if missing:
+            yield Finding("warning", "missing classes", f"{split}: no box of {', '.join(missing[:10])}", missing)
+
+
+def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None, result: Inspection) -> None:
+    """Images that are the same or look alike, between splits (leakage) and in one."""
+    looks = [looks_of(table, cache_dir) for table in tables.values()]
+    joined = Looks(np.concatenate([each.digests for each in looks]), np.concatenate([each.thumbnails for each in looks]))
+    place = [(split, index) for split, table in tables.items() for index in range(len(table))]
+    same = {(group[i], group[j]) for group in same_files(joined) for j in range(len(group)) for i in range(j)}
+    found: dict[str, list] = {}
+    for i, j in sorted(same | set(alike_pairs(joined))):
+        first, second = place[i], place[j]
+        kind = ("same file" if (i, j) in same else "look alike") + (" in two splits" if first[0] != second[0] else "")
+        items = [f"{split}/{tables[split].row(index)['file_name']}" for split, index in (first, second)]
+        found.setdefault(kind, []).append(items)
+        if kind != "look alike":  # what looks alike within a split is a choice of whoever made the set
+            # what remains is the one that is evaluated on
+            keep, drop = (second, first) if first[0] == "train" and second[0] != "train" else (first, second)
+            if keep not in result.drop_images:
+                result.drop_images.setdefault(drop, f"{kind}: {'/'.join(items)}")
+    for kind, pairs in found.items():
+        severity = "note" if kind == "look alike" else "warning"
+        result.findings.append(Finding(severity, kind, f"{len(pairs)} pairs of images: {kind}", pairs))
+
+
+def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
+    counts = {name: each["boxes"] for name, each in summary.classes.items() if each["boxes"]}
+    rare = [name for name, count in counts.items() if count < RARE * summary.boxes]
+    if rare:
+        yield Finding("note", "balance", f"{split}: {', '.join(rare[:10])} have less than {RARE:.0%} of the boxes; "
+                      "--data.repeat_factor 0.01 shows images with rare classes more often", rare)  # fmt: skip
+    if summary.largest_count:
+        yield Finding("note", "queries", f"{split}: at most {summary.largest_count} objects in an image, so that a DETR "
+                      f"needs at least {summary.largest_count} queries; twice as many leave room")  # fmt: skip
+
+
+def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out: Path) -> list[str]:
+    """Writes the splits as a COCO folder without what was found; returns the log, one line for each change.
+
+    Left out are records that cannot be used, images that lost all their objects so, images that are in another split or
+    twice in one, boxes given twice, and classes without a box; kept are repairs, such as clipped boxes. Files get the
+    ending of their content. `changes.txt` in the folder has the log.
+    """
+    log = []
+    unused = next((set(each.items) for each in inspection.findings if each.kind == "unused classes"), set())
+    log += [f"class {name}: left out, it has no box" for name in sorted(unused)]
+    for split, table in tables.items():
+        log += [f"{split}: {problem}" for problem in table.problems if problem.severity != "note"]
+        kept = [i for i, each in enumerate(table.categories) if each.name not in unused]
+        labels = {label: row for row, label in enumerate(kept)}
+        rows = list(_cleaned(split, table, inspection, labels, log))
+        name = "train" if split == "all" else split
+        cleaned = write_table(
+            rows, cache_file=cache_root() / "tables" / f"{table.fingerprint}-clean.json",
+            categories=[table.categories[i] for i in kept], predicates=table.predicates, attributes=table.attributes,
+            attribute_columns=len(rows[0]["objects"]["attributes"][0]) if _has_attributes(rows) else int(bool(table.attributes)),
+            image_root=table.image_root, name=name,
+        )  # fmt: skip
+        write_folder(_rename(cleaned), out, name, "coco")
+    (out / "changes.txt").write_text("".join(f"{line}\n" for line in log), encoding="utf-8")
+    return log
+
+
+def _has_attributes(rows: Sequence[dict]) -> bool:
+    return bool(rows) and "attributes" in rows[0]["objects"] and any(row["objects"]["attributes"] for row in rows)
+
+
+def _cleaned(
+    split: str, table: DetectionTable, inspection: Inspection, labels: Mapping[int, int], log: list[str]
+) -> Iterator[dict]:
+    bereft = {p.image_id for p in table.problems if "annotations is usable" in p.message}
+    for index in range(len(table)):
+        row = table.row(index)
+        reason = inspection.drop_images.get((split, index))
+        if row["image_id"] in bereft:
+            reason = "none of its annotations is usable"
+        if reason:
+            log.append(f"{split}: image {row['file_name']} left out: {reason}")
+            continue
+        gone = inspection.drop_boxes.get((split, index), {})
+        for place, why in gone.items():
+            log.append(f"{split}: image {row['file_name']}, annotation {row['objects']['id'][place]} left out: {why}")
+        keep = [i for i in range(len(row["objects"]["id"])) if i not in gone]
+        new = {old: i for i, old in enumerate(keep)}
+        objects = {key: values[keep].tolist() for key, values in row["objects"].items()}
+        objects["category"] = [labels[label] for label in objects["category"]]
+        ends = zip(*(row["relations"][key].tolist() for key in ("subject", "object", "predicate")), strict=True)
+        triples = [(new[s], new[o], p) for s, o, p in ends if s in new and o in new]
+        relations = {key: [triple[i] for triple in triples] for i, key in enumerate(("subject", "object", "predicate"))}
+        yield {**row, "objects": objects, "relations": relations}
+
+
+def _rename(table: DetectionTable) -> DetectionTable:
+    """The same table, whose file names, when it is written, get the suffix of their content."""
+    return _Renamed(**{each: getattr(table, each) for each in table.__dataclass_fields__})
+
+
+class _Renamed(DetectionTable):
+    def row(self, index: int) -> dict:
+        row = super().row(index)
+        source = super().image_source(row)
+        kind, suffix = probe_image(source).format, Path(row["file_name"]).suffix
+        if suffix and suffix.lower() not in EXTENSIONS.get(kind, {suffix.lower()}):
+            right = {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}.get(kind, f".{kind.lower()}")
+            return {**row, "file_name": str(Path(row["file_name"]).with_suffix(right)), "source": source}
+        return {**row, "source": source}
+
+    def image_source(self, row: Mapping) -> Path | bytes:
+        return row["source"]
+
+
+__all__ = ["Finding", "Inspection", "Problem", "SplitSummary", "clean_copy", "inspect_tables", "near_boxes"]

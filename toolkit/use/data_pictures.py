@@ -1,0 +1,117 @@
+"""Pictures of a data set: samples of each class, where boxes lie, how large they are, their shapes."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+
+from toolkit.batch import Batch
+from toolkit.data.dataset import row_target
+from toolkit.data.decoding import decode_image
+from toolkit.data.table import DetectionTable
+from toolkit.evaluation.draw import picture_with_boxes
+
+SAMPLES = 9
+TILE = 320
+MAX_BOXES = 200_000
+
+
+def draw_data(tables: Mapping[str, DetectionTable], image_size: int, folder: Path) -> list[Path]:
+    """Writes `samples_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png`; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = next(iter(tables.values()))
+    files = []
+    for label, category in enumerate(first.categories):
+        rows = _with_class(first, label)
+        if rows:
+            name = re.sub(r"[^\w-]+", "_", category.name)[:60]
+            tiles = [_tile(first, index, label) for index in rows]
+            files.append(_grid(tiles, folder / f"samples_{label:03d}_{name}.jpg"))
+    boxes = {split: _boxes(table) for split, table in tables.items()}
+    files.append(_positions(np.concatenate(list(boxes.values())), folder / "positions.png"))
+    for name, unit, of in (
+        ("sizes", f"root of the area in px, images {image_size} px", lambda b: np.sqrt(b[:, 2] * b[:, 3]) * image_size),
+        ("aspect_ratios", "width / height", lambda b: b[:, 2] / b[:, 3] * b[:, 5] / b[:, 6]),
+    ):
+        files.append(_histogram({split: of(each) for split, each in boxes.items()}, unit, folder / f"{name}.png"))
+    return files
+
+
+def draw_batch(batch: Batch, class_names: list[str], file: Path) -> Path:
+    """A grid of the images of a training batch (uint8) with their boxes, as the model gets them."""
+    tiles = []
+    for image, (height, width), target in zip(batch.images, batch.sizes.tolist(), batch.targets, strict=True):
+        tiles.append(picture_with_boxes(image[:, :height, :width], target, class_names, TILE))
+    return _grid(tiles, file)
+
+
+def _with_class(table: DetectionTable, label: int) -> list[int]:
+    found = []
+    for index in np.random.default_rng(0).permutation(len(table))[:20_000].tolist():
+        if (table.row(index)["objects"]["category"] == label).any():
+            found.append(index)
+            if len(found) == SAMPLES:
+                break
+    return found
+
+
+def _tile(table: DetectionTable, index: int, label: int) -> Image.Image:
+    row = table.row(index)
+    image = decode_image(table.image_source(row))
+    target = row_target(row, tuple(image.shape[-2:]))
+    keep = target["labels"] == label
+    found = {name: target[name][keep] for name in ("boxes", "labels", "iscrowd")}
+    return picture_with_boxes(image, found, table.class_names, TILE)
+
+
+def _grid(tiles: list[Image.Image], file: Path) -> Path:
+    columns = int(np.ceil(np.sqrt(len(tiles))))
+    canvas = Image.new("RGB", (columns * TILE, -(-len(tiles) // columns) * TILE), "white")
+    for place, tile in enumerate(tiles):
+        tile.thumbnail((TILE - 4, TILE - 4))
+        canvas.paste(tile, (place % columns * TILE, place // columns * TILE))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    canvas.save(file, quality=90)
+    return file
+
+
+def _boxes(table: DetectionTable) -> np.ndarray:
+    """(N, 7) centre x, y, width, height in fractions of the image, label, and width, height of the image in pixels."""
+    found, count = [], 0
+    for index in range(len(table)):
+        row = table.row(index)
+        box, size = row["objects"]["bbox"], np.array([row["width"], row["height"]], np.float32)
+        part = np.concatenate([(box[:, :2] + box[:, 2:]) / 2 / size, (box[:, 2:] - box[:, :2]) / size,
+                               row["objects"]["category"][:, None], np.broadcast_to(size, (len(box), 2))], axis=1)
+        found.append(part)
+        count += len(part)
+        if count > MAX_BOXES:
+            break
+    return np.concatenate(found or [np.zeros((0, 7))])
+
+
+def _positions(boxes: np.ndarray, file: Path) -> Path:
+    figure = Figure(figsize=(5, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    counts, _, _ = np.histogram2d(boxes[:, 1], boxes[:, 0], bins=32, range=[[0, 1], [0, 1]])
+    shown = axes.imshow(counts, extent=(0, 1, 1, 0), cmap="viridis", aspect="auto")
+    figure.colorbar(shown, label="boxes with their centre here")
+    axes.set(xlabel="x, fraction of the width", ylabel="y, fraction of the height")
+    figure.savefig(file, dpi=120)
+    return file
+
+
+def _histogram(values: Mapping[str, np.ndarray], label: str, file: Path) -> Path:
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    every = np.concatenate(list(values.values()))
+    low, high = (every[every > 0].min(), every.max()) if (every > 0).any() else (0.1, 1)
+    for split, each in values.items():
+        axes.hist(each, bins=np.geomspace(low, high * 1.001, 40), histtype="step", density=True, label=split)
+    axes.set(xlabel=label, ylabel="density of boxes", xscale="log")
+    axes.legend()
+    figure.savefig(file, dpi=120)
+    return file
