@@ -48,11 +48,11 @@ def check_image_files(
                                 f"{len(rows)} images: headers and end markers checked, pixels not decoded"))
     folders = sorted({os.path.dirname(row["file_name"]) for row in rows})
     real_root = os.path.realpath(image_root)
-    escaping = {folder for folder in folders if not _inside(image_root / folder, real_root)}
+    escaping = {folder for folder in folders if not inside(image_root / folder, real_root)}
 
     def check(row: Mapping) -> list[Problem]:
         path = image_root / row["file_name"]
-        if os.path.dirname(row["file_name"]) in escaping or (os.path.islink(path) and not _inside(path, real_root)):
+        if os.path.dirname(row["file_name"]) in escaping or (os.path.islink(path) and not inside(path, real_root)):
             message = "unsafe file_name: a symbolic link leaves the image folder; refused before opening"
             return [Problem("error", row["file_name"], row["image_id"], None, message)]
         return check_image(row, path, full, max_pixels)
@@ -124,7 +124,8 @@ def find_image_root(annotation_file: Path, file_names: Iterable[str]) -> Path:
                    "--data.image_dir")
 
 
-def _inside(path: Path, real_root: str) -> bool:
+def inside(path: Path, real_root: str) -> bool:
+    """Whether a path, its symbolic links followed, is in a folder."""
     real = os.path.realpath(path)
     return real == real_root or real.startswith(real_root.rstrip(os.sep) + os.sep)
 
@@ -146,6 +147,11 @@ def unlisted_files(image_root: Path, folders: Sequence[str], listed: Set[str]) -
             found = {os.path.normpath(os.path.join(folder, entry.name)) for entry in entries
                      if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES}
             names += sorted(found - listed)
+    return unlisted_problems(image_root, names)
+
+
+def unlisted_problems(image_root: Path, names: Sequence[str]) -> list[Problem]:
+    """Warnings for image files that no record names."""
     if len(names) <= UNLISTED_NAMED:
         return [Problem("warning", name, None, None, f"file {UNLISTED}") for name in names]
     some = f"{len(names)} image files {UNLISTED}: {', '.join(shown(name) for name in names[:3])}, ..."

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from toolkit.data.check_files import check_image_files, find_image_root, folder_digest
 from toolkit.data.checks import settle, validate_document
+from toolkit.data.formats.coco_stream import STREAMED_BYTES, read_streamed
 from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
@@ -32,7 +33,8 @@ def read_coco(
     check_images: True, "full" (decode each), "header", or False (the files are not looked at).
     max_image_pixels: an image with more of them cannot be used, and is refused before it is decoded.
     The table and the verdict are cached by the content of the JSON, the options, and the names, sizes and times of
-    the images, so that a second start reads neither. `rel_categories` and `rel_annotations`, or triplets `relations`
+    the images, so that a second start reads neither. A file of 64 MiB or more is read item by item, with memory for a
+    few thousand images (`toolkit.data.formats.coco_stream`). `rel_categories` and `rel_annotations`, or triplets `relations`
     (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids` of
     annotations, ids of `attribute_categories`, become `attributes`.
     """
@@ -110,6 +112,8 @@ def _cache_file(annotation_file: Path, image_dir: Path | None, options: str, cac
 def _read(
     annotation_file: Path, image_dir: Path | None, check_images: bool | str, max_pixels: int, cache_file: Path
 ) -> DetectionTable:
+    if stat.S_ISREG(os.stat(annotation_file).st_mode) and annotation_file.stat().st_size >= STREAMED_BYTES:
+        return read_streamed(annotation_file, image_dir, check_images, cache_file)
     was_enabled = gc.isenabled()
     gc.disable()  # it would walk through the millions of dicts of a large set again and again: half of the time
     try:

@@ -1,0 +1,141 @@
+"""The items of the lists of a large JSON object, one at a time: memory for a window of text, not for the file.
+
+Python's own scanner reads each item, so numbers, NaN and strings are what `json.loads` gives.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.errors import BadInput
+
+WINDOW = 2**20  # characters
+_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
+
+
+def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object]]:
+    """(key, item) for each item of each list that the object at the top of a file has.
+
+    An empty list, and what is no list, comes in one piece as (key, `Whole(value)`). A byte order mark is skipped. Raises
+    BadInput naming line and column.
+    """
+    with open(path, "rb") as file:
+        text = _Text(path, file, window)
+        if text.next_sign() != "{":
+            raise text.error("expected an object")
+        text.at += 1
+        if text.next_sign() == "}":
+            return
+        while True:
+            key = text.value()
+            if not isinstance(key, str):
+                raise text.error("Expecting property name enclosed in double quotes")
+            text.expect(":")
+            if text.next_sign() == "[":
+                yield from ((key, item) for item in _items(text))
+            else:
+                yield key, Whole(text.value())
+            if text.next_sign() == "}":
+                return
+            text.expect(",")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A value at the top that has no items."""
+
+    value: object
+
+
+def items_of(path: Path, keys: Collection[str]) -> Iterator[tuple[str, object]]:
+    """The items of some lists only."""
+    return ((key, item) for key, item in stream_lists(path) if key in keys and not isinstance(item, Whole))
+
+
+def _items(text: "_Text") -> Iterator[object]:
+    text.at += 1
+    if text.next_sign() == "]":
+        text.at += 1
+        yield Whole([])
+        return
+    while True:
+        yield text.value()
+        if text.next_sign() == "]":
+            text.at += 1
+            return
+        text.expect(",")
+
+
+class _Text:
+    """A window on a file's text, from `at` on; `lines` and `column` are those of the window's start."""
+
+    def __init__(self, path: Path, file, window: int):
+        self.path, self.file, self.window = path, file, window
+        self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self.text, self.at, self.lines, self.column, self.ended, self.read = "", 0, 1, 1, False, 0
+
+    def next_sign(self) -> str:
+        """The next character that is no white space, not taken."""
+        while True:
+            self.at = _SPACE.match(self.text, self.at).end()
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.more():
+                raise self.error("the file ends too early")
+
+    def expect(self, sign: str) -> None:
+        """Takes a sign."""
+        if self.next_sign() != sign:
+            raise self.error(f"Expecting '{sign}' delimiter")
+        self.at += 1
+
+    def value(self) -> object:
+        """Takes one JSON value; more is read until it ends well inside the window."""
+        self.next_sign()
+        grow = 1
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self.text, self.at)
+                # a number at the end of the window may go on
+                if self.ended or end < len(self.text) and self.text[end] not in ".eE":
+                    self.at = end
+                    return value
+                fault = None
+            except json.JSONDecodeError as error:
+                fault = error
+            except RecursionError as error:
+                raise self.error("nested too deep") from error
+            if not self.more(grow):
+                if fault is None:
+                    continue
+                self.at = fault.pos
+                raise self.error(fault.msg)
+            grow *= 2
+
+    def more(self, times: int = 1) -> bool:
+        """Reads on, dropping what was taken; False at the end of the file."""
+        if self.ended:
+            return False
+        taken = self.text[: self.at]
+        breaks = taken.count("\n")
+        self.lines += breaks
+        self.column = len(taken) - taken.rfind("\n") if breaks else self.column + len(taken)
+        data = self.file.read(self.window * times)
+        try:
+            fresh = self.decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{self.path}: not UTF-8 text (byte {self.read + error.start})") from error
+        self.read += len(data)
+        self.ended = not data
+        self.text, self.at = self.text[self.at :] + fresh, 0
+        return bool(data)
+
+    def error(self, message: str) -> BadInput:
+        taken = self.text[: self.at]
+        breaks = taken.count("\n")
+        column = len(taken) - taken.rfind("\n") if breaks else self.column + len(taken)
+        return BadInput(f"{self.path}: invalid JSON at line {self.lines + breaks}, column {column}: {message}")
