@@ -233,21 +233,14 @@ def _loaders(
 ) -> tuple[EpochSampler, DataLoader, DataLoader]:
     c, sizes = s.config.data, {key: getattr(s.config.data, key) for key in ("image_size", "scales", "max_size")}
     val_transform = pipeline.val_transform(**sizes)
-    transform, varied = val_transform, {}  # to overfit: nothing is augmented
     if c.overfit_batches is None:
-        transform = pipeline.train_transform(
-            recipe=c.recipe, **sizes, random_crop=c.random_crop, flip=c.flip, photometric=c.photometric,
-            zoom_out=c.zoom_out, iou_crop=c.iou_crop,
+        sampler, loader = pipeline.loader_of_settings(table, c, seed=s.config.run.seed, stride=detector.stride)
+    else:  # nothing is augmented
+        sampler, loader = pipeline.training_loader(
+            table, val_transform, batch_size_per_device=c.batch_size_per_device, workers=c.workers,
+            seed=s.config.run.seed, stride=detector.stride, by_aspect_ratio=c.group_by_aspect_ratio,
+            cache_images=c.cache_images,
         )  # fmt: skip
-        varied = {"recipe": c.recipe, "mixup": c.mixup, "mosaic": c.mosaic}
-        varied["sizes"] = pipeline.training_sizes(
-            recipe=c.recipe, image_size=c.image_size, scales=c.scales, multi_scale=c.multi_scale, mosaic=c.mosaic,
-            multi_scale_every=c.multi_scale_every, multi_scale_pixels=c.multi_scale_pixels,
-        )  # fmt: skip
-    sampler, loader = pipeline.training_loader(
-        table, transform, batch_size_per_device=c.batch_size_per_device, workers=c.workers, seed=s.config.run.seed,
-        stride=detector.stride, by_aspect_ratio=c.group_by_aspect_ratio, cache_images=c.cache_images, **varied,
-    )  # fmt: skip
     val_loader = pipeline.validation_loader(
         val_table, val_transform, workers=c.workers, stride=detector.stride,
         batch_size_per_device=s.config.eval.batch_size_per_device,

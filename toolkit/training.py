@@ -127,7 +127,7 @@ class Training:
     def windows(self) -> Iterator[list[Batch]]:
         """The accumulation windows of what is left of the epoch; the waiting is timed, evaluating and saving not."""
         pace, dataset = self.pace, getattr(getattr(self.loader, "dataset", None), "dataset", None)
-        if isinstance(dataset, MixedDataset) and (dataset.mixup or dataset.mosaic):
+        if isinstance(dataset, MixedDataset) and dataset.has_plain_epochs:
             # said before the workers are asked for images of this epoch
             per_epoch = -(-len(self.sampler) // pace.accumulation_steps)
             fixed_at = 0 if self.budget is None else self.budget.steps if self.budget.total_steps is not None else None

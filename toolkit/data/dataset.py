@@ -14,9 +14,13 @@ from toolkit.data.transforms.geometry import Transform, recheck_boxes
 from toolkit.errors import BadInput
 
 
-def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
-    """A generator that depends on these three numbers only; 64 bits of a hash, so neighbours have nothing in common."""
-    digest = hashlib.blake2b(f"{seed} {epoch} {index}".encode(), digest_size=8).digest()
+def sample_generator(seed: int, epoch: int, index: int, turn: int = 0) -> torch.Generator:
+    """A generator that depends on these numbers only; 64 bits of a hash, so neighbours have nothing in common.
+
+    turn: 0, or how often the image came before in this epoch.
+    """
+    text = f"{seed} {epoch} {index} {turn}" if turn else f"{seed} {epoch} {index}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
@@ -66,7 +70,7 @@ class DetectionDataset(torch.utils.data.Dataset):
         return len(self.table)
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, Target]:
-        return self._augmented(*self._read(key.index), key, sample_generator(self.seed, key.epoch, key.index))
+        return self._augmented(*self._read(key.index), key, sample_generator(self.seed, key.epoch, key.index, key.turn))
 
     def _read(self, index: int) -> tuple[Tensor, Target]:
         row = self.table.row(index)
@@ -74,10 +78,10 @@ class DetectionDataset(torch.utils.data.Dataset):
         return image, row_target(row, tuple(image.shape[-2:]))
 
     def _augmented(
-        self, image: Tensor, target: Target, key: SampleKey, generator: torch.Generator
+        self, image: Tensor, target: Target, key: SampleKey, generator: torch.Generator, transform: Transform | None = None
     ) -> tuple[Tensor, Target]:
         size = () if key.size_hw is None else (key.size_hw,)
-        image, target = self.transform(image, target, generator, *size)
+        image, target = (transform or self.transform)(image, target, generator, *size)
         return image, recheck_boxes(image, target)
 
     def _decode(self, row: dict) -> Tensor:

@@ -23,8 +23,10 @@ class MixedDataset(DetectionDataset):
         mixup: every sample is mixed with another image, by a share from Beta(1.5, 1.5); boxes carry theirs (`mixup`).
         mosaic: probability that a sample is a mosaic of its image and three others, on a canvas of the size that its
             key carries.
+        plain: what the last epochs go through instead of `transform`; None: that too.
+        plain_hw: size of the images of the last epochs, where keys carry one; None: as the key says.
 
-    The last epochs, as `plan` says, are not mixed: their samples are exactly those of `DetectionDataset`. In a mixed
+    The last epochs, as `plan` says, are plain: not mixed, their samples exactly those of `DetectionDataset`. In a mixed
     epoch each sample draws whether it is a mosaic, also where that is never so: the transform's draws then follow.
 
     Raises BadInput: `mosaic` is no probability.
@@ -32,13 +34,18 @@ class MixedDataset(DetectionDataset):
 
     def __init__(
         self, table: DetectionTable, transform, seed: int = 0, cache_images: bool = False, *,
-        mixup: bool = False, mosaic: float = 0.0,
+        mixup: bool = False, mosaic: float = 0.0, plain=None, plain_hw: tuple[int, int] | None = None,
     ):  # fmt: skip
         if not 0 <= mosaic <= 1:
             raise BadInput(f"data.mosaic is {mosaic}; expected a probability from 0 to 1")
         super().__init__(table, transform, seed, cache_images)
-        self.mixup, self.mosaic = mixup, mosaic
+        self.mixup, self.mosaic, self.plain, self.plain_hw = mixup, mosaic, plain, plain_hw
         self._mixed_epochs = torch.tensor(ALL_EPOCHS).share_memory_()
+
+    @property
+    def has_plain_epochs(self) -> bool:
+        """Whether the last epochs differ from the others, so that `plan` must be told of them."""
+        return bool(self.mixup or self.mosaic or self.plain is not None or self.plain_hw is not None)
 
     def plan(self, plain_epochs: float, total_steps: int, steps_per_epoch: int, fixed_at_step: int | None = 0) -> None:
         """Takes the number of mixed epochs; arguments and rule as `mixed_epochs`.
@@ -48,11 +55,13 @@ class MixedDataset(DetectionDataset):
         self._mixed_epochs.fill_(mixed_epochs(plain_epochs, total_steps, steps_per_epoch, fixed_at_step))
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, Target]:
-        generator = sample_generator(self.seed, key.epoch, key.index)
+        generator = sample_generator(self.seed, key.epoch, key.index, key.turn)
         image, target = self._checked(key.index)
         if key.epoch < int(self._mixed_epochs):
-            image, target = self._mixed(image, target, key, generator)
-        return self._augmented(image, target, key, generator)
+            return self._augmented(*self._mixed(image, target, key, generator), key, generator)
+        if self.plain_hw is not None and key.size_hw is not None:
+            key = key._replace(size_hw=self.plain_hw)
+        return self._augmented(image, target, key, generator, self.plain)
 
     def _mixed(self, image: Tensor, target: Target, key: SampleKey, generator: torch.Generator):
         if float(torch.rand((), generator=generator)) < self.mosaic:

@@ -1,13 +1,15 @@
 """From the name of a split to its batches: what every script does with its `data` settings."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from toolkit.data.batches import make_loader
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.mixed_dataset import MixedDataset
-from toolkit.data.sampling import EpochSampler, EvalSampler, aspect_ratio_groups
+from toolkit.data.sampling import EpochSampler, EvalSampler, aspect_ratio_groups, repeat_factors
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import (
     Compose,
@@ -20,6 +22,7 @@ from toolkit.data.transforms.geometry import (
     square_transform,
 )
 from toolkit.data.transforms.photometric import PhotometricDistortion
+from toolkit.data.transforms.policy import Before, policy_of
 from toolkit.data.transforms.ssd import SeenRegion, SsdTransform
 from toolkit.data.transforms.yolov3 import yolov3_transform
 from toolkit.data.variable_sizes import VariableSizes
@@ -54,6 +57,7 @@ def train_transform(
     photometric: bool = False,
     zoom_out: float = 1.0,
     iou_crop: bool = False,
+    augment: str | Sequence[Any] | None = None,
 ) -> Transform:
     """Training augmentation, `(image, target, generator[, size_hw]) -> (image, target)`; see docs/data.md.
 
@@ -69,12 +73,17 @@ def train_transform(
         photometric: colours are varied.
         zoom_out: half of the images lie on a canvas of up to so many times their sides; 1: none.
         iou_crop: a region that overlaps the boxes by an IoU that is drawn.
+        augment: transforms that come before all of these, see `toolkit.data.transforms.policy`.
 
     The ssd and yolov3 recipes must be called with a size, as the keys of `training_sizes` carry it.
 
     Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
     """
     _check_transform(recipe, scales, random_crop, zoom_out)
+    if augment:
+        own = {"scales": scales, "max_size": max_size, "random_crop": random_crop, "flip": flip,
+               "photometric": photometric, "zoom_out": zoom_out, "iou_crop": iou_crop}  # fmt: skip
+        return Before(policy_of(augment), train_transform(recipe=recipe, image_size=image_size, **own))
     if recipe == "ssd":
         return SsdTransform(zoom_out=zoom_out, iou_crop=iou_crop, flip=flip, photometric=photometric)
     if recipe == "yolov3":
@@ -161,13 +170,18 @@ def training_loader(
     recipe: str = "detr",
     mixup: bool = False,
     mosaic: float = 0.0,
+    plain: Transform | None = None,
+    plain_hw: tuple[int, int] | None = None,
+    repeat_factor: float = 0.0,
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
     """This rank's sampler and loader of the training data.
 
     Args:
         sizes: as `training_sizes` says; the transform is then called with a size too.
         recipe: yolov3: a `MixedDataset` also without mixup and mosaic, as its samples draw whether they are mosaics.
-        mixup, mosaic: as `MixedDataset`, which is then `loader.dataset.dataset`; tell its `plan` of every epoch.
+        mixup, mosaic, plain, plain_hw: as `MixedDataset`, which is then `loader.dataset.dataset`; tell its `plan` of
+            every epoch.
+        repeat_factor: threshold of `repeat_factors`; 0: every image once.
 
     Raises BadInput: a mosaic without `sizes`, or groups of aspect ratios with a number of images that follows the size.
     """
@@ -175,12 +189,49 @@ def training_loader(
         raise BadInput("data.mosaic needs images of one size: set data.image_size, leave data.scales empty")
     rank, world_size = world()
     groups = aspect_ratio_groups(table.sizes_hw()) if by_aspect_ratio else None
-    sampler = EpochSampler(len(table), batch_size_per_device, rank, world_size, seed, groups, shuffle, sizes)
-    if mixup or mosaic or recipe == "yolov3":
-        dataset = MixedDataset(table, transform, seed, cache_images, mixup=mixup, mosaic=mosaic)
+    sampler = EpochSampler(len(table), batch_size_per_device, rank, world_size, seed, groups, shuffle, sizes,
+                           _repeats(table, repeat_factor))  # fmt: skip
+    if mixup or mosaic or plain is not None or plain_hw is not None or recipe == "yolov3":
+        dataset = MixedDataset(table, transform, seed, cache_images, mixup=mixup, mosaic=mosaic, plain=plain,
+                               plain_hw=plain_hw)  # fmt: skip
     else:
         dataset = DetectionDataset(table, transform, seed, cache_images)
     return sampler, make_loader(dataset, sampler, workers, stride, pin=torch.cuda.is_available())
+
+
+def loader_of_settings(
+    table: DetectionTable, c: Any, *, seed: int, stride: int
+) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
+    """`training_loader` by settings with the names of `toolkit.runs.settings.DataConfig`."""
+    sizes = {"recipe": c.recipe, "image_size": c.image_size, "scales": c.scales}
+    parts = ("max_size", "random_crop", "flip", "photometric", "zoom_out", "iou_crop", "augment")
+    options = {**sizes, **{name: getattr(c, name) for name in parts}}
+    transform = train_transform(**options)
+    off = {"photometric": False, "zoom_out": 1.0, "iou_crop": False, "augment": None}
+    without = {name: off[name] for name in c.plain_without if name in off and options[name] != off[name]}
+    if kept := [name for name in ("mixup", "mosaic") if getattr(c, name) and c.plain_epochs and name not in c.plain_without]:
+        raise BadInput(f"data.plain_without: {', '.join(kept)} cannot go on in the plain epochs; name it, or set "
+                       "data.plain_epochs to 0")  # fmt: skip
+    plain_hw = (c.image_size, c.image_size) if c.multi_scale and "multi_scale" in c.plain_without else None
+    if plain_hw and c.multi_scale_pixels:
+        raise BadInput("data.plain_without: multi_scale cannot end where the number of images follows the size: set "
+                       "data.multi_scale_pixels to false")  # fmt: skip
+    varied = training_sizes(**sizes, multi_scale=c.multi_scale, multi_scale_every=c.multi_scale_every, mosaic=c.mosaic,
+                            multi_scale_pixels=c.multi_scale_pixels)  # fmt: skip
+    return training_loader(
+        table, transform, batch_size_per_device=c.batch_size_per_device, workers=c.workers, seed=seed, stride=stride,
+        by_aspect_ratio=c.group_by_aspect_ratio, cache_images=c.cache_images, sizes=varied, recipe=c.recipe,
+        mixup=c.mixup, mosaic=c.mosaic, plain=train_transform(**{**options, **without}) if without else None,
+        plain_hw=plain_hw, repeat_factor=c.repeat_factor,
+    )  # fmt: skip
+
+
+def _repeats(table: DetectionTable, threshold: float) -> np.ndarray | None:
+    if not threshold:
+        return None
+    rows = (table.row(index)["objects"] for index in range(len(table)))
+    labels = [objects["category"][objects["iscrowd"] == 0] for objects in rows]
+    return repeat_factors(labels, len(table.categories), threshold)
 
 
 def validation_loader(

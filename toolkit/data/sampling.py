@@ -17,11 +17,34 @@ class SampleKey(NamedTuple):
     """What the dataset is asked for. The epoch travels along so that workers need not be told of it.
 
     size_hw: the size that the batch's images have, where it varies; None: the transform knows.
+    turn: how often this image was asked for in this epoch before, where images are repeated.
     """
 
     epoch: int
     index: int
     size_hw: tuple[int, int] | None = None
+    turn: int = 0
+
+
+def repeat_factors(labels: Sequence[np.ndarray], num_classes: int, threshold: float) -> np.ndarray:
+    """(N,) float64, at least 1: how often each image is shown in an epoch (Gupta et al., LVIS, 2019, section 4.1).
+
+    Args:
+        labels: classes of the boxes of each image, (n,) int64 each.
+        threshold: a class that is in a share f of the images has the factor max(1, sqrt(threshold / f)); an image has
+            the largest of its classes' factors.
+
+    Raises BadInput: the threshold is no share.
+    """
+    if not 0 <= threshold <= 1:
+        raise BadInput(f"data.repeat_factor is {threshold}; expected the share of images from which a class is rare, 0 "
+                       "to 1")  # fmt: skip
+    images = np.zeros(num_classes)
+    for of_image in labels:
+        images[np.unique(of_image)] += 1
+    share = np.maximum(images, 1) / max(1, len(labels))
+    factors = np.maximum(1.0, np.sqrt(threshold / share))
+    return np.array([factors[of_image].max(initial=1.0) for of_image in labels])
 
 
 def aspect_ratio_groups(sizes_hw: np.ndarray, boundaries: Sequence[float] = (1.0,)) -> np.ndarray:
@@ -89,6 +112,8 @@ class EpochSampler:
         shuffle: False keeps the dataset's order.
         sizes: the images' size varies from micro-batch to micro-batch, and the number of images with it where it says
             so; the keys then carry the size.
+        repeats: (num_samples,) how often each image is shown in an epoch, on average (`repeat_factors`). An epoch then
+            has round(sum) samples, each image so often or once more or less, which is drawn anew in every epoch.
 
     Raises BadInput when a global micro-batch is larger than the dataset, or for groups with batches of varying length.
     """
@@ -103,15 +128,19 @@ class EpochSampler:
         groups: np.ndarray | None = None,
         shuffle: bool = True,
         sizes: VariableSizes | None = None,
+        repeats: np.ndarray | None = None,
     ):
+        if groups is not None and len(groups) != num_samples:
+            raise ValueError(f"groups has {len(groups)} entries for {num_samples} samples")
+        if repeats is not None:
+            num_samples = int(round(float(np.sum(repeats))))
+        self.repeats = repeats
         _check_sizes(num_samples, batch_size_per_device, world_size)
         if groups is not None and sizes is not None and sizes.base_hw is not None:
             raise BadInput(
                 "batches of like aspect ratio cannot have a number of images that follows their size: set "
                 "data.group_by_aspect_ratio or data.multi_scale_pixels to false"
             )
-        if groups is not None and len(groups) != num_samples:
-            raise ValueError(f"groups has {len(groups)} entries for {num_samples} samples")
         self.num_samples, self.batch_size = num_samples, batch_size_per_device
         self.rank, self.world_size = rank, world_size
         self.seed, self.groups, self.shuffle, self.sizes = seed, groups, shuffle, sizes
@@ -171,8 +200,8 @@ class EpochSampler:
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         # Bound here, not lazily: what runs ahead must not notice `advance` or `set_epoch`.
-        order, ends, epoch, drawn = self._order, self._ends, self.epoch, self._drawn
-        return (self._keys(order, ends, epoch, drawn, i) for i in range(self.next_batch, len(ends)))
+        order, ends, epoch, drawn, shown = self._order, self._ends, self.epoch, self._drawn, self._shown
+        return (self._keys(order, ends, epoch, drawn, shown, i) for i in range(self.next_batch, len(ends)))
 
     def state_dict(self) -> dict[str, object]:
         """JSON-able: seed, epoch, offset, world_size, batch_size, num_samples; `layout` and `sizes`: how it is cut."""
@@ -236,12 +265,14 @@ class EpochSampler:
         order = np.arange(self.num_samples)
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_samples)
+        self._shown = None if self.repeats is None else _repeated(self.repeats, self.num_samples, self.seed, self.epoch)
+        groups = self.groups if self._shown is None or self.groups is None else self.groups[self._shown[0]]
         ends: list[int] = []
         drawn = self.sizes.draw(self.seed, self.epoch, self.num_samples + 1) if self.sizes else None
         for start, world_size, batch_size in self._layout:
             global_batch = world_size * batch_size
-            if self.groups is not None:
-                order = np.concatenate([order[:start], group_order(order[start:], self.groups, global_batch)])
+            if groups is not None:
+                order = np.concatenate([order[:start], group_order(order[start:], groups, global_batch)])
             ends = [end for end in ends if end < start] + [start] * (start > 0)
             sizes = (
                 batch_sizes(self.num_samples - start, global_batch, world_size)
@@ -252,11 +283,28 @@ class EpochSampler:
         self._order, self._ends, self._drawn = order, np.array(ends, dtype=np.int64), drawn
 
     def _keys(
-        self, order: np.ndarray, ends: np.ndarray, epoch: int, drawn: list[tuple[int, int]] | None, i: int
+        self, order: np.ndarray, ends: np.ndarray, epoch: int, drawn: list[tuple[int, int]] | None,
+        shown: tuple[np.ndarray, np.ndarray] | None, i: int,
     ) -> list[SampleKey]:
         first, size_hw = int(ends[i - 1]) if i else 0, drawn[i] if drawn else None
         start, stop = split_evenly(int(ends[i]) - first, self.rank, self.world_size)
-        return [SampleKey(epoch, int(index), size_hw) for index in order[first + start : first + stop]]
+        mine = order[first + start : first + stop]
+        if shown is None:
+            return [SampleKey(epoch, int(index), size_hw) for index in mine]
+        return [SampleKey(epoch, int(shown[0][n]), size_hw, int(shown[1][n])) for n in mine]
+
+
+def _repeated(repeats: np.ndarray, count: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """(image, turn) of each of `count` samples of an epoch: systematic sampling, so that no image is off by more than one.
+
+    turn: how often the image is among the samples before.
+    """
+    rng = np.random.default_rng((seed, epoch, 2))
+    images = rng.permutation(len(repeats))
+    ends = np.cumsum(repeats[images], dtype=np.float64)
+    points = (np.arange(count) + rng.random()) * (ends[-1] / count)
+    places = np.minimum(np.searchsorted(ends, points, side="right"), len(images) - 1)
+    return images[places], np.arange(count) - np.searchsorted(places, places)
 
 
 class EvalSampler:

@@ -5,7 +5,7 @@ what differs.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jsonargparse import set_parsing_settings
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -136,8 +136,20 @@ class DataConfig:
     """Mix each training image with another one; the boxes of each weigh as much as their image."""
     mosaic: ClosedUnitInterval = 0.0
     """Probability that a training image is put together of four."""
+    augment: str | list[Any] | None = None
+    """Transforms of torchvision.transforms.v2 by name with their arguments, as a list or a YAML file with one. Training
+    images pass them first, then what the other settings say."""
+    repeat_factor: ClosedUnitInterval = 0.0
+    """Share of the images from which a class is rare: images with rarer classes are shown more often in an epoch (Gupta
+    et al. 2019); 0 shows every image once."""
     plain_epochs: float = 20
-    """Number of last epochs without mixup and mosaic; a value below 1 is a share of the epochs of the run."""
+    """Number of last epochs without what `data.plain_without` names; a value below 1 is a share of the epochs of the
+    run."""
+    plain_without: list[
+        Literal["mixup", "mosaic", "photometric", "zoom_out", "iou_crop", "augment", "multi_scale"]
+    ] = field(default_factory=lambda: ["mixup", "mosaic"])
+    """What the last `data.plain_epochs` are without: mixup, mosaic, photometric, zoom_out, iou_crop, augment,
+    multi_scale."""
     group_by_aspect_ratio: bool = False
     """Make batches of either wide or tall images."""
     cache_images: bool = False

@@ -1,0 +1,155 @@
+"""An augmentation policy as data: torchvision's v2 transforms by name, applied to image, boxes and what belongs to them.
+
+    data:
+      augment:
+        - RandomPhotometricDistort: {p: 0.5}
+        - RandomApply: {p: 0.8, transforms: [RandomIoUCrop]}
+        - RandomHorizontalFlip
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from toolkit.batch import Target
+from toolkit.data.transforms.geometry import keep_boxes
+from toolkit.errors import BadInput
+
+# Of whole batches, or away from uint8 images: the loader and the detector do that.
+NOT_HERE = {"MixUp", "CutMix", "ToTensor", "PILToTensor", "ToPILImage", "ToImage", "ToPureTensor", "ToDtype", "Normalize",
+            "ConvertImageDtype", "ConvertBoundingBoxFormat", "LinearTransformation", "FiveCrop", "TenCrop", "Lambda",
+            "UniformTemporalSubsample", "Transform"}  # fmt: skip
+TRIALS = 8
+
+
+class Policy:
+    """`(image, target, generator) -> (image, target)` by a list of v2 transforms.
+
+    Their random numbers follow from the generator alone; torch's own state stays as it is. Boxes are clipped to the
+    image and go where nothing is left of them; areas change as those of the clipped boxes do; labels, crowd flags,
+    attributes and relations follow their boxes.
+    """
+
+    def __init__(self, transforms: Sequence[v2.Transform]):
+        self.transforms = list(transforms)
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+        seed = int(torch.randint(2**63 - 1, (), generator=generator))
+        boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=tuple(image.shape[-2:]))
+        sample = {"image": tv_tensors.Image(image), "boxes": boxes, "labels": torch.arange(len(boxes))}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for transform in self.transforms:
+                sample = transform(sample)
+        return _taken(sample, target)
+
+    def __repr__(self) -> str:
+        return f"Policy({self.transforms})"
+
+
+class Before:
+    """`policy`, then another transform, which may be called with a size."""
+
+    def __init__(self, policy: Policy, transform):
+        self.policy, self.transform = policy, transform
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, *size) -> tuple[Tensor, Target]:
+        return self.transform(*self.policy(image, target, generator), generator, *size)
+
+
+def policy_of(entries: str | Sequence[Any]) -> Policy:
+    """The policy of a list of transforms, or of a YAML file with one; tried on small images here.
+
+    entries: names, or mappings of one name to its arguments; `transforms` among arguments is again such a list.
+
+    Raises BadInput: a name that is none, wrong arguments, or a result that is no uint8 RGB image; naming each entry.
+    """
+    where = "data.augment"
+    if isinstance(entries, str):
+        where, entries = f"data.augment {entries}", _read(entries)
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise BadInput(f"{where}: expected a list of transforms, found {type(entries).__name__}")
+    made, faults = [], []
+    for number, entry in enumerate(entries, start=1):
+        try:
+            transform = _made(entry)
+            _tried(transform)
+            made.append(transform)
+        except BadInput as error:
+            faults += [f"{where}, entry {number}: {problem}" for problem in error.problems]
+    if faults:
+        raise BadInput(faults)
+    return Policy(made)
+
+
+def _taken(sample: Mapping[str, Tensor], target: Target) -> tuple[Tensor, Target]:
+    image, left = sample["image"].as_subclass(Tensor), sample["labels"]
+    height, width = image.shape[-2:]
+    boxes = sample["boxes"].as_subclass(Tensor).to(torch.float32)
+    boxes = boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=torch.float32))
+    keep = torch.zeros(len(target["boxes"]), dtype=torch.bool)
+    keep[left] = True
+    before = (target["boxes"][:, 2:] - target["boxes"][:, :2]).prod(1)
+    target = keep_boxes({**target, "size": torch.tensor((height, width))}, keep)
+    after = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    ratio = after / before[left].clamp(min=1e-6)
+    target = {**target, "boxes": boxes, "area": target["area"] * ratio}
+    return image, keep_boxes(target, (boxes[:, 2:] > boxes[:, :2]).all(1))
+
+
+def _read(path: str) -> Any:
+    try:
+        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"data.augment {path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"data.augment {path}: no YAML: {error}") from error
+    return content["augment"] if isinstance(content, Mapping) and "augment" in content else content
+
+
+def _made(entry: Any) -> v2.Transform:
+    name, arguments = entry, {}
+    if isinstance(entry, Mapping):
+        if len(entry) != 1:
+            raise BadInput(f"{dict(entry)}: expected one name with its arguments")
+        name, arguments = next(iter(entry.items()))
+        arguments = {} if arguments is None else arguments
+    kind = getattr(v2, name, None) if isinstance(name, str) and name not in NOT_HERE else None
+    if not (inspect.isclass(kind) and issubclass(kind, v2.Transform)) or name.startswith("_"):
+        import difflib
+
+        known = [each for each in dir(v2) if inspect.isclass(getattr(v2, each)) and each not in NOT_HERE
+                 and issubclass(getattr(v2, each), v2.Transform)]  # fmt: skip
+        near = difflib.get_close_matches(str(name), known, n=1)
+        raise BadInput(f"{name!r} is no transform of torchvision.transforms.v2 that can stand here"
+                       + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"))  # fmt: skip
+    if not isinstance(arguments, Mapping):
+        raise BadInput(f"{name}: expected its arguments by name, such as {{p: 0.5}}; found {arguments!r}")
+    given = {key: [_made(each) for each in value] if key == "transforms" else value for key, value in arguments.items()}
+    try:
+        return kind(**given)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise BadInput(f"{name}: {error}; its arguments are {inspect.signature(kind.__init__)}".replace("(self, ", "(")) \
+            from error
+
+
+def _tried(transform: v2.Transform) -> None:
+    """Runs a transform on small images, with and without boxes."""
+    for seed in range(TRIALS):
+        boxes = torch.tensor([[4.0, 4, 30, 40], [20, 10, 60, 44]])[: seed % 3]
+        image = torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        target = {"image_id": 0, "boxes": boxes, "labels": torch.zeros(len(boxes), dtype=torch.int64),
+                  "area": (boxes[:, 2:] - boxes[:, :2]).prod(1), "size": torch.tensor((48, 64))}  # fmt: skip
+        try:
+            out, _ = Policy([transform])(image, target, torch.Generator().manual_seed(seed))
+        except (TypeError, ValueError, RuntimeError, NotImplementedError, IndexError, KeyError) as error:
+            raise BadInput(f"{transform}: {error}") from error
+        if out.dtype != torch.uint8 or out.ndim != 3 or out.shape[0] != 3:
+            raise BadInput(f"{transform}: gives {out.dtype} of shape {tuple(out.shape)}; expected uint8 (3, H, W)")
