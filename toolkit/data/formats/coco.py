@@ -112,7 +112,7 @@ def _cache_file(annotation_file: Path, image_dir: Path | None, options: str, cac
 def _read(
     annotation_file: Path, image_dir: Path | None, check_images: bool | str, max_pixels: int, cache_file: Path
 ) -> DetectionTable:
-    if stat.S_ISREG(os.stat(annotation_file).st_mode) and annotation_file.stat().st_size >= STREAMED_BYTES:
+    if annotation_file.stat().st_size >= STREAMED_BYTES:
         return read_streamed(annotation_file, image_dir, check_images, cache_file)
     was_enabled = gc.isenabled()
     gc.disable()  # it would walk through the millions of dicts of a large set again and again: half of the time
