@@ -4,7 +4,6 @@ Run with `pytest tests/test_coco_stream.py -n 0`.
 """
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -134,19 +133,19 @@ def test_a_cut_file_is_an_error_with_its_place(tmp_path_factory, cut, window):
         list(stream_lists(path, window))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts peak memory in Linux's unit")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peak memory from Linux's /proc")
 def test_memory_does_not_grow_with_the_file(tmp_path):
-    """Peak memory of reading 2,000 and 16,000 images differs by less than a fifth of what the larger file adds."""
+    """Peak memory of reading 2,000 and 20,000 images is nearly the same, though one file has 2 and the other 20 MB."""
     script = (
-        "import sys, resource\n"
+        "import sys\n"
         "from toolkit.data.formats import coco, coco_stream\n"
         "coco.STREAMED_BYTES, coco_stream.CHUNK, coco_stream.CACHE_KIB = 0, 500, 2000\n"
         "import toolkit.data.table as table; table.BATCH_ROWS = 500\n"
         "coco.read_coco(sys.argv[1], '.', check_images=False, cache_dir=sys.argv[2])\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
     )
     peaks = []
-    for count in (2000, 32_000):
+    for count in (2000, 20_000):
         file = tmp_path / f"{count}.json"
         images = [{"id": n, "file_name": f"{n:012d}.jpg", "width": 640, "height": 480} for n in range(count)]
         boxes = [{"id": n, "image_id": n % count, "category_id": 1, "bbox": [n % 300, 3, 40, 50]} for n in range(8 * count)]
@@ -154,5 +153,4 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         done = subprocess.run([sys.executable, "-c", script, file, tmp_path / "cache"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout) * 1024)
-    assert peaks[1] - peaks[0] < 12e6, peaks  # the file has 30 MB, which as Python objects take 250
-    assert resource.getrusage(resource.RUSAGE_SELF)
+    assert peaks[1] - peaks[0] < 15e6, peaks  # as Python objects the larger file takes 150 MB

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolkit.data.check_files import check_image_files, find_image_root, folder_digest
 from toolkit.data.checks import settle, validate_document
-from toolkit.data.formats.coco_stream import STREAMED_BYTES, read_streamed
+from toolkit.data.formats.coco_stream import STREAMED_BYTES, listed_names, read_streamed
 from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
@@ -25,6 +25,7 @@ def read_coco(
     cache_dir: str | Path | None = None,
     check_images: bool | str = True,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
+    siblings: Sequence[Path] = (),
 ) -> DetectionTable:
     """Reads a COCO `instances` file (polygons and masks are not kept) into a memory-mapped DetectionTable.
 
@@ -32,6 +33,7 @@ def read_coco(
     on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
     check_images: True, "full" (decode each), "header", or False (the files are not looked at).
     max_image_pixels: an image with more of them cannot be used, and is refused before it is decoded.
+    siblings: annotation files of other splits, whose images may lie in the same folder.
     The table and the verdict are cached by the content of the JSON, the options, and the names, sizes and times of
     the images, so that a second start reads neither. A file of 64 MiB or more is read item by item, with memory for a
     few thousand images (`toolkit.data.formats.coco_stream`). `rel_categories` and `rel_annotations`, or triplets `relations`
@@ -53,7 +55,7 @@ def read_coco(
     if cached and all(folder_digest(folder) == digest for folder, digest in cached[1].items()):
         table = dataclasses.replace(cached[0], name=str(annotation_file))
     else:
-        table = _read(annotation_file, image_dir, check_images, max_image_pixels, cache_file)
+        table = _read(annotation_file, image_dir, check_images, max_image_pixels, cache_file, siblings)
     table.max_image_pixels = max_image_pixels
     settle(table.problems, on_error if len(table) else "raise", str(annotation_file))
     if not len(table):
@@ -110,10 +112,11 @@ def _cache_file(annotation_file: Path, image_dir: Path | None, options: str, cac
 
 
 def _read(
-    annotation_file: Path, image_dir: Path | None, check_images: bool | str, max_pixels: int, cache_file: Path
+    annotation_file: Path, image_dir: Path | None, check_images: bool | str, max_pixels: int, cache_file: Path,
+    siblings: Sequence[Path],
 ) -> DetectionTable:
     if annotation_file.stat().st_size >= STREAMED_BYTES:
-        return read_streamed(annotation_file, image_dir, check_images, cache_file)
+        return read_streamed(annotation_file, image_dir, check_images, cache_file, siblings)
     was_enabled = gc.isenabled()
     gc.disable()  # it would walk through the millions of dicts of a large set again and again: half of the time
     try:
@@ -127,7 +130,8 @@ def _read(
     problems, checked = notes + valid.problems, {}
     rows = valid.rows
     if check_images and rows:
-        found, checked = check_image_files(rows, valid.listed, image_root, check_images, max_pixels)
+        listed = valid.listed.union(*map(listed_names, siblings))
+        found, checked = check_image_files(rows, listed, image_root, check_images, max_pixels)
         problems += found
         bad = {problem.image_id for problem in found if problem.severity == "error"}
         rows = [row for row in rows if row["image_id"] not in bad]

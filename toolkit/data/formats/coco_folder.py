@@ -24,7 +24,8 @@ def read(folder: Path, split: str, *, image_dir: Path | None = None, **options) 
     files = _files(Path(folder))
     if split not in files:
         raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(files)}")
-    return read_coco(files[split], image_dir, **options)
+    siblings = [file for name, file in files.items() if name != split]
+    return read_coco(files[split], image_dir, siblings=siblings, **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:

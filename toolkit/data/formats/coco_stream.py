@@ -8,13 +8,13 @@ document of its own, the knot, so that chunks see all that concerns them.
 
 import contextlib
 import dataclasses
-import json
+import marshal
 import os
 import re
 import sqlite3
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from toolkit.data.check_files import (
 )
 from toolkit.data.checks import Document, validate_document
 from toolkit.data.decoding import IMAGE_SUFFIXES
-from toolkit.data.formats.json_stream import Whole, stream_lists
+from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
 from toolkit.data.table import DetectionTable, Problem, write_table
 from toolkit.errors import BadInput
 
@@ -43,15 +43,19 @@ KEYS = {
 SMALL_LISTS = ("categories", "rel_categories", "attribute_categories")
 SCHEMA = """
     PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA temp_store = FILE; PRAGMA locking_mode = EXCLUSIVE;
-    CREATE TABLE images (n INTEGER PRIMARY KEY, id, name TEXT, entry TEXT);
-    CREATE TABLE annotations (n INTEGER PRIMARY KEY, image, id, entry TEXT);
-    CREATE TABLE relations (n INTEGER PRIMARY KEY, subject, object, entry TEXT);
+    CREATE TABLE images (n INTEGER PRIMARY KEY, id, name TEXT, entry BLOB);
+    CREATE TABLE annotations (n INTEGER PRIMARY KEY, image, id, entry BLOB);
+    CREATE TABLE relations (n INTEGER PRIMARY KEY, subject, object, entry BLOB);
     CREATE TABLE knot (n INTEGER PRIMARY KEY);
+    CREATE TABLE elsewhere (name TEXT PRIMARY KEY) WITHOUT ROWID;
 """
+# Annotations are sorted by the place of their image once (a merge sort on disk), so that a chunk's lie side by side.
 INDICES = """
-    CREATE INDEX image_of ON annotations (image);
     CREATE INDEX image_id ON images (id);
     CREATE INDEX image_name ON images (name);
+    CREATE TABLE placed AS SELECT i.n AS place, a.n AS n, a.entry AS entry FROM annotations a JOIN images i ON i.id = a.image
+        ORDER BY i.n, a.n;
+    CREATE INDEX place_of ON placed (place);
 """
 RELATION_INDICES = """
     CREATE INDEX annotation_id ON annotations (id);
@@ -62,7 +66,7 @@ KNOT = """
     INSERT OR IGNORE INTO knot SELECT n FROM images WHERE id IN (SELECT id FROM images GROUP BY id HAVING count(*) > 1);
     INSERT OR IGNORE INTO knot
         SELECT n FROM images WHERE name IN (SELECT name FROM images GROUP BY name HAVING count(*) > 1);
-    INSERT OR IGNORE INTO knot SELECT i.n FROM images i JOIN annotations a ON i.id = a.image
+    INSERT OR IGNORE INTO knot SELECT i.n FROM annotations a JOIN images i ON i.id = a.image
         WHERE a.id IN (SELECT id FROM annotations GROUP BY id HAVING count(*) > 1);
 """
 KNOT_OF_RELATIONS = """
@@ -87,7 +91,8 @@ class _Head:
 
 
 def read_streamed(
-    annotation_file: Path, image_dir: Path | None, check_images: bool | str, cache_file: Path
+    annotation_file: Path, image_dir: Path | None, check_images: bool | str, cache_file: Path,
+    siblings: Sequence[Path] = (),
 ) -> DetectionTable:
     """As `toolkit.data.formats.coco` reads a file, with memory for `CHUNK` images. Raises BadInput."""
     cache_file.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +101,7 @@ def read_streamed(
         file = str(annotation_file)
         base = _classes(head, file)
         _check_kinds(database, file)
+        _spool_names(database, siblings if check_images else ())
         names = [name for (name,) in database.execute("SELECT name FROM images WHERE name IS NOT NULL LIMIT 100")]
         root = image_dir or find_image_root(annotation_file, names)
         problems: list[Problem] = []
@@ -109,6 +115,24 @@ def read_streamed(
             attributes=base.attributes, attribute_columns=head.attribute_columns if base.attributes else 0,
             image_root=root.resolve(), problems=problems, name=file, checked=checked,
         )  # fmt: skip
+
+
+def listed_names(annotation_file: Path) -> Iterator[str]:
+    """File names of the images of a COCO file; what is no name, or no COCO file, is passed over."""
+    try:
+        for _, item in items_of(annotation_file, ("images",)):
+            if isinstance(item, Mapping) and isinstance(item.get("file_name"), str):
+                yield item["file_name"]
+    except (BadInput, OSError):  # said where that split is read
+        return
+
+
+def _spool_names(database: sqlite3.Connection, siblings: Sequence[Path]) -> None:
+    for sibling in siblings:
+        names = ((os.path.normpath(name),) for name in listed_names(sibling))
+        database.execute("BEGIN")
+        database.executemany("INSERT OR IGNORE INTO elsewhere VALUES (?)", names)
+        database.execute("COMMIT")
 
 
 @contextlib.contextmanager
@@ -128,7 +152,7 @@ def _database(folder: Path) -> Iterator[sqlite3.Connection]:
 
 def _spool(database: sqlite3.Connection, annotation_file: Path) -> _Head:
     """The file's items into the database, a few thousand at a time."""
-    head, encode = _Head(), json.JSONEncoder(separators=(",", ":")).encode
+    head = _Head()
     waiting: dict[str, list[tuple]] = {"images": [], "annotations": [], "relations": []}
     database.execute("BEGIN")
 
@@ -144,9 +168,9 @@ def _spool(database: sqlite3.Connection, annotation_file: Path) -> _Head:
         elif key in KEYS:
             head.seen.add(key)
             entry = {name: item[name] for name in KEYS[key] if name in item} if isinstance(item, Mapping) else item
-            waiting[key].append(_image(head, entry, encode) if key == "images" else _annotation(head, entry, encode))
+            waiting[key].append(_image(head, entry) if key == "images" else _annotation(head, entry))
         elif key in ("rel_annotations", "relations"):
-            waiting["relations"].append(_relation(head, key, item, encode))
+            waiting["relations"].append(_relation(head, key, item))
         for table, entries in waiting.items():
             if len(entries) >= CHUNK:
                 flush(table)
@@ -158,29 +182,29 @@ def _spool(database: sqlite3.Connection, annotation_file: Path) -> _Head:
     return head
 
 
-def _image(head: _Head, entry: object, encode: Callable) -> tuple:
+def _image(head: _Head, entry: object) -> tuple:
     head.images += 1
     name = entry.get("file_name") if isinstance(entry, Mapping) else None
     name = os.path.normpath(name) if isinstance(name, str) and name else None
     if name is not None:
         head.folders.add(os.path.dirname(name))
-    return _key(entry, "id"), name, encode(entry)
+    return _key(entry, "id"), name, marshal.dumps(entry)
 
 
-def _annotation(head: _Head, entry: object, encode: Callable) -> tuple:
+def _annotation(head: _Head, entry: object) -> tuple:
     ids = entry.get("attribute_ids") if isinstance(entry, Mapping) else None
     if isinstance(ids, list):
         head.attribute_columns = max(head.attribute_columns, len(ids), 1)
-    return _key(entry, "image_id"), _key(entry, "id"), encode(entry)
+    return _key(entry, "image_id"), _key(entry, "id"), marshal.dumps(entry)
 
 
-def _relation(head: _Head, key: str, item: object, encode: Callable) -> tuple:
+def _relation(head: _Head, key: str, item: object) -> tuple:
     head.relations[key] += 1
     if key == "relations" and isinstance(item, list) and len(item) == 3:
         ends = dict(zip(("subject_id", "object_id"), item, strict=False))
     else:
         ends = item
-    return _key(ends, "subject_id"), _key(ends, "object_id"), encode([key, head.relations[key] - 1, item])
+    return _key(ends, "subject_id"), _key(ends, "object_id"), marshal.dumps([key, head.relations[key] - 1, item])
 
 
 def _key(entry: object, name: str) -> int | str | None:
@@ -240,27 +264,29 @@ def _chunks(database: sqlite3.Connection, head: _Head, file: str, known: set[Pro
         images = _entries(database, f"SELECT n, entry FROM images WHERE {chunk} ORDER BY n")
         if images:
             ids = f"SELECT id FROM images WHERE {chunk}"
-            annotations = _entries(database, f"SELECT n, entry FROM annotations WHERE image IN ({ids}) ORDER BY n")
+            # in the order of the file, as ids used twice in one image and relations are told by it
+            query = f"SELECT n, entry FROM placed WHERE place {chunk.removeprefix('n ').replace('AND n NOT', 'AND place NOT')}"
+            annotations = _entries(database, f"{query} ORDER BY n")
             relations = _relations_of(database, ids) if head.relations.total() else []
             yield _validated(head, file, images, annotations, relations, known)
 
 
 def _entries(database: sqlite3.Connection, query: str) -> list[tuple[int, object]]:
-    return [(n, json.loads(entry)) for n, entry in database.execute(query)]
+    return [(n, marshal.loads(entry)) for n, entry in database.execute(query)]
 
 
 def _relations_of(database: sqlite3.Connection, images: str) -> list:
     """(key, its number, entry) of the relations whose subject is in one of some images."""
     query = (f"SELECT r.n, r.entry FROM relations r JOIN annotations a ON a.id = r.subject WHERE a.image IN ({images}) "
              "GROUP BY r.n ORDER BY r.n")  # fmt: skip
-    return [tuple(json.loads(entry)) for _, entry in database.execute(query)]
+    return [tuple(marshal.loads(entry)) for _, entry in database.execute(query)]
 
 
 def _lost_relations(database: sqlite3.Connection) -> list:
     """Those whose subject is no annotation, or one of no image."""
     query = ("SELECT r.n, r.entry FROM relations r LEFT JOIN annotations a ON a.id = r.subject LEFT JOIN images i "
              "ON i.id = a.image WHERE i.id IS NULL ORDER BY r.n")  # fmt: skip
-    return [tuple(json.loads(entry)) for _, entry in database.execute(query)]
+    return [tuple(marshal.loads(entry)) for _, entry in database.execute(query)]
 
 
 def _validated(
@@ -363,7 +389,7 @@ def _unlisted(database: sqlite3.Connection, root: Path, folders: set[str]) -> li
                 for entry in entries:
                     name = os.path.normpath(os.path.join(folder, entry.name))
                     if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES and not database.execute(
-                        "SELECT 1 FROM images WHERE name = ?", (name,)
+                        "SELECT 1 FROM images WHERE name = ?1 UNION SELECT 1 FROM elsewhere WHERE name = ?1", (name,)
                     ).fetchone():
                         names.append(name)
     return unlisted_problems(root, sorted(names))

@@ -103,9 +103,11 @@ def _xml(table: DetectionTable, row: dict, name: str) -> ElementTree.ElementTree
 
 def _devkit(folder: Path) -> Path:
     """The year's folder of a `VOCdevkit`, where there is only one."""
-    years = [place for place in _folders(folder) if place.name.startswith("VOC")]
+    years = [place for place in _folders(folder) if place.name.startswith("VOC") and place.name != "VOCdevkit"]
     if len(years) == 1 and not _has_xml(folder / "Annotations"):
         return years[0]
+    if folder.name.startswith("VOC") and not folder.name == "VOCdevkit":
+        return folder
     inner = [place for place in _folders(folder) if place.name == "VOCdevkit"]
     return _devkit(inner[0]) if len(inner) == 1 else folder
 

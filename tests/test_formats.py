@@ -1,0 +1,313 @@
+"""Folders as annotation tools leave them: recognised, read with the same validation, written without loss.
+
+Run with `pytest tests/test_formats.py -n 0`.
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from toolkit.data.formats import open_dataset
+from toolkit.data.formats.folders import FOLDERS, losses, recognise, write_folder
+from toolkit.data.shapes import make_shapes
+from toolkit.data.table import Category, write_table
+from toolkit.errors import BadInput
+
+ROOT = Path(__file__).resolve().parent.parent
+BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")
+patient = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """(folder, tables) of 20 + 6 shapes as COCO."""
+    folder = tmp_path_factory.mktemp("shapes") / "coco"
+    make_shapes(folder, 20, 6, 64)
+    return folder, {split: open_dataset(split, path=folder, cache_dir=folder.parent / "c") for split in ("train", "val")}
+
+
+def by_name(table):
+    """Rows by the stem of their file; the VOC writer puts `val_` before a name that the training images have too."""
+    return {Path(row["file_name"]).stem.removeprefix("val_"): row for row in map(table.row, range(len(table)))}
+
+
+def assert_equal_tables(one, two, tolerance=1e-3):
+    """Classes; images by name; their boxes, labels and crowd flags in order."""
+    assert sorted(one.class_names) == sorted(two.class_names)
+    ours, theirs = by_name(one), by_name(two)
+    assert ours.keys() == theirs.keys()
+    for name, row in ours.items():
+        assert (row["width"], row["height"]) == (theirs[name]["width"], theirs[name]["height"])
+        assert row["objects"]["iscrowd"].tolist() == theirs[name]["objects"]["iscrowd"].tolist()
+        assert ([one.class_names[label] for label in row["objects"]["category"]]
+                == [two.class_names[label] for label in theirs[name]["objects"]["category"]])
+        assert np.allclose(row["objects"]["bbox"], theirs[name]["objects"]["bbox"], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("format", FOLDERS)
+def test_shapes_are_the_same_in_every_format(shapes, tmp_path, format):
+    for split, table in shapes[1].items():
+        write_folder(table, tmp_path / "d", split, format)
+    found = recognise(tmp_path / "d")
+    assert found.format == format and found.splits == ("train", "val") and not found.others
+    for split, table in shapes[1].items():
+        again = open_dataset(split, path=tmp_path / "d", cache_dir=tmp_path / "c")
+        if format == "hub":
+            assert again.num_boxes().tolist() == table.num_boxes().tolist() and again.class_names == table.class_names
+            assert all(np.array_equal(again.row(i)["objects"]["bbox"], table.row(i)["objects"]["bbox"]) for i in range(6))
+        else:
+            assert_equal_tables(again, table, 0)
+        assert not [problem for problem in again.problems if problem.severity != "note"]
+
+
+@st.composite
+def boxes(draw):
+    """[x, y, w, h] inside 40 x 30, in float32 as tables hold them."""
+    x, y = draw(st.floats(0, 38, width=32)), draw(st.floats(0, 28, width=32))
+    w, h = draw(st.floats(0.5, 40)), draw(st.floats(0.5, 30))
+    return [x, y, min(x + w, 40), min(y + h, 30)]
+
+
+NAME = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=8).filter(lambda t: t != "background")
+PICTURE = (Path(__file__).parent / "data" / "dirty" / "images" / "control.jpg").read_bytes()
+
+
+@patient
+@given(st.lists(st.lists(boxes(), max_size=4), min_size=1, max_size=3), st.lists(NAME, min_size=1, max_size=3, unique=True),
+       st.sampled_from(sorted(FOLDERS)))  # fmt: skip
+def test_nothing_is_lost_that_the_format_can_hold(tmp_path_factory, images, names, format):
+    folder = tmp_path_factory.mktemp("round")
+    (folder / "p").mkdir()
+    rows = []
+    for number, of_image in enumerate(images):
+        Image.new("RGB", (40, 30)).save(folder / "p" / f"{number}.png")
+        crowd = [int(k % 2 and format in ("voc", "coco", "csv", "hub")) for k in range(len(of_image))]
+        objects = {"id": [10 * number + k for k in range(len(of_image))], "bbox": of_image, "iscrowd": crowd,
+                   "category": [k % len(names) for k in range(len(of_image))], "area": [3.5] * len(of_image)}
+        rows.append({"image_id": number, "file_name": f"{number}.png", "width": 40, "height": 30, "objects": objects,
+                     "relations": {"subject": [], "object": [], "predicate": []}})
+    if not any(images):
+        return  # a CSV file without a box names no class
+    names = sorted(names)
+    used = {k % len(names) for of_image in images for k in range(len(of_image))}
+    names = names[: len(used)] if format == "csv" else names
+    categories = [Category(n, name) for n, name in enumerate(names, start=1)]
+    table = write_table(rows, cache_file=folder / "t.json", categories=categories, image_root=folder / "p")
+    write_folder(table, folder / "d", "train", format)
+    again = open_dataset("train", path=folder / "d", cache_dir=folder / "c", format=format)
+    assert again.class_names == names
+    for index in range(len(table)):
+        ours, theirs = table.row(index)["objects"], again.row(index)["objects"]
+        assert ours["category"].tolist() == theirs["category"].tolist()
+        assert ours["iscrowd"].tolist() == theirs["iscrowd"].tolist()
+        assert np.allclose(ours["bbox"], theirs["bbox"], atol=1e-4, rtol=0)
+        assert format not in ("coco", "hub") or ours["area"].tolist() == theirs["area"].tolist()
+
+
+# ---- layouts of the tools ---------------------------------------------------------------------------------------------
+
+
+def picture(path, number=0, size=(40, 30)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(number).integers(0, 256, (*size[::-1], 3), np.uint8)).save(path)
+
+
+def xml(name, box=(4, 5, 20, 25), label="cat", extra=""):
+    corners = "".join(f"<{tag}>{value}</{tag}>" for tag, value in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True))
+    return (f"<annotation><filename>{name}</filename>{extra}<size><width>40</width><height>30</height></size>"
+            f"<object><name>{label}</name><difficult>1</difficult><bndbox>{corners}</bndbox></object></annotation>")
+
+
+def test_voc_layouts(tmp_path):
+    for folder, images, annotations in (("a", "train", "train"), ("b", "images", "annotations"), ("c", ".", "."),
+                                        ("d", "train/images", "train/annotations"), ("e", "images/train", "annotations/train")):
+        root = tmp_path / folder
+        picture(root / images / "1.png")
+        (root / annotations).mkdir(parents=True, exist_ok=True)
+        (root / annotations / "1.xml").write_text(xml("elsewhere/1.jpg"))
+        assert recognise(root).format == "voc", folder
+        table = open_dataset("train", path=root, cache_dir=tmp_path / "c")
+        assert table.row(0)["objects"]["bbox"].tolist() == [[4, 5, 20, 25]] and table.class_names == ["cat"]
+        assert table.row(0)["objects"]["iscrowd"].tolist() == [1]
+
+
+def test_voc_of_the_challenges_counts_from_one(tmp_path):
+    picture(tmp_path / "VOCdevkit" / "VOC2007" / "JPEGImages" / "1.png")
+    place = tmp_path / "VOCdevkit" / "VOC2007" / "Annotations"
+    place.mkdir()
+    (place / "1.xml").write_text(xml("1.png", extra="<source><database>The VOC2007 Database</database></source>"))
+    table = open_dataset("train", path=tmp_path, cache_dir=tmp_path / "c")
+    assert table.row(0)["objects"]["bbox"].tolist() == [[3, 4, 20, 25]]
+
+
+def test_voc_defects_are_named(tmp_path):
+    for number in range(5):
+        picture(tmp_path / "JPEGImages" / f"{number}.png", number)
+    place = tmp_path / "Annotations"
+    place.mkdir()
+    texts = [xml("0.png"), xml("1.png", (4, 5, 4, 25)), xml("2.png", (4, "x", 9, 9)), "<annotation><object>", xml("9.png")]
+    for number, text in enumerate(texts):
+        (place / f"{number}.xml").write_text(text)
+    with pytest.raises(BadInput, match="expected numbers in <bndbox>") as caught:
+        open_dataset("train", path=tmp_path, cache_dir=tmp_path / "c")
+    assert "invalid XML" in str(caught.value)
+    table = open_dataset("train", path=tmp_path, cache_dir=tmp_path / "c", on_error="drop")
+    assert len(table) == 3 and table.num_boxes().tolist() == [1, 0, 1]
+    assert any("has no area; left out" in problem.message and problem.severity == "warning" for problem in table.problems)
+
+
+def yolo_folder(root, settings, layout="{split}/images"):
+    for split in ("train", "valid"):
+        images = root / layout.format(split=split)
+        picture(images / "1.png")
+        labels = root / layout.format(split=split).replace("images", "labels")
+        labels.mkdir(parents=True, exist_ok=True)
+        (labels / "1.txt").write_text("1 0.5 0.5 0.25 0.5\n0 0.1 0.1 0.9 0.1 0.5 0.8\n")
+    if settings is not None:
+        (root / "data.yaml").write_text(yaml.safe_dump(settings))
+
+
+@pytest.mark.parametrize(("settings", "layout"), [
+    ({"train": "../train/images", "val": "../valid/images", "nc": 2, "names": ["a", "b"]}, "{split}/images"),
+    ({"path": ".", "train": "images/train", "val": "images/valid", "names": {0: "a", 1: "b"}}, "images/{split}"),
+    ({"path": "/elsewhere/set", "train": ["train/images"], "val": "valid", "names": {0: "a", 1: "b"}}, "{split}/images"),
+    ({"train": "train.txt", "val": "valid.txt", "names": ["a", "b"]}, "images/{split}"),
+    (None, "{split}/images"),
+    (None, "images/{split}"),
+])  # fmt: skip
+def test_yolo_layouts(tmp_path, settings, layout):
+    yolo_folder(tmp_path / "d", settings, layout)
+    for split in ("train", "valid"):
+        (tmp_path / "d" / f"{split}.txt").write_text(f"./images/{split}/1.png\n")
+    assert recognise(tmp_path / "d").splits == ("train", "val")
+    for split in ("train", "val"):
+        table = open_dataset(split, path=tmp_path / "d", cache_dir=tmp_path / "c")
+        assert table.class_names == (["a", "b"] if settings else ["class 0", "class 1"])
+        objects = table.row(0)["objects"]
+        assert objects["category"].tolist() == [1, 0]  # the second line is a polygon
+        assert np.allclose(objects["bbox"], [[15, 7.5, 25, 22.5], [4, 3, 36, 24]], atol=1e-5)
+
+
+def test_yolo_defects_are_named(tmp_path):
+    yolo_folder(tmp_path, {"train": "train/images", "val": "valid/images", "names": ["a", "b"]})
+    (tmp_path / "train" / "labels" / "1.txt").write_text("5 0.5 0.5 0.1 0.1\n0 0.5 0.5\n0 nan 1 1 1\n0 0.5 0.5 0 0.1\n")
+    with pytest.raises(BadInput) as caught:
+        open_dataset("train", path=tmp_path, cache_dir=tmp_path / "c")
+    assert len(caught.value.problems) == 4 and "class 5 is not defined" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [
+    "filename,width,height,class,xmin,ymin,xmax,ymax\n1.png,40,30,cat,4,5,20,25\n2.png,40,30,cat,1,2,3,4\n",
+    "image;x;y;w;h;label\n1.png;4;5;16;20;cat\n2.png;1;2;2;2;cat\n",
+    "Image Name,Label,x1,y1,x2,y2\n1,cat,4,5,20,25\n2,cat,1,2,3,4\n",
+    "1.png,4,5,20,25,cat\n2.png,1,2,3,4,cat\n",
+    "image,x1,y1,x2,y2,label\n1.png,0.1,0.16666666667,0.5,0.83333333333,cat\n2.png,0.025,0.066667,0.075,0.13333,cat\n",
+])  # fmt: skip
+def test_csv_columns_are_told_by_their_names(tmp_path, text):
+    for number in (1, 2):
+        picture(tmp_path / "images" / f"{number}.png", number)
+    (tmp_path / "boxes.csv").write_text(text)
+    for source in ({"source": "train", "path": tmp_path}, {"source": tmp_path / "boxes.csv"}):
+        table = open_dataset(cache_dir=tmp_path / "c", **source)
+        assert np.allclose(table.row(0)["objects"]["bbox"], [[4, 5, 20, 25]], atol=1e-4) and table.class_names == ["cat"]
+
+
+def test_csv_with_a_column_of_splits_and_empty_images(tmp_path):
+    for number in (1, 2, 3):
+        picture(tmp_path / f"{number}.png", number)
+    (tmp_path / "a.csv").write_text("image,x1,y1,x2,y2,label,split\n1.png,4,5,20,25,a,train\n2.png,,,,,,train\n"
+                                    "3.png,1,1,9,9,b,valid\n")
+    assert recognise(tmp_path).splits == ("train", "val")
+    train, val = (open_dataset(split, path=tmp_path, cache_dir=tmp_path / "c") for split in ("train", "val"))
+    assert train.num_boxes().tolist() == [1, 0] and val.num_boxes().tolist() == [1]
+    assert train.class_names == val.class_names == ["a", "b"] and not train.problems
+
+
+def test_coco_layouts(shapes, tmp_path):
+    document = json.loads((shapes[0] / "annotations" / "train.json").read_text())
+    for layout, images in (("train/_annotations.coco.json", "train"), ("annotations/instances_train2017.json", "train2017"),
+                           ("result.json", "images")):
+        root = tmp_path / layout.replace("/", "-")
+        (root / layout).parent.mkdir(parents=True)
+        (root / layout).write_text(json.dumps(document))
+        shutil.copytree(shapes[0] / "train", root / images, dirs_exist_ok=True)
+        assert recognise(root).format == "coco"
+        assert_equal_tables(open_dataset("train", path=root, cache_dir=tmp_path / "c"), shapes[1]["train"], 0)
+
+
+def test_files_of_another_split_in_the_same_folder_are_no_warning(shapes, tmp_path):
+    (tmp_path / "annotations").mkdir()
+    for split in ("train", "val"):
+        shutil.copytree(shapes[0] / split, tmp_path / "images", dirs_exist_ok=True,
+                        copy_function=lambda a, b, s=split: shutil.copy(a, Path(b).with_name(f"{s}_{Path(b).name}")))
+        document = json.loads((shapes[0] / "annotations" / f"{split}.json").read_text())
+        for image in document["images"]:
+            image["file_name"] = f"{split}_{image['file_name']}"
+        (tmp_path / "annotations" / f"{split}.json").write_text(json.dumps(document))
+    assert not open_dataset("train", path=tmp_path, cache_dir=tmp_path / "c").problems
+    shutil.copy(tmp_path / "images" / "train_000000.jpg", tmp_path / "images" / "other.jpg")
+    assert [p.file for p in open_dataset("val", path=tmp_path, cache_dir=tmp_path / "c").problems] == ["other.jpg"]
+
+
+def test_what_is_no_data_set_is_said(tmp_path):
+    with pytest.raises(BadInput, match="no such folder"):
+        recognise(tmp_path / "none")
+    with pytest.raises(BadInput, match="Pascal VOC .* YOLO .* COCO .* CSV"):
+        recognise(tmp_path)
+    picture(tmp_path / "train" / "1.png")
+    (tmp_path / "train" / "1.xml").write_text(xml("1.png"))
+    with pytest.raises(BadInput, match="no split 'val'; hold a share"):
+        open_dataset("val", path=tmp_path, cache_dir=tmp_path / "c")
+
+
+def test_the_cache_notices_changed_annotations(tmp_path):
+    picture(tmp_path / "d" / "train" / "1.png")
+    (tmp_path / "d" / "train" / "1.xml").write_text(xml("1.png"))
+    assert open_dataset("train", path=tmp_path / "d", cache_dir=tmp_path / "c").class_names == ["cat"]
+    (tmp_path / "d" / "train" / "1.xml").write_text(xml("1.png", label="giraffe"))
+    assert open_dataset("train", path=tmp_path / "d", cache_dir=tmp_path / "c").class_names == ["giraffe"]
+
+
+def test_convert_script(shapes, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "c"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    sys.modules.pop("convert", None)
+    import convert
+
+    (tmp_path / "only").mkdir()
+    shutil.copytree(shapes[0] / "train", tmp_path / "only" / "train")
+    shutil.copy(shapes[0] / "annotations" / "train.json", tmp_path / "only" / "train" / "_annotations.coco.json")
+    assert convert.main([str(tmp_path / "only"), str(tmp_path / "yolo"), "--to", "yolo", "--val", "0.3"]) == 0
+    assert "relations are left out" in capsys.readouterr().out
+    assert recognise(tmp_path / "yolo").splits == ("train", "val")
+    assert convert.main([str(tmp_path / "only"), str(tmp_path / "yolo"), "--to", "voc"]) == 2
+    assert convert.main([str(tmp_path / "none"), str(tmp_path / "x"), "--to", "voc"]) == 2
+    assert losses(shapes[1]["train"], "coco") == []
+
+
+@pytest.mark.skipif(not BCCD.is_dir(), reason="no BCCD data: set DETECTION_TOOLKIT_BCCD to its folder")
+def test_bccd_as_downloaded(tmp_path):
+    for split, images, count in (("train", 205, 2804), ("val", 87, 1137), ("test", 72, 945)):
+        voc, coco = (open_dataset(split, path=BCCD, format=format, cache_dir=tmp_path) for format in ("auto", "coco"))
+        assert (len(voc), voc.num_boxes().sum()) == (images, count)
+        assert_equal_tables(voc, coco, 0)
+
+
+def test_supervision_reads_the_same(shapes, tmp_path):
+    sv = pytest.importorskip("supervision", reason="an oracle, where it is installed")
+    for format in ("yolo", "voc"):
+        write_folder(shapes[1]["train"], tmp_path / format, "train", format)
+    found = sv.DetectionDataset.from_yolo(str(tmp_path / "yolo/images/train"), str(tmp_path / "yolo/labels/train"),
+                                          str(tmp_path / "yolo/data.yaml"))
+    ours = by_name(open_dataset("train", path=tmp_path / "yolo", cache_dir=tmp_path / "c"))
+    for path, detections in found.annotations.items():
+        assert np.allclose(detections.xyxy, ours[Path(path).stem]["objects"]["bbox"], atol=1e-3)
