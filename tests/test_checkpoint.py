@@ -376,6 +376,17 @@ def test_an_earlier_release_did_not_say_what_is_infinite_by_design(tmp_path):
     assert newest_valid(tmp_path)[0].step == 1
 
 
+def test_a_manifest_that_does_not_say_of_what_it_is_is_that_of_a_run(tmp_path):
+    """As earlier releases wrote it, or somebody else."""
+    path = save_run(tmp_path, 1)
+    edit_manifest(path, lambda manifest: manifest.pop("kind"))
+    assert load_checkpoint(path).step == 1
+    (path / "state.json").write_text("{}")
+    rehash(path)
+    with pytest.raises(CheckpointError, match="state.json has no sampler"):
+        load_checkpoint(path)
+
+
 NESTED = '{"a":' * 100_000 + "0" + "}" * 100_000
 SENSELESS = {
     "state {}": lambda f: ((f / "state.json").write_text("{}"), rehash(f)),
@@ -422,7 +433,7 @@ def test_latest_is_mended_where_it_leads_nowhere_or_to_a_broken_one(tmp_path):
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """A power cut after the rename finds every byte of the files, the manifest, and the names."""
-    events, fsync, rename = [], os.fsync, Path.rename
+    events, fsync, rename, replace = [], os.fsync, Path.rename, os.replace
 
     def synced(descriptor):
         events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
@@ -430,10 +441,12 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "rename", lambda self, target: (events.append(f"to {target.name}"), rename(self, target)))
+    monkeypatch.setattr(os, "replace", lambda path, to: (events.append(f"to {Path(to).name}"), replace(path, to)))
     save_run(tmp_path, 1)
     named = events.index("to step_000001")
     files = ["ema.safetensors", "model.safetensors", "optimizer.pt", "state.json", "MANIFEST.json", ".tmp-step_000001"]
-    assert events[:named] == files and events[named + 1] == tmp_path.name
+    assert events[:named] == files
+    assert events[named + 1 :] == [tmp_path.name, "to latest", tmp_path.name]
 
 
 # ---------------------------------------------------------------- --run.resume

@@ -4,6 +4,7 @@ pytest tests/test_training.py
 """
 
 import math
+import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,7 +26,7 @@ from toolkit.models import detector as base
 from toolkit.recovery import recover
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import linked, load_checkpoint, newest_valid
-from toolkit.saving import load, save
+from toolkit.saving import infinite_buffers, load, save
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import StepBudget
 from toolkit.step.losses import LossWeights
@@ -111,6 +112,31 @@ def saved(folder, steps=(1,), best=1, **options):
         note_metric(t, {"val/bbox_AP": 0.5 if t.step == best else 0.1})
         save(t, best=t.step == best)
     return newest_valid(folder / "checkpoints")[0]
+
+
+def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    (tmp_path / "metrics.jsonl").write_text("{}")
+
+    def note(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    save(make_training(tmp_path))
+    assert synced.index("metrics.jsonl") < synced.index("MANIFEST.json")
+
+
+def test_a_detector_with_a_mask_of_infinities_is_saved_and_valid(tmp_path):
+    t = make_training(tmp_path)
+    t.detector.register_buffer("mask", torch.tensor([-math.inf]))
+    t.infinite = infinite_buffers(t.detector)
+    save(t)
+    assert newest_valid(tmp_path / "checkpoints")[0].step == 0
+    with torch.no_grad():
+        t.detector.weight.fill_(math.inf)
+    save(t)
+    assert newest_valid(tmp_path / "checkpoints")[0] is None
 
 
 def test_another_metric_for_best_has_the_checkpoint_evaluated_anew(tmp_path):

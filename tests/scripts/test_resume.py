@@ -130,7 +130,8 @@ def damage(folder: Path) -> None:
 @pytest.mark.every_script
 def test_a_refused_resume_changes_nothing(server, script, finished, tmp_path):
     args, folder = finished
-    schedule = yaml.safe_load((folder / "config.yaml").read_text())["schedule"]["name"]
+    stored = yaml.safe_load((folder / "config.yaml").read_text())
+    schedule, without = stored["schedule"]["name"], stored["optim"]["no_weight_decay_on_norm_and_bias"]
     refusals = {
         "optim.name": (["--optim.name", "sgd"], "optim.name adamw -> sgd: refused"),
         "metric": (["--eval.metric_for_best", "nonsense"], "no such metric"),
@@ -140,7 +141,7 @@ def test_a_refused_resume_changes_nothing(server, script, finished, tmp_path):
         "no checkpoint": (["--run.resume", str(tmp_path / "nowhere")], "does not exist"),
         "never": (["--run.resume", "never"], "exists already"),
         "eval only": (["--run.eval_only", "true", "--eval.metric_for_best", "nonsense"], "no such metric"),
-        "groups": (["--optim.no_weight_decay_on_norm_and_bias", "true" if script.name != "train_ssd" else "false"],
+        "groups": (["--optim.no_weight_decay_on_norm_and_bias", str(not without).lower()],
                    "optim.no_weight_decay_on_norm_and_bias"),
     }  # fmt: skip
     if script.name != "train_detr":

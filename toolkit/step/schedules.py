@@ -48,7 +48,7 @@ def lr_factor(
         every: steps from one change of the rate to the next, after the warm-up; those of an epoch, say.
     """
     warm = warmup_factor + (1.0 - warmup_factor) * step / warmup_steps if step < warmup_steps else 1.0
-    if step >= warmup_steps:
+    if step >= warmup_steps and every > 1:
         step -= step % every
     if name == "constant":
         return warm
