@@ -60,7 +60,7 @@ def _files(folder: Path) -> dict[str, Path]:
         for path in sorted(place.glob("*.json")):
             if _is_coco(path):
                 found.setdefault(split_of(place.name), path)
-    return found or {ALL: path for path in single[:1]}
+    return found or ({ALL: single[0]} if single else {})
 
 
 def _is_coco(path: Path) -> bool:
