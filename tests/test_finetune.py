@@ -202,7 +202,8 @@ def test_a_source_that_is_none(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "bert"}')
-    reasons = {"weights.pth": "is a file", "empty": "no run folder", "broken": "not a detector", "a/b/c": "there is no"}
+    reasons = {"weights.pth": "cannot be read as weights", "empty": "no run folder", "broken": "not a detector",
+               "a/b/c": "there is no"}  # fmt: skip
     for name, reason in reasons.items():
         with pytest.raises(BadInput, match=reason):
             open_pretrained(str(tmp_path / name))

@@ -107,7 +107,7 @@ class FasterRCNNOnTimm(FasterRCNN):
         _set_norm_eps(body, o.norm_eps)
         pyramid = FeaturePyramid(body, channels, o.fpn_channels, len(o.anchor_sizes) > len(o.strides), o.head_norm)
         anchors = AnchorGenerator(tuple(map(tuple, o.anchor_sizes)), (tuple(o.aspect_ratios),) * len(o.anchor_sizes))
-        if o.cell_anchors is not None:
+        if o.cell_anchors:
             anchors = GivenAnchors(o.cell_anchors)
         levels = [str(i) for i in range(len(o.strides))]
         model = faster_rcnn.FasterRCNN(

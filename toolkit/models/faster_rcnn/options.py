@@ -86,8 +86,8 @@ class FasterRcnnOptions(TwoStageOptions):
     the 3 x 3 one."""
     whole_pixels: bool = False
     """Boxes are pooled as maskrcnn-benchmark does, which takes the last pixel of a box for its end: one pixel less."""
-    cell_anchors: list[list[list[float]]] | None = None
-    """For each level, anchors around a position as x1, y1, x2, y2 in pixels; without a value they are made of
+    cell_anchors: list[list[list[float]]] = field(default_factory=list)
+    """For each level, anchors around a position as x1, y1, x2, y2 in pixels; an empty list: they are made of
     `anchor_sizes` and `aspect_ratios`."""
     mean: list[float] | None = None
     """Mean of the red, green and blue values in [0, 1]; without a value, that which the backbone was trained with."""

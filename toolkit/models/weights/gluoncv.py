@@ -3,8 +3,8 @@
 The file is MXNet's list of arrays (`NDArray::Save`), little endian: magic number 0x112 and a reserved number (8 bytes
 each), the number of arrays (8), the arrays, the number of names (8), the names, each after its length (8). An array:
 its own magic number (4), what tells version and kind of storage, shape, device (8) and type of number (4), and the
-numbers. Its networks beside YOLOv3 on Darknet-53 have no counterpart here, nor have sparse arrays and files
-of 2017 and before, whose names are those of layers counted through.
+numbers. Its networks beside YOLOv3 on Darknet-53 have no counterpart here, nor have sparse arrays and files of 2017 and
+before, whose names are those of layers counted through.
 """
 
 import struct
