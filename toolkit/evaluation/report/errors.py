@@ -80,7 +80,7 @@ def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray)
         gt[holds] = -1 if boxes is None else boxes[holds]
     for code, rows in ((IGNORED, ~m.counts), (RIGHT, right), (NOT_COUNTED, ~counted)):
         kind[rows], gt[rows] = code, -1
-    gt[(gt >= 0) & used[gt]] = -1  # another one has it: nothing to mend
+    gt[np.append(used, False)[gt]] = -1  # another one has it: nothing to mend
     return kind, gt
 
 
@@ -116,7 +116,8 @@ class _Whole:
             scores = right.astype(float)
         elif mended is not None:
             rows = np.flatnonzero(self.kind == KINDS.index(mended))
-            good = rows[(self.gt[rows] >= 0) & (self.best[self.gt[rows]] == rows)]
+            mendable = rows[self.gt[rows] >= 0]
+            good = mendable[self.best[self.gt[mendable]] == mendable]
             shown[rows], shown[good], right[good] = False, True, True
             labels[good] = m.truth.labels[self.gt[good]]
         order = np.argsort(-scores, kind="stable")

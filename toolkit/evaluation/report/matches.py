@@ -84,12 +84,13 @@ class Matches:
     @cached_property
     def right(self) -> np.ndarray:
         """(D,) bool: true positives at IoU 0.5."""
-        return (self.at_half >= 0) & ~self.crowd[self.at_half]
+        return (self.at_half >= 0) & self.counts
 
     @cached_property
     def counts(self) -> np.ndarray:
         """(D,) bool: predictions that are right or wrong at IoU 0.5; those of a crowd are neither."""
-        return (self.at_half < 0) | ~self.crowd[self.at_half]
+        in_crowd = np.append(self.crowd, False)[self.at_half]  # -1, nothing found, is the last one
+        return ~in_crowd
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""Small data sets with predictions for the tests of the report."""
+
+import numpy as np
+from PIL import Image
+
+from toolkit.data.table import Category, write_table
+
+SIZE = (120, 160)  # height, width
+
+
+def table_of(folder, images, classes=("cat", "dog"), draw=True, predicates=()):
+    """images: per image a list of (box xyxy, label, crowd), or a dict with `objects` like that and `relations`."""
+    rows, number = [], 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, image in enumerate(images):
+        objects, relations = (image["objects"], image["relations"]) if isinstance(image, dict) else (image, [])
+        boxes = [list(map(float, box)) for box, *_ in objects]
+        if draw:
+            Image.new("RGB", SIZE[::-1], (90, 20 * (i % 10), 60)).save(folder / f"{i}.png")
+        columns = {"id": list(range(number, number + len(boxes))), "bbox": boxes, "category": [o[1] for o in objects],
+                   "area": [(b[2] - b[0]) * (b[3] - b[1]) for b in boxes],
+                   "iscrowd": [int(len(o) > 2 and o[2]) for o in objects]}  # fmt: skip
+        number += len(boxes)
+        ends = {name: [r[i] for r in relations] for i, name in enumerate(("subject", "object", "predicate"))}
+        rows.append({"image_id": 10 + i, "file_name": f"{i}.png", "width": SIZE[1], "height": SIZE[0],
+                     "objects": columns,
+                     "relations": ends})  # fmt: skip
+    return write_table(rows, cache_file=folder / "table.json", image_root=folder, name=str(folder / "annotations.json"),
+                       categories=[Category(3 * k + 1, name) for k, name in enumerate(classes)],
+                       predicates=predicates)  # fmt: skip
+
+
+def predictions_of(table, images):
+    """images: per image a list of (box xyxy, label, score)."""
+    return {
+        image_id: {"boxes": np.array([d[0] for d in found], np.float64).reshape(-1, 4),
+                   "scores": np.array([d[2] for d in found], np.float64),
+                   "labels": np.array([d[1] for d in found], np.int64)}
+        for image_id, found in zip(table.image_ids().tolist(), images, strict=True)
+    }  # fmt: skip
+
+
+def random_case(folder, images=30, classes=4, seed=0, crowd=0.1, scores=1000, dets=25):
+    """Noisy predictions with duplicates, confusions, inventions and, with few `scores`, many ties."""
+    rng = np.random.default_rng(seed)
+    truth, found = [], []
+    for _ in range(images):
+        count = rng.integers(0, 6)
+        low = rng.uniform(0, 90, (count, 2))
+        boxes = np.concatenate([low, low + rng.uniform(6, 60, (count, 2))], axis=1).astype(np.float32)
+        labels = rng.integers(0, classes, count)
+        truth.append([(box, int(k), rng.random() < crowd) for box, k in zip(boxes, labels, strict=True)])
+        detections = []
+        for _ in range(rng.integers(0, dets)):
+            if count and rng.random() < 0.7:
+                at = rng.integers(count)
+                box = boxes[at] + rng.normal(0, rng.choice([1, 4, 9]), 4)
+                label = int(labels[at]) if rng.random() < 0.8 else int(rng.integers(classes))
+            else:
+                corner = rng.uniform(0, 100, 2)
+                box, label = np.concatenate([corner, corner + rng.uniform(5, 50, 2)]), int(rng.integers(classes))
+            box = np.concatenate([np.minimum(box[:2], box[2:]), np.maximum(box[:2], box[2:]) + 1])
+            detections.append((box, label, (rng.integers(scores) + 1) / (scores + 1)))
+        found.append(detections)
+    table = table_of(folder, truth, [f"class {k}" for k in range(classes)], draw=False)
+    return table, predictions_of(table, found)

@@ -1,0 +1,82 @@
+"""scripts/report.py and what evaluate.py saves, on a run of every training script.
+
+    python -m pytest tests/scripts/test_reports.py
+"""
+
+import json
+import shutil
+
+import pytest
+from launching import ROOT, rows
+
+EVALUATE, REPORT = (ROOT / "scripts" / f"{name}.py" for name in ("evaluate", "report"))
+pytestmark = pytest.mark.every_script
+
+
+@pytest.fixture(scope="module")
+def run(server, script, settings, tmp_path_factory):
+    """Folder of a run of four steps with two evaluations; with an average in which best goes by the raw weights."""
+    args = settings("--run.output_dir", tmp_path_factory.mktemp("runs"), "--run.max_steps", 4, "--run.eval_every", 2,
+                    "--run.save_every", 2)  # fmt: skip
+    return server.run(script, args).ok().folder
+
+
+def numbers_of(text: str) -> dict:
+    return json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+
+
+def test_a_run_leaves_the_predictions_of_its_best_weights(server, script, run):
+    about = json.loads((run / "report" / "predictions.about.json").read_text())
+    best = json.loads((run / "checkpoints" / "best" / "state.json").read_text())["step"]
+    assert about["step"] == best and "(raw weights)" in about["detector"]
+    row = next(r for r in rows(run) if r["step"] == best and "val/loss" in r)
+    assert {f"val/{k}": v for k, v in about["scores"].items()}.items() <= row.items()
+    if script.name == "train_sgg":
+        return  # its file has boxes; relations stand beside them
+    again = server.run(EVALUATE, [str(run / "report" / "predictions.json")])
+    assert again.code == 0, again.text
+    found = numbers_of(again.text)
+    assert {k: found[k] for k in about["scores"]} == pytest.approx(about["scores"], abs=1e-12)
+    assert found.keys() >= {"voc07_mAP", "voc12_mAP"}
+
+
+def test_the_report_of_a_run_and_of_two(server, script, run, tmp_path):
+    ended = server.run(REPORT, [str(run)])
+    assert ended.code == 0, ended.text
+    content = json.loads((run / "report" / "report.json").read_text())
+    assert content["images"] == 10 and (content["scene_graphs"] is None) == (script.name != "train_sgg")
+    if script.name == "train_sgg":
+        scores = json.loads((run / "report" / "predictions.about.json").read_text())["scores"]
+        for name in ("R@20", "R@100", "mR@50", "ngR@50"):
+            assert content["scene_graphs"]["row"][name] == pytest.approx(scores[name], abs=1e-6)
+    assert "training" in (run / "report" / "index.html").read_text()
+    other = tmp_path / "other_run"
+    shutil.copytree(run, other, symlinks=True)
+    ended = server.run(REPORT, [str(run), str(other), "--out", str(tmp_path / "both")])
+    assert ended.code == 0, ended.text
+    assert "the same AP" in (tmp_path / "both" / "index.html").read_text()
+
+
+def test_saved_results_of_another_split(server, script, run, data, tmp_path):
+    """A checkpoint on other data: without annotations the predictions are all there is; then a report of the file."""
+    document = json.loads((data / "annotations" / "val.json").read_text())
+    train = json.loads((data / "annotations" / "train.json").read_text())
+    for key in ("annotations", "rel_annotations"):
+        train[key] = []
+    bare = tmp_path / "bare.json"
+    bare.write_text(json.dumps(train))
+    args = [str(run / "checkpoints" / "latest"), "--split", str(bare), "--image-dir", str(data / "train")]
+    ended = server.run(EVALUATE, [*args, "--save", str(tmp_path / "bare_results.json")])
+    if script.name != "train_sgg":
+        assert ended.code == 0, ended.text
+        assert "nothing can be measured" in ended.text
+        assert isinstance(json.loads((tmp_path / "bare_results.json").read_text()), list)
+    foreign = tmp_path / "results.json"
+    foreign.write_text(json.dumps([{k: a[k] for k in ("image_id", "category_id", "bbox")} | {"score": 0.9}
+                                   for a in document["annotations"]]))  # fmt: skip
+    missing = server.run(REPORT, [str(foreign)])
+    assert missing.code == 2 and "--split" in missing.text
+    ended = server.run(REPORT, [str(foreign), "--split", str(data / "annotations" / "val.json")])
+    assert ended.code == 0, ended.text
+    content = json.loads((tmp_path / "results_report" / "report.json").read_text())
+    assert content["numbers"]["AP"] == 1 and content["best_f1"]["f1"] == 1

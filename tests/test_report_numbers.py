@@ -1,0 +1,355 @@
+"""pytest tests/test_report_numbers.py: what a report counts, against hand-worked cases and other programs."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_data import predictions_of, random_case, table_of
+
+from toolkit.data.formats import open_dataset
+from toolkit.data.formats.coco import write_coco
+from toolkit.errors import BadInput
+from toolkit.evaluation.coco import CocoEvaluator, ground_truth_as_predictions
+from toolkit.evaluation.predictions_file import about_file, read_about, read_predictions, write_predictions
+from toolkit.evaluation.report.annotations import suspects
+from toolkit.evaluation.report.bootstrap import TWELVE, exact_numbers, interval, resample, weighted_numbers
+from toolkit.evaluation.report.comparison import compare
+from toolkit.evaluation.report.errors import KINDS, tide_errors
+from toolkit.evaluation.report.judgement import as_json, judge
+from toolkit.evaluation.report.matches import match
+from toolkit.evaluation.report.thresholds import calibration, confusion_matrix, sweep
+
+BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")
+needs_bccd = pytest.mark.skipif(not BCCD.is_dir(), reason="no BCCD data: set DETECTION_TOOLKIT_BCCD to its folder")
+
+
+# ---- the same numbers as COCO's programs
+
+
+@pytest.mark.parametrize("seed, scores", [(0, 1000), (1, 6), (2, 30)])
+def test_the_numbers_are_those_of_the_evaluator(tmp_path, seed, scores):
+    """With crowds, ties, images without boxes or predictions, more than 10 predictions of a class."""
+    table, predictions = random_case(tmp_path, seed=seed, scores=scores, dets=60)
+    expected = CocoEvaluator(table, "pycocotools").evaluate(predictions)
+    exact = exact_numbers(match(predictions, table))
+    for name in TWELVE:
+        value = expected[f"bbox_{name}"]
+        assert exact.numbers[name][0] == pytest.approx(np.nan if value is None else value, abs=1e-12, nan_ok=True), name
+    for label, name in enumerate(table.class_names):
+        assert exact.of_class[0, label] == pytest.approx(expected[f"AP/{name}"], abs=1e-12)
+        assert exact.recall_of_class[0, label] == pytest.approx(expected[f"AR100/{name}"], abs=1e-12)
+
+
+def test_a_draw_counts_an_image_as_often_as_it_was_drawn(tmp_path):
+    """Against a data set in which the images really stand several times."""
+    table, predictions = random_case(tmp_path / "a", images=12, classes=2, crowd=0)
+    times = np.random.default_rng(3).multinomial(12, np.full(12, 1 / 12))
+    truth, found = [], []
+    for i, image_id in enumerate(table.image_ids().tolist()):
+        objects, p = table.row(i)["objects"], predictions[image_id]
+        truth += [[(b, int(k)) for b, k in zip(objects["bbox"], objects["category"], strict=True)]] * times[i]
+        found += [list(zip(p["boxes"], p["labels"], p["scores"], strict=True))] * times[i]
+    again = table_of(tmp_path / "b", truth, table.class_names, draw=False)
+    expected = exact_numbers(match(predictions_of(again, found), again))
+    drawn = weighted_numbers(match(predictions, table), times[:, None].astype(np.float32))
+    for name in TWELVE:
+        assert drawn.numbers[name][0] == pytest.approx(expected.numbers[name][0], abs=2e-2, nan_ok=True), name
+    for name in ("AR1", "AR10", "AR100"):  # no interpolation at recalls that rounding moves, no order among equals
+        assert drawn.numbers[name][0] == pytest.approx(expected.numbers[name][0], abs=1e-6)
+
+
+def test_intervals_lie_around_the_number_and_shrink_with_data(tmp_path):
+    widths = []
+    for images in (20, 200):
+        m = match(*reversed(random_case(tmp_path / str(images), images=images)))
+        value = float(exact_numbers(m).numbers["AP50"][0])
+        low, high = interval(resample(m, 200).numbers["AP50"], value)
+        assert low < value < high
+        widths.append(high - low)
+    assert widths[1] < widths[0] / 2
+    assert interval(np.full(5, np.nan), 0.5) is None
+
+
+# ---- thresholds and confusions
+
+
+def test_ground_truth_as_predictions_is_perfect(tmp_path):
+    table, _ = random_case(tmp_path, crowd=0)
+    judged = judge("truth", ground_truth_as_predictions(table), table, draws=20)
+    boxes = int(judged.matches.num_truth.sum())
+    assert judged.numbers["AP"] == 1 and judged.overall.best.f1 == 1
+    assert judged.matrix.trace() == boxes == judged.matrix.sum()
+    assert not judged.suspects and not judged.errors.missed.any()
+    assert all(len(judged.errors.of(kind)) == 0 for kind in KINDS[:-1])
+    assert judged.errors.ap50 == 1 and judged.errors.cost["class"] == 0
+
+
+def apart(count=12):
+    """One box an image of each of three classes, in three corners."""
+    places = ([5, 5, 45, 45], [60, 5, 110, 50], [10, 60, 70, 110])
+    return [[(np.add(box, i % 5), k) for k, box in enumerate(places)] for i in range(count)]
+
+
+def test_labels_moved_by_one_leave_the_diagonal_empty(tmp_path):
+    table = table_of(tmp_path, apart(), ("a", "b", "c"), draw=False)
+    moved = {i: p | {"labels": (np.asarray(p["labels"]) + 1) % 3} for i, p in ground_truth_as_predictions(table).items()}
+    judged = judge("moved", moved, table, draws=20)
+    assert judged.matrix.trace() == 0 and judged.matrix[:3, :3].sum() == 36
+    assert judged.matrix[:3, 3].sum() == 0 and len(judged.errors.of("class")) == 36
+    assert judged.errors.cost["class"] == pytest.approx(1) and len(judged.suspects) == 0 or judged.overall.best is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_box_has_one_fate_and_the_threshold_gives_the_best_f1(tmp_path, seed):
+    table, predictions = random_case(tmp_path, seed=seed, scores=40)
+    m = match(predictions, table)
+    best = sweep(m).best
+    matrix, paired = confusion_matrix(m, best.threshold)
+    assert (matrix[:-1].sum(axis=1) == m.num_truth).all()
+    assert len(set(paired[paired >= 0].tolist())) == (paired >= 0).sum()
+    assert matrix.trace() == (m.right & (m.found.scores > best.threshold)).sum()
+    for operator in (np.greater, np.greater_equal):  # a deployed threshold means either
+        kept = operator(m.found.scores, best.threshold) & m.counts
+        right = (kept & m.right).sum()
+        assert 2 * right / (kept.sum() + m.num_truth.sum()) == pytest.approx(best.f1, abs=1e-6)
+    every = [2 * (m.right & (m.found.scores >= s)).sum() / ((m.counts & (m.found.scores >= s)).sum() + m.num_truth.sum())
+             for s in np.unique(m.found.scores)]  # fmt: skip
+    assert best.f1 == pytest.approx(max(every), abs=1e-12)
+
+
+def test_a_wanted_precision(tmp_path):
+    table = table_of(tmp_path, [[([0, 0, 20, 20], 0)]] * 4, ("a",), draw=False)
+    far = [60, 60, 90, 90]
+    found = [[([0, 0, 20, 20], 0, 0.9)], [([0, 0, 20, 20], 0, 0.8)], [(far, 0, 0.7)], [([0, 0, 20, 20], 0, 0.6)]]
+    s = sweep(match(predictions_of(table, found), table))
+    assert s.at_precision(0.9).recall == 0.5 and 0.7 < s.at_precision(0.9).threshold < 0.8
+    assert s.at_precision(0.75).recall == 0.75 and s.at_precision(0.75).threshold < 0.6
+    assert sweep(match(predictions_of(table, [[(far, 0, 0.5)]] * 4), table)).best is None
+
+
+def test_calibration_of_scores_that_are_probabilities_and_of_others(tmp_path):
+    rng = np.random.default_rng(0)
+    table = table_of(tmp_path, [[([0, 0, 20, 20], 0)]] * 2000, ("a",), draw=False)
+    errors = []
+    for power in (1, 4):
+        found = []
+        for chance in rng.random(2000):
+            box = [0, 0, 20, 20] if rng.random() < chance else [60, 60, 90, 90]
+            found.append([(box, 0, chance**power)])
+        errors.append(calibration(match(predictions_of(table, found), table)).error)
+    assert errors[0] < 0.03 and errors[1] > 0.2
+
+
+# ---- TIDE
+
+
+def test_kinds_of_mistakes_and_their_cost_by_hand(tmp_path):
+    """One class of 2 boxes; found is one. Each other prediction is one kind of mistake."""
+    box, other = [0, 0, 40, 40], [60, 60, 100, 100]
+    table = table_of(tmp_path, [[(box, 0), (other, 0), ([100, 0, 140, 40], 1)]], draw=False)
+    found = [(box, 0, 0.9), (box, 0, 0.8), ([60, 60, 100, 75], 0, 0.7), ([0, 80, 20, 110], 0, 0.6),
+             ([100, 0, 140, 40], 0, 0.5), ([100, 0, 140, 12], 0, 0.4)]  # fmt: skip
+    e = tide_errors(match(predictions_of(table, [found]), table))
+    assert {kind: len(e.of(kind)) for kind in KINDS[:-1]} == {
+        "class": 1, "localisation": 1, "both": 1, "duplicate": 1, "background": 1}  # fmt: skip
+    assert not e.missed.any()  # the two others would be found by mended predictions
+    # class cat: right, then wrong; recall 1/2 of 2 boxes with precision 1: 51 of 101 points. class dog: nothing
+    half = 51 / 101
+    assert e.ap50 == pytest.approx(half / 2)
+    # mended place: right, wrong, right: 51 points at 1, 50 at 2/3
+    assert e.cost["localisation"] == pytest.approx((half + 50 / 101 * 2 / 3) / 2 - half / 2)
+    # mended class: class dog has its one box found
+    assert e.cost["class"] == pytest.approx(1 / 2)
+    assert e.cost["duplicate"] == e.cost["background"] == e.cost["both"] == pytest.approx(0)
+    assert e.cost["false negatives"] == pytest.approx(1 / 2 - half / 2)
+
+
+def test_a_missed_box(tmp_path):
+    table = table_of(tmp_path, [[([0, 0, 40, 40], 0), ([60, 60, 100, 100], 0)]], ("a",), draw=False)
+    e = tide_errors(match(predictions_of(table, [[([0, 0, 40, 40], 0, 0.9)]]), table))
+    assert e.missed.tolist() == [False, True]
+    assert e.cost["missed"] == pytest.approx(1 - 51 / 101)
+
+
+def noisy(table, seed=0, noise=0.1, confused=0.15):
+    rng, found = np.random.default_rng(seed), {}
+    for image_id, p in ground_truth_as_predictions(table).items():
+        boxes, labels = np.asarray(p["boxes"]), np.asarray(p["labels"])
+        rows = rng.integers(0, len(boxes), 3 * len(boxes)) if len(boxes) else np.zeros(0, int)
+        sides = np.tile(boxes[:, 2:] - boxes[:, :2], 2)
+        others = np.where(rng.random(len(rows)) < 1 - confused, labels[rows], rng.integers(0, 3, len(rows)))
+        found[image_id] = {"boxes": boxes[rows] + rng.normal(0, noise, (len(rows), 4)) * sides[rows],
+                           "labels": others, "scores": rng.random(len(rows))}  # fmt: skip
+    return found
+
+
+@needs_bccd
+@pytest.mark.skipif(importlib.util.find_spec("tidecv") is None, reason="tidecv is not installed: pip install tidecv")
+def test_tide_of_bccd_is_that_of_its_authors(tmp_path):
+    from tidecv import TIDE, datasets
+
+    table = open_dataset(BCCD / "annotations" / "val.json", cache_dir=tmp_path)
+    found = noisy(table)
+    write_predictions(tmp_path / "found.json", found, table)
+    write_coco(table, tmp_path / "truth.json")
+    document = json.loads((tmp_path / "truth.json").read_text())
+    for annotation in document["annotations"]:
+        x, y, w, h = annotation["bbox"]
+        annotation["segmentation"] = [[x, y, x + w, y, x + w, y + h, x, y + h]]
+    (tmp_path / "truth.json").write_text(json.dumps(document))
+    tide = TIDE()
+    run = tide.evaluate(datasets.COCO(str(tmp_path / "truth.json")), datasets.COCOResult(str(tmp_path / "found.json")),
+                        mode=TIDE.BOX)  # fmt: skip
+    ours = tide_errors(match(found, table))
+    assert ours.ap50 * 100 == pytest.approx(run.ap, abs=1e-6)
+    names = dict(zip(("Cls", "Loc", "Both", "Dupe", "Bkg", "Miss"), KINDS, strict=True))
+    for short, cost in next(iter(tide.get_main_errors().values())).items():
+        assert ours.cost[names[short]] * 100 == pytest.approx(cost, abs=1e-6), short
+
+
+# ---- mistakes of the annotation
+
+
+@needs_bccd
+def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
+    """5 % of the boxes of BCCD removed, moved or relabelled; a simulated detector with 2 % misses and confusions."""
+    table = open_dataset(BCCD / "annotations" / "val.json", cache_dir=tmp_path / "cache")
+    rng = np.random.default_rng(0)
+    found, images, planted = {}, [], []
+    for i, (image_id, p) in enumerate(ground_truth_as_predictions(table).items()):
+        boxes, labels = np.asarray(p["boxes"]), np.asarray(p["labels"])
+        seen = rng.random(len(boxes)) > 0.02
+        sides = np.tile(boxes[:, 2:] - boxes[:, :2], 2)
+        told = np.where(rng.random(len(boxes)) < 0.98, labels, rng.integers(0, 3, len(boxes)))
+        found[i + 10] = {"boxes": (boxes + rng.normal(0, 0.04, boxes.shape) * sides)[seen], "labels": told[seen],
+                         "scores": rng.beta(12, 2, len(boxes))[seen]}  # fmt: skip
+        objects = []
+        for box, label in zip(boxes.tolist(), labels.tolist(), strict=True):
+            kind = rng.choice(["", "removed", "moved", "relabelled"], p=[0.95, 0.02, 0.015, 0.015])
+            if kind:
+                planted.append((i, box))
+            if kind == "moved":
+                box = (np.array(box) + np.tile(np.subtract(box[2:], box[:2]) * rng.choice([-0.6, 0.6], 2), 2)).tolist()
+            if kind != "removed":
+                objects.append((box, (label + 1) % 3 if kind == "relabelled" else label))
+        images.append(objects)
+    m = match(found, table_of(tmp_path / "wrong", images, table.class_names, draw=False))
+    listed = suspects(m)
+    hit, good = set(), 0
+    for s in listed:
+        boxes = [b for b, at in ((m.found.boxes_xyxy, s.det), (m.truth.boxes_xyxy, s.gt)) if at >= 0]
+        boxes = [b[at] for b, at in zip(boxes, [at for at in (s.det, s.gt) if at >= 0], strict=True)]
+        near = {n for n, (image, box) in enumerate(planted) if image == s.image for b in boxes if overlap(b, box) > 0.15}
+        good += bool(near)
+        hit |= near
+    precision, recall = good / len(listed), len(hit) / len(planted)
+    print(f"planted {len(planted)}, listed {len(listed)}: precision {precision:.3f}, recall {recall:.3f}")
+    assert recall > 0.9 and precision > 0.5  # what is listed beside them are the detector's own misses and confusions
+
+
+def overlap(a, b) -> float:
+    low, high = np.maximum(a[:2], b[:2]), np.minimum(a[2:], b[2:])
+    common = np.prod(np.clip(high - low, 0, None))
+    return common / (np.prod(np.subtract(a[2:], a[:2])) + np.prod(np.subtract(b[2:], b[:2])) - common)
+
+
+# ---- predictions files
+
+
+def test_plain_pycocotools_gives_the_printed_ap_of_a_saved_file(tmp_path):
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    table, predictions = random_case(tmp_path)
+    scores = CocoEvaluator(table).evaluate(predictions)
+    write_predictions(tmp_path / "found.json", predictions, table, scores=scores)
+    write_coco(table, tmp_path / "truth.json")
+    truth = COCO(tmp_path / "truth.json")
+    run = COCOeval(truth, truth.loadRes(str(tmp_path / "found.json")), "bbox")
+    run.evaluate()
+    run.accumulate()
+    run.summarize()
+    assert run.stats[:12] == pytest.approx(
+        [-1 if scores[f"bbox_{name}"] is None else scores[f"bbox_{name}"] for name in TWELVE], abs=1e-12)  # fmt: skip
+    assert read_about(tmp_path / "found.json")["scores"]["bbox_AP"] == scores["bbox_AP"]
+
+
+def test_a_predictions_file_comes_back(tmp_path):
+    table, predictions = random_case(tmp_path, scores=10**6)
+    read = read_predictions(write_predictions(tmp_path / "p" / "found.json", predictions, table, step=7), table)
+    assert read.about["step"] == 7 and not read.has_graphs
+    for image_id, expected in predictions.items():
+        for key in ("scores", "labels"):
+            assert read.by_image[image_id][key].tolist() == expected[key].tolist()
+        assert read.by_image[image_id]["boxes"] == pytest.approx(expected["boxes"], rel=1e-12)
+    before = CocoEvaluator(table).evaluate(predictions)
+    assert CocoEvaluator(table).evaluate(read.by_image) == pytest.approx(before, abs=1e-12)
+
+
+def test_predictions_of_other_data_are_refused_by_name(tmp_path):
+    table, predictions = random_case(tmp_path / "a")
+    other, _ = random_case(tmp_path / "b", seed=5)
+    file = write_predictions(tmp_path / "found.json", predictions, table)
+    with pytest.raises(BadInput, match="made on other data"):
+        read_predictions(file, other)
+    about_file(file).unlink()
+    assert len(read_predictions(file, other).by_image) == len(other)  # of another program: nothing says so
+    for content, words in (
+        ("{}", "expected a list"), ("nothing", "no COCO results file"), ('[{"image_id": 10}]', "detection 0"),
+        ('[{"image_id": 99, "category_id": 1, "bbox": [0, 0, 1, 1], "score": 1}]', "image ids"),
+        ('[{"image_id": 10, "category_id": 2, "bbox": [0, 0, 1, 1], "score": 1}]', "category ids"),
+        ('[{"image_id": 10, "category_id": 1, "bbox": [0, 0, 1, "x"], "score": 1}]', "no number"),
+    ):  # fmt: skip
+        file.write_text(content)
+        with pytest.raises(BadInput, match=words):
+            read_predictions(file, table)
+    with pytest.raises(BadInput, match=".json"):
+        write_predictions(tmp_path / "found.txt", predictions, table)
+
+
+def test_graphs_travel_with_their_boxes(tmp_path):
+    image = {"objects": [([0, 0, 40, 40], 0), ([60, 60, 100, 100], 1), ([0, 60, 40, 100], 1)],
+             "relations": [(0, 1, 1), (2, 0, 0)]}  # fmt: skip
+    table = table_of(tmp_path, [image] * 3, predicates=("on", "under"), draw=False)
+    boxes = np.array([o[0] for o in image["objects"]] + [[0, 0, 5, 5]], np.float32)
+    graph = {"boxes": boxes, "labels": np.array([0, 1, 1, -1]), "scores": np.array([0.9, 0.8, 0.7, 0.1], np.float32),
+             "pairs": np.array([[0, 1], [2, 0]]),
+             "predicate_scores": np.array([[0.1, 0.9], [0.3, 0.6]], np.float32)}  # fmt: skip
+    file = write_predictions(tmp_path / "g.json", dict.fromkeys(table.image_ids().tolist(), graph), table)
+    read = read_predictions(file, table)
+    assert read.has_graphs and all((read.by_image[10][key] == graph[key]).all() for key in graph)
+    judged = judge("graphs", read.by_image, table, draws=10)
+    assert judged.graphs.mode == "sgdet" and judged.graphs.row["R@100"] == pytest.approx(0.5)
+    assert judged.graphs.confusions.tolist() == [[0, 3, 0], [0, 3, 0]]  # "on" is taken for "under"
+    assert judged.graphs.recall.tolist() == [0, 1] and judged.graphs.whole == 0
+    json.dumps(as_json(judged))
+
+
+# ---- comparison
+
+
+def test_a_paired_difference_sees_what_intervals_of_each_do_not(tmp_path):
+    table = table_of(tmp_path, apart(60), ("a", "b", "c"), draw=False)
+    rng = np.random.default_rng(0)
+    worse, better, same = {}, {}, {}
+    for image_id, p in ground_truth_as_predictions(table).items():
+        boxes, labels = np.asarray(p["boxes"]), np.asarray(p["labels"])
+        seen, scores = rng.random(3) < 0.7, rng.random(3)
+        more = seen | (rng.random(3) < 0.25)  # finds some more, in the same images
+        for target, keep in ((worse, seen), (better, more), (same, seen)):
+            target[image_id] = {"boxes": boxes[keep], "labels": labels[keep], "scores": scores[keep]}
+    judged = [judge(name, p, table, draws=300) for name, p in (("run_1", worse), ("run_2", same), ("other", better))]
+    c = compare(judged)
+    of = {(d.other, d.metric): d for d in c.differences}
+    assert of["run_2", "AP"].in_words() == "the same AP"
+    gained = of["other", "AP"]
+    assert gained.low > 0 and gained.in_words().startswith("better by") and "not explained by chance" in gained.in_words()
+    assert judged[0].intervals["AP"][1] > judged[2].intervals["AP"][0]  # taken each alone, they overlap
+    assert list(c.groups) == ["run_1, run_2"] and c.groups["run_1, run_2"]["AP"][1] == 0
+    assert c.images and judged[2].image_f1[c.images[0]] > judged[0].image_f1[c.images[0]]
+    other = judge("x", *reversed(random_case(tmp_path / "o")), draws=5)
+    with pytest.raises(BadInput, match="same data"):
+        compare([judged[0], other])

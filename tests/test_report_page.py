@@ -1,0 +1,213 @@
+"""pytest tests/test_report_page.py: the HTML of a report, its pictures and its advice."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+from report_data import predictions_of, random_case, table_of
+
+from toolkit.evaluation.coco import ground_truth_as_predictions
+from toolkit.evaluation.predictions_file import write_predictions
+from toolkit.evaluation.report import PREDICTIONS, write_report
+from toolkit.evaluation.report.advice import advise
+from toolkit.evaluation.report.charts import MOST_POINTS, Line, line_chart
+from toolkit.evaluation.report.judgement import judge
+from toolkit.evaluation.report.write import RunFacts, write_comparison, write_page
+
+BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
+                if (found := shutil.which(name))), None)  # fmt: skip
+
+
+class Checker(HTMLParser):
+    """Tags that are left open, and everything that a browser would fetch."""
+
+    VOID = {"meta", "link", "img", "br", "line", "circle", "polyline"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.fetched, self.links, self.faults = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.fetched += [attrs[key] for key in ("src", "srcset") if key in attrs]
+        self.fetched += [attrs["href"]] if tag == "link" else []
+        self.links += [attrs["href"]] if tag == "a" else []
+        self.faults += [tag] if tag in ("script", "iframe", "object") else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):  # of SVG
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(f"</{tag}>")
+
+
+def checked(path) -> Checker:
+    checker = Checker()
+    checker.feed(path.read_text(encoding="utf-8"))
+    assert not checker.open and not checker.faults
+    assert all(source.startswith("data:") for source in checker.fetched), "nothing from elsewhere"
+    assert "@import" not in path.read_text() and "url(" not in path.read_text()
+    return checker
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data with <b> & ü")
+    images = [[([10, 10, 50, 60], 0), ([70, 30, 120, 100], 1)], [([20, 20, 90, 90], 1)], []] * 4
+    table = table_of(folder, images, ("<cat> & \"co\"", "dog|wolf"))
+    found = [
+        [([12, 11, 50, 60], 0, 0.9), ([70, 30, 120, 100], 0, 0.8), ([5, 80, 40, 110], 1, 0.7)],
+        [([20, 20, 90, 60], 1, 0.85), ([20, 20, 92, 90], 1, 0.6)],
+        [([20, 20, 60, 60], 0, 0.95)],
+    ] * 4
+    return table, predictions_of(table, found)
+
+
+def test_a_page_is_one_file_with_all_sections(case, tmp_path):
+    table, predictions = case
+    judged = judge("try <1>", predictions, table, draws=20)
+    rows = [{"step": s, "epoch": 0, "train/loss": 1 / s, "train/loss_ce": 1 / s, "train/loss_ce_unscaled": 0.5 / s,
+             "train/lr/all": 0.1, "train/grad_norm": float(s)} for s in range(1, 40)]  # fmt: skip
+    rows += [{"step": 40, "epoch": 0, "val/bbox_AP": 0.2, "val/loss_ce_unscaled": 0.3, "val/loss": 0.4}]
+    page = write_page(tmp_path / "report", judged, RunFacts(rows, {}, "a: <1>", "{}", "state done"), "try <1>")
+    text, links = page.read_text(), checked(page).links
+    for section in ("summary", "numbers", "thresholds", "confusion", "errors", "images", "confident", "annotation",
+                    "training", "settings"):  # fmt: skip
+        assert f'id="{section}"' in text and f"#{section}" in links
+    assert "&lt;cat&gt; &amp; &quot;co&quot;" in text and "<cat>" not in text
+    assert "loss_ce, unweighted" in text and "validation" in text
+    files = [link for link in links if not link.startswith("#")]
+    assert files and all((page.parent / unquote(link)).is_file() for link in files)
+    assert page.stat().st_size < 5_000_000
+    numbers = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert numbers["threshold"] == judged.threshold and numbers["thresholds"].keys() == set(table.class_names)
+    assert len(numbers["annotation_mistakes"]) == len(judged.suspects) > 0
+
+
+def test_the_report_of_a_run_has_its_predictions(case, tmp_path):
+    table, predictions = case
+    run = tmp_path / "run"
+    assert "index.html" in write_report(run).read_text()  # nothing yet, and no failure
+    checked(run / "report" / "index.html")
+    assert not (run / "report" / "report.json").exists()
+    write_predictions(run / "report" / PREDICTIONS, predictions, table, detector="run, step 3 (raw weights)")
+    write_report(run, table)
+    assert "step 3 (raw weights)" in (run / "report" / "index.html").read_text()
+    assert json.loads((run / "report" / "report.json").read_text())["images"] == 12
+
+
+def test_images_that_cannot_be_read_and_data_without_boxes(tmp_path):
+    table, predictions = random_case(tmp_path / "a")  # there are no image files
+    page = write_page(tmp_path / "r", judge("x", predictions, table, draws=5), RunFacts(), "x")
+    assert "cannot be read from here" in page.read_text()
+    empty = table_of(tmp_path / "b", [[], []])
+    nothing = predictions_of(empty, [[([0, 0, 9, 9], 0, 0.5)], []])
+    checked(write_page(tmp_path / "s", judge("x", nothing, empty, draws=5), RunFacts(), "x"))
+    none = predictions_of(table, [[]] * len(table))
+    checked(write_page(tmp_path / "t", judge("x", none, table, draws=5), RunFacts(), "x"))
+
+
+def test_a_comparison_is_one_file(case, tmp_path):
+    table, predictions = case
+    judged = [judge(name, p, table, draws=20)
+              for name, p in (("a", predictions), ("b", ground_truth_as_predictions(table)))]  # fmt: skip
+    page = write_comparison(tmp_path, judged)
+    checked(page)
+    assert "better by" in page.read_text()
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert len(content["detectors"]) == 2 and content["differences"][0]["metric"] == "AP"
+
+
+def test_charts_of_odd_values():
+    assert line_chart("x", [Line("a", [], [])]) == "" and line_chart("x", [Line("a", [1], [np.nan])]) == ""
+    assert "circle" in line_chart("x", [Line("a", [1], [2])])
+    assert line_chart("x", [Line("a", [1, 2], [0, -1])], log=True) == ""
+    many = line_chart("x", [Line("a", range(10**5), np.random.default_rng(0).random(10**5))])
+    assert len(re.search('points="([^"]*)"', many)[1].split()) <= MOST_POINTS
+    assert "nan" not in line_chart("x", [Line("a", [1, 2, 3], [1e-30, np.inf, 1e30])], log=True)
+
+
+# ---- advice: no sentence without evidence
+
+
+def topics(*arguments):
+    return {each.topic for each in advise(*arguments)}
+
+
+def test_a_perfect_detector_gets_no_advice(tmp_path):
+    table, _ = random_case(tmp_path, crowd=0)
+    judged = judge("x", ground_truth_as_predictions(table), table, draws=5)
+    assert topics(judged) <= {"Threshold"}
+
+
+def test_each_advice_has_its_evidence(tmp_path):
+    table, predictions = random_case(tmp_path, crowd=0)
+    judged = judge("x", predictions, table, draws=5)
+    rising = [{"step": s, "val/bbox_AP": 0.02 * s, "val/loss": 1.0} for s in range(1, 9)]
+    assert "Trained too short" in topics(judged, rising, {"run": {"epochs": 5}})
+    assert "Trained too short" not in topics(judged, [r | {"val/bbox_AP": 0.1} for r in rising])
+    over = [{"step": s, "train/loss": 1 / s} for s in range(1, 60)]
+    over += [{"step": 10 * s, "val/loss": 1 + abs(s - 2), "val/bbox_AP": 0.3 - 0.02 * abs(s - 2)} for s in range(1, 7)]
+    assert "Over-fitting" in topics(judged, over) and "Over-fitting" not in topics(judged, rising)
+    most = int(np.bincount(judged.matches.truth.image_index).max())
+    assert "Too few queries" in topics(judged, (), {"model": {"num_queries": most}})
+    assert "Too few queries" not in topics(judged, (), {"model": {"num_queries": 10 * most}})
+
+
+def test_twins_and_confusions_are_named_with_their_flag(tmp_path):
+    rng = np.random.default_rng(0)
+    truth, twins, wrong = [], [], []
+    for i in range(30):
+        box = [10 + i % 5, 10, 60, 70]
+        truth.append([(box, i % 2)])
+        score = rng.random()
+        twins.append([(box, i % 2, score), (np.add(box, 1), i % 2, score * 0.99), (np.add(box, 2), i % 2, score * 0.98)])
+        wrong.append([(box, 1 if i % 3 else i % 2, score)])
+    table = table_of(tmp_path, truth, draw=False)
+    judged = judge("x", predictions_of(table, twins), table, draws=5)
+    found = {a.topic: a for a in advise(judged, (), {"model": {"nms_threshold": 0.9}})}
+    assert "--model.nms_threshold (now 0.9)" in found["Duplicates"].advice and "60" in found["Duplicates"].evidence
+    assert "Confused classes" not in found
+    judged = judge("x", predictions_of(table, wrong), table, draws=5)
+    confused = {a.topic: a for a in advise(judged)}["Confused classes"]
+    assert "cat is taken for dog: 10 of 15" in confused.evidence and "Duplicates" not in topics(judged)
+
+
+def test_a_detector_that_finds_nothing_is_told_why(tmp_path):
+    truth = [[([10, 10, 60, 70], 0)]] * 20
+    table = table_of(tmp_path, truth, draw=False)
+    small = predictions_of(table, [[([10 / 160, 10 / 120, 60 / 160, 70 / 120], 0, 0.9)]] * 20)
+    (advice,) = advise(judge("x", small, table, draws=5))
+    assert advice.topic == "Hardly anything is found" and "normalised" in advice.evidence
+
+
+# ---- in a browser
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
+@pytest.mark.parametrize("width, scheme", [(1200, 1), (1200, 0), (390, 1)], ids=["light", "dark", "narrow"])
+def test_a_browser_shows_the_page_without_a_complaint(case, tmp_path, width, scheme):
+    from PIL import Image
+
+    table, predictions = case
+    page = write_page(tmp_path / "report", judge("try", predictions, table, draws=20), RunFacts(), "try")
+    done = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
+         f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},2500",
+         f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={tmp_path / 'shot.png'}", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in done.stderr
+    pixels = np.asarray(Image.open(tmp_path / "shot.png").convert("L"), dtype=float)
+    assert (pixels[:40].mean() < 60) == (scheme == 0) and pixels.std() > 10
