@@ -32,9 +32,12 @@ LISTED = 50
 def open_all(options: argparse.Namespace) -> dict[str, DetectionTable]:
     """Every split that was asked for, by name."""
     reading = {
-        "image_dir": options.image_dir, "format": options.format, "name": options.name, "on_error": "drop",
+        "image_dir": options.image_dir,
+        "format": options.format,
+        "name": options.name,
+        "on_error": "drop",
         "check_images": {"auto": True, "none": False}.get(options.check_images, options.check_images),
-    }  # fmt: skip
+    }
     tables = {}
     for source in options.source:
         if options.name is None and Path(source).expanduser().is_dir():
@@ -74,8 +77,10 @@ def report(tables: dict[str, DetectionTable], found: Inspection) -> str:
             counts = summary.classes[category.name]
             lines.append(f"{category.name:{width}}  {category.id!s:>8}  {counts['boxes']:>8}  {counts['images']:>8}")
         lines.append("")
-        lines.append(f"{table.name}: {len(table)} usable images ({summary.background} without objects), {summary.boxes} "
-                     f"boxes, {summary.crowds} crowd regions, {len(table.categories)} classes")  # fmt: skip
+        lines.append(
+            f"{table.name}: {len(table)} usable images ({summary.background} without objects), {summary.boxes} "
+            f"boxes, {summary.crowds} crowd regions, {len(table.categories)} classes"
+        )
         if table.predicates:
             lines.append(f"relations: {', '.join(table.predicates)}")
         if table.attributes:
@@ -100,7 +105,9 @@ def draw_augmented(config: str, table: DetectionTable, file: Path) -> Path:
         content = yaml.safe_load(Path(config).read_text()) or {}
         settings = DataConfig(**content.get("data", {}))
     except (OSError, yaml.YAMLError, TypeError, AttributeError) as error:
-        raise BadInput(f"--augment {config}: expected a settings file of training with a group `data`: {error}") from error
+        raise BadInput(
+            f"--augment {config}: expected a settings file of training with a group `data`: {error}"
+        ) from error
     settings.workers, settings.batch_size_per_device = 0, min(16, len(table))
     _, loader = loader_of_settings(table, settings, seed=0, stride=1)
     return draw_batch(next(iter(loader)), table.class_names, file)
@@ -150,15 +157,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--image-dir", help="folder that file names are relative to (default: looked for)")
     parser.add_argument("--format", choices=FORMATS, default="auto")
     parser.add_argument("--name", help="as --data.name in training")
-    parser.add_argument("--on-error", choices=("raise", "drop"), default="raise",
-                        help="as --data.on_error in training; with drop, faulty records count as warnings")
-    parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto",
-                        help="full decodes every image; auto does so up to 20,000 images; none compares no images")
+    parser.add_argument(
+        "--on-error",
+        choices=("raise", "drop"),
+        default="raise",
+        help="as --data.on_error in training; with drop, faulty records count as warnings",
+    )
+    parser.add_argument(
+        "--check-images",
+        choices=("auto", "full", "header", "none"),
+        default="auto",
+        help="full decodes every image; auto does so up to 20,000 images; none compares no images",
+    )
     parser.add_argument("--image-size", type=int, default=640, help="side in pixels that images are trained at")
     parser.add_argument("--json", type=Path, help="file for the findings, for programs")
-    parser.add_argument("--pictures", type=Path, help="folder for pictures: samples of classes, positions, sizes, shapes")
+    parser.add_argument(
+        "--pictures", type=Path, help="folder for pictures: samples of classes, positions, sizes, shapes"
+    )
     parser.add_argument("--anchors", action="store_true", help="also print anchors of YOLOv3 that fit")
-    parser.add_argument("--augment", metavar="CONFIG", help="settings file of training: draw a batch as the model gets it")
+    parser.add_argument(
+        "--augment", metavar="CONFIG", help="settings file of training: draw a batch as the model gets it"
+    )
     parser.add_argument("--fix", type=Path, metavar="OUT", help="new folder for a cleaned copy (COCO) and changes.txt")
     return parser
 

@@ -65,18 +65,28 @@ def test_relations_and_attributes(tmp_path, monkeypatch, chunk):
 
 ID = st.one_of(st.integers(1, 6), st.just("a"), st.none(), st.just(2**70), st.just(True))
 NUMBER = st.one_of(st.integers(-3, 40), st.just(float("nan")), st.none())
-IMAGE = st.fixed_dictionaries({"id": st.integers(1, 6), "file_name": st.sampled_from(["a.jpg", "b.jpg", "b/../c.jpg", "", 7])},
-                              optional={"width": st.just(30), "height": st.just(30)})  # fmt: skip
-ANNOTATION = st.fixed_dictionaries({"id": ID, "image_id": ID, "category_id": st.integers(1, 3),
-                                    "bbox": st.lists(NUMBER, min_size=3, max_size=5)})  # fmt: skip
+IMAGE = st.fixed_dictionaries(
+    {"id": st.integers(1, 6), "file_name": st.sampled_from(["a.jpg", "b.jpg", "b/../c.jpg", "", 7])},
+    optional={"width": st.just(30), "height": st.just(30)},
+)
+ANNOTATION = st.fixed_dictionaries(
+    {"id": ID, "image_id": ID, "category_id": st.integers(1, 3), "bbox": st.lists(NUMBER, min_size=3, max_size=5)}
+)
 
 
 @patient
-@given(images=st.lists(IMAGE | st.just(3), min_size=1, max_size=7), chunk=st.integers(1, 4),
-       annotations=st.lists(ANNOTATION | st.just([]), max_size=12))  # fmt: skip
+@given(
+    images=st.lists(IMAGE | st.just(3), min_size=1, max_size=7),
+    chunk=st.integers(1, 4),
+    annotations=st.lists(ANNOTATION | st.just([]), max_size=12),
+)
 def test_any_defects(tmp_path_factory, images, annotations, chunk):
     folder = tmp_path_factory.mktemp("any")
-    document = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "x"}, {"id": 2, "name": "x"}]}
+    document = {
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": 1, "name": "x"}, {"id": 2, "name": "x"}],
+    }
     (folder / "a.json").write_text(json.dumps(document))
     with pytest.MonkeyPatch.context() as patch:
         try:
@@ -105,12 +115,19 @@ def test_broken_files_end_in_one_sentence(tmp_path, monkeypatch, name):
         read_coco(DIRTY / "broken" / name, DIRTY / "images", cache_dir=tmp_path)
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=4)
-                    | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
 
 
 @patient
-@given(document=st.dictionaries(st.text(), JSON, max_size=5), window=st.integers(1, 40), indent=st.none() | st.integers(0, 2))
+@given(
+    document=st.dictionaries(st.text(), JSON, max_size=5),
+    window=st.integers(1, 40),
+    indent=st.none() | st.integers(0, 2),
+)
 def test_items_are_those_of_the_whole(tmp_path_factory, document, window, indent):
     path = tmp_path_factory.mktemp("json") / "a.json"
     path.write_text(json.dumps(document, indent=indent, ensure_ascii=False), encoding="utf-8", errors="surrogatepass")
@@ -148,7 +165,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     for count in (2000, 20_000):
         file = tmp_path / f"{count}.json"
         images = [{"id": n, "file_name": f"{n:012d}.jpg", "width": 640, "height": 480} for n in range(count)]
-        boxes = [{"id": n, "image_id": n % count, "category_id": 1, "bbox": [n % 300, 3, 40, 50]} for n in range(8 * count)]
+        boxes = [
+            {"id": n, "image_id": n % count, "category_id": 1, "bbox": [n % 300, 3, 40, 50]} for n in range(8 * count)
+        ]
         file.write_text(json.dumps({"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "a"}]}))
         done = subprocess.run([sys.executable, "-c", script, file, tmp_path / "cache"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

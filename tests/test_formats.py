@@ -32,7 +32,9 @@ def shapes(tmp_path_factory):
     """(folder, tables) of 20 + 6 shapes as COCO."""
     folder = tmp_path_factory.mktemp("shapes") / "coco"
     make_shapes(folder, 20, 6, 64)
-    return folder, {split: open_dataset(split, path=folder, cache_dir=folder.parent / "c") for split in ("train", "val")}
+    return folder, {
+        split: open_dataset(split, path=folder, cache_dir=folder.parent / "c") for split in ("train", "val")
+    }
 
 
 def by_name(table):
@@ -48,8 +50,9 @@ def assert_equal_tables(one, two, tolerance=1e-3):
     for name, row in ours.items():
         assert (row["width"], row["height"]) == (theirs[name]["width"], theirs[name]["height"])
         assert row["objects"]["iscrowd"].tolist() == theirs[name]["objects"]["iscrowd"].tolist()
-        assert ([one.class_names[label] for label in row["objects"]["category"]]
-                == [two.class_names[label] for label in theirs[name]["objects"]["category"]])
+        assert [one.class_names[label] for label in row["objects"]["category"]] == [
+            two.class_names[label] for label in theirs[name]["objects"]["category"]
+        ]
         assert np.allclose(row["objects"]["bbox"], theirs[name]["objects"]["bbox"], atol=tolerance, rtol=0)
 
 
@@ -63,7 +66,9 @@ def test_shapes_are_the_same_in_every_format(shapes, tmp_path, format):
         again = open_dataset(split, path=tmp_path / "d", cache_dir=tmp_path / "c")
         if format == "hub":
             assert again.num_boxes().tolist() == table.num_boxes().tolist() and again.class_names == table.class_names
-            assert all(np.array_equal(again.row(i)["objects"]["bbox"], table.row(i)["objects"]["bbox"]) for i in range(6))
+            assert all(
+                np.array_equal(again.row(i)["objects"]["bbox"], table.row(i)["objects"]["bbox"]) for i in range(6)
+            )
         else:
             assert_equal_tables(again, table, 0)
         assert not [problem for problem in again.problems if problem.severity != "note"]
@@ -82,8 +87,11 @@ PICTURE = (Path(__file__).parent / "data" / "dirty" / "images" / "control.jpg").
 
 
 @patient
-@given(st.lists(st.lists(boxes(), max_size=4), min_size=1, max_size=3), st.lists(NAME, min_size=1, max_size=3, unique=True),
-       st.sampled_from(sorted(FOLDERS)))  # fmt: skip
+@given(
+    st.lists(st.lists(boxes(), max_size=4), min_size=1, max_size=3),
+    st.lists(NAME, min_size=1, max_size=3, unique=True),
+    st.sampled_from(sorted(FOLDERS)),
+)
 def test_nothing_is_lost_that_the_format_can_hold(tmp_path_factory, images, names, format):
     folder = tmp_path_factory.mktemp("round")
     (folder / "p").mkdir()
@@ -91,10 +99,23 @@ def test_nothing_is_lost_that_the_format_can_hold(tmp_path_factory, images, name
     for number, of_image in enumerate(images):
         Image.new("RGB", (40, 30)).save(folder / "p" / f"{number}.png")
         crowd = [int(k % 2 and format in ("voc", "coco", "csv", "hub")) for k in range(len(of_image))]
-        objects = {"id": [10 * number + k for k in range(len(of_image))], "bbox": of_image, "iscrowd": crowd,
-                   "category": [k % len(names) for k in range(len(of_image))], "area": [3.5] * len(of_image)}
-        rows.append({"image_id": number, "file_name": f"{number}.png", "width": 40, "height": 30, "objects": objects,
-                     "relations": {"subject": [], "object": [], "predicate": []}})
+        objects = {
+            "id": [10 * number + k for k in range(len(of_image))],
+            "bbox": of_image,
+            "iscrowd": crowd,
+            "category": [k % len(names) for k in range(len(of_image))],
+            "area": [3.5] * len(of_image),
+        }
+        rows.append(
+            {
+                "image_id": number,
+                "file_name": f"{number}.png",
+                "width": 40,
+                "height": 30,
+                "objects": objects,
+                "relations": {"subject": [], "object": [], "predicate": []},
+            }
+        )
     if not any(images):
         return  # a CSV file without a box names no class
     names = sorted(names)
@@ -113,7 +134,7 @@ def test_nothing_is_lost_that_the_format_can_hold(tmp_path_factory, images, name
         assert format not in ("coco", "hub") or ours["area"].tolist() == theirs["area"].tolist()
 
 
-# ---- layouts of the tools ---------------------------------------------------------------------------------------------
+# ---- layouts of the tools
 
 
 def picture(path, number=0, size=(40, 30)):
@@ -122,14 +143,23 @@ def picture(path, number=0, size=(40, 30)):
 
 
 def xml(name, box=(4, 5, 20, 25), label="cat", extra=""):
-    corners = "".join(f"<{tag}>{value}</{tag}>" for tag, value in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True))
-    return (f"<annotation><filename>{name}</filename>{extra}<size><width>40</width><height>30</height></size>"
-            f"<object><name>{label}</name><difficult>1</difficult><bndbox>{corners}</bndbox></object></annotation>")
+    corners = "".join(
+        f"<{tag}>{value}</{tag}>" for tag, value in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True)
+    )
+    return (
+        f"<annotation><filename>{name}</filename>{extra}<size><width>40</width><height>30</height></size>"
+        f"<object><name>{label}</name><difficult>1</difficult><bndbox>{corners}</bndbox></object></annotation>"
+    )
 
 
 def test_voc_layouts(tmp_path):
-    for folder, images, annotations in (("a", "train", "train"), ("b", "images", "annotations"), ("c", ".", "."),
-                                        ("d", "train/images", "train/annotations"), ("e", "images/train", "annotations/train")):
+    for folder, images, annotations in (
+        ("a", "train", "train"),
+        ("b", "images", "annotations"),
+        ("c", ".", "."),
+        ("d", "train/images", "train/annotations"),
+        ("e", "images/train", "annotations/train"),
+    ):
         root = tmp_path / folder
         picture(root / images / "1.png")
         (root / annotations).mkdir(parents=True, exist_ok=True)
@@ -154,7 +184,13 @@ def test_voc_defects_are_named(tmp_path):
         picture(tmp_path / "JPEGImages" / f"{number}.png", number)
     place = tmp_path / "Annotations"
     place.mkdir()
-    texts = [xml("0.png"), xml("1.png", (4, 5, 4, 25)), xml("2.png", (4, "x", 9, 9)), "<annotation><object>", xml("9.png")]
+    texts = [
+        xml("0.png"),
+        xml("1.png", (4, 5, 4, 25)),
+        xml("2.png", (4, "x", 9, 9)),
+        "<annotation><object>",
+        xml("9.png"),
+    ]
     for number, text in enumerate(texts):
         (place / f"{number}.xml").write_text(text)
     with pytest.raises(BadInput, match="expected numbers in <bndbox>") as caught:
@@ -162,7 +198,9 @@ def test_voc_defects_are_named(tmp_path):
     assert "invalid XML" in str(caught.value)
     table = open_dataset("train", path=tmp_path, cache_dir=tmp_path / "c", on_error="drop")
     assert len(table) == 3 and table.num_boxes().tolist() == [1, 0, 1]
-    assert any("has no area; left out" in problem.message and problem.severity == "warning" for problem in table.problems)
+    assert any(
+        "has no area; left out" in problem.message and problem.severity == "warning" for problem in table.problems
+    )
 
 
 def yolo_folder(root, settings, layout="{split}/images"):
@@ -176,14 +214,17 @@ def yolo_folder(root, settings, layout="{split}/images"):
         (root / "data.yaml").write_text(yaml.safe_dump(settings))
 
 
-@pytest.mark.parametrize(("settings", "layout"), [
-    ({"train": "../train/images", "val": "../valid/images", "nc": 2, "names": ["a", "b"]}, "{split}/images"),
-    ({"path": ".", "train": "images/train", "val": "images/valid", "names": {0: "a", 1: "b"}}, "images/{split}"),
-    ({"path": "/elsewhere/set", "train": ["train/images"], "val": "valid", "names": {0: "a", 1: "b"}}, "{split}/images"),
-    ({"train": "train.txt", "val": "valid.txt", "names": ["a", "b"]}, "images/{split}"),
-    (None, "{split}/images"),
-    (None, "images/{split}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "layout"),
+    [
+        ({"train": "../train/images", "val": "../valid/images", "nc": 2, "names": ["a", "b"]}, "{split}/images"),
+        ({"path": ".", "train": "images/train", "val": "images/valid", "names": {0: "a", 1: "b"}}, "images/{split}"),
+        ({"path": "/gone", "train": ["train/images"], "val": "valid", "names": {0: "a", 1: "b"}}, "{split}/images"),
+        ({"train": "train.txt", "val": "valid.txt", "names": ["a", "b"]}, "images/{split}"),
+        (None, "{split}/images"),
+        (None, "images/{split}"),
+    ],
+)
 def test_yolo_layouts(tmp_path, settings, layout):
     yolo_folder(tmp_path / "d", settings, layout)
     for split in ("train", "valid"):
@@ -205,27 +246,33 @@ def test_yolo_defects_are_named(tmp_path):
     assert len(caught.value.problems) == 4 and "class 5 is not defined" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", [
-    "filename,width,height,class,xmin,ymin,xmax,ymax\n1.png,40,30,cat,4,5,20,25\n2.png,40,30,cat,1,2,3,4\n",
-    "image;x;y;w;h;label\n1.png;4;5;16;20;cat\n2.png;1;2;2;2;cat\n",
-    "Image Name,Label,x1,y1,x2,y2\n1,cat,4,5,20,25\n2,cat,1,2,3,4\n",
-    "1.png,4,5,20,25,cat\n2.png,1,2,3,4,cat\n",
-    "image,x1,y1,x2,y2,label\n1.png,0.1,0.16666666667,0.5,0.83333333333,cat\n2.png,0.025,0.066667,0.075,0.13333,cat\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "filename,width,height,class,xmin,ymin,xmax,ymax\n1.png,40,30,cat,4,5,20,25\n2.png,40,30,cat,1,2,3,4\n",
+        "image;x;y;w;h;label\n1.png;4;5;16;20;cat\n2.png;1;2;2;2;cat\n",
+        "Image Name,Label,x1,y1,x2,y2\n1,cat,4,5,20,25\n2,cat,1,2,3,4\n",
+        "1.png,4,5,20,25,cat\n2.png,1,2,3,4,cat\n",
+        "image,x1,y1,x2,y2,label\n1.png,0.1,0.16666666667,0.5,0.83333333333,cat\n2.png,0.025,0.066667,0.075,0.13333,cat\n",
+    ],
+)
 def test_csv_columns_are_told_by_their_names(tmp_path, text):
     for number in (1, 2):
         picture(tmp_path / "images" / f"{number}.png", number)
     (tmp_path / "boxes.csv").write_text(text)
     for source in ({"source": "train", "path": tmp_path}, {"source": tmp_path / "boxes.csv"}):
         table = open_dataset(cache_dir=tmp_path / "c", **source)
-        assert np.allclose(table.row(0)["objects"]["bbox"], [[4, 5, 20, 25]], atol=1e-4) and table.class_names == ["cat"]
+        assert np.allclose(table.row(0)["objects"]["bbox"], [[4, 5, 20, 25]], atol=1e-4) and table.class_names == [
+            "cat"
+        ]
 
 
 def test_csv_with_a_column_of_splits_and_empty_images(tmp_path):
     for number in (1, 2, 3):
         picture(tmp_path / f"{number}.png", number)
-    (tmp_path / "a.csv").write_text("image,x1,y1,x2,y2,label,split\n1.png,4,5,20,25,a,train\n2.png,,,,,,train\n"
-                                    "3.png,1,1,9,9,b,valid\n")
+    (tmp_path / "a.csv").write_text(
+        "image,x1,y1,x2,y2,label,split\n1.png,4,5,20,25,a,train\n2.png,,,,,,train\n3.png,1,1,9,9,b,valid\n"
+    )
     assert recognise(tmp_path).splits == ("train", "val")
     train, val = (open_dataset(split, path=tmp_path, cache_dir=tmp_path / "c") for split in ("train", "val"))
     assert train.num_boxes().tolist() == [1, 0] and val.num_boxes().tolist() == [1]
@@ -234,8 +281,11 @@ def test_csv_with_a_column_of_splits_and_empty_images(tmp_path):
 
 def test_coco_layouts(shapes, tmp_path):
     document = json.loads((shapes[0] / "annotations" / "train.json").read_text())
-    for layout, images in (("train/_annotations.coco.json", "train"), ("annotations/instances_train2017.json", "train2017"),
-                           ("result.json", "images")):
+    for layout, images in (
+        ("train/_annotations.coco.json", "train"),
+        ("annotations/instances_train2017.json", "train2017"),
+        ("result.json", "images"),
+    ):
         root = tmp_path / layout.replace("/", "-")
         (root / layout).parent.mkdir(parents=True)
         (root / layout).write_text(json.dumps(document))
@@ -247,8 +297,12 @@ def test_coco_layouts(shapes, tmp_path):
 def test_files_of_another_split_in_the_same_folder_are_no_warning(shapes, tmp_path):
     (tmp_path / "annotations").mkdir()
     for split in ("train", "val"):
-        shutil.copytree(shapes[0] / split, tmp_path / "images", dirs_exist_ok=True,
-                        copy_function=lambda a, b, s=split: shutil.copy(a, Path(b).with_name(f"{s}_{Path(b).name}")))
+        shutil.copytree(
+            shapes[0] / split,
+            tmp_path / "images",
+            dirs_exist_ok=True,
+            copy_function=lambda a, b, s=split: shutil.copy(a, Path(b).with_name(f"{s}_{Path(b).name}")),
+        )
         document = json.loads((shapes[0] / "annotations" / f"{split}.json").read_text())
         for image in document["images"]:
             image["file_name"] = f"{split}_{image['file_name']}"
@@ -306,8 +360,9 @@ def test_supervision_reads_the_same(shapes, tmp_path):
     sv = pytest.importorskip("supervision", reason="an oracle, where it is installed")
     for format in ("yolo", "voc"):
         write_folder(shapes[1]["train"], tmp_path / format, "train", format)
-    found = sv.DetectionDataset.from_yolo(str(tmp_path / "yolo/images/train"), str(tmp_path / "yolo/labels/train"),
-                                          str(tmp_path / "yolo/data.yaml"))
+    found = sv.DetectionDataset.from_yolo(
+        str(tmp_path / "yolo/images/train"), str(tmp_path / "yolo/labels/train"), str(tmp_path / "yolo/data.yaml")
+    )
     ours = by_name(open_dataset("train", path=tmp_path / "yolo", cache_dir=tmp_path / "c"))
     for path, detections in found.annotations.items():
         assert np.allclose(detections.xyxy, ours[Path(path).stem]["objects"]["bbox"], atol=1e-3)

@@ -95,7 +95,9 @@ def apart(count=12):
 
 def test_labels_moved_by_one_leave_the_diagonal_empty(tmp_path):
     table = table_of(tmp_path, apart(), ("a", "b", "c"), draw=False)
-    moved = {i: p | {"labels": (np.asarray(p["labels"]) + 1) % 3} for i, p in ground_truth_as_predictions(table).items()}
+    moved = {
+        i: p | {"labels": (np.asarray(p["labels"]) + 1) % 3} for i, p in ground_truth_as_predictions(table).items()
+    }
     judged = judge("moved", moved, table, draws=20)
     assert judged.matrix.trace() == 0 and judged.matrix[:3, :3].sum() == 36
     assert judged.matrix[:3, 3].sum() == 0 and len(judged.errors.of("class")) == 36
@@ -115,8 +117,10 @@ def test_every_box_has_one_fate_and_the_threshold_gives_the_best_f1(tmp_path, se
         kept = operator(m.found.scores, best.threshold) & m.counts
         right = (kept & m.right).sum()
         assert 2 * right / (kept.sum() + m.num_truth.sum()) == pytest.approx(best.f1, abs=1e-6)
-    every = [2 * (m.right & (m.found.scores >= s)).sum() / ((m.counts & (m.found.scores >= s)).sum() + m.num_truth.sum())
-             for s in np.unique(m.found.scores)]  # fmt: skip
+    every = [
+        2 * (m.right & (m.found.scores >= s)).sum() / ((m.counts & (m.found.scores >= s)).sum() + m.num_truth.sum())
+        for s in np.unique(m.found.scores)
+    ]
     assert best.f1 == pytest.approx(max(every), abs=1e-12)
 
 
@@ -150,11 +154,22 @@ def test_kinds_of_mistakes_and_their_cost_by_hand(tmp_path):
     """One class of 2 boxes; found is one. Each other prediction is one kind of mistake."""
     box, other = [0, 0, 40, 40], [60, 60, 100, 100]
     table = table_of(tmp_path, [[(box, 0), (other, 0), ([100, 0, 140, 40], 1)]], draw=False)
-    found = [(box, 0, 0.9), (box, 0, 0.8), ([60, 60, 100, 75], 0, 0.7), ([0, 80, 20, 110], 0, 0.6),
-             ([100, 0, 140, 40], 0, 0.5), ([100, 0, 140, 12], 0, 0.4)]  # fmt: skip
+    found = [
+        (box, 0, 0.9),
+        (box, 0, 0.8),
+        ([60, 60, 100, 75], 0, 0.7),
+        ([0, 80, 20, 110], 0, 0.6),
+        ([100, 0, 140, 40], 0, 0.5),
+        ([100, 0, 140, 12], 0, 0.4),
+    ]
     e = tide_errors(match(predictions_of(table, [found]), table))
     assert {kind: len(e.of(kind)) for kind in KINDS[:-1]} == {
-        "class": 1, "localisation": 1, "both": 1, "duplicate": 1, "background": 1}  # fmt: skip
+        "class": 1,
+        "localisation": 1,
+        "both": 1,
+        "duplicate": 1,
+        "background": 1,
+    }
     assert not e.missed.any()  # the two others would be found by mended predictions
     # class cat: right, then wrong; recall 1/2 of 2 boxes with precision 1: 51 of 101 points. class dog: nothing
     half = 51 / 101
@@ -181,8 +196,11 @@ def noisy(table, seed=0, noise=0.1, confused=0.15):
         rows = rng.integers(0, len(boxes), 3 * len(boxes)) if len(boxes) else np.zeros(0, int)
         sides = np.tile(boxes[:, 2:] - boxes[:, :2], 2)
         others = np.where(rng.random(len(rows)) < 1 - confused, labels[rows], rng.integers(0, 3, len(rows)))
-        found[image_id] = {"boxes": boxes[rows] + rng.normal(0, noise, (len(rows), 4)) * sides[rows],
-                           "labels": others, "scores": rng.random(len(rows))}  # fmt: skip
+        found[image_id] = {
+            "boxes": boxes[rows] + rng.normal(0, noise, (len(rows), 4)) * sides[rows],
+            "labels": others,
+            "scores": rng.random(len(rows)),
+        }
     return found
 
 
@@ -201,8 +219,9 @@ def test_tide_of_bccd_is_that_of_its_authors(tmp_path):
         annotation["segmentation"] = [[x, y, x + w, y, x + w, y + h, x, y + h]]
     (tmp_path / "truth.json").write_text(json.dumps(document))
     tide = TIDE()
-    run = tide.evaluate(datasets.COCO(str(tmp_path / "truth.json")), datasets.COCOResult(str(tmp_path / "found.json")),
-                        mode=TIDE.BOX)  # fmt: skip
+    run = tide.evaluate(
+        datasets.COCO(str(tmp_path / "truth.json")), datasets.COCOResult(str(tmp_path / "found.json")), mode=TIDE.BOX
+    )
     ours = tide_errors(match(found, table))
     assert ours.ap50 * 100 == pytest.approx(run.ap, abs=1e-6)
     names = dict(zip(("Cls", "Loc", "Both", "Dupe", "Bkg", "Miss"), KINDS, strict=True))
@@ -219,13 +238,16 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
     table = open_dataset(BCCD / "annotations" / "val.json", cache_dir=tmp_path / "cache")
     rng = np.random.default_rng(0)
     found, images, planted = {}, [], []
-    for i, (image_id, p) in enumerate(ground_truth_as_predictions(table).items()):
+    for i, p in enumerate(ground_truth_as_predictions(table).values()):
         boxes, labels = np.asarray(p["boxes"]), np.asarray(p["labels"])
         seen = rng.random(len(boxes)) > 0.02
         sides = np.tile(boxes[:, 2:] - boxes[:, :2], 2)
         told = np.where(rng.random(len(boxes)) < 0.98, labels, rng.integers(0, 3, len(boxes)))
-        found[i + 10] = {"boxes": (boxes + rng.normal(0, 0.04, boxes.shape) * sides)[seen], "labels": told[seen],
-                         "scores": rng.beta(12, 2, len(boxes))[seen]}  # fmt: skip
+        found[i + 10] = {
+            "boxes": (boxes + rng.normal(0, 0.04, boxes.shape) * sides)[seen],
+            "labels": told[seen],
+            "scores": rng.beta(12, 2, len(boxes))[seen],
+        }
         objects = []
         for box, label in zip(boxes.tolist(), labels.tolist(), strict=True):
             kind = rng.choice(["", "removed", "moved", "relabelled"], p=[0.95, 0.02, 0.015, 0.015])
@@ -242,7 +264,9 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
     for s in listed:
         boxes = [b for b, at in ((m.found.boxes_xyxy, s.det), (m.truth.boxes_xyxy, s.gt)) if at >= 0]
         boxes = [b[at] for b, at in zip(boxes, [at for at in (s.det, s.gt) if at >= 0], strict=True)]
-        near = {n for n, (image, box) in enumerate(planted) if image == s.image for b in boxes if overlap(b, box) > 0.15}
+        near = {
+            n for n, (image, box) in enumerate(planted) if image == s.image for b in boxes if overlap(b, box) > 0.15
+        }
         good += bool(near)
         hit |= near
     precision, recall = good / len(listed), len(hit) / len(planted)
@@ -273,7 +297,8 @@ def test_plain_pycocotools_gives_the_printed_ap_of_a_saved_file(tmp_path):
     run.accumulate()
     run.summarize()
     assert run.stats[:12] == pytest.approx(
-        [-1 if scores[f"bbox_{name}"] is None else scores[f"bbox_{name}"] for name in TWELVE], abs=1e-12)  # fmt: skip
+        [-1 if scores[f"bbox_{name}"] is None else scores[f"bbox_{name}"] for name in TWELVE], abs=1e-12
+    )
     assert read_about(tmp_path / "found.json")["scores"]["bbox_AP"] == scores["bbox_AP"]
 
 
@@ -298,11 +323,13 @@ def test_predictions_of_other_data_are_refused_by_name(tmp_path):
     about_file(file).unlink()
     assert len(read_predictions(file, other).by_image) == len(other)  # of another program: nothing says so
     for content, words in (
-        ("{}", "expected a list"), ("nothing", "no COCO results file"), ('[{"image_id": 10}]', "detection 0"),
+        ("{}", "expected a list"),
+        ("nothing", "no COCO results file"),
+        ('[{"image_id": 10}]', "detection 0"),
         ('[{"image_id": 99, "category_id": 1, "bbox": [0, 0, 1, 1], "score": 1}]', "image ids"),
         ('[{"image_id": 10, "category_id": 2, "bbox": [0, 0, 1, 1], "score": 1}]', "category ids"),
         ('[{"image_id": 10, "category_id": 1, "bbox": [0, 0, 1, "x"], "score": 1}]', "no number"),
-    ):  # fmt: skip
+    ):
         file.write_text(content)
         with pytest.raises(BadInput, match=words):
             read_predictions(file, table)
@@ -311,13 +338,19 @@ def test_predictions_of_other_data_are_refused_by_name(tmp_path):
 
 
 def test_graphs_travel_with_their_boxes(tmp_path):
-    image = {"objects": [([0, 0, 40, 40], 0), ([60, 60, 100, 100], 1), ([0, 60, 40, 100], 1)],
-             "relations": [(0, 1, 1), (2, 0, 0)]}  # fmt: skip
+    image = {
+        "objects": [([0, 0, 40, 40], 0), ([60, 60, 100, 100], 1), ([0, 60, 40, 100], 1)],
+        "relations": [(0, 1, 1), (2, 0, 0)],
+    }
     table = table_of(tmp_path, [image] * 3, predicates=("on", "under"), draw=False)
     boxes = np.array([o[0] for o in image["objects"]] + [[0, 0, 5, 5]], np.float32)
-    graph = {"boxes": boxes, "labels": np.array([0, 1, 1, -1]), "scores": np.array([0.9, 0.8, 0.7, 0.1], np.float32),
-             "pairs": np.array([[0, 1], [2, 0]]),
-             "predicate_scores": np.array([[0.1, 0.9], [0.3, 0.6]], np.float32)}  # fmt: skip
+    graph = {
+        "boxes": boxes,
+        "labels": np.array([0, 1, 1, -1]),
+        "scores": np.array([0.9, 0.8, 0.7, 0.1], np.float32),
+        "pairs": np.array([[0, 1], [2, 0]]),
+        "predicate_scores": np.array([[0.1, 0.9], [0.3, 0.6]], np.float32),
+    }
     file = write_predictions(tmp_path / "g.json", dict.fromkeys(table.image_ids().tolist(), graph), table)
     read = read_predictions(file, table)
     assert read.has_graphs and all((read.by_image[10][key] == graph[key]).all() for key in graph)
@@ -346,7 +379,9 @@ def test_a_paired_difference_sees_what_intervals_of_each_do_not(tmp_path):
     of = {(d.other, d.metric): d for d in c.differences}
     assert of["run_2", "AP"].in_words() == "the same AP"
     gained = of["other", "AP"]
-    assert gained.low > 0 and gained.in_words().startswith("better by") and "not explained by chance" in gained.in_words()
+    assert (
+        gained.low > 0 and gained.in_words().startswith("better by") and "not explained by chance" in gained.in_words()
+    )
     assert judged[0].intervals["AP"][1] > judged[2].intervals["AP"][0]  # taken each alone, they overlap
     assert list(c.groups) == ["run_1, run_2"] and c.groups["run_1, run_2"]["AP"][1] == 0
     assert c.images and judged[2].image_f1[c.images[0]] > judged[0].image_f1[c.images[0]]

@@ -64,7 +64,7 @@ def checked(path) -> Checker:
 def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data with <b> & ü")
     images = [[([10, 10, 50, 60], 0), ([70, 30, 120, 100], 1)], [([20, 20, 90, 90], 1)], []] * 4
-    table = table_of(folder, images, ("<cat> & \"co\"", "dog|wolf"))
+    table = table_of(folder, images, ('<cat> & "co"', "dog|wolf"))
     found = [
         [([12, 11, 50, 60], 0, 0.9), ([70, 30, 120, 100], 0, 0.8), ([5, 80, 40, 110], 1, 0.7)],
         [([20, 20, 90, 60], 1, 0.85), ([20, 20, 92, 90], 1, 0.6)],
@@ -171,7 +171,9 @@ def test_twins_and_confusions_are_named_with_their_flag(tmp_path):
         box = [10 + i % 5, 10, 60, 70]
         truth.append([(box, i % 2)])
         score = rng.random()
-        twins.append([(box, i % 2, score), (np.add(box, 1), i % 2, score * 0.99), (np.add(box, 2), i % 2, score * 0.98)])
+        twins.append(
+            [(box, i % 2, score), (np.add(box, 1), i % 2, score * 0.99), (np.add(box, 2), i % 2, score * 0.98)]
+        )
         wrong.append([(box, 1 if i % 3 else i % 2, score)])
     table = table_of(tmp_path, truth, draw=False)
     judged = judge("x", predictions_of(table, twins), table, draws=5)

@@ -1,4 +1,4 @@
-"""Reading large COCO files: seconds, and the peak memory of the process that reads, against the whole file in memory."""
+"""Reading large COCO files: seconds and peak memory of the process that reads, against the whole file in memory."""
 
 import subprocess
 import sys
@@ -52,8 +52,10 @@ def write_large(path: Path, num_images: int) -> Path:
         file.write('{"categories": [' + ", ".join(f'{{"id": {k}, "name": "class{k}"}}' for k in range(1, 81)))
         file.write('],\n"images": [')
         for first in range(1, num_images + 1, step):
-            lines = (f'{{"id": {i}, "file_name": "{i:012d}.jpg", "width": 640, "height": 560}}'
-                     for i in range(first, min(first + step, num_images + 1)))  # fmt: skip
+            lines = (
+                f'{{"id": {i}, "file_name": "{i:012d}.jpg", "width": 640, "height": 560}}'
+                for i in range(first, min(first + step, num_images + 1))
+            )
             file.write((",\n" if first > 1 else "") + ",\n".join(lines))
         file.write('],\n"annotations": [')
         for first in range(1, boxes + 1, step):
@@ -61,8 +63,11 @@ def write_large(path: Path, num_images: int) -> Path:
             corners, sides = rng.uniform(0, 300, (count, 2)).round(2), rng.uniform(5, 200, (count, 2)).round(2)
             images, classes = rng.integers(1, num_images + 1, count), rng.integers(1, 81, count)
             rows = zip(images.tolist(), classes.tolist(), corners.tolist(), sides.tolist(), strict=True)
-            lines = (f'{{"id": {first + n}, "image_id": {i}, "category_id": {k}, "bbox": [{x}, {y}, {w}, {h}], '
-                     f'"area": {w * h:.2f}, "iscrowd": 0}}' for n, (i, k, (x, y), (w, h)) in enumerate(rows))  # fmt: skip
+            lines = (
+                f'{{"id": {first + n}, "image_id": {i}, "category_id": {k}, "bbox": [{x}, {y}, {w}, {h}], '
+                f'"area": {w * h:.2f}, "iscrowd": 0}}'
+                for n, (i, k, (x, y), (w, h)) in enumerate(rows)
+            )
             file.write((",\n" if first > 1 else "") + ",\n".join(lines))
         file.write("]}")
     return path

@@ -1,10 +1,10 @@
 """Which images are the same, or nearly: by their bytes, and by how they look; and a split that keeps such together.
 
 An image's digest is that of its encoded bytes; its look is a thumbnail of 16 x 16 grey values. Two images look alike
-when 54 of 64 signs (is a cell brighter than its right neighbour, on 8 x 8 cells) agree and the thumbnails, without their
-mean, have a correlation of 0.97. Frames of one video a moment apart do; other views of the same kind of thing do not.
-Up to 20,000 images all pairs are compared; of more, those whose signs agree in one of seven parts, which finds all pairs
-with up to 6 signs that differ and 94 % of those with 9.
+when 54 of 64 signs (is a cell brighter than its right neighbour, on 8 x 8 cells) agree and the thumbnails, without
+their mean, have a correlation of 0.97. Frames of one video a moment apart do; other views of one thing do not.
+Up to 20,000 images all pairs are compared; of more, those whose signs agree in one of seven parts, which finds all
+pairs with up to 6 signs that differ and 94 % of those with 9.
 """
 
 import hashlib
@@ -127,7 +127,9 @@ def held_out(looks: Looks, share: float) -> np.ndarray:
     Raises BadInput: nothing would be held out, or nothing left.
     """
     if not 0 < share < 1:
-        raise BadInput(f"data.val is {share}; expected a split, a file, or a share of the training data between 0 and 1")
+        raise BadInput(
+            f"data.val is {share}; expected a split, a file, or a share of the training data between 0 and 1"
+        )
     member = groups(len(looks), alike_pairs(looks))
     least: dict[int, bytes] = {}
     for index, group in enumerate(member.tolist()):

@@ -78,7 +78,12 @@ class DetectionDataset(torch.utils.data.Dataset):
         return image, row_target(row, tuple(image.shape[-2:]))
 
     def _augmented(
-        self, image: Tensor, target: Target, key: SampleKey, generator: torch.Generator, transform: Transform | None = None
+        self,
+        image: Tensor,
+        target: Target,
+        key: SampleKey,
+        generator: torch.Generator,
+        transform: Transform | None = None,
     ) -> tuple[Tensor, Target]:
         size = () if key.size_hw is None else (key.size_hw,)
         image, target = (transform or self.transform)(image, target, generator, *size)

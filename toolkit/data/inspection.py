@@ -1,4 +1,4 @@
-"""What may be wrong with a data set beyond its single records: leakage, duplicates, classes, sizes; and a cleaned copy."""
+"""What may be wrong with a data set beyond its single records: leakage, duplicates, classes, sizes; a cleaned copy."""
 
 import json
 from collections import Counter
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass
 class SplitSummary:
-    """What a split holds; sizes_px: 5 quantiles (5, 25, 50, 75, 95 %) of the root of the boxes' area at the input size."""
+    """What a split holds; sizes_px: quantiles (5, 25, 50, 75, 95 %) of the root of a box's area at the input size."""
 
     images: int
     background: int
@@ -59,8 +59,11 @@ class Inspection:
 
     def to_json(self) -> str:
         """Findings and summaries, for programs."""
-        content = {"exit_code": self.exit_code, "findings": [asdict(each) for each in self.findings],
-                   "splits": {name: asdict(each) for name, each in self.splits.items()}}  # fmt: skip
+        content = {
+            "exit_code": self.exit_code,
+            "findings": [asdict(each) for each in self.findings],
+            "splits": {name: asdict(each) for name, each in self.splits.items()},
+        }
         return json.dumps(content, indent=2)
 
 
@@ -107,16 +110,37 @@ def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection
             small.append({"split": split, "image": row["file_name"], "boxes": few})
         for first, second in near_boxes(objects["bbox"], objects["category"], plain):
             name = table.categories[objects["category"][first]].name
-            twice.append({"split": split, "image": row["file_name"], "class": name, "annotations":
-                          [int(objects["id"][i]) for i in (first, second)]})  # fmt: skip
-            result.drop_boxes.setdefault((split, index), {})[second] = f"{name} again: annotation {twice[-1]['annotations'][0]}"
+            twice.append(
+                {
+                    "split": split,
+                    "image": row["file_name"],
+                    "class": name,
+                    "annotations": [int(objects["id"][i]) for i in (first, second)],
+                }
+            )
+            result.drop_boxes.setdefault((split, index), {})[second] = (
+                f"{name} again: annotation {twice[-1]['annotations'][0]}"
+            )
     if twice:
-        result.findings.append(Finding("warning", "box given twice", f"{split}: {len(twice)} boxes of one class that "
-                                       f"overlap by an IoU above {NEAR_BOX_IOU}", twice))  # fmt: skip
+        result.findings.append(
+            Finding(
+                "warning",
+                "box given twice",
+                f"{split}: {len(twice)} boxes of one class that overlap by an IoU above {NEAR_BOX_IOU}",
+                twice,
+            )
+        )
     found = sum(item["boxes"] for item in small)
     if found:
-        result.findings.append(Finding("note", "small boxes", f"{split}: {found} of {boxes.total()} boxes are less than "
-                                       f"{SMALL_PX} px wide or high at an input size of {image_size} px", small))  # fmt: skip
+        result.findings.append(
+            Finding(
+                "note",
+                "small boxes",
+                f"{split}: {found} of {boxes.total()} boxes are less than "
+                f"{SMALL_PX} px wide or high at an input size of {image_size} px",
+                small,
+            )
+        )
     sizes = np.concatenate(sizes or [np.zeros(0)])
     quantiles = np.quantile(sizes, (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if len(sizes) else []
     classes = {each.name: {"boxes": boxes[i], "images": images[i]} for i, each in enumerate(table.categories)}
@@ -124,7 +148,7 @@ def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection
 
 
 def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list[tuple[int, int]]:
-    """(first, second) of the boxes (N, 4) xyxy of one class that overlap by more than `NEAR_BOX_IOU`; crowds do not count.
+    """(first, second) of the boxes (N, 4) xyxy of one class that overlap by more than `NEAR_BOX_IOU`, crowds apart.
 
     A box is the second of one pair at most, and one that is a second is the first of none.
     """
@@ -160,7 +184,9 @@ def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
                 yield Finding(severity, "record", f"{split}: {len(found)}", [str(p).split(": ", 1)[1] for p in found])
     for root, listed in by_root.items():
         if sum(table.image_root == root for table in tables.values()) > 1:
-            found = unlisted_files(root, sorted({str(Path(name).parent) for name in listed if ".." not in name}), listed)
+            found = unlisted_files(
+                root, sorted({str(Path(name).parent) for name in listed if ".." not in name}), listed
+            )
             if found:
                 yield Finding("warning", "record", f"{root}: {len(found)}", [str(p).split(": ", 1)[1] for p in found])
 
@@ -175,7 +201,9 @@ def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSum
         totals.update({name: counts["boxes"] for name, counts in summary.classes.items()})
     unused = [name for name, count in totals.items() if not count]
     if unused:
-        yield Finding("warning", "unused classes", f"{len(unused)} classes have no box at all: {', '.join(unused[:10])}", unused)
+        yield Finding(
+            "warning", "unused classes", f"{len(unused)} classes have no box at all: {', '.join(unused[:10])}", unused
+        )
     for split, summary in splits.items():
         missing = [name for name, counts in summary.classes.items() if not counts["boxes"] and totals[name]]
         if missing:
@@ -185,7 +213,9 @@ def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSum
 def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None, result: Inspection) -> None:
     """Images that are the same or look alike, between splits (leakage) and in one."""
     looks = [looks_of(table, cache_dir) for table in tables.values()]
-    joined = Looks(np.concatenate([each.digests for each in looks]), np.concatenate([each.thumbnails for each in looks]))
+    joined = Looks(
+        np.concatenate([each.digests for each in looks]), np.concatenate([each.thumbnails for each in looks])
+    )
     place = [(split, index) for split, table in tables.items() for index in range(len(table))]
     same = {(group[i], group[j]) for group in same_files(joined) for j in range(len(group)) for i in range(j)}
     found: dict[str, list] = {}
@@ -208,11 +238,20 @@ def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
     counts = {name: each["boxes"] for name, each in summary.classes.items() if each["boxes"]}
     rare = [name for name, count in counts.items() if count < RARE * summary.boxes]
     if rare:
-        yield Finding("note", "balance", f"{split}: {', '.join(rare[:10])} have less than {RARE:.0%} of the boxes; "
-                      "--data.repeat_factor 0.01 shows images with rare classes more often", rare)  # fmt: skip
+        yield Finding(
+            "note",
+            "balance",
+            f"{split}: {', '.join(rare[:10])} have less than {RARE:.0%} of the boxes; "
+            "--data.repeat_factor 0.01 shows images with rare classes more often",
+            rare,
+        )
     if summary.largest_count:
-        yield Finding("note", "queries", f"{split}: at most {summary.largest_count} objects in an image, so that a DETR "
-                      f"needs at least {summary.largest_count} queries; twice as many leave room")  # fmt: skip
+        yield Finding(
+            "note",
+            "queries",
+            f"{split}: at most {summary.largest_count} objects in an image, so that a DETR "
+            f"needs at least {summary.largest_count} queries; twice as many leave room",
+        )
 
 
 def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out: Path) -> list[str]:
@@ -232,11 +271,17 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
         rows = list(_cleaned(split, table, inspection, labels, log))
         name = "train" if split == "all" else split
         cleaned = write_table(
-            rows, cache_file=cache_root() / "tables" / f"{table.fingerprint}-clean.json",
-            categories=[table.categories[i] for i in kept], predicates=table.predicates, attributes=table.attributes,
-            attribute_columns=len(rows[0]["objects"]["attributes"][0]) if _has_attributes(rows) else int(bool(table.attributes)),
-            image_root=table.image_root, name=name,
-        )  # fmt: skip
+            rows,
+            cache_file=cache_root() / "tables" / f"{table.fingerprint}-clean.json",
+            categories=[table.categories[i] for i in kept],
+            predicates=table.predicates,
+            attributes=table.attributes,
+            attribute_columns=len(rows[0]["objects"]["attributes"][0])
+            if _has_attributes(rows)
+            else int(bool(table.attributes)),
+            image_root=table.image_root,
+            name=name,
+        )
         write_folder(_rename(cleaned), out, name, "coco")
     (out / "changes.txt").write_text("".join(f"{line}\n" for line in log), encoding="utf-8")
     return log

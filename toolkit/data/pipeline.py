@@ -209,7 +209,9 @@ def loader_of_settings(
     transform = train_transform(**options)
     off = {"photometric": False, "zoom_out": 1.0, "iou_crop": False, "augment": None}
     without = {name: off[name] for name in c.plain_without if name in off and options[name] != off[name]}
-    if kept := [name for name in ("mixup", "mosaic") if getattr(c, name) and c.plain_epochs and name not in c.plain_without]:
+    if kept := [
+        name for name in ("mixup", "mosaic") if getattr(c, name) and c.plain_epochs and name not in c.plain_without
+    ]:
         raise BadInput(f"data.plain_without: {', '.join(kept)} cannot go on in the plain epochs; name it, or set "
                        "data.plain_epochs to 0")  # fmt: skip
     plain_hw = (c.image_size, c.image_size) if c.multi_scale and "multi_scale" in c.plain_without else None

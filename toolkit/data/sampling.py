@@ -283,8 +283,13 @@ class EpochSampler:
         self._order, self._ends, self._drawn = order, np.array(ends, dtype=np.int64), drawn
 
     def _keys(
-        self, order: np.ndarray, ends: np.ndarray, epoch: int, drawn: list[tuple[int, int]] | None,
-        shown: tuple[np.ndarray, np.ndarray] | None, i: int,
+        self,
+        order: np.ndarray,
+        ends: np.ndarray,
+        epoch: int,
+        drawn: list[tuple[int, int]] | None,
+        shown: tuple[np.ndarray, np.ndarray] | None,
+        i: int,
     ) -> list[SampleKey]:
         first, size_hw = int(ends[i - 1]) if i else 0, drawn[i] if drawn else None
         start, stop = split_evenly(int(ends[i]) - first, self.rank, self.world_size)
@@ -295,7 +300,7 @@ class EpochSampler:
 
 
 def _repeated(repeats: np.ndarray, count: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """(image, turn) of each of `count` samples of an epoch: systematic sampling, so that no image is off by more than one.
+    """(image, turn) of each of `count` samples of an epoch: systematic sampling, so no image is off by more than one.
 
     turn: how often the image is among the samples before.
     """

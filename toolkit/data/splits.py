@@ -79,7 +79,9 @@ def share_of(source: str | float) -> float | None:
     except ValueError:
         return None
     if not 0 < share < 1:
-        raise BadInput(f"data.val is {source}; expected a split, a file, or a share of the training data between 0 and 1")
+        raise BadInput(
+            f"data.val is {source}; expected a split, a file, or a share of the training data between 0 and 1"
+        )
     return share
 
 

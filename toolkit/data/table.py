@@ -228,8 +228,10 @@ def write_table(
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=cache_file.parent, suffix=".tmp")
     except OSError as error:
-        raise BadInput(f"{cache_file.parent}: cannot be written ({error.strerror}); set DETECTION_TOOLKIT_CACHE to a "
-                       "folder that can") from error
+        raise BadInput(
+            f"{cache_file.parent}: cannot be written ({error.strerror}); set DETECTION_TOOLKIT_CACHE to a "
+            "folder that can"
+        ) from error
     os.close(descriptor)
     try:
         _write_stream(rows, Path(temporary), attribute_columns)
@@ -245,14 +247,16 @@ def write_table(
         }
         return _publish(Path(temporary), cache_file, info)
     except OSError as error:
-        raise BadInput(f"{cache_file.parent}: the table could not be written ({error.strerror or error}); free space "
-                       "or set DETECTION_TOOLKIT_CACHE to another folder") from error
+        raise BadInput(
+            f"{cache_file.parent}: the table could not be written ({error.strerror or error}); free space "
+            "or set DETECTION_TOOLKIT_CACHE to another folder"
+        ) from error
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
 def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: Path, name: str) -> DetectionTable:
-    """Some rows of a table, ascending, as a cached table of their own, batch by batch. Raises BadInput as `write_table`."""
+    """Some rows of a table, ascending, as a cached table of their own. Raises BadInput as `write_table`."""
     chosen = np.asarray(indices, dtype=np.int64)
     schema = table.rows.with_format("arrow")[:0].schema
     try:
@@ -265,8 +269,10 @@ def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: P
                 if len(inside):
                     writer.write_batch(batch.batch.take(pa.array(inside)).cast(schema))
     except OSError as error:
-        raise BadInput(f"{cache_file.parent}: cannot be written ({error.strerror}); set DETECTION_TOOLKIT_CACHE to a "
-                       "folder that can") from error
+        raise BadInput(
+            f"{cache_file.parent}: cannot be written ({error.strerror}); set DETECTION_TOOLKIT_CACHE to a "
+            "folder that can"
+        ) from error
     info = {
         "version": TABLE_VERSION, "categories": [[category.id, category.name] for category in table.categories],
         "predicates": list(table.predicates), "attributes": list(table.attributes),

@@ -97,8 +97,8 @@ class DataConfig:
     image_dir: str | None = None
     """Folder of the images; without a value it is looked for beside the annotation file."""
     format: Literal["auto", "shapes", "coco", "hub", "visual_genome", "psg", "voc", "yolo", "csv"] = "auto"
-    """How to read the training and validation data; auto recognises it, shapes is the bundled data set. With `data.path`,
-    shapes means auto."""
+    """How to read the training and validation data; auto recognises it, shapes is the bundled data set. With
+    `data.path`, shapes means auto."""
     name: str | None = None
     """Hub name or local folder of a `datasets` data set, folder of the Visual Genome files, or path of psg.json;
     `data.train` and `data.val` are then names of its splits."""

@@ -61,7 +61,7 @@ def is_run(source: str | Path) -> bool:
 def data_settings(config: Mapping, options: SplitOptions) -> dict:
     """Arguments of `open_split`, from those of a run and what was asked for instead."""
     data = config["data"]
-    reading = {key: data.get(key) for key in ("path", "image_dir", "format", "name", "on_error")}  # older runs lack path
+    reading = {key: data.get(key) for key in ("path", "image_dir", "format", "name", "on_error")}
     if options.image_dir or options.split is not None and data["name"] is None and reading["path"] is None:
         reading["image_dir"] = options.image_dir  # another file's images; a split of the same data has the same
     if options.format:

@@ -45,7 +45,8 @@ def open_dataset(
     options = {"on_error": on_error, "cache_dir": cache_dir, "check_images": check_images,
                "max_image_pixels": max_image_pixels}  # fmt: skip
     if path is not None:
-        return open_folder(path, source, format="auto" if format == "shapes" else format, image_dir=image_dir, **options)
+        kind = "auto" if format == "shapes" else format
+        return open_folder(path, source, format=kind, image_dir=image_dir, **options)
     if format in ("voc", "yolo", "csv") or format == "auto" and name is None and _is_folder(source):
         return open_folder(source, "train", format=format, image_dir=image_dir, **options)
     if format == "auto":

@@ -36,9 +36,9 @@ def read_coco(
     siblings: annotation files of other splits, whose images may lie in the same folder.
     The table and the verdict are cached by the content of the JSON, the options, and the names, sizes and times of
     the images, so that a second start reads neither. A file of 64 MiB or more is read item by item, with memory for a
-    few thousand images (`toolkit.data.formats.coco_stream`). `rel_categories` and `rel_annotations`, or triplets `relations`
-    (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids` of
-    annotations, ids of `attribute_categories`, become `attributes`.
+    few thousand images (`toolkit.data.formats.coco_stream`). `rel_categories` and `rel_annotations`, or triplets
+    `relations` (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids`
+    of     annotations, ids of `attribute_categories`, become `attributes`.
     """
     if on_error not in ("raise", "drop"):
         raise BadInput(f"on_error is {on_error!r}; expected 'raise' or 'drop'")

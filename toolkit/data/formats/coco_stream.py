@@ -53,7 +53,8 @@ SCHEMA = """
 INDICES = """
     CREATE INDEX image_id ON images (id);
     CREATE INDEX image_name ON images (name);
-    CREATE TABLE placed AS SELECT i.n AS place, a.n AS n, a.entry AS entry FROM annotations a JOIN images i ON i.id = a.image
+    CREATE TABLE placed AS SELECT i.n AS place, a.n AS n, a.entry AS entry
+        FROM annotations a JOIN images i ON i.id = a.image
         ORDER BY i.n, a.n;
     CREATE INDEX place_of ON placed (place);
 """
@@ -91,7 +92,10 @@ class _Head:
 
 
 def read_streamed(
-    annotation_file: Path, image_dir: Path | None, check_images: bool | str, cache_file: Path,
+    annotation_file: Path,
+    image_dir: Path | None,
+    check_images: bool | str,
+    cache_file: Path,
     siblings: Sequence[Path] = (),
 ) -> DetectionTable:
     """As `toolkit.data.formats.coco` reads a file, with memory for `CHUNK` images. Raises BadInput."""
@@ -105,16 +109,30 @@ def read_streamed(
         names = [name for (name,) in database.execute("SELECT name FROM images WHERE name IS NOT NULL LIMIT 100")]
         root = image_dir or find_image_root(annotation_file, names)
         problems: list[Problem] = []
-        checked = {} if not check_images else {
-            str(root / folder): folder_digest(root / folder) for folder in sorted(head.folders)
-        }  # fmt: skip
+        checked = (
+            {}
+            if not check_images
+            else {str(root / folder): folder_digest(root / folder) for folder in sorted(head.folders)}
+        )
         problems += base.problems
-        rows = _rows(_chunks(database, head, file, set(base.problems)), head, problems, _file_check(database, head, root, check_images, problems))
+        rows = _rows(
+            _chunks(database, head, file, set(base.problems)),
+            head,
+            problems,
+            _file_check(database, head, root, check_images, problems),
+        )
         return write_table(
-            rows, cache_file=cache_file, categories=base.categories, predicates=base.predicates,
-            attributes=base.attributes, attribute_columns=head.attribute_columns if base.attributes else 0,
-            image_root=root.resolve(), problems=problems, name=file, checked=checked,
-        )  # fmt: skip
+            rows,
+            cache_file=cache_file,
+            categories=base.categories,
+            predicates=base.predicates,
+            attributes=base.attributes,
+            attribute_columns=head.attribute_columns if base.attributes else 0,
+            image_root=root.resolve(),
+            problems=problems,
+            name=file,
+            checked=checked,
+        )
 
 
 def listed_names(annotation_file: Path) -> Iterator[str]:
@@ -144,8 +162,10 @@ def _database(folder: Path) -> Iterator[sqlite3.Connection]:
             connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             yield connection
         except sqlite3.Error as error:
-            raise BadInput(f"{folder}: the data could not be sorted there ({error}); free space or set "
-                           "DETECTION_TOOLKIT_CACHE to another folder") from error  # fmt: skip
+            raise BadInput(
+                f"{folder}: the data could not be sorted there ({error}); free space or set "
+                "DETECTION_TOOLKIT_CACHE to another folder"
+            ) from error
         finally:
             connection.close()
 
@@ -218,8 +238,12 @@ def _key(entry: object, name: str) -> int | str | None:
 
 
 def _check_kinds(database: sqlite3.Connection, file: str) -> None:
-    kinds = [kind for (kind,) in database.execute("SELECT DISTINCT typeof(id) || substr(id, 1, 1) = 'texts' FROM images "
-                                                  "WHERE id IS NOT NULL")]  # fmt: skip
+    kinds = [
+        kind
+        for (kind,) in database.execute(
+            "SELECT DISTINCT typeof(id) || substr(id, 1, 1) = 'texts' FROM images WHERE id IS NOT NULL"
+        )
+    ]
     if len(set(kinds)) > 1:
         raise BadInput(f"{file}: some image ids are numbers and some are strings; expected one kind")
 
@@ -248,8 +272,10 @@ def _chunks(database: sqlite3.Connection, head: _Head, file: str, known: set[Pro
 
     known: problems of the classes, which every document has.
     """
-    orphans = ("SELECT n, entry FROM annotations WHERE image IS NULL OR image NOT IN "
-               "(SELECT id FROM images WHERE id IS NOT NULL)")  # fmt: skip
+    orphans = (
+        "SELECT n, entry FROM annotations WHERE image IS NULL OR image NOT IN "
+        "(SELECT id FROM images WHERE id IS NOT NULL)"
+    )
     lost = _lost_relations(database) if head.relations.total() else []
     if lost or database.execute(f"SELECT 1 FROM ({orphans}) LIMIT 1").fetchone():
         database.execute("INSERT OR IGNORE INTO knot VALUES (1)")  # a document must have an image
@@ -265,7 +291,8 @@ def _chunks(database: sqlite3.Connection, head: _Head, file: str, known: set[Pro
         if images:
             ids = f"SELECT id FROM images WHERE {chunk}"
             # in the order of the file, as ids used twice in one image and relations are told by it
-            query = f"SELECT n, entry FROM placed WHERE place {chunk.removeprefix('n ').replace('AND n NOT', 'AND place NOT')}"
+            place = chunk.removeprefix("n ").replace("AND n NOT", "AND place NOT")
+            query = f"SELECT n, entry FROM placed WHERE place {place}"
             annotations = _entries(database, f"{query} ORDER BY n")
             relations = _relations_of(database, ids) if head.relations.total() else []
             yield _validated(head, file, images, annotations, relations, known)
@@ -277,15 +304,19 @@ def _entries(database: sqlite3.Connection, query: str) -> list[tuple[int, object
 
 def _relations_of(database: sqlite3.Connection, images: str) -> list:
     """(key, its number, entry) of the relations whose subject is in one of some images."""
-    query = (f"SELECT r.n, r.entry FROM relations r JOIN annotations a ON a.id = r.subject WHERE a.image IN ({images}) "
-             "GROUP BY r.n ORDER BY r.n")  # fmt: skip
+    query = (
+        f"SELECT r.n, r.entry FROM relations r JOIN annotations a ON a.id = r.subject WHERE a.image IN ({images}) "
+        "GROUP BY r.n ORDER BY r.n"
+    )
     return [tuple(marshal.loads(entry)) for _, entry in database.execute(query)]
 
 
 def _lost_relations(database: sqlite3.Connection) -> list:
     """Those whose subject is no annotation, or one of no image."""
-    query = ("SELECT r.n, r.entry FROM relations r LEFT JOIN annotations a ON a.id = r.subject LEFT JOIN images i "
-             "ON i.id = a.image WHERE i.id IS NULL ORDER BY r.n")  # fmt: skip
+    query = (
+        "SELECT r.n, r.entry FROM relations r LEFT JOIN annotations a ON a.id = r.subject LEFT JOIN images i "
+        "ON i.id = a.image WHERE i.id IS NULL ORDER BY r.n"
+    )
     return [tuple(marshal.loads(entry)) for _, entry in database.execute(query)]
 
 
@@ -297,8 +328,9 @@ def _validated(
     for key in ("rel_annotations", "relations"):
         document[key] = [item for of, _, item in sorted(relations, key=lambda each: each[1]) if of == key]
     valid = validate_document({"categories": [], **document}, file)
-    places = {entry["id"]: n for n, entry in images
-              if isinstance(entry, Mapping) and isinstance(entry.get("id"), int | str)}  # fmt: skip
+    places = {
+        entry["id"]: n for n, entry in images if isinstance(entry, Mapping) and isinstance(entry.get("id"), int | str)
+    }
     numbers = {"image": [n - 1 for n, _ in images], "annotation": [n - 1 for n, _ in annotations]}
     numbers["relation"] = sorted(n + (of == "relations") * head.relations["rel_annotations"] for of, n, _ in relations)
     valid.problems = [_numbered(problem, numbers) for problem in valid.problems if problem not in known]
@@ -322,8 +354,11 @@ def _rows(
     for chunk in chunks:
         problems += chunk.valid.problems
         bad = check(chunk.valid.rows)
-        rows = [(n, _padded(row, head, chunk.valid)) for n, row in zip(chunk.places, chunk.valid.rows, strict=True)
-                if row["image_id"] not in bad]  # fmt: skip
+        rows = [
+            (n, _padded(row, head, chunk.valid))
+            for n, row in zip(chunk.places, chunk.valid.rows, strict=True)
+            if row["image_id"] not in bad
+        ]
         if chunk.knot:
             kept = rows
             continue
@@ -350,8 +385,15 @@ def _file_check(
         return lambda rows: set()
     full = check_images == "full" or (check_images is True and head.images <= FULL_CHECK_LIMIT)
     if check_images is True and not full:
-        problems.append(Problem("note", str(root), None, None,
-                                f"{head.images} images: headers and end markers checked, pixels not decoded"))  # fmt: skip
+        problems.append(
+            Problem(
+                "note",
+                str(root),
+                None,
+                None,
+                f"{head.images} images: headers and end markers checked, pixels not decoded",
+            )
+        )
     real_root = os.path.realpath(root)
     escaping = {folder for folder in head.folders if not inside(root / folder, real_root)}
     seen = {"rows": 0, "there": 0, "first": ""}
@@ -366,8 +408,10 @@ def _file_check(
     def run(rows: list[dict] | None) -> set:
         if rows is None:
             if seen["rows"] and not seen["there"]:
-                raise BadInput(f"{root}: none of the {seen['rows']} listed images is in this folder; the first is "
-                               f"{seen['first']!r}; set the image folder (--data.image_dir)")
+                raise BadInput(
+                    f"{root}: none of the {seen['rows']} listed images is in this folder; the first is "
+                    f"{seen['first']!r}; set the image folder (--data.image_dir)"
+                )
             problems.extend(_unlisted(database, root, head.folders))
             return set()
         found = parallel(check, rows, "checking images")
@@ -388,8 +432,12 @@ def _unlisted(database: sqlite3.Connection, root: Path, folders: set[str]) -> li
             with os.scandir(root / folder) as entries:
                 for entry in entries:
                     name = os.path.normpath(os.path.join(folder, entry.name))
-                    if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES and not database.execute(
-                        "SELECT 1 FROM images WHERE name = ?1 UNION SELECT 1 FROM elsewhere WHERE name = ?1", (name,)
-                    ).fetchone():
+                    if (
+                        os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+                        and not database.execute(
+                            "SELECT 1 FROM images WHERE name = ?1 UNION SELECT 1 FROM elsewhere WHERE name = ?1",
+                            (name,),
+                        ).fetchone()
+                    ):
                         names.append(name)
     return unlisted_problems(root, sorted(names))

@@ -25,7 +25,18 @@ from toolkit.errors import BadInput
 
 TITLE = "CSV"
 COLUMNS = {
-    "image": ("image", "filename", "file_name", "image_path", "path", "file", "img", "image_name", "image_id", "imageid"),
+    "image": (
+        "image",
+        "filename",
+        "file_name",
+        "image_path",
+        "path",
+        "file",
+        "img",
+        "image_name",
+        "image_id",
+        "imageid",
+    ),
     "x1": ("x1", "xmin", "x_min", "left", "bbox_x1"),
     "y1": ("y1", "ymin", "y_min", "top", "bbox_y1"),
     "x2": ("x2", "xmax", "x_max", "right", "bbox_x2"),

@@ -48,7 +48,9 @@ def recognise(path: str | Path, format: str = "auto") -> Found:
         known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
         known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
         wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
-        raise BadInput(f"{path}: {wanted} was found in this folder" + ("" if format == "auto" else f"; known are {known}"))
+        raise BadInput(
+            f"{path}: {wanted} was found in this folder" + ("" if format == "auto" else f"; known are {known}")
+        )
     name, *others = found
     return Found(path, name, found[name], tuple(others))
 

@@ -20,8 +20,8 @@ _DECODER = json.JSONDecoder()
 def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object]]:
     """(key, item) for each item of each list that the object at the top of a file has.
 
-    An empty list, and what is no list, comes in one piece as (key, `Whole(value)`). A byte order mark is skipped. Raises
-    BadInput naming line and column.
+    An empty list, and what is no list, comes in one piece as (key, `Whole(value)`). A byte order mark is skipped.
+    Raises BadInput naming line and column.
     """
     with open(path, "rb") as file:
         text = _Text(path, file, window)

@@ -48,8 +48,8 @@ def read(folder: Path, split: str, *, image_dir: Path | None = None, **options) 
     """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
     The text file of an image lies where its path says `labels` instead of `images`, or beside it; an image without
-    one has no objects. Lines of more than six numbers are polygons, and become the box around them; where `data.yaml` has
-    `kpt_shape` they are a box with key points, and the box is read. Classes keep their numbers from 0.
+    one has no objects. Lines of more than six numbers are polygons, and become the box around them; where `data.yaml`
+    has `kpt_shape` they are a box with key points, and the box is read. Classes keep their numbers from 0.
     """
     folder = Path(folder)
     return open_annotated("yolo", folder, split, lambda: _listing(folder, split, image_dir), **options)

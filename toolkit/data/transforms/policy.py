@@ -1,10 +1,10 @@
-"""An augmentation policy as data: torchvision's v2 transforms by name, applied to image, boxes and what belongs to them.
+"""An augmentation policy as data: torchvision's v2 transforms by name, for image, boxes and what belongs to them.
 
-    data:
-      augment:
-        - RandomPhotometricDistort: {p: 0.5}
-        - RandomApply: {p: 0.8, transforms: [RandomIoUCrop]}
-        - RandomHorizontalFlip
+data:
+  augment:
+    - RandomPhotometricDistort: {p: 0.5}
+    - RandomApply: {p: 0.8, transforms: [RandomIoUCrop]}
+    - RandomHorizontalFlip
 """
 
 import inspect
@@ -23,9 +23,25 @@ from toolkit.data.transforms.geometry import keep_boxes
 from toolkit.errors import BadInput
 
 # Of whole batches, or away from uint8 images: the loader and the detector do that.
-NOT_HERE = {"MixUp", "CutMix", "ToTensor", "PILToTensor", "ToPILImage", "ToImage", "ToPureTensor", "ToDtype", "Normalize",
-            "ConvertImageDtype", "ConvertBoundingBoxFormat", "LinearTransformation", "FiveCrop", "TenCrop", "Lambda",
-            "UniformTemporalSubsample", "Transform"}  # fmt: skip
+NOT_HERE = {
+    "MixUp",
+    "CutMix",
+    "ToTensor",
+    "PILToTensor",
+    "ToPILImage",
+    "ToImage",
+    "ToPureTensor",
+    "ToDtype",
+    "Normalize",
+    "ConvertImageDtype",
+    "ConvertBoundingBoxFormat",
+    "LinearTransformation",
+    "FiveCrop",
+    "TenCrop",
+    "Lambda",
+    "UniformTemporalSubsample",
+    "Transform",
+}
 TRIALS = 8
 
 
@@ -125,19 +141,27 @@ def _made(entry: Any) -> v2.Transform:
     if not (inspect.isclass(kind) and issubclass(kind, v2.Transform)) or name.startswith("_"):
         import difflib
 
-        known = [each for each in dir(v2) if inspect.isclass(getattr(v2, each)) and each not in NOT_HERE
-                 and issubclass(getattr(v2, each), v2.Transform)]  # fmt: skip
+        known = [
+            each
+            for each in dir(v2)
+            if inspect.isclass(getattr(v2, each))
+            and each not in NOT_HERE
+            and issubclass(getattr(v2, each), v2.Transform)
+        ]
         near = difflib.get_close_matches(str(name), known, n=1)
-        raise BadInput(f"{name!r} is no transform of torchvision.transforms.v2 that can stand here"
-                       + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"))  # fmt: skip
+        raise BadInput(
+            f"{name!r} is no transform of torchvision.transforms.v2 that can stand here"
+            + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}")
+        )
     if not isinstance(arguments, Mapping):
         raise BadInput(f"{name}: expected its arguments by name, such as {{p: 0.5}}; found {arguments!r}")
     given = {key: [_made(each) for each in value] if key == "transforms" else value for key, value in arguments.items()}
     try:
         return kind(**given)
     except (TypeError, ValueError, AttributeError) as error:
-        raise BadInput(f"{name}: {error}; its arguments are {inspect.signature(kind.__init__)}".replace("(self, ", "(")) \
-            from error
+        raise BadInput(
+            f"{name}: {error}; its arguments are {inspect.signature(kind.__init__)}".replace("(self, ", "(")
+        ) from error
 
 
 def _tried(transform: v2.Transform) -> None:
@@ -145,8 +169,13 @@ def _tried(transform: v2.Transform) -> None:
     for seed in range(TRIALS):
         boxes = torch.tensor([[4.0, 4, 30, 40], [20, 10, 60, 44]])[: seed % 3]
         image = torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-        target = {"image_id": 0, "boxes": boxes, "labels": torch.zeros(len(boxes), dtype=torch.int64),
-                  "area": (boxes[:, 2:] - boxes[:, :2]).prod(1), "size": torch.tensor((48, 64))}  # fmt: skip
+        target = {
+            "image_id": 0,
+            "boxes": boxes,
+            "labels": torch.zeros(len(boxes), dtype=torch.int64),
+            "area": (boxes[:, 2:] - boxes[:, :2]).prod(1),
+            "size": torch.tensor((48, 64)),
+        }
         try:
             out, _ = Policy([transform])(image, target, torch.Generator().manual_seed(seed))
         except (TypeError, ValueError, RuntimeError, NotImplementedError, IndexError, KeyError) as error:
