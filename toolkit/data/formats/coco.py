@@ -38,7 +38,7 @@ def read_coco(
     the images, so that a second start reads neither. A file of 64 MiB or more is read item by item, with memory for a
     few thousand images (`toolkit.data.formats.coco_stream`). `rel_categories` and `rel_annotations`, or triplets
     `relations` (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids`
-    of     annotations, ids of `attribute_categories`, become `attributes`.
+    of annotations, ids of `attribute_categories`, become `attributes`.
     """
     if on_error not in ("raise", "drop"):
         raise BadInput(f"on_error is {on_error!r}; expected 'raise' or 'drop'")
