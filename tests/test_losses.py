@@ -222,3 +222,10 @@ def test_learned_weights_of_a_gpu_weigh_sums_on_the_host():
         weights.log_variances["loss_a"] = torch.nn.Parameter(torch.zeros((), device="cuda"))
         found = weights({name: torch.tensor(1.0, dtype=torch.float64) for name in weights.names}, step=0)
     assert {value.device.type for value in (found.total, *found.weighted.values())} == {"cpu"}
+
+
+def test_learned_weights_are_not_decayed_towards_one():
+    weights = LossWeights(DETR, {"loss_bbox": "learned"}, DEFAULTS)
+    (group,) = weights.parameter_groups(1e-3)
+    assert (group["lr"], group["weight_decay"]) == (1e-3, 0.0)
+    assert [parameter is weights.log_variances["loss_bbox"] for parameter in group["params"]] == [True]
