@@ -1,0 +1,241 @@
+"""check_data.py on planted faults, the clean copy, and the split that keeps images that look alike together.
+
+Run with `pytest tests/test_check_data.py -n 0`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageEnhance
+
+from toolkit.data import alike
+from toolkit.data.alike import Looks, alike_pairs, groups, held_out, looks_of
+from toolkit.data.formats import open_dataset
+from toolkit.data.inspection import near_boxes
+from toolkit.data.shapes import draw_scene, make_shapes
+from toolkit.data.splits import hold_out, open_split, open_splits, share_of
+from toolkit.errors import BadInput
+
+ROOT = Path(__file__).resolve().parent.parent
+BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")
+
+
+@pytest.fixture
+def check(monkeypatch, tmp_path):
+    """`check(*arguments)` -> exit code of scripts/check_data.py."""
+    monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    sys.modules.pop("check_data", None)
+    import check_data
+
+    return lambda *arguments: check_data.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clean") / "d"
+    make_shapes(folder, 24, 8, 64)
+    return folder
+
+
+def planted(clean, folder):
+    """A copy with leakage, duplicates, a box given twice, an unused class and a class that validation lacks."""
+    shutil.copytree(clean, folder)
+    documents = {split: json.loads((folder / "annotations" / f"{split}.json").read_text()) for split in ("train", "val")}
+    train, val = documents["train"], documents["val"]
+    shutil.copy(folder / "val" / val["images"][2]["file_name"], folder / "train" / train["images"][3]["file_name"])
+    shutil.copy(folder / "train" / train["images"][5]["file_name"], folder / "train" / train["images"][6]["file_name"])
+    near = Image.open(folder / "val" / val["images"][4]["file_name"])
+    ImageEnhance.Brightness(near).enhance(1.1).save(folder / "train" / train["images"][8]["file_name"], quality=60)
+    box = next(a for a in train["annotations"] if a["image_id"] == train["images"][0]["id"])
+    x, y, w, h = box["bbox"]
+    train["annotations"].append({**box, "id": 10**6, "bbox": [x, y, max(1, w - 0.5), h]})
+    for document in documents.values():
+        document["categories"].append({"id": 99, "name": "never"})
+        document["annotations"] = [a for a in document["annotations"] if document is train or a["category_id"] != 1]
+    for split, document in documents.items():
+        left = {a["id"] for a in document["annotations"]}
+        document["rel_annotations"] = [r for r in document["rel_annotations"]
+                                       if {r["subject_id"], r["object_id"]} <= left]
+        (folder / "annotations" / f"{split}.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_a_clean_set_has_exit_code_0(clean, check, tmp_path, capsys):
+    assert check(clean, "--json", tmp_path / "r.json", "--image-size", 64) == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["exit_code"] == 0 and report["splits"]["train"]["images"] == 24
+    assert "COCO, splits train, val" in capsys.readouterr().out
+
+
+def test_planted_faults_are_all_found_and_mended(clean, check, tmp_path):
+    folder = planted(clean, tmp_path / "planted")
+    assert check(folder, "--json", tmp_path / "r.json", "--fix", tmp_path / "fixed", "--image-size", 64) == 1
+    kinds = {each["kind"]: each["items"] for each in json.loads((tmp_path / "r.json").read_text())["findings"]}
+    train, val = ([path.name for path in sorted((folder / split).iterdir())] for split in ("train", "val"))
+    assert kinds["same file in two splits"] == [[f"train/{train[3]}", f"val/{val[2]}"]]
+    assert kinds["same file"] == [[f"train/{train[5]}", f"train/{train[6]}"]]
+    assert kinds["look alike in two splits"] == [[f"train/{train[8]}", f"val/{val[4]}"]]
+    assert [item["image"] for item in kinds["box given twice"]] == [train[0]]
+    assert kinds["unused classes"] == ["never"] and kinds["missing classes"] == ["circle"]
+    log = (tmp_path / "fixed" / "changes.txt").read_text()
+    for words in (train[3], train[6], train[8], "10000", "never"):
+        assert words in log
+    check(tmp_path / "fixed", "--json", tmp_path / "again.json", "--image-size", 64)
+    again = {each["kind"] for each in json.loads((tmp_path / "again.json").read_text())["findings"]
+             if each["severity"] != "note"}
+    assert again == {"missing classes"}  # which no copy can mend
+    assert len(list((tmp_path / "fixed" / "train").iterdir())) == 21
+
+
+def test_the_copy_of_the_dirty_set_is_clean(check, tmp_path):
+    dirty = ROOT / "tests" / "data" / "dirty" / "annotations" / "instances.json"
+    assert check(dirty, "--fix", tmp_path / "fixed") == 2
+    assert check(dirty, "--on-error", "drop") == 1
+    assert check(tmp_path / "fixed") == 0
+    assert check(dirty, "--fix", tmp_path / "fixed") == 2  # not empty any more
+    assert (tmp_path / "fixed" / "instances" / "png_bytes.png").is_file()  # the ending of its content
+
+
+def test_splits_with_other_classes_are_an_error(clean, check, tmp_path):
+    folder = tmp_path / "d"
+    shutil.copytree(clean, folder)
+    document = json.loads((folder / "annotations" / "val.json").read_text())
+    document["categories"][0]["name"] = "ring"
+    (folder / "annotations" / "val.json").write_text(json.dumps(document))
+    assert check(folder) == 2
+
+
+def test_pictures(clean, check, tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("data: {image_size: 64, mosaic: 0.5, photometric: true, augment: [RandomVerticalFlip]}\n")
+    assert check(clean, "--pictures", tmp_path / "p", "--augment", config, "--image-size", 64, "--anchors") == 0
+    names = {path.name for path in (tmp_path / "p").iterdir()}
+    assert {"positions.png", "sizes.png", "aspect_ratios.png", "augmented.jpg"} < names
+    assert sum(name.startswith("samples_") for name in names) == 4
+    assert check(clean, "--augment", tmp_path / "none.yaml") == 2
+
+
+@pytest.mark.skipif(not BCCD.is_dir(), reason="no BCCD data: set DETECTION_TOOLKIT_BCCD to its folder")
+def test_bccd(check, tmp_path):
+    assert check(BCCD, "--json", tmp_path / "r.json", "--fix", tmp_path / "fixed") == 1
+    kinds = {}
+    for each in json.loads((tmp_path / "r.json").read_text())["findings"]:
+        kinds.setdefault(each["kind"], []).extend(each["items"])
+    assert kinds["look alike in two splits"] == [["train/BloodImage_00038.jpg", "val/BloodImage_00037.jpg"]]
+    assert sorted(item["image"][-7:-4] for item in kinds["box given twice"]) == [
+        "020", "100", "104", "251", "284", "331", "403"]  # fmt: skip
+    assert check(tmp_path / "fixed") == 0
+
+
+# ---- images that look alike ---------------------------------------------------------------------------------------------
+
+
+def looks(images):
+    digests = [hashlib.blake2b(image.tobytes(), digest_size=16).hexdigest() for image in images]
+    return Looks(np.array(digests, "S32"), np.stack([alike.look(torch.from_numpy(i).permute(2, 0, 1)) for i in images]))
+
+
+SCENES = [draw_scene(0, "train", number, 96)[0] for number in range(40)]
+
+
+def changed(image, seed):
+    """As a video's next frame: shifted by a pixel, another brightness, noise."""
+    rng = np.random.default_rng(seed)
+    moved = np.roll(image, rng.integers(-1, 2, 2), (0, 1)).astype(np.float32)
+    return (moved * rng.uniform(0.9, 1.1) + rng.normal(0, 3, image.shape)).clip(0, 255).astype(np.uint8)
+
+
+def test_frames_of_a_moment_look_alike_and_other_scenes_do_not():
+    images = [*SCENES, *(changed(image, number) for number, image in enumerate(SCENES))]
+    found = alike_pairs(looks(images))
+    assert set(found) <= {(number, number + 40) for number in range(40)} and len(found) >= 38
+
+
+def test_many_images_are_compared_by_parts(monkeypatch):
+    images = [*SCENES, *(changed(image, number) for number, image in enumerate(SCENES))]
+    monkeypatch.setattr(alike, "ALL_PAIRS", 0)
+    found = alike_pairs(looks(images))
+    assert set(found) <= {(number, number + 40) for number in range(40)} and len(found) >= 36
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.05, 0.9), st.permutations(range(40)), st.integers(5, 39))
+def test_held_out_images_stay_when_others_are_added(share, order, fewer):
+    every = looks(SCENES)
+    chosen = dict(zip(range(40), held_out(every, share).tolist(), strict=True))
+    some = sorted(order[:fewer])
+    part = held_out(Looks(every.digests[some], every.thumbnails[some]), share).tolist()
+    differ = sum(chosen[index] != held for index, held in zip(some, part, strict=True))
+    assert differ <= 1  # the one that is moved where nothing else would be held out, or nothing left
+    assert 0 < sum(part) < len(part)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)).filter(lambda pair: pair[0] < pair[1]), max_size=30))
+def test_groups_are_the_connected_parts(pairs):
+    member = groups(20, pairs)
+    assert all(member[i] == member[j] for i, j in pairs)
+    assert len(set(member.tolist())) >= 20 - len(pairs) and all(member <= np.arange(20))
+
+
+def test_what_looks_alike_is_held_out_together():
+    images = [*SCENES, *(changed(image, number) for number, image in enumerate(SCENES))]
+    held = held_out(looks(images), 0.3)
+    assert all(held[i] == held[j] for i, j in alike_pairs(looks(images))) and 0.1 < held.mean() < 0.5
+
+
+def test_a_share_of_training_data_is_validation_data(clean, tmp_path):
+    reading = {"path": clean, "cache_dir": tmp_path / "cache"}
+    said = []
+    train, val = open_splits("train", "0.25", tmp_path, say=said.append, **reading)
+    whole = open_dataset("train", **reading)
+    assert len(train) + len(val) == 24 and len(val) and any("held out" in text for text in said)
+    assert not set(train.image_ids()) & set(val.image_ids()) and set(train.image_ids()) < set(whole.image_ids())
+    again = open_split("0.25", say=said.append, part_of="train", **reading)
+    assert again.image_ids().tolist() == val.image_ids().tolist() and again.fingerprint == val.fingerprint
+    for table in (train, val):  # rows are whole
+        by_id = {whole.row(i)["image_id"]: whole.row(i) for i in range(24)}
+        for index in range(len(table)):
+            row = table.row(index)
+            assert row["objects"]["bbox"].tolist() == by_id[row["image_id"]]["objects"]["bbox"].tolist()
+            assert row["relations"]["subject"].tolist() == by_id[row["image_id"]]["relations"]["subject"].tolist()
+    assert hold_out(whole, 0.25, tmp_path / "cache")[0].fingerprint == train.fingerprint
+    for wrong in ("1.5", "0", "-0.1", "nan"):
+        with pytest.raises(BadInput, match=r"data\.val"):
+            share_of(wrong)
+    assert share_of("val") is None
+
+
+def test_images_of_one_moment_cannot_be_split(tmp_path):
+    same = looks([changed(SCENES[0], number) for number in range(6)])
+    with pytest.raises(BadInput, match="look alike"):
+        held_out(same, 0.2)
+
+
+def test_looks_are_cached_and_notice_changed_files(clean, tmp_path):
+    table = open_dataset("val", path=clean, cache_dir=tmp_path)
+    first = looks_of(table, tmp_path)
+    assert len(list((tmp_path / "looks").iterdir())) == 1
+    assert np.array_equal(looks_of(table, tmp_path).thumbnails, first.thumbnails)
+    assert len(list((tmp_path / "looks").iterdir())) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 9), st.integers(0, 1)), max_size=7))
+def test_boxes_given_twice(items):
+    boxes = np.array([(x, y, x + s, y + s) for x, y, s, _ in items], np.float32).reshape(-1, 4)
+    labels = np.array([label for *_, label in items], np.int64)
+    pairs = near_boxes(boxes, labels, np.ones(len(boxes), bool))
+    gone = [second for _, second in pairs]
+    assert len(gone) == len(set(gone)) and not set(gone) & {first for first, _ in pairs}
+    left = [item for index, item in enumerate(items) if index not in gone]
+    assert len(left) == len(set(items))  # with whole numbers of at most 9, an IoU above 0.9 is the same box
