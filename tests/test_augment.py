@@ -27,10 +27,15 @@ from toolkit.runs.settings import DataConfig
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 patient = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 STRONG = [
-    {"RandomPhotometricDistort": {"p": 0.5}}, {"RandomZoomOut": {"fill": 0, "side_range": [1.0, 2.0]}},
-    {"RandomApply": {"p": 0.8, "transforms": ["RandomIoUCrop"]}}, "SanitizeBoundingBoxes", "RandomHorizontalFlip",
-    {"RandomVerticalFlip": {"p": 0.5}}, {"RandomRotation": {"degrees": 20}}, {"GaussianBlur": {"kernel_size": 3}},
-]  # fmt: skip
+    {"RandomPhotometricDistort": {"p": 0.5}},
+    {"RandomZoomOut": {"fill": 0, "side_range": [1.0, 2.0]}},
+    {"RandomApply": {"p": 0.8, "transforms": ["RandomIoUCrop"]}},
+    "SanitizeBoundingBoxes",
+    "RandomHorizontalFlip",
+    {"RandomVerticalFlip": {"p": 0.5}},
+    {"RandomRotation": {"degrees": 20}},
+    {"GaussianBlur": {"kernel_size": 3}},
+]
 
 
 def generator(seed=0):
@@ -46,9 +51,17 @@ def samples(draw):
     boxes = torch.from_numpy(ends.reshape(-1, 4)).float()
     relations = torch.from_numpy(rng.integers(0, max(1, count), (count, 3)))
     image = torch.from_numpy(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).permute(2, 0, 1)
-    return image, {"image_id": 1, "boxes": boxes, "labels": torch.arange(count), "area": (boxes[:, 2:] - boxes[:, :2]).prod(1),
-                   "iscrowd": torch.arange(count) % 2, "relations": relations, "attributes": torch.arange(count)[:, None] + 1,
-                   "orig_size": torch.tensor((height, width)), "size": torch.tensor((height, width))}  # fmt: skip
+    return image, {
+        "image_id": 1,
+        "boxes": boxes,
+        "labels": torch.arange(count),
+        "area": (boxes[:, 2:] - boxes[:, :2]).prod(1),
+        "iscrowd": torch.arange(count) % 2,
+        "relations": relations,
+        "attributes": torch.arange(count)[:, None] + 1,
+        "orig_size": torch.tensor((height, width)),
+        "size": torch.tensor((height, width)),
+    }
 
 
 POLICY = policy_of(STRONG)
@@ -84,8 +97,14 @@ def test_exact_geometry(sample, seed):
         return
     x1, y1, x2, y2 = target["boxes"][0].int().tolist()
     image[:, y1:y2, x1:x2] = 255
-    policy = policy_of([{"RandomHorizontalFlip": {"p": 0.5}}, {"RandomVerticalFlip": {"p": 0.5}}, {"Pad": {"padding": 3}},
-                        {"RandomCrop": {"size": [20, 20], "pad_if_needed": True}}])  # fmt: skip
+    policy = policy_of(
+        [
+            {"RandomHorizontalFlip": {"p": 0.5}},
+            {"RandomVerticalFlip": {"p": 0.5}},
+            {"Pad": {"padding": 3}},
+            {"RandomCrop": {"size": [20, 20], "pad_if_needed": True}},
+        ]
+    )
     out, got = policy(image, target, generator(seed))
     rows, columns = out[0].amax(1).nonzero()[:, 0], out[0].amax(0).nonzero()[:, 0]
     found = got["boxes"][got["labels"] == 0]
@@ -95,20 +114,23 @@ def test_exact_geometry(sample, seed):
         assert found.tolist() == [[columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]]
 
 
-@pytest.mark.parametrize(("entries", "words"), [
-    (["RandomHorizontalFlp"], "did you mean RandomHorizontalFlip"),
-    ([{"RandomZoomOut": {"fil": 0}}], "fil"),
-    ([{"RandomRotation": {"degrees": "far"}}], "entry 1"),
-    ([{"RandomRotation": {}}], "degrees"),
-    (["Normalize"], "no transform"),
-    (["MixUp"], "no transform"),
-    ([{"RandomHorizontalFlip": {}, "Pad": {}}], "one name"),
-    ([{"RandomHorizontalFlip": [0.5]}], "by name"),
-    ([{"RandomApply": {"transforms": ["Nothing"]}}], "Nothing"),
-    (["Grayscale"], "shape"),
-    ("none.yaml", "none.yaml"),
-    ({"Pad": {}}, "expected a list"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (["RandomHorizontalFlp"], "did you mean RandomHorizontalFlip"),
+        ([{"RandomZoomOut": {"fil": 0}}], "fil"),
+        ([{"RandomRotation": {"degrees": "far"}}], "entry 1"),
+        ([{"RandomRotation": {}}], "degrees"),
+        (["Normalize"], "no transform"),
+        (["MixUp"], "no transform"),
+        ([{"RandomHorizontalFlip": {}, "Pad": {}}], "one name"),
+        ([{"RandomHorizontalFlip": [0.5]}], "by name"),
+        ([{"RandomApply": {"transforms": ["Nothing"]}}], "Nothing"),
+        (["Grayscale"], "shape"),
+        ("none.yaml", "none.yaml"),
+        ({"Pad": {}}, "expected a list"),
+    ],
+)
 def test_mistakes_are_told_before_the_first_step(entries, words):
     with pytest.raises(BadInput, match=words):
         policy_of(entries)
@@ -123,8 +145,15 @@ def test_a_file_is_as_good_as_a_list(tmp_path):
 @pytest.mark.parametrize("recipe", ["detr", "ssd", "yolov3"])
 def test_the_policy_comes_before_each_recipe(recipe):
     image = torch.randint(0, 256, (3, 40, 60), dtype=torch.uint8, generator=generator())
-    target = {"image_id": 1, "boxes": torch.tensor([[5.0, 5, 30, 30]]), "labels": torch.tensor([0]), "iscrowd": torch.tensor([0]),
-              "area": torch.tensor([625.0]), "size": torch.tensor((40, 60)), "orig_size": torch.tensor((40, 60))}
+    target = {
+        "image_id": 1,
+        "boxes": torch.tensor([[5.0, 5, 30, 30]]),
+        "labels": torch.tensor([0]),
+        "iscrowd": torch.tensor([0]),
+        "area": torch.tensor([625.0]),
+        "size": torch.tensor((40, 60)),
+        "orig_size": torch.tensor((40, 60)),
+    }
     plain = train_transform(recipe=recipe, image_size=32, flip=False)
     both = train_transform(recipe=recipe, image_size=32, flip=False, augment=[{"RandomVerticalFlip": {"p": 1.0}}])
     size = ((32, 32),)
@@ -134,7 +163,7 @@ def test_the_policy_comes_before_each_recipe(recipe):
     assert torch.equal(out, expected) and torch.equal(got["boxes"], boxes["boxes"])
 
 
-# ---- repeat factors ---------------------------------------------------------------------------------------------------
+# ---- repeat factors
 
 
 def test_factors_are_those_of_the_paper():
@@ -151,7 +180,9 @@ def test_factors_are_those_of_the_paper():
 def test_each_image_as_often_as_its_factor_says(factors, world_size, seed, data):
     repeats = np.array(factors)
     groups = data.draw(st.none() | st.just(np.arange(len(factors)) % 2))
-    samplers = [EpochSampler(len(factors), 1, rank, world_size, seed, groups, repeats=repeats) for rank in range(world_size)]
+    samplers = [
+        EpochSampler(len(factors), 1, rank, world_size, seed, groups, repeats=repeats) for rank in range(world_size)
+    ]
     total = round(sum(factors))
     for epoch in (0, 1):
         keys = []
@@ -170,7 +201,7 @@ def test_resume_continues_the_same_order(done):
     repeats = np.array([1, 2.5, 1, 3, 1.2, 1])
     whole = EpochSampler(6, 1, seed=3, repeats=repeats)
     whole.set_epoch(2)
-    keys = [batch for batch in whole]
+    keys = list(whole)
     done = min(done, len(keys))
     first = EpochSampler(6, 1, seed=3, repeats=repeats)
     first.set_epoch(2)
@@ -188,14 +219,23 @@ def test_repeated_images_are_augmented_anew(tmp_path):
     assert torch.equal(zero, again) and not torch.equal(zero, one)
 
 
-# ---- the last epochs ----------------------------------------------------------------------------------------------------
+# ---- the last epochs
 
 
 def test_the_last_epochs_are_without_what_is_named(tmp_path):
     make_shapes(tmp_path / "d", 4, 1, 64)
     table = open_dataset("train", path=tmp_path / "d", cache_dir=tmp_path / "c")
-    c = DataConfig(image_size=48, zoom_out=4.0, iou_crop=True, augment=STRONG, multi_scale=[32, 64], workers=0, flip=False,
-                   batch_size_per_device=2, plain_without=["zoom_out", "iou_crop", "augment", "multi_scale"])
+    c = DataConfig(
+        image_size=48,
+        zoom_out=4.0,
+        iou_crop=True,
+        augment=STRONG,
+        multi_scale=[32, 64],
+        workers=0,
+        flip=False,
+        batch_size_per_device=2,
+        plain_without=["zoom_out", "iou_crop", "augment", "multi_scale"],
+    )
     _, loader = loader_of_settings(table, c, seed=0, stride=1)
     dataset = loader.dataset.dataset
     assert isinstance(dataset, MixedDataset) and dataset.has_plain_epochs

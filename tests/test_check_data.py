@@ -50,7 +50,9 @@ def clean(tmp_path_factory):
 def planted(clean, folder):
     """A copy with leakage, duplicates, a box given twice, an unused class and a class that validation lacks."""
     shutil.copytree(clean, folder)
-    documents = {split: json.loads((folder / "annotations" / f"{split}.json").read_text()) for split in ("train", "val")}
+    documents = {
+        split: json.loads((folder / "annotations" / f"{split}.json").read_text()) for split in ("train", "val")
+    }
     train, val = documents["train"], documents["val"]
     shutil.copy(folder / "val" / val["images"][2]["file_name"], folder / "train" / train["images"][3]["file_name"])
     shutil.copy(folder / "train" / train["images"][5]["file_name"], folder / "train" / train["images"][6]["file_name"])
@@ -64,8 +66,9 @@ def planted(clean, folder):
         document["annotations"] = [a for a in document["annotations"] if document is train or a["category_id"] != 1]
     for split, document in documents.items():
         left = {a["id"] for a in document["annotations"]}
-        document["rel_annotations"] = [r for r in document["rel_annotations"]
-                                       if {r["subject_id"], r["object_id"]} <= left]
+        document["rel_annotations"] = [
+            r for r in document["rel_annotations"] if {r["subject_id"], r["object_id"]} <= left
+        ]
         (folder / "annotations" / f"{split}.json").write_text(json.dumps(document))
     return folder
 
@@ -91,8 +94,11 @@ def test_planted_faults_are_all_found_and_mended(clean, check, tmp_path):
     for words in (train[3], train[6], train[8], "10000", "never"):
         assert words in log
     check(tmp_path / "fixed", "--json", tmp_path / "again.json", "--image-size", 64)
-    again = {each["kind"] for each in json.loads((tmp_path / "again.json").read_text())["findings"]
-             if each["severity"] != "note"}
+    again = {
+        each["kind"]
+        for each in json.loads((tmp_path / "again.json").read_text())["findings"]
+        if each["severity"] != "note"
+    }
     assert again == {"missing classes"}  # which no copy can mend
     assert len(list((tmp_path / "fixed" / "train").iterdir())) == 21
 
@@ -133,11 +139,18 @@ def test_bccd(check, tmp_path):
         kinds.setdefault(each["kind"], []).extend(each["items"])
     assert kinds["look alike in two splits"] == [["train/BloodImage_00038.jpg", "val/BloodImage_00037.jpg"]]
     assert sorted(item["image"][-7:-4] for item in kinds["box given twice"]) == [
-        "020", "100", "104", "251", "284", "331", "403"]  # fmt: skip
+        "020",
+        "100",
+        "104",
+        "251",
+        "284",
+        "331",
+        "403",
+    ]
     assert check(tmp_path / "fixed") == 0
 
 
-# ---- images that look alike ---------------------------------------------------------------------------------------------
+# ---- images that look alike
 
 
 def looks(images):

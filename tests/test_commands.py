@@ -97,7 +97,8 @@ def help_of(script: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-SMALL = "--data.format shapes --data.path null --data.name null --data.train train --data.val val --data.max_train_images 16"
+SMALL = "--data.format shapes --data.path null --data.name null --data.train train --data.val val"
+SMALL += " --data.max_train_images 16"
 SMALL += " --run.max_steps 1 --run.epochs 1"
 SMALL += " --data.batch_size_per_device 2 --data.workers 0 --optim.accumulation_steps 1 --eval.batch_size_per_device 8"
 SMALL += " --model.pretrained null --model.pretrained_backbone false --data.overfit_batches 1"

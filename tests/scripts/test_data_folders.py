@@ -1,0 +1,119 @@
+"""A folder is enough: `--data.path DIR` in every form, a share held out, and resume with every augmentation on.
+
+python -m pytest tests/scripts/test_data_folders.py
+"""
+
+import pytest
+from launching import assert_same_run, training_rows
+
+from toolkit.data.formats import open_dataset
+from toolkit.data.formats.folders import write_folder
+
+FOLDER = ("--data.train", "train", "--data.val", "val", "--data.format", "shapes")
+EVERYTHING = (
+    "--data.augment",
+    '[{"RandomVerticalFlip": {"p": 0.5}}, {"RandomPhotometricDistort": {"p": 0.5}}]',
+    "--data.repeat_factor",
+    "0.9",
+    "--data.zoom_out",
+    "2",
+    "--data.iou_crop",
+    "true",
+    "--data.multi_scale",
+    "[64,96]",
+    "--data.mosaic",
+    "0.5",
+    "--data.plain_epochs",
+    "1",
+    "--data.plain_without",
+    '["mosaic","augment","zoom_out","iou_crop","multi_scale"]',
+)
+
+
+@pytest.fixture(scope="module")
+def folders(data, tmp_path_factory):
+    """The small data set as COCO, Pascal VOC and YOLO."""
+    place = tmp_path_factory.mktemp("forms")
+    tables = {split: open_dataset(split, path=data, cache_dir=place / "cache") for split in ("train", "val")}
+    for format in ("voc", "yolo"):
+        for split, table in tables.items():
+            write_folder(table, place / format, split, format)
+    return {"coco": data, "voc": place / "voc", "yolo": place / "yolo"}
+
+
+@pytest.mark.every_script
+def test_the_same_losses_from_every_form(server, script, settings, folders, tmp_path):
+    losses = {}
+    for format, folder in folders.items():
+        if script.name == "train_sgg" and format != "coco":
+            continue  # only COCO files have relations
+        args = settings(
+            *FOLDER,
+            "--data.path",
+            folder,
+            "--run.output_dir",
+            tmp_path,
+            "--run.name",
+            format,
+            "--run.max_steps",
+            10,
+            "--run.epochs",
+            3,
+            "--run.eval_every",
+            0,
+            "--run.save_every",
+            0,
+        )
+        run = server.run(script, args).ok()
+        assert {"coco": "COCO", "voc": "Pascal VOC", "yolo": "YOLO"}[format] in run.text
+        losses[format] = [row["train/loss"] for row in training_rows(run.folder)]
+    assert len(losses["coco"]) == 10 and all(each == losses["coco"] for each in losses.values()), losses
+
+
+def test_a_share_is_held_out_and_evaluated_again(server, script, settings, data, tmp_path):
+    args = settings(
+        *FOLDER,
+        "--data.path",
+        data,
+        "--data.val",
+        0.3,
+        "--run.output_dir",
+        tmp_path,
+        "--run.epochs",
+        1,
+        "--run.max_steps",
+        1,
+    )
+    run = server.run(script, args).ok()
+    assert "held out by their content" in run.text and "val: 0.3" in (run.folder / "config.yaml").read_text()
+
+
+def test_exact_resume_with_every_augmentation(server, script, settings, tmp_path):
+    def args(name, *more):
+        return settings(
+            *EVERYTHING,
+            "--run.output_dir",
+            tmp_path,
+            "--run.name",
+            name,
+            "--run.resume",
+            "latest",
+            "--data.workers",
+            1,
+            "--run.save_every",
+            2,
+            "--run.eval_every",
+            0,
+            *more,
+        )
+
+    reference = server.run(script, args("reference")).ok().folder
+    kill = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 8, "rank": 0}
+    assert server.run(script, args("killed"), 1, [kill]).code == -9
+    assert "Resuming from" in server.run(script, args("killed")).ok().text
+    assert_same_run(tmp_path / "killed", reference)
+
+
+def test_a_policy_with_a_mistake_ends_before_the_first_step(server, script, settings, tmp_path):
+    run = server.run(script, settings("--data.augment", '["RandomFlip"]', "--run.output_dir", tmp_path))
+    assert run.code == 2 and "RandomFlip" in run.text and "Traceback" not in run.text
