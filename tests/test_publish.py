@@ -59,7 +59,7 @@ def test_the_card_is_read_by_the_hub_and_says_where_the_model_comes_from(run):
                   "predictions.png", "open_predictor", "H100", "cosine", "Intended use"):  # fmt: skip
         assert words in card.text, words
     assert (run / "final" / "predictions.png").read_bytes() == b"picture"
-    (run / "report" / "intervals.json").write_text(json.dumps({"bbox_AP": [0.25, 0.36]}))
+    (run / "report" / "report.json").write_text(json.dumps({"intervals_95": {"bbox_AP": [0.25, 0.36]}}))
     write_card(run / "final", ["cup", "plate"], "mit")
     again = ModelCard.load(run / "final" / "README.md")
     assert again.data.license == "mit" and "| AP | 0.3100 | 0.2500 to 0.3600 |" in again.text

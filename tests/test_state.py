@@ -4,6 +4,8 @@
 """
 
 import math
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -298,14 +300,14 @@ def test_ranks_average_learned_weights_and_share_buffers():
 
 def evaluated():
     """The buffers of raw and averaged weights that a rank evaluates with; each rank gathered its own."""
-    t = make_training(None, signals=QUIET)
+    t = make_training(Path(tempfile.mkdtemp()), signals=QUIET)
     t.detector.norm = nn.BatchNorm1d(2)
     t.detector.norm.running_mean.fill_(1.0 + world()[0])
     t.ema = Ema(t.detector, 0.9)
     nothing = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
     t.validation.loader, t.validation.pictures = [nothing], 0
     t.validation.evaluator = SimpleNamespace(evaluate=lambda found: {"bbox_AP": 0.5}, describe=lambda *_: "")
-    t.log.writer = SimpleNamespace(log=lambda row: None)
+    t.log.writer = SimpleNamespace(log=lambda row: None, folder=t.folder)
     validate(t)
     return t.detector.norm.running_mean.tolist(), t.ema.module.norm.running_mean.tolist()
 

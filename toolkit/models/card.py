@@ -116,11 +116,11 @@ def _figures(row: Mapping, run: Path | None) -> str:
     found = {name: row[key] for key, name in SHOWN.items() if row.get(key) is not None}
     if not found:
         return "None were measured."
-    intervals = _json(run / "report" / "intervals.json")
+    intervals = _json(run / "report" / "report.json").get("intervals_95") or {}
     lines = ["| | validation data | 95 % interval |", "|---|---|---|"]
     for key, name in SHOWN.items():
         if name in found:
-            low, high = intervals.get(key, (None, None))
+            low, high = intervals.get(key) or (None, None)
             shown = f"{low:.4f} to {high:.4f}" if low is not None else "see `report/`"
             lines.append(f"| {name} | {found[name]:.4f} | {shown} |")
     return "\n".join(lines) + f"\n\nCOCO's box metrics at step {row['step']}; intervals are a bootstrap over images."

@@ -27,7 +27,7 @@ from toolkit.use.sizes import image_hw, input_hw, of_one_shape
 
 MAX_DETECTIONS = 300  # of one image; the number of queries of the DETR family
 DEFAULT_THRESHOLD = 0.3
-THRESHOLDS = "thresholds.json"  # of a run's report/ and of final/: {"all": 0.42, "classes": {"cup": 0.37, ...}}
+REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 Found = dict[str, Tensor]
 
 
@@ -108,13 +108,13 @@ def report_thresholds(path: Path) -> dict[str, float] | None:
         BadInput: a file that cannot be read.
     """
     for folder in (path, *path.absolute().parents):
-        for file in (folder / THRESHOLDS, folder / "report" / THRESHOLDS):
-            if file.is_file():
-                try:
-                    entries = json.loads(file.read_text())
-                    return {"": float(entries["all"])} | {k: float(v) for k, v in entries["classes"].items()}
-                except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise BadInput(f"{file}: no list of thresholds: {error!r}; make the report again") from error
+        file = folder / "report" / REPORT
+        if file.is_file():
+            try:
+                entries = json.loads(file.read_text())
+                return {"": float(entries["threshold"])} | {k: float(v) for k, v in entries["thresholds"].items()}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise BadInput(f"{file}: no list of thresholds: {error!r}; make the report again") from error
         if (folder / "config.yaml").is_file():  # the run folder: what is above is none of its
             break
     return None
