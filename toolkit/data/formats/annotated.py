@@ -17,6 +17,7 @@ from toolkit.data.checks import settle, validate_document
 from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, probe_image
 from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
 from toolkit.errors import BadInput
+from toolkit.files import MAX_IMAGE_PIXELS
 
 # What folders and files of a split are called.
 SPLIT_NAMES = {
@@ -100,6 +101,7 @@ def open_annotated(
     on_error: str = "raise",
     cache_dir: str | Path | None = None,
     check_images: bool | str = True,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> DetectionTable:
     """The table of a split, from the cache while the files it was made of stay as they are; else by `listing()`.
 
@@ -107,32 +109,36 @@ def open_annotated(
     annotation tool leaves behind, is left out with a warning. Raises BadInput.
     """
     name = f"{folder} ({split})"
-    what = f"{kind} {TABLE_VERSION} {split} {check_images} {folder.resolve()}"
+    what = f"{kind} {TABLE_VERSION} {split} {check_images} {max_image_pixels} {folder.resolve()}"
     key = hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()
     cache_file = cache_root(cache_dir) / "tables" / f"{key}.json"
     cached = open_table(cache_file)
     if cached and all(_digest(Path(path)) == digest for path, digest in cached[1].items()):
         table = dataclasses.replace(cached[0], name=name)
     else:
-        table = _make(listing(), name, check_images, cache_file)
+        table = _make(listing(), name, check_images, max_image_pixels, cache_file)
+    table.max_image_pixels = max_image_pixels
     settle(table.problems, on_error if len(table) else "raise", name)
     if not len(table):
         raise BadInput(f"{name}: not one usable image")
     return table
 
 
-def _make(found: Listing, name: str, check_images: bool | str, cache_file: Path) -> DetectionTable:
+def _make(
+    found: Listing, name: str, check_images: bool | str, max_image_pixels: int, cache_file: Path
+) -> DetectionTable:
     if not found.images:
         raise BadInput(f"{name}: no images")
     problems = found.problems + _fill_sizes(found)
     document, more = _document(found)
-    valid = validate_document(document, name)
+    valid = validate_document(document, name, max_image_pixels)
     problems += more + valid.problems
     unreadable = {problem.image_id for problem in problems if problem.severity == "error" and problem.image_id}
     rows = valid.rows
     checked = {str(path): _digest(path) for path in found.watched}
     if check_images and rows:
-        seen, digests = check_image_files(rows, valid.listed | found.listed, found.image_root, check_images)
+        listed = valid.listed | found.listed
+        seen, digests = check_image_files(rows, listed, found.image_root, check_images, max_image_pixels)
         problems = [p for p in problems if p.annotation_id or p.image_id not in unreadable or p.severity != "error"]
         problems += seen
         checked |= digests
