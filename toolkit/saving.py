@@ -144,12 +144,19 @@ def _accumulation(t) -> list[int]:
     return [t.pace.accumulation_steps, t.pace.accumulate_after_epoch]
 
 
+def _images_of_a_step(images: int, accumulation_steps: int, after_epoch: int) -> tuple[int, ...]:
+    """Of full steps: with accumulation, and where it begins later, before it and from which epoch on."""
+    return (images * accumulation_steps, *((images, after_epoch) if after_epoch else ()))
+
+
 def _retime(t, state: Mapping, keep_schedule: bool) -> list[str]:
     """Where an optimizer step sees other images than before: a length and a schedule by which the run sees the data
     that it was to see. What it did is returned in words."""
     sampler, saved = t.sampler, state["sampler"]
     before, now = state.get("accumulation", _accumulation(t)), _accumulation(t)
-    same = (saved["world_size"], saved["batch_size"], before) == (sampler.world_size, sampler.batch_size, now)
+    same = _images_of_a_step(saved["world_size"] * saved["batch_size"], *before) == _images_of_a_step(
+        sampler.world_size * sampler.batch_size, *now
+    )
     t.recut = state.get("recut", 0)
     if same and (keep_schedule or not t.recut):
         return []

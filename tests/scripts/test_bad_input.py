@@ -22,7 +22,7 @@ CASES = {
     "missing config": (["--config", "{tmp}/none.yaml"], ["none.yaml"]),
     "wrong key in YAML": (["--config", "{tmp}/wrong_key.yaml"], ["learning_rate", "wrong_key.yaml"]),
     "wrong type in YAML": (["--config", "{tmp}/wrong_type.yaml"], ["optim.lr", "fast"]),
-    "torn YAML": (["--config", "{tmp}/torn.yaml"], ["torn.yaml", "line 2"]),
+    "torn YAML": (["--config", "{tmp}/torn.yaml"], ["torn.yaml", "line 1"]),
     "wrong flag": (["--optim.learning_rate", "1"], ["learning_rate"]),
     "wrong type of a flag": (["--run.epochs", "many"], ["run.epochs", "many"]),
     "negative number": (["--optim.lr", "-1"], ["optim.lr", "-1"]),

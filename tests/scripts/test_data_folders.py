@@ -85,7 +85,7 @@ def test_a_share_is_held_out_and_evaluated_again(server, script, settings, data,
         1,
     )
     run = server.run(script, args).ok()
-    assert "held out by their content" in run.text and "val: 0.3" in (run.folder / "config.yaml").read_text()
+    assert "held out by their content" in run.text and "val: '0.3'" in (run.folder / "config.yaml").read_text()
 
 
 def test_exact_resume_with_every_augmentation(server, script, settings, tmp_path):

@@ -132,8 +132,10 @@ def test_a_refused_resume_changes_nothing(server, script, finished, tmp_path):
     args, folder = finished
     stored = yaml.safe_load((folder / "config.yaml").read_text())
     schedule, without = stored["schedule"]["name"], stored["optim"]["no_weight_decay_on_norm_and_bias"]
+    optimizer = stored["optim"]["name"]
+    other = "adamw" if optimizer == "sgd" else "sgd"
     refusals = {
-        "optim.name": (["--optim.name", "sgd"], "optim.name adamw -> sgd: refused"),
+        "optim.name": (["--optim.name", other], f"optim.name {optimizer} -> {other}: refused"),
         "metric": (["--eval.metric_for_best", "nonsense"], "no such metric"),
         "other data": (["--data.max_train_images", "9"], "has 9 samples"),
         "no data": (["--data.train", "missing.json"], "missing.json"),
