@@ -21,7 +21,7 @@ from toolkit.models.detr.configuration import (
     prepare_backbone,
     to_entries,
 )
-from toolkit.models.detr.detr import ENCODER_DECODER, initialise_transformer_, precision
+from toolkit.models.detr.detr import ENCODER_DECODER, initialise_transformer_, normed_states, precision
 from toolkit.models.detr.focal_criterion import FocalCriterion
 from toolkit.models.detr.focal_detector import FocalDetector, inverse_sigmoid, start_heads_
 from toolkit.models.detr.options import ConditionalDetrOptions
@@ -61,11 +61,7 @@ class ConditionalDetr(FocalDetector):
         mask = pixel_mask(sizes, images.shape[-2:])
         with precision(self.training, images.device):
             outputs = self.model.model(pixels, pixel_mask=mask, output_hidden_states=self.aux_loss)
-            states = outputs.last_hidden_state[None]
-            if self.aux_loss:
-                # The queries, the raw state after each layer but the last, the normed last state.
-                raw = outputs.decoder_hidden_states[1:-1]
-                states = torch.cat([*(self.model.model.decoder.layernorm(state)[None] for state in raw), states])
+            states = normed_states(self.model.model.decoder.layernorm, outputs)
         with torch.autocast(images.device.type, enabled=False):
             states = states.to(self.model.dtype)
             centres = inverse_sigmoid(outputs.reference_points.to(states.dtype)).transpose(0, 1)  # (B, Q, 2)

@@ -105,11 +105,7 @@ class Detr(TransformersDetector):
         mask = pixel_mask(sizes, images.shape[-2:])
         with precision(self.training, images.device):
             outputs = self.model.model(pixels, pixel_mask=mask, output_hidden_states=self.aux_loss)
-            states = outputs.last_hidden_state[None]
-            if self.aux_loss:
-                # decoder_hidden_states: the queries, the raw state after each layer but the last, the normed last one.
-                raw = outputs.decoder_hidden_states[1:-1]
-                states = torch.cat([*(self.model.model.decoder.layernorm(state)[None] for state in raw), states])
+            states = normed_states(self.model.model.decoder.layernorm, outputs)
         # The heads are small; in half precision a box would be known to 1/256 of the image only.
         with torch.autocast(images.device.type, enabled=False):
             states = states.to(self.model.dtype)
@@ -158,6 +154,15 @@ def _check_own_weights(source_config: Mapping | None) -> None:
             "model.pre_norm: the pretrained model is one of transformers, which normalise after each part of a layer; "
             "leave pre_norm out, or model.pretrained."
         )
+
+
+def normed_states(norm: nn.Module, outputs) -> Tensor:
+    """Normed states `(L, B, Q, D)` of every decoder layer, or of the last alone if `outputs` holds no hidden states.
+
+    decoder_hidden_states are the queries, the raw state after each layer but the last, the normed last one.
+    """
+    raw = (outputs.decoder_hidden_states or ())[1:-1]
+    return torch.stack([*map(norm, raw), outputs.last_hidden_state])
 
 
 def precision(training: bool, device: torch.device):
