@@ -62,6 +62,22 @@ def check_image_files(
     return problems, {str(image_root / folder): folder_digest(image_root / folder) for folder in folders}
 
 
+def rows_of_good_files(
+    rows: Sequence[Mapping],
+    listed: Set[str],
+    image_root: Path,
+    check_images: bool | str,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+) -> tuple[Sequence[Mapping], list[Problem], dict[str, str]]:
+    """The rows whose image files are without errors; with the two answers of `check_image_files`, whose arguments these
+    are. Nothing is checked if `check_images` is False or there are no rows."""
+    if not check_images or not rows:
+        return rows, [], {}
+    problems, checked = check_image_files(rows, listed, image_root, check_images, max_pixels)
+    bad = {problem.image_id for problem in problems if problem.severity == "error"}
+    return [row for row in rows if row["image_id"] not in bad], problems, checked
+
+
 def check_image(
     row: Mapping, source: Path | bytes, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> list[Problem]:

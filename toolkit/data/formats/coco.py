@@ -9,7 +9,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.data.check_files import check_image_files, find_image_root, folder_digest
+from toolkit.data.check_files import find_image_root, folder_digest, rows_of_good_files
 from toolkit.data.checks import settle, validate_document
 from toolkit.data.formats.coco_stream import STREAMED_BYTES, listed_names, read_streamed
 from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
@@ -127,14 +127,10 @@ def _read(
         if was_enabled:
             gc.enable()
     image_root = image_dir or find_image_root(annotation_file, [row["file_name"] for row in valid.rows])
-    problems, checked = notes + valid.problems, {}
-    rows = valid.rows
-    if check_images and rows:
-        listed = valid.listed.union(*map(listed_names, siblings))
-        found, checked = check_image_files(rows, listed, image_root, check_images, max_pixels)
-        problems += found
-        bad = {problem.image_id for problem in found if problem.severity == "error"}
-        rows = [row for row in rows if row["image_id"] not in bad]
+    # The siblings are read only where the images are checked.
+    listed = valid.listed.union(*map(listed_names, siblings)) if check_images and valid.rows else valid.listed
+    rows, found, checked = rows_of_good_files(valid.rows, listed, image_root, check_images, max_pixels)
+    problems = notes + valid.problems + found
     return write_table(
         rows,
         cache_file=cache_file,

@@ -5,7 +5,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from toolkit.data.check_files import check_image_files, folder_digest
+from toolkit.data.check_files import folder_digest, rows_of_good_files
 from toolkit.data.checks import settle, validate_document
 from toolkit.data.table import TABLE_VERSION, DetectionTable, cache_root, open_table, write_table
 from toolkit.errors import BadInput
@@ -59,19 +59,14 @@ def _read(annotation_file: Path, image_dir: Path, split: str, num_val: int, chec
     if faults := [fault for number, entry in enumerate(document["data"]) for fault in _entry_faults(entry, number)]:
         raise BadInput([f"{annotation_file}: {fault}" for fault in faults])
     valid = validate_document(as_coco(document, split, num_val), str(annotation_file), max_pixels)
-    rows, problems, checked = valid.rows, valid.problems, {}
-    if check_images and rows:
-        found, checked = check_image_files(rows, valid.listed, image_dir, check_images, max_pixels)
-        problems = problems + found
-        bad = {problem.image_id for problem in found if problem.severity == "error"}
-        rows = [row for row in rows if row["image_id"] not in bad]
+    rows, found, checked = rows_of_good_files(valid.rows, valid.listed, image_dir, check_images, max_pixels)
     return write_table(
         rows,
         cache_file=cache_file,
         categories=valid.categories,
         predicates=valid.predicates,
         image_root=image_dir.resolve(),
-        problems=problems,
+        problems=valid.problems + found,
         name=f"{annotation_file} {split}",
         checked=checked,
     )

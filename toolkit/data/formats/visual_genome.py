@@ -14,7 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from toolkit.data.check_files import check_image_files, folder_digest
+from toolkit.data.check_files import folder_digest, rows_of_good_files
 from toolkit.data.checks import settle
 from toolkit.data.table import TABLE_VERSION, Category, DetectionTable, Problem, cache_root, open_table, write_table
 from toolkit.errors import BadInput
@@ -193,12 +193,9 @@ def _write(graphs, files, image_dir: Path, split: str, checking: tuple, cache_fi
         problems += [Problem(severity, str(files[0]), image_id, None, message) for severity, message in faults]
         if not any(severity == "error" for severity, _ in faults):
             rows.append(_row(graphs, place, images[image], drop=split == "train", attributes=bool(attributes)))
-    checked = {}
-    if checking[0] and rows:
-        found, checked = check_image_files(rows, {f"{e['image_id']}.jpg" for e in images}, image_dir, *checking)
-        bad = {problem.image_id for problem in found if problem.severity == "error"}
-        rows = [row for row in rows if row["image_id"] not in bad]
-        problems += found
+    listed = {f"{entry['image_id']}.jpg" for entry in images}
+    rows, found, checked = rows_of_good_files(rows, listed, image_dir, *checking)
+    problems += found
     return write_table(
         rows,
         cache_file=cache_file,
