@@ -11,6 +11,7 @@ from PIL import Image
 from toolkit.data.table import Category, write_table
 from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions
 from toolkit.evaluation.report import plot_curves, series, smoothed, write_report
+from toolkit.text import in_markdown
 
 
 def write_metrics(path, rows, cut_off=False):
@@ -91,6 +92,16 @@ def test_the_report_of_a_run(tmp_path):
     for link in ("curves.png", "ap.png", "pictures/step_000040.png"):
         assert f"({link})" in text and (run / "report" / link).exists()
     assert write_report(run).read_text() == text
+
+
+@pytest.mark.parametrize("name", [r"$\frac{1$", "_hidden", "<img src=x>", "[a](http://b.c)", "\ud800", "two\nlines"])
+def test_a_name_of_a_class_does_nothing_to_the_report(tmp_path, name):
+    """Neither mathematics that matplotlib cannot read nor markup, a link or another row of the table."""
+    rows = [{"step": step, "epoch": 0, "val/bbox_AP": 0.1, f"val/AP/{name}": 0.1} for step in (1, 2)]
+    write_metrics(tmp_path / "run" / "metrics.jsonl", rows)
+    text = write_report(tmp_path / "run").read_text()
+    assert f"| {in_markdown(name)} | 0.1000 | 0.1000 |" in text and f"| {name} |" not in text
+    assert (tmp_path / "run" / "report" / "ap.png").is_file()
 
 
 def test_the_report_of_an_empty_run(tmp_path):

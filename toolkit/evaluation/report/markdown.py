@@ -10,6 +10,7 @@ import numpy as np
 
 from toolkit.evaluation.draw import COLOURS
 from toolkit.runs.metrics_log import read_metrics
+from toolkit.text import in_markdown, in_plot
 
 LINES = tuple(c for c in COLOURS if c not in ("#F0E442", "#DDCC77"))  # without the yellows: the paper is white
 STYLES = ("-", "--", ":", "-.")
@@ -182,7 +183,7 @@ def _class_panel(axes, rows, names) -> bool:
         chosen = chosen[:5] + chosen[-5:]
     for i, name in enumerate(chosen):
         style = {"color": LINES[i % len(LINES)], "linestyle": STYLES[i // len(LINES)]}
-        axes.plot(*curves[name], marker="o", markersize=3, label=name, **style)
+        axes.plot(*curves[name], marker="o", markersize=3, label=in_plot(name), **style)
     many = " (five best and five worst)" if len(curves) > 10 else ""
     axes.set_title(f"AP by class{', EMA' if 'ema' in prefix else ''}{many}")
     _share_of_one(axes)
@@ -267,7 +268,7 @@ def _numbers(rows: list[dict]) -> list[str]:
         key.split("/AP/", 1)[1] for prefix, row in columns.values() for key in row if key.startswith(f"{prefix}AP/")
     ))  # fmt: skip
     if classes:
-        cells = [[name, *_cells(f"AP/{name}", columns)[1:]] for name in classes]
+        cells = [[in_markdown(name), *_cells(f"AP/{name}", columns)[1:]] for name in classes]
         parts += ["## AP by class", _markdown(["class", *columns], cells)]
     return parts
 
@@ -294,7 +295,7 @@ def _json(path: Path) -> dict:
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _number(value: float | None) -> str:
