@@ -7,7 +7,6 @@ Every shape, weight and cost comes from the files in DIR.
 
 import copy
 import json
-import sys
 import zlib
 from pathlib import Path
 
@@ -15,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from plain_training import plain_training
+from processes import run_on_ranks
 from torch import nn
 
+from scripts import train_detr
 from toolkit.boxes import cxcywh_to_xyxy
 from toolkit.data.batches import collate
 from toolkit.distributed import reduce_dict
@@ -27,12 +29,6 @@ from toolkit.step.losses import LossWeights, global_denominators
 from toolkit.step.meters import Meters, SmoothedValue
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.schedules import Schedule
-
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-from plain_training import plain_training  # noqa: E402
-from processes import run_on_ranks  # noqa: E402
-
-from scripts import train_detr  # noqa: E402
 
 
 def load(folder: Path, name: str) -> dict[str, np.ndarray]:

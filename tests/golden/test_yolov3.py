@@ -5,7 +5,6 @@ Run: python -m pytest tests/golden/test_yolov3.py [--golden DIR]
 
 import json
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from plain_training import plain_training
 from torch import nn
 
+from scripts import train_yolov3
 from toolkit.batch import Batch
 from toolkit.data.transforms.mixup import mixup
 from toolkit.models.yolov3.model import YOLOv3, class_nms, class_scores
@@ -32,11 +33,6 @@ from toolkit.models.yolov3.targets import (
 from toolkit.runs.metrics_log import read_metrics
 from toolkit.step.optim import parameter_groups
 from toolkit.step.schedules import Schedule, lr_factor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from plain_training import plain_training  # noqa: E402
-
-from scripts import train_yolov3  # noqa: E402
 
 LOSSES = YOLOv3.loss_names
 LEAVES = {"gamma": "weight", "beta": "bias"}

@@ -5,14 +5,11 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from launching import rows
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from test_box_formats import CONVERTED, convert
 from test_text import NASTY_NAMES
 

@@ -5,19 +5,16 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from launching import Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
 from PIL import Image
+from test_visual_genome import synthetic_table
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from test_visual_genome import synthetic_table  # noqa: E402
-
-from toolkit.data.formats.visual_genome_writer import write_visual_genome  # noqa: E402
-from toolkit.models.final import load_detector_folder  # noqa: E402
+from toolkit.data.formats.visual_genome_writer import write_visual_genome
+from toolkit.models.final import load_detector_folder
 
 SGG = Script("train_sgg", slow_end=("toolkit.evaluation.report:write_report",))
 GIVEN = {"--model.mode": "predcls", "--optim.ema_decay": 0, "--run.epochs": 1, "--eval.metric_for_best": "R@20",
