@@ -19,8 +19,9 @@ from toolkit.data.formats import FORMATS
 from toolkit.errors import BadInput
 from toolkit.evaluation.report import PREDICTIONS
 from toolkit.evaluation.report.comparison import settings_without_seed
+from toolkit.evaluation.report.facts import RunFacts, run_facts
 from toolkit.evaluation.report.judgement import Judgement, judge
-from toolkit.evaluation.report.write import run_facts, write_comparison, write_page
+from toolkit.evaluation.report.write import write_comparison, write_page
 from toolkit.use.predict_split import Predicted, SplitOptions, open_any
 
 
@@ -33,18 +34,19 @@ def report(arguments: argparse.Namespace) -> Path:
     for source, name in zip(arguments.sources, names, strict=True):
         found = open_any(_file_of_run(source, arguments), arguments.weights, options, accelerator)
         accelerator.print(f"{name}: judging {len(found.table)} images")
-        about = found.about | {"settings_without_seed": settings_without_seed(run_facts(found.run_folder).config)}
-        judged.append((found, judge(name, found.by_image, found.table, about)))
+        facts = run_facts(found.run_folder)
+        about = found.about | {"settings_without_seed": settings_without_seed(facts.config)}
+        judged.append((found, facts, judge(name, found.by_image, found.table, about)))
     if len(judged) > 1:
-        return write_comparison(arguments.out or Path("report_comparison"), [each for _, each in judged])
+        return write_comparison(arguments.out or Path("report_comparison"), [each for *_, each in judged])
     return _single(Path(arguments.sources[0]).expanduser(), *judged[0], arguments.out)
 
 
-def _single(source: Path, found: Predicted, judged: Judgement, out: Path | None) -> Path:
+def _single(source: Path, found: Predicted, facts: RunFacts, judged: Judgement, out: Path | None) -> Path:
     own = found.run_folder is not None
     if out is None:
         out = found.run_folder / "report" if own else source.with_name(f"{source.stem}_report")
-    return write_page(out, judged, run_facts(found.run_folder), judged.name)
+    return write_page(out, judged, facts, judged.name)
 
 
 def _file_of_run(source: str, arguments: argparse.Namespace) -> Path | str:

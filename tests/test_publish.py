@@ -55,13 +55,14 @@ def test_the_card_is_read_by_the_hub_and_says_where_the_model_comes_from(run):
     assert card.data.license == "apache-2.0" and card.data.pipeline_tag == "object-detection"
     figures = {each.metric_type: each.metric_value for each in card.data.eval_results}
     assert figures == {"bbox_AP": 0.31, "bbox_AP50": 0.6}  # of the best step, of the averaged weights
-    for words in ("--run.name 'cups of tea'", "abc123 with changes", "12 images, 34 boxes", "plate: large", "0.3100",
-                  "predictions.png", "open_predictor", "H100", "cosine", "Intended use"):  # fmt: skip
+    for words in ("--run.name 'cups of tea'", "abc123 with changes", "12 images, 34 boxes", "0.3100", "H100", "cosine",
+                  "2 classes: `cup`, `plate: large`", "predictions.png", "open_predictor", "Intended use"):  # fmt: skip
         assert words in card.text, words
     assert (run / "final" / "predictions.png").read_bytes() == b"picture"
     (run / "report" / "report.json").write_text(json.dumps({"intervals_95": {"bbox_AP": [0.25, 0.36]}}))
-    write_card(run / "final", ["cup", "plate"], "mit")
+    write_card(run / "final", ["cup", "[plate](http://b.c) <img src=x>"], "mit")
     again = ModelCard.load(run / "final" / "README.md")
+    assert "`[plate](http://b.c) <img src=x>`" in again.text and again.text.count("<img") == 1
     assert again.data.license == "mit" and "| AP | 0.3100 | 0.2500 to 0.3600 |" in again.text
 
 

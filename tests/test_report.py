@@ -59,7 +59,7 @@ def test_smoothing_is_a_mean_and_passes_over_nan():
 
 def test_curves_of_a_full_run_and_of_less(tmp_path):
     rows = full_run(tmp_path / "run")
-    written = plot_curves(tmp_path / "run/metrics.jsonl", tmp_path / "report")
+    written = plot_curves(rows, tmp_path / "report")
     assert [path.name for path in written] == ["curves.png", "ap.png"]
     for path in written:
         assert np.asarray(Image.open(path)).std() > 5  # something is drawn
@@ -70,8 +70,7 @@ def test_curves_of_a_full_run_and_of_less(tmp_path):
         ("c", [], []),
         ("d", [{"step": 1, "epoch": 0, "time_s": 0.0}], []),
     ):
-        write_metrics(tmp_path / name / "metrics.jsonl", some)
-        written = plot_curves(tmp_path / name / "metrics.jsonl", tmp_path / name)
+        written = plot_curves(some, tmp_path / name)
         assert [path.name for path in written] == expected
         assert sorted(p.name for p in (tmp_path / name).glob("*.png")) == sorted(expected)
 

@@ -16,8 +16,9 @@ from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.report import PREDICTIONS, write_report
 from toolkit.evaluation.report.advice import advise
 from toolkit.evaluation.report.charts import MOST_POINTS, Line, line_chart
+from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import judge
-from toolkit.evaluation.report.write import RunFacts, write_comparison, write_page
+from toolkit.evaluation.report.write import write_comparison, write_page
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
                 if (found := shutil.which(name))), None)  # fmt: skip

@@ -1,6 +1,7 @@
 """Names of every nasty kind, wherever they are shown.   Run: pytest tests/test_text.py"""
 
 import io
+import re
 import sys
 import unicodedata
 
@@ -14,7 +15,17 @@ from PIL import Image
 from toolkit.data.table import Problem
 from toolkit.evaluation.draw import draw_detections, draw_grid, drawable
 from toolkit.evaluation.scene_graph_draw import _panel
-from toolkit.text import END_ISOLATE, ISOLATE, columns, escaped, in_markdown, in_plot, print_every_letter, shown
+from toolkit.text import (
+    END_ISOLATE,
+    ISOLATE,
+    as_code,
+    columns,
+    escaped,
+    in_markdown,
+    in_plot,
+    print_every_letter,
+    shown,
+)
 
 NASTY_NAMES = [
     "line\nbreak", "tab\tand\rreturn", "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "nul\x00", "bell\x07", "\x08\x08space",
@@ -40,6 +51,10 @@ def test_one_line_without_control_and_of_the_width_asked_for(text, limit):
     assert around in (line, f"{ISOLATE}{line}{END_ISOLATE}")
     written = in_markdown(text, limit)
     assert "\n" not in written and "<" not in written.replace("\\<", "")
+    # CommonMark: a span ends with as many backticks as it begins with; one space on each side is taken off.
+    marks, inside = re.fullmatch("(`+)(.*[^`])\\1", as_code(text, limit)).groups()
+    assert marks not in re.findall("`+", inside)
+    assert around == (inside[1:-1] if inside[0] == inside[-1] == " " else inside)
 
 
 @pytest.mark.parametrize("name", ["cat", "traffic light", "na\xefve", "\u6771\u4eac", "\U0001f600", "a/b (3)"])
@@ -53,6 +68,7 @@ def test_how_it_looks():
     assert escaped("\xa0a\u3000") == " a "
     assert shown("\u05d0 1") == f"{ISOLATE}\u05d0 1{END_ISOLATE}"
     assert in_markdown("a|b <i> $x$ `c` *d*") == r"a\|b \<i\> \$x\$ \`c\` \*d\*"
+    assert as_code("plate: <i>large_") == "`plate: <i>large_`" and as_code("a`b``") == "``` a`b`` ```"
     assert columns("\u6771\u4eac") == 4 and columns("e\u0301") == 1
 
 

@@ -1,5 +1,6 @@
 """Text of others (names of classes and files, messages) where people see it: nothing in it acts on what shows it."""
 
+import re
 import sys
 import unicodedata
 
@@ -36,6 +37,14 @@ def shown(text: object, limit: int = 80) -> str:
 def in_markdown(text: object, limit: int = 80) -> str:
     """`shown`, for a line or a table cell of Markdown: no markup, HTML, mathematics or link."""
     return shown(text, limit).translate(MARKDOWN)
+
+
+def as_code(text: object, limit: int = 80) -> str:
+    """`shown`, as code in a line of Markdown: every letter as it is, and nothing of it is markup."""
+    text = shown(text, limit)
+    marks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if "`" in text or text != text.strip() or not text else ""  # one on each side is taken off again
+    return f"{marks}{space}{text}{space}{marks}"
 
 
 def in_plot(text: object, limit: int = 40) -> str:

@@ -10,8 +10,10 @@ import yaml
 from toolkit.errors import BadInput
 from toolkit.files import write_text_atomic
 from toolkit.runs.settings_file import CONFIG
+from toolkit.text import as_code, in_markdown
 
 SHOWN = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
+SHOWN_CLASSES = 100
 LICENCE = "apache-2.0"  # of this program; the data may ask for more
 PICTURE = "predictions.png"
 TRANSFORMERS_USAGE = """With transformers alone:
@@ -73,8 +75,8 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
     if not row:
         del head["model-index"]
     parts = [
-        f"# {name}: {architecture}",
-        f"An object detector for {len(class_names)} classes: {', '.join(map(str, class_names[:100]))}.",
+        f"# {in_markdown(name)}: {in_markdown(architecture)}",
+        f"An object detector for {_counted_classes(class_names)}.",
         _picture(folder, run), "## Figures", _figures(row, run), "## How to use it", _usage(config, len(class_names)),
         "## Data", _data(settings, environment), "## Training", _training(settings, environment),
         "## Intended use and limits", _limits(class_names), "## Licence",
@@ -85,6 +87,12 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
     path = folder / "README.md"
     write_text_atomic(path, f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{text}\n")
     return path
+
+
+def _counted_classes(names: Sequence[str]) -> str:
+    listed = ", ".join(map(as_code, names[:SHOWN_CLASSES]))
+    more = f" and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
+    return f"{len(names)} {'class' if len(names) == 1 else 'classes'}: {listed}{more}"
 
 
 def best_row(run: Path) -> dict:
@@ -154,9 +162,9 @@ def _data(settings: Mapping, environment: Mapping) -> str:
     data, counts = settings.get("data", {}), environment.get("data", {})
     if not data:
         return "Not known."
-    lines = [f"- {words}: `{data.get(key)}`" + _counted(counts.get(key)) for key, words in
+    lines = [f"- {words}: {as_code(data.get(key))}" + _counted(counts.get(key)) for key, words in
              (("train", "training"), ("val", "validation"))]  # fmt: skip
-    return "\n".join([*lines, f"- format: `{data.get('format')}`, name: `{data.get('name')}`"])
+    return "\n".join([*lines, f"- format: {as_code(data.get('format'))}, name: {as_code(data.get('name'))}"])
 
 
 def _counted(counts: Mapping | None) -> str:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from toolkit.evaluation.predictions_file import read_about, read_predictions
+from toolkit.evaluation.report.facts import run_facts
 from toolkit.evaluation.report.markdown import plot_curves, series, smoothed, write_markdown
 
 __all__ = ["PREDICTIONS", "plot_curves", "series", "smoothed", "write_report"]
@@ -24,13 +25,13 @@ def write_report(run_folder: Path, table=None) -> Path:
         BadInput: the predictions were made on other data.
     """
     from toolkit.evaluation.report.judgement import judge
-    from toolkit.evaluation.report.write import run_facts, write_page
+    from toolkit.evaluation.report.write import write_page
 
     run_folder = Path(run_folder)
     predictions, judged = run_folder / "report" / PREDICTIONS, None
     if table is not None and predictions.exists() and len(table.categories):
         read = read_predictions(predictions, table)
         judged = judge(run_folder.name, read.by_image, table, read_about(predictions))
-    readme = write_markdown(run_folder)
-    write_page(run_folder / "report", judged, run_facts(run_folder), run_folder.name)
-    return readme
+    facts = run_facts(run_folder)
+    write_page(run_folder / "report", judged, facts, run_folder.name)
+    return write_markdown(run_folder, facts)

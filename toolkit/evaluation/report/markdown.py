@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
 import numpy as np
 
 from toolkit.evaluation.draw import COLOURS
-from toolkit.runs.metrics_log import read_metrics
+from toolkit.evaluation.report.facts import RunFacts
 from toolkit.text import in_markdown, in_plot
 
 LINES = tuple(c for c in COLOURS if c not in ("#F0E442", "#DDCC77"))  # without the yellows: the paper is white
@@ -38,16 +38,15 @@ def smoothed(values: np.ndarray, share: float = 0.05) -> np.ndarray:
         return (sums[high] - sums[low]) / (counts[high] - counts[low])
 
 
-def plot_curves(metrics_jsonl: Path, out_folder: Path) -> list[Path]:
+def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
     """`curves.png` (losses, learning rates, gradient norm), `ap.png` (AP, AP50, AP by class; raw and EMA) and, of scene
-    graphs, `recall.png`.
+    graphs, `recall.png`, out of the rows of metrics.jsonl.
 
     Columns that are missing leave their panel out; a picture without any panel is not written.
 
     Returns:
         The files written.
     """
-    rows = read_metrics(metrics_jsonl)
     names = list(dict.fromkeys(key for row in rows for key in row))
     panels = [_loss_panel, _terms_panel, _auxiliary_panel, _lr_panel, _norm_panel]
     written = [
@@ -212,10 +211,10 @@ def _legend(axes, drawn: bool) -> bool:
     return drawn
 
 
-def write_markdown(run_folder: Path) -> Path:
+def write_markdown(run_folder: Path, facts: RunFacts) -> Path:
     """`report/README.md` with curves, the final numbers, the newest pictures, settings and surroundings of a run.
 
-    Made from the files of the run folder; whatever is missing there is missing in the report. Made anew each time.
+    Whatever is missing in the run folder is missing in the report. Made anew each time.
 
     Returns:
         The README.
@@ -223,28 +222,26 @@ def write_markdown(run_folder: Path) -> Path:
     run_folder = Path(run_folder)
     report = run_folder / "report"
     report.mkdir(parents=True, exist_ok=True)
-    rows = read_metrics(run_folder / "metrics.jsonl")
-    curves = plot_curves(run_folder / "metrics.jsonl", report)
-    parts = [f"# {run_folder.name}", *_state(run_folder, rows), *_numbers(rows)]
+    curves = plot_curves(facts.rows, report)
+    parts = [f"# {run_folder.name}", _state(facts), *_numbers(facts.rows)]
     parts.append("More, with what is wrong and which threshold to deploy: [index.html](index.html).")
     parts += [f"![{path.stem}]({path.name})" for path in reversed(curves)]
     if pictures := sorted(report.glob("pictures/*.png")):
         newest = pictures[-1].relative_to(report).as_posix()
         parts += [f"## Predictions\n\nGround truth left, predictions right ({pictures[-1].stem}).", f"![]({newest})"]
-    parts += _settings(run_folder)
+    parts += _settings(facts)
     readme = report / "README.md"
     readme.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return readme
 
 
-def _state(run_folder: Path, rows: list[dict]) -> list[str]:
-    status = _json(run_folder / "status.json")
-    last = rows[-1] if rows else {}
-    facts = [f"{key} {status[key]}" for key in ("state", "reason") if status.get(key)]
-    facts += [f"step {last['step']}"] if "step" in last else ["no step yet"]
-    facts += [f"epoch {last['epoch']}"] if "epoch" in last else []
-    facts += [f"{last['time_s'] / 60:.1f} minutes"] if "time_s" in last else []
-    return [", ".join(facts)]
+def _state(facts: RunFacts) -> str:
+    last = facts.rows[-1] if facts.rows else {}
+    words = [facts.state] if facts.state else []
+    words += [f"step {last['step']}"] if "step" in last else ["no step yet"]
+    words += [f"epoch {last['epoch']}"] if "epoch" in last else []
+    words += [f"{last['time_s'] / 60:.1f} minutes"] if "time_s" in last else []
+    return ", ".join(words)
 
 
 def _numbers(rows: list[dict]) -> list[str]:
@@ -277,20 +274,14 @@ def _cells(metric: str, columns: dict) -> list[str]:
     return [metric, *(_number(row.get(prefix + metric)) for prefix, row in columns.values())]
 
 
-def _settings(run_folder: Path) -> list[str]:
+def _settings(facts: RunFacts) -> list[str]:
     parts = []
-    config = run_folder / "config.yaml"
-    if config.exists():
-        parts += ["## Settings", f"```yaml\n{config.read_text(encoding='utf-8').rstrip()}\n```"]
-    environment = _json(run_folder / "environment.json")
-    if environment:
-        text = json.dumps(environment, indent=2, ensure_ascii=False)
+    if facts.config_text:
+        parts += ["## Settings", f"```yaml\n{facts.config_text.rstrip()}\n```"]
+    if facts.environment_text:
+        text = json.dumps(json.loads(facts.environment_text), indent=2, ensure_ascii=False)
         parts += ["## Environment", f"```json\n{text}\n```"]
     return parts
-
-
-def _json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,52 +1,18 @@
 """Writes the report of one detector or of several: `index.html`, one file, and `report.json` with its numbers."""
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-
-import yaml
 
 from toolkit.evaluation.report import comparison_sections, gallery, run_sections, sections
 from toolkit.evaluation.report.advice import advise
 from toolkit.evaluation.report.comparison import compare
+from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import Judgement, as_json
 from toolkit.evaluation.report.page import page, paragraph
 from toolkit.evaluation.report.pictures import Pictures
 from toolkit.files import replace_nonfinite, write_json, write_text_atomic
-from toolkit.runs.metrics_log import read_metrics
 
 PAGE, NUMBERS = "index.html", "report.json"
-
-
-@dataclass
-class RunFacts:
-    """What the folder of a run tells: rows of its metrics, settings and surroundings, as text and read; all empty for a
-    predictions file that belongs to no run."""
-
-    rows: Sequence[Mapping] = ()
-    config: dict = field(default_factory=dict)
-    config_text: str = ""
-    environment_text: str = ""
-    state: str = ""
-
-
-def run_facts(run_folder: Path | None) -> RunFacts:
-    if run_folder is None:
-        return RunFacts()
-    texts = {
-        name: (run_folder / name).read_text(encoding="utf-8") if (run_folder / name).exists() else ""
-        for name in ("config.yaml", "environment.json", "status.json")
-    }
-    status = json.loads(texts["status.json"]) if texts["status.json"] else {}
-    state = ", ".join(f"{key} {status[key]}" for key in ("state", "reason") if status.get(key))
-    return RunFacts(
-        read_metrics(run_folder / "metrics.jsonl"),
-        yaml.safe_load(texts["config.yaml"]) or {},
-        texts["config.yaml"],
-        texts["environment.json"],
-        state,
-    )
 
 
 def write_page(folder: Path, judged: Judgement | None, facts: RunFacts, title: str) -> Path:
