@@ -206,7 +206,7 @@ def test_when_it_is_time():
     assert [s for s in range(11) if is_time(s, 5)] == [5, 10]
 
 
-def test_a_budget_is_fixed_once_from_the_steps_after_the_first():
+def test_a_budget_is_planned_from_the_steps_after_the_first():
     budget = StepBudget(max_minutes=1.0, skip_steps=2, measure_steps=4)
     for seconds in (5.0, 1.0, 0.5, 0.5, 0.5):
         budget.add(seconds)
@@ -214,12 +214,67 @@ def test_a_budget_is_fixed_once_from_the_steps_after_the_first():
     budget.add(0.5)
     assert budget.propose() == 6 + (60 - 8) / 0.5
     budget.fix(budget.propose())
-    budget.add(30.0)  # whatever comes later
-    budget.fix(budget.propose())
-    assert budget.total_steps == 110
-    restored = StepBudget(99.0)
-    restored.load_state_dict(json.loads(json.dumps(budget.state_dict())))
-    assert restored.total_steps == 110
+    assert budget.total_steps == 110 and not budget.settled
+
+
+def train(budget: StepBudget, speed, restart_every: int = 10**9) -> float:
+    """Steps of `speed(step)` seconds, to the end of the plan; killed and resumed in between. The seconds it took."""
+    seconds = 0.0
+    while budget.total_steps is None or budget.steps_made < budget.total_steps:
+        budget.steps_made += 1
+        seconds += speed(budget.steps_made)
+        if not budget.settled:
+            budget.add(speed(budget.steps_made))
+            if (planned := budget.propose()) is not None:
+                budget.fix(planned)
+        if budget.steps_made % restart_every == 0:
+            made, state = budget.steps_made, json.loads(json.dumps(budget.state_dict()))
+            budget = StepBudget(budget.max_minutes)
+            budget.load_state_dict(state)
+            budget.steps_made = made
+    return seconds
+
+
+@pytest.mark.parametrize("restart_every", [7, 10**9])
+@pytest.mark.parametrize(("speed", "least_s"), [
+    (lambda step: 0.5, 599),
+    (lambda step: 2.0 if step < 40 else 0.5, 560),  # slow at the start alone: once planned, it would end after 202 s
+    (lambda step: 0.5 if step < 40 else 2.0, 560),  # a neighbour came: it would take 2,302 s
+    (lambda step: 0.5 * (1 + step % 3), 560),
+])  # fmt: skip
+def test_minutes_are_kept_when_the_speed_changes(speed, least_s, restart_every):
+    budget = StepBudget(max_minutes=10.0)
+    budget.steps_made = 0
+    assert least_s <= train(budget, speed, restart_every) <= 640
+
+
+def test_the_plan_of_half_of_the_minutes_stands():
+    budget = StepBudget(max_minutes=1.0)
+    for _ in range(100):
+        budget.add(0.5)
+        if (planned := budget.propose()) is not None:
+            budget.fix(planned)
+    assert budget.settled and budget.planned_steps == 60 and budget.total_steps == 120
+    old = {key: budget.state_dict()[key] for key in ("total_steps", "steps", "elapsed_s", "measured_s")}
+    budget = StepBudget(1.0)
+    budget.load_state_dict(json.loads(json.dumps(old)))  # of a release that planned once
+    assert budget.settled and budget.total_steps == 120 and budget.propose() is None
+
+
+@pytest.mark.parametrize("name", ["cosine", "poly", "linear"])
+def test_a_corrected_length_lets_the_rate_go_on_without_a_jump(name):
+    schedule = Schedule(optimizer(1.0), name, 100, warmup_steps=10)
+    plain = [lr_factor(step, name, total_steps=100, warmup_steps=10) for step in range(101)]
+    schedule.set_total(50, step=5)  # in the warm-up: as if it had been known
+    assert [schedule.factors(step)[0] for step in (9, 30)] == [
+        lr_factor(step, name, total_steps=50, warmup_steps=10) for step in (9, 30)]  # fmt: skip
+    schedule.set_total(100, step=8)
+    schedule.set_total(145, step=55)  # half of the decay is left, and twice as many steps for it
+    schedule, state = Schedule(optimizer(1.0), name, 7), json.loads(json.dumps(schedule.state_dict()))
+    schedule.load_state_dict(state)
+    for step in range(55, 101):
+        assert schedule.factors(55 + 2 * (step - 55))[0] == pytest.approx(plain[step], abs=1e-12)
+    assert schedule.factors(145)[0] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_one_slow_step_does_not_shorten_the_run():

@@ -174,7 +174,7 @@ def _retime(t, state: Mapping, keep_schedule: bool) -> list[str]:
         if t.total_steps != length:
             t.schedule.stretch(t.step, (length - t.step) / (t.total_steps - t.step))
     if t.budget is not None and t.budget.total_steps is not None:
-        t.budget.total_steps = t.total_steps
+        t.budget.settle(t.total_steps)
     if t.total_steps == length:
         return []
     return [f"an optimizer step now sees other numbers of images: the run ends after step {t.total_steps} instead of "

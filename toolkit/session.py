@@ -53,7 +53,7 @@ from toolkit.step.compiling import compile_in_place
 from toolkit.step.determinism import be_deterministic
 from toolkit.step.ema import Ema
 from toolkit.step.guard import NanGuard
-from toolkit.step.length import StepBudget, is_time, steps_from
+from toolkit.step.length import StepBudget, is_settled, is_time, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.plateau import PlateauSchedule
@@ -334,7 +334,7 @@ def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
     stored = s.stored | {"model": {**s.stored["model"], **renamed(s.config.model.architecture, s.stored["model"])}}
     asked = settings | {"run": settings["run"] | {"seed": s.asked_seed}}
     found = changes(stored, asked, s.config.run.resume_schedule == "saved",
-                    minutes_count=budget is not None and budget["total_steps"] is None)  # fmt: skip
+                    minutes_count=budget is not None and not is_settled(budget))  # fmt: skip
     return in_force(asked, found), found
 
 

@@ -98,6 +98,7 @@ class Training:
     start: Checkpoint | None = None  # what the run begins with, until a checkpoint stands
 
     def __post_init__(self):
+        self.longest = self.total_steps  # whatever the minutes would allow
         self.infinite = infinite_buffers(self.detector)
         self.guard.watch(self.detector)
         self._broken: list[str] = []
@@ -130,7 +131,7 @@ class Training:
         if isinstance(dataset, MixedDataset) and dataset.has_plain_epochs:
             # said before the workers are asked for images of this epoch
             per_epoch = -(-len(self.sampler) // pace.accumulation_steps)
-            fixed_at = 0 if self.budget is None else self.budget.steps if self.budget.total_steps is not None else None
+            fixed_at = 0 if self.budget is None else self.budget.planned_steps if self.budget.settled else None
             dataset.plan(pace.plain_epochs, self.total_steps + self.recut, per_epoch, fixed_at)
         self.set_rates()
         keep_start(self)
@@ -228,11 +229,11 @@ class Training:
         """After an update: meters, rows, the bar, the budget of minutes; then the rates of the next update."""
         images = sum(len(batch.targets) for batch in window) * self.accelerator.num_processes
         self.log.note_step(self.step, self.total_steps, self.sampler.epoch, training_row(self, reduced), images)
-        if self.budget is not None and self.budget.total_steps is None:
+        if self.budget is not None and not self.budget.settled:
             self.budget.add(reduced["time_s"])
-            self.budget.fix(self.budget.propose())
-            if self.budget.total_steps is not None:
-                self.set_length(min(self.total_steps, self.budget.total_steps))
+            if (planned := self.budget.propose()) is not None:
+                self.budget.fix(planned)
+                self.set_length(min(self.longest, planned))
         if self.epoch_is_over or self.step >= self.total_steps:
             self.log.note_epoch(self.step, self.sampler.epoch)
         self.set_rates()
@@ -246,9 +247,11 @@ class Training:
             set_bn_momentum(self.detector, bn_momentum(step, total_steps, 0.1, final, warmup_steps))
 
     def set_length(self, total_steps: int) -> None:
-        """Fixes the number of steps that training and its schedule go by."""
+        """The number of steps that training and its schedule go by from here on."""
+        if total_steps == self.total_steps:
+            return
         self.total_steps = total_steps
-        self.schedule.set_total(total_steps)
+        self.schedule.set_total(total_steps, self.step)
         self.log.set_length(total_steps)
         for warning in length_warnings(total_steps, self.pace.warmup_steps, self.log.steps_per_epoch):
             self.log.say(warning)

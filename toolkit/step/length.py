@@ -9,59 +9,89 @@ from toolkit.errors import BadInput
 
 
 class StepBudget:
-    """A number of steps from a number of minutes, fixed once from the speed of the first steps.
+    """A number of steps from a number of minutes: planned from the speed of the first steps, corrected each time the
+    run has made twice as many, and for the last time when half of the minutes are over.
 
-    Everything that depends on the length of training is then a function of the step again. Every rank does
+    Everything that depends on the length of training is then a function of the step again. Every rank does the same
+    with seconds that are reduced over the ranks:
 
-        budget.add(timer.step_done(images))                     # seconds of training only
-        if budget.total_steps is None:
-            budget.fix(broadcast_object(budget.propose()))      # rank 0's clock counts
+        budget.add(step_s)                                      # seconds of training only
+        if (total_steps := budget.propose()) is not None:
+            budget.fix(total_steps)
 
     Args:
         max_minutes: of training.
         skip_steps: first steps that are no measure of the speed (compilation, caches); their time counts all the same.
-        measure_steps: steps that the speed is measured on; fewer when they would take over a fifth of the minutes. A
-            fifth of them, the slowest and the fastest, are left out of their mean: one hiccup is no speed.
+        measure_steps: steps that the first plan rests on; fewer when they would take over a fifth of the minutes. A
+            fifth of them, the slowest and the fastest, are left out of their mean: one hiccup is no speed. A correction
+            rests on all steps since the plan before it, so what was slow at the start alone is forgotten.
     """
 
-    _STATE = ("total_steps", "steps", "elapsed_s", "measured_s")
+    _STATE = ("total_steps", "steps", "elapsed_s", "measured_s", "planned_steps", "planned_s", "settled")
 
     def __init__(self, max_minutes: float, skip_steps: int = 3, measure_steps: int = 20):
         self.max_minutes, self.skip_steps, self.measure_steps = max_minutes, skip_steps, measure_steps
         self.total_steps: int | None = None
         self.steps, self.elapsed_s = 0, 0.0
-        self.measured_s: list[float] = []
+        self.measured_s: list[float] = []  # before the first plan
+        self.planned_steps, self.planned_s = 0, 0.0  # steps and seconds at the newest plan
+        self.settled = False  # whether the plan stands for good
 
     def add(self, step_s: float) -> None:
         """One more step took `step_s` seconds."""
         self.steps += 1
         self.elapsed_s += step_s
-        if self.steps > self.skip_steps:
+        if self.steps > self.skip_steps and self.total_steps is None:
             self.measured_s.append(step_s)
 
     def propose(self) -> int | None:
-        """The number of steps that fit into the minutes, the ones made included; None while it is too early to say."""
-        budget_s, measured = 60.0 * self.max_minutes, len(self.measured_s)
-        spent = self.elapsed_s >= budget_s
+        """The number of steps that fit into the minutes, the ones made included; None while no plan is due."""
+        if self.settled:
+            return None
+        budget_s = 60.0 * self.max_minutes
+        if self.total_steps is None:
+            step_s = self._first_speed(budget_s)
+        elif self.elapsed_s >= budget_s / 2 or self.steps >= 2 * self.planned_steps:
+            step_s = (self.elapsed_s - self.planned_s) / (self.steps - self.planned_steps)
+        else:
+            return None
+        return None if step_s is None else self.steps + max(0, int((budget_s - self.elapsed_s) / step_s))
+
+    def _first_speed(self, budget_s: float) -> float | None:
+        """Seconds of a typical step; None while it is too early to say."""
+        measured = len(self.measured_s)
         if measured < 1:
-            return self.steps if spent else None
+            return math.inf if self.elapsed_s >= budget_s else None
         if measured < self.measure_steps and self.elapsed_s < budget_s / 5:
             return None
         outside = -(-measured // 10) if measured > 2 else 0
         typical = sorted(self.measured_s)[outside : measured - outside]
-        return self.steps + max(0, int((budget_s - self.elapsed_s) * len(typical) / sum(typical)))
+        return sum(typical) / len(typical)
 
-    def fix(self, total_steps: int | None) -> None:
-        """Takes what the ranks agreed on, once; None: not yet."""
-        if self.total_steps is None and total_steps is not None:
-            self.total_steps = total_steps
+    def fix(self, total_steps: int) -> None:
+        """Takes a plan; that of the second half of the minutes stands for good."""
+        self.total_steps, self.measured_s = total_steps, []
+        self.planned_steps, self.planned_s = self.steps, self.elapsed_s
+        self.settled = self.elapsed_s >= 30.0 * self.max_minutes
+
+    def settle(self, total_steps: int) -> None:
+        """Takes a length that is no matter of minutes any more."""
+        self.total_steps, self.settled = total_steps, True
 
     def state_dict(self) -> dict:
         return {name: copy.copy(getattr(self, name)) for name in self._STATE}
 
     def load_state_dict(self, state: Mapping) -> None:
-        for name in self._STATE:
+        for name in self._STATE[:4]:
             setattr(self, name, copy.copy(state[name]))
+        self.planned_steps = state.get("planned_steps", self.steps)
+        self.planned_s = state.get("planned_s", self.elapsed_s)
+        self.settled = is_settled(state)
+
+
+def is_settled(state: Mapping) -> bool:
+    """Whether the length in the state of a `StepBudget` stands for good. Earlier releases planned once."""
+    return state.get("settled", state["total_steps"] is not None)
 
 
 def steps_from(value: int | str, steps_per_epoch: int) -> int:

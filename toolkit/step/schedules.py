@@ -32,6 +32,7 @@ def lr_factor(
     cycles: int = 10,
     last_cycle: str = "linear",
     every: int = 1,
+    decayed: Sequence[float] = (0, 0.0),
 ) -> float:
     """Factor on the initial learning rate at a step.
 
@@ -41,6 +42,7 @@ def lr_factor(
             from 0 to 1, and f = final_factor: cosine: f + (1 - f) (1 + cos(pi p)) / 2. linear: f + (1 - f) (1 - p).
             poly: f + (1 - f) (1 - p)^power. They reach f at `total_steps`, after the last update, whose rate is thus
             not 0. Without `total_steps` (not known yet) they stay at p = 0. cyclic: see `cyclic_factor`.
+        decayed: (step, p there) from which on p goes to 1 in a straight line, if later than the warm-up.
         warmup_steps: over these the factor is multiplied by warmup_factor + (1 - warmup_factor) step / warmup_steps,
             which meets the schedule at `warmup_steps` without a jump.
         milestones, step_size: in steps, counted from step 0. A milestone inside the warm-up counts from there on, one
@@ -61,13 +63,20 @@ def lr_factor(
         if step < warmup_steps:
             return warm * decay / stairs
         return cyclic_factor(step, total_steps, step_size, decay, stairs, cycles, last_cycle, final_factor)
-    done = 0.0 if total_steps is None else (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    done = min(max(done, 0.0), 1.0)
+    done = decay_done(step, total_steps, warmup_steps, decayed)
     if name == "cosine":
         left = (1.0 + math.cos(math.pi * done)) / 2.0
     else:
         left = (1.0 - done) ** (power if name == "poly" else 1.0)
     return warm * (final_factor + (1.0 - final_factor) * left)
+
+
+def decay_done(step: int, total_steps: int | None, warmup_steps: int, decayed: Sequence[float] = (0, 0.0)) -> float:
+    """The share p of a decay that is behind it at a step, from 0 to 1; arguments as those of `lr_factor`."""
+    if total_steps is None:
+        return 0.0
+    since, behind = decayed if decayed[0] > warmup_steps else (warmup_steps, 0.0)
+    return min(max(behind + (1.0 - behind) * (step - since) / max(1, total_steps - since), 0.0), 1.0)
 
 
 def cyclic_factor(
@@ -149,7 +158,7 @@ class GroupRates:
         """A validation result, which changes nothing here; see PlateauSchedule."""
         return False
 
-    def set_total(self, total_steps: int) -> None:
+    def set_total(self, total_steps: int, step: int = 0) -> None:
         """The length of training, which changes nothing here; see Schedule."""
 
     def rates(self) -> dict[str, float]:
@@ -198,8 +207,13 @@ class Schedule(GroupRates):
         """One factor: the schedule's, with the scale in it."""
         return (self.scale * lr_factor(step, self.name, total_steps=self.total_steps, **self.options),)
 
-    def set_total(self, total_steps: int) -> None:
-        """Fixes the length; takes effect at the next `set`."""
+    def set_total(self, total_steps: int, step: int = 0) -> None:
+        """Fixes the length, or corrects it after `step` updates: what is left of a decay goes over the steps that are
+        left, without a jump. Takes effect at the next `set`."""
+        now, options = self.at(step), self.options
+        if self.total_steps is not None and now > (warmup_steps := options.get("warmup_steps", 0)):
+            done = decay_done(now, self.total_steps, warmup_steps, options.get("decayed", (0, 0.0)))
+            options["decayed"] = [now, done]
         self.total_steps = self.at(total_steps)
 
 
