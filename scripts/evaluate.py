@@ -7,6 +7,8 @@
     python scripts/evaluate.py runs/mine --split test-dev.json --save results.json     # COCO results, for a server too
     python scripts/evaluate.py results.json                                            # the numbers of such a file
     python scripts/evaluate.py runs/detr/final/model.onnx                              # of an exported model
+    python scripts/evaluate.py runs/causal --head.effect tde                           # a choice at inference; so are
+    python scripts/evaluate.py runs/yolov3 --model.nms_threshold 0.6                   # thresholds, --model.KEY VALUE
 
 A run folder means its best checkpoint, with the weights that its metric for best goes by. Several processes share the
 work: `torchrun --nproc_per_node 2 scripts/evaluate.py runs/detr`. VOC's mean AP stands beside COCO's numbers.
@@ -24,8 +26,10 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.voc import voc_metrics
+from toolkit.models.inference_settings import inference_flags
 from toolkit.runs.open_run import open_run
 from toolkit.use.predict_split import Predicted, SplitOptions, is_run, open_any, predict_run
+from toolkit.use.rebuild import with_settings
 
 
 def expected_numbers(arguments: list[str]) -> dict[str, float]:
@@ -62,7 +66,10 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
 def _predicted(arguments: argparse.Namespace, accelerator: Accelerator) -> Predicted:
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format)
     if is_run(arguments.run) or not arguments.run.exists():
-        return predict_run(open_run(arguments.run), arguments.weights, options, accelerator, arguments.backend)
+        run = with_settings(open_run(arguments.run), arguments.settings)
+        return predict_run(run, arguments.weights, options, accelerator, arguments.backend)
+    if arguments.settings:
+        raise BadInput(f"--model.{next(iter(arguments.settings))}: {arguments.run} is no run; its settings are fixed")
     return open_any(arguments.run, arguments.weights, options, accelerator)
 
 
@@ -96,6 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far below --expect.METRIC may be")
     arguments, rest = parser.parse_known_args(argv)
     try:
+        arguments.settings, rest = inference_flags(rest)
         return 0 if evaluate(arguments, expected_numbers(rest)) else 1
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@
     python scripts/predict.py runs/detr map.png --out found --tile 640 --overlap 0.2      # a large image, in tiles
     ls photos/*.jpg | python scripts/predict.py runs/detr - --out found --format coco csv # a list on standard input
     python scripts/predict.py runs/detr --camera 0 --max-frames 300 --out found
+    python scripts/predict.py runs/yolov3 holiday/ --out found --model.nms_threshold 0.6  # another choice at inference
 
 IMAGES are files, folders (searched below too), quoted patterns, http addresses and videos. `found/predictions.json` has
 
@@ -35,6 +36,7 @@ from tqdm import tqdm
 
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json, relations_as_json
+from toolkit.models.inference_settings import inference_flags
 from toolkit.use.drawing import draw_found
 from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
 from toolkit.use.outputs import (
@@ -89,7 +91,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 def chosen_predictor(arguments: argparse.Namespace) -> tuple[Predictor, float]:
     """The detector with all that was asked for, and the smallest score."""
-    predictor = open_predictor(arguments.model, arguments.weights, arguments.device)
+    predictor = open_predictor(arguments.model, arguments.weights, arguments.device, arguments.settings)
     if arguments.flip:
         predictor = flipped(predictor)
     if arguments.tile is not None:
@@ -177,7 +179,7 @@ def summary(document: dict, out: Path) -> str:
         f"written: {out}",
     ]
     if document["errors"]:
-        lines.append(f"{len(document['errors'])} files could not be read; they are listed there under \"errors\"")
+        lines.append(f'{len(document["errors"])} files could not be read; they are listed there under "errors"')
     return "\n".join(lines)
 
 
@@ -205,8 +207,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=8, help="images at a time (default 8)")
     parser.add_argument("--no-pictures", action="store_true", help="write no pictures and no videos")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
     try:
+        arguments.settings, rest = inference_flags(rest)
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
         if arguments.batch_size < 1:
             raise BadInput(f"--batch-size {arguments.batch_size}: expected 1 or more")
         return predict(arguments)

@@ -62,7 +62,8 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         keep_schedule: False: keep this command's learning-rate schedule and length.
         changed: settings that are not those of the run so far, to say why a checkpoint does not fit.
 
-    Where `t.eval_only`, nothing will be trained, so the run folder's checkpoints and links stay as they are.
+    Where `t.eval_only`, nothing will be trained: weights are all that is asked for and taken, and the run folder's
+    checkpoints and links stay as they are.
 
     Raises:
         BadInput: the checkpoint is of other classes or another model. The run folder is as it was.
@@ -77,6 +78,8 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
     try:
         load_weights(t, checkpoint)
         t.step = state["step"]
+        if t.eval_only:
+            return _load_best(t, checkpoint)
         notes = t.sampler.load_state_dict(state["sampler"])
         if keep_schedule:
             _take_up_schedule(t, state)
@@ -90,7 +93,7 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise BadInput(f"{path} cannot be taken up ({type(error).__name__}: {error}): give an earlier checkpoint as "
                        "--run.resume PATH") from error  # fmt: skip
-    if keep_schedule and t.total_steps <= t.step and asked > t.total_steps and not t.eval_only:
+    if keep_schedule and t.total_steps <= t.step and asked > t.total_steps:
         notes.append(f"the run is finished at step {t.step} of {t.total_steps}, nothing is left to train: "
                      f"--run.resume_schedule new goes on to step {asked}")  # fmt: skip
     return notes + _load_best(t, checkpoint)
@@ -115,10 +118,8 @@ def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
     if "loss_weights" in checkpoint.tensors or any(True for _ in t.weights.parameters()):
         ours["loss_weights"] = t.weights.state_dict()
     faults = [fault for stem, own in ours.items() for fault in _misfits(own, checkpoint.tensors.get(stem, {}))]
-    saved, own = checkpoint.optimizer["param_groups"], t.optimizer.state_dict()["param_groups"]
-    if not faults and [len(g["params"]) for g in saved] != [len(g["params"]) for g in own]:
-        faults = [f"the optimizer has {len(own)} groups of {sum(len(g['params']) for g in own)} parameters, there are "
-                  f"{len(saved)} of {sum(len(g['params']) for g in saved)}"]  # fmt: skip
+    if not faults and not t.eval_only:
+        faults = _optimizer_misfits(checkpoint.optimizer, t.optimizer)
     if not faults:
         return
     causes = [change for change in changed if change.key.split(".")[0] in ("model", "optim", "loss")]
@@ -131,6 +132,14 @@ def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
         "Resume with the settings of the run that wrote it, or begin a new run with another --run.name "
         "(--model.pretrained takes over the weights that fit).",
     ])  # fmt: skip
+
+
+def _optimizer_misfits(saved: Mapping, optimizer) -> list[str]:
+    theirs, ours = ([len(group["params"]) for group in groups["param_groups"]]
+                    for groups in (saved, optimizer.state_dict()))  # fmt: skip
+    if theirs == ours:
+        return []
+    return [f"the optimizer has {len(ours)} groups of {sum(ours)} parameters, there are {len(theirs)} of {sum(theirs)}"]
 
 
 def _misfits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
@@ -201,7 +210,7 @@ def _load_best(t, checkpoint: Checkpoint) -> list[str]:
 
 
 def load_weights(t, checkpoint: Checkpoint) -> None:
-    """Weights, their moving average, optimizer and scaler state of a checkpoint; nothing else."""
+    """Weights, their moving average and, to train on, optimizer and scaler state of a checkpoint; nothing else."""
     t.detector.load_state_dict(checkpoint.tensors["model"])
     if "loss_weights" in checkpoint.tensors:
         t.weights.load_state_dict(checkpoint.tensors["loss_weights"])
@@ -210,6 +219,8 @@ def load_weights(t, checkpoint: Checkpoint) -> None:
         t.ema.load_state_dict(checkpoint.state["ema"])
     elif t.ema is not None:
         t.ema.module.load_state_dict(checkpoint.tensors["model"])
+    if t.eval_only:
+        return
     t.optimizer.load_state_dict(checkpoint.optimizer)
     if t.accelerator.scaler is not None and checkpoint.state["scaler"]:
         t.accelerator.scaler.load_state_dict(checkpoint.state["scaler"])

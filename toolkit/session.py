@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from toolkit.data import pipeline
 from toolkit.data.sampling import EpochSampler
-from toolkit.data.splits import open_splits
+from toolkit.data.splits import open_split, open_splits, share_of
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import agree_max, run_on_main, seed_step
 from toolkit.errors import BadInput, Preempted
@@ -126,14 +126,21 @@ def session(config: Any) -> Iterator[Session]:
 
 
 def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
-    """Training and validation data, checked; what was wrong with them is listed in the run folder."""
+    """Training and validation data, checked; what was wrong with them is listed in the run folder.
+
+    Where a checkpoint is only evaluated, and the validation data are no part of the training data, these are not
+    opened: the validation data stand for them.
+    """
     c = s.config.data
-    overfit = (c.overfit_batches or 0) * c.batch_size_per_device * s.accelerator.num_processes
-    table, val_table = open_splits(
-        c.train, c.val, s.drafts, say=s.say, max_train_images=c.max_train_images, overfit_images=overfit,
-        path=c.path, image_dir=c.image_dir, format=c.format, name=c.name, on_error=c.on_error,
-        max_image_pixels=c.max_image_pixels,
-    )  # fmt: skip
+    reading = {key: getattr(c, key) for key in ("path", "image_dir", "format", "name", "on_error", "max_image_pixels")}
+    if s.config.run.eval_only and s.checkpoint is not None and not share_of(c.val) and c.overfit_batches is None:
+        listing = s.drafts / "data_problems_val.txt"
+        table = val_table = open_split(c.val, say=s.say, listing=listing, **reading)
+    else:
+        overfit = (c.overfit_batches or 0) * c.batch_size_per_device * s.accelerator.num_processes
+        table, val_table = open_splits(
+            c.train, c.val, s.drafts, say=s.say, max_train_images=c.max_train_images, overfit_images=overfit, **reading
+        )
     for note in check_ground_truth(val_table):
         s.say(note)
     stop_if_asked(s, "while the data was read")
@@ -335,6 +342,8 @@ def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
     asked = settings | {"run": settings["run"] | {"seed": s.asked_seed}}
     found = changes(stored, asked, s.config.run.resume_schedule == "saved",
                     minutes_count=budget is not None and not is_settled(budget))  # fmt: skip
+    if s.config.run.eval_only:  # no update will be made
+        found = [change for change in found if change.key.partition(".")[0] not in ("optim", "schedule")]
     return in_force(asked, found), found
 
 
@@ -360,10 +369,13 @@ def _record(s: Session, t: Training, table: DetectionTable, settings: dict, chan
     """
     parameters = {"all": sum(p.numel() for p in t.detector.parameters())}
     parameters["trained"] = sum(p.numel() for p in t.detector.parameters() if p.requires_grad)
-    data = {name: {"images": len(each), "boxes": int(each.num_boxes().sum())}
-            for name, each in (("train", table), ("val", t.validation.table))}  # fmt: skip
-    s.say(f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; training data: "
-          f"{data['train']['images']:,} images, {data['train']['boxes']:,} boxes")  # fmt: skip
+    tables = {"train": table, "val": t.validation.table}
+    if s.config.run.eval_only and table is t.validation.table:  # `open_data`: there was no need of training data
+        del tables["train"]
+    data = {name: {"images": len(each), "boxes": int(each.num_boxes().sum())} for name, each in tables.items()}
+    name, words = ("train", "training data") if "train" in data else ("val", "validation data")
+    s.say(f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; {words}: "
+          f"{data[name]['images']:,} images, {data[name]['boxes']:,} boxes")  # fmt: skip
     s.lock.keep = True
     if s.is_main:
         keep_drafts(s.drafts, s.folder)

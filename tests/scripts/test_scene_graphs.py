@@ -1,6 +1,6 @@
 """What only train_sgg.py does: a detector below, files of Visual Genome, a rate that validation decides.
 
-    python -m pytest tests/scripts/test_scene_graphs.py
+python -m pytest tests/scripts/test_scene_graphs.py
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from launching import Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
+from launching import ROOT, Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
 from PIL import Image
 from test_visual_genome import synthetic_table
 
@@ -97,6 +97,32 @@ def test_training_ends_when_the_rate_has_fallen_often_enough(server, data, tmp_p
     assert state["predicates"][0] == "left of"
     assert (ended.folder / "final" / "model.safetensors").exists()
     assert "---Total norm" in ended.text and "with 4 images a step" in ended.text
+
+
+def numbers(text: str) -> dict:
+    """What evaluate.py printed."""
+    line = next(line for line in text.splitlines() if line.startswith('{"'))
+    return json.loads(line)
+
+
+def test_a_choice_at_inference_is_made_on_a_trained_run(server, data, tmp_path):
+    """The direct effect, by evaluate.py and by `run.eval_only`, which needs neither training data nor optimizer."""
+    args = of_coco(tmp_path, data, model__head="causal", model__head_options="{}", run__eval_every=0)
+    trained = server.run(SGG, args).ok().folder
+    args = [*args, "--run.eval_only", "true", "--run.resume", trained, "--run.name", "tde", "--data.train", "gone.json",
+            "--optim.no_weight_decay_on_norm_and_bias", "false", "--optim.name", "sgd",
+            "--model.head_options", "{effect: tde}"]  # fmt: skip
+    alone = server.run(SGG, args).ok()
+    assert "validation data: " in alone.text and "optim" not in alone.text
+    evaluate = ROOT / "scripts" / "evaluate.py"
+    plain = numbers(server.run(evaluate, [trained]).ok().text)
+    asked = numbers(server.run(evaluate, [trained, "--head.effect", "tde", "--save", tmp_path / "tde.json"]).ok().text)
+    assert asked == numbers(server.run(evaluate, [alone.folder]).ok().text)
+    assert {f"val/{key}": value for key, value in asked.items()}.items() <= rows(alone.folder)[-1].items()
+    assert asked != plain
+    for flag in ("--head.dropout", "--model.mode"):
+        refused = server.run(evaluate, [trained, flag, "1"])
+        assert refused.code == 2 and "there are head_options.effect" in refused.text, flag
 
 
 def visual_genome(folder: Path, train: int, test: int) -> Path:

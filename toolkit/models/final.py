@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -14,6 +15,7 @@ from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.card import write_card
+from toolkit.models.inference_settings import with_inference_settings
 from toolkit.models.old_names import renamed
 
 
@@ -70,11 +72,15 @@ def save_detector_folder(
     write_card(folder, [category.name for category in categories])
 
 
-def load_detector_folder(folder: Path) -> tuple[nn.Module, list[Category], dict[str, int] | None]:
+def load_detector_folder(
+    folder: Path, settings: Mapping = MappingProxyType({})
+) -> tuple[nn.Module, list[Category], dict[str, int] | None]:
     """The detector of `save_detector_folder` in evaluation mode, its categories, and what images are resized to.
 
+    settings: of the model, in place of its own; see `with_inference_settings`.
+
     Raises:
-        BadInput: no such folder, or one that something else wrote.
+        BadInput: no such folder, one that something else wrote, settings that cannot be changed.
     """
     folder = Path(folder)
     try:
@@ -84,6 +90,7 @@ def load_detector_folder(folder: Path) -> tuple[nn.Module, list[Category], dict[
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error
     categories = [Category(entry["id"], entry["name"]) for entry in table]
+    options = with_inference_settings(options, settings)
     detector = build_detector(**options, class_names=[category.name for category in categories])
     detector.load_state_dict(load_file(folder / "model.safetensors"))
     return detector.eval(), categories, size

@@ -1,6 +1,7 @@
 """The settings of a detector: one dataclass per architecture, beside the detector, with the published values."""
 
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 
 @dataclass
@@ -9,7 +10,10 @@ class DetectorOptions:
 
     A subclass adds its own settings with their published values. `given` tells which keys were given when the object
     was made (or set by `only_given`), so that what a source of trained weights says can take the place of the others.
+    `inference_only` names the settings, or entries of one as `head_options.effect`, that a trained detector can change.
     """
+
+    inference_only: ClassVar[tuple[str, ...]] = ()
 
     architecture: str = ""
     """Name of a detector of this toolkit, or `module:Class` of your own, a file beside the script."""

@@ -1,5 +1,6 @@
 """A finished or unfinished run, taken up again from its folder alone: for evaluation, prediction, export and replay."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ class Run:
 def open_run(path: Path) -> Run:
     """Opens a run folder (its best checkpoint, else its newest valid one) or one of its checkpoints.
 
+    The folder of a run of `run.eval_only` is opened with the weights that it evaluated.
+
     Raises:
         BadInput: neither a run folder nor a checkpoint in one.
     """
@@ -36,9 +39,18 @@ def open_run(path: Path) -> Run:
     folder = run_folder_of(path)
     if path == folder:
         path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
-    checkpoint, _ = resolve_resume(str(path), folder)
+    config = load_config_dict(newest_config(folder))
+    checkpoint, _ = resolve_resume(str(_evaluated_run(folder, path, config)), folder)
     categories = [Category(**category) for category in checkpoint.state["categories"]]
-    return Run(folder, load_config_dict(newest_config(folder)), checkpoint, categories)
+    return Run(folder, config, checkpoint, categories)
+
+
+def _evaluated_run(folder: Path, path: Path, config: Mapping) -> Path:
+    """Where the checkpoints are: a run of `run.eval_only` made none and stands for the one that it evaluated."""
+    run = config.get("run", {})
+    resumed = Path(str(run.get("resume"))).expanduser()
+    empty = not any((folder / "checkpoints").glob("step_*"))
+    return resumed if run.get("eval_only") and empty and resumed.exists() else path
 
 
 def run_folder_of(path: Path) -> Path:
@@ -63,7 +75,7 @@ def settings_beside(checkpoint: Path) -> dict:
 
 
 def chosen_weights(run: Run, asked: str | None = None) -> str:
-    """"model" or "ema": what was asked for, else what the metric for best goes by, as in `final/`.
+    """ "model" or "ema": what was asked for, else what the metric for best goes by, as in `final/`.
 
     Raises:
         BadInput: the checkpoint does not hold what was asked for.
@@ -73,5 +85,3 @@ def chosen_weights(run: Run, asked: str | None = None) -> str:
     if chosen not in run.weights_names:
         raise BadInput(f"--weights {chosen}: {run.checkpoint.path} holds {', '.join(run.weights_names)}")
     return chosen
-
-

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from toolkit.offline import cached_when_offline
 from toolkit.runs.open_run import chosen_weights, open_run
 from toolkit.use.export.files import SUFFIXES, open_file
 from toolkit.use.exported import predict_with
-from toolkit.use.rebuild import load_detector
+from toolkit.use.rebuild import load_detector, with_settings
 from toolkit.use.sizes import image_hw, input_hw, of_one_shape
 
 MAX_DETECTIONS = 300  # of one image; the number of queries of the DETR family
@@ -71,13 +72,19 @@ class Predictor:
         return found if several else found[0]
 
 
-def open_predictor(source: str | Path, weights: str | None = None, device: torch.device | str = "cpu") -> Predictor:
+def open_predictor(
+    source: str | Path,
+    weights: str | None = None,
+    device: torch.device | str = "cpu",
+    settings: Mapping = MappingProxyType({}),
+) -> Predictor:
     """The detector of a run, a checkpoint, a `final/` folder, an exported file, or any detector of transformers.
 
     Args:
         source: run folder (its best checkpoint) or checkpoint; folder saved by `save_final`; `.onnx`, `.pt2` or `.xml`
             of scripts/export.py, which run on the CPU; folder or hub name of a transformers model.
         weights: "model" or "ema", of a run; None: those that the run's metric for best goes by, as in `final/`.
+        settings: of the model, in place of its own; see `with_inference_settings`.
 
     Raises:
         BadInput: nothing of all this is there, or it cannot be loaded.
@@ -86,17 +93,24 @@ def open_predictor(source: str | Path, weights: str | None = None, device: torch
     if path.suffix in SUFFIXES:
         if weights is not None:
             raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
+        _refuse_settings(source, settings)
         run, about = open_file(path)
         thresholds = {"": about.score_threshold}
         return Predictor(str(path), list(about.categories), predict_with(run, about), thresholds=thresholds)
-    own = open_own_detector(source, weights)
+    own = open_own_detector(source, weights, settings)
     if own is None:
+        _refuse_settings(source, settings)
         predictor = _open_transformers(source, device)
     else:
         names = (getattr(own.detector, kind, ()) for kind in ("predicates", "attributes"))
         predict = own_predict(own.detector.to(device), own.size)
         predictor = Predictor(own.source, own.categories, predict, *names)
     return replace(predictor, thresholds=report_thresholds(path))
+
+
+def _refuse_settings(source: str | Path, settings: Mapping) -> None:
+    if settings:
+        raise BadInput(f"--model.{next(iter(settings))}: {source} is no run of this project, its settings are fixed")
 
 
 def report_thresholds(path: Path) -> dict[str, float] | None:
@@ -148,19 +162,21 @@ class OwnDetector(NamedTuple):
     size: dict[str, int] | None
 
 
-def open_own_detector(source: str | Path, weights: str | None = None) -> OwnDetector | None:
+def open_own_detector(
+    source: str | Path, weights: str | None = None, settings: Mapping = MappingProxyType({})
+) -> OwnDetector | None:
     """As `open_predictor`, for detectors built by this project; None: `source` is a model of transformers, if any."""
     path = Path(source).expanduser()
     config = _config_of(path)
     if config is None and path.exists():
-        run = open_run(path)
+        run = with_settings(open_run(path), settings)
         name, data = chosen_weights(run, weights), run.config["data"]
         size = processor_size(data["image_size"], data["scales"], data["max_size"])
         return OwnDetector(f"{run.checkpoint.path} ({name} weights)", load_detector(run, name), run.categories, size)
     if weights is not None:
         raise BadInput(f"--weights {weights}: only a run has several; {source} is no run folder or checkpoint")
     if config is not None and "model_type" not in config:
-        return OwnDetector(str(path), *load_detector_folder(path))
+        return OwnDetector(str(path), *load_detector_folder(path, settings))
     return None
 
 

@@ -1,13 +1,23 @@
 """The detector, evaluator and loss weights of a run, rebuilt from its folder alone."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.choose import make_evaluator
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector
+from toolkit.models.inference_settings import with_inference_settings
 from toolkit.models.old_names import renamed
 from toolkit.runs.open_run import Run
 from toolkit.step.freezing import freeze_prefixes
 from toolkit.step.losses import LossWeights
+
+
+def with_settings(run: Run, asked: Mapping[str, Any]) -> Run:
+    """The run with other settings of its model; see `with_inference_settings`."""
+    return replace(run, config={**run.config, "model": with_inference_settings(run.config["model"], asked)})
 
 
 def load_detector(run: Run, weights: str) -> Detector:

@@ -1,7 +1,7 @@
 """The settings of the Faster R-CNNs, with torchvision's values; `rpn_*` and `box_*` are its names."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from toolkit.models.options import DetectorOptions
 
@@ -10,6 +10,13 @@ from toolkit.models.options import DetectorOptions
 class TwoStageOptions(DetectorOptions):
     """The two stages of a Faster R-CNN."""
 
+    inference_only: ClassVar[tuple[str, ...]] = (
+        "score_threshold",
+        "nms_threshold",
+        "detections_per_image",
+        "rpn_pre_nms_top_n_test",
+        "rpn_post_nms_top_n_test",
+    )
     rpn_pre_nms_top_n_train: int = 2000
     """Anchors of each level that become candidates for proposals in training, the best ones."""
     rpn_pre_nms_top_n_test: int = 1000

@@ -41,8 +41,9 @@ class CausalHead(nn.Module):
         nms_threshold: float = 0.5,
         word_vectors: Tensor | None = None,
     ):
-        """use_positions: multiply the context by an embedding of 32 numbers of both boxes."""
+        """use_positions: multiply the context by an embedding of 32 numbers of both boxes. effect: in any case."""
         super().__init__()
+        effect = {name.lower(): name for name in EFFECTS}.get(effect.lower(), effect)
         _check(context, fusion, effect, sizes)
         self.sizes, self.fusion, self.effect, self.translates = sizes, fusion, effect, context == "vtranse"
         hidden, pooling, num_predicates = sizes.hidden_dim, sizes.pooling_dim, sizes.num_predicates

@@ -1,7 +1,7 @@
 """The settings of scene graphs, with the values of Scene-Graph-Benchmark."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from toolkit.models.options import DetectorOptions
 
@@ -9,6 +9,10 @@ from toolkit.models.options import DetectorOptions
 @dataclass
 class SceneGraphOptions(DetectorOptions):
     """A relation head on a Faster R-CNN (Tang et al.)."""
+
+    inference_only: ClassVar[tuple[str, ...]] = (
+        "head_options.effect", "detections_per_image", "nms_threshold", "require_overlap",
+    )  # fmt: skip
 
     architecture: str = "scene_graph"
     """Name of a detector of this toolkit, or `module:Class` of your own; this one is a relation head on a Faster

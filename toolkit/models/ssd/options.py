@@ -1,7 +1,7 @@
 """The settings of SSD and SSDLite, with CVNets' values; lists have an entry for each level, fine to coarse."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from toolkit.models.options import DetectorOptions
 
@@ -10,6 +10,7 @@ from toolkit.models.options import DetectorOptions
 class SsdOptions(DetectorOptions):
     """SSD on a timm backbone (Liu et al. 2016)."""
 
+    inference_only: ClassVar[tuple[str, ...]] = ("score_threshold", "nms_threshold")
     architecture: str = "ssd"
     """Name of a detector of this toolkit, or `module:Class` of your own; ssd has plain convolutions, ssdlite separable
     ones, as CVNets has them."""
@@ -76,6 +77,7 @@ class SsdliteOptions(SsdOptions):
 class Ssd300Options(DetectorOptions):
     """torchvision's `ssd300_vgg16` (Liu et al. 2016), whose structure is fixed; made for `data.image_size 300`."""
 
+    inference_only: ClassVar[tuple[str, ...]] = ("score_threshold", "nms_threshold")
     architecture: str = "ssd300_vgg16"
     """Name of a detector of this toolkit, or `module:Class` of your own; this one is torchvision's."""
     iou_threshold: float = 0.5

@@ -1,7 +1,7 @@
 """The settings of YOLOv3, with GluonCV's values."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from toolkit.models.options import DetectorOptions
 
@@ -21,6 +21,7 @@ def _default_anchors() -> list[list[list[float]]]:
 class Yolov3Options(DetectorOptions):
     """YOLOv3 on timm's Darknet-53 or another timm backbone (Redmon & Farhadi 2018)."""
 
+    inference_only: ClassVar[tuple[str, ...]] = ("score_threshold", "nms_threshold", "nms_topk")
     architecture: str = "yolov3"
     """Name of a detector of this toolkit, or `module:Class` of your own; this one is YOLOv3."""
     backbone: str = "darknet53"

@@ -1,0 +1,54 @@
+"""Settings of a trained detector that change what it finds and nothing that it learned: asked for, and applied."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from toolkit.errors import BadInput
+from toolkit.models import options_class
+
+
+def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The `--model.KEY VALUE` and `--head.KEY VALUE` pairs among arguments, by key, and the other arguments.
+
+    `--head.KEY` is short for `--model.head_options.KEY`. Values are read as YAML, as in a settings file.
+
+    Raises:
+        BadInput: a flag without a value.
+    """
+    asked, rest, words = {}, [], iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if not flag.startswith(("--model.", "--head.")):
+            rest.append(word)
+            continue
+        value = value if equals else next(words, None)
+        if value is None:
+            raise BadInput(f"{flag}: expected a value")
+        key = flag.removeprefix("--").replace("head.", "head_options.", 1).removeprefix("model.")
+        asked[key] = yaml.safe_load(value)
+    return asked, rest
+
+
+def with_inference_settings(model: Mapping, asked: Mapping[str, Any]) -> dict:
+    """The settings of a model with those that were asked for.
+
+    Args:
+        model: the group `model` of a run's settings.
+        asked: by key; `head_options.effect` is an entry of the setting `head_options`.
+
+    Raises:
+        BadInput: settings that are none, or that training depends on.
+    """
+    known = options_class(model["architecture"]).inference_only
+    if wrong := [key for key in asked if key not in known]:
+        raise BadInput(
+            f"{', '.join(wrong)}: no setting of {model['architecture']} that a trained model can change; "
+            + (f"there are {', '.join(known)}" if known else "it has none")
+        )
+    changed = dict(model)
+    for key, value in asked.items():
+        name, _, entry = key.partition(".")
+        changed[name] = {**(changed.get(name) or {}), entry: value} if entry else value
+    return changed
