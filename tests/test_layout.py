@@ -40,7 +40,7 @@ ROOMS = {
     "step": set(),
     "runs": {"data.table"},
     "data": set(),
-    "evaluation": {"data.table", "data.decoding", "runs.metrics_log"},
+    "evaluation": {"data.table", "data.decoding", "runs.metrics_log", "runs.settings_file"},
     "models": {"step", "runs", "data.table"},
     "use": {"step", "runs", "data", "evaluation", "models"},
 }

@@ -93,6 +93,21 @@ def test_the_report_of_a_run(tmp_path):
     assert write_report(run).read_text() == text
 
 
+def test_the_report_of_a_run_that_ends_now_and_was_resumed_with_other_settings(tmp_path):
+    """It is written before status.json is, and tells the settings in force; those of an evaluation alone are not."""
+    run = tmp_path / "run"
+    full_run(run)
+    (run / "status.json").write_text(json.dumps({"state": "running", "exit_code": None, "reason": "none yet"}))
+    (run / "config_2.yaml").write_text("model: {}\nrun: {eval_only: false}\noptim:\n  lr: 0.5\n")
+    (run / "config_3.yaml").write_text("model: {}\nrun: {eval_only: true}\noptim:\n  lr: 0.25\n")
+    text = write_report(run, state="done").read_text()
+    page = (run / "report" / "index.html").read_text()
+    for report in (text, page):
+        assert "state done" in report and "running" not in report and "none yet" not in report
+        assert "Settings (config_2.yaml)" in report and "lr: 0.5" in report and "lr: 0.25" not in report
+    assert "state running, reason none yet" in write_report(run).read_text()
+
+
 @pytest.mark.parametrize("name", [r"$\frac{1$", "_hidden", "<img src=x>", "[a](http://b.c)", "\ud800", "two\nlines"])
 def test_a_name_of_a_class_does_nothing_to_the_report(tmp_path, name):
     """Neither mathematics that matplotlib cannot read nor markup, a link or another row of the table."""

@@ -214,9 +214,13 @@ def end(s: Session, t: Training) -> None:
         stop_if_asked(s, "after the last evaluation")
         run_on_main(lambda: _write_final(s, t))
         stop_if_asked(s, "after final/ was written")
-    run_on_main(lambda: t.log.attempt("the report", lambda: write_report(s.folder, t.validation.table)) and None)
-    stop_if_asked(s, "while the report was written")
     raise_trouble(t)
+
+    def report() -> None:
+        t.log.attempt("the report", lambda: write_report(s.folder, t.validation.table, state="done"))
+
+    run_on_main(report)  # done, if nothing but the report is left: status.json says it after that
+    stop_if_asked(s, "while the report was written")
     t.log.close()
 
 

@@ -11,12 +11,13 @@ __all__ = ["PREDICTIONS", "plot_curves", "series", "smoothed", "write_report"]
 PREDICTIONS = "predictions.json"  # in the report folder of a run: those of its best weights on the validation data
 
 
-def write_report(run_folder: Path, table=None) -> Path:
+def write_report(run_folder: Path, table=None, state: str = "") -> Path:
     """`report/README.md` and `report/index.html` of a run, made anew from the files of its folder.
 
     Args:
         table: the data that `report/predictions.json` was made on, for the numbers behind the metrics; None, or where
             there are no predictions: the page has the curves and settings alone.
+        state: how the run has ended, where `status.json` does not say it yet: that comes after the report.
 
     Returns:
         The README.
@@ -32,6 +33,6 @@ def write_report(run_folder: Path, table=None) -> Path:
     if table is not None and predictions.exists() and len(table.categories):
         read = read_predictions(predictions, table)
         judged = judge(run_folder.name, read.by_image, table, read_about(predictions))
-    facts = run_facts(run_folder)
+    facts = run_facts(run_folder, state)
     write_page(run_folder / "report", judged, facts, run_folder.name)
     return write_markdown(run_folder, facts)

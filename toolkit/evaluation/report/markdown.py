@@ -277,7 +277,7 @@ def _cells(metric: str, columns: dict) -> list[str]:
 def _settings(facts: RunFacts) -> list[str]:
     parts = []
     if facts.config_text:
-        parts += ["## Settings", f"```yaml\n{facts.config_text.rstrip()}\n```"]
+        parts += [f"## Settings ({facts.config_name})", f"```yaml\n{facts.config_text.rstrip()}\n```"]
     if facts.environment_text:
         text = json.dumps(json.loads(facts.environment_text), indent=2, ensure_ascii=False)
         parts += ["## Environment", f"```json\n{text}\n```"]

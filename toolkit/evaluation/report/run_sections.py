@@ -90,7 +90,7 @@ def _norm(rows) -> str:
     return chart.line_chart("gradient norm before clipping (logarithmic)", lines, x_label="optimizer step", log=True)
 
 
-def settings(config_text: str, environment_text: str) -> str:
-    parts = [folded("Settings (config.yaml)", f"<pre>{escape(config_text)}</pre>" if config_text else ""),
+def settings(config_name: str, config_text: str, environment_text: str) -> str:
+    parts = [folded(f"Settings ({config_name})", f"<pre>{escape(config_text)}</pre>" if config_text else ""),
              folded("Environment", f"<pre>{escape(environment_text)}</pre>" if environment_text else "")]  # fmt: skip
     return "".join(parts)

@@ -31,7 +31,7 @@ def write_page(folder: Path, judged: Judgement | None, facts: RunFacts, title: s
         write_json(folder / NUMBERS, replace_nonfinite(as_json(judged)))
     parts += [
         ("training", "Training", run_sections.curves(facts.rows)),
-        ("settings", "Settings", run_sections.settings(facts.config_text, facts.environment_text)),
+        ("settings", "Settings", run_sections.settings(facts.config_name, facts.config_text, facts.environment_text)),
     ]
     write_text_atomic(folder / PAGE, page(title, _facts(judged, facts), parts))
     return folder / PAGE
