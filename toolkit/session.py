@@ -13,14 +13,16 @@ Each of these can be replaced in a script by a call of one's own.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from toolkit.data import pipeline
+from toolkit.data.batches import collate
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.splits import open_split, open_splits, share_of
 from toolkit.data.table import DetectionTable
@@ -57,6 +59,7 @@ from toolkit.step.length import StepBudget, is_settled, is_time, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.plateau import PlateauSchedule
+from toolkit.step.precision import cpu_computes_in_bf16, faster_precision, measure_precisions
 from toolkit.step.schedules import Schedule
 from toolkit.training import Pace, Training, raise_trouble
 from toolkit.use.export import check_exportable, export_final
@@ -82,6 +85,7 @@ class Session:
     asked_seed: int
     lock: FolderLock
     drafts: Path
+    measured: dict = field(default_factory=dict)  # at the start; goes into environment.json
 
     @property
     def is_main(self) -> bool:
@@ -161,6 +165,8 @@ def make_detector(s: Session, table: DetectionTable, start: Callable | None = No
         resumed_from = s.checkpoint and s.checkpoint.path
         detector = start_detector(options, table.class_names, s.drafts, resumed_from=resumed_from, say=s.say)
     detector = detector.to(s.accelerator.device)
+    if s.accelerator.device.type == "cpu":
+        detector = detector.to(memory_format=torch.channels_last)  # a tenth of a step in bfloat16
     if detector.fixed_size:
         pipeline.check_one_size(detector.stride, [c.image_size, *c.multi_scale], c.scales)
     if c.mixup and not detector.weighs_boxes:
@@ -180,6 +186,8 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     c, run, optim, device = s.config, s.config.run, s.config.optim, s.accelerator.device
     weights = LossWeights(detector.loss_names, c.loss.weights, detector.default_weights).to(device)
     sampler, loader, val_loader = _loaders(s, detector, table, val_table)
+    if run.precision == "auto":
+        _settle_precision(s, detector, weights, sampler, loader)
     all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
     per_epoch = max(1, round(all_steps / run.epochs))  # on average
     total_steps = min(all_steps, run.max_steps or all_steps)
@@ -257,6 +265,27 @@ def _loaders(
         batch_size_per_device=s.config.eval.batch_size_per_device,
     )  # fmt: skip
     return sampler, loader, val_loader
+
+
+def _settle_precision(s: Session, detector: Detector, weights: LossWeights, sampler: EpochSampler, loader) -> None:
+    """Puts in the place of `run.precision` auto what the run began with, or what its first batch trains faster in."""
+    run, chosen = s.config.run, s.accelerator.mixed_precision
+    on_able_cpu = s.accelerator.device.type == "cpu" and cpu_computes_in_bf16()
+    earlier = s.stored or (settings_beside(s.folder) if (s.folder / CONFIG).is_file() else {})  # killed before it saved
+    if earlier:
+        chosen = earlier["run"].get("precision") or chosen
+        if chosen == "bf16" and s.accelerator.device.type == "cpu" and not on_able_cpu:
+            s.say("run.precision: the run began in bf16, for which this CPU has no instructions. It goes on in it, but "
+                  "slowly; --run.precision no is faster here")  # fmt: skip
+    elif chosen == "no" and on_able_cpu and not run.eval_only:
+        batch = collate([loader.dataset.dataset[key] for key in next(iter(sampler))], detector.stride)
+        s.measured["precision_seconds"] = seconds = run_on_main(lambda: measure_precisions(detector, weights, batch))
+        chosen = faster_precision(seconds)
+        s.say(f"run.precision auto: {chosen}; forward and backward of a batch take {seconds['bf16']:.3f} s in "
+              f"bfloat16, {seconds['no']:.3f} s in float32")  # fmt: skip
+    if chosen != s.accelerator.mixed_precision:
+        s.accelerator = start_accelerator(chosen, **tracker_kwargs(run.tracker, s.folder))
+    s.config = replace(s.config, run=replace(run, precision=chosen))
 
 
 def _optimizer(s: Session, detector: Detector, weights: LossWeights):
@@ -389,6 +418,6 @@ def _record(s: Session, t: Training, table: DetectionTable, settings: dict, chan
             source = "" if s.checkpoint is None else f" of {s.checkpoint.path}"
             remarks = [f"These settings are in force from step {t.step}{source} on. Changed:", *map(str, changed)]
         save_config(settings, place, remarks)
-        extra = {"parameters": parameters, "data": data}
+        extra = {"parameters": parameters, "data": data, **s.measured}
         write_environment(s.folder, s.config.run.seed, s.accelerator.num_processes, extra)
     s.status.begin()

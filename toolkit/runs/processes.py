@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 from toolkit.distributed import broadcast_object
@@ -25,12 +26,13 @@ WAIT = timedelta(hours=2)
 def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
     """Accelerate's view of the processes, once all of them are there.
 
-    A parameter may go unused in a step (no boxes, a frozen part).
+    A parameter may go unused in a step (no boxes, a frozen part). A second call sets another precision; the processes
+    stay as they are.
 
     Raises:
         BadInput: the other processes do not come, or the device that was asked for is not there.
     """
-    precision = precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    precision = launched_precision() if precision in (None, "auto") else precision
     if precision == "fp16" and not _has_accelerator():
         precision = "no"  # Accelerate would say fp16 and compute in float32
         if os.environ.get("RANK", "0") == "0":
@@ -38,6 +40,8 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
     meet = MEET_S["launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "alone"]
     handlers = [DistributedDataParallelKwargs(find_unused_parameters=True),
                 InitProcessGroupKwargs(timeout=timedelta(seconds=meet))]  # fmt: skip
+    if AcceleratorState._shared_state:
+        AcceleratorState._reset_state()  # it holds the precision of the first call
     try:
         accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, **kwargs)
         if dist.is_initialized():
@@ -54,6 +58,11 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
             f"({torch.accelerator.device_count()} here): start fewer, or set ACCELERATE_USE_CPU=true."
         ) from error
     return accelerator
+
+
+def launched_precision() -> str:
+    """What `accelerate launch` was told: no, fp16 or bf16."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
 
 
 def _has_accelerator() -> bool:

@@ -66,9 +66,10 @@ class RunConfig:
     """Rollbacks to a checkpoint that the guard may make before it stops the run."""
     rollback_lr_factor: PositiveFloat = 1.0
     """Factor on every learning rate after each rollback."""
-    precision: Literal["no", "fp16", "bf16"] | None = None
-    """Precision of the forward pass under autocast; without a value, what `accelerate launch` was told. Losses are
-    always computed in float32."""
+    precision: Literal["no", "fp16", "bf16", "auto"] | None = None
+    """Precision of the forward pass under autocast; without a value, what `accelerate launch` was told. auto is that
+    too, but on a CPU with instructions for bfloat16 it is bf16 if the first batch is then trained on faster; what was
+    chosen stands in config.yaml, and a resumed run keeps it. Losses are always computed in float32."""
     deterministic: bool = False
     """Use deterministic algorithms, and name each operation that has none in one warning."""
     threads: PositiveInt | None = None
