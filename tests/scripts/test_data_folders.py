@@ -11,23 +11,11 @@ from toolkit.data.formats.folders import write_folder
 
 FOLDER = ("--data.train", "train", "--data.val", "val", "--data.format", "shapes")
 EVERYTHING = (
-    "--data.augment",
-    '[{"RandomVerticalFlip": {"p": 0.5}}, {"RandomPhotometricDistort": {"p": 0.5}}]',
-    "--data.repeat_factor",
-    "0.9",
-    "--data.zoom_out",
-    "2",
-    "--data.iou_crop",
-    "true",
-    "--data.multi_scale",
-    "[64,96]",
-    "--data.mosaic",
-    "0.5",
-    "--data.plain_epochs",
-    "1",
-    "--data.plain_without",
-    '["mosaic","augment","zoom_out","iou_crop","multi_scale"]',
-)
+    "--data.augment", '[{"RandomVerticalFlip": {"p": 0.5}}, {"RandomPhotometricDistort": {"p": 0.5}}]',
+    "--data.repeat_factor", "0.9", "--data.zoom_out", "2", "--data.iou_crop", "true", "--data.multi_scale", "[64,96]",
+    "--data.multi_scale_pixels", "false", "--data.mosaic", "0.5", "--data.plain_epochs", "1",
+    "--data.plain_without", '["mosaic","mixup","augment","zoom_out","iou_crop","multi_scale"]',
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -90,22 +78,8 @@ def test_a_share_is_held_out_and_evaluated_again(server, script, settings, data,
 
 def test_exact_resume_with_every_augmentation(server, script, settings, tmp_path):
     def args(name, *more):
-        return settings(
-            *EVERYTHING,
-            "--run.output_dir",
-            tmp_path,
-            "--run.name",
-            name,
-            "--run.resume",
-            "latest",
-            "--data.workers",
-            1,
-            "--run.save_every",
-            2,
-            "--run.eval_every",
-            0,
-            *more,
-        )
+        return settings(*EVERYTHING, "--run.output_dir", tmp_path, "--run.name", name, "--run.resume", "latest",
+                        "--data.workers", 1, "--run.save_every", 2, "--run.eval_every", 0, *more)  # fmt: skip
 
     reference = server.run(script, args("reference")).ok().folder
     kill = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 8, "rank": 0}
