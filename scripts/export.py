@@ -5,10 +5,11 @@
     python scripts/export.py runs/detr/final --out exported --split val.json --image-dir images
 
 `exported/model.onnx` (opset 18), `model.pt2` (torch.export), `model.xml` and `model_int8.xml` (OpenVINO, which
-`pip install -e ".[openvino]"` installs) take images uint8 (B, 3, H, W), RGB, and give boxes (B, K, 4) xyxy in their
-pixels, scores (B, K) and labels (B, K), best first; rows without a detection have score 0 and label -1. Normalisation,
-padding, decoding and suppression are inside; any batch goes in, and any size where the model allows. Classes, the size
-that images are resized to, and the threshold are in the metadata. scripts/predict.py takes these files like a run.
+`pip install "detection-toolkit[openvino]"` installs) take images uint8 (B, 3, H, W), RGB, and give boxes (B, K, 4)
+xyxy in their pixels, scores (B, K) and labels (B, K), best first; rows without a detection have score 0 and label -1.
+Normalisation, padding, decoding and suppression are inside; any batch goes in, and any size where the model allows.
+Classes, the size that images are resized to, and the threshold are in the metadata. scripts/predict.py takes these
+files like a run.
 
 Then each file finds the boxes of the run's validation data (or of `--split`), and its AP is compared with PyTorch's.
 All detectors can be exported; of a scene graph its detector alone, without relations. Exit code 0: written and as good;

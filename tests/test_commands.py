@@ -10,17 +10,20 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from toolkit import detect
 from toolkit.command_line import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [path for path in sorted(ROOT.glob("docs/*.md")) if path.stem != "design"]  # which speaks of scripts/x.py
 PROSE = [ROOT / "README.md", *DOCS, *sorted(ROOT.glob("configs/**/*.md"))]
 CODE = [path for pattern in ("configs/**/*.yaml", "scripts/*.py", "toolkit/**/*.py") for path in ROOT.glob(pattern)]
-COMMAND = re.compile(r"^(?:# |#   )?\s*((?:\w+=\S+ )?(?:accelerate launch|torchrun|python|make|scripts/runs/)\b.*)$")
+STARTS = "accelerate launch|torchrun|python|make|scripts/runs/|detect|pip"
+COMMAND = re.compile(rf"^(?:# |#   )?\s*((?:\w+=\S+ )?(?:{STARTS})\b.*)$")
 
 
 def commands() -> list[tuple[str, str]]:
@@ -29,7 +32,8 @@ def commands() -> list[tuple[str, str]]:
     for path in PROSE:
         for block in re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL):
             found += [(path, line) for line in block.replace("\\\n", " ").splitlines()]
-        found += [(path, inline) for inline in re.findall(r"`((?:python|make|accelerate) [^`]+)`", path.read_text())]
+        inline = re.findall(r"`((?:python|make|accelerate|detect) [^`]+)`", path.read_text())
+        found += [(path, command) for command in inline]
     for path in sorted(CODE):
         found += [(path, line) for line in path.read_text().splitlines() if re.match(r"#|    \S", line)]
     pairs = [(str(path.relative_to(ROOT)), m[1]) for path, line in found for m in [COMMAND.match(line)] if m]
@@ -42,6 +46,10 @@ COMMANDS = commands()
 def split(command: str) -> tuple[str | None, list[str]]:
     """(script path, its arguments); None for what starts no script."""
     words = shlex.split(command)
+    if words[0] == "detect" and words[1:2] == ["train"]:
+        return f"scripts/train_{words[2]}.py", words[3:]
+    if words[0] == "detect" and words[1] in detect.commands():
+        return f"scripts/{detect.commands()[words[1]].name}", words[2:]
     at = next((i for i, word in enumerate(words) if re.fullmatch(r"scripts/\w+\.py", word)), None)
     return (None, words) if at is None else (words[at], words[at + 1 :])
 
@@ -67,6 +75,12 @@ def test_command_is_understood(file, command, capsys):
         if arguments[0] == "make":
             targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             assert {word for word in arguments[1:] if "=" not in word} <= set(targets)
+        elif arguments[0] == "detect":
+            assert arguments[1] in ("where", "completion") and detect.main(arguments[1:]) == 0
+        elif arguments[0] == "pip":
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            wanted = {name for names in re.findall(r"\[([\w,]+)\]", command) for name in names.split(",")}
+            assert wanted <= set(project["optional-dependencies"])
         elif "-m" in arguments:
             module = arguments[arguments.index("-m") + 1]
             assert importlib.util.find_spec(module) is not None

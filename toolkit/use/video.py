@@ -1,6 +1,6 @@
 """Videos and cameras: frames in, boxes as JSON lines and drawn out, with memory that does not grow with the length.
 
-PyAV (`pip install av`) reads and writes them.
+PyAV reads and writes them, the extra `video`.
 """
 
 import json
@@ -19,6 +19,7 @@ from torch import Tensor
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json, relations_as_json
 from toolkit.evaluation.draw import picture_with_boxes
+from toolkit.extras import import_extra
 from toolkit.use.prediction import Predictor
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".ts", ".wmv", ".flv"})
@@ -43,7 +44,7 @@ class Video:
     """
 
     def __init__(self, source: Path | int):
-        av = import_av()
+        av = import_extra("av", "video", "videos")
         place, kind = str(source), None
         if isinstance(source, int):
             kind, place = CAMERAS.get(platform.system(), CAMERAS["Linux"])
@@ -65,7 +66,7 @@ class Video:
 
     def __iter__(self) -> Iterator[Frame]:
         """The frames; `broken` then says why the file ended early, if it did."""
-        av = import_av()
+        av = import_extra("av", "video", "videos")
         try:
             for index, frame in enumerate(self._container.decode(self._stream)):
                 time_s = frame.time if frame.time is not None else float(index / self.rate)
@@ -82,7 +83,7 @@ class VideoWriter:
 
     def add(self, pixels: np.ndarray) -> None:
         """pixels: uint8 (H, W, 3) RGB; the last row or column of an odd side is left out, as the format wants it."""
-        av = import_av()
+        av = import_extra("av", "video", "videos")
         pixels = np.ascontiguousarray(pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2])
         if self._container is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,12 +151,3 @@ def _entry(frame: Frame, found, predictor: Predictor) -> dict:
     if "pairs" in found:
         entry["relations"] = relations_as_json(found, predictor.predicates)
     return entry
-
-
-def import_av():
-    """The package. Raises BadInput with the command that installs it."""
-    try:
-        import av
-    except ImportError as error:
-        raise BadInput('videos need PyAV: pip install "av>=14"') from error
-    return av

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from toolkit.errors import BadInput
+from toolkit.extras import import_extra
 from toolkit.use.export.about import KEY, About
 
 Runner = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -27,7 +28,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path, about: Abou
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
     """One ONNX file of opset 18."""
-    import onnx
+    onnx = import_extra("onnx", "onnx", "ONNX files")
 
     exported = _to_onnx(program, optimize=True)
     try:
@@ -63,7 +64,7 @@ def open_file(path: Path) -> tuple[Runner, About]:
 
 
 def _open_onnx(path: Path) -> tuple[Runner, About]:
-    import onnxruntime
+    onnxruntime = import_extra("onnxruntime", "onnx", "ONNX files")
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -95,7 +96,7 @@ def _open_program(path: Path) -> tuple[Runner, About]:
 
 
 def _open_openvino(path: Path) -> tuple[Runner, About]:
-    openvino = import_openvino()
+    openvino = import_extra("openvino", "openvino", "OpenVINO files")
     try:
         model = openvino.Core().read_model(path)
     except RuntimeError as error:
@@ -106,16 +107,7 @@ def _open_openvino(path: Path) -> tuple[Runner, About]:
 
 def openvino_runner(model) -> Runner:
     """Runs a model of OpenVINO, in float32 also where the processor has half precision."""
-    compiled = import_openvino().compile_model(
+    compiled = import_extra("openvino", "openvino", "OpenVINO files").compile_model(
         model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     )
     return lambda images: tuple(np.array(compiled([images])[name]) for name in OUTPUTS)
-
-
-def import_openvino():
-    """The package. Raises BadInput with the command that installs it."""
-    try:
-        import openvino
-    except ImportError as error:
-        raise BadInput('OpenVINO is not installed: pip install -e ".[openvino]"') from error
-    return openvino

@@ -1,13 +1,12 @@
-"""OpenVINO from the ONNX file of a detector, as it is or in int8; an extra: `pip install -e .[openvino]`."""
+"""OpenVINO from the ONNX file of a detector, as it is or in int8; the extra `openvino`."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from toolkit.errors import BadInput
+from toolkit.extras import import_extra
 from toolkit.use.export.about import KEY, About
-from toolkit.use.export.files import import_openvino
 
 
 def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[np.ndarray] | None = None) -> None:
@@ -19,7 +18,7 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
     Raises:
         BadInput: a package is not installed.
     """
-    openvino = import_openvino()
+    openvino = import_extra("openvino", "openvino", "OpenVINO files")
     model = openvino.convert_model(onnx)
     if calibration is not None:
         model = _quantized(model, calibration)
@@ -28,10 +27,7 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
 
 
 def _quantized(model, calibration: Iterable[np.ndarray]):
-    try:
-        import nncf
-    except ImportError as error:
-        raise BadInput('nncf is not installed, which int8 needs: pip install -e ".[openvino]"') from error
+    nncf = import_extra("nncf", "openvino", "int8 files")
     nncf.set_log_level(40)  # errors
     batches = list(calibration)
     # Convolutions and matrix products of transformers, not of boxes: those are known to a fraction of a pixel.

@@ -4,12 +4,14 @@ Each is one operator of PyTorch here and a few of ONNX there. A program of torch
 module must be imported before one is loaded.
 """
 
-import onnxscript
 import torch
-from onnxscript import opset18 as op
 from torch import Tensor
 from torchvision.ops import nms, roi_align
 
+from toolkit.extras import import_extra
+
+onnxscript = import_extra("onnxscript", "onnx", "exported files")
+op = onnxscript.opset18
 INT32, BOOL = onnxscript.INT32.dtype, onnxscript.BOOL.dtype
 
 

@@ -1,0 +1,168 @@
+"""The package: what it depends on, what a wheel holds, and the command `detect`.
+
+    python -m pytest tests/test_package.py              # the command, and the lists of pyproject.toml
+    python -m pytest tests/test_package.py -m slow      # a wheel, in an environment of its own, trains and predicts
+"""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from toolkit import detect
+from toolkit.errors import BadInput
+from toolkit.extras import import_extra
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.match(r"[\w-]+", each)[0].lower().replace("_", "-") for each in requirements}
+
+
+def test_every_package_that_a_module_imports_at_its_top_is_in_the_core():
+    core = names(PROJECT["project"]["dependencies"]) | {"numpy", "pyyaml", "pillow", "psutil", "pyarrow"}
+    core |= {"huggingface-hub"}
+    distributions = packages_distributions()
+    files = [*ROOT.glob("scripts/*.py"), *ROOT.glob("toolkit/**/*.py")]
+    for path in files:
+        for node in ast.parse(path.read_text()).body:
+            modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for top in {module.split(".")[0] for module in modules} - {"toolkit", "benches"}:
+                owners = {name.lower().replace("_", "-") for name in distributions.get(top, [])}
+                assert top in sys.stdlib_module_names or owners & core, f"{path.name} imports {top}"
+
+
+def test_requirements_install_extras_that_there_are():
+    (line,) = [each for each in (ROOT / "requirements.txt").read_text().splitlines() if not each.startswith("#")]
+    assert set(re.fullmatch(r"-e \.\[(.+)\]", line)[1].split(",")) <= set(EXTRAS)
+    used = {m[1] for path in ROOT.glob("toolkit/**/*.py") for m in re.finditer(r'import_extra\("\w+", "(\w+)"',
+            path.read_text())}  # fmt: skip
+    assert used and used <= set(EXTRAS)
+
+
+def test_every_folder_with_modules_is_in_the_wheel():
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    folders = {path.parent for path in ROOT.glob("toolkit/**/*.py")}
+    assert {".".join(folder.relative_to(ROOT).parts) for folder in folders} == {
+        name for name in listed if not name.startswith(("toolkit.scripts", "toolkit.configs"))
+    }
+
+
+def test_a_missing_extra_is_one_sentence():
+    with pytest.raises(BadInput, match=r'^videos need nothing_of_it, .*: pip install "detection-toolkit\[video\]"$'):
+        import_extra("nothing_of_it", "video", "videos")
+    assert import_extra("json", "video", "videos") is json
+
+
+def test_help_lists_every_script_with_what_it_does(capsys):
+    assert detect.main([]) == 0
+    text = capsys.readouterr().out
+    for path in ROOT.glob("scripts/*.py"):
+        assert path.stem == "benchmark" or detect.first_line(path) in text
+    assert "detect train detr " in text and "detect check " in text and "detect predict " in text
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["trian"], "did you mean train?"), (["train", "detrr"], "did you mean detr?"),
+    (["train"], "needs one of detr, faster_rcnn"), (["where", "configs/detr/bcd.yaml"], "mean configs/detr/bccd.yaml?"),
+    (["completion", "tcsh"], "bash, zsh, fish"),
+])  # fmt: skip
+def test_a_mistyped_word_is_answered(words, said, capsys):
+    assert detect.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_where_gives_the_files_that_the_documentation_names(capsys):
+    assert detect.main(["where", "scripts/train_detr.py", "configs/detr/bccd.yaml"]) == 0
+    assert [Path(line) for line in capsys.readouterr().out.split("\n")[:2]] == [
+        ROOT / "scripts/train_detr.py", ROOT / "configs/detr/bccd.yaml",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["pre"], ["predict"]), (["train", "y"], ["yolov3"]), (["completion", "b"], ["bash"]),
+    (["train", "detr", "--run.max_m"], ["--run.max_minutes"]),
+    (["predict", "runs/detr", "--over"], ["--overlap", "--overwrite"]),
+    (["train", "detr", "--optim.lr", "1e"], []), (["predict", "ru"], []),
+])  # fmt: skip
+def test_completion(words, expected, capsys):
+    assert detect.main(["complete", *words]) == 0
+    assert capsys.readouterr().out.split() == expected
+
+
+def test_bash_completes(tmp_path):
+    """The real shell: what it would put in place of the word that was begun."""
+    if shutil.which("bash") is None:
+        pytest.skip("no bash")
+    command = tmp_path / "detect"
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import sys; from toolkit.detect import main; "
+                       'sys.exit(main())\' "$@"\n')  # fmt: skip
+    command.chmod(0o755)
+    script = ('eval "$(detect completion bash)"; COMP_WORDS=(detect train detr --run.max_m); COMP_CWORD=3; _detect; '
+              'echo "${COMPREPLY[@]}"')  # fmt: skip
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.strip() == "--run.max_minutes"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The folder of commands of a fresh environment with the wheel in it; its dependencies are those of this one."""
+    folder = tmp_path_factory.mktemp("package")
+    source = folder / "source"
+    for part in ("toolkit", "scripts", "configs"):
+        shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / file, source / file)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), str(source)]
+    subprocess.run([*pip, *build], check=True)
+    venv.create(folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # no .pth file there is read
+    return python.parent
+
+
+@pytest.mark.slow
+def test_wheel_trains_and_predicts_outside_the_checkout(installed, tmp_path):
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    env |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+
+    def run(*words: str) -> str:
+        command = [str(installed / words[0]), *words[1:]]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    shown = run("python", "-c", "import importlib.metadata as m; print(m.requires('detection-toolkit'))")
+    assert names(PROJECT["project"]["dependencies"]) <= names(ast.literal_eval(shown))
+    assert str(installed.parent) in run("python", "-c", "import toolkit; print(toolkit.__file__)")
+    small = "--data.max_train_images 8 --data.workers 0 --data.image_size 64 --data.batch_size_per_device 2"
+    small += " --run.max_steps 2 --run.max_minutes null --model.num_queries 20"
+    run("detect", "train", "detr", "--run.name", "mine", *small.split())
+    assert json.loads((tmp_path / "runs/mine/status.json").read_text())["state"] == "done"
+    picture = next((tmp_path / "runs/mine/report/pictures").glob("*.*"))
+    run("detect", "predict", "runs/mine", str(picture), "--out", "found", "--score-threshold", "0.01")
+    assert json.loads((tmp_path / "found/predictions.json").read_text())["images"][0]["detections"]
+    script = run("detect", "where", "scripts/train_detr.py").strip()
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    run("python", *torchrun, script, "--run.name", "two", *small.split())
+    assert json.loads((tmp_path / "runs/two/environment.json").read_text())["processes"] == 2
+    assert run("python", "-m", "toolkit.scripts.train_detr", "--print_config")

@@ -1,0 +1,157 @@
+"""The command `detect`: the scripts of this project, from any folder, wherever it is installed.
+
+    detect train detr --run.name mine          # what `python scripts/train_detr.py --run.name mine` does
+    detect predict runs/mine photo.jpg --out found
+    detect where configs/detr/bccd.yaml        # the path of a file of this project, for a launcher or --config
+    eval "$(detect completion bash)"           # the Tab key knows commands, detectors and settings
+
+`detect` runs the very file of the script, as `python` would, so there is one program and one set of flags. On several
+processes give the file to a launcher: `torchrun --nproc_per_node 2 $(detect where scripts/train_detr.py)`.
+
+Nothing heavy is imported here: help and completion answer at once.
+"""
+
+import ast
+import difflib
+import runpy
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+# A wheel has scripts/ and configs/ inside the package; in a checkout they stand beside it.
+ROOT = PACKAGE if (PACKAGE / "scripts").is_dir() else PACKAGE.parent
+# Shorter names, and what only serves those who work on a checkout.
+NAMES = {"check_data": "check"}
+NOT_COMMANDS = {"benchmark"}
+COMPLETION = {
+    "bash": """_detect() {
+    local IFS=$'\\n'
+    COMPREPLY=($(detect complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+}
+complete -o default -F _detect detect""",
+    "zsh": """autoload -U +X compinit && compinit
+_detect() { compadd -f -- ${(f)"$(detect complete ${words[2,$CURRENT]} 2>/dev/null)"} || _files }
+compdef _detect detect""",
+    "fish": "complete -c detect -a '(detect complete (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null)'",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code, or raises the SystemExit of the script."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    name, *rest = words
+    own = {"where": where, "completion": completion, "complete": complete}
+    if name in own:
+        return own[name](rest)
+    if name == "train" and rest and rest[0] in detectors():
+        return run_as_main(ROOT / "scripts" / f"train_{rest[0]}.py", rest[1:])
+    if name == "train":
+        return _refuse("detect train needs one of", rest[0] if rest else "", detectors())
+    if name in commands():
+        return run_as_main(commands()[name], rest)
+    return _refuse("detect needs one of", name, ["train", *commands(), *list(own)[:-1]])
+
+
+def run_as_main(script: Path, arguments: list[str]) -> int:
+    """Runs a script as `python SCRIPT ARGUMENTS` does; modules of the current folder can be imported, last of all."""
+    sys.argv = [str(script), *arguments]
+    sys.path[:] = [str(script.parent), *sys.path, str(Path.cwd())]
+    runpy.run_path(str(script), run_name="__main__")  # ends with the SystemExit of the script
+    return 0
+
+
+def detectors() -> list[str]:
+    """What `detect train` takes: `detr` for scripts/train_detr.py."""
+    return sorted(path.stem.removeprefix("train_") for path in (ROOT / "scripts").glob("train_*.py"))
+
+
+def commands() -> dict[str, Path]:
+    """The other scripts by the name of their command."""
+    found = sorted((ROOT / "scripts").glob("*.py"))
+    left_out = {"__init__", *NOT_COMMANDS}
+    return {NAMES.get(path.stem, path.stem): path for path in found
+            if not path.stem.startswith("train_") and path.stem not in left_out}  # fmt: skip
+
+
+def usage() -> str:
+    shown = {f"train {name}": ROOT / "scripts" / f"train_{name}.py" for name in detectors()} | commands()
+    width = max(map(len, shown)) + 2
+    lines = [f"  detect {name:{width}}{first_line(path)}" for name, path in shown.items()]
+    lines.append(f"  detect {'where':{width}}The path of a script or a configuration; alone: all of them.")
+    lines.append(f"  detect {'completion':{width}}For the Tab key of a shell: {', '.join(COMPLETION)}.")
+    return "\n".join(["usage: detect COMMAND [ARGUMENTS]   (each explains itself with --help)", "", *lines])
+
+
+def first_line(script: Path) -> str:
+    return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+def where(words: list[str]) -> int:
+    """Prints the path of a file of this project, given as the documentation writes it."""
+    files = [path for folder in ("configs", "scripts") for path in sorted((ROOT / folder).rglob("*"))]
+    names = {path.relative_to(ROOT).as_posix(): path for path in files if path.suffix in (".yaml", ".py", ".sh")}
+    if not words:
+        print("\n".join(names))
+        return 0
+    unknown = [word for word in words if word not in names]
+    if unknown:
+        return _refuse("no file of that name; `detect where` lists them", unknown[0], list(names), show=False)
+    print("\n".join(str(names[word]) for word in words))
+    return 0
+
+
+def completion(words: list[str]) -> int:
+    if len(words) != 1 or words[0] not in COMPLETION:
+        return _refuse("detect completion needs one of", " ".join(words), list(COMPLETION))
+    print(COMPLETION[words[0]])
+    return 0
+
+
+def complete(words: list[str]) -> int:
+    """Prints what may stand in the place of the last word; nothing where it is a file or a value."""
+    *before, begun = words or [""]
+    if not before:
+        possible = ["train", *commands(), "where", "completion"]
+    elif before == ["train"]:
+        possible = detectors()
+    elif before == ["completion"]:
+        possible = list(COMPLETION)
+    elif begun.startswith("-"):
+        possible = settings() if before[0] == "train" else flags(commands().get(before[0]))
+    else:
+        possible = []
+    print("\n".join(word for word in possible if word.startswith(begun)))
+    return 0
+
+
+def settings() -> list[str]:
+    """Flags of the training scripts, those of every detector among them."""
+    sources = [("", PACKAGE / "runs" / "settings.py"), ("model", PACKAGE / "models" / "options.py")]
+    sources += [("model", path) for path in sorted((PACKAGE / "models").glob("*/options.py"))]
+    found = {"--config", "--help", "--print_config"}
+    for group, path in sources:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                name = group or node.name.removesuffix("Config").lower()
+                found |= {f"--{name}.{line.target.id}" for line in node.body if isinstance(line, ast.AnnAssign)}
+    return sorted(found)
+
+
+def flags(script: Path | None) -> list[str]:
+    """Flags of a script, from its calls of `add_argument`."""
+    nodes = ast.walk(ast.parse(script.read_text(encoding="utf-8"))) if script else ()
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    given = [word.value for call in calls if call.func.attr == "add_argument" for word in call.args
+             if isinstance(word, ast.Constant)]  # fmt: skip
+    return sorted({"--help", *(word for word in given if str(word).startswith("--"))})
+
+
+def _refuse(sentence: str, word: str, known: list[str], show: bool = True) -> int:
+    similar = difflib.get_close_matches(word, known, n=1)
+    hint = f"; did you mean {similar[0]}?" if similar else ""
+    listed = f" {', '.join(known)}" if show else ""
+    print(f"error: {sentence}{listed}{f', not {word!r}' if word else ''}{hint}", file=sys.stderr)
+    return 2
