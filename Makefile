@@ -1,12 +1,13 @@
 # make train   set up and train a detector on the bundled data, minutes on two CPU cores
 # make test    set up and run the tests; make test-slow runs the long ones too
 # make lint    ruff;  make bench   ratios against plain programs, measured in one run
+# make docs    the site, into site/;  make notebooks   opens them in JupyterLab
 
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test test-slow lint bench clean
+.PHONY: train test test-slow lint bench docs notebooks clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt pyproject.toml
@@ -31,5 +32,13 @@ lint: .venv/installed
 bench: .venv/installed
 	$(BIN)/python scripts/benchmark.py $(ARGS)
 
+docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+notebooks: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[notebooks]"
+	$(BIN)/jupyter lab notebooks $(ARGS)
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build site *.egg-info .pytest_cache .ruff_cache

@@ -1,9 +1,18 @@
 """The notebooks as stored, and run from their first to their last cell with small settings.
 
-    python -m pytest tests/test_notebooks.py
+    python -m pytest tests/test_notebooks.py              # as stored; the first one also runs
+    python -m pytest tests/test_notebooks.py -m slow      # all run, and one is interrupted
 """
 
+import ast
+import asyncio
+import builtins
+import json
 import os
+import signal
+import subprocess
+import threading
+import time
 from pathlib import Path
 
 import nbclient
@@ -14,6 +23,10 @@ from toolkit.data.shapes import make_shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+DETR = ["--model.d_model", 32, "--model.heads", 2, "--model.ffn_dim", 32, "--model.decoder_layers", 2,
+        "--model.num_queries", 20]  # fmt: skip
+SSD = ["--model.backbone", "test_resnet", "--model.strides", "[8, 16, -1]", "--model.channels", "[32, 32, 32]",
+       "--model.aspect_ratios", "[[2.0], [2.0], [2.0]]"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -23,45 +36,191 @@ def data(tmp_path_factory):
     return folder / "annotations"
 
 
-def small_settings(data: Path, folder: Path) -> dict[str, list]:
-    """Settings of each notebook that make it run in seconds."""
-    common = [
-        "--run.output_dir", folder, "--run.name", "small", "--run.max_steps", 4, "--run.max_minutes", "null",
-        "--run.log_every", 1, "--run.eval_every", 2, "--data.train", data / "train.json", "--data.val",
-        data / "val.json", "--data.format", "coco", "--data.image_size", 64, "--data.workers", 0,
-        "--data.batch_size_per_device", 2,
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """A run, and its final/ folder."""
+    folder = tmp_path_factory.mktemp("trained")
+    given = [*small(data, "base"), "--run.output_dir", folder, *DETR]
+    command = [os.sys.executable, ROOT / "scripts" / "train_detr.py", *given]
+    subprocess.run([str(word) for word in command], check=True, env=environment(folder))
+    return folder / "base"
+
+
+def small(data: Path, name: str) -> list:
+    return [
+        "--run.name", name, "--run.max_steps", 4, "--run.max_minutes", "null", "--run.log_every", 1,
+        "--run.eval_every", 2, "--data.train", data / "train.json", "--data.val", data / "val.json", "--data.format",
+        "coco", "--data.image_size", 64, "--data.workers", 0, "--data.batch_size_per_device", 2,
     ]  # fmt: skip
-    detr = ["--model.d_model", 32, "--model.heads", 2, "--model.ffn_dim", 32, "--model.decoder_layers", 2,
-            "--model.num_queries", 20]  # fmt: skip
-    return {"01_train_detr": [*common, *detr]}
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Home, caches and working folder of a notebook are below `folder`."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "IPYTHONDIR": str(folder),
+                         "PYTHONPATH": str(ROOT)}  # fmt: skip
+
+
+def parameters(stem: str, data: Path, trained: Path | None) -> dict:
+    """What the cell of parameters says instead, so that the notebook runs in seconds."""
+    coco, some = small(data, "small"), {"settings": [*small(data, "small"), *DETR]}
+    own_data = ["--data.image_size", 64, "--data.workers", 0, "--data.batch_size_per_device", 2]
+    short = ["--run.name", "small", "--run.max_steps", 4, "--run.max_minutes", "null", "--run.log_every", 1]
+    every = coco[2:]  # without a name
+    return {
+        "01_train_detr": some,
+        "02_your_data": {"folder": None, "settings": [*short, *own_data, *DETR]},
+        "03_what_is_wrong": {"run": "small", "settings": [*every, *DETR]},
+        "04_compare": {
+            "detectors": {"RT-DETR-v2": ("train_detr", DETR), "SSD": ("train_ssd", SSD)},
+            "seeds": [0, 1], "settings": every,
+        },
+        "05_your_detector": {"settings": coco},
+        "06_scene_graphs": {"settings": [*coco, "--model.hidden_dim", 16, "--model.embed_dim", 8]},
+        "07_processes": {"processes": 2, "settings": [*every, *DETR]},
+        "08_fine_tune": {"source": trained and trained / "final", "settings": coco},
+    }[stem]  # fmt: skip
+
+
+def code_of(notebook) -> list:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def parsed(cell) -> ast.Module:
+    source = cell.source
+    return ast.parse(source.split("\n", 1)[1] if source.startswith("%%writefile") else source)
+
+
+def test_they_are_numbered_without_a_gap():
+    assert [path.stem[:3] for path in NOTEBOOKS] == [f"{i + 1:02d}_" for i in range(len(NOTEBOOKS))]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_stored_without_outputs(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    code = code_of(notebook)
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
-    assert notebook.cells[0].source.startswith("# ")
+    assert notebook.cells[0].source.startswith("# ") and "pip" in code[0].source, "a title, and what installs on Colab"
     assert sum("parameters" in cell.metadata.get("tags", []) for cell in code) == 1
     assert set(notebook.metadata) <= {"kernelspec", "language_info"}
     assert "/home/" not in path.read_text() and "/root/" not in path.read_text()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_to_the_end(path, data, tmp_path, monkeypatch):
-    for key, value in {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "IPYTHONDIR": str(tmp_path)}.items():
-        monkeypatch.setitem(os.environ, key, value)
-    notebook = nbformat.read(path, as_version=4)
-    (parameters,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
-    assert parameters.source.startswith("settings = [")
-    parameters.source = f"settings = {[str(part) for part in small_settings(data, tmp_path)[path.stem]]!r}"
-    here = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources=here).execute()
+def test_every_name_is_there_before_it_is_used(path, data):
+    """Names that a cell reads were bound by it or an earlier one, and what is imported from the toolkit exists."""
+    known = {*dir(builtins), "display", "__file__"}
+    for cell in code_of(nbformat.read(path, as_version=4)):
+        tree = parsed(cell)
+        nodes = list(ast.walk(tree))
+        known |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        known |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        known |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                known |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("toolkit"):
+                assert_has(node)
+        if not cell.source.startswith("%%"):
+            missing = {n.id for n in nodes if isinstance(n, ast.Name)} - known
+            assert not missing, f"{path.stem}: {missing}"
+    given = parameters(path.stem, data, None)
+    (cell,) = (c for c in code_of(nbformat.read(path, as_version=4)) if "parameters" in c.metadata.get("tags", []))
+    assert set(given) == {target.id for line in parsed(cell).body for target in line.targets}
 
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
-    assert len(pictures) >= 4
-    text = "".join(output.get("text", "") for output in outputs if output.output_type == "stream")
-    assert "evaluation at step 4" in text
+
+def assert_has(node: ast.ImportFrom) -> None:
+    file = ROOT.joinpath(*node.module.split(".")).with_suffix(".py")
+    source = file if file.exists() else file.with_suffix("") / "__init__.py"
+    bound = set()
+    for each in ast.walk(ast.parse(source.read_text())):
+        bound |= {each.name} if isinstance(each, ast.FunctionDef | ast.ClassDef) else set()
+        bound |= {each.id} if isinstance(each, ast.Name) else set()
+        bound |= {alias.asname or alias.name for alias in each.names} if isinstance(each, ast.ImportFrom) else set()
+    bound |= {path.stem for path in source.parent.glob("*.py")} if source.stem == "__init__" else set()
+    assert {alias.name for alias in node.names} <= bound, f"{node.module} has no {ast.unparse(node)}"
+
+
+def test_the_detector_of_one_s_own_has_fewer_than_sixty_lines():
+    (cell,) = (c for c in code_of(nbformat.read(ROOT / "notebooks/05_your_detector.ipynb", as_version=4))
+               if c.source.startswith("%%writefile"))  # fmt: skip
+    assert cell.source.count("\n") < 60
+
+
+def client(path: Path, values: dict, folder: Path, timeout_s: int = 400) -> nbclient.NotebookClient:
+    """Runs a notebook with other parameters, below `folder`."""
+    notebook = nbformat.read(path, as_version=4)
+    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+    texts = {name: [str(part) for part in value] if name == "settings" else value for name, value in values.items()}
+    if "detectors" in texts:
+        texts["detectors"] = {name: (script, [*map(str, own)]) for name, (script, own) in texts["detectors"].items()}
+    if "source" in texts:
+        texts["source"] = str(texts["source"])
+    runs = f"import toolkit.use.notebook as shared, pathlib\nshared.runs_folder = lambda: pathlib.Path({str(folder)!r})"
+    cell.source = "\n".join([*(f"{name} = {value!r}" for name, value in texts.items()), runs])
+    here = {"metadata": {"path": str(folder)}}
+    return nbclient.NotebookClient(notebook, timeout=timeout_s, kernel_name="python3", resources=here)
+
+
+def executed(path: Path, values: dict, folder: Path, monkeypatch) -> tuple[str, int]:
+    """The text that was printed, and how many pictures were shown."""
+    for key, value in environment(folder).items():
+        monkeypatch.setenv(key, value)
+    notebook = client(path, values, folder).execute()
+    outputs = [output for cell in code_of(notebook) for output in cell.outputs]
+    pictures = sum(bool({"image/png", "image/jpeg"} & set(output.get("data", {}))) for output in outputs)
+    return "".join(output.get("text", "") for output in outputs if output.output_type == "stream"), pictures
+
+
+def test_the_first_runs_to_its_end(data, tmp_path, monkeypatch):
+    text, pictures = executed(NOTEBOOKS[0], parameters("01_train_detr", data, None), tmp_path, monkeypatch)
+    assert pictures >= 5 and "evaluation at step 4" in text
     assert (tmp_path / "small" / "final" / "model.safetensors").exists()
+
+
+SAID = {
+    "02_your_data": "usable images", "03_what_is_wrong": "precision 0.75", "04_compare": "SSD, seed 0 against",
+    "05_your_detector": "bbox_ctrness", "06_scene_graphs": "TDE", "07_processes": "first step",
+    "08_fine_tune": "lines in pretrained.txt",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS[1:], ids=lambda path: path.stem)
+def test_runs_to_the_end(path, data, trained, tmp_path, monkeypatch):
+    text, pictures = executed(path, parameters(path.stem, data, trained), tmp_path, monkeypatch)
+    assert SAID[path.stem] in text
+    assert pictures >= 1
+    if path.stem == "07_processes":
+        assert json.loads((tmp_path / "processes_several" / "environment.json").read_text())["processes"] == 2
+        difference = float(text.rsplit("first ten: ", 1)[1].split()[0])
+        assert difference < 1e-4, "the images of a step are the same, however many processes it has"
+
+
+@pytest.mark.slow
+def test_an_interrupted_cell_saves_and_goes_on(data, tmp_path, monkeypatch):
+    """What the square of Jupyter sends, while the first notebook trains; then the same cell again."""
+    for key, value in environment(tmp_path).items():
+        monkeypatch.setenv(key, value)
+    values = parameters("01_train_detr", data, None)
+    at = values["settings"].index("--run.max_steps") + 1
+    values["settings"][at] = 60
+    values["settings"] += ["--run.resume", "latest", "--run.eval_every", 0]
+    notebook = client(NOTEBOOKS[0], values, tmp_path)
+    row = next(i for i, cell in enumerate(notebook.nb.cells) if cell.source.startswith("last_row = train_live("))
+    again = nbformat.v4.new_code_cell(notebook.nb.cells[row].source)
+    notebook.nb.cells[row + 1 :] = [again]
+    metrics = tmp_path / "small" / "metrics.jsonl"
+
+    def interrupt():
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 5):
+            time.sleep(0.05)
+        os.kill(notebook.km.provisioner.process.pid, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    asyncio.run(notebook.async_execute())
+    first, second = ("".join(o.get("text", "") for o in cell.outputs) for cell in notebook.nb.cells[row:])
+    assert "Run this cell again to go on" in first and "SIGINT" in first
+    assert json.loads((tmp_path / "small" / "status.json").read_text())["state"] == "done"
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if "train/loss" in line]
+    assert steps == list(range(1, 61)), "no step is missing, and none was done twice"

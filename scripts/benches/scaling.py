@@ -1,0 +1,221 @@
+"""What a step, its collectives and a checkpoint cost, on one and on several processes: the figures of docs/scaling.md.
+
+    python scripts/benches/scaling.py                          # 1, 2 and 4 processes: minutes
+    python scripts/benches/scaling.py --processes 1 --steps 5  # shows that it runs
+
+Each run is scripts/train_detr.py itself, with clocks around the calls of its loop. Processes share this machine's
+cores, so the seconds of several tell what is added to a step, not how fast a larger machine is.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.data.shapes import ensure_shapes
+
+PARTS = ("wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard",
+         "optimizer", "averaged weights", "meters and rows", "the rest")  # fmt: skip
+DRIVEN = "--driven"
+FASTEST = 25  # percentile over the steps: what else the machine does makes a step slower, never faster
+
+
+def bench_scaling(processes: Sequence[int] = (1, 2, 4), steps: int = 40, options: Sequence[str] = ()) -> list[dict]:
+    """Rows with `name`, `value` and `unit` for each number of processes; two more steps in front are not counted."""
+    ensure_shapes()
+    rows = []
+    for count in processes:
+        measured = _measure(count, steps + 2, options)
+        for part in ("a step", "a step, processor time", *PARTS):
+            rows.append({"name": f"scaling, {count} processes, {part}", "value": measured["parts"][part], "unit": "s"})
+        for name, size in measured["bytes"].items():
+            rows.append({"name": f"scaling, {count} processes, {name}", "value": size, "unit": "bytes/step"})
+        rows.append({"name": f"scaling, {count} processes, checkpoint", "value": measured["save_s"], "unit": "s"})
+        rows.append({"name": f"scaling, {count} processes, checkpoint", "value": measured["checkpoint"], "unit": "MB"})
+        rows.append({"name": f"scaling, {count} processes, evaluation of 200 images", "value": measured["evaluation_s"],
+                     "unit": "s"})  # fmt: skip
+    return rows
+
+
+def _measure(count: int, steps: int, options: Sequence[str]) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        given = ["--run.output_dir", folder, "--run.name", "run", "--run.max_steps", str(steps), "--run.log_every", "1",
+                 "--run.max_minutes", "null", "--run.eval_every", "0", "--run.save_every", str(steps - 1), *options]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)] if count > 1 else []
+        command = [sys.executable, *launcher, __file__, DRIVEN, str(Path(folder) / "measured.json"), *given]
+        environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        return json.loads((Path(folder) / "measured.json").read_text())
+
+
+class Clocks:
+    """Seconds of each part by step, and the bytes that collectives carry."""
+
+    def __init__(self):
+        self.parts: dict[str, list[float]] = defaultdict(list)
+        self.now: dict[str, float] = defaultdict(float)
+        self.bytes: dict[str, float] = defaultdict(float)
+        self.began, self.cpu_began = time.perf_counter(), time.process_time()
+        self.others: dict[str, float] = {}
+
+    def around(self, owner: object, name: str, part: str) -> None:
+        """Times every call of `owner.name` as this part."""
+        call = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.now[part] += time.perf_counter() - start
+
+        setattr(owner, name, timed)
+
+    def step_ends(self) -> None:
+        now = time.perf_counter()
+        self.now["the rest"] = now - self.began - sum(self.now.values())
+        self.now["a step"] = now - self.began
+        self.now["a step, processor time"] = time.process_time() - self.cpu_began
+        for part, seconds in self.now.items():
+            self.parts[part].append(seconds)
+        self.now.clear()
+        self.begin()
+
+    def begin(self) -> None:
+        self.began, self.cpu_began = time.perf_counter(), time.process_time()
+
+    def written(self, folder: Path) -> dict:
+        counted = {part: values[2:-2] for part, values in self.parts.items()}  # the last ones save
+        sizes = [path.stat().st_size for path in (folder / "checkpoints").glob("step_*/*")]
+        steps = len(self.parts["a step"])
+        return {
+            "parts": {part: float(np.percentile(values, FASTEST)) for part, values in counted.items()},
+            "bytes": {name: size / steps for name, size in self.bytes.items()},
+            "save_s": self.others["save"], "evaluation_s": self.others["validate"],
+            "checkpoint": sum(sizes) / len(list((folder / "checkpoints").glob("step_*"))) / 1e6,
+        }  # fmt: skip
+
+
+def train_with_clocks(out: Path, arguments: list[str]) -> None:
+    """Runs main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
+    import train_detr
+
+    from toolkit import session, training
+    from toolkit.command_line import parse_config
+
+    clocks, make = Clocks(), session.training
+
+    def with_clocks(*args):
+        t = make(*args)
+        for owner, name, part in (
+            (t.model, "forward", "forward"), (t.detector, "criterion", "criterion"),
+            (t.accelerator, "backward", "backward"), (t, "unscaled_gradient_norm", "gradient norm"),
+            (t, "sums", "what the step must know"), (train_detr, "reduce_dict", "what the step must know"),
+            (t.guard, "snapshot", "guard"), (t, "accepts", "guard"), (t.optimizer, "step", "optimizer"),
+            (t, "note_step", "meters and rows"), (t.ema, "update", "averaged weights"),
+        ):  # fmt: skip
+            clocks.around(owner, name, part)
+        _count_bytes(t, clocks)
+        _wait_for_data(t, clocks)
+        _end_of_step(t, clocks)
+        return t
+
+    session.training = with_clocks
+    for name in ("save", "validate"):
+        setattr(training, name, _timed_once(getattr(training, name), name, clocks))
+    import toolkit.validation as validation
+
+    validation.validate = _timed_once(validation.validate, "validate", clocks)
+    config = parse_config(train_detr.Config, arguments, train_detr.DEFAULT_CONFIG)
+    train_detr.main(config)
+    if int(os.environ.get("RANK", 0)) == 0:
+        out.write_text(json.dumps(clocks.written(Path(config.run.output_dir) / config.run.name)))
+
+
+def _timed_once(call: Callable, name: str, clocks: Clocks) -> Callable:
+    def timed(*args, **kwargs):
+        start = time.perf_counter()
+        result = call(*args, **kwargs)
+        clocks.others.setdefault(name, time.perf_counter() - start)
+        return result
+
+    return timed
+
+
+def _wait_for_data(t, clocks: Clocks) -> None:
+    windows = t.windows
+
+    def timed():
+        clocks.begin()
+        start = time.perf_counter()
+        for window in windows():
+            clocks.now["wait for data"] += time.perf_counter() - start
+            yield window
+            start = time.perf_counter()
+
+    t.windows = timed
+
+
+def _end_of_step(t, clocks: Clocks) -> None:
+    after = t.evaluate_and_save
+
+    def timed(signal):
+        clocks.step_ends()
+        after(signal)
+        clocks.begin()
+
+    t.evaluate_and_save = timed
+
+
+def _count_bytes(t, clocks: Clocks) -> None:
+    """Bytes that one process hands to each kind of collective: gradients by DDP, the rest by torch.distributed."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    if not dist.is_initialized():
+        return
+
+    reduce, of_gradients = dist.all_reduce, []
+
+    def hook(state, bucket):
+        of_gradients.append(bucket)  # the hook calls all_reduce too
+        future = allreduce_hook(state, bucket)
+        of_gradients.clear()
+        return future
+
+    def counted(tensor, *args, **kwargs):
+        name = "gradients" if of_gradients else "what the step must know"
+        clocks.bytes[name] += tensor.numel() * tensor.element_size()
+        return reduce(tensor, *args, **kwargs)
+
+    t.model.register_comm_hook(None, hook)
+
+    dist.all_reduce = counted
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    if DRIVEN in sys.argv[1:2]:  # one process of a measured run
+        train_with_clocks(Path(sys.argv[2]), sys.argv[3:])
+        return
+    from benchmark import markdown
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps that are counted (default 40)")
+    arguments, options = parser.parse_known_args()  # the others go to scripts/train_detr.py
+    print(markdown(bench_scaling(arguments.processes, arguments.steps, options)))
+
+
+if __name__ == "__main__":
+    main()

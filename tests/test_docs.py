@@ -1,0 +1,92 @@
+"""The documentation: every setting that it names exists, the page of settings is complete, the site builds strictly.
+
+    python -m pytest tests/test_docs.py             # names
+    python -m pytest tests/test_docs.py -m slow     # the site
+"""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES += [*sorted(ROOT.glob("configs/**/*.md")), *sorted(ROOT.glob("notebooks/*.ipynb"))]
+GROUPS = ("run", "data", "model", "optim", "schedule", "loss", "eval")
+
+
+def hooks():
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings_page() -> set[str]:
+    return set(re.findall(r"^\| `(\w+\.\w+)` \|", hooks().settings_page(), re.MULTILINE))
+
+
+def test_every_setting_that_a_page_names_is_one():
+    known, unknown = settings_page(), {}
+    for path in PAGES:
+        named = re.findall(rf"--(?:{'|'.join(GROUPS)})\.\w+", path.read_text())
+        wrong = {flag for flag in named if flag.removeprefix("--") not in known}
+        if wrong:
+            unknown[str(path.relative_to(ROOT))] = wrong
+    assert not unknown
+
+
+def test_the_page_of_settings_has_every_key_of_the_dataclasses():
+    from dataclasses import fields
+
+    from toolkit.models import ARCHITECTURES, options_class
+    from toolkit.runs import settings
+
+    expected = {f"model.{field.name}" for name in ARCHITECTURES for field in fields(options_class(name))}
+    for group in GROUPS[:2] + GROUPS[3:]:
+        expected |= {f"{group}.{field.name}" for field in fields(getattr(settings, f"{group.capitalize()}Config"))}
+    expected |= {f"eval.{field.name}" for field in fields(settings.SceneGraphEvalConfig)}
+    assert settings_page() == expected
+
+
+def test_every_page_is_in_the_contents():
+    entries = re.findall(r"[\w/]+\.md", yaml.dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    written = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    assert set(entries) == written | set(hooks().PAGES.values()) | {"settings.md"}
+    assert len(entries) == len(set(entries))
+
+
+def test_dockerfile():
+    """hadolint where there is one; else that its instructions and files exist."""
+    file = ROOT / "Dockerfile"
+    if shutil.which("hadolint"):
+        subprocess.run(["hadolint", str(file)], check=True)
+    lines = re.sub(r"\\\n", " ", file.read_text()).splitlines()
+    words = [line.split() for line in lines if line and not line.startswith("#")]
+    known = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENTRYPOINT", "CMD"}
+    assert words[0][0] == "FROM" and ":" in words[0][1] and {each[0] for each in words} <= known
+    copied = [name for each in words if each[0] == "COPY" for name in each[1:-1]]
+    assert {"pyproject.toml", "toolkit", "scripts", "configs"} <= set(copied)
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_workflow_runs_what_contributors_run():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yaml").read_text())
+    runs = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert "make lint test" in runs and all(set(run.split()[1:]) <= targets for run in runs)
+
+
+@pytest.mark.slow
+def test_site_builds_strictly_and_links_lead_somewhere(tmp_path):
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "WARNING" not in done.stdout + done.stderr, done.stderr
+    assert "run.max_minutes" in (tmp_path / "site" / "settings.html").read_text()
+    assert (tmp_path / "site" / "files" / "scripts" / "train_detr.py.txt").exists()

@@ -1,0 +1,137 @@
+"""What the notebooks share: scripts as modules, pictures, and a training that draws its curves while it runs."""
+
+import importlib
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from toolkit import detect
+from toolkit.data.dataset import row_target
+from toolkit.data.decoding import decode_image
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput, Preempted
+from toolkit.evaluation.report import series, smoothed
+from toolkit.runs.metrics_log import read_metrics
+
+CURVES = {"loss of training": ["train/loss"], "on held-out images": ["val/bbox_AP50", "val/bbox_AP", "val/ema/bbox_AP"]}
+
+
+def import_script(name: str) -> ModuleType:
+    """A script of this project as a module, such as `train_detr`."""
+    folder = str(detect.ROOT / "scripts")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+def runs_folder() -> Path:
+    """Where notebooks keep their runs: runs/ of the checkout, of the current folder where the toolkit is installed."""
+    return (detect.ROOT if detect.ROOT != detect.PACKAGE else Path.cwd()) / "runs"
+
+
+def image_and_target(table: DetectionTable, index: int) -> tuple[Tensor, dict]:
+    """What a detector is given to learn from, before any augmentation: uint8 (3, H, W), and the target."""
+    row = table.row(index)
+    image = decode_image(table.image_source(row))
+    return image, row_target(row, tuple(image.shape[-2:]))
+
+
+def show(pictures: Sequence, titles: Sequence[str] = (), columns: int = 3) -> None:
+    """Shows PIL images (or arrays) in a grid."""
+    from IPython.display import Image, display  # which notebooks alone have
+
+    rows = -(-len(pictures) // columns)
+    figure = Figure(figsize=(4 * columns, 4 * max(rows, 1)), layout="constrained")
+    for i, picture in enumerate(pictures):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        axes.imshow(picture)
+        axes.axis("off")
+        axes.set_title(titles[i] if titles else "", fontsize=9)
+    display(Image(_png(figure)))
+
+
+def train_live(
+    main: Callable, config: object, run_folder: Path, curves: Mapping[str, Sequence[str]] = CURVES
+) -> dict[str, float] | None:
+    """Runs `main(config)` of a script below curves that are drawn anew as rows arrive; returns its last evaluation.
+
+    Interrupt the cell (the square, or I I) and the run saves its state; None is returned. Run the cell again with
+    `--run.resume latest` among the settings and it goes on where it was.
+
+    curves: the keys of metrics.jsonl in each panel, by its title.
+    """
+    with LiveCurves(Path(run_folder) / "metrics.jsonl", curves):
+        try:
+            return main(config)
+        except Preempted as stopped:
+            print(f"{stopped}. Run this cell again to go on.")
+            return None
+
+
+class LiveCurves:
+    """Curves of a `metrics.jsonl` in the output of a cell, drawn anew by a thread as long as the block runs."""
+
+    def __init__(self, file: Path, curves: Mapping[str, Sequence[str]], every_s: float = 3.0):
+        self.file, self.curves, self.every_s = file, curves, every_s
+        self._ended, self._drawn_at = threading.Event(), 0.0
+        self._thread = threading.Thread(target=self._run, name="curves", daemon=True)
+
+    def __enter__(self) -> "LiveCurves":
+        from IPython.display import Image, display  # which notebooks alone have
+
+        self._image = Image
+        self._handle = display(Image(self._picture()), display_id=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._draw()
+
+    def _run(self) -> None:
+        pause = self.every_s
+        while not self._ended.wait(pause):
+            start = time.perf_counter()
+            self._draw()
+            pause = max(self.every_s, 20 * (time.perf_counter() - start))  # at most a twentieth of the run's time
+
+    def _draw(self) -> None:
+        changed_at = self.file.stat().st_mtime if self.file.exists() else 0.0
+        if changed_at != self._drawn_at:
+            self._drawn_at = changed_at
+            self._handle.update(self._image(self._picture()))
+
+    def _picture(self) -> bytes:
+        try:
+            rows = read_metrics(self.file) if self.file.exists() else []
+        except (BadInput, OSError):  # a row that is just being written; the next drawing has it
+            rows = []
+        figure = Figure(figsize=(6 * len(self.curves), 3.2), layout="constrained")
+        for i, (title, keys) in enumerate(self.curves.items(), start=1):
+            axes = figure.add_subplot(1, len(self.curves), i)
+            for key in keys:
+                steps, values = series(rows, key)
+                if len(steps):
+                    few = len(steps) < 20
+                    axes.plot(steps, values if few else smoothed(values), marker="." if few else "", label=key)
+            axes.set(title=title, xlabel="optimizer step")
+            axes.grid(alpha=0.3)
+            if axes.lines:
+                axes.legend()
+        return _png(figure)
+
+
+def _png(figure: Figure) -> bytes:
+    FigureCanvasAgg(figure)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=80)
+    return file.getvalue()
