@@ -154,7 +154,11 @@ def _item(item: object) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="+", help="folder, annotation files, or names of splits, as --data.train")
-    parser.add_argument("--image-dir", help="folder that file names are relative to (default: looked for)")
+    parser.add_argument(
+        "--image-dir",
+        action="append",
+        help="folder, archive or URL that file names are relative to; may be repeated (default: looked for)",
+    )
     parser.add_argument("--format", choices=FORMATS, default="auto")
     parser.add_argument("--name", help="as --data.name in training")
     parser.add_argument(

@@ -24,7 +24,7 @@ from toolkit.errors import BadInput
 WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet": "hub"}
 
 
-def open_splits(source: str, format: str, image_dir: str | None, on_error: str) -> dict[str, DetectionTable]:
+def open_splits(source: str, format: str, image_dir: list[str] | None, on_error: str) -> dict[str, DetectionTable]:
     """Every split of a folder, or the one of an annotation file, by name."""
     reading = {"format": format, "image_dir": image_dir, "on_error": on_error}
     if not Path(source).expanduser().is_dir():
@@ -43,7 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("target", metavar="DST", type=Path, help="new or empty folder")
     parser.add_argument("--to", required=True, choices=WRITTEN, help="format to write")
     parser.add_argument("--format", choices=FORMATS, default="auto", help="format of SRC; auto recognises it")
-    parser.add_argument("--image-dir", help="folder of the images, where SRC does not say it")
+    parser.add_argument(
+        "--image-dir",
+        action="append",
+        help="folder, archive or URL of the images, where SRC does not say it; may be repeated",
+    )
     parser.add_argument("--val", type=float, help="share of the training images that becomes the split val")
     parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error in training")
     parser.add_argument("--link", action="store_true", help="hard links to the images where the disk is the same")

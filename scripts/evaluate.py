@@ -96,7 +96,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="run folder, checkpoint, exported model, or predictions file")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights")
     parser.add_argument("--split", help="annotation file or split instead of the run's validation data")
-    parser.add_argument("--image-dir", help="image folder, if not that of the run")
+    parser.add_argument(
+        "--image-dir",
+        action="append",
+        help="folder, archive or URL of the images, if not those of the run; may be repeated",
+    )
     parser.add_argument("--format", choices=FORMATS, help="how to read --split, if not as the data of the run")
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("faster", "pycocotools"), help="default: that of the run")

@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="resize to this, not as trained")
     parser.add_argument("--top-k", type=int, default=300, help="rows of an image (default 300)")
     parser.add_argument("--split", help="annotation file to compare AP on, instead of the run's validation data")
-    parser.add_argument("--image-dir", help="its image folder")
+    parser.add_argument("--image-dir", action="append", help="folder, archive or URL of its images; may be repeated")
     parser.add_argument("--format", default="coco", help="its format (default coco)")
     parser.add_argument("--tolerance", type=float, default=0.001, help="how far AP may move (default 0.001)")
     parser.add_argument("--int8-tolerance", type=float, default=0.02, help="how far AP may fall in int8 (default 0.02)")

@@ -67,7 +67,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("sources", nargs="+", metavar="RUN_OR_PREDICTIONS",
                         help="run folder, checkpoint, exported model, or COCO results file")  # fmt: skip
     parser.add_argument("--split", help="annotation file or split instead of the validation data of the run")
-    parser.add_argument("--image-dir", help="image folder, if not that of the run")
+    parser.add_argument(
+        "--image-dir",
+        action="append",
+        help="folder, archive or URL of the images, if not those of the run; may be repeated",
+    )
     parser.add_argument("--format", choices=FORMATS, help="how to read --split, if not as the data of the run")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
     parser.add_argument("--out", type=Path, help="folder of the report")

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from toolkit.data.check_files import parallel
+from toolkit.data.check_files import parallel, waits_for
 from toolkit.data.decoding import ImageError, decode_image
+from toolkit.data.places import Stored
 from toolkit.data.table import DetectionTable, cache_root
 from toolkit.errors import BadInput
 
@@ -63,7 +64,8 @@ def looks_of(table: DetectionTable, cache_dir: str | Path | None = None) -> Look
             return Looks(saved["digests"], saved["thumbnails"])
     except (OSError, ValueError, KeyError):
         pass
-    found = parallel(lambda source: [_digest_and_look(source)], sources, "comparing images")
+    threads = None if table.image_root is None else waits_for(table.image_root)
+    found = parallel(lambda source: [_digest_and_look(source)], sources, "comparing images", threads)
     made = Looks(np.array([digest for digest, _ in found], dtype="S32"),
                  np.stack([thumbnail for _, thumbnail in found] or [np.zeros((0, SIDE, SIDE), np.uint8)]))  # fmt: skip
     try:
@@ -147,7 +149,7 @@ def held_out(looks: Looks, share: float) -> np.ndarray:
     return np.array([group in chosen for group in member.tolist()])
 
 
-def _digest_and_look(source: Path | bytes) -> tuple[str, np.ndarray]:
+def _digest_and_look(source: Path | Stored | bytes) -> tuple[str, np.ndarray]:
     try:
         data = source if isinstance(source, bytes) else source.read_bytes()
         return hashlib.blake2b(data, digest_size=16).hexdigest(), look(decode_image(bytes(data)))
@@ -156,7 +158,9 @@ def _digest_and_look(source: Path | bytes) -> tuple[str, np.ndarray]:
         return digest, np.zeros((SIDE, SIDE), np.uint8)
 
 
-def _stamp(source: Path) -> str:
+def _stamp(source: Path | Stored) -> str:
+    if isinstance(source, Stored):
+        return f"{source} {source.size} {source.stamp} "
     try:
         status = source.stat()
     except OSError:

@@ -54,7 +54,7 @@ def _arrays(annotations: Iterable, images: Mapping) -> tuple[np.ndarray, np.ndar
     boxes, sizes = [], []
     known = {id_: (row["width"], row["height"]) for id_, row in images.items() if _is_size(row)}
     for entry in annotations:
-        if not isinstance(entry, Mapping) or entry.get("iscrowd"):
+        if not isinstance(entry, dict) or entry.get("iscrowd"):
             continue
         bbox, image_id = entry.get("bbox"), entry.get("image_id")
         if isinstance(bbox, list | tuple) and len(bbox) == 4 and isinstance(image_id, int | str) and image_id in known:

@@ -1,23 +1,23 @@
 """The image files of a data set against its records: there, safe, whole, of the size the annotations were made for."""
 
-import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from toolkit.data.checks import unsafe_file_name
-from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image
+from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_file
+from toolkit.data.places import Places, Stored, digest_of, is_there, names_in, parts_of, watched_of
 from toolkit.data.table import Problem
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS, usable_cores
 from toolkit.text import shown
 
 FULL_CHECK_LIMIT = 20_000  # images; above it only headers are read unless a full check is asked for
+REMOTE_THREADS = 32
 UNLISTED_NAMED = 10
 UNLISTED = "not listed in the annotation file; not used"
 TAIL = {"JPEG": (b"\xff\xd9", 1024), "PNG": (b"IEND", 64)}  # end marker, and how far from the end to look for it
@@ -26,7 +26,7 @@ TAIL = {"JPEG": (b"\xff\xd9", 1024), "PNG": (b"IEND", 64)}  # end marker, and ho
 def check_image_files(
     rows: Sequence[Mapping],
     listed: Set[str],
-    image_root: Path,
+    image_root: Path | Places,
     check_images: bool | str,
     max_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[list[Problem], dict[str, str]]:
@@ -34,38 +34,57 @@ def check_image_files(
 
     check_images: "full" decodes each, "header" reads size and end marker, True takes full up to FULL_CHECK_LIMIT.
     max_pixels: an image with more of them cannot be used.
-    Returns the problems and {folder: folder_digest} of the folders read, by which a cache knows that it still holds.
+    Returns the problems and {place: digest_of} of the places read, by which a cache knows that it still holds.
     Raises BadInput when not one of the files exists: the folder is then the wrong one.
     """
-    if not any(os.path.exists(image_root / row["file_name"]) for row in rows):  # Path's raises for too long a name
+    if not any(is_there(image_root / row["file_name"]) for row in rows):
         named = f"; the first is {shown(rows[0]['file_name'])!r}" if rows else ""
         raise BadInput(f"{image_root}: none of the {len(rows)} listed images is in this folder{named}; set the image "
                        "folder (--data.image_dir)")
-    problems: list[Problem] = []
-    full = check_images == "full" or (check_images is True and len(rows) <= FULL_CHECK_LIMIT)
-    if check_images is True and not full:
-        problems.append(Problem("note", str(image_root), None, None,
-                                f"{len(rows)} images: headers and end markers checked, pixels not decoded"))
+    full, problems = depth(check_images, len(rows), image_root)
+    check = image_checker(image_root, full, max_pixels)
     folders = sorted({os.path.dirname(row["file_name"]) for row in rows})
-    real_root = os.path.realpath(image_root)
-    escaping = {folder for folder in folders if not inside(image_root / folder, real_root)}
+    problems += parallel(check, rows, "checking images", waits_for(image_root))
+    problems += unlisted_files(image_root, folders, listed)
+    return problems, {place: digest_of(place) for place in watched_of(image_root, folders)}
+
+
+def depth(check_images: bool | str, count: int, image_root: Path | Places) -> tuple[bool, list[Problem]]:
+    """Whether each of `count` images is decoded, and a note where that was not asked for and is not done."""
+    full = check_images == "full" or (check_images is True and count <= FULL_CHECK_LIMIT)
+    message = f"{count} images: headers and end markers checked, pixels not decoded"
+    return full, [Problem("note", str(image_root), None, None, message)] * (check_images is True and not full)
+
+
+def image_checker(
+    image_root: Path | Places, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
+) -> Callable[[Mapping], list[Problem]]:
+    """What gives the problems of a row's file: there, once, inside its folder, and what `check_image` finds."""
+    parts = parts_of(image_root)
 
     def check(row: Mapping) -> list[Problem]:
-        path = image_root / row["file_name"]
-        if os.path.dirname(row["file_name"]) in escaping or (os.path.islink(path) and not inside(path, real_root)):
+        name, problems = row["file_name"], []
+        holders = parts if len(parts) == 1 else [part for part in parts if part.holds(name)]
+        if len(holders) > 1:
+            message = f"this file is in {' and in '.join(map(str, holders))}; the first one is used"
+            problems.append(Problem("warning", name, row["image_id"], None, message))
+        if holders and holders[0].escapes(name):
             message = "unsafe file_name: a symbolic link leaves the image folder; refused before opening"
-            return [Problem("error", row["file_name"], row["image_id"], None, message)]
-        return check_image(row, path, full, max_pixels)
+            return [*problems, Problem("error", name, row["image_id"], None, message)]
+        return problems + check_image(row, image_root / name, full, max_pixels)
 
-    problems += parallel(check, rows, "checking images")
-    problems += unlisted_files(image_root, folders, listed)
-    return problems, {str(image_root / folder): folder_digest(image_root / folder) for folder in folders}
+    return check
+
+
+def waits_for(image_root: Path | Places) -> int | None:
+    """Threads that checking should have: many where each waits for an answer of a storage; None: one for each core."""
+    return REMOTE_THREADS if any(part.remote for part in parts_of(image_root)) else None
 
 
 def rows_of_good_files(
     rows: Sequence[Mapping],
     listed: Set[str],
-    image_root: Path,
+    image_root: Path | Places,
     check_images: bool | str,
     max_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[Sequence[Mapping], list[Problem], dict[str, str]]:
@@ -79,7 +98,7 @@ def rows_of_good_files(
 
 
 def check_image(
-    row: Mapping, source: Path | bytes, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
+    row: Mapping, source: Path | bytes | Stored, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> list[Problem]:
     """Problems of one image: readable, whole, upright size as recorded, content as its name says."""
 
@@ -87,6 +106,8 @@ def check_image(
         return Problem(severity, row["file_name"], row["image_id"], None, message)
 
     try:
+        if isinstance(source, Stored):
+            source = bytes(read_file(source, max_pixels)[1])  # once
         probe = probe_image(source, max_pixels)
         # an end marker shows a whole file; without one, decoding tells a cut file from one with something appended
         if full or (probe.format in TAIL and not _ends(source, *TAIL[probe.format])):
@@ -105,23 +126,14 @@ def check_image(
     return problems
 
 
-def parallel(check: Callable[[Any], list[Problem]], rows: Sequence, what: str) -> list[Problem]:
-    """`check` of every row, in order, by as many threads as there are cores; a progress bar when it takes long."""
-    with ThreadPoolExecutor(max_workers=min(32, usable_cores())) as pool:
+def parallel(
+    check: Callable[[Any], list[Problem]], rows: Sequence, what: str, threads: int | None = None
+) -> list[Problem]:
+    """`check` of every row, in order, by `threads`, else one for each core; a progress bar when it takes long."""
+    with ThreadPoolExecutor(max_workers=threads or min(32, usable_cores())) as pool:
         found = pool.map(check, rows)
         bar = tqdm(found, what, len(rows), delay=2, unit="image", leave=False, disable=None)
         return [problem for problems in bar for problem in problems]
-
-
-def folder_digest(folder: str | Path) -> str:
-    """Hash of names, sizes and modification times of the files in `folder`, "" when there is none that can be read."""
-    try:
-        with os.scandir(folder) as entries:
-            files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
-    except OSError:
-        return ""
-    listing = repr(sorted((name, status.st_size, status.st_mtime_ns) for name, status in files))
-    return hashlib.blake2b(listing.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def find_image_root(annotation_file: Path, file_names: Iterable[str]) -> Path:
@@ -140,12 +152,6 @@ def find_image_root(annotation_file: Path, file_names: Iterable[str]) -> Path:
                    "--data.image_dir")
 
 
-def inside(path: Path, real_root: str) -> bool:
-    """Whether a path, its symbolic links followed, is in a folder."""
-    real = os.path.realpath(path)
-    return real == real_root or real.startswith(real_root.rstrip(os.sep) + os.sep)
-
-
 def _ends(source: Path | bytes, marker: bytes, reach: int) -> bool:
     if isinstance(source, bytes):
         return marker in source[-reach:]
@@ -154,19 +160,20 @@ def _ends(source: Path | bytes, marker: bytes, reach: int) -> bool:
         return marker in file.read()
 
 
-def unlisted_files(image_root: Path, folders: Sequence[str], listed: Set[str]) -> list[Problem]:
+def unlisted_files(image_root: Path | Places, folders: Iterable[str], listed: Set[str]) -> list[Problem]:
     """Image files beside listed ones that no record names: one warning each, or one for all when there are many."""
     listed = {os.path.normpath(name) for name in listed}
-    names: list[str] = []
-    for folder in folders:
-        with suppress(OSError), os.scandir(image_root / folder) as entries:
-            found = {os.path.normpath(os.path.join(folder, entry.name)) for entry in entries
-                     if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES}
-            names += sorted(found - listed)
+    names = [name for name in image_names(image_root, folders) if name not in listed]
     return unlisted_problems(image_root, names)
 
 
-def unlisted_problems(image_root: Path, names: Sequence[str]) -> list[Problem]:
+def image_names(image_root: Path | Places, folders: Iterable[str]) -> Iterator[str]:
+    """Names of the files in these folders of a root that are called like images."""
+    return (name for folder in folders for name in names_in(image_root, folder)
+            if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)  # fmt: skip
+
+
+def unlisted_problems(image_root: Path | Places, names: Sequence[str]) -> list[Problem]:
     """Warnings for image files that no record names."""
     if len(names) <= UNLISTED_NAMED:
         return [Problem("warning", name, None, None, f"file {UNLISTED}") for name in names]

@@ -12,6 +12,7 @@ import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torchvision.io import ImageReadMode, decode_jpeg
 
+from toolkit.data.places import Stored
 from toolkit.files import MAX_IMAGE_PIXELS
 
 JPEG_START = b"\xff\xd8\xff"
@@ -37,7 +38,7 @@ Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit lets twice as much pass, and
 class ImageError(Exception):
     """An image that cannot be decoded. `reason`: in words; `path`: the file, None for bytes."""
 
-    def __init__(self, reason: str, path: Path | None = None):
+    def __init__(self, reason: str, path: Path | Stored | None = None):
         self.reason, self.path = reason, path
         super().__init__(reason if path is None else f"{path}: {reason}")
 
@@ -50,7 +51,7 @@ class ImageProbe(NamedTuple):
     format: str
 
 
-def decode_image(source: Path | str | bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> torch.Tensor:
+def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> torch.Tensor:
     """An image file, or its bytes, as uint8 (3, H, W) RGB, EXIF orientation applied.
 
     Strides are those of (H, W, 3) memory, which both decoders give and torchvision resizes fastest.
@@ -75,11 +76,14 @@ def decode_image(source: Path | str | bytes, max_pixels: int = MAX_IMAGE_PIXELS)
     return _decode_with_pillow(data, path, max_pixels)
 
 
-def probe_image(source: Path | str | bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageProbe:
+def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageProbe:
     """Size, format and notes from the header alone. Raises ImageError as `decode_image` does, truncation excepted."""
-    path = None if isinstance(source, bytes) else Path(source)
+    path = _place_of(source)
+    if isinstance(source, Stored):
+        source = bytes(read_file(source, max_pixels)[1])
+    in_memory = isinstance(source, bytes)
     try:
-        with io.BytesIO(source) if path is None else open_file(path, max_pixels) as file, Image.open(file) as image:
+        with io.BytesIO(source) if in_memory else open_file(path, max_pixels) as file, Image.open(file) as image:
             _check_pixels(image.size, max_pixels, path)
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
             width, height = image.size
@@ -103,32 +107,49 @@ def open_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.Buffer
     if not stat.S_ISREG(status.st_mode):
         kind = KINDS.get(stat.S_IFMT(status.st_mode), "special file")
         raise ImageError(f"no image file: it is a {kind}", Path(path))
-    if status.st_size > (most := 16 * max_pixels + 2**26):  # bytes of a pixel at the very most, and metadata
-        raise ImageError(f"the file has {status.st_size} bytes, more than the {most} of any image of "
-                         f"data.max_image_pixels {max_pixels}", Path(path))  # fmt: skip
+    _check_bytes(status.st_size, max_pixels, Path(path))
     # a pipe that has come into its place is not waited for
     return open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
 
 
-def read_file(source: Path | str | bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[Path | None, bytearray]:
-    """(path, the whole file), or (None, bytes that were given). Raises ImageError as `open_file`, and for an empty or
-    unreadable one."""
-    if isinstance(source, bytes):
-        path, data = None, bytearray(source)
-    else:
-        path = Path(source)
-        try:
-            with open_file(path, max_pixels) as file:
-                data = bytearray(os.fstat(file.fileno()).st_size)
-                file.readinto(data)
-        except OSError as error:
-            raise ImageError(_os_error(error), path) from error
+def read_file(
+    source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS
+) -> tuple[Path | Stored | None, bytearray]:
+    """(where it is, the whole file), or (None, bytes that were given).
+
+    Raises ImageError as `open_file`, and for an empty or unreadable one.
+    """
+    path = _place_of(source)
+    try:
+        data = bytearray(source) if isinstance(source, bytes) else _read(path, max_pixels)
+    except OSError as error:
+        raise ImageError(_os_error(error), path) from error
     if not data:
         raise ImageError("empty image file (0 bytes)", path)
     return path, data
 
 
-def _check_pixels(size: tuple[int, int], max_pixels: int, path: Path | None) -> None:
+def _read(path: Path | Stored, max_pixels: int) -> bytearray:
+    if isinstance(path, Stored):
+        _check_bytes(path.size, max_pixels, path)
+        return bytearray(path.read_bytes())
+    with open_file(path, max_pixels) as file:
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        file.readinto(data)
+    return data
+
+
+def _place_of(source: Path | str | bytes | Stored) -> Path | Stored | None:
+    return None if isinstance(source, bytes) else source if isinstance(source, Stored) else Path(source)
+
+
+def _check_bytes(size: int, max_pixels: int, path: Path | Stored) -> None:
+    if size > (most := 16 * max_pixels + 2**26):  # bytes of a pixel at the very most, and metadata
+        raise ImageError(f"the file has {size} bytes, more than the {most} of any image of data.max_image_pixels "
+                         f"{max_pixels}", path)  # fmt: skip
+
+
+def _check_pixels(size: tuple[int, int], max_pixels: int, path: Path | Stored | None) -> None:
     if size[0] * size[1] > max_pixels:
         raise ImageError(f"{size[0]} x {size[1]} pixels are more than data.max_image_pixels {max_pixels}", path)
 
@@ -168,7 +189,7 @@ def _decode_with_pillow(data: bytearray, path: Path | None, max_pixels: int) -> 
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def _to_rgb(image: Image.Image, path: Path | None) -> np.ndarray:
+def _to_rgb(image: Image.Image, path: Path | Stored | None) -> np.ndarray:
     """(H, W, 3) uint8."""
     if image.mode.startswith("I"):  # "I;16", "I;16B", or "I" holding 16 bits
         grey = np.asarray(image).astype(np.int64)
@@ -201,5 +222,6 @@ def _no_image(data: bytes | bytearray) -> str:
 
 def _os_error(error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
-        return "image file not found"
+        stored = error.strerror or ""
+        return stored if stored.startswith("image file not found") else "image file not found"
     return f"image file cannot be read: {error.strerror or error}"

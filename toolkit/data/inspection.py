@@ -12,6 +12,7 @@ from toolkit.data.alike import Looks, alike_pairs, looks_of, same_files
 from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.decoding import EXTENSIONS, probe_image
 from toolkit.data.formats.folders import write_folder
+from toolkit.data.places import Places, Stored
 from toolkit.data.table import DetectionTable, Problem, cache_root, write_table
 
 NEAR_BOX_IOU = 0.9
@@ -169,7 +170,7 @@ def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list
 
 def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
     """The problems of the single records. A file is unlisted when no split of its folder lists it."""
-    by_root: dict[Path, set[str]] = {}
+    by_root: dict[Path | Places, set[str]] = {}
     for table in tables.values():
         if table.image_root is not None:
             listed = by_root.setdefault(table.image_root, set())
@@ -331,7 +332,7 @@ class _Renamed(DetectionTable):
             return {**row, "file_name": str(Path(row["file_name"]).with_suffix(right)), "source": source}
         return {**row, "source": source}
 
-    def image_source(self, row: Mapping) -> Path | bytes:
+    def image_source(self, row: Mapping) -> Path | Stored | bytes:
         return row["source"]
 
 

@@ -16,6 +16,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
+from toolkit.data.places import Places, Stored, open_places
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS, write_json
 from toolkit.text import shown
@@ -78,7 +79,7 @@ class DetectionTable:
         `relations {subject, object, predicate}` (rows of the image's objects and of `predicates`). Where there are
         `attributes`, `objects` has that column too: ids from 1, a fixed number for each object, 0 after the last.
     attributes: names in the order of their ids; none: the data name none, and there is no such column.
-    image_root: folder that `file_name` is relative to; None when the images are embedded.
+    image_root: what `file_name` is relative to (`toolkit.data.places`); None when the images are embedded.
     problems: what validation found and repaired or dropped.
     fingerprint: hash of rows and categories, whatever folder they were read from.
     max_image_pixels: of an image, for `decode_image`.
@@ -88,7 +89,7 @@ class DetectionTable:
     categories: tuple[Category, ...]
     predicates: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
-    image_root: Path | None = None
+    image_root: Path | Places | None = None
     problems: list[Problem] = field(default_factory=list)
     name: str = ""
     fingerprint: str = ""
@@ -108,8 +109,8 @@ class DetectionTable:
         position = bisect_right(self._starts, index) - 1
         return self._batches[position].row(index - self._starts[position])
 
-    def image_source(self, row: Mapping) -> Path | bytes:
-        """What `decode_image` takes for a row: the encoded bytes, or the path of the image file."""
+    def image_source(self, row: Mapping) -> Path | Stored | bytes:
+        """What `decode_image` takes for a row: the encoded bytes, or where the image file is."""
         return row["image"] if self.image_root is None else self.image_root / row["file_name"]
 
     def image_ids(self) -> np.ndarray:
@@ -212,7 +213,7 @@ def write_table(
     predicates: Sequence[str] = (),
     attributes: Sequence[str] = (),
     attribute_columns: int = 0,
-    image_root: Path | None = None,
+    image_root: Path | Places | None = None,
     problems: Sequence[Problem] = (),
     name: str = "",
     checked: Mapping[str, str] | None = None,
@@ -240,7 +241,7 @@ def write_table(
             "categories": [[category.id, category.name] for category in categories],
             "predicates": list(predicates),
             "attributes": list(attributes),
-            "image_root": None if image_root is None else str(image_root),
+            "image_root": _root_as_json(image_root),
             "problems": [dataclasses.astuple(problem) for problem in problems],
             "name": name,
             "checked": dict(checked or {}),
@@ -276,7 +277,7 @@ def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: P
     info = {
         "version": TABLE_VERSION, "categories": [[category.id, category.name] for category in table.categories],
         "predicates": list(table.predicates), "attributes": list(table.attributes),
-        "image_root": None if table.image_root is None else str(table.image_root), "problems": [], "name": name,
+        "image_root": _root_as_json(table.image_root), "problems": [], "name": name,
         "checked": {},
     }  # fmt: skip
     return _publish(Path(temporary), cache_file, info)
@@ -313,11 +314,15 @@ def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
         categories=tuple(Category(*category) for category in info["categories"]),
         predicates=tuple(info["predicates"]),
         attributes=tuple(info["attributes"]),
-        image_root=None if info["image_root"] is None else Path(info["image_root"]),
+        image_root=open_places(root) if isinstance(root := info["image_root"], list) else root and Path(root),
         problems=[Problem(*problem) for problem in info["problems"]],
         name=info["name"],
         fingerprint=info["fingerprint"],
     )
+
+
+def _root_as_json(root: Path | Places | None) -> str | list[str] | None:
+    return root.specs() if isinstance(root, Places) else root and str(root)
 
 
 def _schema(first: Mapping | None, attribute_columns: int) -> pa.Schema:

@@ -95,8 +95,9 @@ class DataConfig:
     val: str | float = "val"
     """Validation data: an annotation file, a folder, the name of a split, or a share of the training data between 0 and
     1 that is held out of it by the content of its images."""
-    image_dir: str | None = None
-    """Folder of the images; without a value it is looked for beside the annotation file."""
+    image_dir: str | list[str] | None = None
+    """Where the images are: a folder, a .zip or .tar (or a folder in it), a URL that fsspec knows (s3://bucket/folder),
+    or a list of these; without a value a folder is looked for beside the annotation file."""
     format: Literal["auto", "shapes", "coco", "hub", "visual_genome", "psg", "voc", "yolo", "csv"] = "auto"
     """How to read the training and validation data; auto recognises it, shapes is the bundled data set. With
     `data.path`, shapes means auto."""

@@ -1,6 +1,6 @@
 """Predictions on a split, from whatever makes or holds them: a run, a checkpoint, an exported model, a file."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,11 +26,11 @@ TOP = 100  # predictions of an image that are kept, as in the evaluation of a ru
 class SplitOptions:
     """Which data, where they are not those that the run or the predictions file was made on; None: those.
 
-    split: annotation file, or name of a split. image_dir: folder of its images. format: as `data.format`.
+    split: annotation file, or name of a split. image_dir, format: as `data.image_dir` and `data.format`.
     """
 
     split: str | None = None
-    image_dir: str | None = None
+    image_dir: str | Sequence[str] | None = None
     format: str | None = None
 
 

@@ -86,7 +86,7 @@ def _open_scene_graphs(source: str, image_dir, format: str, name: str | None, **
         from toolkit.data.formats.visual_genome import read_visual_genome as read
     else:
         from toolkit.data.formats.psg import read_psg as read
-    table = read(Path(name).expanduser(), Path(image_dir).expanduser(), split, **options)
+    table = read(Path(name).expanduser(), image_dir, split, **options)
     if not len(table):
         raise BadInput(f"{name}: not one usable image in {source!r}")
     return table

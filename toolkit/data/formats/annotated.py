@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.data.check_files import check_image_files, folder_digest, parallel
+from toolkit.data.check_files import check_image_files, image_names, parallel, waits_for
 from toolkit.data.checks import settle, validate_document
-from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, probe_image
+from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, probe_image, read_file
+from toolkit.data.places import Places, Stored, digest_of
 from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
@@ -61,7 +62,7 @@ class Listing:
     watched: files and folders whose change makes the cached table stale; listed: images of the other splits too.
     """
 
-    image_root: Path
+    image_root: Path | Places
     images: list[Annotated]
     classes: list[tuple[int, str]]
     watched: list[Path]
@@ -82,14 +83,9 @@ def ordered(splits: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(splits), key=lambda name: (order.index(name) if name in order else len(order), name)))
 
 
-def images_in(folder: Path) -> list[str]:
-    """Names of the image files directly in a folder, sorted; none where it is not there."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in entries
-                          if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES and entry.is_file())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def images_in(root: Path | Places) -> list[str]:
+    """Names of the image files directly in a root, sorted; none where it is not there."""
+    return sorted(image_names(root, [""]))
 
 
 def open_annotated(
@@ -113,7 +109,7 @@ def open_annotated(
     key = hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()
     cache_file = cache_root(cache_dir) / "tables" / f"{key}.json"
     cached = open_table(cache_file)
-    if cached and all(_digest(Path(path)) == digest for path, digest in cached[1].items()):
+    if cached and all(digest_of(path) == digest for path, digest in cached[1].items()):
         table = dataclasses.replace(cached[0], name=name)
     else:
         table = _make(listing(), name, check_images, max_image_pixels, cache_file)
@@ -135,7 +131,7 @@ def _make(
     problems += more + valid.problems
     unreadable = {problem.image_id for problem in problems if problem.severity == "error" and problem.image_id}
     rows = valid.rows
-    checked = {str(path): _digest(path) for path in found.watched}
+    checked = {str(path): digest_of(path) for path in found.watched}
     if check_images and rows:
         listed = valid.listed | found.listed
         seen, digests = check_image_files(rows, listed, found.image_root, check_images, max_image_pixels)
@@ -163,7 +159,8 @@ def _fill_sizes(found: Listing) -> list[Problem]:
             return [Problem("error", image.file_name, number, None, error.reason)]
         return []
 
-    return parallel(fill, list(enumerate(found.images, start=1)), "reading sizes")
+    images = list(enumerate(found.images, start=1))
+    return parallel(fill, images, "reading sizes", waits_for(found.image_root))
 
 
 def _document(found: Listing) -> tuple[dict, list[Problem]]:
@@ -189,13 +186,6 @@ def _document(found: Listing) -> tuple[dict, list[Problem]]:
     return {"images": images, "annotations": annotations, "categories": categories}, problems
 
 
-def _digest(path: Path) -> str:
-    if not path.is_file():
-        return folder_digest(path)
-    status = path.stat()
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
 def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:
     """Names in alphabetical order with ids from 1."""
     return list(enumerate(sorted(set(names)), start=1))
@@ -205,8 +195,8 @@ def copy_image(table: DetectionTable, row: dict, target: Path, link: bool = Fals
     """The encoded image of a row as `target`, whose folder is made; link: a hard link where the system can."""
     target.parent.mkdir(parents=True, exist_ok=True)
     source = table.image_source(row)
-    if isinstance(source, bytes):
-        target.write_bytes(source)
+    if not isinstance(source, Path):
+        target.write_bytes(read_file(source, table.max_image_pixels)[1])
         return
     if link:
         try:
@@ -235,6 +225,6 @@ def file_names(table: DetectionTable) -> list[str]:
     return names
 
 
-def _suffix(source: Path | bytes) -> str:
+def _suffix(source: Path | Stored | bytes) -> str:
     kind = probe_image(source).format
     return {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(kind, kind.lower())

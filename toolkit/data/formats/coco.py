@@ -1,17 +1,19 @@
 """COCO annotation files (also with relations) to the Arrow table, and back."""
 
+import contextlib
 import dataclasses
 import gc
 import hashlib
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from toolkit.data.check_files import find_image_root, folder_digest, rows_of_good_files
+from toolkit.data.check_files import find_image_root, rows_of_good_files
 from toolkit.data.checks import settle, validate_document
 from toolkit.data.formats.coco_stream import STREAMED_BYTES, listed_names, read_streamed
+from toolkit.data.places import Places, digest_of, open_places
 from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
@@ -19,7 +21,7 @@ from toolkit.files import MAX_IMAGE_PIXELS
 
 def read_coco(
     annotation_file: str | Path,
-    image_dir: str | Path | None = None,
+    image_dir: str | Path | Sequence[str] | Places | None = None,
     *,
     on_error: str = "raise",
     cache_dir: str | Path | None = None,
@@ -29,7 +31,7 @@ def read_coco(
 ) -> DetectionTable:
     """Reads a COCO `instances` file (polygons and masks are not kept) into a memory-mapped DetectionTable.
 
-    image_dir: folder that `file_name` is relative to; None looks near the annotation file.
+    image_dir: what `file_name` is relative to, as `open_places` takes it; None looks near the annotation file.
     on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
     check_images: True, "full" (decode each), "header", or False (the files are not looked at).
     max_image_pixels: an image with more of them cannot be used, and is refused before it is decoded.
@@ -45,14 +47,11 @@ def read_coco(
     if check_images not in (True, False, "full", "header"):
         raise BadInput(f"check_images is {check_images!r}; expected True, False, 'full' or 'header'")
     annotation_file = Path(annotation_file).expanduser()
-    if image_dir is not None:
-        image_dir = Path(image_dir).expanduser()
-        if not image_dir.is_dir():
-            raise BadInput(f"{image_dir}: no such image folder")
+    image_dir = open_places(image_dir)
     options = f"{check_images} {max_image_pixels}"
     cache_file = _cache_file(annotation_file, image_dir, options, cache_root(cache_dir))
     cached = open_table(cache_file)
-    if cached and all(folder_digest(folder) == digest for folder, digest in cached[1].items()):
+    if cached and all(digest_of(place) == digest for place, digest in cached[1].items()):
         table = dataclasses.replace(cached[0], name=str(annotation_file))
     else:
         table = _read(annotation_file, image_dir, check_images, max_image_pixels, cache_file, siblings)
@@ -95,7 +94,7 @@ def write_coco(table: DetectionTable, path: str | Path, file_names: Sequence[str
     Path(path).write_text(json.dumps(document))
 
 
-def _cache_file(annotation_file: Path, image_dir: Path | None, options: str, cache: Path) -> Path:
+def _cache_file(annotation_file: Path, image_dir: Path | Places | None, options: str, cache: Path) -> Path:
     try:
         mode = os.stat(annotation_file).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would be waited for, a device read without end
@@ -112,20 +111,16 @@ def _cache_file(annotation_file: Path, image_dir: Path | None, options: str, cac
 
 
 def _read(
-    annotation_file: Path, image_dir: Path | None, check_images: bool | str, max_pixels: int, cache_file: Path,
+    annotation_file: Path, image_dir: Path | Places | None, check_images: bool | str, max_pixels: int, cache_file: Path,
     siblings: Sequence[Path],
 ) -> DetectionTable:
     if annotation_file.stat().st_size >= STREAMED_BYTES:
-        return read_streamed(annotation_file, image_dir, check_images, cache_file, siblings)
-    was_enabled = gc.isenabled()
-    gc.disable()  # it would walk through the millions of dicts of a large set again and again: half of the time
-    try:
+        with _uncollected():
+            return read_streamed(annotation_file, image_dir, check_images, max_pixels, cache_file, siblings)
+    with _uncollected():
         document, notes = _parse(annotation_file)
         valid = validate_document(document, str(annotation_file), max_pixels)
         del document
-    finally:
-        if was_enabled:
-            gc.enable()
     image_root = image_dir or find_image_root(annotation_file, [row["file_name"] for row in valid.rows])
     # The siblings are read only where the images are checked.
     listed = valid.listed.union(*map(listed_names, siblings)) if check_images and valid.rows else valid.listed
@@ -143,6 +138,18 @@ def _read(
         name=str(annotation_file),
         checked=checked,
     )
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector, which would walk through millions of dicts again and again: half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _parse(annotation_file: Path) -> tuple[object, list[Problem]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from toolkit.data.formats.annotated import ALL, copy_image, file_names, ordered, split_of
 from toolkit.data.formats.coco import read_coco, write_coco
+from toolkit.data.places import Places
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 
@@ -19,7 +20,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return ordered(_files(Path(folder))) or None
 
 
-def read(folder: Path, split: str, *, image_dir: Path | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
     """One split, by `read_coco`; the folder of the images is looked for near the annotation file."""
     files = _files(Path(folder))
     if split not in files:

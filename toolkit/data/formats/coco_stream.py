@@ -8,6 +8,7 @@ document of its own, the knot, so that chunks see all that concerns them.
 
 import contextlib
 import dataclasses
+import functools
 import marshal
 import os
 import re
@@ -19,17 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.data.check_files import (
-    FULL_CHECK_LIMIT,
-    check_image,
+    depth,
     find_image_root,
-    folder_digest,
-    inside,
+    image_checker,
+    image_names,
     parallel,
     unlisted_problems,
+    waits_for,
 )
 from toolkit.data.checks import Document, validate_document
-from toolkit.data.decoding import IMAGE_SUFFIXES
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
+from toolkit.data.places import Places, digest_of, watched_of
 from toolkit.data.table import DetectionTable, Problem, write_table
 from toolkit.errors import BadInput
 
@@ -93,8 +94,9 @@ class _Head:
 
 def read_streamed(
     annotation_file: Path,
-    image_dir: Path | None,
+    image_dir: Path | Places | None,
     check_images: bool | str,
+    max_pixels: int,
     cache_file: Path,
     siblings: Sequence[Path] = (),
 ) -> DetectionTable:
@@ -112,14 +114,15 @@ def read_streamed(
         checked = (
             {}
             if not check_images
-            else {str(root / folder): folder_digest(root / folder) for folder in sorted(head.folders)}
+            else {place: digest_of(place) for place in watched_of(root, sorted(head.folders))}
         )
         problems += base.problems
+        validate = functools.partial(validate_document, file=file, max_image_pixels=max_pixels)
         rows = _rows(
-            _chunks(database, head, file, set(base.problems)),
+            _chunks(database, head, validate, set(base.problems)),
             head,
             problems,
-            _file_check(database, head, root, check_images, problems),
+            _file_check(database, head, root, check_images, max_pixels, problems),
         )
         return write_table(
             rows,
@@ -139,7 +142,7 @@ def listed_names(annotation_file: Path) -> Iterator[str]:
     """File names of the images of a COCO file; what is no name, or no COCO file, is passed over."""
     try:
         for _, item in items_of(annotation_file, ("images",)):
-            if isinstance(item, Mapping) and isinstance(item.get("file_name"), str):
+            if isinstance(item, dict) and isinstance(item.get("file_name"), str):
                 yield item["file_name"]
     except (BadInput, OSError):  # said where that split is read
         return
@@ -187,7 +190,7 @@ def _spool(database: sqlite3.Connection, annotation_file: Path) -> _Head:
             head.lists.setdefault(key, []).append(item)
         elif key in KEYS:
             head.seen.add(key)
-            entry = {name: item[name] for name in KEYS[key] if name in item} if isinstance(item, Mapping) else item
+            entry = {name: item[name] for name in KEYS[key] if name in item} if isinstance(item, dict) else item
             waiting[key].append(_image(head, entry) if key == "images" else _annotation(head, entry))
         elif key in ("rel_annotations", "relations"):
             waiting["relations"].append(_relation(head, key, item))
@@ -204,7 +207,7 @@ def _spool(database: sqlite3.Connection, annotation_file: Path) -> _Head:
 
 def _image(head: _Head, entry: object) -> tuple:
     head.images += 1
-    name = entry.get("file_name") if isinstance(entry, Mapping) else None
+    name = entry.get("file_name") if isinstance(entry, dict) else None
     name = os.path.normpath(name) if isinstance(name, str) and name else None
     if name is not None:
         head.folders.add(os.path.dirname(name))
@@ -212,7 +215,7 @@ def _image(head: _Head, entry: object) -> tuple:
 
 
 def _annotation(head: _Head, entry: object) -> tuple:
-    ids = entry.get("attribute_ids") if isinstance(entry, Mapping) else None
+    ids = entry.get("attribute_ids") if isinstance(entry, dict) else None
     if isinstance(ids, list):
         head.attribute_columns = max(head.attribute_columns, len(ids), 1)
     return _key(entry, "image_id"), _key(entry, "id"), marshal.dumps(entry)
@@ -229,7 +232,7 @@ def _relation(head: _Head, key: str, item: object) -> tuple:
 
 def _key(entry: object, name: str) -> int | str | None:
     """An id as the database compares it; None: it is none."""
-    value = entry.get(name) if isinstance(entry, Mapping) else None
+    value = entry.get(name) if isinstance(entry, dict) else None
     if isinstance(value, str):
         return f"s{value}"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -267,10 +270,12 @@ def _classes(head: _Head, file: str) -> Document:
     return validate_document({**document, "rel_annotations": [], "relations": []}, file)
 
 
-def _chunks(database: sqlite3.Connection, head: _Head, file: str, known: set[Problem]) -> Iterator[_Chunk]:
+def _chunks(
+    database: sqlite3.Connection, head: _Head, validate: Callable[[dict], Document], known: set[Problem]
+) -> Iterator[_Chunk]:
     """The knot, where there is one; then the other images in the order of the file.
 
-    known: problems of the classes, which every document has.
+    validate: checks a document; known: problems of the classes, which every document has.
     """
     orphans = (
         "SELECT n, entry FROM annotations WHERE image IS NULL OR image NOT IN "
@@ -284,7 +289,7 @@ def _chunks(database: sqlite3.Connection, head: _Head, file: str, known: set[Pro
         inside_knot = "SELECT id FROM images WHERE n IN (SELECT n FROM knot)"
         query = f"SELECT n, entry FROM annotations WHERE image IN ({inside_knot}) UNION {orphans} ORDER BY n"
         relations = [*_relations_of(database, inside_knot), *lost] if head.relations.total() else []
-        yield _validated(head, file, images, _entries(database, query), relations, known, knot=True)
+        yield _validated(head, validate, images, _entries(database, query), relations, known, knot=True)
     for first in range(1, head.images + 1, CHUNK):
         chunk = f"n BETWEEN {first} AND {first + CHUNK - 1} AND n NOT IN (SELECT n FROM knot)"
         images = _entries(database, f"SELECT n, entry FROM images WHERE {chunk} ORDER BY n")
@@ -295,7 +300,7 @@ def _chunks(database: sqlite3.Connection, head: _Head, file: str, known: set[Pro
             query = f"SELECT n, entry FROM placed WHERE place {place}"
             annotations = _entries(database, f"{query} ORDER BY n")
             relations = _relations_of(database, ids) if head.relations.total() else []
-            yield _validated(head, file, images, annotations, relations, known)
+            yield _validated(head, validate, images, annotations, relations, known)
 
 
 def _entries(database: sqlite3.Connection, query: str) -> list[tuple[int, object]]:
@@ -321,15 +326,21 @@ def _lost_relations(database: sqlite3.Connection) -> list:
 
 
 def _validated(
-    head: _Head, file: str, images: list, annotations: list, relations: list, known: set[Problem], knot: bool = False
+    head: _Head,
+    validate: Callable[[dict], Document],
+    images: list,
+    annotations: list,
+    relations: list,
+    known: set[Problem],
+    knot: bool = False,
 ) -> _Chunk:
     document = {**head.lists, "images": [entry for _, entry in images]}
     document["annotations"] = [entry for _, entry in annotations]
     for key in ("rel_annotations", "relations"):
         document[key] = [item for of, _, item in sorted(relations, key=lambda each: each[1]) if of == key]
-    valid = validate_document({"categories": [], **document}, file)
+    valid = validate({"categories": [], **document})
     places = {
-        entry["id"]: n for n, entry in images if isinstance(entry, Mapping) and isinstance(entry.get("id"), int | str)
+        entry["id"]: n for n, entry in images if isinstance(entry, dict) and isinstance(entry.get("id"), int | str)
     }
     numbers = {"image": [n - 1 for n, _ in images], "annotation": [n - 1 for n, _ in annotations]}
     numbers["relation"] = sorted(n + (of == "relations") * head.relations["rel_annotations"] for of, n, _ in relations)
@@ -378,32 +389,16 @@ def _padded(row: dict, head: _Head, valid: Document) -> dict:
 
 
 def _file_check(
-    database: sqlite3.Connection, head: _Head, root: Path, check_images: bool | str, problems: list[Problem]
+    database: sqlite3.Connection, head: _Head, root: Path | Places, check_images: bool | str, max_pixels: int,
+    problems: list[Problem],
 ) -> Callable[[list[dict] | None], set]:
     """What checks the image files of some rows and gives the ids of the bad ones; called with None after the last."""
     if not check_images:
         return lambda rows: set()
-    full = check_images == "full" or (check_images is True and head.images <= FULL_CHECK_LIMIT)
-    if check_images is True and not full:
-        problems.append(
-            Problem(
-                "note",
-                str(root),
-                None,
-                None,
-                f"{head.images} images: headers and end markers checked, pixels not decoded",
-            )
-        )
-    real_root = os.path.realpath(root)
-    escaping = {folder for folder in head.folders if not inside(root / folder, real_root)}
+    full, notes = depth(check_images, head.images, root)
+    problems += notes
+    check = image_checker(root, full, max_pixels)
     seen = {"rows": 0, "there": 0, "first": ""}
-
-    def check(row: Mapping) -> list[Problem]:
-        path = root / row["file_name"]
-        if os.path.dirname(row["file_name"]) in escaping or (os.path.islink(path) and not inside(path, real_root)):
-            message = "unsafe file_name: a symbolic link leaves the image folder; refused before opening"
-            return [Problem("error", row["file_name"], row["image_id"], None, message)]
-        return check_image(row, path, full)
 
     def run(rows: list[dict] | None) -> set:
         if rows is None:
@@ -414,7 +409,7 @@ def _file_check(
                 )
             problems.extend(_unlisted(database, root, head.folders))
             return set()
-        found = parallel(check, rows, "checking images")
+        found = parallel(check, rows, "checking images", waits_for(root))
         problems.extend(found)
         seen["rows"] += len(rows)
         seen["there"] += len(rows) - sum("not found" in problem.message for problem in found)
@@ -424,20 +419,9 @@ def _file_check(
     return run
 
 
-def _unlisted(database: sqlite3.Connection, root: Path, folders: set[str]) -> list[Problem]:
+def _unlisted(database: sqlite3.Connection, root: Path | Places, folders: set[str]) -> list[Problem]:
     """Image files beside listed ones that no record names."""
-    names = []
-    for folder in sorted(folders):
-        if (root / folder).is_dir() and ".." not in folder:
-            with os.scandir(root / folder) as entries:
-                for entry in entries:
-                    name = os.path.normpath(os.path.join(folder, entry.name))
-                    if (
-                        os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
-                        and not database.execute(
-                            "SELECT 1 FROM images WHERE name = ?1 UNION SELECT 1 FROM elsewhere WHERE name = ?1",
-                            (name,),
-                        ).fetchone()
-                    ):
-                        names.append(name)
+    query = "SELECT 1 FROM images WHERE name = ?1 UNION SELECT 1 FROM elsewhere WHERE name = ?1"
+    inner = sorted(folder for folder in folders if ".." not in folder)
+    names = [name for name in image_names(root, inner) if not database.execute(query, (name,)).fetchone()]
     return unlisted_problems(root, sorted(names))

@@ -20,6 +20,7 @@ from toolkit.data.formats.annotated import (
     sorted_classes,
     split_of,
 )
+from toolkit.data.places import Places, is_there
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.errors import BadInput
 
@@ -74,7 +75,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return (ALL,)
 
 
-def read(folder: Path, split: str, *, image_dir: Path | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
     """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
     Corners are `x1, y1, x2, y2`, or `x, y, w, h`, in pixels; a row without numbers is an image without objects. Where
@@ -168,7 +169,7 @@ def _load(path: Path) -> tuple[dict[str, int], list[list[str]]]:
     return columns, rows if "headerless" in columns else rows[1:]
 
 
-def _listing(folder: Path, split: str, image_dir: Path | None) -> Listing:
+def _listing(folder: Path, split: str, image_dir: Path | Places | None) -> Listing:
     tables = _tables(folder)
     names: set[str] = set()
     chosen, listed = [], set()
@@ -189,12 +190,12 @@ def _listing(folder: Path, split: str, image_dir: Path | None) -> Listing:
     return Listing(root, images, sorted_classes(names), watched, listed | set(images_in(root)), problems)
 
 
-def _images(chosen: Sequence[tuple], root: Path) -> tuple[list[Annotated], list[Problem]]:
+def _images(chosen: Sequence[tuple], root: Path | Places) -> tuple[list[Annotated], list[Problem]]:
     boxes: Mapping[str, list[Box]] = defaultdict(list)
     sizes, problems, fractions = {}, [], _are_fractions(chosen)
     for path, columns, number, row in chosen:
         name = row[columns["image"]].strip().replace("\\", "/")
-        name = name if (root / name).is_file() else _found_name(root, name)
+        name = name if is_there(root / name) else _found_name(root, name)
         of_image = boxes[name]
         size = [row[columns[key]].strip() if key in columns else "" for key in ("width", "height")]
         sizes.setdefault(name, tuple(int(float(text)) if _number(text) else None for text in size))
@@ -238,12 +239,12 @@ def _scaled(boxes: list[Box]):
     ]  # fmt: skip
 
 
-def _found_name(root: Path, name: str) -> str:
+def _found_name(root: Path | Places, name: str) -> str:
     """The name with a suffix, where the table leaves it away, or by its last part, where its path is of elsewhere."""
     tail = name.rsplit("/", 1)[-1]
     for suffix in ("", ".jpg", ".jpeg", ".png"):
         for candidate in (name + suffix, tail + suffix):
-            if not os.path.isabs(candidate) and (root / candidate).is_file():
+            if not os.path.isabs(candidate) and is_there(root / candidate):
                 return candidate
     return name
 

@@ -1,11 +1,13 @@
 """A folder as an annotation tool leaves it: which format it has, and its splits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from toolkit.data.formats import coco_folder, csv, hub_folder, voc, yolo
 from toolkit.data.formats.annotated import ALL, split_of
+from toolkit.data.places import open_places
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 
@@ -56,7 +58,8 @@ def recognise(path: str | Path, format: str = "auto") -> Found:
 
 
 def open_folder(
-    path: str | Path, split: str, *, format: str = "auto", image_dir: str | Path | None = None, **options
+    path: str | Path, split: str, *, format: str = "auto", image_dir: str | Path | Sequence[str] | None = None,
+    **options
 ) -> DetectionTable:
     """One split of a folder; `valid` and `validation` are `val`.
 
@@ -71,8 +74,7 @@ def open_folder(
     if wanted not in found.splits:
         advice = "; hold a share of the training data out with --data.val 0.2" if wanted == "val" else ""
         raise BadInput(f"{found}; there is no split {split!r}{advice}")
-    image_dir = None if image_dir is None else Path(image_dir).expanduser()
-    return FOLDERS[found.format].read(found.path, wanted, image_dir=image_dir, **options)
+    return FOLDERS[found.format].read(found.path, wanted, image_dir=open_places(image_dir), **options)
 
 
 def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> None:

@@ -9,6 +9,7 @@ from datasets.exceptions import DatasetsError
 
 from toolkit.data.formats.annotated import SPLIT_NAMES, ordered, split_of
 from toolkit.data.formats.hub import read_hub
+from toolkit.data.places import Places, size_of
 from toolkit.data.table import DetectionTable
 
 TITLE = "datasets"
@@ -20,7 +21,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return ordered(split_of(name) or name for name in names) if names else None
 
 
-def read(folder: Path, split: str, *, image_dir: Path | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
     """One split, by `read_hub`; `image_dir` means nothing here, since the images are in the data."""
     own = next((name for name in _names(Path(folder)) if name == split or split_of(name) == split), split)
     return read_hub(str(folder), own, **options)
@@ -70,7 +71,7 @@ def _rows(table: DetectionTable, first: int, last: int) -> Iterator[dict]:
 
 def _bytes(table: DetectionTable) -> int:
     sources = (table.image_source(table.row(index)) for index in range(len(table)))
-    return sum(len(source) if isinstance(source, bytes) else source.stat().st_size for source in sources)
+    return sum(len(each) if isinstance(each, bytes) else size_of(each) for each in sources)
 
 
 def _names(folder: Path) -> list[str]:

@@ -106,14 +106,14 @@ class _Text:
                     return value
                 fault = None
             except json.JSONDecodeError as error:
-                fault = error
+                fault = error.pos, error.msg  # not the error, which would keep its text alive with this frame
             except RecursionError as error:
                 raise self.error("nested too deep") from error
             if not self.more(grow):
                 if fault is None:
                     continue
-                self.at = fault.pos
-                raise self.error(fault.msg)
+                self.at, message = fault
+                raise self.error(message)
             grow *= 2
 
     def more(self, times: int = 1) -> bool:

@@ -3,10 +3,12 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.data.check_files import folder_digest, rows_of_good_files
+from toolkit.data.check_files import rows_of_good_files
 from toolkit.data.checks import settle, validate_document
+from toolkit.data.places import Places, digest_of, open_places
 from toolkit.data.table import TABLE_VERSION, DetectionTable, cache_root, open_table, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
@@ -14,7 +16,7 @@ from toolkit.files import MAX_IMAGE_PIXELS
 
 def read_psg(
     annotation_file: str | Path,
-    image_dir: str | Path,
+    image_dir: str | Path | Sequence[str],
     split: str,
     *,
     num_val_images: int = 1000,
@@ -27,7 +29,7 @@ def read_psg(
 
     test: the images of `test_image_ids`; val: the first `num_val_images` of the others; train: the rest.
     """
-    annotation_file = Path(annotation_file)
+    annotation_file, image_dir = Path(annotation_file), open_places(image_dir, must_exist=bool(check_images))
     if split not in ("train", "val", "test"):
         raise BadInput(f"{annotation_file}: split is {split!r}; expected train, val or test")
     if not annotation_file.is_file():
@@ -35,20 +37,20 @@ def read_psg(
     with open(annotation_file, "rb") as stream:
         digest = hashlib.file_digest(stream, hashlib.blake2b)
     options = f"{split} {num_val_images} {check_images} {max_image_pixels}"
-    digest.update(f"psg {TABLE_VERSION} {options} {Path(image_dir).resolve()}".encode())
+    digest.update(f"psg {TABLE_VERSION} {options} {image_dir.resolve()}".encode())
     cache_file = cache_root(cache_dir) / "tables" / f"{digest.hexdigest()[:32]}.json"
     cached = open_table(cache_file)
-    if cached and all(folder_digest(place) == found for place, found in cached[1].items()):
+    if cached and all(digest_of(place) == found for place, found in cached[1].items()):
         table = dataclasses.replace(cached[0], name=f"{annotation_file} {split}")
     else:
         checking = (check_images, max_image_pixels)
-        table = _read(annotation_file, Path(image_dir), split, num_val_images, checking, cache_file)
+        table = _read(annotation_file, image_dir, split, num_val_images, checking, cache_file)
     table.max_image_pixels = max_image_pixels
     settle(table.problems, on_error, str(annotation_file))
     return table
 
 
-def _read(annotation_file: Path, image_dir: Path, split: str, num_val: int, checking: tuple, cache_file: Path):
+def _read(annotation_file: Path, image_dir: Path | Places, split: str, num_val: int, checking: tuple, cache_file: Path):
     check_images, max_pixels = checking
     try:
         document = json.loads(annotation_file.read_text())

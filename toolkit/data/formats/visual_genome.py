@@ -14,8 +14,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from toolkit.data.check_files import folder_digest, rows_of_good_files
+from toolkit.data.check_files import rows_of_good_files
 from toolkit.data.checks import settle
+from toolkit.data.places import Places, digest_of, is_there, open_places
 from toolkit.data.table import TABLE_VERSION, Category, DetectionTable, Problem, cache_root, open_table, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
@@ -103,7 +104,7 @@ def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]
     return names[0], names[1], names[2]
 
 
-def load_image_list(image_data_file: str | Path, image_dir: str | Path, num_images: int) -> list[dict]:
+def load_image_list(image_data_file: str | Path, image_dir: Path | Places, num_images: int) -> list[dict]:
     """The entries {image_id, width, height} of image_data.json that the rows of the HDF5 file stand for, in order.
 
     The four corrupted images are left out. If the count still differs from `num_images`, the images without a file
@@ -116,7 +117,7 @@ def load_image_list(image_data_file: str | Path, image_dir: str | Path, num_imag
     entries = [entry for entry in entries if entry["image_id"] not in CORRUPTED_IMAGES]
     if len(entries) == num_images:
         return entries
-    there = [entry for entry in entries if (Path(image_dir) / f"{entry['image_id']}.jpg").exists()]
+    there = [entry for entry in entries if is_there(image_dir / f"{entry['image_id']}.jpg")]
     if len(there) == num_images:
         return there
     raise BadInput(
@@ -146,7 +147,7 @@ def drop_empty(boxes_xyxy: np.ndarray, relations: np.ndarray) -> tuple[np.ndarra
 
 def read_visual_genome(
     folder: str | Path,
-    image_dir: str | Path,
+    image_dir: str | Path | Sequence[str],
     split: str,
     *,
     h5_name: str = "VG-SGG-with-attri.h5",
@@ -165,23 +166,26 @@ def read_visual_genome(
     Options as in `load_graphs`; `check_images` and `on_error` as in `read_coco`. Boxes that clipping leaves without
     width or height are dropped from train, with their relations; val and test keep them. Repeated relations stay.
     """
+    image_dir = open_places(image_dir, must_exist=bool(check_images))
     files = [Path(folder) / name for name in (h5_name, dicts_name, image_data_name)]
     options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]
     checking = (check_images, max_image_pixels)
-    cache_file = _cache_file(files, [*options, *checking, str(Path(image_dir).resolve())], cache_dir)
+    cache_file = _cache_file(files, [*options, *checking, str(image_dir.resolve())], cache_dir)
     cached = open_table(cache_file)
     name = f"{files[0]} {split}"
-    if cached and all(folder_digest(place) == digest for place, digest in cached[1].items()):
+    if cached and all(digest_of(place) == digest for place, digest in cached[1].items()):
         table = replace(cached[0], name=name)
     else:
         graphs = load_graphs(files[0], *options)
-        table = _write(graphs, files, Path(image_dir), split, checking, cache_file, name)
+        table = _write(graphs, files, image_dir, split, checking, cache_file, name)
     table.max_image_pixels = max_image_pixels
     settle(table.problems, on_error, str(files[0]))
     return table
 
 
-def _write(graphs, files, image_dir: Path, split: str, checking: tuple, cache_file: Path, name: str) -> DetectionTable:
+def _write(
+    graphs, files, image_dir: Path | Places, split: str, checking: tuple, cache_file: Path, name: str
+) -> DetectionTable:
     classes, predicates, attributes = load_names(files[1])
     with h5py.File(files[0], "r") as h5:
         images = load_image_list(files[2], image_dir, len(h5["split"]))

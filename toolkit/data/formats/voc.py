@@ -19,6 +19,7 @@ from toolkit.data.formats.annotated import (
     sorted_classes,
     split_of,
 )
+from toolkit.data.places import Places, watched_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.errors import BadInput
 
@@ -46,7 +47,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return (ALL,) if _annotations(folder) else None
 
 
-def read(folder: Path, split: str, *, image_dir: Path | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
     """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
     Boxes are taken as they stand, xmin to xmax and ymin to ymax, as annotation tools write them; in files of the VOC
@@ -168,7 +169,7 @@ def _places(folder: Path, split: str) -> tuple[Path, list[Path], list[str] | Non
     return places[split], list(places.values()), None
 
 
-def _listing(folder: Path, split: str, image_dir: Path | None) -> Listing:
+def _listing(folder: Path, split: str, image_dir: Path | Places | None) -> Listing:
     place, everywhere, stems = _places(folder, split)
     problems: list[Problem] = []
     parsed = {place: _parse_all(place) for place in everywhere}
@@ -196,7 +197,7 @@ def _listing(folder: Path, split: str, image_dir: Path | None) -> Listing:
         if image.file_name not in present:  # a tool that renamed the files, or left the suffix away
             image.file_name = stems_of.get(stem, stems_of.get(os.path.splitext(image.file_name)[0], image.file_name))
         images.append(image)
-    watched = [*everywhere, root, *(folder / name for name in CLASS_FILES if (folder / name).is_file())]
+    watched = [*everywhere, *watched_of(root), *(folder / name for name in CLASS_FILES if (folder / name).is_file())]
     if _image_sets(folder):
         watched.append(_image_sets(folder)[split])
     every = set(present) if stems is not None else set()  # the other lists have the rest

@@ -69,8 +69,8 @@ class Pictures:
         """To the image file, from the folder of the page; empty where the image lies in a table or an archive."""
         if self.table.image_root is None:
             return ""
-        path = Path(self.table.image_root) / row["file_name"]
-        if not path.is_file():
+        path = self.table.image_source(row)
+        if not isinstance(path, Path) or not path.is_file():
             return ""
         try:
             relative = os.path.relpath(path.resolve(), self.folder.resolve())

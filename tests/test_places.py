@@ -1,0 +1,243 @@
+"""Images in several folders, archives and object storage: the same table, pixels and batches as from one folder."""
+
+import io
+import json
+import shutil
+import sys
+import tarfile
+import zipfile
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from toolkit.data import places
+from toolkit.data.decoding import ImageError, decode_image, probe_image
+from toolkit.data.formats import open_dataset
+from toolkit.data.pipeline import train_transform, training_loader
+from toolkit.data.places import Places, open_places
+from toolkit.data.shapes import make_shapes
+from toolkit.errors import BadInput
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
+    places._storage.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """(annotation file, folder of 12 images)."""
+    folder = tmp_path_factory.mktemp("shapes") / "d"
+    make_shapes(folder, 12, 1, 48)
+    return folder / "annotations" / "train.json", folder / "train"
+
+
+def packed(kind: str, folder: Path, target: Path):
+    """`data.image_dir` of a copy of a folder's files in another kind of place."""
+    files = sorted(folder.iterdir())
+    if kind == "two folders":
+        for part in (0, 1):
+            (target / f"part{part}").mkdir(parents=True)
+            for file in files[part::2]:
+                shutil.copy(file, target / f"part{part}")
+        return [str(target / "part0"), str(target / "part1")]
+    if kind == "folder and zip":
+        first, second = packed("two folders", folder, target)
+        return [first, packed("zip", Path(second), target)]
+    if kind in ("zip", "zip folder"):
+        with zipfile.ZipFile(target / "images.zip", "w") as archive:
+            for number, file in enumerate(files):
+                way = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)[number % 2]
+                archive.write(file, ("top/" if kind == "zip folder" else "") + file.name, way)
+        return str(target / "images.zip") + ("/top" if kind == "zip folder" else "")
+    if kind == "tar":
+        with tarfile.open(target / "images.tar", "w") as archive:
+            for file in files:
+                archive.add(file, f"./{file.name}")
+        return str(target / "images.tar")
+    if kind == "file URL":
+        return folder.as_uri()
+    for file in files:
+        fsspec.filesystem("memory").pipe(f"/{target.name}/{file.name}", file.read_bytes())
+    return f"memory://{target.name}"
+
+
+KINDS = ("two folders", "folder and zip", "zip", "zip folder", "tar", "file URL", "memory URL")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everywhere_the_same(shapes, tmp_path, kind):
+    file, folder = shapes
+    image_dir = packed(kind, folder, tmp_path)
+    plain, other = open_dataset(file, image_dir=folder), open_dataset(file, image_dir=image_dir)
+    assert isinstance(other.image_root, Places) and other.fingerprint == plain.fingerprint and not other.problems
+    copy = ForkingPickler.loads(ForkingPickler.dumps(other))  # as a spawned worker gets it
+    for index in range(len(plain)):
+        row = plain.row(index)
+        assert torch.equal(decode_image(plain.image_source(row)), decode_image(copy.image_source(copy.row(index))))
+        assert probe_image(other.image_source(row)) == probe_image(plain.image_source(row))
+    again = open_dataset(file, image_dir=image_dir)
+    assert again.image_root == other.image_root and again.rows.cache_files == other.rows.cache_files
+
+
+@pytest.mark.parametrize("kind", ["folder and zip", "tar", "memory URL"])
+def test_batches_and_their_continuation_are_the_same(shapes, tmp_path, kind):
+    """Two worker processes, and one that goes on in the middle of the epoch."""
+    file, folder = shapes
+
+    def batches(image_dir, workers, done):
+        table = open_dataset(file, image_dir=image_dir)
+        transform = train_transform(recipe="detr", image_size=32, photometric=True)
+        options = {"batch_size_per_device": 2, "seed": 3, "stride": 1}
+        sampler, loader = training_loader(table, transform, workers=workers, **options)
+        sampler.advance(2 * done)
+        return [batch.images for batch in loader]
+
+    expected = batches(folder, 0, 0)
+    for workers, done in ((0, 0), (2, 2)):
+        found = batches(packed(kind, folder, tmp_path / str(workers)) if kind == "memory URL" else
+                        packed(kind, folder, made(tmp_path / str(workers))), workers, done)  # fmt: skip
+        assert len(found) == len(expected) - done
+        assert all(map(torch.equal, found, expected[done:]))
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_a_changed_archive_is_read_anew(shapes, tmp_path):
+    file, folder = shapes
+    image_dir = packed("zip", folder, tmp_path)
+    open_dataset(file, image_dir=image_dir)
+    with zipfile.ZipFile(image_dir, "a") as archive:
+        archive.writestr("more.jpg", next(folder.iterdir()).read_bytes())
+    problems = [str(problem) for problem in open_dataset(file, image_dir=image_dir).problems]
+    assert problems == ["warning: more.jpg: file not listed in the annotation file; not used"]
+
+
+def test_defects_name_the_place(shapes, tmp_path):
+    file, folder = shapes
+    image_dir = packed("folder and zip", folder, tmp_path)
+    names = [entry["file_name"] for entry in json.loads(file.read_text())["images"]]
+    archive = zipfile.ZipFile(image_dir[1])
+    whole, stored = Path(image_dir[1]).read_bytes(), archive.getinfo(names[1])
+    at = whole.index(archive.read(names[1])[:64]) + 40 if not stored.compress_type else stored.header_offset + 80
+    Path(image_dir[1]).write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])  # a flipped byte
+    (Path(image_dir[0]) / names[0]).unlink()
+    shutil.copy(folder / names[3], image_dir[0])
+    table = open_dataset(file, image_dir=image_dir, on_error="drop")
+    told = {problem.file: f"{problem.severity} {problem.message}" for problem in table.problems}
+    assert told[names[0]] == f"error image file not found in any of {', '.join(image_dir)}"
+    assert told[names[1]].startswith("error image file cannot be read: damaged")
+    assert told[names[3]] == f"warning this file is in {image_dir[0]} and in {image_dir[1]}; the first one is used"
+    assert len(table) == 10 and len(told) == 3
+    with pytest.raises(ImageError, match="images.zip/nothing.jpg: image file not found in .*images.zip"):
+        decode_image(open_places(image_dir[1]) / "nothing.jpg")
+    with pytest.raises(ImageError, match="more than the .* of any image of data.max_image_pixels"):
+        decode_image(open_places(str(big(tmp_path))) / "big.jpg", max_pixels=1)
+
+
+def big(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "big.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("big.jpg", bytes(2**26 + 17))
+    return folder / "big.zip"
+
+
+def test_the_limit_of_pixels_holds_for_large_files_too(shapes, monkeypatch):
+    monkeypatch.setattr("toolkit.data.formats.coco.STREAMED_BYTES", 0)
+    with pytest.raises(BadInput, match="48 x 48 pixels are more than data.max_image_pixels 100"):
+        open_dataset(shapes[0], image_dir=shapes[1], max_image_pixels=100)
+
+
+def test_places_that_cannot_be_are_told_together(tmp_path):
+    (tmp_path / "a.txt").write_text("no archive")
+    (tmp_path / "a.tar.gz").write_bytes(b"")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("train/1.jpg", b"1")
+        archive.writestr("2.jpg", b"2")
+    with zipfile.ZipFile(tmp_path / "lzma.zip", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("1.jpg", b"1")
+    (tmp_path / "cut.zip").write_bytes((tmp_path / "a.zip").read_bytes()[:-30])
+    wrong = {
+        "nowhere": "no such image folder",
+        "a.txt": "neither a folder nor an archive",
+        "a.tar.gz": "make a .tar or a .zip of it",
+        "a.zip/val": "no such folder in the archive; at its top are 2.jpg, train",
+        "lzma.zip": "1.jpg is packed by method 14",
+        "cut.zip": "neither a folder nor an archive",
+    }
+    urls = {"memory://nothing/here": "no files there", "nosuch://x": "cannot be listed: Protocol not known"}
+    with pytest.raises(BadInput) as raised:
+        open_places([*(str(tmp_path / name) for name in wrong), *urls])
+    for told, (name, words) in zip(raised.value.problems, (wrong | urls).items(), strict=True):
+        assert name.split("/")[0] in told and words in told
+    with pytest.raises(BadInput, match="an empty list"):
+        open_places([])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    files=st.dictionaries(st.text("ab/", min_size=1).filter(lambda n: n.strip("/") == n and "//" not in n),
+                          st.binary(max_size=300), min_size=1, max_size=6),
+    method=st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, None]),
+)  # fmt: skip
+def test_members_are_what_was_put_in(tmp_path_factory, files, method):
+    folder = tmp_path_factory.mktemp("members")
+    if method is None:
+        with tarfile.open(folder / "x.tar", "w") as archive:
+            for name, content in files.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    else:
+        with zipfile.ZipFile(folder / "x.zip", "w", method) as archive:
+            for name, content in files.items():
+                archive.writestr(name, content)
+    opened = open_places(next(folder.iterdir()))
+    assert {name: (opened / name).read_bytes() for name in opened.parts[0].entries} == files
+
+
+def test_voc_and_csv_with_images_in_an_archive(shapes, tmp_path):
+    file, folder = shapes
+    image_dir, table = packed("zip", folder, tmp_path), open_dataset(file, image_dir=folder)
+    from toolkit.data.formats.folders import write_folder
+
+    for format, images in (("voc", "JPEGImages"), ("csv", "train")):
+        write_folder(table, tmp_path / format, "train", format)
+        found = [path for path in (tmp_path / format).rglob("*") if path.suffix in (".jpg", ".png")]
+        assert found, images
+        for path in found:
+            path.unlink()
+        read = open_dataset("train", path=tmp_path / format, image_dir=image_dir)
+        assert len(read) == len(table) and read.num_boxes().tolist() == table.num_boxes().tolist()
+    with pytest.raises(BadInput, match="YOLO data are listed by their image files"):
+        write_folder(table, tmp_path / "yolo", "train", "yolo")
+        open_dataset("train", path=tmp_path / "yolo", image_dir=image_dir)
+
+
+def test_check_data_and_its_clean_copy(shapes, tmp_path, monkeypatch, capsys):
+    file, folder = shapes
+    first, second = packed("two folders", folder, tmp_path)
+    broken = sorted(Path(second).iterdir())[0]
+    Image.new("RGB", (9, 9)).save(broken)
+    image_dir = packed("tar", Path(second), tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    sys.modules.pop("check_data", None)
+    import check_data
+
+    options = ["--image-dir", first, "--image-dir", image_dir, "--fix", str(tmp_path / "fixed")]
+    assert check_data.main([str(file), *options]) == 2
+    assert "size differs from the JSON: the upright image is 9 x 9" in capsys.readouterr().out
+    assert check_data.main([str(tmp_path / "fixed")]) == 0
+    copied = list((tmp_path / "fixed" / "train").iterdir())
+    assert len(copied) == 11 and all(path.read_bytes() == (folder / path.name).read_bytes() for path in copied)

@@ -1,0 +1,372 @@
+"""Where image files lie: in a folder, in several, in zip and tar archives left as they are, in object storage.
+
+A single folder is a `Path`; anything else is `Places`. Both give what `decode_image` takes by `root / file_name`: the
+path of a file, or a `Stored` one. Archives and storage are listed once in a process; each read opens the archive anew,
+so that threads and forked or spawned workers have nothing in common that could be in another's way.
+"""
+
+import errno
+import functools
+import hashlib
+import os
+import stat
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import fsspec
+
+from toolkit.errors import BadInput
+
+ARCHIVES = (".zip", ".tar")
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, lengths of its name and of what follows that
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file that has no path of its own. size: bytes; stamp: changes when the content does."""
+
+    place: "Archive | Storage | Places"
+    name: str
+    size: int = 0
+    stamp: str = ""
+
+    def read_bytes(self) -> bytes:
+        """The content. Raises OSError."""
+        return self.place.read(self.name)
+
+    def __str__(self) -> str:
+        return f"{self.place}/{self.name}"
+
+
+class Folder:
+    """A folder of files."""
+
+    remote = False
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.real = os.path.realpath(root)
+        self._escaping: dict[str, bool] = {}
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def holds(self, name: str) -> bool:
+        return os.path.exists(self.root / name)
+
+    def source(self, name: str) -> Path:
+        return self.root / name
+
+    def escapes(self, name: str) -> bool:
+        """Whether a symbolic link leads from the name out of the folder."""
+        folder = os.path.dirname(name)
+        if folder not in self._escaping:
+            self._escaping[folder] = not _inside(self.root / folder, self.real)
+        return self._escaping[folder] or (os.path.islink(self.root / name) and not _inside(self.root / name, self.real))
+
+    def names(self, folder: str) -> Iterator[str]:
+        """What is directly in a folder of this one."""
+        try:
+            with os.scandir(self.root / folder) as entries:
+                yield from sorted(os.path.normpath(os.path.join(folder, entry.name)) for entry in entries
+                                  if entry.is_file())  # fmt: skip
+        except OSError:
+            return
+
+    def watched(self, folders: Iterable[str]) -> list[str]:
+        """Of what `digest_of` tells whether something changed in these folders."""
+        return [str(self.root / folder) for folder in folders]
+
+
+class _Listed:
+    """Files by name, listed when the place is opened: name -> what `_fetch` needs, the size first, and a stamp last."""
+
+    remote = False
+    entries: Mapping[str, tuple]
+
+    def holds(self, name: str) -> bool:
+        return os.path.normpath(name) in self.entries
+
+    def source(self, name: str) -> Stored:
+        size, *_, stamp = self.entries.get(os.path.normpath(name), (0, ""))
+        return Stored(self, name, size, str(stamp))
+
+    def escapes(self, name: str) -> bool:
+        return False
+
+    def names(self, folder: str) -> Iterator[str]:
+        return (name for name in sorted(self.entries) if os.path.dirname(name) == folder)
+
+    def read(self, name: str) -> bytes:
+        """Raises OSError, FileNotFoundError where there is no such file."""
+        entry = self.entries.get(os.path.normpath(name))
+        if entry is None:
+            raise FileNotFoundError(errno.ENOENT, f"image file not found in {self}", str(self))
+        return self._fetch(entry)
+
+
+class Archive(_Listed):
+    """A zip or an uncompressed tar, or a folder in one. Reading a member seeks to it and reads it alone."""
+
+    def __init__(self, path: Path, inner: str, members: Mapping[str, tuple]):
+        start = f"{inner}/" if inner else ""
+        self.path, self.inner = path, inner
+        self.entries = {name.removeprefix(start): entry for name, entry in members.items() if name.startswith(start)}
+
+    def __str__(self) -> str:
+        return f"{self.path}/{self.inner}" if self.inner else str(self.path)
+
+    def watched(self, folders: Iterable[str]) -> list[str]:
+        return [str(self.path)]
+
+    def _fetch(self, entry: tuple) -> bytes:
+        size, packed, offset, method, check = entry
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            if method is None:  # of a tar: as it is
+                data = file.read(size)
+            else:
+                head = file.read(_LOCAL_HEADER.size)
+                signature, *lengths = _LOCAL_HEADER.unpack(head) if len(head) == _LOCAL_HEADER.size else (b"", 0, 0)
+                if signature != b"PK\3\4":
+                    raise OSError(errno.EIO, f"damaged: no member of the archive stands at byte {offset}")
+                file.seek(offset + _LOCAL_HEADER.size + sum(lengths))
+                data = _unpacked(file.read(packed), size, method)
+        if len(data) != size or method is not None and zlib.crc32(data) != check:
+            raise OSError(errno.EIO, "damaged: length or checksum is not that of the archive's directory")
+        return data
+
+
+class Storage(_Listed):
+    """A folder of object storage, or of any file system that fsspec knows, by its URL."""
+
+    remote = True
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        try:
+            system, root = fsspec.core.url_to_fs(self.url)
+            found = system.find(root, detail=True)
+        except Exception as error:  # each file system has exceptions of its own
+            raise BadInput(f"{url}: cannot be listed: {error} (data.image_dir)") from error
+        if not found:
+            raise BadInput(f"{url}: no files there (data.image_dir)")
+        start = len(root.rstrip("/")) + 1
+        self.entries = {name[start:]: (info.get("size") or 0, name, _stamp(info)) for name, info in found.items()}
+
+    def __str__(self) -> str:
+        return self.url
+
+    def watched(self, folders: Iterable[str]) -> list[str]:
+        return [self.url]
+
+    def digest(self) -> str:
+        listing = repr(sorted((name, size, stamp) for name, (size, _, stamp) in self.entries.items()))
+        return hashlib.blake2b(listing.encode(errors="replace"), digest_size=16).hexdigest()
+
+    def _fetch(self, entry: tuple) -> bytes:
+        try:
+            # fsspec keeps one client for each process and thread
+            return fsspec.core.url_to_fs(self.url)[0].cat_file(entry[1])
+        except Exception as error:
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+
+
+class Places:
+    """Several places, or one that is no folder, in the order in which a file is looked for."""
+
+    def __init__(self, parts: Sequence[Folder | Archive | Storage]):
+        self.parts = tuple(parts)
+
+    def __truediv__(self, name: str) -> Path | Stored:
+        if len(self.parts) == 1:
+            return self.parts[0].source(name)
+        holder = next((part for part in self.parts if part.holds(name)), None)
+        return Stored(self, name) if holder is None else holder.source(name)
+
+    def read(self, name: str) -> bytes:
+        """Of a file that none of the places holds. Raises FileNotFoundError."""
+        raise FileNotFoundError(errno.ENOENT, f"image file not found in any of {self}", str(self))
+
+    def resolve(self) -> "Places":
+        return self
+
+    def specs(self) -> list[str]:
+        """What `open_places` opens again."""
+        return [str(part) for part in self.parts]
+
+    def __str__(self) -> str:
+        return ", ".join(self.specs())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Places) and other.specs() == self.specs()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.specs()))
+
+
+def open_places(
+    image_dir: str | Path | Sequence[str | Path] | Places | None, must_exist: bool = True
+) -> Path | Places | None:
+    """The root of images as `data.image_dir` says it; None stays None.
+
+    image_dir: a folder; `x.zip` or `x.tar`, or a folder in it (`x.zip/train2017`); a URL that fsspec knows
+        (`s3://bucket/folder`); or several of these. What is open already stays as it is.
+    must_exist: of a single folder; False where images are not looked at.
+
+    Raises BadInput naming each that is not there or cannot be read.
+    """
+    if image_dir is None or isinstance(image_dir, Places):
+        return image_dir
+    if not must_exist and isinstance(image_dir, Path):
+        return image_dir
+    given = [image_dir] if isinstance(image_dir, str | Path) else list(image_dir)
+    parts, faults = [], []
+    for spec in given:
+        try:
+            parts.append(_open(str(spec)))
+        except BadInput as error:
+            faults += error.problems
+    if faults or not parts:
+        raise BadInput(faults or "data.image_dir is an empty list; give a folder, or leave it out")
+    if len(parts) == 1 and isinstance(parts[0], Folder):
+        return Path(given[0]).expanduser()
+    return Places(parts)
+
+
+def parts_of(root: Path | Places) -> tuple[Folder | Archive | Storage, ...]:
+    """The places of a root, one by one."""
+    return root.parts if isinstance(root, Places) else (Folder(root),)
+
+
+def names_in(root: Path | Places, folder: str = "") -> list[str]:
+    """Names, relative to the root, of the files directly in a folder of it."""
+    return [name for part in parts_of(root) for name in part.names(folder)]
+
+
+def is_there(source: Path | Stored) -> bool:
+    """Whether `root / file_name` is a file that can be opened."""
+    if isinstance(source, Stored):
+        return not isinstance(source.place, Places) and source.place.holds(source.name)
+    return os.path.exists(source)  # Path's own raises for too long a name
+
+
+def size_of(source: Path | Stored) -> int:
+    """Bytes of a file."""
+    return source.size if isinstance(source, Stored) else source.stat().st_size
+
+
+def watched_of(root: Path | Places, folders: Iterable[str] = ("",)) -> list[str]:
+    """Of what `digest_of` tells whether images in these folders of the root changed."""
+    folders = list(folders)
+    return [each for part in parts_of(root) for each in part.watched(folders)]
+
+
+def digest_of(place: str | Path) -> str:
+    """What differs when files of a folder, an archive, a single file or a storage change; "" where there is none."""
+    if _is_url(str(place)):
+        return _storage(str(place)).digest()
+    try:
+        status = os.stat(place)
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{status.st_size} {status.st_mtime_ns}"
+        with os.scandir(place) as entries:
+            files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+    except OSError:
+        return ""
+    listing = repr(sorted((name, status.st_size, status.st_mtime_ns) for name, status in files))
+    return hashlib.blake2b(listing.encode(errors="replace"), digest_size=16).hexdigest()
+
+
+def _open(spec: str) -> Folder | Archive | Storage:
+    if _is_url(spec):
+        return _storage(spec)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return Folder(path.resolve())
+    archive = next((each for each in (path, *path.parents) if each.is_file()), None)
+    if archive is None:
+        raise BadInput(f"{path}: no such image folder (data.image_dir)")
+    status = archive.stat()
+    members = _members(str(archive.resolve()), status.st_size, status.st_mtime_ns)
+    inner = PurePosixPath(path.relative_to(archive)).as_posix()
+    opened = Archive(archive.resolve(), "" if inner == "." else inner, members)
+    if not opened.entries:
+        tops = sorted({name.split("/")[0] for name in members})[:5]
+        raise BadInput(f"{path}: no such folder in the archive; at its top are {', '.join(tops) or 'no files'}")
+    return opened
+
+
+def _is_url(spec: str) -> bool:
+    return "://" in spec
+
+
+@functools.lru_cache(maxsize=16)
+def _storage(url: str) -> Storage:
+    return Storage(url)
+
+
+@functools.lru_cache(maxsize=16)
+def _members(path: str, size: int, mtime_ns: int) -> Mapping[str, tuple]:
+    """(size, packed size, offset, method, CRC) of each file of an archive; size and time are there for the cache."""
+    if path.lower().endswith(COMPRESSED):
+        raise BadInput(f"{path}: a compressed tar can only be read from its start; make a .tar or a .zip of it")
+    try:
+        if zipfile.is_zipfile(path):
+            return dict(_zip_members(path))
+        if tarfile.is_tarfile(path):
+            return _tar_members(path)
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile, tarfile.TarError) as error:
+        raise BadInput(f"{path}: the archive cannot be read: {error}") from error
+    raise BadInput(f"{path}: neither a folder nor an archive ({' or '.join(ARCHIVES)}; data.image_dir)")
+
+
+def _zip_members(path: str) -> Iterator[tuple[str, tuple]]:
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                way = "encrypted" if info.flag_bits & 1 else f"packed by method {info.compress_type}"
+                raise BadInput(f"{path}: {info.filename} is {way}; expected stored or deflated members")
+            if not info.is_dir():
+                entry = (info.file_size, info.compress_size, info.header_offset, info.compress_type, info.CRC)
+                yield os.path.normpath(info.filename), entry
+
+
+def _tar_members(path: str) -> Mapping[str, tuple]:
+    members: dict[str, tuple] = {}
+    with tarfile.open(path, "r:") as archive:
+        for info in archive:
+            name = os.path.normpath(info.name)
+            if info.islnk() and os.path.normpath(info.linkname) in members:
+                members[name] = members[os.path.normpath(info.linkname)]
+            elif info.isreg() and not info.issparse():
+                members[name] = (info.size, info.size, info.offset_data, None, int(info.mtime))
+            archive.members = []  # it would keep a kilobyte for each
+    return members
+
+
+def _unpacked(data: bytes, size: int, method: int) -> bytes:
+    if method == zipfile.ZIP_STORED:
+        return data
+    try:
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)  # more than it said is not unpacked
+    except zlib.error as error:
+        raise OSError(errno.EIO, f"damaged: {error}") from error
+
+
+def _stamp(info: Mapping) -> str:
+    """What a file system says of a file that changes with its content."""
+    keys = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
+    return " ".join(str(info[key]) for key in keys if key in info)
+
+
+def _inside(path: Path, real_root: str) -> bool:
+    """Whether a path, its symbolic links followed, is in a folder."""
+    real = os.path.realpath(path)
+    return real == real_root or real.startswith(real_root.rstrip(os.sep) + os.sep)
