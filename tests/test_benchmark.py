@@ -63,3 +63,20 @@ def test_unknown_bench_is_refused(benchmark, capsys):
     with pytest.raises(SystemExit) as ended:
         benchmark.main(["--only", "nothing"])
     assert ended.value.code == 2 and "criterion" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_costs_of_a_step_and_bytes_of_its_collectives(benchmark):
+    """The figures of docs/scaling.md: parts are parts of the step, and gradients are four bytes a parameter."""
+    from benches.scaling import PARTS, bench_scaling
+
+    small = ["--data.max_train_images", "64", "--data.workers", "0", "--data.batch_size_per_device", "4"]
+    rows = {(row["name"], row["unit"]): row["value"] for row in bench_scaling((1, 2), 6, small)}
+    for count in (1, 2):
+        parts, step = ({part: rows[f"scaling, {count} processes, {part}", "s"] for part in names}
+                       for names in (PARTS, ["a step"]))  # fmt: skip
+        assert min(parts.values()) >= 0 and sum(parts.values()) <= 1.2 * step["a step"]
+        assert rows[f"scaling, {count} processes, checkpoint", "MB"] > 90
+    assert rows["scaling, 2 processes, gradients", "bytes/step"] == 4 * 6_088_956
+    assert 0 < rows["scaling, 2 processes, what the step must know", "bytes/step"] < 10_000
+    assert ("scaling, 1 processes, gradients", "bytes/step") not in rows
