@@ -1,6 +1,6 @@
 """Measures this toolkit against plain programs that do the same, and prints one Markdown table.
 
-    python scripts/benchmark.py                       # everything: about half an hour on two CPU cores; `make bench`
+    python scripts/benchmark.py                       # everything: about 45 minutes on two CPU cores; `make bench`
     python scripts/benchmark.py --only loop startup   # some
     python scripts/benchmark.py --quick               # small sizes: shows that it runs, the figures mean nothing
 
@@ -20,6 +20,7 @@ from benches.evaluation import bench_evaluation
 from benches.loading import bench_loading
 from benches.loop import bench_loop
 from benches.predict import bench_predict
+from benches.reading import bench_reading
 from benches.scene_graph import bench_graph_evaluation, bench_relation_heads
 from benches.ssd import bench_ssd
 from benches.startup import bench_startup
@@ -35,6 +36,7 @@ BENCHES: tuple[tuple[str, Callable[..., list[dict]], dict], ...] = (
     ("loading", bench_loading, {"num_images": 4, "batch_size": 2, "repeats": 1}),
     ("evaluation", bench_evaluation, {"num_images": 20, "num_detections": 20, "num_classes": 5, "repeats": 1}),
     ("table", bench_table, {"num_images": 500, "num_boxes": 3000, "repeats": 1}),
+    ("reading", bench_reading, {"sizes": (300,), "whole": 300}),
     ("startup", bench_startup, {"repeats": 1}),
     ("yolov3_losses", bench_yolov3_losses, {"batch": 1, "side": 64, "boxes": 3, "num_classes": 4, "repeats": 1}),
     ("yolov3_export", bench_yolov3_export, {"batch": 1, "side": 64, "repeats": 1}),
@@ -56,6 +58,8 @@ REQUIREMENTS = {
     "table, opened from cache": "≤ 2",
     "table, memory per worker, epoch 1": "≤ 100",
     "table, memory per worker, epoch 3": "≤ 100",
+    "COCO file, time, streamed / whole": "≤ 2",
+    "COCO file, memory, streamed / whole": "≤ 0.2",
     "yolov3 losses, loop / ours": "≥ 10",
     "yolov3, largest difference of a box": "≤ 0.01",
     "yolov3, largest difference of a score": "≤ 0.0001",

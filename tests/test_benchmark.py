@@ -24,11 +24,12 @@ def benchmark():
 
 
 def test_quick_run_prints_every_row_and_equal_numbers(benchmark, capsys):
-    slow = {"loop", "startup", "yolov3_export"}
+    slow = {"loop", "reading", "startup", "yolov3_export"}
     rows = benchmark.main(["--quick", "--only", *({name for name, _, _ in benchmark.BENCHES} - slow)])
     values = {row["name"]: row["value"] for row in rows}
     assert len(values) == len(rows)
-    assert {name for name in benchmark.REQUIREMENTS if not name.startswith(("loop,", "yolov3,"))} <= set(values)
+    elsewhere = ("loop,", "yolov3,", "COCO file")
+    assert {name for name in benchmark.REQUIREMENTS if not name.startswith(elsewhere)} <= set(values)
     assert values["evaluation, largest difference"] == 0
     assert values["scene graph evaluation, largest difference"] <= 1e-12
     for name in ("yolov3 losses", "relation head motifs", "relation head vctree"):
@@ -57,6 +58,13 @@ def test_exported_yolov3_computes_the_same(benchmark):
     values = {row["name"]: row["value"] for row in benchmark.main(["--quick", "--only", "yolov3_export"])}
     required = {name: limit for name, limit in benchmark.REQUIREMENTS.items() if name.startswith("yolov3,")}
     assert required and all(values[name] <= float(limit.removeprefix("≤ ")) for name, limit in required.items())
+
+
+@pytest.mark.slow
+def test_both_ways_of_reading_a_coco_file_are_measured(benchmark):
+    values = {row["name"]: row["value"] for row in benchmark.main(["--quick", "--only", "reading"])}
+    assert {name for name in benchmark.REQUIREMENTS if name.startswith("COCO file")} <= set(values)
+    assert values["COCO file, time, streamed / whole"] > 0
 
 
 def test_unknown_bench_is_refused(benchmark, capsys):

@@ -34,6 +34,12 @@ FOLDERS = {  # architecture: entries of config.json as its hub models have them,
     "rt_detr_v2": {**REAL_TIME, "backbone_config": RESNET, "encoder_in_channels": [16, 24, 32]},
     "d_fine": {**REAL_TIME, "backbone_config": HGNET, "encoder_in_channels": [24, 32, 40],
                "decoder_n_points": [3, 6, 3]},
+    "deimv2": {**REAL_TIME, "backbone_config": HGNET, "encoder_in_channels": [24, 32, 40]},
+    "rf_detr": {"backbone_config": {"model_type": "rf_detr_dinov2", "hidden_size": 32, "num_attention_heads": 2,
+                                    "image_size": 64, "patch_size": 8, "num_windows": 2, "num_hidden_layers": 2,
+                                    "out_indices": [1, 2]},
+                "d_model": 32, "decoder_self_attention_heads": 2, "decoder_cross_attention_heads": 4,
+                "decoder_layers": 2, "decoder_ffn_dim": 32, "num_queries": 7, "group_detr": 3},
     "yolos": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
               "image_size": [128, 128], "num_detection_tokens": 7},
 }  # fmt: skip
@@ -43,7 +49,7 @@ FOLDERS = {  # architecture: entries of config.json as its hub models have them,
 def test_a_hub_model_trains_with_the_default_command(architecture, tmp_path):
     torch.manual_seed(0)
     entries, kind = dict(FOLDERS[architecture]), CONFIG_MAPPING[architecture]
-    classes = COCO_80 if architecture in ("rt_detr_v2", "d_fine") else coco_by_id(0)
+    classes = COCO_80 if architecture in ("rt_detr_v2", "d_fine", "deimv2") else coco_by_id(0)
     if "backbone_config" in entries:
         inner = dict(entries["backbone_config"])
         entries["backbone_config"] = CONFIG_MAPPING[inner.pop("model_type")](**inner)

@@ -17,6 +17,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from toolkit.data.check_files import (
@@ -174,38 +176,38 @@ def _database(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _spool(database: sqlite3.Connection, annotation_file: Path) -> _Head:
-    """The file's items into the database, a few thousand at a time."""
+    """The file's items into the database, one at a time."""
     head = _Head()
-    waiting: dict[str, list[tuple]] = {"images": [], "annotations": [], "relations": []}
     database.execute("BEGIN")
-
-    def flush(table: str) -> None:
-        database.executemany(f"INSERT INTO {table} VALUES (NULL, ?, ?, ?)", waiting[table])
-        waiting[table].clear()
-
-    for key, item in stream_lists(annotation_file):
-        if isinstance(item, Whole):
-            head.tops[key] = item.value
+    for key, run in groupby(stream_lists(annotation_file), itemgetter(0)):
+        items = _noted(head, run)
+        if key in ROWS:
+            table, row_of = ROWS[key]
+            rows = (row_of(head, key, item) for item in items)
+            database.executemany(f"INSERT INTO {table} VALUES (NULL, ?, ?, ?)", rows)
         elif key in SMALL_LISTS:
-            head.lists.setdefault(key, []).append(item)
-        elif key in KEYS:
-            head.seen.add(key)
-            entry = {name: item[name] for name in KEYS[key] if name in item} if isinstance(item, dict) else item
-            waiting[key].append(_image(head, entry) if key == "images" else _annotation(head, entry))
-        elif key in ("rel_annotations", "relations"):
-            waiting["relations"].append(_relation(head, key, item))
-        for table, entries in waiting.items():
-            if len(entries) >= CHUNK:
-                flush(table)
-    for table in waiting:
-        flush(table)
+            head.lists.setdefault(key, []).extend(items)
+        else:
+            for _ in items:  # of no use; an empty list, or what is no list, is noted
+                pass
     database.execute("COMMIT")
     database.executescript(INDICES + RELATION_INDICES * (head.relations.total() > 0))
     database.executescript(KNOT + KNOT_OF_RELATIONS * (head.relations.total() > 0))
     return head
 
 
-def _image(head: _Head, entry: object) -> tuple:
+def _noted(head: _Head, run: Iterator[tuple[str, object]]) -> Iterator[object]:
+    """The items of one list; its key, or what it is instead of a list of items, goes into `head`."""
+    for key, item in run:
+        if isinstance(item, Whole):
+            head.tops[key] = item.value
+        else:
+            head.seen.add(key)
+            yield item
+
+
+def _image(head: _Head, key: str, item: object) -> tuple:
+    entry = _kept(key, item)
     head.images += 1
     name = entry.get("file_name") if isinstance(entry, dict) else None
     name = os.path.normpath(name) if isinstance(name, str) and name else None
@@ -214,7 +216,8 @@ def _image(head: _Head, entry: object) -> tuple:
     return _key(entry, "id"), name, marshal.dumps(entry)
 
 
-def _annotation(head: _Head, entry: object) -> tuple:
+def _annotation(head: _Head, key: str, item: object) -> tuple:
+    entry = _kept(key, item)
     ids = entry.get("attribute_ids") if isinstance(entry, dict) else None
     if isinstance(ids, list):
         head.attribute_columns = max(head.attribute_columns, len(ids), 1)
@@ -230,14 +233,20 @@ def _relation(head: _Head, key: str, item: object) -> tuple:
     return _key(ends, "subject_id"), _key(ends, "object_id"), marshal.dumps([key, head.relations[key] - 1, item])
 
 
+ROWS = {"images": ("images", _image), "annotations": ("annotations", _annotation),
+        "rel_annotations": ("relations", _relation), "relations": ("relations", _relation)}  # fmt: skip
+
+
+def _kept(key: str, item: object) -> object:
+    return {name: item[name] for name in KEYS[key] if name in item} if isinstance(item, dict) else item
+
+
 def _key(entry: object, name: str) -> int | str | None:
     """An id as the database compares it; None: it is none."""
     value = entry.get(name) if isinstance(entry, dict) else None
-    if isinstance(value, str):
-        return f"s{value}"
-    if isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int:  # no truth value
         return value if -(2**63) <= value < 2**63 else f"i{value}"
-    return None
+    return f"s{value}" if isinstance(value, str) else None
 
 
 def _check_kinds(database: sqlite3.Connection, file: str) -> None:

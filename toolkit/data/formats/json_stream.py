@@ -14,6 +14,7 @@ from toolkit.errors import BadInput
 
 WINDOW = 2**20  # characters
 _SPACE = re.compile(r"[ \t\r\n]*")
+_NEXT = re.compile(r"[ \t\r\n]*,[ \t\r\n]*(?=[{\[\"\d-])")  # up to the first sign of another item
 _DECODER = json.JSONDecoder()
 
 
@@ -64,6 +65,9 @@ def _items(text: "_Text") -> Iterator[object]:
         return
     while True:
         yield text.value()
+        if found := _NEXT.match(text.text, text.at):  # the usual case, in one step
+            text.at = found.end()
+            continue
         if text.next_sign() == "]":
             text.at += 1
             return
@@ -95,7 +99,8 @@ class _Text:
 
     def value(self) -> object:
         """Takes one JSON value; more is read until it ends well inside the window."""
-        self.next_sign()
+        if self.text[self.at : self.at + 1] not in ("{", "["):
+            self.next_sign()
         grow = 1
         while True:
             try:
