@@ -105,18 +105,25 @@ def test_completion(words, expected, capsys):
     assert capsys.readouterr().out.split() == expected
 
 
-def test_bash_completes(tmp_path):
-    """The real shell: what it would put in place of the word that was begun."""
-    if shutil.which("bash") is None:
-        pytest.skip("no bash")
+ASKED = {  # what puts the words `detect train detr --run.max_m` before the completion of a shell
+    "bash": 'eval "$(detect completion bash)"; COMP_WORDS=(detect train detr --run.max_m); COMP_CWORD=3; _detect; '
+            'echo "${COMPREPLY[@]}"',
+    "zsh": 'compdef() { :; }; compadd() { shift; echo "$@"; }; eval "$(detect completion zsh)"; '
+           'words=(detect train detr --run.max_m); CURRENT=4; _detect',
+    "fish": 'detect completion fish | source; complete -C "detect train detr --run.max_m"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shell", ASKED)
+def test_a_real_shell_completes(shell, tmp_path):
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell}")
     command = tmp_path / "detect"
     command.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import sys; from toolkit.detect import main; "
                        'sys.exit(main())\' "$@"\n')  # fmt: skip
     command.chmod(0o755)
-    script = ('eval "$(detect completion bash)"; COMP_WORDS=(detect train detr --run.max_m); COMP_CWORD=3; _detect; '
-              'echo "${COMPREPLY[@]}"')  # fmt: skip
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=True)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    done = subprocess.run([shell, "-c", ASKED[shell]], capture_output=True, text=True, env=env, check=True)
     assert done.stdout.strip() == "--run.max_minutes"
 
 

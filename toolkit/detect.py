@@ -29,10 +29,15 @@ COMPLETION = {
     COMPREPLY=($(detect complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
 }
 complete -o default -F _detect detect""",
-    "zsh": """autoload -U +X compinit && compinit
-_detect() { compadd -f -- ${(f)"$(detect complete ${words[2,$CURRENT]} 2>/dev/null)"} || _files }
+    "zsh": """whence compdef > /dev/null || { autoload -U compinit && compinit }
+_detect() {
+    local -a found
+    found=("${(@f)$(detect complete "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    if [[ -n $found ]]; then compadd -- $found; else _files; fi
+}
 compdef _detect detect""",
-    "fish": "complete -c detect -a '(detect complete (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null)'",
+    "fish": """complete -c detect -e
+complete -c detect -a '(detect complete (commandline -opc)[2..] "$(commandline -ct)" 2>/dev/null)'""",
 }
 
 
