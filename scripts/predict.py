@@ -8,7 +8,9 @@
     python scripts/predict.py runs/detr map.png --out found --tile 640 --overlap 0.2      # a large image, in tiles
     ls photos/*.jpg | python scripts/predict.py runs/detr - --out found --format coco csv # a list on standard input
     python scripts/predict.py runs/detr --camera 0 --max-frames 300 --out found
-    python scripts/predict.py runs/yolov3 holiday/ --out found --model.nms_threshold 0.6  # another choice at inference
+    python scripts/predict.py runs/sgdet holiday/ --out found --format json dot --all-scores     # scene graphs
+    python scripts/predict.py runs/yolov3 holiday/ --out found --model.nms_threshold 0.6  # a choice at inference; so is
+    python scripts/predict.py runs/causal holiday/ --out found --boxes boxes.json --head.effect tde
 
 IMAGES are files, folders (searched below too), quoted patterns, http addresses and videos. `found/predictions.json` has
 
@@ -20,8 +22,10 @@ IMAGES are files, folders (searched below too), quoted patterns, http addresses 
 
 with ids and names of the training data, boxes in pixels of the (upright) image as in COCO results, best first. Of a
 scene-graph detector (sgdet) an image also has its best "relations": [{"subject": i, "object": j, "predicate": "on",
-"score": 0.61}, ...], where i and j are positions in its detections; they are drawn as arrows. Of a video,
-`found/videos/NAME.jsonl` has a line for each frame, and NAME.mp4 the frames with boxes.
+"score": 0.61}, ...], where i and j are positions in its detections; they are drawn as arrows, with the graph beside the
+image. A model of predcls or sgcls describes the boxes of a COCO file (--boxes). --format dot, jsonld and networkx write
+each graph in `found/graphs/`. Of a video, `found/videos/NAME.jsonl` has a line for each frame, and NAME.mp4 the frames
+with boxes.
 
 Exit code 0: all done; 1: some files could not be read, they are listed and the others are done; 2: bad input.
 """
@@ -35,9 +39,11 @@ import torch
 from tqdm import tqdm
 
 from toolkit.errors import BadInput
-from toolkit.evaluation.detections import detections_as_json, relations_as_json
+from toolkit.evaluation.detections import detections_as_json, relations_as_json, without_graph_constraint
+from toolkit.evaluation.graph_formats import SUFFIXES
 from toolkit.models.inference_settings import inference_flags
 from toolkit.use.drawing import draw_found
+from toolkit.use.given_boxes import given_boxes
 from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
 from toolkit.use.outputs import (
     FORMATS,
@@ -68,13 +74,15 @@ def predict(arguments: argparse.Namespace) -> int:
     check_outputs(arguments.out, [*names, *videos], arguments.overwrite)
     ids = dict(zip(names, image_ids_of(arguments.image_ids, list(names)), strict=True))
     predictor, threshold = chosen_predictor(arguments)
+    check_given(arguments, predictor, videos)
+    given = given_boxes(arguments.boxes, names, predictor.class_names) if arguments.boxes else None
     try:
         clear_outputs(arguments.out)
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out {arguments.out}: cannot be written: {error.strerror}") from error
     errors = {path: {"file_name": str(path), "error": reason} for path, reason in errors.items()}
-    document, errors = predict_images(arguments, predictor, threshold, names, ids, errors)
+    document, errors = predict_images(arguments, predictor, threshold, names, ids, errors, given)
     for source in [*videos, *([arguments.camera] if arguments.camera is not None else [])]:
         error = one_video(arguments, predictor, threshold, source)
         if error:
@@ -104,17 +112,32 @@ def chosen_predictor(arguments: argparse.Namespace) -> tuple[Predictor, float]:
     return (of_classes(predictor, arguments.classes) if arguments.classes else predictor), threshold
 
 
-def predict_images(arguments, predictor: Predictor, threshold: float, names, ids, errors) -> tuple[dict, dict]:
+def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: list[Path]) -> None:
+    """Boxes and graphs are asked of models that take and find them. Raises BadInput."""
+    if predictor.given and (arguments.boxes is None or videos or arguments.camera is not None):
+        raise BadInput(f"{predictor.source} describes {predictor.given} of images: give them, --boxes FILE.json")
+    if arguments.boxes and not predictor.given:
+        raise BadInput(f"--boxes {arguments.boxes}: {predictor.source} finds boxes by itself; leave it out")
+    graph_formats = [name for name in arguments.format if name in SUFFIXES]
+    for flag in [*(["--all-scores"] if arguments.all_scores else []), *(f"--format {name}" for name in graph_formats),
+                 *(["--no-graph-constraint"] if arguments.no_graph_constraint else [])]:  # fmt: skip
+        if not predictor.predicates:
+            raise BadInput(f"{flag} is for scene graphs, and {predictor.source} finds none; see scripts/train_sgg.py")
+
+
+def predict_images(arguments, predictor: Predictor, threshold: float, names, ids, errors, given) -> tuple[dict, dict]:
     """The document for all image files, with their pictures drawn, and what could not be read."""
     pictures = {} if arguments.no_pictures else picture_names(names)
-    predictions = predict_files(predictor, list(names), batch_size=arguments.batch_size, score_threshold=threshold)
+    predictions = predict_files(
+        predictor, list(names), batch_size=arguments.batch_size, score_threshold=threshold, given=given
+    )
     entries = {}
     for prediction in tqdm(predictions, "prediction", len(names), unit="image", disable=None):
         if prediction.error is not None:
             tqdm.write(f"{prediction.path}: {prediction.error}", file=sys.stderr)
             errors[prediction.path] = {"file_name": str(prediction.path), "error": prediction.error}
             continue
-        entries[prediction.path] = {"id": ids[prediction.path], **entry(prediction, predictor)}
+        entries[prediction.path] = {"id": ids[prediction.path], **entry(prediction, predictor, arguments)}
         if pictures:
             picture = pictures[prediction.path]
             entries[prediction.path]["picture"] = str(picture)
@@ -161,12 +184,13 @@ def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
     return chosen
 
 
-def entry(prediction: FilePrediction, predictor: Predictor) -> dict:
+def entry(prediction: FilePrediction, predictor: Predictor, arguments: argparse.Namespace) -> dict:
     height, width = prediction.image.shape[-2:]
     detections = detections_as_json(prediction.found, predictor.categories, predictor.attributes)
     result = {"file_name": str(prediction.path), "width": width, "height": height, "detections": detections}
     if "pairs" in prediction.found:
-        result["relations"] = relations_as_json(prediction.found, predictor.predicates)
+        found = without_graph_constraint(prediction.found) if arguments.no_graph_constraint else prediction.found
+        result["relations"] = relations_as_json(found, predictor.predicates, arguments.all_scores)
     return result
 
 
@@ -194,6 +218,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier prediction in that folder")
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=["json"], help="files to write (default json)")
+    parser.add_argument("--boxes", type=Path, metavar="FILE", help="COCO file of the boxes that a graph is to describe")
+    parser.add_argument("--all-scores", action="store_true", help="the scores of all predicates of each pair")
+    parser.add_argument("--no-graph-constraint", action="store_true",
+                        help="the 100 best of all (pair, predicate), not one predicate for each pair")  # fmt: skip
     parser.add_argument("--image-ids", type=Path, help="COCO file whose image ids are used (default: 1, 2, 3 on)")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
     parser.add_argument("--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD,

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import networkx
 import numpy as np
 import torch
 from launching import ROOT, Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
@@ -120,9 +121,38 @@ def test_a_choice_at_inference_is_made_on_a_trained_run(server, data, tmp_path):
     assert asked == numbers(server.run(evaluate, [alone.folder]).ok().text)
     assert {f"val/{key}": value for key, value in asked.items()}.items() <= rows(alone.folder)[-1].items()
     assert asked != plain
+    check_prediction_of_given_boxes(server, data, trained, tmp_path)
     for flag in ("--head.dropout", "--model.mode"):
         refused = server.run(evaluate, [trained, flag, "1"])
         assert refused.code == 2 and "there are head_options.effect" in refused.text, flag
+
+
+def check_prediction_of_given_boxes(server, data, trained: Path, folder: Path) -> None:
+    """Pictures, graphs and all scores of the boxes of a COCO file; without boxes there is nothing to describe."""
+    predict, boxes = ROOT / "scripts" / "predict.py", data / "annotations" / "val.json"
+    args = [trained, data / "val", "--out", folder / "found", "--boxes", boxes, "--image-ids", boxes, "--head.effect",
+            "tde", "--all-scores", "--format", "json", "dot", "jsonld", "networkx"]  # fmt: skip
+    server.run(predict, args).ok()
+    document, truth = (json.loads(path.read_text()) for path in (folder / "found" / "predictions.json", boxes))
+    for image in document["images"]:
+        annotated = sorted(a["bbox"] for a in truth["annotations"] if a["image_id"] == image["id"])
+        np.testing.assert_allclose(sorted(d["bbox"] for d in image["detections"]), annotated, atol=1e-3)
+        assert len(image["relations"]) == min(100, len(annotated) * (len(annotated) - 1))
+        for relation in image["relations"]:
+            best, score = next(iter(relation["predicate_scores"].items()))
+            assert relation["predicate"] == best and score == max(relation["predicate_scores"].values())
+        name = folder / "found" / "graphs" / Path(image["file_name"]).name
+        graph = networkx.node_link_graph(json.loads(name.with_suffix(".json").read_text()), edges="edges")
+        assert graph.number_of_edges() == len(image["relations"]) == name.with_suffix(".dot").read_text().count(" -> ")
+        assert len(json.loads(name.with_suffix(".jsonld").read_text())["relations"]) == graph.number_of_edges()
+        assert (folder / "found" / image["picture"]).stat().st_size > 1000
+    refused = server.run(predict, [trained, data / "val", "--out", folder / "other"])
+    assert refused.code == 2 and "--boxes FILE.json" in refused.text
+    truth["annotations"][0] |= {"bbox": [1, 2, 0, 4], "category_id": 99}
+    (folder / "wrong.json").write_text(json.dumps(truth))
+    args = [trained, data / "val", "--out", folder / "other", "--boxes", folder / "wrong.json"]
+    refused = server.run(predict, args)
+    assert refused.code == 2 and "both sides above 0" in refused.text and "category 99" in refused.text
 
 
 def visual_genome(folder: Path, train: int, test: int) -> Path:

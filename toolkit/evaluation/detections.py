@@ -10,6 +10,7 @@ from toolkit.data.table import Category
 Found = dict[str, Tensor]
 MAX_RELATIONS = 100  # of one image, as recall counts
 MIN_ATTRIBUTE_SCORE = 0.5
+OF_PAIRS = ("pairs", "predicates", "triplet_scores", "predicate_scores")
 
 
 def best_first(found: Mapping[str, Tensor]) -> Found:
@@ -22,8 +23,8 @@ def best_first(found: Mapping[str, Tensor]) -> Found:
         place = torch.full_like(found["labels"], -1)
         place[order] = torch.arange(len(order), device=order.device)
         pairs = place[found["pairs"]]
-        kept = (pairs >= 0).all(1)
-        result |= {"pairs": pairs[kept]} | {key: found[key][kept] for key in ("predicates", "triplet_scores")}
+        kept = (pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1])  # the pair of a lone object is a placeholder
+        result |= {"pairs": pairs[kept]} | {key: found[key][kept] for key in OF_PAIRS[1:] if key in found}
     return {key: value.cpu() for key, value in result.items()}
 
 
@@ -44,10 +45,29 @@ def detections_as_json(found: Found, categories: Sequence[Category], attributes:
     return detections
 
 
-def relations_as_json(found: Found, predicates: Sequence[str]) -> list[dict]:
-    """The best relations of one image: `subject` and `object` are positions in its detections."""
+def without_graph_constraint(found: Found, count: int = MAX_RELATIONS) -> Found:
+    """The graph of an image with its `count` best combinations of pair and predicate in place of one predicate for each
+    pair; equal ones by pair, then predicate, as ng-R@K ranks them."""
+    ends = found["scores"][found["pairs"]].prod(1)
+    scores = (found["predicate_scores"] * ends[:, None]).flatten()
+    best = scores.sort(descending=True, stable=True).indices[:count]
+    rows, predicates = best // found["predicate_scores"].shape[1], best % found["predicate_scores"].shape[1]
+    of_pairs = {"pairs": found["pairs"][rows], "predicate_scores": found["predicate_scores"][rows]}
+    return found | of_pairs | {"predicates": predicates, "triplet_scores": scores[best]}
+
+
+def relations_as_json(found: Found, predicates: Sequence[str], all_scores: bool = False) -> list[dict]:
+    """The best relations of one image: `subject` and `object` are positions in its detections.
+
+    all_scores: with `predicate_scores`, the probability of every predicate of the pair by name, best first.
+    """
     columns = (found[key][:MAX_RELATIONS].tolist() for key in ("pairs", "predicates", "triplet_scores"))
-    return [
+    relations = [
         {"subject": subject, "object": other, "predicate": predicates[predicate], "score": round(score, 6)}
         for (subject, other), predicate, score in zip(*columns, strict=True)
     ]
+    if all_scores:
+        for relation, scores in zip(relations, found["predicate_scores"].tolist(), strict=False):
+            ranked = sorted(zip(predicates, scores, strict=True), key=lambda pair: -pair[1])
+            relation["predicate_scores"] = {name: round(score, 6) for name, score in ranked}
+    return relations

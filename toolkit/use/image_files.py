@@ -7,7 +7,7 @@ import sys
 import tempfile
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -101,18 +101,25 @@ def _is_image_file(path: Path, leave_out: Path | None) -> bool:
 
 
 def predict_files(
-    predictor: Predictor, paths: Sequence[Path], *, batch_size: int = 8, score_threshold: float = 0.3
+    predictor: Predictor,
+    paths: Sequence[Path],
+    *,
+    batch_size: int = 8,
+    score_threshold: float = 0.3,
+    given: Mapping[Path, Found] | None = None,
 ) -> Iterator[FilePrediction]:
     """Every file once, those of like size together, and so not in the order given. A file that cannot be read is
-    yielded with its error, the others go on."""
+    yielded with its error, the others go on. given: boxes of each file, for a predictor that describes them."""
     with ThreadPoolExecutor() as pool:
         sizes = pool.map(_size_or_nothing, paths)
         in_order = [path for _, path in sorted(zip(sizes, paths, strict=True))]
         for start in range(0, len(in_order), batch_size):
             some = in_order[start : start + batch_size]
             decoded = list(pool.map(_decode_or_error, some))
-            whole = [image for image in decoded if isinstance(image, Tensor)]
-            found = iter(predictor.predict(whole, score_threshold) if whole else [])
+            whole = [path for path, image in zip(some, decoded, strict=True) if isinstance(image, Tensor)]
+            boxes = [] if given is None else [[given[path] for path in whole]]
+            images = [image for image in decoded if isinstance(image, Tensor)]
+            found = iter(predictor.predict(images, score_threshold, *boxes) if whole else [])
             for path, image in zip(some, decoded, strict=True):
                 if isinstance(image, Tensor):
                     yield FilePrediction(path, image, next(found), None)

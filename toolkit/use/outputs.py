@@ -1,6 +1,7 @@
 """What was found in images, in the formats that other programs read."""
 
 import csv
+import functools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -9,12 +10,13 @@ from xml.etree import ElementTree
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
+from toolkit.evaluation.graph_formats import SUFFIXES, graph_text
 from toolkit.files import write_text_atomic
 
 # What `scripts/predict.py` writes below its folder.
 OUTPUTS = ("predictions.json", "predictions.jsonl", "results.json", "predictions.csv", "labels", "annotations",
-           "pictures", "videos")  # fmt: skip
-FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv")
+           "pictures", "videos", "graphs")  # fmt: skip
+FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *SUFFIXES)
 
 
 def write_outputs(document: Mapping, names: Sequence[Path], formats: Sequence[str], folder: Path) -> list[Path]:
@@ -25,9 +27,11 @@ def write_outputs(document: Mapping, names: Sequence[Path], formats: Sequence[st
         names: a relative path for each of its images, all different, from which files of their own are named.
         formats: of `FORMATS`: json, predictions.json; jsonl, the same with a line for each image; coco, the list of
             COCO's results; yolo, a text file for each image with class, centre and size as shares of the image, and
-            score; voc, an XML file for each image; csv, a row for each detection.
+            score; voc, an XML file for each image; csv, a row for each detection; and of scene graphs a file for each
+            image in graphs/: dot (Graphviz), jsonld (linked data), networkx (its node-link JSON).
     """
     writers = {"json": _json, "jsonl": _jsonl, "coco": _coco, "yolo": _yolo, "voc": _voc, "csv": _csv}
+    writers |= {name: functools.partial(_graphs, format=name) for name in SUFFIXES}
     folder.mkdir(parents=True, exist_ok=True)
     return [writers[name](document, names, folder) for name in formats]
 
@@ -157,6 +161,14 @@ def _voc(document: Mapping, names: Sequence[Path], folder: Path) -> Path:
         ElementTree.ElementTree(root).write(path, encoding="utf-8")
     (folder / "annotations").mkdir(exist_ok=True)
     return folder / "annotations"
+
+
+def _graphs(document: Mapping, names: Sequence[Path], folder: Path, format: str) -> Path:
+    for image, name in zip(document["images"], names, strict=True):
+        path = folder / "graphs" / name.with_suffix(SUFFIXES[format])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, graph_text(image, format))
+    return folder / "graphs"
 
 
 def _csv(document: Mapping, names: Sequence[Path], folder: Path) -> Path:

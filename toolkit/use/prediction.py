@@ -45,6 +45,8 @@ class Predictor:
         model tells any. What is found in an image does not depend on
         the images beside it: batches are made of images of one size, so none is padded to the size of another.
     predicates, attributes: names, of scene graphs.
+    given: None; "boxes" or "boxes and labels" that a scene-graph model describes: `predict` then takes them third, a
+        list of `boxes (N, 4)` and `labels (N,)` for each image.
     thresholds: the scores that the run's report recommends, by class name, and for all classes as ""; None: no report.
     """
 
@@ -53,6 +55,7 @@ class Predictor:
     predict: Callable[[Sequence[Tensor], float], list[Found]]
     predicates: Sequence[str] = ()
     attributes: Sequence[str] = ()
+    given: str | None = None
     thresholds: Mapping[str, float] | None = None
 
     @property
@@ -104,7 +107,8 @@ def open_predictor(
     else:
         names = (getattr(own.detector, kind, ()) for kind in ("predicates", "attributes"))
         predict = own_predict(own.detector.to(device), own.size)
-        predictor = Predictor(own.source, own.categories, predict, *names)
+        given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(own.detector, "mode", ""))
+        predictor = Predictor(own.source, own.categories, predict, *names, given)
     return replace(predictor, thresholds=report_thresholds(path))
 
 
@@ -197,21 +201,29 @@ def own_predict(detector: nn.Module, size: Mapping[str, int] | None):
     """`Predictor.predict` of a detector of this toolkit; size: what images are resized to, as in `input_hw`."""
 
     @torch.no_grad()
-    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
+    def predict(images: Sequence[Tensor], score_threshold: float, given: Sequence[Found] = ()) -> list[Found]:
         device = next(detector.parameters()).device
-        no_boxes = {"boxes": torch.zeros(0, 4), "area": torch.zeros(0)}
-        resized = [resize(image, no_boxes, input_hw(image_hw(image), size))[0] for image in images]
+        targets = [_target(each) for each in given] or [_target({"boxes": torch.zeros(0, 4)})] * len(images)
+        resized = [resize(image, target, input_hw(image_hw(image), size))
+                   for image, target in zip(images, targets, strict=True)]  # fmt: skip
         found = [{}] * len(images)
-        for group in of_one_shape(resized):
-            batch = collate([(resized[i], {}) for i in group], detector.stride).to(device)
+        for group in of_one_shape([image for image, _ in resized]):
+            batch = collate([resized[i] for i in group], detector.stride).to(device)
             orig_sizes = torch.tensor([image_hw(images[i]) for i in group], device=device)
-            outputs = detector(batch.images, batch.sizes)
+            outputs = detector(batch.images, batch.sizes, *([batch.targets] if given else []))
             of_group = detector.postprocess(outputs, batch.sizes, orig_sizes, score_threshold, MAX_DETECTIONS)
             for i, each in zip(group, of_group, strict=True):
                 found[i] = best_first(each)
         return found
 
     return predict
+
+
+def _target(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A target with boxes that are given; without any relations."""
+    count = len(given["boxes"])
+    nothing = {"area": torch.zeros(count), "iscrowd": torch.zeros(count, dtype=torch.int64)}
+    return dict(given) | nothing | {"relations": torch.zeros(0, 3, dtype=torch.int64)}
 
 
 def _open_transformers(source: str | Path, device: torch.device | str) -> Predictor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import BadInput
+from toolkit.evaluation.detections import OF_PAIRS
 from toolkit.use.prediction import Found, Predictor
 
 
@@ -40,8 +41,8 @@ def smallest_threshold(predictor: Predictor) -> float:
 
 
 def _filtered(predictor: Predictor, wanted) -> Predictor:
-    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
-        return [_rows(found, wanted(found)) for found in predictor.predict(images, score_threshold)]
+    def predict(images: Sequence[Tensor], score_threshold: float, *given) -> list[Found]:
+        return [_rows(found, wanted(found)) for found in predictor.predict(images, score_threshold, *given)]
 
     return replace(predictor, predict=predict)
 
@@ -52,5 +53,5 @@ def _rows(found: Found, keep: Tensor) -> Found:
         place = torch.where(keep, keep.cumsum(0) - 1, -1)
         pairs = place[found["pairs"]]
         both = (pairs >= 0).all(1)
-        result |= {"pairs": pairs[both]} | {key: found[key][both] for key in ("predicates", "triplet_scores")}
+        result |= {"pairs": pairs[both]} | {key: found[key][both] for key in OF_PAIRS[1:] if key in found}
     return result

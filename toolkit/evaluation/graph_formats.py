@@ -1,0 +1,79 @@
+"""One image's scene graph in the formats of other programs: Graphviz, JSON-LD, NetworkX.
+
+A graph is `{"file_name", "detections": [...], "relations": [...]}` as predictions.json has it: see
+`toolkit.evaluation.detections`.
+"""
+
+import json
+from collections.abc import Mapping
+
+SUFFIXES = {"dot": ".dot", "jsonld": ".jsonld", "networkx": ".json"}
+
+
+def graph_text(graph: Mapping, format: str) -> str:
+    """The text of a file in the format dot, jsonld or networkx."""
+    return {"dot": as_dot, "jsonld": lambda g: _json(as_json_ld(g)), "networkx": lambda g: _json(as_node_link(g))}[
+        format
+    ](graph)
+
+
+def as_dot(graph: Mapping) -> str:
+    """A directed graph of Graphviz; `dot -Tsvg FILE` draws it. Objects without a relation are nodes too."""
+    lines = [f"digraph {json.dumps(str(graph['file_name']))} {{", "  node [shape=box];"]
+    for number, each in enumerate(graph["detections"]):
+        name = f"{number} {each['category']}"
+        lines.append(f"  n{number} [label={_quoted(name)}];")
+    for each in graph["relations"]:
+        label = _quoted(f"{each['predicate']} {each['score']:.2f}")
+        lines.append(f"  n{each['subject']} -> n{each['object']} [label={label}];")
+    return "\n".join([*lines, "}", ""])
+
+
+def as_json_ld(graph: Mapping) -> dict:
+    """Linked data: a schema.org ImageObject whose objects are blank nodes; a relation is an rdf:Statement of them, so
+    that it keeps its score. Predicates and classes are names of the training data, not of any ontology."""
+    nodes = [
+        {"@id": f"_:object{number}", "@type": "DetectedObject", "category": each["category"], "bbox": each["bbox"],
+         "score": each["score"]}
+        for number, each in enumerate(graph["detections"])
+    ]  # fmt: skip
+    statements = [
+        {"@type": "rdf:Statement", "rdf:subject": {"@id": f"_:object{each['subject']}"},
+         "rdf:predicate": each["predicate"], "rdf:object": {"@id": f"_:object{each['object']}"},
+         "score": each["score"]}
+        for each in graph["relations"]
+    ]  # fmt: skip
+    context = {
+        "@vocab": "urn:scene-graph:",
+        "schema": "https://schema.org/",
+        "rdf": "http://www.w3.org/1999/02/22-rdf-syntax-ns#",
+        "bbox": {"@id": "urn:scene-graph:bbox", "@container": "@list"},
+    }
+    image = {"@type": "schema:ImageObject", "schema:contentUrl": str(graph["file_name"])}
+    return {"@context": context, **image, "objects": nodes, "relations": statements}
+
+
+def as_node_link(graph: Mapping) -> dict:
+    """NetworkX's node-link form; `networkx.node_link_graph(json.load(file), edges="edges")` reads it."""
+    nodes = [
+        {"id": number, **{key: each[key] for key in ("category", "bbox", "score")}}
+        for number, each in enumerate(graph["detections"])
+    ]
+    counts: dict[tuple, int] = {}
+    edges = []
+    for each in graph["relations"]:
+        ends = each["subject"], each["object"]
+        key = counts[ends] = counts.get(ends, -1) + 1  # several predicates between the same two
+        edges.append({"source": ends[0], "target": ends[1], "key": key, "predicate": each["predicate"],
+                      "score": each["score"]})  # fmt: skip
+    about = {"file_name": str(graph["file_name"])}
+    return {"directed": True, "multigraph": True, "graph": about, "nodes": nodes, "edges": edges}
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _json(document: Mapping) -> str:
+    return json.dumps(document, indent=1) + "\n"
