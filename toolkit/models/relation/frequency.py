@@ -1,11 +1,12 @@
 """How often a predicate joins two classes: counts of the training split, the bias made of them, and the baseline
 that predicts from nothing else (Zellers et al., Neural Motifs, 2018)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from toolkit.data.table import DetectionTable
 from toolkit.models.relation.batch import RelationBatch, RelationOutput
@@ -85,14 +86,31 @@ def predicate_weights(relations: np.ndarray, power: float = 0.5) -> Tensor:
     weight = (most frequent / count) ** power for predicates with at least one relation, scaled so that the weighted
     number of relations stays what it was; a predicate without relation keeps weight 1.
     """
+    return _scaled_weights(relations, lambda counts: (counts.max() / counts) ** power)
+
+
+def class_balanced_weights(relations: np.ndarray, beta: float) -> Tensor:
+    """(P,) float32 weights (1 - beta) / (1 - beta ** count), one by the effective number (Cui et al., CVPR 2019,
+    equation 3); background, unseen predicates and scale as in `predicate_weights`."""
+    return _scaled_weights(relations, lambda counts: (1 - beta) / -np.expm1(counts * np.log(beta)))
+
+
+def _scaled_weights(relations: np.ndarray, weight_of: Callable[[np.ndarray], np.ndarray]) -> Tensor:
     counts = relations.sum((0, 1)).astype(np.float64)
     counts[0] = 0
     seen = counts > 0
     weights = np.ones(len(counts))
     if seen.any():
-        weights[seen] = (counts.max() / counts[seen]) ** power
-        weights[seen] *= counts.sum() / (weights * counts).sum()
+        weights[seen] = weight_of(counts[seen])
+        weights[seen] *= counts.sum() / (weights * counts)[seen].sum()
     return torch.from_numpy(weights).float()
+
+
+def log_prior(relation_counts: Tensor) -> Tensor:
+    """(P,) float32 log of each predicate's share of the relations, 0 for background; an unseen one counts as one."""
+    counts = relation_counts.sum((0, 1)).double().clamp(min=1)
+    counts[0] = 0
+    return F.pad((counts[1:] / counts.sum()).log(), (1, 0)).float()
 
 
 class FrequencyBias(nn.Module):

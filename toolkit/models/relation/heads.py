@@ -8,10 +8,11 @@ from toolkit.models.relation.frequency import FrequencyHead
 from toolkit.models.relation.imp import IMPHead
 from toolkit.models.relation.layers import HeadSizes
 from toolkit.models.relation.motifs import MotifsHead
+from toolkit.models.relation.prototypes import PrototypeHead
 from toolkit.models.relation.transformer import TransformerHead
 from toolkit.models.relation.vctree import VCTreeHead
 
-HEADS = ("frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal")
+HEADS = ("frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react")
 
 
 def build_relation_head(
@@ -21,7 +22,7 @@ def build_relation_head(
 
     mode: predcls, sgcls or sgdet. log_frequency: (C, C, P) of the training split. word_vectors: (1 + C, embed_dim),
     first that of "no label yet", or None. options: the head's own, see its constructor. `vtranse` is the causal head
-    with the VTransE context and no effect.
+    with the VTransE context and no effect, `react` a `penet` that keeps the detector's labels.
     Raises BadInput for an unknown name.
     """
     if name == "frequency":
@@ -31,6 +32,9 @@ def build_relation_head(
     options |= {"word_vectors": word_vectors}
     if name == "vtranse":
         return CausalHead(mode, sizes, log_frequency, context="vtranse", **options)
+    if name in ("penet", "react"):
+        fast = {"refine_objects": False, "join": "linear"} if name == "react" else {}
+        return PrototypeHead(mode, sizes, **fast | options)
     heads = {"motifs": MotifsHead, "vctree": VCTreeHead, "transformer": TransformerHead, "causal": CausalHead}
     if name not in heads:
         raise BadInput(f"relation head is {name!r}; expected one of {', '.join(HEADS)}")

@@ -11,7 +11,7 @@ class SceneGraphOptions(DetectorOptions):
     """A relation head on a Faster R-CNN (Tang et al.)."""
 
     inference_only: ClassVar[tuple[str, ...]] = (
-        "head_options.effect", "detections_per_image", "nms_threshold", "require_overlap",
+        "head_options.effect", "prior_adjustment", "detections_per_image", "nms_threshold", "require_overlap",
     )  # fmt: skip
 
     architecture: str = "scene_graph"
@@ -19,7 +19,9 @@ class SceneGraphOptions(DetectorOptions):
     R-CNN."""
     mode: Literal["predcls", "sgcls", "sgdet"] = "predcls"
     """What is given beside the image: boxes and their classes (predcls), boxes (sgcls), or nothing (sgdet)."""
-    head: Literal["frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal"] = "motifs"
+    head: Literal["frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react"] = (
+        "motifs"
+    )
     """What tells the predicates of pairs of objects; frequency is the baseline that only counts."""
     head_options: dict[str, Any] = field(default_factory=dict)
     """Settings of the head itself, such as {context: vctree, fusion: gate, effect: TDE} of causal."""
@@ -57,6 +59,12 @@ class SceneGraphOptions(DetectorOptions):
     rare_predicate_power: float = 0.0
     """Exponent p of the weight (most frequent / count) ** p that a predicate has in its loss; at 0 all weigh the
     same."""
+    class_balanced_beta: float = 0.0
+    """Weigh predicates in their loss by 1 / effective number, with this beta, such as 0.999 (Cui et al., 2019); 0: not,
+    and not beside `model.rare_predicate_power`."""
+    prior_adjustment: float = 0.0
+    """Times the logarithm of a predicate's share of the training relations, taken from its logit when graphs are
+    predicted (Menon et al., 2021); 1 makes rare predicates as likely as frequent ones, 0 changes nothing."""
     norm_momentum: float | None = None
     """Momentum of the batch norms of head and union features. Without a value they have the published ones, 0.001 and
     0.01, whose running statistics take tens of thousands of steps; short runs need 0.1."""

@@ -6,7 +6,7 @@ and pairs, losses and answers. What differs from the original is listed in docs/
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,13 @@ from toolkit.models.detector import Detector, denominator_of
 from toolkit.models.faster_rcnn.options import TwoStageOptions
 from toolkit.models.options import DetectorOptions
 from toolkit.models.relation.batch import MODES, RelationBatch, RelationOutput
-from toolkit.models.relation.frequency import FrequencyBias, log_frequencies, predicate_weights
+from toolkit.models.relation.frequency import (
+    FrequencyBias,
+    class_balanced_weights,
+    log_frequencies,
+    log_prior,
+    predicate_weights,
+)
 from toolkit.models.relation.heads import HEADS, HeadSizes, build_relation_head
 from toolkit.models.relation.losses import attribute_loss, head_losses, mean
 from toolkit.models.relation.objects import (
@@ -66,12 +72,13 @@ class SceneGraph(Detector):
         super().__init__()
         o = options
         freeze = self._freeze = o.freeze or ("none" if o.detector is None else "detector")
-        _check(o.mode, o.head, freeze, predicates)
+        _check(o, freeze, predicates)
         self.predicates, self.mode, self.given_boxes = tuple(predicates), o.mode, o.mode != "sgdet"
         self.pairs_per_image, self.positive_fraction = o.pairs_per_image, o.positive_fraction
         self.require_overlap, self.label_smoothing = o.require_overlap, o.label_smoothing
         self.detections_per_image, self.nms_threshold = o.detections_per_image, o.nms_threshold
-        self.rare_predicate_power, self.embed_dim = o.rare_predicate_power, o.embed_dim
+        self.rare_predicate_power, self.class_balanced_beta = o.rare_predicate_power, o.class_balanced_beta
+        self.prior_adjustment, self.embed_dim = o.prior_adjustment, o.embed_dim
         self.detector = _build_inner(class_names, o)
         self.mean, self.std, self.stride = self.detector.mean, self.detector.std, self.detector.stride
         self.joint = freeze == "none" and o.mode != "predcls"
@@ -98,7 +105,7 @@ class SceneGraph(Detector):
 
     def _announce(self, head: str) -> None:
         self.loss_names = self.head.loss_names or ("loss_rel",)
-        if head == "frequency" or self.mode == "predcls" and not getattr(self.head, "translates", False):
+        if head in ("frequency", "react") or self.mode == "predcls" and not getattr(self.head, "translates", False):
             # Labels are given: nothing to learn about objects.
             self.loss_names = tuple(name for name in self.loss_names if name != "loss_refine_obj")
         if self.attributes:
@@ -140,6 +147,8 @@ class SceneGraph(Detector):
                 module.start_from(log_frequency)
         if self.rare_predicate_power:
             self.predicate_weights.copy_(predicate_weights(relations, self.rare_predicate_power))
+        elif self.class_balanced_beta:
+            self.predicate_weights.copy_(class_balanced_weights(relations, self.class_balanced_beta))
 
     def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
         """Takes the weights of a Faster R-CNN: its own, and its box head for objects and union boxes.
@@ -215,7 +224,7 @@ class SceneGraph(Detector):
         relation_error, object_error: per cent of related pairs and of objects whose best predicate or class is wrong.
         """
         output, batch = outputs["output"], outputs["batch"]
-        weights = self.predicate_weights if self.rare_predicate_power else None
+        weights = self.predicate_weights if self.rare_predicate_power or self.class_balanced_beta else None
         found = head_losses(output, batch, self.label_smoothing, weights)
         if batch.attributes is not None and "attribute_logits" in outputs:
             found["loss_refine_att"] = attribute_loss(outputs["attribute_logits"].float(), batch.attributes)
@@ -261,7 +270,11 @@ class SceneGraph(Detector):
             targets: no metric looks at them there, and of 26,000 images they are 1.6 GB. score_threshold: detections
             below it are left out with their pairs.
         """
-        graphs = rank_triplets(outputs["output"], outputs["batch"], self.given_boxes, self.nms_threshold)
+        output = outputs["output"]
+        if self.prior_adjustment:
+            adjusted = output.relation_logits - self.prior_adjustment * log_prior(self.relation_counts)
+            output = replace(output, relation_logits=adjusted)
+        graphs = rank_triplets(output, outputs["batch"], self.given_boxes, self.nms_threshold)
         if "attribute_logits" in outputs and (self.given_boxes or outputs["truths"] is None):
             scores = outputs["attribute_logits"].float().sigmoid()[:, 1:].split(outputs["batch"].num_objects)
             graphs = [graph | {"attribute_scores": each} for graph, each in zip(graphs, scores, strict=True)]
@@ -286,7 +299,8 @@ class SceneGraph(Detector):
 
 def _divisor(loss: str) -> str:
     """The denominator of a loss of a head on given boxes."""
-    of_others = {"loss_refine_obj": "relation_objects", "binary_loss": "relation_images"}
+    of_others = {"loss_refine_obj": "relation_objects"}
+    of_others |= dict.fromkeys(("binary_loss", "l21_loss", "dist_loss2"), "relation_images")
     return (of_others | {"loss_refine_att": "attribute_entries"}).get(loss, "relation_pairs")
 
 
@@ -324,10 +338,13 @@ def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
     return head
 
 
-def _check(mode: str, head: str, freeze: str, predicates: Sequence[str]) -> None:
-    options = ("mode", mode, MODES), ("head", head, HEADS), ("freeze", freeze, ("detector", "none"))
+def _check(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None:
+    options = ("mode", o.mode, MODES), ("head", o.head, HEADS), ("freeze", freeze, ("detector", "none"))
     faults = [f"model.{key} is {value!r}; expected {', '.join(known)}" for key, value, known in options
               if value not in known]  # fmt: skip
+    if not 0 <= o.class_balanced_beta < 1 or o.class_balanced_beta and o.rare_predicate_power:
+        faults.append(f"model.class_balanced_beta is {o.class_balanced_beta}; expected 0 to below 1, and 0 where "
+                      "model.rare_predicate_power is set")  # fmt: skip
     if not predicates:
         faults.append("the data names no predicates; scene graphs need data with relations")
     if faults:

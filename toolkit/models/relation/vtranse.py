@@ -16,7 +16,8 @@ from toolkit.models.relation.layers import (
 )
 
 
-def _fc(in_dim: int, out_dim: int) -> nn.Linear:
+def fc(in_dim: int, out_dim: int) -> nn.Linear:
+    """A linear layer that begins as maskrcnn-benchmark's do."""
     layer = nn.Linear(in_dim, out_dim)
     nn.init.kaiming_uniform_(layer.weight, a=1)
     nn.init.zeros_(layer.bias)
@@ -34,8 +35,8 @@ class VTransEContext(nn.Module):
         self.embed_out = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
         self.position = position_embedding()
         object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
-        self.object_out = _fc(object_dim, sizes.num_classes)
-        self.edge_out = _fc(object_dim, sizes.hidden_dim)
+        self.object_out = fc(object_dim, sizes.num_classes)
+        self.edge_out = fc(object_dim, sizes.hidden_dim)
         self.mean_object_input = RunningMean(object_dim) if keep_averages else None
         self.mean_edge_input = RunningMean(sizes.roi_dim + POSITION_DIM) if keep_averages else None
 
