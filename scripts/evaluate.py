@@ -8,7 +8,7 @@
     python scripts/evaluate.py results.json                                            # the numbers of such a file
     python scripts/evaluate.py runs/detr/final/model.onnx                              # of an exported model
     python scripts/evaluate.py runs/causal --head.effect tde                           # a choice at inference; so are
-    python scripts/evaluate.py runs/sgg --model.prior_adjustment 0.5                   # --model.nms_threshold and others
+    python scripts/evaluate.py runs/sgg --model.prior_adjustment 0.5                   # --model.nms_threshold and more
 
 A run folder means its best checkpoint, with the weights that its metric for best goes by. Several processes share the
 work: `torchrun --nproc_per_node 2 scripts/evaluate.py runs/detr`. VOC's mean AP stands beside COCO's numbers.
