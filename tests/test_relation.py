@@ -30,7 +30,8 @@ from toolkit.models.weights.mapping import map_weights
 
 CLASSES, PREDICATES = 6, 5
 SIZES = HeadSizes(CLASSES, PREDICATES, roi_dim=8, union_dim=10, hidden_dim=8, pooling_dim=10, embed_dim=4)
-SMALL = {"transformer": {"heads": 2, "key_dim": 3, "value_dim": 3, "inner_dim": 8, "dropout": 0.0}}
+SMALL = {"transformer": {"heads": 2, "key_dim": 3, "value_dim": 3, "inner_dim": 8, "dropout": 0.0},
+         "penet": {"dim": 16, "dropout": 0.0}, "react": {"dim": 16, "dropout": 0.0}}  # fmt: skip
 
 
 def head_of(name: str, mode: str, **options):
@@ -133,7 +134,7 @@ def test_heads_learn():
     batch.relation_labels = batch.union_features[:, :PREDICATES].argmax(1)
     for name in (name for name in HEADS if name != "frequency"):
         head = head_of(name, "predcls").train()
-        optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
+        optimizer = torch.optim.Adam(head.parameters(), lr=0.01 if name in ("penet", "react") else 0.05)
         for _ in range(40):
             optimizer.zero_grad()
             values = losses.head_losses(head(batch), batch)
