@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import date
 
+from benches.augmentation import bench_augmentation
 from benches.criterion import bench_criterion
 from benches.evaluation import bench_evaluation
 from benches.loading import bench_loading
@@ -34,6 +35,7 @@ BENCHES: tuple[tuple[str, Callable[..., list[dict]], dict], ...] = (
     ("loop", bench_loop, {"blocks": 1, "steps": 1, "narrow_blocks": 1, "narrow_steps": 2}),
     ("criterion", bench_criterion, {"batch_size": 2, "num_queries": 10, "boxes_per_image": 3, "repeats": 1}),
     ("loading", bench_loading, {"num_images": 4, "batch_size": 2, "repeats": 1}),
+    ("augmentation", bench_augmentation, {"num_images": 2, "recipes": ("detr/deimv2_s_coco", "yolov3/own_data")}),
     ("evaluation", bench_evaluation, {"num_images": 20, "num_detections": 20, "num_classes": 5, "repeats": 1}),
     ("table", bench_table, {"num_images": 500, "num_boxes": 3000, "repeats": 1}),
     ("reading", bench_reading, {"sizes": (300,), "whole": 300}),

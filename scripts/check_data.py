@@ -11,7 +11,10 @@ leakage. Exit code 0 when all is clean, 1 with warnings, 2 with errors, with whi
 """
 
 import argparse
+import dataclasses
+import importlib
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -95,19 +98,35 @@ def fitting_anchors(table: DetectionTable, image_size: int) -> str:
     return anchors_report(table, (image_size, image_size), 3, 0)
 
 
-def draw_augmented(config: str, table: DetectionTable, file: Path) -> Path:
-    """A batch of training images with their boxes, through the augmentation of a settings file."""
-    from toolkit.data.pipeline import loader_of_settings
+def data_settings(config: str, script: str | None = None):
+    """The group `data` of a settings file over the defaults of the training script that it is for.
+
+    script: its name; None: the one that the file names first, as the configurations here do in their first line. The
+    config.yaml of a run has every value, so that it needs none.
+    """
     from toolkit.runs.settings import DataConfig
-    from toolkit.use.data_pictures import draw_batch
 
     try:
-        content = yaml.safe_load(Path(config).read_text()) or {}
-        settings = DataConfig(**content.get("data", {}))
+        text = Path(config).read_text()
+        given = (yaml.safe_load(text) or {}).get("data", {})
+        named = script or next(iter(re.findall(r"\b(train_(?:detr|faster_rcnn|yolov3|ssd|sgg))\.py", text)), None)
+        if named is None and "recipe" not in given:
+            raise BadInput(f"--augment {config}: the file names no training script, whose defaults decide the recipe; "
+                           "say it: --script train_detr")  # fmt: skip
+        base = DataConfig() if "recipe" in given else importlib.import_module(named).Config().data
+        return dataclasses.replace(base, **given)
     except (OSError, yaml.YAMLError, TypeError, AttributeError) as error:
         raise BadInput(
             f"--augment {config}: expected a settings file of training with a group `data`: {error}"
         ) from error
+
+
+def draw_augmented(config: str, script: str | None, table: DetectionTable, file: Path) -> Path:
+    """A batch of training images with their boxes, through the augmentation of a settings file."""
+    from toolkit.data.pipeline import loader_of_settings
+    from toolkit.use.data_pictures import draw_batch
+
+    settings = data_settings(config, script)
     settings.workers, settings.batch_size_per_device = 0, min(16, len(table))
     _, loader = loader_of_settings(table, settings, seed=0, stride=1)
     return draw_batch(next(iter(loader)), table.class_names, file)
@@ -134,7 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"pictures: {len(draw_data(tables, options.image_size, options.pictures))} in {options.pictures}")
         if options.augment:
             place = options.pictures or Path("found")
-            print(f"pictures: {draw_augmented(options.augment, next(iter(tables.values())), place / 'augmented.jpg')}")
+            table = next(iter(tables.values()))
+            print(f"pictures: {draw_augmented(options.augment, options.script, table, place / 'augmented.jpg')}")
         if options.fix:
             log = clean_copy(tables, found, options.fix)
             print(f"{options.fix}: written, with {len(log)} changes, listed in {options.fix / 'changes.txt'}")
@@ -181,6 +201,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--anchors", action="store_true", help="also print anchors of YOLOv3 that fit")
     parser.add_argument(
         "--augment", metavar="CONFIG", help="settings file of training: draw a batch as the model gets it"
+    )
+    parser.add_argument(
+        "--script",
+        choices=("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg"),
+        help="training script that the settings file is for, where it does not name it",
     )
     parser.add_argument("--fix", type=Path, metavar="OUT", help="new folder for a cleaned copy (COCO) and changes.txt")
     return parser

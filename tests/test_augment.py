@@ -211,6 +211,12 @@ def test_resume_continues_the_same_order(done):
     assert list(second) == keys[done:]
 
 
+def test_another_cut_of_repeated_and_grouped_images_has_the_same_samples():
+    """As a resumed run with other batches asks for."""
+    sampler = EpochSampler(10, 2, groups=np.arange(10) % 2, repeats=np.full(10, 1.5))
+    assert sampler.cut_as(1, 3).num_samples == sampler.num_samples == 15
+
+
 def test_repeated_images_are_augmented_anew(tmp_path):
     make_shapes(tmp_path / "d", 4, 1, 64)
     table = open_dataset("train", path=tmp_path / "d", cache_dir=tmp_path / "c")

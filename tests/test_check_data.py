@@ -121,14 +121,27 @@ def test_splits_with_other_classes_are_an_error(clean, check, tmp_path):
     assert check(folder) == 2
 
 
-def test_pictures(clean, check, tmp_path):
+def test_pictures(clean, check, tmp_path, capsys):
     config = tmp_path / "c.yaml"
     config.write_text("data: {image_size: 64, mosaic: 0.5, photometric: true, augment: [RandomVerticalFlip]}\n")
-    assert check(clean, "--pictures", tmp_path / "p", "--augment", config, "--image-size", 64, "--anchors") == 0
+    assert check(clean, "--augment", config) == 2  # which script's defaults hold is not known
+    assert "--script train_detr" in capsys.readouterr().err
+    options = ("--image-size", 64, "--anchors", "--script", "train_yolov3")
+    assert check(clean, "--pictures", tmp_path / "p", "--augment", config, *options) == 0
     names = {path.name for path in (tmp_path / "p").iterdir()}
     assert {"positions.png", "sizes.png", "aspect_ratios.png", "augmented.jpg"} < names
     assert sum(name.startswith("samples_") for name in names) == 4
     assert check(clean, "--augment", tmp_path / "none.yaml") == 2
+
+
+def test_a_settings_file_is_completed_by_its_own_script(check, tmp_path):
+    import check_data
+
+    for name in ("yolov3", "ssd"):
+        settings = check_data.data_settings(ROOT / "configs" / name / "own_data.yaml")
+        assert settings.recipe == name and settings.multi_scale_pixels == (name == "ssd")
+    (tmp_path / "config.yaml").write_text("data: {recipe: ssd, image_size: 32}")  # as a run writes it
+    assert check_data.data_settings(tmp_path / "config.yaml").recipe == "ssd"
 
 
 @pytest.mark.skipif(not BCCD.is_dir(), reason="no BCCD data: set DETECTION_TOOLKIT_BCCD to its folder")

@@ -135,16 +135,36 @@ def test_defects_name_the_place(shapes, tmp_path):
     Path(image_dir[1]).write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])  # a flipped byte
     (Path(image_dir[0]) / names[0]).unlink()
     shutil.copy(folder / names[3], image_dir[0])
+    shutil.copy(folder / names[4], Path(image_dir[0]) / names[5])
     table = open_dataset(file, image_dir=image_dir, on_error="drop")
     told = {problem.file: f"{problem.severity} {problem.message}" for problem in table.problems}
     assert told[names[0]] == f"error image file not found in any of {', '.join(image_dir)}"
     assert told[names[1]].startswith("error image file cannot be read: damaged")
     assert told[names[3]] == f"warning this file is in {image_dir[0]} and in {image_dir[1]}; the first one is used"
-    assert len(table) == 10 and len(told) == 3
+    assert told[names[5]].startswith(f"error different files of this name are in {image_dir[0]} and in {image_dir[1]}")
+    assert len(table) == 9 and len(told) == 4
     with pytest.raises(ImageError, match="images.zip/nothing.jpg: image file not found in .*images.zip"):
         decode_image(open_places(image_dir[1]) / "nothing.jpg")
     with pytest.raises(ImageError, match="more than the .* of any image of data.max_image_pixels"):
         decode_image(open_places(str(big(tmp_path))) / "big.jpg", max_pixels=1)
+
+
+def test_links_in_archives_and_out_of_folders(shapes, tmp_path):
+    """A hard link of a tar is the file it is one to; a symbolic link out of a folder is refused there as anywhere."""
+    file, folder = shapes
+    first, second = packed("two folders", folder, tmp_path)
+    names = sorted(path.name for path in folder.iterdir())
+    with tarfile.open(tmp_path / "linked.tar", "w") as archive:
+        archive.add(folder / names[1], names[1])
+        link = tarfile.TarInfo("again.jpg")
+        link.type, link.linkname = tarfile.LNKTYPE, names[1]
+        archive.addfile(link)
+    opened = open_places(tmp_path / "linked.tar")
+    assert (opened / "again.jpg").read_bytes() == (folder / names[1]).read_bytes()
+    (Path(first) / names[0]).unlink()
+    (Path(first) / names[0]).symlink_to(folder / names[0])
+    table = open_dataset(file, image_dir=[first, second], on_error="drop")
+    assert [problem.message.split(":")[0] for problem in table.problems] == ["unsafe file_name"] and len(table) == 11
 
 
 def big(folder: Path) -> Path:

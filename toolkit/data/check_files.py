@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from toolkit.data.checks import unsafe_file_name
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_file
-from toolkit.data.places import Places, Stored, digest_of, is_there, names_in, parts_of, watched_of
+from toolkit.data.places import Places, Stored, digest_of, is_there, names_in, parts_of, size_of, watched_of
 from toolkit.data.table import Problem
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS, usable_cores
@@ -66,7 +66,11 @@ def image_checker(
         name, problems = row["file_name"], []
         holders = parts if len(parts) == 1 else [part for part in parts if part.holds(name)]
         if len(holders) > 1:
-            message = f"this file is in {' and in '.join(map(str, holders))}; the first one is used"
+            where = " and in ".join(map(str, holders))
+            if len({size_of(holder.source(name)) for holder in holders}) > 1:
+                message = f"different files of this name are in {where}; give the place that is meant (data.image_dir)"
+                return [Problem("error", name, row["image_id"], None, message)]
+            message = f"this file is in {where}; the first one is used"
             problems.append(Problem("warning", name, row["image_id"], None, message))
         if holders and holders[0].escapes(name):
             message = "unsafe file_name: a symbolic link leaves the image folder; refused before opening"

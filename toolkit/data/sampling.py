@@ -195,8 +195,10 @@ class EpochSampler:
 
     def cut_as(self, world_size: int, batch_size: int) -> "EpochSampler":
         """The same data at the start of the first epoch, for other ranks and batches."""
-        options = {"seed": self.seed, "groups": self.groups, "shuffle": self.shuffle, "sizes": self.sizes}
-        return EpochSampler(self.num_samples, batch_size, 0, world_size, **options)
+        options = {"seed": self.seed, "groups": self.groups, "shuffle": self.shuffle, "sizes": self.sizes,
+                   "repeats": self.repeats}  # fmt: skip
+        images = self.num_samples if self.repeats is None else len(self.repeats)
+        return EpochSampler(images, batch_size, 0, world_size, **options)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         # Bound here, not lazily: what runs ahead must not notice `advance` or `set_epoch`.
