@@ -29,7 +29,7 @@ from transformers.loss.loss_deimv2 import Deimv2Loss
 from toolkit.data.batches import collate
 from toolkit.errors import BadInput
 from toolkit.models import build_detector, options_class
-from toolkit.models.detr.rt_detr import _transformers_target, without_crowd
+from toolkit.models.detr.rt_detr import _transformers_targets, without_crowd
 from toolkit.models.start import start_detector
 from toolkit.step.losses import LossWeights, window_denominators
 from toolkit.step.optim import parameter_groups
@@ -137,7 +137,7 @@ def test_losses_equal_those_of_transformers(architecture, union, monkeypatch):
     if architecture == "d_fine":
         criterion.losses = ["vfl", "boxes", "local"]
     criterion.weight_dict = dict.fromkeys(("loss_vfl", "loss_mal", "loss_bbox", "loss_giou", "loss_fgl", "loss_ddf"), 1)
-    labels = [_transformers_target(without_crowd(target)) for target in batch.targets]
+    labels = _transformers_targets(list(map(without_crowd, batch.targets)))
     theirs = renamed(criterion(their_outputs(layers, layers["denoising"]["dn_num_split"][0]), labels), 3)
     # The last layer is its own teacher: 0, not announced here.
     assert {name for name in theirs if name not in ours} == {"loss_ddf", "loss_ddf_dn_2"}
@@ -159,7 +159,7 @@ def test_transformers_own_loss_hands_the_distributions_to_the_wrong_layers():
     config = copy.deepcopy(detector.model.config)
     config.weight_loss_bbox = config.weight_loss_giou = config.weight_loss_fgl = config.weight_loss_ddf = 1.0
     references = layers["references"][:, None].expand(-1, 3, -1, -1)
-    labels = [_transformers_target(target) for target in batch.targets]
+    labels = _transformers_targets(batch.targets)
     _, theirs, _ = DFineForObjectDetectionLoss(
         layers["logits"][:, -1], labels, "cpu", layers["boxes"][:, -1], config, layers["logits"], layers["boxes"],
         enc_topk_logits=layers["encoder_logits"], enc_topk_bboxes=layers["encoder_boxes"],

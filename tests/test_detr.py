@@ -20,7 +20,7 @@ from toolkit.data.batches import collate
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detr.detr_criterion import DetrCriterion, MatchingCosts, PaddedTargets, match
-from toolkit.models.detr.rt_detr import _transformers_target, without_crowd
+from toolkit.models.detr.rt_detr import _transformers_targets, without_crowd
 from toolkit.step.losses import LossWeights
 
 CLASSES = ["circle", "square", "star"]
@@ -277,7 +277,7 @@ def test_rt_detr_losses_equal_those_of_transformers():
     config = copy.deepcopy(detector.model.config)
     config.weight_loss_bbox = config.weight_loss_giou = 1.0
     layers = outputs["layers"]
-    labels = [_transformers_target(without_crowd(target)) for target in batch.targets]
+    labels = _transformers_targets(list(map(without_crowd, batch.targets)))
     _, theirs, _ = RTDetrForObjectDetectionLoss(
         layers["logits"][:, -1], labels, "cpu", layers["boxes"][:, -1], config, layers["logits"], layers["boxes"],
         enc_topk_logits=layers["encoder_logits"], enc_topk_bboxes=layers["encoder_boxes"],

@@ -179,8 +179,7 @@ def test_pairs_are_as_many_as_counted_beforehand(rows, count, per_image, trainin
     truth = annotated_graph(target)
     assert len(truth["boxes"]) == count - crowd
     assert all(predicate < 4 for predicate in truth["relations"][:, 2].tolist())
-    objects = {"num_objects": [len(truth["boxes"])], "boxes_xyxy": truth["boxes"]}
-    found = sampled_pairs(model, objects, [truth])
+    found = sampled_pairs(model, [truth["boxes"]], [truth])
     counted = count_sampled_pairs(model, [target])
     assert counted["relation_pairs"] == len(found["pairs"]) == len(found["relation_labels"])
     pairs = set(map(tuple, found["pairs"].tolist()))
@@ -217,12 +216,11 @@ def test_annotated_boxes_are_proposals_too_in_training_only(table, batch, monkey
 def test_where_overlap_is_required_relations_between_boxes_apart_are_not_trained():
     boxes = torch.tensor([[0.0, 0, 20, 20], [10, 10, 30, 30], [50, 50, 60, 60]])
     truth = {"boxes": boxes, "labels": torch.tensor([0, 1, 2]), "relations": torch.tensor([[0, 1, 3], [0, 2, 2]])}
-    objects = {"boxes_xyxy": boxes, "num_objects": [3], "labels": truth["labels"] + 1}
     labels = {}
     for overlap in (False, True):
         model = SimpleNamespace(training=True, given_boxes=False, require_overlap=overlap, pairs_per_image=16,
                                 positive_fraction=0.5)  # fmt: skip
-        found = sampled_pairs(model, objects, [truth])
+        found = sampled_pairs(model, [boxes], [truth], truth["labels"] + 1)
         rows = zip(found["pairs"].tolist(), found["relation_labels"].tolist(), strict=True)
         labels[overlap] = {tuple(pair): label for pair, label in rows}
     assert {pair: label for pair, label in labels[False].items() if label} == {(0, 1): 4, (0, 2): 3}

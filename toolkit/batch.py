@@ -1,7 +1,8 @@
 """One micro-batch of images and targets, and its pixels as a network takes them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,21 +23,35 @@ class Batch:
     images: Tensor
     sizes: Tensor
     targets: list[Target]
+    packed: Tensor | None = None  # sizes and targets in one piece of page-locked memory, see `pack`
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The batch on `device`; the targets' small tensors travel together, one copy per dtype."""
-        return Batch(
-            self.images.to(device, non_blocking=non_blocking),
-            self.sizes.to(device, non_blocking=non_blocking),
-            _move_targets(self.targets, torch.device(device), non_blocking),
-        )
+        """The batch on `device`, in two copies: the images, and all small tensors in one.
+
+        Elsewhere than on the CPU each target has its original as `on_host`, see there.
+        """
+        device = torch.device(device)
+        if device.type == "cpu":
+            return Batch(self.images.to(device), self.sizes.to(device), self.targets)
+        small = self._small()
+        packed = send(pack(small) if self.packed is None else self.packed, device, non_blocking)
+        sizes, *rest = unpack(packed, small)
+        parts, targets = iter(rest), []
+        for target in self.targets:
+            moved = {k: next(parts) if isinstance(v, Tensor) else v for k, v in target.items()}
+            targets.append(moved | {"on_host": on_host(target)})
+        return Batch(self.images.to(device, non_blocking=non_blocking), sizes, targets)
 
     def pin_memory(self) -> "Batch":
-        """Images and sizes in page-locked memory; called by the DataLoader."""
-        return Batch(self.images.pin_memory(), self.sizes.pin_memory(), self.targets)
+        """With all that travels to a GPU in page-locked memory; called by the DataLoader."""
+        return Batch(self.images.pin_memory(), self.sizes, self.targets, pack(self._small()).pin_memory())
+
+    def _small(self) -> list[Tensor]:
+        of_targets = (v for target in self.targets for v in target.values() if isinstance(v, Tensor))
+        return [self.sizes, *of_targets]
 
     def __getstate__(self) -> dict:
         # A worker sends each tensor as a shared-memory file of its own: hundreds per batch with targets, which is slow
@@ -77,17 +92,63 @@ def _as_tensor(value: object) -> object:
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
-def _move_targets(targets: list[Target], device: torch.device, non_blocking: bool) -> list[Target]:
-    """Targets with their tensors on `device`: all tensors of a dtype go there as one, and are cut apart there."""
-    flat = [(i, name, value) for i, target in enumerate(targets) for name, value in target.items()
-            if isinstance(value, Tensor)]  # fmt: skip
-    moved = [dict(target) for target in targets]
-    for dtype in dict.fromkeys(value.dtype for _, _, value in flat):
-        of_dtype = [entry for entry in flat if entry[2].dtype == dtype]
-        joined = torch.cat([value.reshape(-1) for _, _, value in of_dtype])
-        if device.type == "cuda" and joined.device.type == "cpu":
-            joined = joined.pin_memory()  # or the copy would wait for everything queued on the GPU
-        parts = joined.to(device, non_blocking=non_blocking).split([value.numel() for _, _, value in of_dtype])
-        for (i, name, value), part in zip(of_dtype, parts, strict=True):
-            moved[i][name] = part.view(value.shape)
-    return moved
+def on_host(target: Mapping[str, object]) -> Mapping[str, object]:
+    """The target as it was on the CPU: what depends on targets alone is decided there, so that nobody waits."""
+    return target.get("on_host", target)
+
+
+def send(values: Tensor, device: torch.device | str, non_blocking: bool = True) -> Tensor:
+    """CPU values on `device`, without waiting for what is queued there."""
+    if torch.device(device).type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
+        values = values.pin_memory()
+    return values.to(device, non_blocking=non_blocking)
+
+
+def send_dicts(dicts: Sequence[Mapping[str, object]], device: torch.device | str) -> list[dict[str, object]]:
+    """The dicts with their tensors on `device`: those of the CPU in one copy, without waiting."""
+    tensors = [value for each in dicts for value in each.values() if isinstance(value, Tensor)]
+    if torch.device(device).type == "cpu" or not tensors or any(value.device.type != "cpu" for value in tensors):
+        moved = iter([value.to(device) for value in tensors])
+    else:
+        moved = iter(unpack(send(pack(tensors), device), tensors))
+    return [{k: next(moved) if isinstance(v, Tensor) else v for k, v in each.items()} for each in dicts]
+
+
+def sizes_on_host(sizes: Tensor, targets: Sequence[Mapping] | None) -> list[tuple[int, int]]:
+    """(h, w) of each image without padding; `sizes` (B, 2) is read from its device only where no target knows."""
+    if targets and all("size" in target for target in targets):
+        return [tuple(on_host(target)["size"].tolist()) for target in targets]
+    return [(height, width) for height, width in sizes.tolist()]
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one device as bytes one after the other, (N,) uint8: one copy to another device instead of many."""
+    places = _places(tensors)
+    packed = torch.zeros(places[-1].stop if places else 0, dtype=torch.uint8, device=tensors[0].device)
+    for place, each in zip(places, tensors, strict=True):
+        bytes_of = each.contiguous().as_strided((each.numel(),), (1,)).view(torch.uint8)  # also of strides of 0
+        packed[place.start : place.start + len(bytes_of)] = bytes_of
+    return packed
+
+
+def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """What `pack` packed of `like`, as views of `packed`, wherever that is."""
+    return [
+        packed[place.start : place.start + each.numel() * each.element_size()].view(each.dtype).view(each.shape)
+        for place, each in zip(_places(like), like, strict=True)
+    ]
+
+
+def kept_rows(keep: Tensor, **columns: Tensor) -> list[dict[str, Tensor]]:
+    """Per image the rows of each column (B, K, ...) where `keep` (B, K) says so, with one host read for the batch."""
+    counts = keep.sum(dim=1).tolist()
+    first = keep.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices  # those kept, in their order
+    images = torch.arange(len(keep), device=keep.device)[:, None]
+    sorted_columns = {name: column[images, first] for name, column in columns.items()}
+    return [{name: column[i, :n] for name, column in sorted_columns.items()} for i, n in enumerate(counts)]
+
+
+def _places(tensors: Sequence[Tensor]) -> list[slice]:
+    """Each begins at a multiple of 8 bytes, as the widest dtype wants it."""
+    ends = list(accumulate(-(-each.numel() * each.element_size() // 8) * 8 for each in tensors))
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]

@@ -64,6 +64,11 @@ def generalized_box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     return _ratio(intersection, union) - _ratio(hull - union, hull)
 
 
+def intersection_and_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> tuple[Tensor, Tensor]:
+    """Areas of what two boxes share and of what they cover, element by element, of shapes that broadcast."""
+    return _intersection_union_hull(boxes1_xyxy, boxes2_xyxy)[:2]
+
+
 def pairwise_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """IoU of all pairs within each leading index: `(..., N, 4)`, `(..., M, 4)` -> `(..., N, M)`."""
     return box_iou(boxes1_xyxy[..., :, None, :], boxes2_xyxy[..., None, :, :])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from toolkit.batch import send
 from toolkit.distributed import all_reduce, world
 from toolkit.errors import BadInput
 
@@ -180,7 +181,7 @@ def window_denominators(
 
 def _on(counts: Tensor, device: torch.device | str) -> Tensor:
     dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
-    return counts.to(device, dtype, non_blocking=True)
+    return send(counts.to(dtype), device)
 
 
 def _owner(name: str, keys: Collection[str]) -> str | None:

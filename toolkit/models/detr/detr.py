@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DetrConfig, DetrForObjectDetection, DetrImageProcessor
 
-from toolkit.batch import normalize_images, pixel_mask
+from toolkit.batch import kept_rows, normalize_images, pixel_mask
 from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.errors import BadInput
 from toolkit.models.detector import Detector
@@ -197,10 +197,7 @@ def detr_detections(
         scores, chosen = scores.topk(top_k, dim=1)
         labels = labels.gather(1, chosen)
         boxes = boxes.gather(1, chosen[..., None].expand(-1, -1, 4))
-    keep = scores > score_threshold
-    return [
-        {"boxes": b[k], "scores": s[k], "labels": c[k]} for b, s, c, k in zip(boxes, scores, labels, keep, strict=True)
-    ]
+    return kept_rows(scores > score_threshold, boxes=boxes, scores=scores, labels=labels)
 
 
 @torch.no_grad()

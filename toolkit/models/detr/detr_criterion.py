@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from toolkit.batch import on_host, send
 from toolkit.boxes import (
     cxcywh_to_xyxy,
     generalized_box_iou,
@@ -56,13 +57,15 @@ def pad_targets(targets: Sequence[Mapping[str, Tensor]], device: torch.device, d
     sizes_hw = torch.stack([t["size"].to(device, non_blocking=True) for t in targets])
     boxes_xyxy = _pad([t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets])
     labels = _pad([t["labels"].to(device, non_blocking=True) for t in targets])
-    counts = [len(t["labels"]) for t in targets]
-    valid = torch.arange(labels.shape[1])[None] < torch.tensor(counts)[:, None]
-    valid = valid.to(device, non_blocking=True)
-    if any("iscrowd" in t for t in targets):
-        crowd = [t.get("iscrowd", torch.zeros_like(t["labels"])).to(device, non_blocking=True) for t in targets]
-        valid = valid & (_pad(crowd) == 0)
+    is_object = [_is_object(on_host(t)) for t in targets]
+    valid = send(nn.utils.rnn.pad_sequence(is_object, batch_first=True, padding_value=False), device)
     return PaddedTargets(labels, xyxy_to_cxcywh(normalize_boxes(boxes_xyxy, sizes_hw)), valid)
+
+
+def _is_object(target: Mapping[str, Tensor]) -> Tensor:
+    """bool (N,): False for crowd regions."""
+    labels = target["labels"]
+    return target["iscrowd"] == 0 if "iscrowd" in target else torch.ones_like(labels, dtype=torch.bool)
 
 
 def _pad(tensors: list[Tensor]) -> Tensor:
@@ -116,7 +119,7 @@ def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, cos
     queries = np.concatenate([rows for _, rows, _, _ in assigned])
     chosen = np.concatenate([columns[picked] for _, _, picked, columns in assigned])
     pairs = torch.from_numpy(np.stack([layers, images, queries, chosen]))
-    return Matches(*pairs.to(device, non_blocking=True))
+    return Matches(*send(pairs, device))
 
 
 def _pairwise_l1(boxes: Tensor, target_boxes: Tensor) -> Tensor:

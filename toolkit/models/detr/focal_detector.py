@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import ConditionalDetrImageProcessor
 
+from toolkit.batch import kept_rows
 from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.models.detr.base import TransformersDetector
 from toolkit.models.detr.detr_criterion import count_objects
@@ -63,11 +64,7 @@ def focal_detections(
     scores, chosen = probabilities.flatten(1).topk(min(top_k, probabilities[0].numel()), dim=1)
     queries = (chosen // num_classes)[..., None].expand(-1, -1, 4)
     boxes = denormalize_boxes(cxcywh_to_xyxy(boxes_cxcywh.float()), sizes_hw).gather(1, queries)
-    keep = scores > score_threshold
-    return [
-        {"boxes": b[k], "scores": s[k], "labels": c[k] % num_classes}
-        for b, s, c, k in zip(boxes, scores, chosen, keep, strict=True)
-    ]
+    return kept_rows(scores > score_threshold, boxes=boxes, scores=scores, labels=chosen % num_classes)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForObjectDetection, PreTrainedConfig, RTDetrImageProcessor, RTDetrV2Config
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from toolkit.batch import normalize_images
+from toolkit.batch import normalize_images, on_host, send
 from toolkit.boxes import normalize_boxes, xyxy_to_cxcywh
 from toolkit.errors import BadInput
 from toolkit.models.backbones import freeze_backbone, image_statistics, load_backbone_weights
@@ -105,7 +105,8 @@ class RTDetrV2(TransformersDetector):
         self._check_size(*images.shape[-2:])
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         pixels = pixels.contiguous(memory_format=torch.channels_last)  # convolutions are a tenth faster
-        labels = None if targets is None else [_transformers_target(target) for target in map(without_crowd, targets)]
+        # they make denoising queries, and nothing else
+        labels = _transformers_targets(list(map(without_crowd, targets))) if targets and self.training else None
         # Without denoising queries transformers keeps boxes in autocast's precision, in bfloat16 1/256 of the image:
         # evaluation is therefore in float32.
         with precision(self.training, images.device):
@@ -183,12 +184,20 @@ def _no_loss_in_forward(*args, **kwargs):
 
 def without_crowd(target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The target without its crowd regions, which are not objects to be found one by one."""
-    if "iscrowd" not in target or len(target["labels"]) == 0:
+    host = on_host(target)
+    if "iscrowd" not in host or not host["iscrowd"].any():
         return target
-    single = target["iscrowd"] == 0
-    return {**target, **{key: target[key][single] for key in ("boxes", "labels", "iscrowd")}}
+    rows, keys = (host["iscrowd"] == 0).nonzero()[:, 0], ("boxes", "labels", "iscrowd")
+    cut = {key: host[key][rows] for key in keys}
+    if host is target:
+        return {**target, **cut}
+    rows = send(rows, target["boxes"].device)
+    return {**target, **{key: target[key][rows] for key in keys}, "on_host": {**host, **cut}}
 
 
-def _transformers_target(target: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    boxes = xyxy_to_cxcywh(normalize_boxes(target["boxes"], target["size"]))
-    return {"class_labels": target["labels"], "boxes": boxes}
+def _transformers_targets(targets: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    counts = [len(target["labels"]) for target in targets]
+    sizes_hw = torch.cat([target["size"].expand(count, 2) for target, count in zip(targets, counts, strict=True)])
+    boxes_xyxy = torch.cat([target["boxes"] for target in targets])
+    boxes = xyxy_to_cxcywh(normalize_boxes(boxes_xyxy[:, None], sizes_hw))[:, 0].split(counts)
+    return [{"class_labels": t["labels"], "boxes": each} for t, each in zip(targets, boxes, strict=True)]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toolkit.batch import send
 from toolkit.boxes import box_iou, cxcywh_to_xyxy, generalized_box_iou
 from toolkit.models.detr.detr_criterion import Matches, MatchingCosts, PaddedTargets, match, pad_targets
 
@@ -109,7 +110,7 @@ def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, dev
     """Which object each positive denoising query was made from: every group repeats the objects of its image."""
     repeated = [torch.arange(n).repeat(meta["dn_num_group"]) for n in counts]
     image = torch.arange(len(counts)).repeat_interleave(torch.tensor([len(r) for r in repeated]))
-    image, target = torch.stack([image, torch.cat(repeated)]).to(device, non_blocking=True)
+    image, target = send(torch.stack([image, torch.cat(repeated)]), device)
     query = torch.cat(list(meta["dn_positive_idx"]))
     layer = torch.arange(num_layers, device=device).repeat_interleave(len(query))
     return Matches(layer, image.repeat(num_layers), query.repeat(num_layers), target.repeat(num_layers))

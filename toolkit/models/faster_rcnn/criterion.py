@@ -15,45 +15,55 @@ BACKGROUND, IGNORED = -1, -2
 def match_boxes(
     candidates_xyxy: Tensor,
     boxes_xyxy: Tensor,
-    iscrowd: Tensor,
+    iscrowd: Tensor | None,
     high: float,
     low: float,
     *,
     best_of_each_box: bool = False,
     crowd_overlap: float = 0.7,
+    padding: Tensor | None = None,
 ) -> Tensor:
-    """Which object each anchor or proposal of one image is to learn.
+    """Which object each anchor or proposal of an image, or of each of several, is to learn.
 
     Args:
-        candidates_xyxy: (A, 4).
-        boxes_xyxy, iscrowd: (T, 4) and (T,) of the image; crowd regions are never matched.
+        candidates_xyxy: (..., A, 4).
+        boxes_xyxy, iscrowd: (..., T, 4) and (..., T) of the image; crowd regions are never matched. None: there are no
+            crowd regions.
         high, low: IoU from which a candidate takes its best object, and below which it is background; ignored between.
         best_of_each_box: the candidates that overlap an object best take their own best object, however low the IoU.
         crowd_overlap: a candidate with this share of its area in a crowd region is ignored, whatever it overlaps.
+        padding: (..., T), rows that are no boxes.
 
     Returns:
-        (A,) int64: row of the object, `BACKGROUND` or `IGNORED`. Without objects everything is background or ignored.
+        (..., A) int64: row of the object, `BACKGROUND` or `IGNORED`. Without objects all is background or ignored.
     """
-    if not len(boxes_xyxy):
-        return candidates_xyxy.new_full((len(candidates_xyxy),), BACKGROUND, dtype=torch.int64)
-    is_crowd = iscrowd.bool()[:, None]
-    iou = pairwise_iou(boxes_xyxy, candidates_xyxy).masked_fill(is_crowd, 0)
-    value, best = iou.max(dim=0)
+    if not boxes_xyxy.shape[-2]:
+        shape = (*boxes_xyxy.shape[:-2], candidates_xyxy.shape[-2])
+        return candidates_xyxy.new_full(shape, BACKGROUND, dtype=torch.int64)
+    iou = pairwise_iou(boxes_xyxy, candidates_xyxy)
+    for never in (iscrowd, padding):
+        iou = iou if never is None else iou.masked_fill(never.bool()[..., None], 0)
+    value, best = iou.max(dim=-2)
     match = torch.where(value < low, BACKGROUND, IGNORED)
     positive = value >= high
     if best_of_each_box:
-        best_iou = iou.amax(dim=1, keepdim=True)
-        positive |= ((iou == best_iou) & (best_iou > 0)).any(dim=0)
-    in_crowd = (covered_share(candidates_xyxy, boxes_xyxy) >= crowd_overlap) & is_crowd
-    return torch.where(positive, best, match).masked_fill(in_crowd.any(dim=0), IGNORED)
+        best_iou = iou.amax(dim=-1, keepdim=True)
+        positive |= ((iou == best_iou) & (best_iou > 0)).any(dim=-2)
+    match = torch.where(positive, best, match)
+    if iscrowd is None:
+        return match
+    in_crowd = (covered_share(candidates_xyxy, boxes_xyxy) >= crowd_overlap) & iscrowd.bool()[..., None]
+    return match.masked_fill(in_crowd.any(dim=-2), IGNORED)
 
 
 def covered_share(candidates_xyxy: Tensor, regions_xyxy: Tensor) -> Tensor:
-    """(T, A): share of the area of each candidate (A, 4) that lies in each region (T, 4); 0 where it has no area."""
-    corner = torch.minimum(candidates_xyxy[None, :, 2:], regions_xyxy[:, None, 2:])
-    sides = (corner - torch.maximum(candidates_xyxy[None, :, :2], regions_xyxy[:, None, :2])).clamp(min=0)
-    area = (candidates_xyxy[:, 2:] - candidates_xyxy[:, :2]).prod(dim=1)
-    return (sides.prod(dim=2) / area.masked_fill(area == 0, 1)).masked_fill(area == 0, 0)
+    """(..., T, A): share of the area of each candidate (..., A, 4) that lies in each region (..., T, 4); 0 where it has
+    no area."""
+    candidates, regions = candidates_xyxy[..., None, :, :], regions_xyxy[..., :, None, :]
+    corner = torch.minimum(candidates[..., 2:], regions[..., 2:])
+    sides = (corner - torch.maximum(candidates[..., :2], regions[..., :2])).clamp(min=0)
+    area = (candidates[..., 2:] - candidates[..., :2]).prod(dim=-1)
+    return (sides.prod(dim=-1) / area.masked_fill(area == 0, 1)).masked_fill(area == 0, 0)
 
 
 def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,15 +11,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.detection._utils import encode_boxes
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, concat_box_prediction_layers
 from torchvision.ops import MultiScaleRoIAlign, batched_nms, clip_boxes_to_image
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.batch import normalize_images
+from toolkit.batch import normalize_images, sizes_on_host
 from toolkit.models.detector import Detector
-from toolkit.models.faster_rcnn.criterion import match_boxes, roi_losses, rpn_losses, sample, shares
+from toolkit.models.faster_rcnn.criterion import roi_losses, rpn_losses
+from toolkit.models.faster_rcnn.pooling import LevelPool
+from toolkit.models.faster_rcnn.samples import padded_truths, sampled_anchors, sampled_boxes
+from toolkit.models.faster_rcnn.suppression import best_detections, best_proposals, decode_boxes, limits_whwh
 
 Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
 
@@ -42,6 +44,7 @@ class FasterRCNN(Detector):
     default_weights = dict.fromkeys(loss_names, 1.0)
     metric_names = ("class_error",)
     divided_by = "images"
+    buffers_steer_training = False
     class_tensors = {  # background first
         "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
         "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
@@ -61,7 +64,7 @@ class FasterRCNN(Detector):
         self.mean, self.std, self.strides = tuple(mean), tuple(std), tuple(strides)
         # torchvision guesses the scales from the first batch it sees, and wrongly from small padded images.
         first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
-        pool = roi_heads.box_roi_pool
+        pool = roi_heads.box_roi_pool = LevelPool.of(roi_heads.box_roi_pool)
         pool.scales = [1 / stride for stride in strides]
         pool.map_levels = LevelMapper(first, last, pool.canonical_scale, pool.canonical_level)
 
@@ -85,12 +88,15 @@ class FasterRCNN(Detector):
         """D, what the box head gives."""
         return self.roi_heads.box_predictor.cls_score.in_features
 
-    def features(self, images: Tensor, sizes: Tensor) -> tuple[OrderedDict[str, Tensor], list[tuple[int, int]]]:
+    def features(
+        self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
+    ) -> tuple[OrderedDict[str, Tensor], list[tuple[int, int]]]:
         """Maps (B, C, H / s, W / s) by name, and the images' sizes (h, w) without padding, on the host.
 
         images: (B, 3, H, W) uint8, padded on the right and below to a multiple of 32. sizes: (B, 2) int64.
+        targets: where there are any; they know the sizes on the host.
         """
-        images_hw = [(height, width) for height, width in sizes.tolist()]  # before the device has work to wait for
+        images_hw = sizes_on_host(sizes, targets)
         return self.backbone(normalize_images(images, sizes, self.mean, self.std)), images_hw
 
     def proposals(self, features: Mapping[str, Tensor], images_hw: Sizes) -> list[Tensor]:
@@ -116,7 +122,7 @@ class FasterRCNN(Detector):
 
         Samples are drawn from the global generator in training; in evaluation they are the same every time.
         """
-        features, images_hw = self.features(images, sizes)
+        features, images_hw = self.features(images, sizes, targets)
         return self.from_features(features, images_hw, targets)
 
     def from_features(
@@ -128,12 +134,18 @@ class FasterRCNN(Detector):
         if targets is None:
             logits, deltas = self.detect(features, boxes, images_hw)
             return {"boxes": boxes, "logits": logits, "deltas": deltas}
-        outputs = self._sampled_anchors(anchors, logits, deltas, targets)
-        candidates, chosen, roi_targets = self._sampled_boxes(boxes, targets)
+        with torch.no_grad():
+            truths = padded_truths(targets)
+            index, rpn_parts = sampled_anchors(anchors, truths, self.rpn, self._draw)
+            chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, self.roi_heads, self._draw)
+        outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
+        outputs |= {"rpn_logits": logits.gather(1, index)}
+        outputs |= {"rpn_deltas": deltas.gather(1, index[..., None].expand(-1, -1, 4))}
+        roi_targets = {f"roi_{name}": part for name, part in roi_parts.items()}
         if self.training:
-            sampled = [candidate[index] for candidate, index in zip(candidates, chosen, strict=True)]
-            roi_logits, roi_deltas = self.detect(features, sampled, images_hw)
+            roi_logits, roi_deltas = self.detect(features, list(sampled.split(sizes)), images_hw)
             return outputs | roi_targets | {"roi_logits": roi_logits, "roi_deltas": roi_deltas}
+        candidates = [torch.cat((own, target["boxes"])) for own, target in zip(boxes, targets, strict=True)]
         logits, deltas = self.detect(features, candidates, images_hw)
         counts = [len(candidate) for candidate in candidates]
         parts = list(zip(logits.split(counts), deltas.split(counts), chosen, boxes, strict=True))
@@ -175,17 +187,30 @@ class FasterRCNN(Detector):
         Per image boxes (K, 4) float32 xyxy, scores (K,), labels (K,) int64 from 0. K <= `detections_per_image` of
         the settings and top_k; scores are above `score_threshold` of the settings and the one given here.
         """
-        images_hw = [(height, width) for height, width in sizes.tolist()]
-        found = self.roi_heads.postprocess_detections(
-            outputs["logits"], outputs["deltas"].flatten(1), outputs["boxes"], images_hw
-        )
+        found = self._detections(outputs, sizes)
         scales = (orig_sizes / sizes).float().flip(1).repeat(1, 2)
         detections = []
         for boxes, scores, labels, scale in zip(*found, scales, strict=True):
-            keep = scores[:top_k] > score_threshold  # they come in the order of their scores
-            rows = (boxes[:top_k][keep] * scale, scores[:top_k][keep], labels[:top_k][keep] - 1)
-            detections.append(dict(zip(("boxes", "scores", "labels"), rows, strict=True)))
+            rows = {"boxes": boxes[:top_k] * scale, "scores": scores[:top_k], "labels": labels[:top_k] - 1}
+            if score_threshold > self.roi_heads.score_thresh:
+                keep = rows["scores"] > score_threshold
+                rows = {name: row[keep] for name, row in rows.items()}
+            detections.append(rows)
         return detections
+
+    def _detections(self, outputs: Mapping, sizes: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Boxes in pixels of the model's images, scores and labels from 1, per image, best first."""
+        heads, logits, proposals = self.roi_heads, outputs["logits"], outputs["boxes"]
+        if logits.device.type != "cpu" and len(logits):
+            boxes = decode_boxes(outputs["deltas"], torch.cat(proposals)[:, None], heads.box_coder.weights)
+            found = best_detections(
+                logits, boxes, [len(own) for own in proposals], sizes.flip(1).repeat(1, 2).to(boxes),
+                threshold=heads.nms_thresh, min_score=heads.score_thresh, most=heads.detections_per_img,
+            )  # fmt: skip
+            if found is not None:
+                return tuple(zip(*found, strict=True))
+        images_hw = [(height, width) for height, width in sizes.tolist()]
+        return heads.postprocess_detections(logits, outputs["deltas"].flatten(1), proposals, images_hw)
 
     @torch.no_grad()
     def detect_with_logits(
@@ -246,64 +271,21 @@ class FasterRCNN(Detector):
     def _proposals(
         self, anchors: Tensor, logits: Tensor, deltas: Tensor, per_level: list[int], images_hw: Sizes
     ) -> list[Tensor]:
-        boxes = self.rpn.box_coder.decode(deltas.flatten(0, 1), [anchors] * len(logits)).view(*deltas.shape)
-        return self.rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
+        rpn, boxes = self.rpn, decode_boxes(deltas, anchors, self.rpn.box_coder.weights)
+        if boxes.device.type == "cpu":
+            return rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
+        return best_proposals(
+            boxes, logits, per_level, limits_whwh(images_hw, boxes.device), before=rpn.pre_nms_top_n(),
+            after=rpn.post_nms_top_n(), threshold=rpn.nms_thresh, min_size=rpn.min_size, min_score=rpn.score_thresh,
+        )  # fmt: skip
 
-    def _sampled_anchors(
-        self, anchors: Tensor, logits: Tensor, deltas: Tensor, targets: Sequence[Mapping]
-    ) -> dict[str, Tensor]:
-        """`rpn_*` of the outputs: K sampled anchors of each image."""
-        matcher, sampler = self.rpn.proposal_matcher, self.rpn.fg_bg_sampler
-        thresholds = (matcher.high_threshold, matcher.low_threshold)
-        with torch.no_grad():
-            matches = [
-                match_boxes(anchors, t["boxes"], t["iscrowd"], *thresholds, best_of_each_box=True) for t in targets
-            ]
-            keys = torch.stack([self._random(len(anchors), anchors.device) for _ in targets])
-            index, match = sample(torch.stack(matches), sampler.batch_size_per_image, sampler.positive_fraction, keys)
-            wanted = [
-                self._box_targets(anchors[i], m, t, self.rpn) for i, m, t in zip(index, match, targets, strict=True)
-            ]
-        return {
-            "rpn_logits": logits.gather(1, index),
-            "rpn_deltas": deltas.gather(1, index[..., None].expand(-1, -1, 4)),
-            "rpn_match": match,
-            "rpn_targets": torch.stack(wanted),
-            "rpn_weights": shares(match),
-        }
-
-    @torch.no_grad()
-    def _sampled_boxes(
-        self, proposals: list[Tensor], targets: Sequence[Mapping]
-    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-        """Per image the candidates (proposals, then objects) and the sampled rows; `roi_*` of the outputs for these."""
-        heads = self.roi_heads
-        thresholds = (heads.proposal_matcher.high_threshold, heads.proposal_matcher.low_threshold)
-        sampler = heads.fg_bg_sampler
-        candidates, chosen, wanted = [], [], {"roi_classes": [], "roi_targets": [], "roi_weights": []}
-        for boxes, target in zip(proposals, targets, strict=True):
-            boxes = torch.cat((boxes, target["boxes"]))
-            match = match_boxes(boxes, target["boxes"], target["iscrowd"], *thresholds)
-            keys = self._random(len(boxes), boxes.device)
-            index, match = sample(match, sampler.batch_size_per_image, sampler.positive_fraction, keys)
-            labels = torch.cat((target["labels"] + 1, target["labels"].new_zeros(1)))
-            wanted["roi_classes"].append(labels[match.where(match >= 0, len(labels) - 1)])
-            wanted["roi_targets"].append(self._box_targets(boxes[index], match, target, heads))
-            wanted["roi_weights"].append(shares(match))
-            candidates.append(boxes)
-            chosen.append(index)
-        return candidates, chosen, {name: torch.cat(parts) for name, parts in wanted.items()}
-
-    def _box_targets(self, candidates: Tensor, match: Tensor, target: Mapping, stage: nn.Module) -> Tensor:
-        """(K, 4) deltas from candidates (K, 4) to the objects they match (K,); 0 for those that match none."""
-        boxes = torch.cat((target["boxes"], target["boxes"].new_zeros(1, 4)))
-        matched = torch.where((match >= 0)[:, None], boxes[match.where(match >= 0, len(boxes) - 1)], candidates)
-        return encode_boxes(matched, candidates, stage.box_coder.weights)
-
-    def _random(self, count: int, device: torch.device) -> Tensor:
+    def _draw(self, counts: Sequence[int]) -> Tensor:
+        """(sum of counts,) random numbers in [0, 1); in evaluation the same every time, and for every image."""
+        device = self.roi_heads.box_predictor.cls_score.weight.device
         if self.training:
-            return torch.rand(count, device=device)
-        return torch.rand(count, device=device, generator=torch.Generator(device).manual_seed(0))
+            return torch.rand(sum(counts), device=device)
+        own = torch.rand(max(counts, default=0), device=device, generator=torch.Generator(device).manual_seed(0))
+        return torch.cat([own[:count] for count in counts])
 
 
 def _one_class_each(

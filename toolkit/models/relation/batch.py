@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from toolkit.batch import send
+
 MODES = ("predcls", "sgcls", "sgdet")  # boxes and labels given; boxes given; nothing given
 
 
@@ -41,7 +43,7 @@ class RelationBatch:
     @property
     def image(self) -> Tensor:
         """(N,) image of each object."""
-        counts = torch.as_tensor(self.num_objects, device=self.boxes_xyxy.device)
+        counts = send(torch.as_tensor(self.num_objects), self.boxes_xyxy.device)
         images = torch.arange(len(self.num_objects), device=counts.device)
         return images.repeat_interleave(counts, output_size=len(self.boxes_xyxy))
 
@@ -68,5 +70,5 @@ def pad_objects(values: Tensor, num_objects: list[int], fill: float = 0.0) -> Te
 
 def object_mask(num_objects: list[int], device: torch.device) -> Tensor:
     """(B, N_max) bool: true where there is an object; `padded[mask]` concatenates again."""
-    counts = torch.as_tensor(num_objects, device=device)
+    counts = send(torch.as_tensor(num_objects), device)
     return torch.arange(max(num_objects, default=0), device=device) < counts[:, None]

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from toolkit.batch import send
 from toolkit.boxes import widest_float
 
 OVERLAP_SCALE = 1024 * 1024  # square pixels that VCTree's areas are divided by
@@ -108,7 +109,7 @@ def reading_order(boxes_xyxy: Tensor, num_objects: list[int]) -> tuple[Tensor, T
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order))
     sizes = torch.as_tensor([len(step) for step in running], dtype=torch.int64)
-    return order.to(boxes_xyxy.device), inverse.to(boxes_xyxy.device), sizes
+    return send(order, boxes_xyxy.device), send(inverse, boxes_xyxy.device), sizes
 
 
 def certain_logits(labels: Tensor, num_classes: int, value: float = 1000.0) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.attributes import attribute_targets
+from toolkit.batch import send
 from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask
 
 
@@ -16,7 +17,7 @@ def predicate_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0, weigh
     """
     labels = labels.long()
     loss = F.cross_entropy(logits, labels, weight=weights, reduction="sum", label_smoothing=smoothing)
-    count = weights[labels].sum() if weights is not None else loss.new_tensor(float(len(labels)))
+    count = weights[labels].sum() if weights is not None else loss.new_full((), float(len(labels)))
     return loss, count
 
 
@@ -36,7 +37,7 @@ def relatedness_loss(logits: Tensor, related: Tensor, num_objects: list[int]) ->
 
     logits, related: (B, N_max, N_max) padded. Per image the mean binary cross entropy over all ordered pairs.
     """
-    counts = torch.as_tensor(num_objects, device=logits.device)
+    counts = send(torch.as_tensor(num_objects), logits.device)
     mask = object_mask(num_objects, logits.device)
     loss = F.binary_cross_entropy_with_logits(logits.float(), related.float(), reduction="none")
     loss = (loss * (mask[:, :, None] & mask[:, None])).sum((1, 2)) / counts.clamp(min=1) ** 2

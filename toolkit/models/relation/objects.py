@@ -87,10 +87,15 @@ def match_labels(boxes_xyxy: Tensor, truth: Mapping) -> tuple[Tensor, Tensor]:
     return torch.where(enough, best, -1), torch.where(enough, truth["labels"][best] + 1, 0)
 
 
-def sampled_pairs(model: nn.Module, objects: Mapping, truths: Sequence[Mapping] | None) -> dict:
-    """`pairs`, `num_pairs`, `relation_labels`, `related` of a RelationBatch: a sample in training, else all pairs."""
-    counts = objects["num_objects"]
-    boxes = objects["boxes_xyxy"].split(counts)
+def sampled_pairs(
+    model: nn.Module, boxes: Sequence[Tensor], truths: Sequence[Mapping] | None, labels: Tensor | None = None
+) -> dict:
+    """`pairs`, `num_pairs`, `relation_labels`, `related` of a RelationBatch: a sample in training, else all pairs.
+
+    boxes: (N_i, 4) of each image, and truths: on the host where boxes are given, else on the device.
+    labels: (N,) from 1 of the boxes that the detector found, in training.
+    """
+    counts = [len(b) for b in boxes]
     if not model.training:
         overlap = model.require_overlap and not model.given_boxes
         samples = [_asked(model, b, None if truths is None else truths[i], overlap) for i, b in enumerate(boxes)]
@@ -102,8 +107,8 @@ def sampled_pairs(model: nn.Module, objects: Mapping, truths: Sequence[Mapping] 
     if model.given_boxes:
         return join_samples([sample_given_boxes(matrix, **size) for matrix in matrices], counts)
     samples = []
-    for b, labels, truth, matrix in zip(boxes, objects["labels"].split(counts), truths, matrices, strict=True):
-        seen = (b, labels, truth["boxes"], truth["labels"] + 1, matrix)
+    for b, own, truth, matrix in zip(boxes, labels.split(counts), truths, matrices, strict=True):
+        seen = (b, own, truth["boxes"], truth["labels"] + 1, matrix)
         samples.append(sample_detected_boxes(*seen, require_overlap=model.require_overlap, **size))
     return join_samples(samples, counts)
 
@@ -131,7 +136,8 @@ def _asked(model: nn.Module, boxes: Tensor, truth: Mapping | None, require_overl
 
 def _from_one(truth: Mapping) -> Tensor:
     """Relations with predicates from 1, as heads count them."""
-    return truth["relations"] + truth["relations"].new_tensor([0, 0, 1])
+    relations = truth["relations"]
+    return torch.cat([relations[:, :2], relations[:, 2:] + 1], 1)
 
 
 def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[str, float]:

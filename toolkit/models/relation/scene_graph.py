@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from toolkit.batch import on_host, send_dicts
 from toolkit.errors import BadInput
 from toolkit.models import build_detector, options_class
 from toolkit.models.detector import Detector, denominator_of
@@ -184,15 +185,18 @@ class SceneGraph(Detector):
                 f"scene graphs in mode {self.mode} describe boxes that are given; to find boxes too, train and use a "
                 "model with --model.mode sgdet"
             )
-        maps, images_hw = self.detector.features(images, sizes)
-        truths = None if targets is None else [annotated_graph(target) for target in targets]
+        maps, images_hw = self.detector.features(images, sizes, targets)
+        known = None if targets is None else [annotated_graph(on_host(target)) for target in targets]
+        truths = None if known is None else send_dicts(known, images.device)
         if self.given_boxes:
             objects = given_objects(self, maps, images_hw, truths)
+            pairs = sampled_pairs(self, [graph["boxes"] for graph in known], known)
         else:
             objects = detected_objects(self, maps, images_hw, truths)
-        pairs = sampled_pairs(self, objects, truths)
-        batch = RelationBatch(sizes_hw=sizes, **objects, **pairs)
-        batch.union_features = self.union(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, sizes)
+            boxes = objects["boxes_xyxy"].split(objects["num_objects"])
+            pairs = sampled_pairs(self, boxes, truths, objects.get("labels"))
+        batch = RelationBatch(sizes_hw=sizes, **objects, **send_dicts([pairs], images.device)[0])
+        batch.union_features = self.union(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, sizes, images_hw)
         output = self.head(batch)
         outputs = {"output": output, "batch": batch, "truths": truths, "images": len(images)}
         if self.attribute_predictor is not None:

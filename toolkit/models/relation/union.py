@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from toolkit.batch import send
 from toolkit.models.relation.geometry import rectangle_masks, union_boxes
 
 
@@ -51,16 +52,17 @@ class UnionFeatures(nn.Module):
         pairs: Tensor,
         num_pairs: Sequence[int],
         sizes_hw: Tensor,
+        images_hw: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor:
         """(R, U) of the pairs.
 
         boxes_xyxy: (N, 4) of all images, pairs: (R, 2) rows of them, num_pairs: per image, sizes_hw: (B, 2) of the
-        images without padding, on whatever device.
+        images without padding, on whatever device; images_hw: the same on the host, where it is known there.
         """
         subjects, objects = boxes_xyxy[pairs[:, 0]], boxes_xyxy[pairs[:, 1]]
-        counts = torch.as_tensor(num_pairs, device=boxes_xyxy.device)
-        pair_sizes = sizes_hw.to(boxes_xyxy).repeat_interleave(counts, 0)
+        counts = send(torch.as_tensor(num_pairs), boxes_xyxy.device)
+        pair_sizes = sizes_hw.to(boxes_xyxy).repeat_interleave(counts, 0, output_size=len(pairs))
         rectangles = self.rectangles(subjects, objects, pair_sizes)
-        shapes = [tuple(size) for size in sizes_hw.tolist()]
+        shapes = list(images_hw or map(tuple, sizes_hw.tolist()))
         pooled = self.pool(dict(feature_maps), list(union_boxes(subjects, objects).split(list(num_pairs))), shapes)
         return self.head(pooled + rectangles.to(pooled))

@@ -12,7 +12,7 @@ from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from toolkit.batch import normalize_images
+from toolkit.batch import kept_rows, normalize_images
 from toolkit.boxes import box_iou, pairwise_iou
 from toolkit.errors import BadInput
 from toolkit.models.backbones import image_statistics
@@ -76,7 +76,7 @@ class YOLOv3(Detector):
     divided_by = "images"
     class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see models/start.py
     fixed_size = True  # no mask is looked at: padding would be seen as black picture
-    weighs_boxes = True
+    weighs_boxes, buffers_steer_training = True, False
 
     def __init__(self, class_names: Sequence[str], options: Yolov3Options, *, features: nn.Module | None = None):
         super().__init__()
@@ -195,8 +195,7 @@ class YOLOv3(Detector):
         scale_wh, limit_wh = (orig_sizes / sizes).flip(1), orig_sizes.flip(1)
         boxes = (boxes * scale_wh.repeat(1, 2)[:, None]).clamp(min=0).minimum(limit_wh.repeat(1, 2)[:, None])
         keep &= keep.cumsum(dim=1) <= top_k
-        rows = zip(boxes, scores, labels, keep, strict=True)
-        return [{"boxes": b[k], "scores": s[k], "labels": c[k]} for b, s, c, k in rows]
+        return kept_rows(keep, boxes=boxes, scores=scores, labels=labels)
 
 
 def _checked_anchors(anchors: Sequence) -> Tensor:

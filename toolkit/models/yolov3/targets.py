@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from toolkit.batch import send
 from toolkit.boxes import widest_float
 
 STRIDES = (32, 16, 8)
@@ -96,7 +97,7 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     device, dtype, per_cell = anchors.device, anchors.dtype, anchors.shape[1]
     counts = tuple(len(t["labels"]) for t in targets)
     image = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-    image = image.to(device, non_blocking=True)
+    image = send(image, device)
     boxes = _joined(targets, "boxes", 0, anchors).reshape(-1, 4)
     labels = _joined(targets, "labels", 0, image)
     crowd = _joined(targets, "iscrowd", 0, image).bool()
@@ -183,7 +184,7 @@ def _covered(pred_boxes: Tensor, assigned: Assignment, threshold: float) -> Tens
     """
     device = pred_boxes.device
     counts = torch.tensor(assigned.counts, dtype=torch.int64)
-    slot = torch.cat([torch.arange(n) for n in assigned.counts] or [counts]).to(device, non_blocking=True)
+    slot = send(torch.cat([torch.arange(n) for n in assigned.counts] or [counts]), device)
     padded = pred_boxes.new_zeros(6, len(assigned.counts), max(assigned.counts, default=0))
     areas = (assigned.boxes[:, 2] - assigned.boxes[:, 0]) * (assigned.boxes[:, 3] - assigned.boxes[:, 1])
     factor = torch.where(assigned.crowd, threshold, threshold / (1 + threshold))

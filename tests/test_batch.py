@@ -1,0 +1,53 @@
+"""What travels to a device together, and rows of a batch that are kept."""
+
+import torch
+
+from toolkit.batch import Batch, kept_rows, on_host, pack, send_dicts, sizes_on_host, unpack
+from toolkit.models.detr.rt_detr import without_crowd
+
+
+def _targets() -> list[dict]:
+    full = {"image_id": 7, "boxes": torch.rand(3, 4), "labels": torch.tensor([1, 0, 2]), "size": torch.tensor([30, 40]),
+            "iscrowd": torch.tensor([0, 1, 0]), "known": torch.tensor([True, False, True])}  # fmt: skip
+    empty = {"image_id": 8, "boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64),
+             "size": torch.tensor([20, 10]), "iscrowd": torch.zeros(0, dtype=torch.int64),
+             "known": torch.zeros(0, dtype=torch.bool)}  # fmt: skip
+    return [full, empty]
+
+
+def test_packed_tensors_of_every_dtype_and_shape_come_back():
+    tensors = [torch.rand(3, 2), torch.tensor(5), torch.zeros(0, 4), torch.tensor([True, False, True]),
+               torch.rand(2, 3, dtype=torch.float64).T, torch.arange(3, dtype=torch.uint8), torch.rand(1),
+               torch.zeros(1, dtype=torch.int64).expand(1)]  # fmt: skip
+    for back, each in zip(unpack(pack(tensors), tensors), tensors, strict=True):
+        assert back.dtype == each.dtype and torch.equal(back, each)
+    assert unpack(pack([torch.zeros(0)]), [torch.zeros(0)])[0].shape == (0,)
+
+
+def test_a_batch_on_another_device_has_the_same_values_and_knows_its_targets_on_the_host():
+    targets = _targets()
+    batch = Batch(torch.zeros(2, 3, 32, 64, dtype=torch.uint8), torch.tensor([[30, 40], [20, 10]]), targets)
+    moved = batch.to("meta")  # a device that this machine has
+    assert moved.images.device.type == moved.sizes.device.type == "meta"
+    for target, original in zip(moved.targets, targets, strict=True):
+        assert on_host(target) is original and target["image_id"] == original["image_id"]
+        assert {k: v.shape for k, v in target.items() if isinstance(v, torch.Tensor)} == {
+            k: v.shape for k, v in original.items() if isinstance(v, torch.Tensor)
+        }
+    assert sizes_on_host(moved.sizes, moved.targets) == [(30, 40), (20, 10)], "without reading the device"
+    cut = without_crowd(moved.targets[0])
+    assert cut["boxes"].shape == (2, 4) and on_host(cut)["labels"].tolist() == [1, 2], "known on the host"
+    assert batch.to("cpu").targets is targets
+
+
+def test_dicts_travel_in_one_copy():
+    sent = send_dicts(_targets(), "meta")
+    assert sent[0]["boxes"].device.type == "meta" and sent[1]["boxes"].shape == (0, 4) and sent[0]["image_id"] == 7
+    assert send_dicts([{}], "meta") == [{}]
+
+
+def test_kept_rows_are_those_of_the_mask_in_their_order():
+    keep = torch.tensor([[True, False, True, True], [False, False, False, False], [False, True, False, False]])
+    boxes, labels = torch.rand(3, 4, 4), torch.arange(12).view(3, 4)
+    for found, mask, b, c in zip(kept_rows(keep, boxes=boxes, labels=labels), keep, boxes, labels, strict=True):
+        assert torch.equal(found["boxes"], b[mask]) and torch.equal(found["labels"], c[mask])

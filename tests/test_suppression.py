@@ -1,0 +1,119 @@
+"""Proposals, detections and samples of a batch at once are those that torchvision and a loop find image by image."""
+
+import pytest
+import torch
+from torchvision.models.detection._utils import BoxCoder
+from torchvision.ops import MultiScaleRoIAlign, batched_nms, clip_boxes_to_image, nms, remove_small_boxes
+from torchvision.ops.poolers import LevelMapper
+
+from toolkit.models.faster_rcnn.pooling import LevelPool
+from toolkit.models.faster_rcnn.suppression import (
+    Suppression,
+    best_detections,
+    best_proposals,
+    decode_boxes,
+    limits_whwh,
+)
+
+SIZES = [(60, 100), (90, 70), (100, 100)]
+
+
+def some_boxes(*shape: int) -> torch.Tensor:
+    corner = torch.rand(*shape, 2) * 80
+    return torch.cat([corner, corner + 1 + torch.rand(*shape, 2) * 30], dim=-1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 300])
+@pytest.mark.parametrize("threshold", [0.3, 0.7])
+def test_suppression_is_greedy_nms(count, threshold):
+    torch.manual_seed(count)
+    boxes, valid = some_boxes(3, count), torch.rand(3, count) > 0.1
+    labels = torch.randint(0, 3, (3, count))
+    suppression = Suppression(boxes, valid, threshold, labels)
+    while not suppression.advance():
+        pass
+    scores = torch.arange(count, 0, -1).float()
+    for i in range(3):
+        expected = torch.zeros(count, dtype=torch.bool)
+        for label in range(3):
+            rows = (valid[i] & (labels[i] == label)).nonzero()[:, 0]
+            expected[rows[nms(boxes[i, rows], scores[rows], threshold)]] = True
+        assert torch.equal(suppression.keep[i], expected)
+
+
+def test_a_long_chain_takes_more_rounds_than_are_made_at_once():
+    starts = torch.arange(60.0)[:, None] * 4  # each box overlaps its neighbours alone
+    chain = torch.cat([starts, torch.zeros(60, 1), starts + 10, torch.full((60, 1), 10.0)], dim=1)[None]
+    suppression = Suppression(chain, torch.ones(1, 60, dtype=torch.bool), 0.3)
+    assert not suppression.advance(), "16 rounds settle 16 boxes"
+    while not suppression.advance():
+        pass
+    assert suppression.keep[0].tolist() == [i % 2 == 0 for i in range(60)]
+
+
+def test_proposals_are_those_of_each_image():
+    torch.manual_seed(0)
+    per_level, limits = [200, 50, 12], limits_whwh(SIZES, torch.device("cpu"))
+    boxes, logits = some_boxes(3, sum(per_level)) - 5, torch.randn(3, sum(per_level))
+    boxes[0, :20, 2:] = boxes[0, :20, :2]  # without area
+    options = {"before": 60, "after": 40, "threshold": 0.7, "min_size": 1e-3, "min_score": 0.2}
+    found = best_proposals(boxes, logits, per_level, limits, **options)
+    for own, image_boxes, image_logits, size_hw in zip(found, boxes, logits, SIZES, strict=True):
+        kept_boxes, kept_scores = [], []
+        for level_boxes, level in zip(image_boxes.split(per_level), image_logits.split(per_level), strict=True):
+            best, rows = level.topk(min(60, len(level)))
+            clipped, scores = clip_boxes_to_image(level_boxes[rows], size_hw), best.sigmoid()
+            good = remove_small_boxes(clipped, 1e-3)
+            good = good[scores[good] >= 0.2]
+            left = good[nms(clipped[good], scores[good], 0.7)]
+            kept_boxes.append(clipped[left])
+            kept_scores.append(scores[left])
+        order = torch.cat(kept_scores).argsort(descending=True, stable=True)[:40]
+        torch.testing.assert_close(own, torch.cat(kept_boxes)[order], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("counts", [[30, 0, 17], [0, 0, 0], [1, 1, 1]])
+def test_detections_are_those_of_each_image(counts):
+    torch.manual_seed(sum(counts))
+    logits, boxes = torch.randn(sum(counts), 4), some_boxes(sum(counts), 4)
+    found = best_detections(logits, boxes, counts, limits_whwh(SIZES, torch.device("cpu")), threshold=0.5,
+                            min_score=0.1, most=20)  # fmt: skip
+    images = zip(found, logits.split(counts), boxes.split(counts), SIZES, strict=True)
+    for (own_boxes, own_scores, own_labels), image_logits, image_boxes, size_hw in images:
+        scores = image_logits.softmax(-1)[:, 1:]
+        rows, classes = (scores > 0.1).nonzero().unbind(1)
+        clipped = clip_boxes_to_image(image_boxes[rows, classes + 1], size_hw)
+        good = remove_small_boxes(clipped, 1e-2)
+        rows, classes, clipped = rows[good], classes[good], clipped[good]
+        kept = batched_nms(clipped.double(), scores[rows, classes].double(), classes, 0.5)[:20]
+        torch.testing.assert_close(own_boxes, clipped[kept], rtol=0, atol=0)
+        torch.testing.assert_close(own_scores, scores[rows, classes][kept], rtol=0, atol=0)
+        assert own_labels.tolist() == (classes[kept] + 1).tolist()
+    assert best_detections(logits, boxes, counts, limits_whwh(SIZES, torch.device("cpu")), threshold=0.5,
+                           min_score=0.1, most=20, largest=0) is None or not any(counts)  # fmt: skip
+
+
+def test_boxes_are_decoded_as_torchvision_decodes_them():
+    torch.manual_seed(0)
+    deltas, anchors, weights = torch.randn(3, 50, 4) * 3, some_boxes(50), (10.0, 10.0, 5.0, 5.0)
+    theirs = BoxCoder(weights).decode(deltas.flatten(0, 1), [anchors] * 3).view(3, 50, 4)
+    torch.testing.assert_close(decode_boxes(deltas, anchors, weights), theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("counts", [[40, 0, 21], [0, 0], [1]])
+def test_boxes_are_pooled_from_their_levels_as_torchvision_pools_them(counts):
+    torch.manual_seed(1)
+    maps = {name: torch.randn(len(counts), 3, side, side, requires_grad=True) for name, side in
+            (("0", 32), ("1", 16), ("2", 8))}  # fmt: skip
+    boxes = [some_boxes(count) * torch.rand(count, 1) * 3 for count in counts]
+    theirs = MultiScaleRoIAlign(["0", "1", "2"], 3, 2, canonical_scale=32)
+    ours = LevelPool.of(theirs)
+    results = []
+    for pool in (theirs, ours):
+        pool.scales, pool.map_levels = [1 / 4, 1 / 8, 1 / 16], LevelMapper(2, 4, 32, 4)
+        pooled = pool(maps, boxes, [(128, 128)] * len(counts))
+        gradients = torch.autograd.grad((pooled * torch.arange(pooled.numel()).view(pooled.shape)).sum(),
+                                        list(maps.values()), allow_unused=True)  # fmt: skip
+        results.append((pooled, *gradients))
+    for their, our in zip(*results, strict=True):
+        torch.testing.assert_close(our, their, rtol=0, atol=0)

@@ -1,0 +1,156 @@
+"""What the two stages are trained on, for the whole batch at once: candidates, what they match, and a random choice.
+
+How many boxes each image has is known on the host, so that everything is padded and cut there, and nobody waits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchvision.models.detection._utils import encode_boxes
+
+from toolkit.batch import on_host, send_dicts
+from toolkit.models.faster_rcnn.criterion import IGNORED, match_boxes, sample, shares
+
+PAIRS_AT_ONCE = 2**26  # boxes compared with candidates on a device, 256 MB of float32; on a CPU image by image
+
+
+class Truths(NamedTuple):
+    """Annotated boxes of B images, padded to T. counts: of each image, on the host.
+
+    boxes: (B, T, 4) xyxy pixels. labels: (B, T) from 1. is_padding: (B, T). is_crowd: (B, T), None where none is.
+    """
+
+    boxes: Tensor
+    labels: Tensor
+    is_padding: Tensor
+    is_crowd: Tensor | None
+    counts: list[int]
+
+
+class Sampler(NamedTuple):
+    """How a stage chooses: IoU from which a candidate has an object, and below which it is background; how many."""
+
+    high: float
+    low: float
+    size: int
+    positive_fraction: float
+
+    @classmethod
+    def of(cls, stage: torch.nn.Module) -> "Sampler":
+        """Of torchvision's RPN or RoIHeads."""
+        matcher, sampler = stage.proposal_matcher, stage.fg_bg_sampler
+        return cls(matcher.high_threshold, matcher.low_threshold, sampler.batch_size_per_image,
+                   sampler.positive_fraction)  # fmt: skip
+
+
+def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
+    """The targets of a batch, whose tensors are on one device; at least one column wide."""
+    counts = [len(target["boxes"]) for target in targets]
+    index = padded_rows([(start, count) for start, count in zip(_starts(counts), counts, strict=True)], sum(counts))
+    crowd = [on_host(target)["iscrowd"].bool().cpu() for target in targets]
+    facts = {"index": index, "is_padding": index == sum(counts)}
+    if any(each.any() for each in crowd):
+        facts["is_crowd"] = torch.cat([*crowd, torch.zeros(1, dtype=torch.bool)])[index]
+    device = targets[0]["boxes"].device
+    (facts,) = send_dicts([facts], device)
+    boxes, labels = (torch.cat([target[name] for target in targets]) for name in ("boxes", "labels"))
+    boxes = torch.cat([boxes, boxes.new_zeros(1, 4)])[facts["index"]]
+    labels = torch.cat([labels + 1, labels.new_zeros(1)])[facts["index"]]
+    return Truths(boxes, labels, facts["is_padding"], facts.get("is_crowd"), counts)
+
+
+def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, best_of_each_box: bool) -> Tensor:
+    """`match_boxes` of each image, (B, A). candidates_xyxy: (A, 4) of all, or (B, A, 4)."""
+    at_once, images, found = 1, len(truths.counts), []
+    if candidates_xyxy.device.type != "cpu":
+        at_once = max(1, PAIRS_AT_ONCE // max(1, candidates_xyxy.shape[-2] * max(truths.counts, default=0)))
+    for first in range(0, images, at_once):
+        part = slice(first, first + at_once)
+        widest = max(truths.counts[part])
+        candidates = candidates_xyxy if candidates_xyxy.dim() == 2 else candidates_xyxy[part]
+        crowd = None if truths.is_crowd is None else truths.is_crowd[part, :widest]
+        options = {"best_of_each_box": best_of_each_box, "padding": truths.is_padding[part, :widest]}
+        boxes = truths.boxes[part, :widest]
+        found.append(match_boxes(candidates, boxes, crowd, thresholds.high, thresholds.low, **options))
+    return torch.cat(found)
+
+
+def sampled_anchors(
+    anchors_xyxy: Tensor, truths: Truths, stage: torch.nn.Module, draw: Callable[[Sequence[int]], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rows (B, K) of the anchors (A, 4) that are trained, and `match`, `targets`, `weights` of them.
+
+    draw: lengths -> (their sum,) random numbers in [0, 1), those of each image in a row.
+    """
+    settings, images = Sampler.of(stage), len(truths.counts)
+    match = match_batch(anchors_xyxy, truths, settings, best_of_each_box=True)
+    keys = draw([len(anchors_xyxy)] * images).view(match.shape)
+    index, match = sample(match, settings.size, settings.positive_fraction, keys)
+    wanted = box_targets(anchors_xyxy[index], match, truths, stage.box_coder.weights)
+    return index, {"match": match, "targets": wanted, "weights": shares(match)}
+
+
+def sampled_boxes(
+    proposals: Sequence[Tensor], truths: Truths, stage: torch.nn.Module, draw: Callable[[Sequence[int]], Tensor]
+) -> tuple[list[Tensor], Tensor, list[int], dict[str, Tensor]]:
+    """Of the proposals (P_i, 4) of each image and its objects behind them, those that are trained.
+
+    Returns:
+        rows of them (K_i,) in each image; their boxes (R, 4), R = sum of K_i; K_i; `classes` (R,), 0 is background,
+        `targets` (R, 4), `weights` (R,).
+    """
+    settings, device = Sampler.of(stage), truths.boxes.device
+    own = [len(boxes) for boxes in proposals]
+    counts = [proposed + objects for proposed, objects in zip(own, truths.counts, strict=True)]
+    sizes = [min(settings.size, count) for count in counts]
+    facts = _places(own, truths.counts, counts, sizes)
+    (facts,) = send_dicts([facts], device)
+    every = torch.cat([*proposals, truths.boxes.flatten(0, 1), truths.boxes.new_zeros(1, 4)])
+    boxes = every[facts["boxes"]]  # (B, M, 4)
+    match = match_batch(boxes, truths, settings, best_of_each_box=False)
+    match = match.masked_fill(facts["padding"], IGNORED)
+    keys = torch.cat([draw(counts), match.new_full((1,), -1).float()])[facts["keys"]]
+    index, match = sample(match, settings.size, settings.positive_fraction, keys)
+    chosen = boxes.gather(1, index[..., None].expand(-1, -1, 4))
+    classes = truths.labels.gather(1, match.clamp(min=0)).where(match >= 0, 0)
+    wanted = box_targets(chosen, match, truths, stage.box_coder.weights)
+    parts = {"classes": classes, "targets": wanted, "weights": shares(match)}
+    rows = facts["rows"]  # without what pads images of few candidates
+    parts = {name: part.flatten(0, 1)[rows] for name, part in parts.items()}
+    return [index[i, :size] for i, size in enumerate(sizes)], chosen.flatten(0, 1)[rows], sizes, parts
+
+
+def box_targets(candidates_xyxy: Tensor, match: Tensor, truths: Truths, weights: Sequence[float]) -> Tensor:
+    """(B, K, 4) deltas from candidates (B, K, 4) to the objects they match (B, K); 0 for those that match none."""
+    matched = truths.boxes.gather(1, match.clamp(min=0)[..., None].expand(-1, -1, 4))
+    matched = torch.where((match >= 0)[..., None], matched, candidates_xyxy)
+    return encode_boxes(matched.flatten(0, 1), candidates_xyxy.flatten(0, 1), weights).view(matched.shape)
+
+
+def padded_rows(parts: Sequence[tuple[int, int]], missing: int) -> Tensor:
+    """(B, M) int64 on the host: start, start + 1, ... of each (start, count), then `missing`; M is at least 1."""
+    rows = torch.full((len(parts), max([1, *(count for _, count in parts)])), missing)
+    for row, (start, count) in zip(rows, parts, strict=True):
+        row[:count] = torch.arange(start, start + count)
+    return rows
+
+
+def _places(own: Sequence[int], objects: Sequence[int], counts: Sequence[int], sizes: Sequence[int]) -> dict:
+    """Where, of all proposals and then the padded objects, the candidates of each image are; see `sampled_boxes`."""
+    widest, total = max([1, *objects]), sum(own)
+    last = total + len(own) * widest
+    boxes = torch.full((len(own), max([1, *counts])), last)
+    for i, (row, start) in enumerate(zip(boxes, _starts(own), strict=True)):
+        row[: own[i]] = torch.arange(start, start + own[i])
+        row[own[i] : counts[i]] = torch.arange(total + i * widest, total + i * widest + objects[i])
+    keys = padded_rows(list(zip(_starts(counts), counts, strict=True)), sum(counts))
+    most = min(max([0, *sizes]), boxes.shape[1])
+    rows = [torch.arange(i * most, i * most + size) for i, size in enumerate(sizes)]
+    return {"boxes": boxes, "padding": boxes == last, "keys": keys, "rows": torch.cat(rows)}
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)][: len(counts)]

@@ -1,0 +1,150 @@
+"""Proposals and detections of a whole batch at once, for a GPU: torchvision goes image by image, and waits in each.
+
+Greedy non-maximum suppression is here a fixed point: a box is kept if no better one that is kept overlaps it too much.
+Whether a box is right after n rounds depends on n better ones at most, so that the rounds end at the greedy answer;
+there are as few as the longest chain of boxes that suppress each other. On a CPU torchvision's loop is faster.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from toolkit.batch import send
+from toolkit.boxes import intersection_and_union
+
+ROUNDS = 16  # before the host asks whether they were enough
+PAIRS_AT_ONCE = 2**27  # boxes compared with boxes: 512 MB of float32
+LARGEST_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
+
+
+class Suppression:
+    """Greedy NMS in each of G groups of K boxes, best first.
+
+    Args:
+        boxes_xyxy: (G, K, 4). valid: (G, K), False for padding. threshold: IoU above which the better box wins.
+        labels: (G, K), boxes of different labels leave each other alone; None: all are of one label.
+    """
+
+    def __init__(self, boxes_xyxy: Tensor, valid: Tensor, threshold: float, labels: Tensor | None = None):
+        groups, count = valid.shape
+        self.valid = self.keep = valid
+        at_once = max(1, PAIRS_AT_ONCE // max(1, count**2))
+        later = torch.ones(count, count, dtype=torch.bool, device=valid.device).triu(1)
+        parts = []
+        for part in boxes_xyxy.split(at_once):
+            common, union = intersection_and_union(part[:, :, None], part[:, None])
+            parts.append((common / union > threshold) & later)
+        self.over = torch.cat(parts) if groups else later[None][:0]
+        if labels is not None:
+            self.over &= labels[:, :, None] == labels[:, None]
+
+    def advance(self) -> Tensor:
+        """Some rounds; 0-dim bool on the device, whether `keep` is the answer now."""
+        for _ in range(ROUNDS):
+            before, self.keep = self.keep, self.valid & ~(self.over & self.keep[:, :, None]).any(1)
+        return (before == self.keep).all()
+
+
+def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -> Tensor:
+    """torchvision's `BoxCoder.decode` without its copies to the device: deltas and boxes (..., 4), broadcast."""
+    dx, dy, dw, dh = (delta / weight for delta, weight in zip(deltas.unbind(-1), weights, strict=True))
+    left, top, right, bottom = boxes_xyxy.to(deltas.dtype).unbind(-1)
+    width, height = right - left, bottom - top
+    centre_x, centre_y = dx * width + (left + 0.5 * width), dy * height + (top + 0.5 * height)
+    half_w = 0.5 * (dw.clamp(max=LARGEST_DELTA).exp() * width)
+    half_h = 0.5 * (dh.clamp(max=LARGEST_DELTA).exp() * height)
+    return torch.stack((centre_x - half_w, centre_y - half_h, centre_x + half_w, centre_y + half_h), dim=-1)
+
+
+def clip(boxes_xyxy: Tensor, limits_whwh: Tensor) -> Tensor:
+    """Boxes (..., 4) inside images whose `limits_whwh` (..., 4) are width, height, width, height."""
+    return boxes_xyxy.clamp(min=0).minimum(limits_whwh)
+
+
+def limits_whwh(sizes_hw: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """(B, 4) float32 for `clip`, of sizes (h, w) in pixels that are known on the host."""
+    return send(torch.tensor([(w, h, w, h) for h, w in sizes_hw], dtype=torch.float32), device)
+
+
+def best_proposals(
+    boxes_xyxy: Tensor,
+    logits: Tensor,
+    per_level: Sequence[int],
+    limits_whwh: Tensor,
+    *,
+    before: int,
+    after: int,
+    threshold: float,
+    min_size: float,
+    min_score: float,
+) -> list[Tensor]:
+    """torchvision's `filter_proposals` for the whole batch: (P_i, 4) of each image, best first; one host read.
+
+    Args:
+        boxes_xyxy: (B, A, 4). logits: (B, A). per_level: how many of the A each level has. limits_whwh: (B, 4).
+        before, after: largest number of boxes of a level before suppression, and of an image after it.
+        threshold: IoU. min_size: pixels. min_score: a probability.
+    """
+    widest, levels = min(before, max(per_level)), []
+    for level_boxes, level_logits in zip(boxes_xyxy.split(per_level, 1), logits.split(per_level, 1), strict=True):
+        best, index = level_logits.topk(min(before, level_logits.shape[1]), dim=1)
+        missing = widest - best.shape[1]
+        chosen = level_boxes.gather(1, index[..., None].expand(-1, -1, 4))
+        levels.append((F.pad(chosen, (0, 0, 0, missing)), F.pad(best.sigmoid(), (0, missing), value=-1.0)))
+    boxes, scores = (torch.stack(parts, 1) for parts in zip(*levels, strict=True))  # (B, L, K, 4), (B, L, K)
+    boxes = clip(boxes, limits_whwh[:, None, None])
+    sides = boxes[..., 2:] - boxes[..., :2]
+    valid = (sides >= min_size).all(-1) & (scores >= max(min_score, 0.0))
+    suppression = Suppression(boxes.flatten(0, 1), valid.flatten(0, 1), threshold)
+    return _best(suppression, boxes.flatten(1, 2), scores.flatten(1), after)[0]
+
+
+def best_detections(
+    logits: Tensor,
+    boxes_xyxy: Tensor,
+    counts: Sequence[int],
+    limits_whwh: Tensor,
+    *,
+    threshold: float,
+    min_score: float,
+    most: int,
+    largest: int = 4096,
+) -> list[tuple[Tensor, Tensor, Tensor]] | None:
+    """torchvision's `postprocess_detections` for the whole batch: boxes, scores, labels (from 1) of each image.
+
+    Args:
+        logits: (P, 1 + C), background first. boxes_xyxy: (P, 1 + C, 4). counts: proposals of each image.
+        limits_whwh: (B, 4). threshold: IoU. most: detections of an image.
+        largest: candidates of an image at most; None is returned for more, which would fill the memory with pairs.
+    """
+    scores = torch.nn.utils.rnn.pad_sequence(logits.softmax(-1)[:, 1:].split(list(counts)), batch_first=True)
+    boxes = torch.nn.utils.rnn.pad_sequence(boxes_xyxy[:, 1:].split(list(counts)), batch_first=True)
+    boxes, classes = clip(boxes, limits_whwh[:, None, None]), scores.shape[2]
+    valid = (scores > min_score) & (boxes[..., 2:] - boxes[..., :2] >= 1e-2).all(-1)
+    candidates = max(valid.flatten(1).sum(1).tolist(), default=0)
+    if candidates > largest:
+        return None
+    ranked, order = scores.masked_fill(~valid, -1).flatten(1).sort(dim=1, descending=True, stable=True)
+    ranked, order = ranked[:, :candidates], order[:, :candidates]
+    boxes = boxes.flatten(1, 2).gather(1, order[..., None].expand(-1, -1, 4))
+    labels = order % classes + 1
+    suppression = Suppression(boxes, ranked > min_score, threshold, labels)
+    found, orders = _best(suppression, boxes, ranked, most)
+    ranked, labels = ranked.gather(1, orders), labels.gather(1, orders)
+    return [(b, ranked[i, : len(b)], labels[i, : len(b)]) for i, b in enumerate(found)]
+
+
+def _best(suppression: Suppression, boxes: Tensor, scores: Tensor, most: int) -> tuple[list[Tensor], Tensor]:
+    """The best `most` boxes (N, 4) per image that are left, and their rows (B, `most`); one host read if ROUNDS are
+    enough. boxes: (B, M, 4), scores: (B, M), as many groups of `suppression` in a row as an image has."""
+    while True:
+        settled = suppression.advance()
+        keep = suppression.keep.reshape(scores.shape)
+        order = scores.masked_fill(~keep, -1).sort(dim=1, descending=True, stable=True).indices[:, :most]
+        *counts, done = torch.cat([keep.sum(1).clamp(max=most), settled[None].long()]).tolist()
+        if done:
+            sorted_boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
+            return [sorted_boxes[i, :count] for i, count in enumerate(counts)], order
