@@ -107,6 +107,9 @@ def test_environment(tmp_path):
     read = json.loads((tmp_path / "environment.json").read_text())
     assert read == written
     assert (read["seed"], read["processes"], read["precision"]) == (7, 2, "no")
+    root = Path(__file__).resolve().parent.parent
+    assert read["git"] == git_state(root) and (not (root / ".git").exists() or len(read["git"]["commit"]) == 40)
+    assert (tmp_path / "code.diff").exists() == bool(read["git"] and read["git"]["dirty"])
     assert read["packages"]["torch"] == torch.__version__ and "accelerate" in read["packages"]
     assert read["hardware"]["memory_bytes"] > 2**20 and read["hardware"]["cpu_cores_usable"] >= 1
     assert read["hardware"]["cpu"] and len(read["hardware"]["gpus"]) == torch.cuda.device_count()

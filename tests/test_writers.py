@@ -15,16 +15,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tracked import offline_history, offline_records
 
 from toolkit.errors import BadInput
-from toolkit.runs import writer as writers
 from toolkit.runs.console import Place, averages_line, console_line, length_warnings, progress
 from toolkit.runs.metrics_log import MetricsLog, mend_rows, read_metrics
-from toolkit.runs.writer import RunWriter, read_offline_wandb, tracker_kwargs
+from toolkit.runs.trackers import tracker_names, weights_and_biases
+from toolkit.runs.trackers.tracker import About, DataFacts
+from toolkit.runs.writer import RunWriter
 from toolkit.step.meters import Meters
 
 
@@ -148,39 +149,56 @@ def test_full_disk_is_bad_input(tmp_path):
 
 
 def test_tracker_names(tmp_path):
-    assert tracker_kwargs("none", tmp_path) == {}
-    assert tracker_kwargs("wandb", tmp_path) == {"log_with": ["wandb"], "project_dir": str(tmp_path)}
-    with pytest.raises(BadInput, match="wnadb: no such tracker.*none, .*tensorboard.*wandb"):
-        tracker_kwargs("wnadb", tmp_path)
-    with pytest.raises(BadInput, match="aim: its package is not installed"):
-        tracker_kwargs("aim", tmp_path)
+    assert tracker_names("none") == tracker_names([]) == []
+    assert tracker_names("wandb") == tracker_names(["wandb", "none", "wandb"]) == ["wandb"]
+    assert tracker_names(["wandb", "tensorboard"]) == ["wandb", "tensorboard"]
+    with pytest.raises(BadInput, match="(?s)wnadb: no such tracker.*none, .*tensorboard.*wandb.*aim: its package is"):
+        tracker_names(["wandb", "wnadb", "aim"])
 
 
-def open_writer(folder: Path, tracker: str, **options) -> RunWriter:
-    accelerator = Accelerator(cpu=True, **tracker_kwargs(tracker, folder))
+def open_writer(folder: Path, *trackers: str, **options) -> RunWriter:
     config = {"optim": {"lr": 1e-4, "name": None}, "data": {"sizes": [1, 2]}}
-    return RunWriter(folder, accelerator=accelerator, tracker=tracker, config=config, **options)
+    data = {split: DataFacts(f"{split}0123456789abcdef", "images", 9, 20, 2) for split in ("train", "val")}
+    about = About(config=config, name="named", group="ablation", tags=["small"], notes="why", job_type="train")
+    return RunWriter(folder, trackers=trackers, about=about, data=data, **options)
 
 
-def run_and_resume(folder: Path, tracker: str) -> None:
+def evaluation():
+    """One image with an annotated and two found boxes, of two classes."""
+    from toolkit.evaluation.report.thresholds import Sweep  # here: what imports this file anew need not wait for it
+    from toolkit.evaluation.shown import Shown, ShownImage
+
+    image = ShownImage(7, Image.new("RGB", (8, 6), (255, 0, 0)), np.array([[1.0, 1, 5, 5]]), np.array([1]),
+                       np.array([[1.0, 1, 5, 4], [0, 0, 2, 2]]), np.array([1, 0]), np.array([0.75, 0.25]))  # fmt: skip
+    sweep = Sweep(np.array([0.75, 0.25]), np.array([1.0, 0.5]), np.array([1.0, 1.0]), np.array([1.0, 2 / 3]), 1)
+    return Shown(["ring", "star"], [image], image.picture, {"all classes": sweep, "star": sweep}, {"star": 1.0},
+                 np.array([[0, 0, 0], [0, 1, 0], [0, 0, 0]]), ["ring", "star"], 0.5)  # fmt: skip
+
+
+def run_and_resume(folder: Path, *trackers: str) -> None:
     """Rows 1 to 7, a checkpoint after 5, then a second writer that takes up that checkpoint and goes on to 9."""
-    picture = folder / "picture.png"
-    Image.new("RGB", (8, 6), (255, 0, 0)).save(picture)
-    writer = open_writer(folder, tracker)
+    final = folder / "final"
+    final.mkdir()
+    (final / "README.md").write_text("the card")
+    writer = open_writer(folder, *trackers)
     for step in range(1, 8):
         if step == 6:
             writer.log(val_row(5))
-            writer.log_images({"val/pictures": picture}, step=5)
+            writer.show(evaluation(), step=5)
             state = json.loads(json.dumps(writer.state_dict()))
         writer.log(train_row(step))
-    writer.close()
-    writer = open_writer(folder, tracker, resume_state=state)
-    writer.log_images({"val/pictures": picture}, step=5)  # shown already
+    writer.close("preempted")
+    writer = open_writer(folder, *trackers, resume_state=state)
+    writer.show(evaluation(), step=5)  # shown already
     for step in range(6, 10):
         writer.log(train_row(step))
     writer.log(val_row(9))
+    writer.keep_final(final, {"step": 9, "bbox_AP": 0.09})
     writer.close()
-    assert writer.state_dict() == {"rows": 11, "tracker": tracker, "run_id": state["run_id"]}
+    writer = open_writer(folder, *trackers, resume_state=writer.state_dict())  # again after its end
+    writer.keep_final(final, {"step": 9, "bbox_AP": 0.09})
+    writer.close()
+    assert writer.state_dict() == {"rows": 11, "run_ids": state["run_ids"]}
     assert read_metrics(folder / "metrics.jsonl") == [
         *map(train_row, range(1, 6)), val_row(5), *map(train_row, range(6, 10)), val_row(9)
     ]  # fmt: skip
@@ -200,13 +218,24 @@ def test_tensorboard_gets_every_row_once(tmp_path):
     assert found["val/bbox_AP"] == [(5, pytest.approx(0.05)), (9, pytest.approx(0.09))]
     assert "val/AP/ring" not in found
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import plugin_data_pb2
 
-    images = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("val/pictures")
-    assert [(image.step, image.width, image.height) for image in images] == [(5, 8, 6)]
+    assert all(path.is_file() for path in (tmp_path / "tensorboard").iterdir()), "one folder of event files"
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(i.step, i.width, i.height) for i in events.Images("val/predictions")] == [(5, 8, 6)]
+    assert [len(events.Images(f"val/{name}")) for name in ("f1", "confusion_matrix", "class_AP")] == [1, 1, 1]
+    (curve,) = events.Tensors("val/precision_recall/star")  # true and false positives, ..., precision, recall
+    values = np.array(curve.tensor_proto.float_val).reshape(6, -1)
+    assert values[:, [-1, 64, 10]].T.tolist() == [[0, 0, 0, 1, 1, 0], [1, 0, 0, 0, 1, 1], [1, 1, 0, 0, 0.5, 1]]
+    assert found["best/bbox_AP"][-1] == (9, pytest.approx(0.09)) and found["best/step"][-1] == (9, 9)
+    plugin = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    settings = plugin_data_pb2.HParamsPluginData.FromString(plugin).session_start_info.hparams
+    assert settings["optim.lr"].number_value == 1e-4 and settings["data.sizes"].string_value == "[1, 2]"
+    assert "_hparams_/session_end_info" in events.summary_metadata
 
 
 def test_a_tracker_switched_on_later_gets_the_earlier_rows(tmp_path):
-    writer = open_writer(tmp_path, "none")
+    writer = open_writer(tmp_path)
     for step in (1, 2):
         writer.log(train_row(step))
     writer.close()
@@ -217,28 +246,30 @@ def test_a_tracker_switched_on_later_gets_the_earlier_rows(tmp_path):
 
 
 def test_only_the_main_process_writes(tmp_path):
-    writer = RunWriter(tmp_path, tracker="tensorboard", is_main=False)
+    writer = RunWriter(tmp_path, trackers=["tensorboard"], is_main=False)
     writer.log(train_row(1))
-    writer.log_images({"a": tmp_path / "missing.png"}, step=1)
+    writer.show(evaluation(), step=1)
     writer.close()
-    assert list(tmp_path.iterdir()) == [] and writer.state_dict().keys() == {"rows", "tracker", "run_id"}
+    assert list(tmp_path.iterdir()) == [] and writer.state_dict().keys() == {"rows", "run_ids"} and not writer.shows
 
 
-def test_a_failing_tracker_costs_one_warning(tmp_path, monkeypatch):
-    writer = open_writer(tmp_path, "tensorboard")
+def test_a_failing_tracker_costs_one_warning(wandb_home, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    writer = open_writer(wandb_home, "tensorboard", "wandb")
     writer.log(train_row(1))
 
     def fail(*args, **kwargs):
         raise ConnectionError("the server is gone")
 
-    monkeypatch.setattr(writer._accelerator.trackers[0], "log", fail)
+    monkeypatch.setattr(writer._feeds[0].tracker, "log", fail)
     with pytest.warns(UserWarning, match="tensorboard failed and is switched off.*server is gone") as caught:
         for step in (2, 3):
             writer.log(train_row(step))
-        writer.log_images({"a": tmp_path / "missing.png"}, step=3)
+        writer.show(evaluation(), step=3)
         writer.close()
-    assert len(caught) == 1 and writer.tracker == "none"
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert len([w for w in caught if w.category is UserWarning]) == 1
+    assert [row["step"] for row in read_metrics(wandb_home / "metrics.jsonl")] == [1, 2, 3]
+    assert [step for _, step, _ in history(wandb_home)] == [1, 2, 3], "the other tracker goes on"
 
 
 def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path):
@@ -272,19 +303,11 @@ def wandb_home(tmp_path, monkeypatch):
 
 
 def history(folder: Path) -> list[tuple[str, int, dict]]:
-    """Run id, step and values of each row in the run's offline files, in the order in which they were written."""
+    """`offline_history`, once everything is in the files."""
     import wandb
 
-    wandb.teardown()  # waits until everything is in the files
-    rows = []
-    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        run_id = None
-        for record in read_offline_wandb(file):
-            run_id = record.run.run_id if record.HasField("run") else run_id
-            if record.HasField("history"):
-                items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-                rows.append((run_id, record.history.step.num, items))
-    return rows
+    wandb.teardown()
+    return offline_history(folder)
 
 
 def test_offline_wandb_gets_every_row_once_under_one_id(wandb_home, monkeypatch):
@@ -295,13 +318,29 @@ def test_offline_wandb_gets_every_row_once_under_one_id(wandb_home, monkeypatch)
     assert [str(w.message) for w in caught if "tracker" in str(w.message) or "W&B" in str(w.message)] == []
     rows = history(wandb_home)
     assert len({run_id for run_id, _, _ in rows}) == 1
-    assert rows[0][0] == json.loads((wandb_home / "tracker.json").read_text())["run_id"]
+    assert rows[0][0] == json.loads((wandb_home / "tracker.json").read_text())["wandb"]["run_id"]
     assert [step for _, step, _ in rows] == list(range(1, 10))
     assert [values["train/loss"] for _, _, values in rows] == [pytest.approx(1 / step) for step in range(1, 10)]
     assert {step: values["val/bbox_AP"] for _, step, values in rows if "val/bbox_AP" in values} == {5: 0.05, 9: 0.09}
-    pictures = {step: values["val/pictures/filenames"] for _, step, values in rows if "val/pictures/count" in values}
-    assert pictures.keys() == {5} and len(pictures[5]) == 1
-    assert len(list(wandb_home.glob(f"wandb/offline-run-*/files/{pictures[5][0]}"))) == 1
+    assert [step for _, step, values in rows if "val/predictions/count" in values] == [5]
+    found = offline_records(wandb_home)
+    assert (found["group"], found["job_type"], found["tags"], found["notes"]) == ("ablation", "train", ["small"], "why")
+    assert found["metrics"]["*"] == "step", "the optimizer step is the axis"
+    assert found["summary"]["best/bbox_AP"] == 0.09 and found["summary"]["best/step"] == 9
+    assert found["summary"]["val/bbox_AP"] == 0.09
+    (image,) = found["boxes"][5]
+    assert image["ground_truth"] == [("star", 1, [1, 1, 5, 5], None)]
+    assert image["predictions"] == [("star 0.75", 1, [1, 1, 5, 4], 0.75), ("ring 0.25", 0, [0, 0, 2, 2], 0.25)]
+    assert found["tables"]["val/class_AP_table"] == [["star", 1.0]]
+    assert ["star", "star", 1] in found["tables"]["val/confusion_matrix_table"]
+    assert found["tables"]["val/precision_recall_table"][:2] == [["all classes", 1.0, 1.0], ["all classes", 1.0, 0.5]]
+    assert [0.75, 1.0, "star"] in found["tables"]["val/f1_table"]
+    assert [row[0] for row in found["tables"]["val/images"]] == ["7"]
+    (best,) = found["artifacts"]["model"]  # once, though the run was taken up again after its end
+    assert set(best["aliases"]) == {"best", "latest", "step-9"} and best["files"] == {"README.md"}
+    assert best["digest"] == found["summary"]["best/artifact_digest"]
+    (data,) = found["artifacts"]["dataset"]
+    assert data["references"] == {f"data://{split}0123456789abcdef/images" for split in ("train", "val")}
 
 
 def logging_run(folder: Path) -> None:
@@ -331,21 +370,22 @@ def test_rows_that_wandb_lost_in_a_kill_are_sent_again(wandb_home, monkeypatch):
     for step in range(9, 13):
         writer.log(train_row(step))
     writer.close()
-    assert [(run_id, step) for run_id, step, _ in history(wandb_home)] == [(state["run_id"], s) for s in range(1, 13)]
+    run_id = state["run_ids"]["wandb"]
+    assert [row[:2] for row in history(wandb_home)] == [(run_id, step) for step in range(1, 13)]
 
 
 def test_another_folder_gets_another_run(wandb_home, monkeypatch):
     """A run that starts from another run's checkpoint is not that run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    writer = open_writer(wandb_home, "wandb", resume_state={"rows": 5, "tracker": "wandb", "run_id": "abcd1234"})
+    writer = open_writer(wandb_home, "wandb", resume_state={"rows": 5, "run_ids": {"wandb": "abcd1234"}})
     writer.log(train_row(6))
     writer.close()
-    assert writer.run_id != "abcd1234" and [step for _, step, _ in history(wandb_home)] == [6]
+    assert writer.state_dict()["run_ids"]["wandb"] != "abcd1234" and [step for _, step, _ in history(wandb_home)] == [6]
 
 
 @pytest.mark.parametrize("key", [None, "0" * 40])
 def test_wandb_without_account_or_network_goes_offline_with_one_warning(wandb_home, monkeypatch, key):
-    monkeypatch.setattr(writers, "WANDB_INIT_TIMEOUT_S", 1)
+    monkeypatch.setattr(weights_and_biases, "INIT_TIMEOUT_S", 1)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", key)
         monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there

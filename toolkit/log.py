@@ -55,7 +55,7 @@ class Log:
         self.status["step"] = step
         place = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s)
         self._show_on_bar(place)
-        if is_time(step, self.log_every, last=total_steps):
+        if self.is_due(step, total_steps):
             losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
             means = {f"train/mean/{k}": m.mean for k, m in losses.items() if isinstance(m, MomentumMeter)}
             full = {**row, **means, **self.timer.row(total_steps - step)}
@@ -63,6 +63,10 @@ class Log:
             self.say(console_line(full, self.meters, place))
             if news := self.graphs.news(step):
                 self.say(news)
+
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether this step gets a row."""
+        return is_time(step, self.log_every, last=total_steps)
 
     def note_epoch(self, step: int, epoch: int) -> None:
         """At the end of an epoch or of the run, once: the averages of its losses and metrics as a row and a line."""
@@ -83,7 +87,7 @@ class Log:
         return means
 
     def write(self, step: int, epoch: int, values: Mapping[str, float | None]) -> None:
-        """A row of metrics.jsonl and of the tracker.
+        """A row of metrics.jsonl and of the trackers.
 
         One that cannot be written is no error here, where the main process alone would raise it: `trouble` says why,
         the next step's reduction tells all processes, and they save and end together.
@@ -123,12 +127,12 @@ class Log:
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update(place.step - self._bar.n)
 
-    def close(self) -> None:
-        """Ends the bar, the rows and the tracker."""
+    def close(self, state: str = "done") -> None:
+        """Ends the bar, the rows and the trackers, which learn how the run ended: "done", "preempted" or "failed"."""
         if self._bar is not None:
             self._bar.close()
         if self.writer is not None:
-            self.writer.close()
+            self.writer.close(state)
 
     def state_dict(self) -> dict:
         """JSON values for the checkpoint; the same keys on every process."""

@@ -14,6 +14,7 @@ Each of these can be replaced in a script by a call of one's own.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from toolkit.data.sampling import EpochSampler
 from toolkit.data.splits import open_split, open_splits, share_of
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import agree_max, run_on_main, seed_step
-from toolkit.errors import BadInput, Preempted
+from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.evaluation.coco import check_ground_truth
 from toolkit.evaluation.report import write_report
 from toolkit.log import Log
@@ -48,7 +49,9 @@ from toolkit.runs.open_run import settings_beside
 from toolkit.runs.processes import announce, set_threads, start_accelerator
 from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
 from toolkit.runs.status import RunStatus, run_status
-from toolkit.runs.writer import RunWriter, tracker_kwargs
+from toolkit.runs.trackers import tracker_names
+from toolkit.runs.trackers.tracker import About, DataFacts
+from toolkit.runs.writer import RunWriter
 from toolkit.saving import load, save
 from toolkit.signals import StopSignals, signal_name
 from toolkit.step.compiling import compile_in_place
@@ -73,6 +76,7 @@ class Session:
     config: with the seed of the checkpoint, where the run goes on from one. asked_seed: that of the command.
     drafts: folder that a start writes to until nothing was refused; see `toolkit.runs.folder.drafts`.
     checkpoint: to go on from; None: a fresh start. stored: the settings it was trained with.
+    log: that of the training, once it has begun.
     """
 
     config: Any
@@ -86,6 +90,7 @@ class Session:
     lock: FolderLock
     drafts: Path
     measured: dict = field(default_factory=dict)  # at the start; goes into environment.json
+    log: Log | None = None
 
     @property
     def is_main(self) -> bool:
@@ -104,8 +109,8 @@ def session(config: Any) -> Iterator[Session]:
         BadInput: settings that cannot be met, a run folder that cannot be used, a checkpoint that cannot be resumed.
     """
     run = config.run
-    tracker = tracker_kwargs(run.tracker, Path(run.output_dir).expanduser().absolute() / run.name)
-    accelerator, seed = start_accelerator(run.precision, **tracker), run.seed
+    tracker_names(run.tracker)
+    accelerator, seed = start_accelerator(run.precision), run.seed
     is_main = accelerator.is_main_process
     with FolderLock() as lock:
         folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume, lock))
@@ -126,7 +131,14 @@ def session(config: Any) -> Iterator[Session]:
                 be_deterministic()
             is_new = run_on_main(lambda: status.begun)
             with drafts(folder, is_new, is_main) as place:
-                yield Session(config, accelerator, folder, signals, status, checkpoint, stored, seed, lock, place)
+                s = Session(config, accelerator, folder, signals, status, checkpoint, stored, seed, lock, place)
+                try:
+                    yield s
+                except (Preempted, StoppedByGuard, BadInput) as error:
+                    if s.log is not None:
+                        state = "preempted" if isinstance(error, Preempted) else "failed"
+                        s.log.attempt("ending the rows", partial(s.log.close, state))
+                    raise
 
 
 def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
@@ -221,6 +233,8 @@ def end(s: Session, t: Training) -> None:
         finish(t)
         stop_if_asked(s, "after the last evaluation")
         run_on_main(lambda: _write_final(s, t))
+        facts = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}
+        t.log.writer.keep_final(s.folder / "final", facts)
         stop_if_asked(s, "after final/ was written")
     raise_trouble(t)
 
@@ -284,7 +298,7 @@ def _settle_precision(s: Session, detector: Detector, weights: LossWeights, samp
         s.say(f"run.precision auto: {chosen}; forward and backward of a batch take {seconds['bf16']:.3f} s in "
               f"bfloat16, {seconds['no']:.3f} s in float32")  # fmt: skip
     if chosen != s.accelerator.mixed_precision:
-        s.accelerator = start_accelerator(chosen, **tracker_kwargs(run.tracker, s.folder))
+        s.accelerator = start_accelerator(chosen)
     s.config = replace(s.config, run=replace(run, precision=chosen))
 
 
@@ -351,10 +365,12 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
     for note in run_on_main(lambda: _mend_rows(s)) if checkpoint is not None else []:
         s.say(note)
     writer = RunWriter(
-        s.folder, accelerator=s.accelerator, tracker=run.tracker, project=run.project, config=settings,
-        is_main=s.is_main, resume_state=checkpoint and checkpoint.state["writer"], eval_only=run.eval_only,
+        s.folder, trackers=tracker_names(run.tracker), about=_about(run, settings, t.best.metric),
+        data=_data_facts({"train": table, "val": t.validation.table}), is_main=s.is_main,
+        resume_state=checkpoint and checkpoint.state["writer"], eval_only=run.eval_only,
     )  # fmt: skip
     t.log.start(writer, s.status.details, t.step, t.total_steps)
+    s.log = t.log
     if t.guard.policy == "rollback" and t.saved_step != t.step:
         save(t)  # something to roll back to
     first = s.config.eval.before_training and t.step == 0
@@ -363,6 +379,19 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
         better = validate(t)  # asked for, or interrupted by the signal that ended the run before
         if better and not run.eval_only:
             save(t, best=True)
+
+
+def _about(run: Any, settings: dict, metric: str) -> About:
+    job = run.job_type or ("eval" if run.eval_only else "train")
+    return About(run.project, run.name, settings, metric, run.group, job, run.tags, run.notes)
+
+
+def _data_facts(tables: dict[str, DetectionTable]) -> dict[str, DataFacts]:
+    return {
+        split: DataFacts(table.fingerprint, str(table.image_root or table.name), len(table),
+                         int(table.num_boxes().sum()), len(table.categories))
+        for split, table in tables.items()
+    }  # fmt: skip
 
 
 def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:

@@ -28,7 +28,7 @@ from toolkit.runs.console import length_warnings
 from toolkit.saving import infinite_buffers, save
 from toolkit.signals import StopSignals
 from toolkit.step.ema import Ema
-from toolkit.step.gradients import gradient_norm, gradient_table
+from toolkit.step.gradients import gradient_norm, gradient_table, group_norms
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import StepBudget, is_time
 from toolkit.step.losses import LossWeights, WeightedLosses, window_denominators
@@ -187,7 +187,10 @@ class Training:
         values["state_finite"] = looks_finite(state_of(self, in_window=True), self._part)  # as the last update left it
         values |= {"signal": self.signals.received or int(bool(self.log.trouble)), "time_s": self.log.timer.last_step_s}
         metrics = [f"{name}/{part}" for name in self.detector.metric_names for part in ("sum", "count")]
-        names = [*self.loss_names, *metrics, "grad_norm", "buffers_finite", "state_finite", "signal", "time_s"]
+        if self.log.is_due(self.step + 1, self.total_steps):
+            values |= group_norms(self.optimizer.param_groups)
+        of_groups = [name for name in values if name.startswith("grad_norm")]
+        names = [*self.loss_names, *metrics, *of_groups, "buffers_finite", "state_finite", "signal", "time_s"]
         return values, names, self._unknown
 
     def accepts(self, window: Sequence[Batch], reduced: Mapping[str, float]) -> bool:
@@ -304,5 +307,5 @@ def training_row(t: Training, reduced: Mapping[str, float]) -> dict[str, float]:
         if reduced[f"{name}/count"] > 0:
             row[f"train/{name}"] = reduced[f"{name}/sum"] / reduced[f"{name}/count"]
     row |= {f"train/lr/{group['name']}": group["lr"] for group in t.optimizer.param_groups}
-    row["train/grad_norm"] = reduced["grad_norm"]
+    row |= {f"train/{name}": value for name, value in reduced.items() if name.startswith("grad_norm")}
     return row

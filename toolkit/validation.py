@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from PIL import Image
 
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import broadcast_buffers, run_on_main
@@ -16,6 +17,7 @@ from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.report import PREDICTIONS
 from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
+from toolkit.evaluation.shown import shown_evaluation
 from toolkit.recovery import state_is_sound
 from toolkit.runs.best import no_such_metric
 from toolkit.runs.checkpoint import Checkpoint, linked, load_checkpoint
@@ -137,12 +139,17 @@ def _keep_predictions(t, better: bool, predictions: dict, scores: dict, weights:
     path = t.folder / "report" / PREDICTIONS
     if not t.accelerator.is_main_process or not (better or not path.exists()):
         return
-    if not all({"boxes", "scores", "labels"} <= found.keys() for found in predictions.values()):
-        return  # a detector of one's own that finds something else
+    if not _are_boxes(predictions):
+        return
     evaluator = t.validation.evaluator
     about = {key: getattr(evaluator, key) for key in ("mode", "protocol") if hasattr(evaluator, key)}
     about |= {"detector": f"{t.folder.name}, step {t.step} ({weights.strip('/')} weights)", "step": t.step}
     write_predictions(path, predictions, t.validation.table, scores=scores, **about)
+
+
+def _are_boxes(predictions: dict) -> bool:
+    """Whether the trackers and the report can show them; a detector of one's own may find something else."""
+    return all({"boxes", "scores", "labels"} <= found.keys() for found in predictions.values())
 
 
 def _show(t, predictions: dict, scores: dict, better: bool) -> None:
@@ -154,4 +161,7 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
     if t.validation.pictures:
         path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"
         t.validation.evaluator.draw(predictions, t.validation.pictures, path)
-        t.log.writer.log_images({"val/predictions": path}, t.step)
+    if t.log.writer.shows and _are_boxes(predictions):
+        grid = Image.open(path).convert("RGB") if t.validation.pictures else None
+        shown = shown_evaluation(t.validation.table, predictions, scores, t.validation.pictures, grid)
+        t.log.writer.show(shown, t.step)

@@ -110,7 +110,7 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
         accelerator = Accelerator(kwargs_handlers=session.distributed_kwargs())
         with contextlib.redirect_stdout(io.StringIO()):
             training = script.build(config, accelerator, Path(folder), signals, checkpoint=None)
-        training.start(RunWriter(Path(folder), accelerator=accelerator), {})
+        training.start(RunWriter(Path(folder)), {})
         yield config, training
         training.close()
 

@@ -15,6 +15,8 @@ import threading
 import traceback
 from pathlib import Path
 
+from wandb.sdk.data_types._private import MEDIA_TMP
+
 PRELOAD = (
     "torch", "accelerate", "accelerate.tracking", "timm", "transformers.models.rt_detr_v2.modeling_rt_detr_v2",
     "transformers.models.detr.modeling_detr", "toolkit.session", "toolkit.models.detr.detr",
@@ -52,6 +54,7 @@ def fork(request: dict, rank: int, group: int) -> int:
         return pid
     code = 1
     try:
+        os.makedirs(MEDIA_TMP.name, exist_ok=True)  # W&B's own; the first child that ends takes it away
         os.setpgid(0, group)
         null, log = os.open(os.devnull, os.O_RDONLY), os.open(request["logs"][rank], os.O_WRONLY | os.O_CREAT, 0o644)
         for target, source in ((0, null), (1, log), (2, log)):

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from launching import ROOT, checkpoint_state, checkpoint_tensors, finish, nonfinite, rows, start, training_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tracked import offline_history, offline_records
 
 from toolkit.models.final import load_detector_folder
-from toolkit.runs.writer import read_offline_wandb
 
 WEIGHTS = '{{"{}": "learned", "{}": [[0, 1.0], [2, 5.0]]}}'
 LAUNCHED = (
@@ -113,25 +113,39 @@ def test_evaluating_only_gives_the_same_numbers(server, script, settings, option
     assert "val/bbox_AP" in row
 
 
-def test_wandb_offline_has_every_step_once_after_a_kill(server, script, settings, tmp_path):
-    args = settings("--run.output_dir", tmp_path, "--run.name", "wandb", "--run.tracker", "wandb",
+def test_trackers_have_every_step_once_after_a_kill(server, script, settings, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--run.name", "wandb", "--run.tracker", "[wandb, tensorboard]",
                     "--run.resume", "latest", "--run.save_every", 2, "--run.eval_every", 2, "--run.epochs", 3,
-                    "--data.overfit_batches", 2, "--eval.pictures", 2)  # fmt: skip
+                    "--data.max_train_images", 8, "--eval.pictures", 8)  # fmt: skip
     fault = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 6}
     assert server.run(script, args, 1, [fault]).code == -9
-    ended = server.run(script, args).ok()
+    ended = server.run(script, args, whole=True).ok()
     assert [row["step"] for row in training_rows(ended.folder)] == [1, 2, 3, 4, 5, 6]
-    seen, ids = [], set()
-    for path in ended.folder.glob("wandb/offline-run-*/run-*.wandb"):
-        ids.add(path.stem)
-        for record in read_offline_wandb(path):
-            if record.HasField("history"):
-                items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-                if "train/loss" in items:
-                    seen.append((record.history.step.num, items["train/loss"]))
-    assert len(ids) == 1
-    assert sorted(step for step, _ in seen) == [1, 2, 3, 4, 5, 6]
-    assert dict(seen) == pytest.approx({row["step"]: row["train/loss"] for row in training_rows(ended.folder)})
+    history = [row for row in offline_history(ended.folder) if "train/loss" in row[2]]
+    assert len({run_id for run_id, _, _ in history}) == 1
+    assert [step for _, step, _ in history] == [1, 2, 3, 4, 5, 6]
+    seen = {step: values["train/loss"] for _, step, values in history}
+    logged = {row["step"]: row["train/loss"] for row in training_rows(ended.folder)}
+    assert seen == pytest.approx(logged)
+    assert "switched off" not in ended.text and "failed" not in ended.text
+    found = offline_records(ended.folder)
+    for images in found["boxes"].values():
+        assert len(images) == 8
+        assert all(box[1] in range(4) and 0 < box[3] < 1 for image in images for box in image["predictions"])
+        assert all(image["predictions"] for image in images) and any(image["ground_truth"] for image in images)
+    evaluated = {row["step"]: row["val/bbox_AP"] for row in rows(ended.folder) if "val/bbox_AP" in row}
+    assert found["boxes"].keys() <= evaluated.keys() == {2, 4, 6} and 6 in found["boxes"]
+    assert found["summary"]["best/bbox_AP"] == pytest.approx(max(evaluated.values()))
+    assert len(found["tables"]["val/images"]) == 8 and found["tables"]["val/confusion_matrix_table"]
+    (best,) = found["artifacts"]["model"]
+    assert {"README.md", "config.json", "model.safetensors"} <= best["files"]
+    assert f"step-{checkpoint_state(ended.folder / 'checkpoints' / 'best')['step']}" in best["aliases"]
+    size = sum(path.stat().st_size for path in (ended.folder / "wandb").rglob("*") if not path.is_symlink())
+    assert size < 5e6 * len(evaluated)
+    events = EventAccumulator(str(ended.folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert {event.step: event.value for event in events.Scalars("train/loss")} == pytest.approx(logged, rel=1e-6)
+    assert events.Scalars("train/grad_norm/backbone") and events.Images("val/predictions")
+    assert all(path.is_file() for path in (ended.folder / "tensorboard").iterdir())
 
 
 def test_minutes_become_steps_once_and_early_stopping_ends(server, script, settings, tmp_path):

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from toolkit.errors import BadInput
-from toolkit.files import replace_nonfinite, usable_cores, write_json_atomic
+from toolkit.files import replace_nonfinite, usable_cores, write_json_atomic, write_text_atomic
 from toolkit.runs.lock import FolderLock
 from toolkit.runs.status import _now, holds_a_run
 
@@ -96,6 +96,8 @@ def _check_new(folder: Path, resume: str) -> None:
 def write_environment(folder: Path, seed: int, world_size: int, extra: dict | None = None) -> dict:
     """Write `environment.json`: what one must know to explain, or repeat, a number of this run.
 
+    Where the code is not that of the commit, `code.diff` has what differs.
+
     Args:
         seed: of the run. world_size: processes.
         extra: further JSON values, laid over the keys below.
@@ -103,6 +105,10 @@ def write_environment(folder: Path, seed: int, world_size: int, extra: dict | No
     Returns:
         What was written: versions, git, hardware, command line, seed, processes, time.
     """
+    root = Path(__file__).resolve().parent.parent.parent
+    git = git_state(root)
+    if git and git["dirty"]:
+        write_text_atomic(Path(folder) / "code.diff", _git(root, "diff", "HEAD"))
     environment = {
         "time": _now(),
         "command_line": list(sys.argv),
@@ -112,7 +118,7 @@ def write_environment(folder: Path, seed: int, world_size: int, extra: dict | No
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {n: v for n in PACKAGES if (v := _package_version(n))} | {"torch": torch.__version__},  # +cu132
-        "git": git_state(Path(__file__).resolve().parent.parent),
+        "git": git,
         "hardware": hardware(),
         **(extra or {}),
     }
@@ -136,18 +142,19 @@ def hardware() -> dict:
 
 def git_state(root: Path) -> dict | None:
     """`{"commit", "dirty"}` of the checkout whose top folder is `root`; None without git or outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-
     try:
         # Installed into some other project's checkout, that project's commit would say nothing about this code.
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != Path(root).resolve():
+        if Path(_git(root, "rev-parse", "--show-toplevel").strip()).resolve() != Path(root).resolve():
             return None
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+        return {"commit": _git(root, "rev-parse", "HEAD").strip(), "dirty": bool(_git(root, "status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=30)
+    return ended.stdout
 
 
 def _cpu_model() -> str:

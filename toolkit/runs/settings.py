@@ -53,10 +53,19 @@ class RunConfig:
     resume_schedule: Literal["saved", "new"] = "saved"
     """On resume, whether the learning rates and the length of the run are those of the checkpoint or of this
     command."""
-    tracker: str = "none"
-    """Program that rows and pictures are also sent to: none, wandb, tensorboard, or another that Accelerate knows."""
+    tracker: list[str] | str = "none"
+    """Programs that rows and pictures are also sent to: none, wandb, tensorboard, another that Accelerate knows, or a
+    list of them."""
     project: str = "detection-toolkit"
-    """Name of the project that is given to the tracker."""
+    """Name of the project that the run has in its trackers."""
+    group: str | None = None
+    """Name that the runs of one sweep or ablation share in W&B."""
+    job_type: str | None = None
+    """Kind of run in W&B; without a value it is train, or eval with `run.eval_only`."""
+    tags: list[str] = field(default_factory=list)
+    """Words by which the run is found in W&B."""
+    notes: str = ""
+    """Why the run was made, in W&B."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """What the guard does when a loss, gradient or buffer is NaN or infinite. It acts before the weights are
     updated."""

@@ -1,6 +1,6 @@
 """The norm of all gradients, a table of the largest ones for people, and forgetting them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,11 @@ def gradient_norm(parameters: Iterable[nn.Parameter], scale: Tensor | float | No
     """
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm if scale is None else norm / scale
+
+
+def group_norms(param_groups: Iterable[Mapping]) -> dict[str, Tensor]:
+    """`gradient_norm` of each group of an optimizer as `grad_norm/<name of the group>`."""
+    return {f"grad_norm/{group['name']}": gradient_norm(group["params"]) for group in param_groups}
 
 
 def drop_gradients(model: nn.Module) -> None:

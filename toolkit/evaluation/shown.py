@@ -1,0 +1,92 @@
+"""What W&B and TensorBoard show of one evaluation: pictures with boxes, curves, confusions: the report's numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from toolkit.evaluation.coco import class_keys
+from toolkit.evaluation.draw import choose_images, grid_samples
+from toolkit.evaluation.report.matches import match
+from toolkit.evaluation.report.thresholds import Sweep, confusion_matrix, sweep
+
+LONGEST_SIDE = 640  # of a picture, in pixels
+MOST_BOXES = 50  # of a picture, those with the best scores
+MOST_CLASSES = 20  # with a curve, and in the confusion matrix: those with most boxes
+ALL = "all classes"
+
+
+@dataclass(frozen=True)
+class ShownImage:
+    """One validation image, made smaller; boxes are (N, 4) xyxy in pixels of `picture`.
+
+    truth, found: boxes with `labels (N,)`, the found ones best first with `scores (N,)`.
+    """
+
+    image_id: object
+    picture: Image.Image
+    truth_boxes: np.ndarray
+    truth_labels: np.ndarray
+    found_boxes: np.ndarray
+    found_labels: np.ndarray
+    found_scores: np.ndarray
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One evaluation as it is shown.
+
+    class_names: all of them, on one line each. grid: the pictures with their boxes drawn, as one.
+    curves: by name of the class, with all of them together first. ap: of each class that has boxes.
+    matrix: (N + 1, N + 1) as `confusion_matrix`, of the N classes `matrix_names`, at the score `threshold`.
+    """
+
+    class_names: list[str]
+    images: list[ShownImage]
+    grid: Image.Image | None
+    curves: dict[str, Sweep]
+    ap: dict[str, float]
+    matrix: np.ndarray
+    matrix_names: list[str]
+    threshold: float
+
+
+def shown_evaluation(table, predictions: Mapping, scores: Mapping, pictures: int, grid: Image.Image | None) -> Shown:
+    """What is to be shown of predictions by image id.
+
+    Args:
+        scores: as `CocoEvaluator.evaluate` returned them. pictures: images, the same ones at every evaluation.
+
+    Raises:
+        BadInput: image ids of predictions and table differ.
+    """
+    names, matches = class_keys(table), match(predictions, table)
+    chosen = np.sort(np.argsort(-matches.num_truth, kind="stable")[:MOST_CLASSES])
+    overall = sweep(matches)
+    curves = {ALL: overall} | {names[k]: sweep(matches, k) for k in chosen if matches.num_truth[k]}
+    threshold = 0.5 if overall.best is None else overall.best.threshold
+    places = [*chosen, len(names)]
+    return Shown(
+        class_names=names, images=_images(table, predictions, pictures), grid=grid, curves=curves,
+        ap={name: scores[f"AP/{name}"] for name in names if scores.get(f"AP/{name}") is not None},
+        matrix=confusion_matrix(matches, threshold)[0][np.ix_(places, places)],
+        matrix_names=[names[k] for k in chosen], threshold=threshold,
+    )  # fmt: skip
+
+
+def _images(table, predictions: Mapping, count: int) -> list[ShownImage]:
+    shown = []
+    for image, found, truth in grid_samples(table, predictions, choose_images(table, count)) if count else ():
+        picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+        scale = min(1.0, LONGEST_SIDE / max(picture.size))
+        if scale < 1:
+            picture = picture.resize([max(1, round(side * scale)) for side in picture.size], Image.Resampling.BICUBIC)
+        found = {key: np.asarray(found[key].detach().float().cpu()) for key in ("boxes", "labels", "scores")}
+        best = np.argsort(-found["scores"], kind="stable")
+        best = best[(found["labels"][best] >= 0) & np.isfinite(found["boxes"][best]).all(1)][:MOST_BOXES]
+        shown.append(ShownImage(
+            truth["image_id"], picture, truth["boxes"].numpy() * scale, truth["labels"].numpy(),
+            found["boxes"][best] * scale, found["labels"][best].astype(int), found["scores"][best],
+        ))  # fmt: skip
+    return shown

@@ -1,0 +1,40 @@
+"""Programs that show a run while it goes on: W&B, TensorBoard, and others that Accelerate knows. One file for each.
+
+They are handed plain values by `toolkit.runs.writer`, which also catches what they raise. A new one is a subclass of
+`Tracker` and a line in `OWN`.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+from toolkit.errors import BadInput
+from toolkit.runs.trackers.tracker import Tracker
+
+OWN = {"wandb": "weights_and_biases:WandbTracker", "tensorboard": "event_file:TensorBoardTracker"}
+
+
+def tracker_names(asked: str | Sequence[str]) -> list[str]:
+    """The names in `--run.tracker`, each once, "none" left out.
+
+    Raises:
+        BadInput: one that is not known, or not installed; lists those that are.
+    """
+    names = [name for name in dict.fromkeys([asked] if isinstance(asked, str) else asked) if name != "none"]
+    available = sorted({str(name) for name in get_available_trackers()})
+    problems = [
+        f"--run.tracker {name}: {'its package is not installed' if name in LOGGER_TYPE_TO_CLASS else 'no such tracker'}"
+        f". Installed are: {', '.join(['none', *available])}."
+        for name in names
+        if name not in available
+    ]
+    if problems:
+        raise BadInput(problems)
+    return names
+
+
+def make_tracker(name: str) -> Tracker:
+    """The tracker of that name, not started yet."""
+    file, _, kind = OWN.get(name, "of_accelerate:AccelerateTracker").partition(":")
+    return getattr(import_module(f"{__name__}.{file}"), kind)(name)

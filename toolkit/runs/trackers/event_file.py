@@ -1,0 +1,104 @@
+"""A run in TensorBoard: one folder of event files, with rows, pictures, curves and the table of settings."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.runs.trackers.tracker import About, Tracker, flat
+
+THRESHOLDS = 127  # of a curve, from 0 to 1; TensorBoard's own default
+
+
+class TensorBoardTracker(Tracker):
+    def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        # Purging hides what an attempt left that has no checkpoint.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), **({"purge_step": 0} if is_new else {}))
+        final = {f"best/{about.metric}": 0.0, "best/step": 0.0}
+        experiment, start, self._end = hparams(flat(about.config), final)  # SummaryWriter.add_hparams makes a folder
+        if is_new:
+            for summary in (experiment, start):
+                self._writer.file_writer.add_summary(summary)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def show(self, shown, step: int) -> None:
+        if shown.grid is not None:
+            self._writer.add_image("val/predictions", np.asarray(shown.grid), step, dataformats="HWC")
+        for name, sweep in shown.curves.items():
+            self._writer.add_pr_curve_raw(f"val/precision_recall/{name}", *_at_thresholds(sweep), global_step=step,
+                                          num_thresholds=THRESHOLDS)  # fmt: skip
+        for name, figure in (("f1", _f1_figure(shown)), ("confusion_matrix", _matrix_figure(shown)),
+                             ("class_AP", _ap_figure(shown))):  # fmt: skip
+            self._writer.add_figure(f"val/{name}", figure, step)
+        self._writer.flush()
+
+    def close(self, state: str) -> None:
+        if state == "done" and not self.notes.get("ended"):
+            self._writer.file_writer.add_summary(self._end)
+            self.notes["ended"] = True
+        self._writer.close()
+
+
+def _at_thresholds(sweep) -> tuple[np.ndarray, ...]:
+    """True and false positives, true negatives (there are none to count) and false negatives, precision and recall of
+    predictions with at least each threshold."""
+    thresholds = np.linspace(0, 1, THRESHOLDS)
+    row = np.searchsorted(-sweep.score, -thresholds, side="right") - 1  # the last score that is large enough
+    some = row >= 0
+    precision, recall = (np.where(some, values[row] if len(values) else 0.0, default)
+                         for values, default in ((sweep.precision, 1.0), (sweep.recall, 0.0)))  # fmt: skip
+    found = np.round(recall * sweep.total)
+    wrong = np.round(found / np.maximum(precision, 1e-12) - found) * (found > 0)
+    return found, wrong, np.zeros_like(found), sweep.total - found, precision, recall
+
+
+def _figure(title: str, width: float = 6, height: float = 4):
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure that it made
+
+    figure = Figure((width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    return figure, axes
+
+
+def _plain(name: str) -> str:
+    """A name that matplotlib does not take for a formula."""
+    return name.replace("$", r"\$")
+
+
+def _f1_figure(shown):
+    figure, axes = _figure("F1 against score, IoU 0.5")
+    for name, sweep in shown.curves.items():
+        axes.plot(sweep.score, sweep.f1, label=_plain(name))
+    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="a prediction needs this score", ylabel="F1")
+    axes.legend(fontsize=7)
+    return figure
+
+
+def _matrix_figure(shown):
+    side = 3 + 0.35 * len(shown.matrix)
+    figure, axes = _figure(f"Boxes by class, predictions above {shown.threshold:g}, IoU 0.5", side, side)
+    axes.imshow(shown.matrix / np.maximum(shown.matrix.sum(axis=1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1)
+    places = range(len(shown.matrix))
+    names = [_plain(name) for name in shown.matrix_names]
+    axes.set_xticks(places, [*names, "missed"], rotation=90)
+    axes.set_yticks(places, [*names, "background"])
+    axes.set(xlabel="predicted", ylabel="annotated")
+    for i, j in zip(*np.nonzero(shown.matrix), strict=True):
+        axes.text(j, i, shown.matrix[i, j], ha="center", va="center", fontsize=7)
+    return figure
+
+
+def _ap_figure(shown):
+    figure, axes = _figure("AP of each class", height=1.5 + 0.22 * len(shown.ap))
+    axes.barh([_plain(name) for name in shown.ap], list(shown.ap.values()))
+    axes.set(xlim=(0, 1))
+    axes.invert_yaxis()
+    return figure
