@@ -44,6 +44,9 @@ def test_shapes_by_hand():
     assert lr_factor(25, "cosine", total_steps=100) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
     assert lr_factor(25, "poly", total_steps=100, power=0.9) == pytest.approx(0.75**0.9)
     assert lr_factor(25, "linear", total_steps=100, final_factor=0.2) == pytest.approx(0.8)
+    assert lr_factor(25, "exponential", total_steps=100, final_factor=1e4) == pytest.approx(10)
+    with pytest.raises(BadInput, match="above 0"):
+        Schedule(optimizer(1.0), "exponential", 10)
     assert [lr_factor(s, "multistep", milestones=[3, 5]) for s in (2, 3, 4, 5)] == pytest.approx([1, 0.1, 0.1, 0.01])
 
 

@@ -49,8 +49,8 @@ from toolkit.runs.open_run import settings_beside
 from toolkit.runs.processes import announce, set_threads, start_accelerator
 from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
 from toolkit.runs.status import RunStatus, run_status
-from toolkit.runs.trackers import tracker_names
-from toolkit.runs.trackers.tracker import About, DataFacts
+from toolkit.runs.trackers import agent_run_id, tracker_names
+from toolkit.runs.trackers.tracker import About, data_facts
 from toolkit.runs.writer import RunWriter
 from toolkit.saving import load, save
 from toolkit.signals import StopSignals, signal_name
@@ -108,6 +108,8 @@ def session(config: Any) -> Iterator[Session]:
     Raises:
         BadInput: settings that cannot be met, a run folder that cannot be used, a checkpoint that cannot be resumed.
     """
+    if trial := agent_run_id():  # all trials of a sweep are started by one command
+        config = replace(config, run=replace(config.run, name=f"{config.run.name}-{trial}"))
     run = config.run
     tracker_names(run.tracker)
     accelerator, seed = start_accelerator(run.precision), run.seed
@@ -366,7 +368,7 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
         s.say(note)
     writer = RunWriter(
         s.folder, trackers=tracker_names(run.tracker), about=_about(run, settings, t.best.metric),
-        data=_data_facts({"train": table, "val": t.validation.table}), is_main=s.is_main,
+        data=data_facts({"train": table, "val": t.validation.table}), is_main=s.is_main,
         resume_state=checkpoint and checkpoint.state["writer"], eval_only=run.eval_only,
     )  # fmt: skip
     t.log.start(writer, s.status.details, t.step, t.total_steps)
@@ -384,14 +386,6 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
 def _about(run: Any, settings: dict, metric: str) -> About:
     job = run.job_type or ("eval" if run.eval_only else "train")
     return About(run.project, run.name, settings, metric, run.group, job, run.tags, run.notes)
-
-
-def _data_facts(tables: dict[str, DetectionTable]) -> dict[str, DataFacts]:
-    return {
-        split: DataFacts(table.fingerprint, str(table.image_root or table.name), len(table),
-                         int(table.num_boxes().sum()), len(table.categories))
-        for split, table in tables.items()
-    }  # fmt: skip
 
 
 def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:

@@ -229,7 +229,9 @@ class OptimConfig:
 class ScheduleConfig:
     """The learning rate as a function of the optimizer step, or of the validation."""
 
-    name: Literal["constant", "step", "multistep", "cosine", "poly", "linear", "cyclic", "plateau"] = "constant"
+    name: Literal[
+        "constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic", "plateau"
+    ] = "constant"
     """Shape of the learning rate after the warm-up; plateau lets it fall when `eval.metric_for_best` stops
     improving."""
     warmup_steps: NonNegativeInt = 0
@@ -248,7 +250,7 @@ class ScheduleConfig:
     power: PositiveFloat = 0.9
     """Exponent of poly."""
     final_factor: NonNegativeFloat = 0.0
-    """Factor on the learning rate that cosine, poly, linear and cyclic end at."""
+    """Factor on the learning rate that cosine, poly, linear, exponential and cyclic end at."""
     stairs: PositiveInt = 5
     """With cyclic: stairs of one cycle; the lowest learning rate is the highest divided by this number."""
     cycles: PositiveInt = 10

@@ -13,7 +13,7 @@ import torch
 
 from toolkit.errors import BadInput
 
-SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear", "cyclic")
+SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic")
 
 
 def lr_factor(
@@ -40,8 +40,9 @@ def lr_factor(
         name: constant: 1. step: gamma^(step // step_size). multistep: gamma^(milestones reached; the update at a
             milestone is the first with the lower rate). With p = (step - warmup_steps) / (total_steps - warmup_steps),
             from 0 to 1, and f = final_factor: cosine: f + (1 - f) (1 + cos(pi p)) / 2. linear: f + (1 - f) (1 - p).
-            poly: f + (1 - f) (1 - p)^power. They reach f at `total_steps`, after the last update, whose rate is thus
-            not 0. Without `total_steps` (not known yet) they stay at p = 0. cyclic: see `cyclic_factor`.
+            poly: f + (1 - f) (1 - p)^power. exponential: f^p, with f above 0. They reach f at `total_steps`, after the
+            last update, whose rate is thus not 0. Without `total_steps` (not known yet) they stay at p = 0. cyclic: see
+            `cyclic_factor`.
         decayed: (step, p there) from which on p goes to 1 in a straight line, if later than the warm-up.
         warmup_steps: over these the factor is multiplied by warmup_factor + (1 - warmup_factor) step / warmup_steps,
             which meets the schedule at `warmup_steps` without a jump.
@@ -64,6 +65,8 @@ def lr_factor(
             return warm * decay / stairs
         return cyclic_factor(step, total_steps, step_size, decay, stairs, cycles, last_cycle, final_factor)
     done = decay_done(step, total_steps, warmup_steps, decayed)
+    if name == "exponential":
+        return warm * final_factor**done
     if name == "cosine":
         left = (1.0 + math.cos(math.pi * done)) / 2.0
     else:
@@ -228,6 +231,8 @@ def _check(name: str, options: Mapping) -> None:
         problems.append("schedule.milestones is empty; multistep needs the steps at which the rate drops")
     if name in ("step", "cyclic") and options.get("step_size", 0) <= 0:
         problems.append(f"schedule.step_size is {options.get('step_size', 0)}; expected a positive number of steps")
+    if name == "exponential" and options.get("final_factor", 0.0) <= 0:
+        problems.append("schedule.final_factor is 0; exponential needs a number above 0 to end at")
     if options.get("warmup_steps", 0) < 0:
         problems.append(f"schedule.warmup_steps is {options['warmup_steps']}; expected 0 or more")
     if problems:

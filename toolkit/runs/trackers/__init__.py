@@ -4,6 +4,7 @@ They are handed plain values by `toolkit.runs.writer`, which also catches what t
 `Tracker` and a line in `OWN`.
 """
 
+import os
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -32,6 +33,11 @@ def tracker_names(asked: str | Sequence[str]) -> list[str]:
     if problems:
         raise BadInput(problems)
     return names
+
+
+def agent_run_id() -> str | None:
+    """The run id that `wandb agent` gave to this trial of a sweep; None where no agent started this process."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
 
 
 def make_tracker(name: str) -> Tracker:

@@ -62,7 +62,8 @@ def _at_thresholds(sweep) -> tuple[np.ndarray, ...]:
 def _figure(title: str, width: float = 6, height: float = 4):
     from matplotlib.figure import Figure  # not pyplot, which keeps every figure that it made
 
-    figure = Figure((width, height), layout="constrained")
+    figure = Figure((width, height))
+    figure.subplots_adjust(left=0.25, bottom=0.2)  # a layout by matplotlib would draw everything twice
     axes = figure.add_subplot()
     axes.set_title(title)
     return figure, axes

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.data.table import DetectionTable
+
 
 @dataclass(frozen=True)
 class About:
@@ -32,6 +34,15 @@ class DataFacts:
     images: int
     boxes: int
     classes: int
+
+
+def data_facts(tables: Mapping[str, DetectionTable]) -> dict[str, DataFacts]:
+    """By split, as the tables are."""
+    return {
+        split: DataFacts(table.fingerprint, str(table.image_root or table.name), len(table),
+                         int(table.num_boxes().sum()), len(table.categories))
+        for split, table in tables.items()
+    }  # fmt: skip
 
 
 class Tracker:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from toolkit.runs.trackers import agent_run_id
 from toolkit.runs.trackers.offline_wandb import last_offline_step
 from toolkit.runs.trackers.tracker import About, DataFacts, Tracker, flat
 
@@ -29,7 +30,7 @@ class WandbTracker(Tracker):
         # Copies of the pictures in tables wait there to be sent: without a network, with the run and not in the home.
         os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))
         resumed = self.run_id is not None
-        self.run_id = self.run_id or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+        self.run_id = self.run_id or agent_run_id() or uuid.uuid4().hex[:8]
         self._run = _init(wandb, folder, about, self.run_id)
         if resumed and not was_closed:  # killed: what was sent last may never have reached the server or a file
             self.floor = max(self._run.step - 1, last_offline_step(folder, self.run_id))
@@ -97,7 +98,7 @@ def _init(wandb, folder: Path, about: About, run_id: str):
         "job_type": about.job_type, "tags": list(about.tags) or None, "notes": about.notes or None,
         "config": flat(about.config),
     }  # fmt: skip
-    if not os.environ.get("WANDB_SWEEP_ID"):  # its agent has named the run, and W&B wants to hear of no other name
+    if agent_run_id() is None:  # else W&B takes the agent's id and group, and warns of any other
         options["id"] = run_id
     online = {} if os.environ.get("WANDB_MODE") == "offline" else {"resume": "allow"}
     try:

@@ -1,0 +1,113 @@
+"""Looks for the largest batch that fits into memory: starts the training with smaller and smaller ones, for one step.
+
+    python scripts/find_batch_size.py scripts/train_detr.py --out batch.yaml
+    python scripts/find_batch_size.py scripts/train_detr.py --config configs/detr/bccd.yaml --out batch.yaml --most 64
+
+The file is for `--config`, after the one that it was found for. Each attempt runs the largest and the most crowded
+images of the data (`--run.probe_memory`) and an optimizer step. On a GPU its memory is the limit; on a CPU, where the
+system would end the process instead of refusing, --memory-gib is. The file keeps the number of images of an optimizer
+step where the settings have more of them than fit at once: `optim.accumulation_steps` then makes up for it. Arguments
+that are not listed below go to the training script.
+
+Exit code 0: done, 2: bad input, or not even one image fits.
+"""
+
+import argparse
+import resource
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate.utils import find_executable_batch_size
+
+from toolkit.errors import BadInput
+from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
+from toolkit.runs.watch import WatchedRun
+
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "MemoryError")
+GIB = 2**30
+
+
+def fits(script: Path, arguments: list[str], batch_size: int, memory_bytes: int | None) -> bool:
+    """Whether a training makes its first step with this batch. Raises BadInput where something else ends it."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+    settings = {"data.batch_size_per_device": batch_size, "run.probe_memory": "true", "data.workers": 0,
+                "optim.accumulation_steps": 1}  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        folder, output = Path(place) / "run", Path(place) / "output"
+        command = steps_alone(script, arguments, folder, 2, settings)
+        run = WatchedRun(command, folder, output, limit=None if memory_bytes is None else limit)
+        try:
+            if any("train/loss" in row for row in run.rows()):
+                return True
+        finally:
+            run.stop(signal.SIGKILL)  # nothing of it is kept
+        words = output.read_text(errors="replace")
+    if run.process.returncode == -signal.SIGKILL or any(each in words for each in OUT_OF_MEMORY):
+        return False
+    raise BadInput(f"the training ends before its first step, and not for want of memory:\n{words[-2000:]}")
+
+
+def find(arguments: argparse.Namespace, rest: list[str]) -> None:
+    settings, size = resolved_settings(arguments.script, rest), arguments.most
+    on_cpu = not torch.accelerator.is_available()
+    if arguments.memory_gib is None and on_cpu:
+        arguments.memory_gib = 0.8 * psutil.virtual_memory().available / GIB
+    memory = int(arguments.memory_gib * GIB) if on_cpu else None
+
+    def halve() -> int:
+        nonlocal size
+        size //= 2
+        return size
+
+    @find_executable_batch_size(starting_batch_size=arguments.most, reduce_batch_size_fn=halve)
+    def attempt(batch_size: int) -> int:
+        print(f"{batch_size} images: ", end="", flush=True)
+        if not fits(arguments.script, rest, batch_size, memory):
+            print("out of memory", flush=True)
+            raise torch.OutOfMemoryError("CUDA out of memory")  # the words that Accelerate looks for
+        print("fits", flush=True)
+        return batch_size
+
+    try:
+        largest = attempt()
+    except RuntimeError as error:
+        raise BadInput("not even one image fits into memory: give smaller images (data.image_size, data.scales), a "
+                       "smaller model, or --run.precision bf16") from error  # fmt: skip
+    asked = settings["data"]["batch_size_per_device"] * settings["optim"]["accumulation_steps"]
+    found = {"data": {"batch_size_per_device": largest}}
+    if asked > largest:
+        found["optim"] = {"accumulation_steps": -(-asked // largest)}
+    beyond = "twice as many do not" if largest <= arguments.most // 2 else "more were not tried"
+    where = f"a CPU with {arguments.memory_gib:.1f} GiB" if on_cpu else "an accelerator"
+    write_settings(arguments.out, found, [
+        f"Found by scripts/find_batch_size.py {arguments.script} {' '.join(rest)}",
+        f"{largest} images fit into the memory of {where}, {beyond}.",
+        f"The settings have {asked} images in a step of one device.",
+    ])  # fmt: skip
+    print(f"data.batch_size_per_device {largest}; written: {arguments.out}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)  # fmt: skip
+    parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")
+    parser.add_argument("--out", type=Path, default=Path("batch.yaml"), help="file to write (default batch.yaml)")
+    parser.add_argument("--most", type=int, default=256, help="images of the first attempt (default 256), then half")
+    parser.add_argument("--memory-gib", type=float, help="on a CPU: memory of the process (default: 80 %% of the free)")
+    try:
+        find(*parser.parse_known_args(argv))
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Looks for a learning rate: trains while the rate rises, until the loss does too (Smith 2017, arXiv:1506.01186).
+
+    python scripts/find_rate.py scripts/train_detr.py --out rate.yaml
+    python scripts/find_rate.py scripts/train_detr.py --config configs/detr/bccd.yaml --out rate.yaml --steps 200
+
+The file is for `--config`, after the one that it was found for. The rate rises by the same factor at every step, that
+of the backbone with it, from --lowest to --highest. It stops when the smoothed loss is four times its smallest. What is
+proposed is a tenth of the rate at which the smoothed loss is smallest: beyond that one the loss rises, and near it
+training is not stable. rate.png beside the file has the curve; look at it. Arguments that are not listed below go to
+the training script. Nothing of this training is kept.
+
+Exit code 0: done, 2: bad input, or no rate at which the loss falls.
+"""
+
+import argparse
+import math
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from toolkit.errors import BadInput
+from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
+from toolkit.runs.watch import WatchedRun
+
+SMOOTHING = 0.9
+DIVERGED = 4.0  # times the smallest smoothed loss
+BELOW_THE_SMALLEST = 10.0
+
+
+def follow(losses: Iterable[tuple[float, float]]) -> list[tuple[float, float, float]]:
+    """(rate, loss, smoothed loss) of each step, up to where the loss diverges."""
+    found, mean, smallest = [], 0.0, math.inf
+    for number, (rate, loss) in enumerate(losses, 1):
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+        smoothed = mean / (1 - SMOOTHING**number)  # the mean began at 0
+        if not math.isfinite(smoothed) or smoothed > DIVERGED * smallest:
+            break
+        found.append((rate, loss, smoothed))
+        smallest = min(smallest, smoothed)
+    return found
+
+
+def proposal(curve: list[tuple[float, float, float]]) -> float:
+    """A tenth of the rate with the smallest smoothed loss. Raises BadInput where the loss did not fall."""
+    smoothed = [row[2] for row in curve]
+    if len(curve) < 5 or min(smoothed) > 0.98 * smoothed[0]:
+        raise BadInput(f"the loss does not fall at any of {len(curve)} rates: give a smaller --lowest, or more --steps")
+    return curve[smoothed.index(min(smoothed))][0] / BELOW_THE_SMALLEST
+
+
+def draw(curve: list[tuple[float, float, float]], rate: float, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure((7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    rates, losses, smoothed = zip(*curve, strict=True)
+    axes.semilogx(rates, losses, alpha=0.3, label="loss")
+    axes.semilogx(rates, smoothed, label="smoothed")
+    axes.axvline(rate, linestyle="--", color="black", label=f"proposed: {rate:.2g}")
+    axes.set(xlabel="learning rate", ylabel="training loss", ylim=(0.9 * min(smoothed), 1.2 * max(smoothed)))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def find(arguments: argparse.Namespace, rest: list[str]) -> None:
+    low, high, steps = arguments.lowest, arguments.highest, arguments.steps
+    if not (0 < low < high < math.inf) or steps < 10:
+        raise BadInput(f"--lowest {low:g}, --highest {high:g}, --steps {steps}: expected 0 < lowest < highest and at "
+                       "least 10 steps")  # fmt: skip
+    optim = resolved_settings(arguments.script, rest)["optim"]
+    ratio = None if optim["backbone_lr"] is None else optim["backbone_lr"] / (optim["lr"] or 1)
+    settings = {"optim.lr": low, "schedule.name": "exponential", "schedule.final_factor": high / low,
+                "schedule.warmup_steps": 0, "schedule.per": "step"}  # fmt: skip
+    settings |= {} if ratio is None else {"optim.backbone_lr": low * ratio}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+        run = WatchedRun(steps_alone(arguments.script, rest, folder, steps, settings), folder, Path(place) / "output")
+        try:
+            rows = (row for row in run.rows() if "train/loss" in row)
+            curve = follow(_until(rows, low, high, steps))
+        finally:
+            run.stop(signal.SIGKILL)  # nothing of it is kept
+        if not curve:
+            raise BadInput(f"the training did not make a step:\n{run.last_words(20)}")
+    rate = proposal(curve)
+    draw(curve, rate, arguments.out.with_suffix(".png"))
+    found = {"lr": float(f"{rate:.2g}")} | ({} if ratio is None else {"backbone_lr": float(f"{rate * ratio:.2g}")})
+    smallest = min(curve, key=lambda row: row[2])
+    write_settings(arguments.out, {"optim": found}, [
+        f"Found by scripts/find_rate.py {arguments.script} {' '.join(rest)}",
+        f"The smoothed loss was smallest ({smallest[2]:.4g}) at {smallest[0]:.2g}; {len(curve)} of {steps} steps from "
+        f"{low:g} to {high:g}.",
+    ])  # fmt: skip
+    print(f"optim.lr {found['lr']:g}; written: {arguments.out}, {arguments.out.with_suffix('.png')}")
+
+
+def _until(rows: Iterable[dict], low: float, high: float, steps: int) -> Iterable[tuple[float, float]]:
+    for row in rows:
+        yield low * (high / low) ** ((row["step"] - 1) / steps), row["train/loss"]
+        if row["step"] >= steps:
+            return
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)  # fmt: skip
+    parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")
+    parser.add_argument("--out", type=Path, default=Path("rate.yaml"), help="file to write (default rate.yaml)")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps from lowest to highest (default 100)")
+    parser.add_argument("--lowest", type=float, default=1e-6, help="learning rate of the first step (default 1e-6)")
+    parser.add_argument("--highest", type=float, default=1.0, help="learning rate of the last step (default 1)")
+    try:
+        find(*parser.parse_known_args(argv))
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

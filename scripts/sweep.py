@@ -1,0 +1,206 @@
+"""Tries settings: many trainings, each in a run folder of its own, the next one chosen by what the others gave.
+
+    python scripts/sweep.py configs/sweeps/seeds.yaml --out runs/sweeps/seeds
+    python scripts/sweep.py configs/sweeps/detr_shapes.yaml --out runs/sweeps/shapes --trials 20
+
+The study is a file of Optuna, OUT/study.db. The same command goes on with it after a kill; started several times, it
+has as many workers, on all machines that share the disk. With `early_terminate` in the sweep, a trial whose evaluations
+stay worse than the median of the others is ended. OUT/trials.csv has every trial. A trial is trained again, to the same
+bits, with `--config OUT/trial_00003/config.yaml --run.name again` for its script.
+
+Exit code 0: done, 2: bad input, 85: interrupted; the same command goes on.
+"""
+
+import argparse
+import csv
+import fcntl
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from toolkit.errors import BadInput, Preempted
+from toolkit.extras import import_extra
+from toolkit.files import write_json_atomic
+from toolkit.runs.lock import LOCK
+from toolkit.runs.sweep_file import Parameter, Sweep, read_sweep
+from toolkit.runs.watch import POLL_S, WatchedRun
+from toolkit.signals import StopSignals
+
+STORAGE = "sqlite:///{}/study.db"
+
+
+def open_study(optuna: ModuleType, sweep: Sweep, out: Path, seed: int):
+    """The study in `out`, new or as it stands. Raises BadInput where another sweep is in that folder."""
+    (out / "locks").mkdir(parents=True, exist_ok=True)
+    direction, pruner = "maximize" if sweep.maximize else "minimize", optuna.pruners.NopPruner()
+    if sweep.min_evaluations is not None:
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_min_trials=2)
+    with locked(out / "locks" / "study"):  # two workers that begin together would both make the tables
+        storage = optuna.storages.RDBStorage(STORAGE.format(out), engine_kwargs={"connect_args": {"timeout": 100}})
+        study = optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True, direction=direction,
+                                    pruner=pruner, sampler=sampler(optuna, sweep, seed))  # fmt: skip
+        about = {"program": sweep.program, "metric": sweep.metric, "parameters": sorted(sweep.parameters)}
+        known = study.user_attrs.get("about", about)
+        if known != about:
+            raise BadInput(f"{out}: holds the study of another sweep ({known}); give another --out")
+        study.set_user_attr("about", about)
+    return study
+
+
+def sampler(optuna: ModuleType, sweep: Sweep, seed: int):
+    kind = optuna.samplers.TPESampler if sweep.method == "bayes" else optuna.samplers.RandomSampler
+    return kind(seed=seed)
+
+
+def suggest(trial, name: str, p: Parameter):
+    """The value that a trial has for a parameter, chosen at the first call."""
+    if p.values is not None:
+        return trial.suggest_categorical(name, p.values)
+    if p.is_int:
+        return trial.suggest_int(name, int(p.low), int(p.high))
+    return trial.suggest_float(name, p.low, p.high, log=p.log and p.q is None, step=p.q)
+
+
+@contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Holds a file for the block; the kernel frees it when this process dies. False: another has it."""
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+@contextmanager
+def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict]) -> Iterator:
+    """A trial that a killed worker left, else a new one, else None where `limit` have begun; held by its lock.
+
+    grid: the values of each trial; none: they are still to be chosen.
+    """
+    with ExitStack() as held:
+        with locked(out / "locks" / "study"):
+            trials, trial, states = study.get_trials(deepcopy=False), None, optuna.trial.TrialState
+            waiting = [t for t in trials if t.state == states.WAITING]  # a kill came before it was begun
+            for frozen in trials:
+                open_one = frozen.state == states.RUNNING
+                if open_one and held.enter_context(locked(out / "locks" / f"{frozen.number:05d}", wait=False)):
+                    trial = optuna.Trial(study, frozen._trial_id)  # there is no public way to take one up again
+                    break
+            if trial is None and (waiting or len(trials) < limit):
+                if grid and not waiting:
+                    study.enqueue_trial(grid[len(trials)])
+                trial = study.ask()
+                held.enter_context(locked(out / "locks" / f"{trial.number:05d}"))
+        yield trial
+
+
+def wait_until_free(folder: Path, signals: StopSignals) -> None:
+    """A training outlives a worker that was killed; it ends by itself, and its state counts."""
+    said = False
+    while (folder / LOCK).exists() and not signals.received:
+        with locked(folder / LOCK, wait=False) as free:
+            if free:
+                return
+        if not said:
+            print(f"{folder.name} is still being trained by a process that a worker left; waiting", flush=True)
+        said = True
+        time.sleep(POLL_S)
+
+
+def run_trial(optuna: ModuleType, study, trial, sweep: Sweep, out: Path, signals: StopSignals) -> None:
+    """Trains one trial to its end, or until it is pruned, and tells the study.
+
+    Raises:
+        Preempted: this program was asked to stop; the trial has saved, and stays open.
+    """
+    values = {name: suggest(trial, name, p) for name, p in sweep.parameters.items()}
+    name = f"trial_{trial.number:05d}"
+    extra = ["--run.output_dir", str(out), "--run.name", name, "--run.resume", "latest", "--run.group", out.name]
+    print(f"{name}: {values}", flush=True)
+    wait_until_free(out / name, signals)
+    run = WatchedRun(sweep.command_of(values, extra), out / name, out / "logs" / f"{name}.txt")
+    best, pruned = None, False
+    for row in run.rows(stop=lambda: signals.received):
+        value = row.get(sweep.metric)
+        if value is None or math.isnan(value):
+            continue
+        best = value if best is None else max(best, value) if sweep.maximize else min(best, value)
+        known = trial.storage.get_trial(trial._trial_id).intermediate_values
+        if row["step"] not in known:
+            trial.report(value, row["step"])
+        if sweep.min_evaluations is not None and len(known) >= sweep.min_evaluations and trial.should_prune():
+            pruned = True
+            run.stop()
+            break
+    if signals.received:
+        run.stop()
+        raise Preempted(f"{signals.name}: {name} has saved; the same command goes on")
+    state = "PRUNED" if pruned else "COMPLETE" if run.state == "done" and best is not None else "FAIL"
+    study.tell(trial.number, best if state == "COMPLETE" else None, getattr(optuna.trial.TrialState, state))
+    print(f"{name}: {state.lower()}, {sweep.metric} {'-' if best is None else f'{best:.4f}'}", flush=True)
+    if state == "FAIL":
+        print(run.last_words(), file=sys.stderr, flush=True)
+
+
+def write_table(study, out: Path, parameters: list[str]) -> None:
+    """`trials.csv` and `best.json`."""
+    trials = study.get_trials(deepcopy=False)
+    with locked(out / "locks" / "table"), open(out / "trials.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["trial", "state", "value", "evaluations", *parameters])
+        for t in trials:
+            numbers = [t.number, t.state.name, t.value, len(t.intermediate_values)]
+            table.writerow([*numbers, *(t.params.get(name) for name in parameters)])
+    if any(t.state.name == "COMPLETE" for t in trials):
+        best = study.best_trial
+        write_json_atomic(out / "best.json", {"trial": best.number, "value": best.value, "settings": best.params})
+        print(f"best of {len(trials)}: trial_{best.number:05d}, {best.value:.4f}, {best.params}", flush=True)
+
+
+def run_sweep(arguments: argparse.Namespace) -> None:
+    optuna = import_extra("optuna", "sweeps", "Sweeps")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sweep, out = read_sweep(arguments.sweep), arguments.out.expanduser().absolute()
+    limit, grid = arguments.trials or sweep.trials, []
+    if sweep.method == "grid":
+        values = itertools.product(*(p.values for p in sweep.parameters.values()))
+        grid = [dict(zip(sweep.parameters, each, strict=True)) for each in values]
+        limit = min(limit or len(grid), len(grid))
+    if limit is None:
+        raise BadInput(f"{arguments.sweep}: how many trials? Give --trials N, or run_cap in the file.")
+    study = open_study(optuna, sweep, out, arguments.seed)
+    with StopSignals() as signals:
+        while True:
+            with next_trial(optuna, study, out, limit, grid) as trial:
+                if trial is None:
+                    break
+                # A function of the number of the trial, so that a kill changes nothing.
+                study.sampler = sampler(optuna, sweep, arguments.seed * 100_003 + trial.number)
+                run_trial(optuna, study, trial, sweep, out, signals)
+            write_table(study, out, list(sweep.parameters))
+    write_table(study, out, list(sweep.parameters))  # where there was nothing left to do
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweep", type=Path, help="file of a sweep, as W&B has it: configs/sweeps/*.yaml")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the study and of its runs")
+    parser.add_argument("--trials", type=int, help="trials in all, those of earlier starts and other workers included")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of values (default 0)")
+    try:
+        run_sweep(parser.parse_args(argv))
+    except (BadInput, Preempted) as error:
+        print(f"{'error' if isinstance(error, BadInput) else 'stopped'}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

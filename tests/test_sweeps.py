@@ -1,0 +1,190 @@
+"""Sweeps: their file, a study over kills, several workers and pruning; what looks for a rate and a batch size.
+
+    python -m pytest tests/test_sweeps.py             # with a program of ten lines for the training
+    python -m pytest tests/test_sweeps.py -m slow     # with the training scripts
+"""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import CPU, all_rows, checkpoint_tensors
+
+from scripts import find_batch_size, find_rate, sweep
+from toolkit.errors import BadInput
+from toolkit.runs.sweep_file import Parameter, read_sweep
+
+ROOT = Path(__file__).resolve().parent.parent
+SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
+# What a sweep sees of a training: rows, a status, and an end when it is asked for one.
+PROGRAM = """
+import fcntl, json, math, os, pathlib, signal, sys, time
+given = dict(word.removeprefix("--").split("=") for word in sys.argv[1:] if "=" in word)
+places = dict(zip(sys.argv[1:], sys.argv[2:]))
+folder = pathlib.Path(places["--run.output_dir"]) / places["--run.name"]
+folder.mkdir(exist_ok=True)
+lock = open(folder / ".lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def end(state, code):
+    (folder / "status.json").write_text(json.dumps({"state": state}))
+    os._exit(code)
+signal.signal(signal.SIGTERM, lambda *_: end("preempted", 85))
+best = -abs(math.log10(float(given["optim.lr"])) + 2) + float(given.get("bonus", 0))
+with open(folder / "metrics.jsonl", "w") as file:
+    for step in range(1, 5):
+        time.sleep(float(os.environ.get("SLOW", 0)))
+        file.write(json.dumps({"step": step, "val/score": best - 1 / step}) + "\\n")
+        file.flush()
+end("failed", 1) if given.get("bonus") == "9" else end("done", 0)
+"""
+SWEEP = {
+    "program": "PROGRAM", "method": "bayes", "metric": {"name": "val/score", "goal": "maximize"},
+    "parameters": {"optim.lr": {"distribution": "log_uniform_values", "min": 1e-4, "max": 1.0},
+                   "bonus": {"values": [0, 1]}},
+}  # fmt: skip
+
+
+def written(folder: Path, **changes) -> Path:
+    (folder / "program.py").write_text(PROGRAM)
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(SWEEP | {"program": str(folder / "program.py")} | changes, sort_keys=False))
+    return path
+
+
+def trials(out: Path) -> list[list[str]]:
+    with open(out / "trials.csv", newline="") as file:
+        return list(csv.reader(file))[1:]
+
+
+def command(path: Path, out: Path, *more) -> list[str]:
+    return [sys.executable, str(ROOT / "scripts" / "sweep.py"), str(path), "--out", str(out), *map(str, more)]
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.name)
+def test_every_sweep_here_can_be_read(path):
+    found = read_sweep(path)
+    assert (ROOT / found.program).exists() and found.metric.startswith("val/") and found.maximize
+    words = found.command_of({"optim.lr": 1e-5, "data.scales": [1, 2]}, ["--last"])
+    assert words[:2] == [sys.executable, found.program] and words[-1] == "--last"
+    assert "--optim.lr=1.0e-05" in words and "--data.scales=[1, 2]" in words
+
+
+def test_a_sweep_says_all_that_is_wrong_with_it(tmp_path):
+    wrong = {"optim.lr": {"distribution": "log_uniform_values", "min": 0, "max": 1}, "a": 3, "b": {"min": 1}}
+    path = written(tmp_path, method="best", metric="AP", parameters=wrong, typo=1)
+    said = "(?s)no such key typo.*method is 'best'.*metric is 'AP'.*lr: from 0.*a: 3.*b: 'max'"
+    with pytest.raises(BadInput, match=said):
+        read_sweep(path)
+    path = written(tmp_path, parameters={"a": {"min": 1, "max": 9}, "b": {"min": 0.5, "max": 1}, "c": {"value": 7}})
+    assert read_sweep(path).parameters == {
+        "a": Parameter(low=1, high=9, is_int=True), "b": Parameter(low=0.5, high=1), "c": Parameter([7])
+    }  # fmt: skip
+
+
+def test_killed_and_resumed_it_is_the_same_study(tmp_path):
+    path = written(tmp_path)
+    assert sweep.main([str(path), "--out", str(tmp_path / "whole"), "--trials", "6"]) == 0
+    whole = trials(tmp_path / "whole")
+    assert [row[0] for row in whole] == list("012345") and {row[1] for row in whole} == {"COMPLETE"}
+    assert len({row[4] for row in whole}) == 6 and all(row[3] == "4" for row in whole)
+    out = tmp_path / "killed"
+    slow = os.environ | {"SLOW": "0.15"}
+    worker = subprocess.Popen(command(path, out, "--trials", 6), env=slow, start_new_session=True)
+    while not (out / "trial_00002" / "metrics.jsonl").exists():
+        time.sleep(0.02)
+        assert worker.poll() is None
+    os.killpg(worker.pid, signal.SIGKILL)  # its training, in a session of its own, lives on
+    worker.wait()
+    assert sweep.main([str(path), "--out", str(out), "--trials", "6"]) == 0
+    assert trials(out) == whole
+    assert sweep.main([str(path), "--out", str(out), "--trials", "6"]) == 0 and trials(out) == whole
+    other = written(tmp_path, parameters={"optim.lr": {"value": 1}})
+    assert sweep.main([str(other), "--out", str(out), "--trials", "6"]) == 2
+
+
+def test_workers_share_a_grid_and_a_failed_trial_is_said(tmp_path, capfd):
+    values = {"optim.lr": {"values": [0.1, 0.01]}, "bonus": {"values": [0, 1, 9]}}
+    path = written(tmp_path, method="grid", parameters=values)
+    workers = [subprocess.Popen(command(path, tmp_path / "out"), env=os.environ | {"SLOW": "0.05"}) for _ in range(2)]
+    assert [worker.wait(100) for worker in workers] == [0, 0]
+    found = trials(tmp_path / "out")
+    assert sorted((row[4], row[5]) for row in found) == [(lr, b) for lr in ("0.01", "0.1") for b in "019"]
+    assert all((row[1] == "FAIL") == (row[5] == "9") for row in found)
+    assert yaml.safe_load((tmp_path / "out" / "best.json").read_text())["settings"] == {"optim.lr": 0.01, "bonus": 1}
+
+
+def test_a_trial_worse_than_the_others_is_pruned(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLOW", "0.1")
+    monkeypatch.setattr("toolkit.runs.watch.POLL_S", 0.02)
+    path = written(tmp_path, early_terminate={"type": "hyperband", "min_iter": 2}, method="random")
+    assert sweep.main([str(path), "--out", str(tmp_path / "out"), "--trials", "8"]) == 0
+    found = trials(tmp_path / "out")
+    pruned = [row for row in found if row[1] == "PRUNED"]
+    assert pruned and all(2 <= int(row[3]) < 4 for row in pruned)
+
+
+def test_the_curve_of_a_rate_stops_where_it_diverges_and_proposes_a_tenth_of_the_best():
+    rates = [10 ** (i / 10) for i in range(-60, 1)]
+    losses = [(r, 2.0 - min(1.0, r * 100) if r < 0.02 else 1.0 * (r / 0.02) ** 2) for r in rates]
+    curve = find_rate.follow(losses)
+    assert len(curve) < len(losses) and 1e-3 < find_rate.proposal(curve) < 4e-3
+    assert len(find_rate.follow([(0.1, 1.0), (0.2, float("nan")), (0.3, 1.0)])) == 1
+    with pytest.raises(BadInput, match="does not fall"):
+        find_rate.proposal(find_rate.follow([(r, 1.0 + r) for r in rates]))
+
+
+# ---------------------------------------------------------------- with the training scripts
+
+TINY = ["--data.max_train_images", "16", "--data.workers", "0", "--model.d_model", "32", "--model.heads", "2",
+        "--model.ffn_dim", "32", "--model.decoder_layers", "1", "--model.num_queries", "10", "--data.image_size", "64",
+        "--eval.pictures", "0", "--data.batch_size_per_device", "8", "--run.precision", "no"]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_sweep_of_trainings_is_killed_resumed_and_one_is_trained_again(tmp_path):
+    words = ["${interpreter}", "${program}", *TINY, "--run.max_minutes", "null", "--run.epochs", "2", "${args}"]
+    content = SWEEP | {"program": str(ROOT / "scripts" / "train_detr.py"), "command": words}
+    content |= {"metric": {"name": "val/loss", "goal": "minimize"}}
+    content["parameters"] = {"optim.lr": {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2}}
+    path, out = tmp_path / "sweep.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    worker = subprocess.Popen(command(path, out, "--trials", 6), env=os.environ | CPU)
+    while not (out / "trial_00002" / "metrics.jsonl").exists():
+        time.sleep(0.1)
+        assert worker.poll() is None
+    worker.kill()
+    worker.wait()
+    subprocess.run(command(path, out, "--trials", 6), env=os.environ | CPU, check=True)
+    found = trials(out)
+    assert [row[0] for row in found] == list("012345") and {row[1] for row in found} == {"COMPLETE"}
+    again = [sys.executable, ROOT / "scripts" / "train_detr.py", "--config", out / "trial_00002" / "config.yaml",
+             "--run.output_dir", tmp_path, "--run.name", "again"]  # fmt: skip
+    subprocess.run([str(word) for word in again], env=os.environ | CPU, check=True)
+    ours, theirs = (checkpoint_tensors(f / "checkpoints" / "latest") for f in (tmp_path / "again", out / "trial_00002"))
+    assert ours.keys() == theirs.keys() and all(ours[k].equal(theirs[k]) for k in ours)
+    assert all_rows(tmp_path / "again") == all_rows(out / "trial_00002")
+
+
+@pytest.mark.slow
+def test_a_rate_and_a_batch_size_are_found_and_can_be_used(tmp_path, monkeypatch, capsys):
+    for name, value in CPU.items():
+        monkeypatch.setenv(name, value)
+    script = str(ROOT / "scripts" / "train_detr.py")
+    assert find_rate.main([script, *TINY, "--out", str(tmp_path / "rate.yaml"), "--steps", "60"]) == 0
+    found = yaml.safe_load((tmp_path / "rate.yaml").read_text())["optim"]
+    assert 1e-6 < found["lr"] < 0.1 and (tmp_path / "rate.png").stat().st_size > 5000
+    more = ["--data.image_size", "512", "--memory-gib", "3", "--most", "512"]
+    assert find_batch_size.main([script, *TINY, *more, "--out", str(tmp_path / "batch.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "out of memory" in said and "fits" in said
+    batch = yaml.safe_load((tmp_path / "batch.yaml").read_text())["data"]["batch_size_per_device"]
+    assert 1 <= batch < 512
+    used = [sys.executable, script, *TINY, "--config", str(tmp_path / "rate.yaml"), "--print_config"]
+    printed = subprocess.run(used, capture_output=True, text=True, check=True).stdout
+    assert yaml.safe_load(printed)["optim"]["lr"] == found["lr"]

@@ -1,0 +1,113 @@
+"""Reading a sweep: what is tried, and what is wanted, in the format of W&B's sweeps (docs.wandb.ai/models/sweeps)."""
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from toolkit.errors import BadInput
+
+METHODS = ("grid", "random", "bayes")
+DISTRIBUTIONS = ("constant", "categorical", "uniform", "int_uniform", "q_uniform", "log_uniform_values",
+                 "q_log_uniform_values")  # fmt: skip
+KEYS = {"name", "description", "program", "command", "method", "metric", "parameters", "early_terminate", "run_cap"}
+COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One setting that is tried: `values`, or from `low` to `high`, on a logarithmic axis or in steps of `q`."""
+
+    values: list | None = None
+    low: float = 0.0
+    high: float = 0.0
+    is_int: bool = False
+    log: bool = False
+    q: float | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep as its file has it. metric: a key of the evaluation rows. min_evaluations: None: no trial is pruned."""
+
+    program: str
+    method: str
+    metric: str
+    maximize: bool
+    parameters: dict[str, Parameter]
+    command: tuple[str, ...] = COMMAND
+    min_evaluations: int | None = None
+    trials: int | None = None
+
+    def command_of(self, values: Mapping, extra: list[str]) -> list[str]:
+        """The words that start a trial with these values; `extra` arguments come last and win."""
+        arguments = [*(f"--{name}={_word(value)}" for name, value in values.items()), *extra]
+        words = []
+        for word in self.command:
+            words += {"${env}": [], "${interpreter}": [sys.executable], "${program}": [self.program],
+                      "${args}": arguments}.get(word, [word])  # fmt: skip
+        return words
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The sweep in a file. Raises BadInput with all that is wrong in it."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: expected a mapping with program, method, metric and parameters")
+    problems = [f"no such key {key}; there are {', '.join(sorted(KEYS))}" for key in content if key not in KEYS]
+    problems += [f"{key} is missing" for key in ("program", "method", "metric", "parameters") if key not in content]
+    if content.get("method", "grid") not in METHODS:
+        problems.append(f"method is {content['method']!r}; expected one of {', '.join(METHODS)}")
+    metric = content.get("metric", {})
+    if not isinstance(metric, dict) or not str(metric.get("name", "val/")).startswith("val/") \
+            or metric.get("goal", "minimize") not in ("minimize", "maximize"):  # fmt: skip
+        problems.append(f"metric is {metric!r}; expected name: val/<metric of the evaluation>, goal: minimize or "
+                        "maximize")  # fmt: skip
+    parameters = {}
+    for name, spec in dict(content.get("parameters") or {}).items():
+        try:
+            parameters[name] = _parameter(spec)
+        except (ValueError, TypeError, KeyError) as error:
+            problems.append(f"parameters.{name}: {error}")
+    if content.get("method") == "grid":
+        problems += [f"parameters.{name}: a grid needs values" for name, p in parameters.items() if p.values is None]
+    if problems:
+        raise BadInput([f"{path}: {problem}" for problem in problems])
+    ends = content.get("early_terminate")
+    return Sweep(
+        program=content["program"], method=content["method"], metric=metric["name"], parameters=parameters,
+        maximize=metric.get("goal", "minimize") == "maximize", command=tuple(content.get("command", COMMAND)),
+        min_evaluations=None if ends is None else int(ends.get("min_iter", 1)), trials=content.get("run_cap"),
+    )  # fmt: skip
+
+
+def _parameter(spec: object) -> Parameter:
+    if not isinstance(spec, dict):
+        raise ValueError(f"{spec!r}; expected value, values, or min and max")
+    if "value" in spec:
+        return Parameter([spec["value"]])
+    if "values" in spec:
+        return Parameter(list(spec["values"]))
+    low, high = spec["min"], spec["max"]
+    ints = isinstance(low, int) and isinstance(high, int)
+    kind = spec.get("distribution", "int_uniform" if ints else "uniform")
+    if kind not in DISTRIBUTIONS[2:]:
+        raise ValueError(f"distribution is {kind!r}; expected one of {', '.join(DISTRIBUTIONS)}")
+    if not (math.isfinite(low) and math.isfinite(high) and low < high and (low > 0 or "log" not in kind)):
+        raise ValueError(f"from {low} to {high}: expected two numbers, the first one smaller (on a logarithmic axis "
+                         "above 0)")  # fmt: skip
+    q = spec.get("q", 1.0) if "q_" in kind else None
+    return Parameter(None, low, high, kind == "int_uniform", "log" in kind, q)
+
+
+def _word(value: object) -> str:
+    """A value as YAML reads it back."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

@@ -1,0 +1,71 @@
+"""A training script started as a process of its own, and followed by the rows that it writes."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from toolkit.runs.metrics_log import read_metrics
+from toolkit.runs.status import read_status
+
+POLL_S = 0.5
+STOP_S = 120  # a process that was asked to stop saves its state first
+
+
+class WatchedRun:
+    """A process that trains; its output goes to a file.
+
+    Args:
+        command: words that start it. folder: its run folder. output: file for what it prints, made longer.
+        environment: variables on top of those of this process.
+        limit: called in the new process before the command, such as one that limits its memory.
+    """
+
+    def __init__(
+        self, command: Sequence[str], folder: Path, output: Path, environment: Mapping | None = None,
+        limit: Callable[[], None] | None = None,
+    ):  # fmt: skip
+        self.folder, self.output = Path(folder), Path(output)
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.output, "ab") as file:
+            self.process = subprocess.Popen(
+                [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                env=os.environ | dict(environment or {}), start_new_session=True, preexec_fn=limit,
+            )  # fmt: skip
+
+    def rows(self, stop: Callable[[], object] = lambda: False) -> Iterator[dict]:
+        """Its rows as they are written, each once, those of an earlier start first; until the process has ended, or
+        `stop` says so."""
+        taken = set()
+        while True:
+            over = self.process.poll() is not None  # asked first: what is written before the end is read
+            for row in read_metrics(self.folder / "metrics.jsonl"):
+                key = (row["step"], frozenset(row))  # a resumed run writes some of them again, with the same numbers
+                if key not in taken:
+                    taken.add(key)
+                    yield row
+            if over or stop():
+                return
+            time.sleep(POLL_S)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Asks it to save and end, after a while without asking; its exit code."""
+        for each in (number, signal.SIGKILL):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, each)
+                try:
+                    return self.process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    continue
+        return self.process.wait()
+
+    @property
+    def state(self) -> str:
+        """How it ended, as `status.json` says, which no launcher flattens; "failed" without one."""
+        return read_status(self.folder).get("state", "failed")
+
+    def last_words(self, lines: int = 5) -> str:
+        """The end of its output."""
+        return "\n".join(self.output.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
