@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from toolkit.batch import Batch, Target
+from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.errors import BadInput
 from toolkit.signals import ignore_in_worker
@@ -91,6 +92,8 @@ class _Batches(Dataset):
             samples = [self.dataset[key] for key in keys]
         except BadInput as error:
             return _Failure(error.problems)
+        if isinstance(self.dataset, MixedDataset):
+            samples = self.dataset.finish(samples, keys)
         return collate(samples, self.stride, self.fixed_hw)
 
 

@@ -1,5 +1,7 @@
 """Samples made of several images, mixup and mosaic, up to a certain epoch: a function of (seed, epoch, index)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from toolkit.batch import Target
 from toolkit.data.dataset import DetectionDataset, sample_generator
 from toolkit.data.sampling import SampleKey
 from toolkit.data.table import DetectionTable
+from toolkit.data.transforms.batch_mix import Sample, mix_batch
 from toolkit.data.transforms.geometry import recheck_boxes
 from toolkit.data.transforms.mixup import draw_mixup_lambda, mixup
 from toolkit.data.transforms.mosaic import draw_point, mosaic
@@ -23,6 +26,7 @@ class MixedDataset(DetectionDataset):
         mixup: every sample is mixed with another image, by a share from Beta(1.5, 1.5); boxes carry theirs (`mixup`).
         mosaic: probability that a sample is a mosaic of its image and three others, on a canvas of the size that its
             key carries.
+        batch_mixup, copy_blend: probabilities of `mix_batch`, which `finish` gives whole batches to.
         plain: what the last epochs go through instead of `transform`; None: that too.
         plain_hw: size of the images of the last epochs, where keys carry one; None: as the key says.
 
@@ -34,18 +38,21 @@ class MixedDataset(DetectionDataset):
 
     def __init__(
         self, table: DetectionTable, transform, seed: int = 0, cache_images: bool = False, *,
-        mixup: bool = False, mosaic: float = 0.0, plain=None, plain_hw: tuple[int, int] | None = None,
+        mixup: bool = False, mosaic: float = 0.0, batch_mixup: float = 0.0, copy_blend: float = 0.0, plain=None,
+        plain_hw: tuple[int, int] | None = None,
     ):  # fmt: skip
         if not 0 <= mosaic <= 1:
             raise BadInput(f"data.mosaic is {mosaic}; expected a probability from 0 to 1")
         super().__init__(table, transform, seed, cache_images)
         self.mixup, self.mosaic, self.plain, self.plain_hw = mixup, mosaic, plain, plain_hw
+        self.batch_mixup, self.copy_blend = batch_mixup, copy_blend
         self._mixed_epochs = torch.tensor(ALL_EPOCHS).share_memory_()
 
     @property
     def has_plain_epochs(self) -> bool:
         """Whether the last epochs differ from the others, so that `plan` must be told of them."""
-        return bool(self.mixup or self.mosaic or self.plain is not None or self.plain_hw is not None)
+        mixes = self.mixup or self.mosaic or self.batch_mixup or self.copy_blend
+        return bool(mixes or self.plain is not None or self.plain_hw is not None)
 
     def plan(self, plain_epochs: float, total_steps: int, steps_per_epoch: int, fixed_at_step: int | None = 0) -> None:
         """Takes the number of mixed epochs; arguments and rule as `mixed_epochs`.
@@ -62,6 +69,14 @@ class MixedDataset(DetectionDataset):
         if self.plain_hw is not None and key.size_hw is not None:
             key = key._replace(size_hw=self.plain_hw)
         return self._augmented(image, target, key, generator, self.plain)
+
+    def finish(self, samples: list[Sample], keys: Sequence[SampleKey]) -> list[Sample]:
+        """The samples of a batch mixed with each other, in mixed epochs: a function of the seed and the first key."""
+        first = keys[0] if keys else None
+        if first is None or not (self.batch_mixup or self.copy_blend) or first.epoch >= int(self._mixed_epochs):
+            return samples
+        generator = sample_generator(self.seed, first.epoch, first.index, -1 - first.turn)  # none of a sample's own
+        return mix_batch(samples, self.batch_mixup, self.copy_blend, generator)
 
     def _mixed(self, image: Tensor, target: Target, key: SampleKey, generator: torch.Generator):
         if float(torch.rand((), generator=generator)) < self.mosaic:

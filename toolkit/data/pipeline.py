@@ -110,6 +110,8 @@ def training_sizes(
     multi_scale_every: int = 1,
     multi_scale_pixels: bool = False,
     mosaic: float = 0.0,
+    batch_mixup: float = 0.0,
+    copy_blend: float = 0.0,
 ) -> VariableSizes | None:
     """The squares that training images become, batch by batch; None: every image as the transform alone decides.
 
@@ -118,7 +120,7 @@ def training_sizes(
         multi_scale: sides in pixels, one drawn for every `multi_scale_every` micro-batches; empty: `image_size`.
         multi_scale_pixels: a batch has so many images that its pixels are those of `batch_size_per_device` images of
             `image_size` (CVNets); else the batch size is that of every side (YOLO).
-        mosaic: probability that a sample is one.
+        mosaic, batch_mixup, copy_blend: probabilities that a sample, or a batch, is put together of others.
 
     Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
     """
@@ -130,7 +132,9 @@ def training_sizes(
         f"data.{name} makes all images of a batch one size, which data.scales does not: leave data.scales empty and "
         f"set data.image_size, or {off}"
         for name, given, off in (
-            ("multi_scale", multi_scale, "leave data.multi_scale empty"), ("mosaic", mosaic, "set data.mosaic to 0")
+            ("multi_scale", multi_scale, "leave data.multi_scale empty"), ("mosaic", mosaic, "set data.mosaic to 0"),
+            ("batch_mixup", batch_mixup, "set data.batch_mixup to 0"),
+            ("copy_blend", copy_blend, "set data.copy_blend to 0"),
         )
         if given and scales
     ]  # fmt: skip
@@ -170,6 +174,8 @@ def training_loader(
     recipe: str = "detr",
     mixup: bool = False,
     mosaic: float = 0.0,
+    batch_mixup: float = 0.0,
+    copy_blend: float = 0.0,
     plain: Transform | None = None,
     plain_hw: tuple[int, int] | None = None,
     repeat_factor: float = 0.0,
@@ -179,8 +185,8 @@ def training_loader(
     Args:
         sizes: as `training_sizes` says; the transform is then called with a size too.
         recipe: yolov3: a `MixedDataset` also without mixup and mosaic, as its samples draw whether they are mosaics.
-        mixup, mosaic, plain, plain_hw: as `MixedDataset`, which is then `loader.dataset.dataset`; tell its `plan` of
-            every epoch.
+        mixup, mosaic, batch_mixup, copy_blend, plain, plain_hw: as `MixedDataset`, which is then
+            `loader.dataset.dataset`; tell its `plan` of every epoch.
         repeat_factor: threshold of `repeat_factors`; 0: every image once.
 
     Raises BadInput: a mosaic without `sizes`, or groups of aspect ratios with a number of images that follows the size.
@@ -191,9 +197,10 @@ def training_loader(
     groups = aspect_ratio_groups(table.sizes_hw()) if by_aspect_ratio else None
     sampler = EpochSampler(len(table), batch_size_per_device, rank, world_size, seed, groups, shuffle, sizes,
                            _repeats(table, repeat_factor))  # fmt: skip
-    if mixup or mosaic or plain is not None or plain_hw is not None or recipe == "yolov3":
+    mixes = mixup or mosaic or batch_mixup or copy_blend
+    if mixes or plain is not None or plain_hw is not None or recipe == "yolov3":
         dataset = MixedDataset(table, transform, seed, cache_images, mixup=mixup, mosaic=mosaic, plain=plain,
-                               plain_hw=plain_hw)  # fmt: skip
+                               batch_mixup=batch_mixup, copy_blend=copy_blend, plain_hw=plain_hw)  # fmt: skip
     else:
         dataset = DetectionDataset(table, transform, seed, cache_images)
     return sampler, make_loader(dataset, sampler, workers, stride, pin=torch.cuda.is_available())
@@ -210,7 +217,9 @@ def loader_of_settings(
     off = {"photometric": False, "zoom_out": 1.0, "iou_crop": False, "augment": None}
     without = {name: off[name] for name in c.plain_without if name in off and options[name] != off[name]}
     if kept := [
-        name for name in ("mixup", "mosaic") if getattr(c, name) and c.plain_epochs and name not in c.plain_without
+        name
+        for name in ("mixup", "mosaic", "batch_mixup", "copy_blend")
+        if getattr(c, name) and c.plain_epochs and name not in c.plain_without
     ]:
         raise BadInput(f"data.plain_without: {', '.join(kept)} cannot go on in the plain epochs; name it, or set "
                        "data.plain_epochs to 0")  # fmt: skip
@@ -219,11 +228,13 @@ def loader_of_settings(
         raise BadInput("data.plain_without: multi_scale cannot end where the number of images follows the size: set "
                        "data.multi_scale_pixels to false")  # fmt: skip
     varied = training_sizes(**sizes, multi_scale=c.multi_scale, multi_scale_every=c.multi_scale_every, mosaic=c.mosaic,
-                            multi_scale_pixels=c.multi_scale_pixels)  # fmt: skip
+                            multi_scale_pixels=c.multi_scale_pixels, batch_mixup=c.batch_mixup,
+                            copy_blend=c.copy_blend)  # fmt: skip
     return training_loader(
         table, transform, batch_size_per_device=c.batch_size_per_device, workers=c.workers, seed=seed, stride=stride,
         by_aspect_ratio=c.group_by_aspect_ratio, cache_images=c.cache_images, sizes=varied, recipe=c.recipe,
-        mixup=c.mixup, mosaic=c.mosaic, plain=train_transform(**{**options, **without}) if without else None,
+        mixup=c.mixup, mosaic=c.mosaic, batch_mixup=c.batch_mixup, copy_blend=c.copy_blend,
+        plain=train_transform(**{**options, **without}) if without else None,
         plain_hw=plain_hw, repeat_factor=c.repeat_factor,
     )  # fmt: skip
 

@@ -147,6 +147,10 @@ class DataConfig:
     """Mix each training image with another one; the boxes of each weigh as much as their image."""
     mosaic: ClosedUnitInterval = 0.0
     """Probability that a training image is put together of four."""
+    batch_mixup: ClosedUnitInterval = 0.0
+    """Probability that each image of a batch is mixed with the one before it in the batch, as DEIM does."""
+    copy_blend: ClosedUnitInterval = 0.0
+    """Probability that up to three objects of a batch that is not mixed are blended into each of its images."""
     augment: str | list[Any] | None = None
     """Transforms of torchvision.transforms.v2 by name with their arguments, as a list or a YAML file with one. Training
     images pass them first, then what the other settings say."""
@@ -157,10 +161,13 @@ class DataConfig:
     """Number of last epochs without what `data.plain_without` names; a value below 1 is a share of the epochs of the
     run."""
     plain_without: list[
-        Literal["mixup", "mosaic", "photometric", "zoom_out", "iou_crop", "augment", "multi_scale"]
-    ] = field(default_factory=lambda: ["mixup", "mosaic"])
-    """What the last `data.plain_epochs` are without: mixup, mosaic, photometric, zoom_out, iou_crop, augment,
-    multi_scale."""
+        Literal[
+            "mixup", "mosaic", "batch_mixup", "copy_blend", "photometric", "zoom_out", "iou_crop", "augment",
+            "multi_scale",
+        ]
+    ] = field(default_factory=lambda: ["mixup", "mosaic", "batch_mixup", "copy_blend"])
+    """What the last `data.plain_epochs` are without: mixup, mosaic, batch_mixup, copy_blend, photometric, zoom_out,
+    iou_crop, augment, multi_scale."""
     group_by_aspect_ratio: bool = False
     """Make batches of either wide or tall images."""
     cache_images: bool = False
