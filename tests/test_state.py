@@ -217,6 +217,24 @@ def test_final_weights_are_looked_at(tmp_path):
         finish(t)
 
 
+@pytest.mark.parametrize("metric", ["bbox_AP", "ema/bbox_AP"])
+def test_a_best_checkpoint_that_was_damaged_costs_a_line(tmp_path, metric, capsys):
+    t = ready(tmp_path)
+    t.ema, t.best.metric, t.best.value = Ema(t.detector, 0.9), metric, 0.5
+    t.step = 1
+    save(t, best=True)
+    with torch.no_grad():
+        t.detector.weight.fill_(2.0)
+        t.ema.module.weight.fill_(3.0)
+    (tmp_path / "checkpoints" / "best" / "model.safetensors").write_bytes(b"torn")
+    t.best.evaluated_step = t.step = 2
+    finish(t)
+    said = capsys.readouterr().out
+    assert "the best checkpoint cannot be used, final/ gets the weights of step 2: " in said and "has 4 bytes" in said
+    assert t.detector.weight.item() == (2.0 if metric == "bbox_AP" else 3.0)
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000002"
+
+
 def test_a_broken_buffer_of_a_checkpoint_is_not_taken_for_a_mask():
     model, guard = Net(), NanGuard()
     guard.watch(model)

@@ -244,3 +244,28 @@ def last_weights(folder):
 
 def test_every_rank_ends_with_the_best_weights_wherever_the_run_folder_is(tmp_path):
     assert run_on_ranks(last_weights, 2, str(tmp_path)) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("batches", [2, 4], ids=["inside an epoch", "at its end"])
+def test_killed_before_its_last_evaluation_it_ends_with_the_same_state(tmp_path, batches):
+    """What is saved when that is the best so far has the averages of the epoch, or has begun the next one."""
+    states = []
+    for name in ("uninterrupted", "killed"):
+        t = make_training(tmp_path / name, keep=5, signals=SimpleNamespace(received=0))
+        nothing = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
+        t.validation.loader, t.validation.pictures = [nothing], 0
+        t.validation.evaluator = SimpleNamespace(evaluate=lambda found: {"bbox_AP": 0.5}, describe=lambda *_: "")
+        t.log.writer = SimpleNamespace(log=lambda row: None, folder=t.folder, state_dict=lambda: {"rows": 0})
+        t.log.averages.update({"loss": 4.0})
+        t.log.epoch_steps, t.step = batches, 10
+        t.sampler.advance_batches(batches)
+        save(t)
+        if name == "uninterrupted":
+            t.end_epoch()
+        else:
+            load(t, newest_valid(t.folder / "checkpoints")[0])
+        finish(t)
+        state = newest_valid(t.folder / "checkpoints")[0].state
+        states.append({key: value for key, value in state.items() if key != "elapsed_s"})
+    assert states[0] == states[1] and states[0]["best_step"] == 10
+    assert (states[0]["averages"] == {}) == (batches == 4) == (states[0]["sampler"]["epoch"] == 1)

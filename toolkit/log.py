@@ -32,12 +32,17 @@ class Log:
         self.epoch_s, self.epoch_steps, self.logged_epoch = 0.0, 0, -1
         self.writer: RunWriter | None = None
         self.status: dict = {}
+        self.recut = 0
         self.trouble = ""  # why rows cannot be written any more
         self._bar, self._elapsed_before, self._began = None, 0.0, time.monotonic()
 
-    def start(self, writer: RunWriter, status: dict, step: int, total_steps: int) -> None:
-        """Takes the writer once it is known where the run goes on, and shows the bar; `status` gets every step."""
-        self.writer, self.status = writer, status
+    def start(self, writer: RunWriter, status: dict, step: int, total_steps: int, recut: int = 0) -> None:
+        """Takes the writer once it is known where the run goes on, and shows the bar; `status` gets every step.
+
+        recut: steps more that the run would have made if it had always had batches of now; epochs count by them.
+        """
+        self.writer, self.status, self.recut = writer, status, recut
+        status["step"] = step
         self._bar = progress(total_steps, step, self.is_main)
 
     @property
@@ -53,7 +58,7 @@ class Log:
         self.meters.update(values)
         self.averages.update(values)
         self.status["step"] = step
-        place = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s)
+        place = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s, self.recut)
         self._show_on_bar(place)
         if self.is_due(step, total_steps):
             losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
@@ -121,8 +126,7 @@ class Log:
     def _show_on_bar(self, place: Place) -> None:
         if self._bar is None or self._bar.disable:
             return
-        epochs = max(-(-place.total_steps // place.steps_per_epoch), place.epoch + 1)
-        self._bar.set_description(f"epoch {place.epoch + 1}/{epochs}", refresh=False)
+        self._bar.set_description(f"epoch {place.epoch + 1}/{place.epochs}", refresh=False)
         shown = f"loss {self.meters['loss']}  data {self.timer.data_s:.3f} s  step {self.timer.step_s:.3f} s"
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update(place.step - self._bar.n)

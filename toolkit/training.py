@@ -286,9 +286,10 @@ class Training:
 
     def end_epoch(self) -> dict[str, float]:
         """The averages of the epoch, by the names of a row without `train/`; goes on to the next one if it is over."""
-        if self.epoch_is_over:
-            self.log.note_epoch(self.step, self.sampler.epoch)  # not yet, if the guard refused its last window
-            self.sampler.set_epoch(self.sampler.epoch + 1)
+        if not self.epoch_is_over:  # the run is; what it has of the epoch stays in its state
+            return self.log.averages.means()
+        self.log.note_epoch(self.step, self.sampler.epoch)  # not yet, if the guard refused its last window
+        self.sampler.set_epoch(self.sampler.epoch + 1)
         return self.log.end_epoch()
 
 

@@ -20,7 +20,7 @@ from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.evaluation.shown import shown_evaluation
 from toolkit.recovery import state_is_sound
 from toolkit.runs.best import no_such_metric
-from toolkit.runs.checkpoint import Checkpoint, linked, load_checkpoint
+from toolkit.runs.checkpoint import Checkpoint, CheckpointError, linked, load_checkpoint, mark_best
 from toolkit.saving import save
 from toolkit.step.state import nonfinite
 
@@ -116,22 +116,34 @@ def finish(t) -> None:
     Raises:
         StoppedByGuard: the state, or the best weights, are not finite.
     """
+    if t.epoch_is_over:
+        t.end_epoch()  # not yet, in a run that was killed after its last step
     state_is_sound(t)
-    better = t.best.evaluated_step != t.step and validate(t)
-    if better or t.saved_step != t.step:
+    evaluates = t.best.evaluated_step != t.step
+    better = evaluates and validate(t)
+    if evaluates or t.saved_step != t.step:  # a run that goes on from it is not evaluated again
         save(t, best=better)
-    checkpoint = run_on_main(lambda: _best(t))  # the main process alone need see the folder
+    checkpoint, fault = run_on_main(lambda: _best(t))  # the main process alone need see the folder
     if checkpoint is not None:
         t.detector.load_state_dict(checkpoint.tensors["ema" if t.best.of_average else "model"])
         t.log.say(f"best {t.best.metric}: {t.best.value:.4f} at step {checkpoint.step}")
+    elif t.best.of_average:
+        t.detector.load_state_dict(t.ema.module.state_dict())
+    if fault:
+        t.log.say(f"warning: the best checkpoint cannot be used, final/ gets the weights of step {t.step}: {fault}")
     named = [*t.detector.named_parameters(), *t.guard.watched()]
     if broken := nonfinite((("weight", name), tensor) for name, tensor in named):
         raise StoppedByGuard(f"the best weights are not finite: {', '.join(broken[:3])}; nothing is written to final/")
 
 
-def _best(t) -> Checkpoint | None:
+def _best(t) -> tuple[Checkpoint | None, str]:
+    """The best checkpoint, and why there is none where it is damaged: `best` then leads to the last one."""
     path = linked(t.folder / "checkpoints", "best") if t.best.value is not None else None
-    return None if path is None else load_checkpoint(path)
+    try:
+        return (None if path is None else load_checkpoint(path)), ""
+    except CheckpointError as error:
+        mark_best(t.folder / "checkpoints" / f"step_{t.step:06d}")
+        return None, str(error)
 
 
 def _keep_predictions(t, better: bool, predictions: dict, scores: dict, weights: str) -> None:

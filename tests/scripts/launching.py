@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 HANGS_AFTER_S = 240  # of seconds, on a machine that is busy with other things too
 ROOT = Path(__file__).resolve().parents[2]
+REPORT = "toolkit.session:write_report"
 CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -22,7 +24,8 @@ CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 class Script:
     """A training script; `configs/<name>.yaml` makes it small.
 
-    slow_end: "module:name" of what takes seconds at the end of every run; left out except where it is tested.
+    slow_end: "module:name", where it is looked up, of what takes seconds at the end of every run; left out except where
+        it is tested.
     still: arguments with which the backbone's batch norms change no detections.
     losses: two that every step has. one_size: arguments with which all training images have one size.
     """
@@ -83,11 +86,12 @@ class Server:
         return json.loads(self.process.stdout.readline())
 
     def run(
-        self, script: Script | Path, args, processes: int = 1, faults=(), *, whole: bool = False, env=None
-    ) -> Result:
+        self, script: Script | Path, args, processes: int = 1, faults=(), *, whole: bool = False, env=None,
+        meanwhile: Callable[[list[int]], None] | None = None,
+    ) -> Result:  # fmt: skip
         """Runs a script on that many processes to its end, or fails the test when it hangs.
 
-        whole: with the slow end. env: more environment variables.
+        whole: with the slow end. env: more environment variables. meanwhile: called with the process ids once they run.
         """
         if isinstance(script, Script):
             faults = [*faults, *({"skip": place} for place in script.slow_end if not whole)]
@@ -101,6 +105,8 @@ class Server:
         }  # fmt: skip
         self.process.stdin.write((json.dumps(request) + "\n").encode())
         pids = self._read(60)
+        if meanwhile is not None:
+            meanwhile(pids)
         codes = self._read(HANGS_AFTER_S)
         hangs = codes is None
         if hangs:
@@ -211,7 +217,9 @@ def assert_same_checkpoint(path: Path, reference: Path) -> None:
     assert ours.keys() == theirs.keys()
     different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert not different, f"{path}: {len(different)} tensors differ from {reference}: {different[:10]}"
-    assert checkpoint_state(path) == checkpoint_state(reference)
+    ours, theirs = checkpoint_state(path), checkpoint_state(reference)
+    differs = {k: (ours.get(k), theirs.get(k)) for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}
+    assert not differs, f"{path}: {differs}"
 
 
 def nonfinite(path: Path) -> list[str]:

@@ -14,19 +14,27 @@ _LAYER = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
 
 @dataclass
 class Place:
-    """Where a run is: steps done, of how many, and how long it has been at it."""
+    """Where a run is: steps done, of how many, and how long it has been at it.
+
+    steps_per_epoch: of an epoch with batches of now. recut: steps more that the run would have made with these always.
+    """
 
     step: int
     total_steps: int
     epoch: int
     steps_per_epoch: int
     elapsed_s: float
+    recut: int = 0
+
+    @property
+    def epochs(self) -> int:
+        """Of the whole run; a last one that ends early counts."""
+        return max(-(-(self.total_steps + self.recut) // self.steps_per_epoch), self.epoch + 1)
 
     def __str__(self) -> str:
         """epoch k/K  step i/I of the run  elapsed"""
-        epochs = max(-(-self.total_steps // self.steps_per_epoch), self.epoch + 1)
         elapsed = timedelta(seconds=round(self.elapsed_s))
-        return f"epoch {self.epoch + 1}/{epochs}  step {self.step}/{self.total_steps}  elapsed {elapsed}"
+        return f"epoch {self.epoch + 1}/{self.epochs}  step {self.step}/{self.total_steps}  elapsed {elapsed}"
 
 
 def console_line(row: Mapping, smoothed: Mapping[str, object], place: Place) -> str:
