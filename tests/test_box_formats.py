@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.box_formats import EVIDENCE, wrong_box_format
+from toolkit.data.box_formats import EVIDENCE, BoxFormats
 from toolkit.data.checks import validate_document
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
@@ -52,7 +52,9 @@ def convert(document, change):
 
 
 def verdict(document):
-    return wrong_box_format(document["annotations"], {image["id"]: image for image in document["images"]})
+    formats = BoxFormats()
+    formats.add(document["annotations"], {image["id"]: image for image in document["images"]})
+    return formats.fault()
 
 
 def random_document(seed, count, smallest, largest):
@@ -129,6 +131,17 @@ def test_slips_crowds_and_broken_records_do_not_hide_it(format):
     slips = {"xyxy": [1, 1, 1, 1], "cxcywh": [1, 1, 20, 20]}.get(format, [2, 2, 2, 2])
     entries[:2] = [entry | {"bbox": slips} for entry in entries[:2]]
     assert verdict(document) is not None
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), parts=st.integers(2, 9), format=st.sampled_from([None, *sorted(CONVERTED)]))
+def test_parts_of_a_file_are_judged_together(seed, parts, format):
+    document = random_document(seed, 100, 0.05, 0.6)
+    document = convert(document, CONVERTED[format]) if format else document
+    formats, images = BoxFormats(), {image["id"]: image for image in document["images"]}
+    for part in range(parts):
+        formats.add(document["annotations"][part::parts], images)
+    assert formats.fault() == verdict(document) and (formats.fault() is None) == (format is None)
 
 
 def real_files(folder):

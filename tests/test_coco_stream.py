@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_box_formats import CONVERTED, convert
 
 from toolkit.data.formats import coco, coco_stream
 from toolkit.data.formats.coco import read_coco
@@ -44,6 +45,47 @@ def assert_same(whole, streamed):
 def test_every_defect_is_found_and_the_rows_stay(tmp_path, monkeypatch, chunk, check):
     file = DIRTY / "annotations" / "instances.json"
     assert_same(*both(monkeypatch, tmp_path, file, DIRTY / "images", chunk, check_images=check))
+
+
+@pytest.mark.parametrize("change", CONVERTED)
+def test_boxes_are_judged_over_the_whole_file(tmp_path, monkeypatch, change):
+    """Of 40 images of four boxes each: a chunk of two has too few to tell, and one of eight may mislead.
+
+    The boxes of the first eight lie at one corner of their images, the others at the opposite one.
+    """
+    document = {"images": [{"id": i, "file_name": f"{i}.jpg", "width": 200, "height": 200} for i in range(40)],
+                "categories": [{"id": 1, "name": "a"}],
+                "annotations": [{"id": i, "image_id": i // 4, "category_id": 1,
+                                 "bbox": [110 + i % 7, 120, 60, 61] if i < 32 else [i % 7, 1, 60, 61]}
+                                for i in range(160)]}  # fmt: skip
+    wrong = convert(document, CONVERTED[change])
+    mixed = {**document, "annotations": wrong["annotations"][:32] + document["annotations"][32:]}
+    for name, content in (("wrong", wrong), ("mixed", mixed)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    with pytest.raises(BadInput) as whole:
+        read_coco(tmp_path / "wrong.json", tmp_path, cache_dir=tmp_path, check_images=False)
+    for chunk in (2, 8):
+        monkeypatch.setattr(coco, "STREAMED_BYTES", 0)
+        monkeypatch.setattr(coco_stream, "CHUNK", chunk)
+        with pytest.raises(BadInput, match="write every bbox as") as streamed:
+            read_coco(tmp_path / "wrong.json", tmp_path, cache_dir=tmp_path, check_images=False)
+        assert str(streamed.value) == str(whole.value)
+        monkeypatch.undo()
+        assert_same(*both(monkeypatch, tmp_path, tmp_path / "mixed.json", tmp_path, chunk))
+
+
+def test_the_limit_of_image_sizes_holds_for_large_files_too(tmp_path, monkeypatch):
+    make_shapes(tmp_path / "shapes", 5, 2, 64)
+    file = tmp_path / "shapes" / "annotations" / "train.json"
+    monkeypatch.setattr(coco, "STREAMED_BYTES", 0)
+    with pytest.raises(BadInput, match="5 errors") as caught:
+        read_coco(file, cache_dir=tmp_path, max_image_pixels=1000)
+    assert "data.max_image_pixels 1000" in str(caught.value)
+    document = json.loads(file.read_text())
+    document["images"][0] |= {"width": 20_000, "height": 20_000}  # said, and not looked at
+    file.write_text(json.dumps(document))
+    with pytest.raises(BadInput, match="1 errors.*\n.*20000 x 20000 pixels are more than data.max_image_pixels"):
+        read_coco(file, cache_dir=tmp_path, check_images=False)
 
 
 @pytest.mark.parametrize("chunk", [1, 5])

@@ -5,6 +5,7 @@ read in the right way none does. A file whose boxes stay in their images as [x, 
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -22,31 +23,62 @@ NAMES = {
     "cxcywh": ("centre and size [cx, cy, width, height]", ("cx - width / 2", "cy - height / 2", "width", "height")),
     "xywh": ("[x, y, width, height]", ("x", "y", "width", "height")),
 }
+_READ_AS = ("xywh", "xyxy", "cxcywh")  # where several fit equally well, the first is named
 
 
-def wrong_box_format(annotations: Iterable, images: Mapping) -> str | None:
-    """What is wrong with the format of the boxes, and what mends it, in one sentence; None: nothing, or too few boxes.
+class BoxFormats:
+    """What the boxes of a file tell of their format, added up over its parts."""
 
-    Args:
-        annotations: records of a COCO document; crowd regions and records that cannot be read do not count.
-        images: by image id, mappings with `width` and `height`.
-    """
-    boxes, sizes = _arrays(annotations, images)
-    if len(boxes) < EVIDENCE:
-        return None
-    inside = sizes.min(axis=1) >= SMALLEST_SIDE
-    if inside.sum() >= EVIDENCE and _are_fractions(boxes[inside]):
-        return _fractions_sentence(boxes[inside])
-    outside = {name: _outside(corners, sizes) for name, corners in _readings(boxes).items()}
-    doubtful = int(outside["xywh"].sum())
-    other = min(("xyxy", "cxcywh"), key=lambda name: outside[name].sum())
-    wrong = int(outside[other].sum())
-    if doubtful < EVIDENCE or wrong * TIMES_BETTER > doubtful:
-        return None
-    called, formula = NAMES[other]
-    return (f"the boxes look like {called}, expected [x, y, width, height]: read as such {doubtful} of {len(boxes)} "
-            f"leave their image, read as {called} {wrong or 'none'} would; write every bbox as [{', '.join(formula)}], "
-            "or clip the boxes to their images if they are [x, y, width, height] after all")  # fmt: skip
+    def __init__(self):
+        self.boxes = 0
+        self.outside = Counter()  # boxes that leave their image, by the format they are read in
+        # those in images that are large enough: how many, of small numbers, of whole ones, outside as fractions
+        self.large, self.small, self.whole, self.outside_one = 0, 0, 0, Counter()
+
+    def add(self, annotations: Iterable, images: Mapping) -> None:
+        """Takes in a part of a file.
+
+        Args:
+            annotations: records of a COCO document; crowd regions and records that cannot be read do not count.
+            images: by image id, mappings with `width` and `height`.
+        """
+        boxes, sizes = _arrays(annotations, images)
+        self.boxes += len(boxes)
+        self.outside.update({name: int(_outside(corners, sizes).sum()) for name, corners in _readings(boxes).items()})
+        boxes = boxes[sizes.min(axis=1, initial=math.inf) >= SMALLEST_SIDE]
+        one = np.ones((len(boxes), 2))
+        self.large += len(boxes)
+        self.small += int((np.abs(boxes) <= LARGEST_FRACTION).all(axis=1).sum())
+        self.whole += int((boxes % 1 == 0).all(axis=1).sum())
+        self.outside_one.update({name: int(_outside(corners, one, 0.01).sum())
+                                 for name, corners in _readings(boxes).items()})  # fmt: skip
+
+    def fault(self) -> str | None:
+        """What is wrong with the format, and what mends it, in one sentence; None: nothing, or too few boxes."""
+        if self.large >= EVIDENCE and self.small >= MOST * self.large and self.whole < 0.5 * self.large:
+            return self._fractions()  # no number exceeds 1 and most are no whole ones, as no objects in pixels are
+        doubtful = self.outside["xywh"]
+        other = min(("xyxy", "cxcywh"), key=lambda name: self.outside[name])
+        wrong = self.outside[other]
+        if self.boxes < EVIDENCE or doubtful < EVIDENCE or wrong * TIMES_BETTER > doubtful:
+            return None
+        called, formula = NAMES[other]
+        return (f"the boxes look like {called}, expected [x, y, width, height]: read as such {doubtful} of "
+                f"{self.boxes} leave their image, read as {called} {wrong or 'none'} would; write every bbox as "
+                f"[{', '.join(formula)}], or clip the boxes to their images if they are [x, y, width, height] after "
+                "all")  # fmt: skip
+
+    def _fractions(self) -> str:
+        name = min(_READ_AS, key=lambda name: self.outside_one[name])
+        called, formula = NAMES[name]
+        others = [NAMES[other][0] for other in _READ_AS
+                  if other != name and self.outside_one[other] == self.outside_one[name]]  # fmt: skip
+        called += f" (or {' or '.join(others)}: these boxes cannot tell)" if others else ""
+        parts = (f"({part}) * {side}" if " " in part else f"{part} * {side}"
+                 for part, side in zip(formula, ("W", "H", "W", "H"), strict=True))  # fmt: skip
+        return (f"the boxes have numbers from 0 to 1 ({self.large} boxes), which look like fractions of the image, "
+                f"{called}; expected pixels [x, y, width, height]: write every bbox as [{', '.join(parts)}] with the "
+                "image's width W and height H")  # fmt: skip
 
 
 def _arrays(annotations: Iterable, images: Mapping) -> tuple[np.ndarray, np.ndarray]:
@@ -93,23 +125,3 @@ def _outside(corners: np.ndarray, sizes: np.ndarray, rounding: float = PIXELS) -
     sides = corners[:, 2:] - corners[:, :2]
     slip = np.maximum(OVERSHOOT * sides, rounding)
     return ((sides <= 0) | (corners[:, :2] < -slip) | (corners[:, 2:] > sizes + slip)).any(axis=1)
-
-
-def _are_fractions(boxes: np.ndarray) -> bool:
-    """Whether no number exceeds 1 and most are no whole ones, as no objects in pixels are."""
-    small, whole = (np.abs(boxes) <= LARGEST_FRACTION).all(axis=1), (boxes % 1 == 0).all(axis=1)
-    return bool(small.mean() >= MOST and whole.mean() < 0.5)
-
-
-def _fractions_sentence(boxes: np.ndarray) -> str:
-    whole = np.ones((len(boxes), 2))
-    outside = {name: int(_outside(corners, whole, 0.01).sum()) for name, corners in _readings(boxes).items()}
-    name = min(outside, key=outside.get)
-    called, formula = NAMES[name]
-    others = [NAMES[other][0] for other, count in outside.items() if other != name and count == outside[name]]
-    called += f" (or {' or '.join(others)}: these boxes cannot tell)" if others else ""
-    parts = (f"({part}) * {side}" if " " in part else f"{part} * {side}"
-             for part, side in zip(formula, ("W", "H", "W", "H"), strict=True))
-    return (f"the boxes have numbers from 0 to 1 ({len(boxes)} boxes), which look like fractions of the image, "
-            f"{called}; expected pixels [x, y, width, height]: write every bbox as [{', '.join(parts)}] with the "
-            "image's width W and height H")  # fmt: skip

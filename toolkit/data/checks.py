@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 
-from toolkit.data.box_formats import wrong_box_format
+from toolkit.data.box_formats import BoxFormats
 from toolkit.data.table import OBJECT_TYPES, RELATION_TYPES, Category, Problem
 from toolkit.errors import BadInput
 
@@ -34,7 +34,9 @@ class Document:
     listed: set[str]  # every file_name of the document, those of unusable records too
 
 
-def validate_document(document: object, file: str, max_image_pixels: int | None = None) -> Document:
+def validate_document(
+    document: object, file: str, max_image_pixels: int | None = None, formats: BoxFormats | None = None
+) -> Document:
     """Checks a parsed COCO document (`images`, `annotations`, `categories`, optional `rel_*`, `attribute_categories`)
     and makes rows of it.
 
@@ -43,6 +45,7 @@ def validate_document(document: object, file: str, max_image_pixels: int | None 
     Boxes become xyxy, category ids contiguous from 0 in the order of the original ids. A record with an error is left
     out of the rows and reported; a repaired one is reported as a warning. Unknown keys are ignored.
     max_image_pixels: images that are said to be larger cannot be used; None: the images themselves will tell.
+    formats: takes in the boxes of one part of a file, to be judged with those of the others; None: this is all of it.
     Raises BadInput for a document without the three lists, and for one whose boxes are in another format than COCO's,
     since nothing in it can be used.
     """
@@ -50,7 +53,9 @@ def validate_document(document: object, file: str, max_image_pixels: int | None 
     problems: list[Problem] = []
     categories, labels = _categories(document["categories"], file, "category", problems)
     rows, unusable = _images(document["images"], file, max_image_pixels, problems)
-    if wrong := wrong_box_format(document["annotations"], rows):
+    evidence = BoxFormats() if formats is None else formats
+    evidence.add(document["annotations"], rows)
+    if formats is None and (wrong := evidence.fault()):
         raise BadInput(f"{file}: {wrong}")
     attributes, attribute_rows = _categories(document.get("attribute_categories") or [], file, "attribute", problems)
     places = _annotations(document["annotations"], file, rows, labels, attribute_rows, problems)

@@ -21,6 +21,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
+from toolkit.data.box_formats import BoxFormats
 from toolkit.data.check_files import (
     depth,
     find_image_root,
@@ -119,9 +120,10 @@ def read_streamed(
             else {place: digest_of(place) for place in watched_of(root, sorted(head.folders))}
         )
         problems += base.problems
-        validate = functools.partial(validate_document, file=file, max_image_pixels=max_pixels)
+        formats = BoxFormats()
+        validate = functools.partial(validate_document, file=file, max_image_pixels=max_pixels, formats=formats)
         rows = _rows(
-            _chunks(database, head, validate, set(base.problems)),
+            _judged(_chunks(database, head, validate, set(base.problems)), formats, file),
             head,
             problems,
             _file_check(database, head, root, check_images, max_pixels, problems),
@@ -310,6 +312,13 @@ def _chunks(
             annotations = _entries(database, f"{query} ORDER BY n")
             relations = _relations_of(database, ids) if head.relations.total() else []
             yield _validated(head, validate, images, annotations, relations, known)
+
+
+def _judged(chunks: Iterator[_Chunk], formats: BoxFormats, file: str) -> Iterator[_Chunk]:
+    """The chunks; then BadInput where all of them together have boxes of another format, as one alone may seem to."""
+    yield from chunks
+    if wrong := formats.fault():
+        raise BadInput(f"{file}: {wrong}")
 
 
 def _entries(database: sqlite3.Connection, query: str) -> list[tuple[int, object]]:
