@@ -51,12 +51,12 @@ def test_every_defect_is_found_and_the_rows_stay(tmp_path, monkeypatch, chunk, c
 def test_boxes_are_judged_over_the_whole_file(tmp_path, monkeypatch, change):
     """Of 40 images of four boxes each: a chunk of two has too few to tell, and one of eight may mislead.
 
-    The boxes of the first eight lie at one corner of their images, the others at the opposite one.
+    The boxes of the first eight images lie where another format shows; the others could be in no other one.
     """
     document = {"images": [{"id": i, "file_name": f"{i}.jpg", "width": 200, "height": 200} for i in range(40)],
                 "categories": [{"id": 1, "name": "a"}],
                 "annotations": [{"id": i, "image_id": i // 4, "category_id": 1,
-                                 "bbox": [110 + i % 7, 120, 60, 61] if i < 32 else [i % 7, 1, 60, 61]}
+                                 "bbox": [110 + i % 7, 120, 60, 61] if i < 32 else [130 + i % 7, 2, 20, 61]}
                                 for i in range(160)]}  # fmt: skip
     wrong = convert(document, CONVERTED[change])
     mixed = {**document, "annotations": wrong["annotations"][:32] + document["annotations"][32:]}

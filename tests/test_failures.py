@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from toolkit.command_line import parse_config, refuse_other_trainers, run_script
 from toolkit.errors import BadInput, FailedElsewhere
@@ -103,6 +104,24 @@ def test_a_removed_run_folder_is_noticed_at_the_next_row(tmp_path):
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(BadInput, match="was removed while the run wrote to it"):
         writer.log({"step": 2})
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_several_gpus_asked_for_where_there_is_none(monkeypatch):
+    """`accelerate launch --multi_gpu`, by what it sets; torchrun alone asks for nothing."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "ACCELERATE_MIXED_PRECISION": "no"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    with pytest.raises(BadInput, match="there is none here.*ACCELERATE_USE_CPU=true torchrun"):
+        processes.start_accelerator(None)
+    asked = []
+    monkeypatch.setattr(processes, "Accelerator", lambda **kwargs: asked.append(kwargs))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    processes.start_accelerator(None)
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    processes.start_accelerator(None)
+    assert len(asked) == 2
 
 
 def test_fp16_is_not_used_on_a_cpu_and_that_is_said(monkeypatch, capsys):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from toolkit.distributed import all_reduce, world
 from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
 from toolkit.runs.lifeline import lifeline
-from toolkit.runs.processes import start_accelerator
+from toolkit.runs.processes import start_accelerator, wait_at_most
 
 multiprocessing.set_forkserver_preload(["torch", "accelerate", "toolkit.runs.processes", "toolkit.runs.lifeline"])
 SLOW_S = 600  # what a process does that never notices by itself
@@ -42,6 +42,9 @@ def rank_of(rank, size, port, failing, how, others, folder, grace_s):
                    "OMP_NUM_THREADS": "1"}  # fmt: skip
     torch.set_num_threads(1)
     accelerator = start_accelerator(None)
+    if how == "hangs":
+        wait_at_most(1 / 60)
+        os.dup2(os.open(f"{folder}.stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     assert accelerator.num_processes == size == world()[1]
 
     def record(state, reason):
@@ -51,7 +54,7 @@ def rank_of(rank, size, port, failing, how, others, folder, grace_s):
         with lifeline(record, grace_s):
             all_reduce(torch.ones(1))
             if rank == failing:
-                time.sleep(0.5)
+                time.sleep(SLOW_S if how == "hangs" else 0.5)
                 fail(how)
             if others == "busy":
                 time.sleep(SLOW_S)
@@ -109,6 +112,14 @@ def test_a_broken_collective_is_told_by_its_cause_and_all_of_three_end(tmp_path)
     assert codes == [1, 1, 1]
     assert {rank: word[0] for rank, word in words.items()} == {0: "FailedElsewhere", 1: "Foreign", 2: "FailedElsewhere"}
     assert words[0][1] == words[2][1] == "rank 1 failed: Foreign: of ours"
+
+
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_a_process_that_hangs_is_ended_and_shows_where(tmp_path, hanging):
+    codes, words = ended(tmp_path, hanging, "hangs", "waiting", size=3)
+    assert codes == [1, 1, 1]
+    assert all("has waited longer than run.hang_minutes for another process" in word[1] for word in words.values())
+    assert "in rank_of" in Path(f"{tmp_path}.stderr{hanging}").read_text(), "the line at which it hangs"
 
 
 def test_processes_that_are_done_leave_in_peace(tmp_path):

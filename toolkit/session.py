@@ -46,7 +46,7 @@ from toolkit.runs.lifeline import lifeline
 from toolkit.runs.lock import FolderLock
 from toolkit.runs.metrics_log import mend_rows
 from toolkit.runs.open_run import settings_beside
-from toolkit.runs.processes import announce, set_threads, start_accelerator
+from toolkit.runs.processes import announce, set_threads, start_accelerator, wait_at_most
 from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
 from toolkit.runs.status import RunStatus, run_status
 from toolkit.runs.trackers import agent_run_id, tracker_names
@@ -222,6 +222,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
         max_norm=optim.max_norm, eval_only=run.eval_only,
     )  # fmt: skip
     _begin(s, t, table)
+    wait_at_most(run.hang_minutes)
     return t
 
 
@@ -371,7 +372,7 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
         data=data_facts({"train": table, "val": t.validation.table}), is_main=s.is_main,
         resume_state=checkpoint and checkpoint.state["writer"], eval_only=run.eval_only,
     )  # fmt: skip
-    t.log.start(writer, s.status.details, t.step, t.total_steps)
+    t.log.start(writer, s.status.details, t.step, t.total_steps, t.recut)
     s.log = t.log
     if t.guard.policy == "rollback" and t.saved_step != t.step:
         save(t)  # something to roll back to

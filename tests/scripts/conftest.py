@@ -10,13 +10,12 @@ told by `faults.py`. A few tests start processes of their own, where launchers a
 import json
 
 import pytest
-from launching import Script, Server, rows
+from launching import REPORT, Script, Server, rows
 
 from toolkit.data.shapes import make_shapes
 
-REPORT = "toolkit.evaluation.report:write_report"
 SCRIPTS = (
-    Script("train_detr", slow_end=(REPORT, "toolkit.models.detr.rt_detr:save_transformers_folder")),
+    Script("train_detr", slow_end=(REPORT,)),
     Script("train_yolov3", slow_end=(REPORT,), losses=("loss_cls", "loss_obj"), still=(),
            one_size=("--data.multi_scale", "[]")),
     Script("train_faster_rcnn", slow_end=(REPORT,), losses=("loss_box_reg", "loss_classifier")),

@@ -4,7 +4,8 @@
         SIGKILL goes to all processes of the run at once, as a machine that goes down does; others to this rank only
     {"nan": "boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}    3: the third that training fetches
     {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
-    {"skip": "toolkit.evaluation.report:write_report"}    leave a slow function out
+    {"skip": "toolkit.session:write_report"}    leave a slow function out
+    {"disk": "full" | "inodes" | "removed", "folder": FOLDER, "at": ..., "call": ...}    what becomes of a disk then
     {"cwd": FOLDER, "rank": 1}    start in another folder, as on a machine with a disk of its own
     {"float64": True}    the detector in double precision
 """
@@ -12,9 +13,12 @@
 import importlib
 import math
 import os
+import shutil
 import signal
 import time
-from functools import wraps
+from contextlib import suppress
+from functools import partial, wraps
+from pathlib import Path
 
 import torch
 
@@ -24,7 +28,9 @@ def install(faults: list[dict], rank: int) -> None:
     mine = [fault for fault in faults if fault.get("rank", rank) == rank]
     for fault in mine:
         if "signal" in fault:
-            _send(**fault)
+            _before(fault["at"], fault["call"], partial(_send, **fault))
+        if "disk" in fault:
+            _before(fault["at"], fault["call"], partial(_spoil_disk, fault["disk"], Path(fault["folder"])))
         if "cwd" in fault:
             os.chdir(fault["cwd"])
         if "skip" in fault:
@@ -54,7 +60,8 @@ def _find(place: str) -> tuple[object, str]:
     return owner, name
 
 
-def _send(at: str, call: int, wait_s: float = 0.0, **fault) -> None:
+def _before(at: str, call: int, act) -> None:
+    """Calls `act` before call number `call` of a function."""
     owner, name = _find(at)
     original, calls = getattr(owner, name), 0
 
@@ -63,15 +70,32 @@ def _send(at: str, call: int, wait_s: float = 0.0, **fault) -> None:
         nonlocal calls
         calls += 1
         if calls == call:
-            print(f"fault: {fault['signal']} before call {call} of {at}", flush=True)
-            time.sleep(wait_s)  # two interrupts in one moment count as one
-            number = getattr(signal, fault["signal"])
-            if number == signal.SIGKILL:
-                os.killpg(0, number)
-            os.kill(os.getpid(), number)
+            act()
         return original(*args, **kwargs)
 
     setattr(owner, name, counted)
+
+
+def _send(at: str, call: int, wait_s: float = 0.0, **fault) -> None:
+    print(f"fault: {fault['signal']} before call {call} of {at}", flush=True)
+    time.sleep(wait_s)  # two interrupts in one moment count as one
+    number = getattr(signal, fault["signal"])
+    if number == signal.SIGKILL:
+        os.killpg(0, number)
+    os.kill(os.getpid(), number)
+
+
+def _spoil_disk(how: str, folder: Path) -> None:
+    """To the last byte or inode; `removed`: the folder is gone. What fills it is named .filler*."""
+    if how == "removed":
+        shutil.rmtree(folder)
+    with suppress(OSError):
+        if how == "full":
+            with open(folder / ".filler", "wb", buffering=0) as file:
+                while file.write(bytes(1 << 20)):  # fewer of them when there is no more room, and then an error
+                    pass
+        for number in range(100_000 if how == "inodes" else 0):
+            (folder / f".filler{number}").touch()
 
 
 class _NanBackward(torch.autograd.Function):

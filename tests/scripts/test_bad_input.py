@@ -49,6 +49,10 @@ CASES = {
     "size that would be padded": (["--data.image_size", "98"], ["side 98", "multiple of 32", "96"]),
     "defective data": (["--data.train", str(DIRTY / "annotations" / "instances.json")], ["image 2)", "image 28)"]),
     "broken JSON": (["--data.train", str(DIRTY / "broken" / "truncated.json")], ["truncated.json", "line"]),
+    "name too long": (["--run.name", "x" * 300], ["File name too long", "Give a shorter --run.name"]),
+    "annotations with too long a name": (["--data.train", "{tmp}/" + "x" * 300], ["too long"]),
+    "images in too long a folder": (["--data.image_dir", "{tmp}/" + "x" * 300], ["too long"]),
+    "checkpoint with too long a name": (["--run.resume", "{tmp}/" + "x" * 300], ["too long"]),
     "folder as name": (["--run.name", "a/b"], ["--run.name"]),
 }  # fmt: skip
 

@@ -42,6 +42,7 @@ def kill_and_resume(server, script, resumable, processes, moments, name):
         assert f"fault: SIGKILL before call {call} of {at}" in killed.text, f"ended before {at}\n{killed.text}"
         assert killed.code == -9
         assert killed.status["state"] == "running"
+    args = [*args, "--run.seed", "7"]  # that of the checkpoint goes on
     return server.run(script, args, processes).ok(), reference
 
 

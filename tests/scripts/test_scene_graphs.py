@@ -10,14 +10,14 @@ from pathlib import Path
 import networkx
 import numpy as np
 import torch
-from launching import ROOT, Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
+from launching import REPORT, ROOT, Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
 from PIL import Image
 from test_visual_genome import synthetic_table
 
 from toolkit.data.formats.visual_genome_writer import write_visual_genome
 from toolkit.models.final import load_detector_folder
 
-SGG = Script("train_sgg", slow_end=("toolkit.evaluation.report:write_report",))
+SGG = Script("train_sgg", slow_end=(REPORT,))
 GIVEN = {"--model.mode": "predcls", "--optim.ema_decay": 0, "--run.epochs": 1, "--eval.metric_for_best": "R@20",
          "--data.image_size": 64, "--data.workers": 0, "--run.log_every": 1, "--eval.pictures": 0,
          "--run.name": "run"}  # fmt: skip

@@ -7,16 +7,20 @@ import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 from launching import ROOT, assert_same_run, finish, rows, start
 
 MICRO_BATCH, EVALUATION = "toolkit.training:Training.seed_micro_batch", "toolkit.evaluation.predict_dataset:agree_max"
+STOP = "toolkit.session:stop_if_asked"
 SENT = (  # one run after the other, each going on where the one before stopped: step it stops at
     ("SIGTERM", MICRO_BATCH, 2, 1),
     ("SIGUSR1", EVALUATION, 3, 2),
     ("SIGTERM", EVALUATION, 10, 4),  # the evaluation at step 2 is done again first
     ("SIGINT", MICRO_BATCH, 2, 5),
+    ("SIGTERM", STOP, 3, 6),  # the last evaluation is over, and is not done again
+    ("SIGTERM", STOP, 5, 6),  # final/ and the report are written
 )
 
 
@@ -33,6 +37,22 @@ def test_signal_on_one_rank_saves_and_the_run_goes_on_to_the_bit(server, script,
         assert (stopped.folder / "checkpoints" / "latest").resolve().name == f"step_{step:06d}"
         assert "Traceback" not in stopped.text
     assert_same_run(server.run(script, args, processes).ok().folder, reference)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_during_the_imports_is_the_default_death(script, settings, tmp_path, name):
+    """Nothing has begun, so nothing is written, and what an earlier run says of itself stays."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "status.json").write_text('{"state": "preempted"}')
+    process = start([sys.executable, script.path, *settings("--run.output_dir", tmp_path, "--run.resume", "latest")])
+    time.sleep(1.0)
+    assert process.poll() is None
+    os.kill(process.pid, getattr(signal, name))
+    code, text = finish(process)
+    assert code in (-getattr(signal, name), 130), text
+    assert [path.name for path in folder.iterdir()] == ["status.json"]
+    assert (folder / "status.json").read_text() == '{"state": "preempted"}'
 
 
 def test_second_interrupt_stops_at_once(server, script, settings, tmp_path):

@@ -3,6 +3,7 @@
     runs/<name>/  config.yaml  environment.json  status.json  metrics.jsonl  checkpoints/  nan/  report/  final/
 """
 
+import errno
 import importlib.metadata
 import os
 import platform
@@ -57,10 +58,10 @@ def prepare_run_folder(
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise BadInput(
-            f"The run folder {folder} cannot be written ({error.strerror}). Give a folder you may write to, "
-            "with space left on it, as --run.output_dir."
-        ) from error
+        advice = "Give a folder you may write to, with space left on it, as --run.output_dir."
+        if error.errno == errno.ENAMETOOLONG:
+            advice = "Give a shorter --run.name."
+        raise BadInput(f"The run folder {folder} cannot be written ({error.strerror}). {advice}") from error
     return folder
 
 

@@ -3,7 +3,8 @@
 A process that waits in a collective is not told that another one is gone: NCCL waits for its timeout, and gloo as well
 where nobody happens to send. So every process keeps a connection to the main one. Closed without a good-bye it says
 that its process is gone, which the kernel tells at once, whatever the process was doing; no clock is involved that a
-long evaluation could run out of. Who fails says so first, and the main process passes it on.
+long evaluation could run out of. Who fails says so first, and the main process passes it on. A process that hangs
+is known by the others' patience alone: their collective times out (`run.hang_minutes`), and all end.
 """
 
 import faulthandler
@@ -28,7 +29,12 @@ CONNECT_S = 30.0
 LEAVE_S = 40.0
 WORD_S = 15.0  # how long a collective that broke waits for the cause
 STATES = {"bad_input": BadInput, "stopped_by_guard": StoppedByGuard, "preempted": Preempted}
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|store", re.IGNORECASE)
+
+
+class Hanging(FailedElsewhere):
+    """Another process does not come to a collective."""
 
 
 @contextmanager
@@ -53,7 +59,7 @@ def lifeline(record: Callable[[str, str], None], grace_s: float = GRACE_S) -> It
         yield
     except BaseException as error:
         cause = watch.cause_of(error)
-        watch.fail(error)
+        watch.fail(cause or error)
         if cause is not None:
             raise cause from error
         raise
@@ -116,15 +122,20 @@ class _Watch:
         own = isinstance(error, BadInput | StoppedByGuard | Preempted | KeyboardInterrupt | SystemExit)
         if not own and isinstance(error, RuntimeError | OSError) and _BROKEN_COLLECTIVE.search(str(error)):
             self.known.wait(WORD_S)
-        if self.first is None or own:
+        if own:
             return None
-        return _as_error(self.first)
+        if self.first is None and isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
+            return Hanging(f"rank {self.rank} has waited longer than run.hang_minutes for another process. That one "
+                           "hangs, and its output shows where; or an evaluation takes longer, then raise it")
+        return None if self.first is None else _as_error(self.first)
 
     def fail(self, error: BaseException) -> None:
         """Tells the others why this process ends."""
         state = next((state for state, kind in STATES.items() if isinstance(error, kind)), "failed")
-        reason = f"{type(error).__name__}: {error}" if state == "failed" else str(error)
-        self._tell(self.first or {"rank": self.rank, "state": state, "reason": reason})
+        defect = state == "failed" and not isinstance(error, FailedElsewhere)
+        reason = f"{type(error).__name__}: {error}" if defect else str(error)
+        hangs = isinstance(error, Hanging)
+        self._tell(self.first or {"rank": self.rank, "state": state, "reason": reason, "hangs": hangs})
         self.over.set()
         if self.rank:  # a last resort, of a process that hangs on its way out; the main one may be sending rows
             faulthandler.dump_traceback_later(LEAVE_S, exit=True)
@@ -169,6 +180,8 @@ class _Watch:
         """The main thread waits for what never comes."""
         error = _as_error(self.first)
         state = self.first["state"]
+        if self.first.get("hangs"):
+            faulthandler.dump_traceback()  # this one may be it
         try:
             self.record(state, str(error))
         except (OSError, ValueError) as unwritable:
@@ -180,6 +193,8 @@ class _Watch:
 
 
 def _as_error(word: dict) -> Exception:
+    if word.get("hangs"):
+        return FailedElsewhere(word["reason"])
     return STATES.get(word["state"], FailedElsewhere)(f"rank {word['rank']} failed: {word['reason']}")
 
 

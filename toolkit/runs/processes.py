@@ -18,9 +18,9 @@ from toolkit.errors import BadInput
 # How long processes wait for each other at the very start. Under torchrun, whose agent ends all when one dies, a slow
 # file system may delay some; without it nobody says that one will never come.
 MEET_S = {"alone": 60, "launcher": 600}
-# Later on the main process reads and checks all images of a data set while the others wait. A process that fails is
+# Then the main process reads and checks all images of a data set while the others wait. A process that fails is
 # noticed otherwise: `toolkit.runs.lifeline`.
-WAIT = timedelta(hours=2)
+PREPARE_MIN = 120.0
 
 
 def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
@@ -30,13 +30,14 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
     stay as they are.
 
     Raises:
-        BadInput: the other processes do not come, or the device that was asked for is not there.
+        BadInput: the other processes do not come, or the devices that were asked for are not there.
     """
     precision = launched_precision() if precision in (None, "auto") else precision
     if precision == "fp16" and not _has_accelerator():
         precision = "no"  # Accelerate would say fp16 and compute in float32
         if os.environ.get("RANK", "0") == "0":
             print("fp16 is not used on a CPU: everything is computed in float32; bf16 would be.", flush=True)
+    _refuse_absent_gpus()
     meet = MEET_S["launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "alone"]
     handlers = [DistributedDataParallelKwargs(find_unused_parameters=True),
                 InitProcessGroupKwargs(timeout=timedelta(seconds=meet))]  # fmt: skip
@@ -46,9 +47,7 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
         accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, **kwargs)
         if dist.is_initialized():
             broadcast_object("all are here")  # the first message, still with the short timeout
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that its name begins with an underline
-                dist.distributed_c10d._set_pg_timeout(WAIT, dist.group.WORLD)
+            wait_at_most(PREPARE_MIN)
     except (dist.DistError, RuntimeError, ValueError) as error:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
@@ -65,9 +64,32 @@ def launched_precision() -> str:
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
 
 
+def _refuse_absent_gpus() -> None:
+    """Raises BadInput where Accelerate's launcher was told to use several GPUs and there is none, instead of training
+    on the CPU without a word."""
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if launched and not _on_cpu() and not torch.accelerator.is_available():
+        raise BadInput(
+            "the launcher was told to use several GPUs (--multi_gpu, or its settings file), and there is none here. "
+            "Choose another `accelerate config`, or start processes on the CPU with ACCELERATE_USE_CPU=true torchrun "
+            "--nproc_per_node 2 SCRIPT."
+        )
+
+
+def wait_at_most(minutes: float) -> None:
+    """From now on a process waits so long for the others in a collective, and then fails."""
+    if dist.is_initialized():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that its name begins with an underline
+            dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), dist.group.WORLD)
+
+
+def _on_cpu() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+
+
 def _has_accelerator() -> bool:
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
-    return torch.accelerator.is_available() and not on_cpu
+    return torch.accelerator.is_available() and not _on_cpu()
 
 
 def _first_line(error: Exception) -> str:

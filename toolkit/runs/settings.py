@@ -84,6 +84,9 @@ class RunConfig:
     threads: PositiveInt | None = None
     """CPU threads of one process. Without a value OMP_NUM_THREADS decides, or all cores are shared among the processes
     where `accelerate launch` has set it to 1."""
+    hang_minutes: PositiveFloat = 30.0
+    """Minutes that one process waits for another one, once training has begun, before the run ends. It must be more
+    than an evaluation takes, and than the report at the end."""
     probe_memory: bool = False
     """Run the largest batch and one evaluation batch before the first step, so that memory runs out then or never."""
     eval_only: bool = False

@@ -44,7 +44,22 @@ def write_status(folder: Path, state: str, reason: str = "", **extra) -> None:
     if state not in EXIT_CODES:
         raise ValueError(f"state {state!r} is none of {', '.join(EXIT_CODES)}")
     status = {"state": state, "exit_code": EXIT_CODES[state], "reason": reason, "time": _now(), **extra}
-    write_json_atomic(Path(folder) / "status.json", replace_nonfinite(status))
+    path, content = Path(folder) / "status.json", replace_nonfinite(status)
+    try:
+        write_json_atomic(path, content)
+    except OSError:
+        if not _write_over(path, json.dumps(content, indent=2)):
+            raise
+
+
+def _write_over(path: Path, text: str) -> bool:
+    """Whether a full disk took it in the place of the file that is there, which needs no room."""
+    try:
+        with open(path, "r+b") as file:
+            file.write(text.encode().ljust(path.stat().st_size))  # whole at once; blanks over what was longer
+    except OSError:
+        return False
+    return True
 
 
 def _now() -> str:

@@ -1,0 +1,100 @@
+"""A newest checkpoint that is sealed and wrong: passed over, or the guard stops; nothing saved is ever not finite.
+
+python -m pytest tests/scripts/test_doctored.py
+"""
+
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from launching import checkpoint_tensors, nonfinite
+from safetensors.torch import load_file, save_file
+
+WHAT = {"weight": ("model", "weight"), "average": ("ema", "weight"), "running variance": ("model", "running_var")}
+SENSELESS = {"empty": "{}", "nested": "[" * 500 + "]" * 500, "text": '"state"', "torn": '{"step": 6'}
+FAST = {("weight", math.nan), ("running variance", 1e38), ("moment", math.inf)}
+
+
+def seal(path: Path) -> None:
+    """The manifest says that the files are what was written."""
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    for name, entry in manifest["files"].items():
+        data = (path / name).read_bytes()
+        entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (path / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
+def doctor(path: Path, what: str, value: float) -> None:
+    if what == "moment":
+        optimizer = torch.load(path / "optimizer.pt", weights_only=True)
+        moments = [m for state in optimizer["state"].values() for m in state.values() if torch.as_tensor(m).dim() > 1]
+        moments[0][(0,) * moments[0].dim()] = value
+        torch.save(optimizer, path / "optimizer.pt")
+    else:
+        stem, ending = WHAT[what]
+        tensors = load_file(path / f"{stem}.safetensors")
+        name = next(n for n, t in tensors.items() if n.endswith(ending) and t.is_floating_point())
+        tensors[name][(0,) * tensors[name].dim()] = value
+        save_file(tensors, path / f"{stem}.safetensors")
+    seal(path)
+
+
+@pytest.fixture
+def doctored(resumable, tmp_path):
+    """(arguments that go on to two more steps, copy of a finished run, the newest of its two checkpoints)"""
+    args, reference = resumable(1)
+    folder = tmp_path / "copy"
+    shutil.copytree(reference, folder, symlinks=True)
+    newest = (folder / "checkpoints" / "latest").resolve()
+    earlier = newest.with_name("step_000001")
+    shutil.copytree(newest, earlier)
+    for name in ("state.json", "MANIFEST.json"):
+        content = json.loads((earlier / name).read_text())
+        content |= {"step": 1} | ({"sequence": 0} if name == "MANIFEST.json" else {})
+        (earlier / name).write_text(json.dumps(content))
+    seal(earlier)
+    (folder / "checkpoints" / "best").unlink()  # whichever it was, it would be fallen back to
+    for path in folder.glob("checkpoints/step_*"):
+        if path not in (newest, earlier):
+            shutil.rmtree(path)
+    args = [*args, "--run.output_dir", str(tmp_path), "--run.name", "copy", "--run.resume_schedule", "new",
+            "--run.max_steps", "8", "--run.epochs", "9", "--run.keep", "9"]  # fmt: skip
+    return args, folder, newest
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [pytest.param(what, value, marks=[pytest.mark.slow] * ((what, value) not in FAST))
+     for what in (*WHAT, "moment") for value in (math.nan, math.inf, -math.inf, 1e38)],
+)  # fmt: skip
+def test_a_number_that_spoils_everything(server, script, doctored, what, value):
+    args, folder, newest = doctored
+    if what == "running variance" and not any(n.endswith("running_var") for n in checkpoint_tensors(newest)):
+        pytest.skip(f"{script.name} is trained without batch norms here")
+    doctor(newest, what, value)
+    ended = server.run(script, args)
+    assert ended.code in (0, 3) and "Traceback" not in ended.text, ended.text
+    passed_over = f"Passed over Checkpoint {newest}" in ended.text
+    assert passed_over == (not math.isfinite(value)), ended.text
+    if passed_over:
+        assert ended.code == 0 and "NaN or infinity in " in ended.text and "step_000001 (step 1)" in ended.text
+    saved = [path for path in folder.glob("checkpoints/step_*") if path != newest or not passed_over]
+    assert saved and all(nonfinite(path) == [] for path in saved)
+    assert (ended.status["state"], ended.status["exit_code"]) in (("done", 0), ("stopped_by_guard", 3))
+    for path in folder.glob("final/*.safetensors") if ended.code == 0 else ():
+        assert all(t.isfinite().all() for t in load_file(path).values() if t.is_floating_point())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SENSELESS)
+def test_a_state_that_makes_no_sense_is_passed_over(server, script, doctored, how):
+    args, folder, newest = doctored
+    (newest / "state.json").write_text(SENSELESS[how])
+    seal(newest)
+    ended = server.run(script, args).ok()
+    assert f"Passed over Checkpoint {newest}" in ended.text and "step_000001 (step 1)" in ended.text
+    assert ended.status["state"] == "done" and "Traceback" not in ended.text
