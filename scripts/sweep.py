@@ -31,6 +31,7 @@ from toolkit.runs.sweep_file import Parameter, Sweep, read_sweep
 from toolkit.runs.watch import POLL_S, WatchedRun
 from toolkit.signals import StopSignals
 
+HOPELESS = 3  # trials that failed before any did not
 STORAGE = "sqlite:///{}/study.db"
 
 
@@ -185,6 +186,9 @@ def run_sweep(arguments: argparse.Namespace) -> None:
                 study.sampler = sampler(optuna, sweep, arguments.seed * 100_003 + trial.number)
                 run_trial(optuna, study, trial, sweep, out, signals)
             write_table(study, out, list(sweep.parameters))
+            ended = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
+            if len(ended) >= HOPELESS and all(t.state == optuna.trial.TrialState.FAIL for t in ended):
+                raise BadInput(f"{len(ended)} trials have failed, and none has not: {out}/logs has what they said")
     write_table(study, out, list(sweep.parameters))  # where there was nothing left to do
 
 

@@ -119,6 +119,12 @@ def test_workers_share_a_grid_and_a_failed_trial_is_said(tmp_path, capfd):
     assert yaml.safe_load((tmp_path / "out" / "best.json").read_text())["settings"] == {"optim.lr": 0.01, "bonus": 1}
 
 
+def test_a_sweep_whose_trials_all_fail_ends(tmp_path, capsys):
+    path = written(tmp_path, parameters={"optim.lr": {"value": 1}, "bonus": {"value": 9}})
+    assert sweep.main([str(path), "--out", str(tmp_path / "out"), "--trials", "9"]) == 2
+    assert "3 trials have failed, and none has not" in capsys.readouterr().err and len(trials(tmp_path / "out")) == 3
+
+
 def test_a_trial_worse_than_the_others_is_pruned(tmp_path, monkeypatch):
     monkeypatch.setenv("SLOW", "0.1")
     monkeypatch.setattr("toolkit.runs.watch.POLL_S", 0.02)
@@ -141,14 +147,23 @@ def test_the_curve_of_a_rate_stops_where_it_diverges_and_proposes_a_tenth_of_the
 
 # ---------------------------------------------------------------- with the training scripts
 
-TINY = ["--data.max_train_images", "16", "--data.workers", "0", "--model.d_model", "32", "--model.heads", "2",
-        "--model.ffn_dim", "32", "--model.decoder_layers", "1", "--model.num_queries", "10", "--data.image_size", "64",
-        "--eval.pictures", "0", "--data.batch_size_per_device", "8", "--run.precision", "no"]  # fmt: skip
+
+@pytest.fixture
+def tiny(tmp_path) -> list[str]:
+    """Arguments of a training of two steps an epoch."""
+    from toolkit.data.shapes import make_shapes
+
+    make_shapes(tmp_path / "shapes", train_images=16, val_images=6, image_size=64)
+    annotations = tmp_path / "shapes" / "annotations"
+    return ["--config", str(ROOT / "tests" / "scripts" / "configs" / "train_detr.yaml"), "--data.format", "coco",
+            "--data.train", str(annotations / "train.json"), "--data.val", str(annotations / "val.json"),
+            "--data.image_size", "64", "--data.workers", "0", "--data.batch_size_per_device", "8",
+            "--eval.pictures", "0", "--run.epochs", "2"]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_a_sweep_of_trainings_is_killed_resumed_and_one_is_trained_again(tmp_path):
-    words = ["${interpreter}", "${program}", *TINY, "--run.max_minutes", "null", "--run.epochs", "2", "${args}"]
+def test_a_sweep_of_trainings_is_killed_resumed_and_one_is_trained_again(tmp_path, tiny):
+    words = ["${interpreter}", "${program}", *tiny, "${args}"]
     content = SWEEP | {"program": str(ROOT / "scripts" / "train_detr.py"), "command": words}
     content |= {"metric": {"name": "val/loss", "goal": "minimize"}}
     content["parameters"] = {"optim.lr": {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2}}
@@ -172,19 +187,19 @@ def test_a_sweep_of_trainings_is_killed_resumed_and_one_is_trained_again(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_rate_and_a_batch_size_are_found_and_can_be_used(tmp_path, monkeypatch, capsys):
+def test_a_rate_and_a_batch_size_are_found_and_can_be_used(tmp_path, tiny, monkeypatch, capsys):
     for name, value in CPU.items():
         monkeypatch.setenv(name, value)
     script = str(ROOT / "scripts" / "train_detr.py")
-    assert find_rate.main([script, *TINY, "--out", str(tmp_path / "rate.yaml"), "--steps", "60"]) == 0
+    assert find_rate.main([script, *tiny, "--out", str(tmp_path / "rate.yaml"), "--steps", "60"]) == 0
     found = yaml.safe_load((tmp_path / "rate.yaml").read_text())["optim"]
     assert 1e-6 < found["lr"] < 0.1 and (tmp_path / "rate.png").stat().st_size > 5000
     more = ["--data.image_size", "512", "--memory-gib", "3", "--most", "512"]
-    assert find_batch_size.main([script, *TINY, *more, "--out", str(tmp_path / "batch.yaml")]) == 0
+    assert find_batch_size.main([script, *tiny, *more, "--out", str(tmp_path / "batch.yaml")]) == 0
     said = capsys.readouterr().out
     assert "out of memory" in said and "fits" in said
     batch = yaml.safe_load((tmp_path / "batch.yaml").read_text())["data"]["batch_size_per_device"]
     assert 1 <= batch < 512
-    used = [sys.executable, script, *TINY, "--config", str(tmp_path / "rate.yaml"), "--print_config"]
+    used = [sys.executable, script, *tiny, "--config", str(tmp_path / "rate.yaml"), "--print_config"]
     printed = subprocess.run(used, capture_output=True, text=True, check=True).stdout
     assert yaml.safe_load(printed)["optim"]["lr"] == found["lr"]
