@@ -21,8 +21,7 @@ def publish(arguments: argparse.Namespace) -> None:
     names = [each["name"] for each in json.loads((folder / "categories.json").read_text())]
     print(f"written: {write_card(folder, names, arguments.licence)}")
     if arguments.name is not None:
-        address = push(folder, arguments.name, private=arguments.private, licence=arguments.licence)
-        print(f"uploaded: {address}")
+        push(folder, arguments.name, private=arguments.private, licence=arguments.licence)
 
 
 def main(argv: list[str] | None = None) -> int:

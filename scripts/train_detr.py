@@ -18,7 +18,15 @@ import torch
 from toolkit.command_line import run_script
 from toolkit.distributed import reduce_dict
 from toolkit.models.detr.options import RTDetrV2Options
-from toolkit.runs.settings import DataConfig, EvalConfig, LossConfig, OptimConfig, RunConfig, ScheduleConfig
+from toolkit.runs.settings import (
+    DataConfig,
+    EvalConfig,
+    HubConfig,
+    LossConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from toolkit.step.memory import naming_the_batch
 
 if TYPE_CHECKING:
@@ -38,6 +46,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
 
 
 def train_one_epoch(t: "Training") -> dict[str, float]:

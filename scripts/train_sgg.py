@@ -22,6 +22,7 @@ from toolkit.distributed import reduce_dict
 from toolkit.models.relation.options import SceneGraphOptions
 from toolkit.runs.settings import (
     DataConfig,
+    HubConfig,
     LossConfig,
     OptimConfig,
     RunConfig,
@@ -47,6 +48,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(name="plateau"))
     loss: LossConfig = field(default_factory=LossConfig)
     eval: SceneGraphEvalConfig = field(default_factory=SceneGraphEvalConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
 
 
 def train_one_epoch(t: "Training") -> dict[str, float]:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from launching import ROOT, finish, start
 from safetensors.torch import load_file
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.card import write_card
-from toolkit.use.publish import final_folder, push
+from toolkit.use.publish import check_push, final_folder, push
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate: large")]
 SETTINGS = {
@@ -59,7 +61,7 @@ def test_the_card_is_read_by_the_hub_and_says_where_the_model_comes_from(run):
                   "2 classes: `cup`, `plate: large`", "predictions.png", "open_predictor", "Intended use"):  # fmt: skip
         assert words in card.text, words
     assert (run / "final" / "predictions.png").read_bytes() == b"picture"
-    (run / "report" / "report.json").write_text(json.dumps({"intervals_95": {"bbox_AP": [0.25, 0.36]}}))
+    (run / "report" / "report.json").write_text(json.dumps({"intervals_95": {"AP": [0.25, 0.36]}}))
     write_card(run / "final", ["cup", "[plate](http://b.c) <img src=x>"], "mit")
     again = ModelCard.load(run / "final" / "README.md")
     assert "`[plate](http://b.c) <img src=x>`" in again.text and again.text.count("<img") == 1
@@ -123,7 +125,14 @@ class Hub(BaseHTTPRequestHandler):
         self.answer()
 
     def do_GET(self):
-        self.answer({"id": "me/cups", "sha": "0" * 40, "siblings": [], "modelId": "me/cups", "tags": []})
+        if self.path == "/api/whoami-v2":
+            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            roles = {"hf_test": "write", "hf_reads": "read"}
+            if token not in roles:
+                return self.answer({"error": "Invalid username or password."}, 401)
+            auth = {"accessToken": {"role": roles[token]}}
+            return self.answer({"type": "user", "name": "me", "orgs": [{"name": "lab"}], "auth": auth})
+        return self.answer({"id": "me/cups", "sha": "0" * 40, "siblings": [], "modelId": "me/cups", "tags": []})
 
     def do_PUT(self):
         content = self.content()
@@ -193,6 +202,37 @@ def test_without_a_token_there_is_one_sentence(run, hub, monkeypatch):
         push(run, "me/cups")
     assert len(error.value.problems) == 1 and "HF_TOKEN" in str(error.value)
     assert hub.created == []
+
+
+def test_a_training_asks_first_and_changes_nothing(hub, monkeypatch, capsys, tmp_path):
+    """What would fail after hours fails before the run has a folder; the hub has nothing new either."""
+    from scripts import train_ssd
+    from toolkit.command_line import run_script
+
+    check_push("me/cups"), check_push("lab/cups"), check_push("cups")
+    cases = {"hf_reads": ("me/cups", "may only read"), "hf_wrong": ("me/cups", "did not take it"),
+             "hf_test": ("other/cups", "writes for me, lab only"), "": ("me/cups", "HF_TOKEN")}  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    for token, (name, words) in cases.items():
+        monkeypatch.setenv("HF_TOKEN", token)
+        arguments = ["--run.output_dir", str(tmp_path / "runs"), "--hub.push", name]
+        assert run_script(train_ssd.main, train_ssd.Config, argv=arguments) == 2
+        told = capsys.readouterr().err
+        assert words in told and told.count("error: ") == 1 and len(told.strip().splitlines()) == 1
+    assert hub.created == [] and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_training_ends_on_the_hub(hub, tmp_path):
+    config = ROOT / "tests" / "scripts" / "configs" / "train_ssd.yaml"
+    data = ["--data.format", "shapes", "--data.train", "train", "--data.val", "val"]
+    arguments = ["--config", config, "--run.output_dir", tmp_path, "--run.name", "x", *data, "--run.max_steps", "2"]
+    env = {"HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
+    ended = start([sys.executable, ROOT / "scripts" / "train_ssd.py", *arguments, "--hub.push", "me/cups"], env)
+    code, text = finish(ended)
+    assert code == 0 and "uploaded: http://127.0.0.1:" in text, text
+    assert hub.files == {path.name: path.read_bytes() for path in (tmp_path / "x" / "final").iterdir()}
+    assert b" to " in next(line for line in hub.files["README.md"].splitlines() if line.startswith(b"| AP |"))
 
 
 def test_what_the_hub_refuses_is_told_in_its_words(run, hub, monkeypatch):

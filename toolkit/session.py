@@ -30,7 +30,6 @@ from toolkit.data.table import DetectionTable
 from toolkit.distributed import agree_max, run_on_main, seed_step
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.evaluation.coco import check_ground_truth
-from toolkit.evaluation.report import write_report
 from toolkit.log import Log
 from toolkit.memory_probe import probe_memory
 from toolkit.models.detector import Detector
@@ -66,6 +65,7 @@ from toolkit.step.precision import cpu_computes_in_bf16, faster_precision, measu
 from toolkit.step.schedules import Schedule
 from toolkit.training import Pace, Training, raise_trouble
 from toolkit.use.export import check_exportable, export_final
+from toolkit.use.publish import check_push, push, report_and_card
 from toolkit.validation import Validation, check_metric, finish, validate
 
 
@@ -110,10 +110,12 @@ def session(config: Any) -> Iterator[Session]:
     """
     if trial := agent_run_id():  # all trials of a sweep are started by one command
         config = replace(config, run=replace(config.run, name=f"{config.run.name}-{trial}"))
-    run = config.run
+    run, hub = config.run, config.hub
     tracker_names(run.tracker)
     accelerator, seed = start_accelerator(run.precision), run.seed
     is_main = accelerator.is_main_process
+    if hub.push is not None and not run.eval_only:
+        run_on_main(lambda: check_push(hub.push))
     with FolderLock() as lock:
         folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume, lock))
         with (
@@ -227,7 +229,8 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
 
 
 def end(s: Session, t: Training) -> None:
-    """The last evaluation, the best weights in `final/`, and the report; of an evaluation alone the report only.
+    """The last evaluation, the best weights in `final/`, the report, and all of it on the hub where that is asked for;
+    of an evaluation alone the report only.
 
     Raises:
         Preempted: a signal came; a resumed run does what is left. BadInput: something cannot be written.
@@ -240,12 +243,12 @@ def end(s: Session, t: Training) -> None:
         t.log.writer.keep_final(s.folder / "final", facts)
         stop_if_asked(s, "after final/ was written")
     raise_trouble(t)
-
-    def report() -> None:
-        t.log.attempt("the report", lambda: write_report(s.folder, t.validation.table, state="done"))
-
-    run_on_main(report)  # done, if nothing but the report is left: status.json says it after that
+    trained, hub = not s.config.run.eval_only, s.config.hub
+    run_on_main(lambda: t.log.attempt("the report", lambda: report_and_card(s.folder, t.validation.table, trained)))
     stop_if_asked(s, "while the report was written")
+    if trained and hub.push is not None:
+        upload = partial(push, s.folder, hub.push, private=hub.private, say=t.log.say)
+        run_on_main(lambda: t.log.attempt("the upload to the hub", upload))
     t.log.close()
 
 

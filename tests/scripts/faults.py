@@ -4,7 +4,7 @@
         SIGKILL goes to all processes of the run at once, as a machine that goes down does; others to this rank only
     {"nan": "boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}    3: the third that training fetches
     {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
-    {"skip": "toolkit.session:write_report"}    leave a slow function out
+    {"skip": "toolkit.session:report_and_card"}    leave a slow function out
     {"disk": "full" | "inodes" | "removed", "folder": FOLDER, "at": ..., "call": ...}    what becomes of a disk then
     {"cwd": FOLDER, "rank": 1}    start in another folder, as on a machine with a disk of its own
     {"float64": True}    the detector in double precision

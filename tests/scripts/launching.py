@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 HANGS_AFTER_S = 240  # of seconds, on a machine that is busy with other things too
 ROOT = Path(__file__).resolve().parents[2]
-REPORT = "toolkit.session:write_report"
+REPORT = "toolkit.session:report_and_card"
 CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 

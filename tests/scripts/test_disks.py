@@ -21,7 +21,7 @@ MOMENTS = {
     "first checkpoint": ("toolkit.runs.checkpoint:_seal", 1),
     "later checkpoint": ("toolkit.runs.checkpoint:_storable", 4),
     "final": ("toolkit.session:_write_final", 1),
-    "report": ("toolkit.session:write_report", 1),
+    "report": ("toolkit.session:report_and_card", 1),
     "end": ("toolkit.log:Log.close", 1),
 }
 

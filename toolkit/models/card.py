@@ -126,11 +126,10 @@ def _figures(row: Mapping, run: Path | None) -> str:
         return "None were measured."
     intervals = _json(run / "report" / "report.json").get("intervals_95") or {}
     lines = ["| | validation data | 95 % interval |", "|---|---|---|"]
-    for key, name in SHOWN.items():
-        if name in found:
-            low, high = intervals.get(key) or (None, None)
-            shown = f"{low:.4f} to {high:.4f}" if low is not None else "see `report/`"
-            lines.append(f"| {name} | {found[name]:.4f} | {shown} |")
+    for name, value in found.items():
+        low, high = intervals.get(name) or (None, None)
+        shown = f"{low:.4f} to {high:.4f}" if low is not None else "see `report/`"
+        lines.append(f"| {name} | {value:.4f} | {shown} |")
     return "\n".join(lines) + f"\n\nCOCO's box metrics at step {row['step']}; intervals are a bootstrap over images."
 
 

@@ -320,3 +320,14 @@ class SceneGraphEvalConfig(EvalConfig):
     zero_shot: str | None = None
     """File with the triplets for zR@K (CSV or zeroshot_triplet.pytorch); without a value, those that the training data
     do not have."""
+
+
+@dataclass
+class HubConfig:
+    """The Hugging Face hub, to which a run can go when it has ended."""
+
+    push: str | None = None
+    """Name, such as me/blood-cells, under which `final/` is uploaded after the report. It needs `hf auth login` or
+    HF_TOKEN, which is checked before anything else."""
+    private: bool = False
+    """Let nobody else see a model that the upload makes."""

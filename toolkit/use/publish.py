@@ -1,9 +1,12 @@
-"""A `final/` folder onto the Hugging Face hub."""
+"""What a run that is done leaves: its report, the card of its model, and `final/` on the Hugging Face hub."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.errors import BadInput
+from toolkit.evaluation.report import write_report
 from toolkit.models.card import LICENCE, check_licence, write_card
 
 LEFT_OUT = ("*.wrong", ".*")
@@ -18,12 +21,24 @@ def final_folder(source: str | Path) -> Path:
     raise BadInput(f"{source}: neither a final/ folder nor a run that has one; a run that ends writes it")
 
 
-def push(source: str | Path, name: str, *, private: bool = False, licence: str = LICENCE) -> str:
+def report_and_card(run_folder: Path, table, trained: bool) -> None:
+    """The report of a run that is done, and then the card of its model again, with the intervals that the report found.
+
+    table: the validation data. trained: it has a new model, and was not an evaluation alone.
+    """
+    write_report(run_folder, table, state="done")  # status.json says it after the report
+    card = run_folder / "final" / "README.md"
+    if trained and card.is_file():
+        write_card(card.parent, table.class_names)
+
+
+def push(source: str | Path, name: str, *, private: bool = False, licence: str = LICENCE, say=print) -> str:
     """Writes the model card again, with what the run's report has found since, and uploads the folder.
 
     Args:
         source: run or `final/` folder.
         name: `user/name` on the hub; made when it is not there.
+        say: is told where it lies now.
 
     Returns:
         the address of the model.
@@ -31,24 +46,59 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
     Raises:
         BadInput: no such folder, no token, a name or token that the hub refuses, or no connection.
     """
-    import httpx
-    from huggingface_hub import HfApi, ModelCard, get_token
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub import HfApi, ModelCard
 
     folder = final_folder(source)
     check_licence(licence)
     names = [each["name"] for each in json.loads((folder / "categories.json").read_text())]
     write_card(folder, names, licence)
     ModelCard.load(folder / "README.md")  # what the hub would refuse is refused here
-    if get_token() is None:
-        raise BadInput("--hub.push: there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
+    _check_token()
     api = HfApi()
-    try:
+    with _in_one_sentence(name):
         repository = api.create_repo(name, private=private, exist_ok=True).repo_id
         api.upload_folder(
             repo_id=repository, folder_path=folder, ignore_patterns=list(LEFT_OUT), commit_message="Model and its card"
         )
+    say(f"uploaded: {api.endpoint}/{repository}")
+    return f"{api.endpoint}/{repository}"
+
+
+def check_push(name: str) -> None:
+    """Asks the hub, which it leaves as it is, whether `push` may write under this name: before hours of training.
+
+    Raises:
+        BadInput: no token, or one that may only read, a name that is none or another's, or no connection.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import validate_repo_id
+
+    _check_token()
+    with _in_one_sentence(name):
+        validate_repo_id(name)
+        me = HfApi().whoami()
+    owner, owners = name.rpartition("/")[0], [me["name"], *(each["name"] for each in me.get("orgs", []))]
+    if owner and owner not in owners:
+        raise BadInput(f"--hub.push {name}: the token of the hub writes for {', '.join(owners)} only, not for {owner}")
+    if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise BadInput(f"--hub.push {name}: the token of the hub may only read; make one that may write")
+
+
+def _check_token() -> None:
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise BadInput("--hub.push: there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
+
+
+@contextmanager
+def _in_one_sentence(name: str) -> Iterator[None]:
+    """What the hub refuses in the block, and a connection that fails there, as BadInput."""
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise BadInput(f"--hub.push {name}: the hub did not take it: {reason}") from error
-    return f"{api.endpoint}/{repository}"
