@@ -20,6 +20,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from toolkit.runs.open_run import run_folder_of
 from toolkit.runs.settings_file import load_config_dict
 from toolkit.use.export import check_exportable, export_detector
 from toolkit.use.export.about import trace_hw
-from toolkit.use.export.check import batches_agree, run_in_pytorch, speed
+from toolkit.use.export.check import Difference, batches_agree, run_in_pytorch, speed
 from toolkit.use.export.files import open_file
 from toolkit.use.export.openvino import write_openvino
 from toolkit.use.exported import predict_with
@@ -48,6 +49,21 @@ SPEED_BATCH = 5
 
 def export(arguments: argparse.Namespace) -> bool:
     """Writes and checks everything, prints a table, and returns whether all files are as good as PyTorch."""
+    own, table = opened(arguments), validation_table(arguments)
+    thresholds = report_thresholds(Path(arguments.model).expanduser()) or {}
+    lines, problems = write_and_check(own, table, thresholds.get("", DEFAULT_THRESHOLD), arguments)
+    for file, problem in problems.items():
+        print(f"{arguments.out / file}: {problem}; it is now {file}.wrong", file=sys.stderr)
+    content = {"source": own.source, "files": [asdict(each) for each in lines]}
+    (arguments.out / "export.json").write_text(json.dumps(content, indent=2) + "\n")
+    print(as_table(lines))
+    if table is None:
+        print("no validation data is known: AP was not compared; give them with --split FILE --image-dir FOLDER")
+    return not problems
+
+
+def opened(arguments: argparse.Namespace) -> OwnDetector:
+    """The detector to export. Raises BadInput for one that cannot be."""
     path = Path(arguments.model).expanduser()
     own = open_own_detector(path, arguments.weights)
     if own is None and (path.parent / "config.yaml").is_file():  # the folder for transformers inside a run
@@ -55,59 +71,69 @@ def export(arguments: argparse.Namespace) -> bool:
     if own is None:
         raise BadInput(f"{arguments.model}: a model of transformers; give the run that it is of, or a checkpoint")
     check_exportable(own.detector)
-    if arguments.size:
-        own = own._replace(size=dict(zip(("height", "width"), arguments.size, strict=True)))
-    table = validation_table(arguments)
-    thresholds = report_thresholds(Path(arguments.model).expanduser()) or {}
+    size = arguments.size and dict(zip(("height", "width"), arguments.size, strict=True))
+    return own._replace(size=size) if size else own
+
+
+def write_and_check(
+    own: OwnDetector, table, score_threshold: float, arguments: argparse.Namespace
+) -> tuple[list["Line"], dict[str, str]]:
+    """The table of the files beside PyTorch, and what is wrong with those that are renamed, by name."""
+    formats, out = arguments.formats, arguments.out
     written, graph = export_detector(
-        own.detector, arguments.out, ["torch", "onnx"] if "torch" in arguments.formats else ["onnx"],
-        categories=own.categories, size=own.size, source=own.source, top_k=arguments.top_k,
-        score_threshold=thresholds.get("", DEFAULT_THRESHOLD),
+        own.detector, out, ["torch", "onnx"] if "torch" in formats else ["onnx"], categories=own.categories,
+        size=own.size, source=own.source, top_k=arguments.top_k, score_threshold=score_threshold,
     )  # fmt: skip
     about = open_file(written["onnx"])[1]
-    images = example_images(table, own, graph)
     for name in ("openvino", "int8"):
-        if name in arguments.formats:
-            written[name] = arguments.out / ("model.xml" if name == "openvino" else "model_int8.xml")
+        if name in formats:
+            written[name] = out / ("model.xml" if name == "openvino" else "model_int8.xml")
             shown = calibration(table, own, arguments.calibration) if name == "int8" else None
             write_openvino(written["onnx"], written[name], about, shown)
-    unwanted = [] if "onnx" in arguments.formats else [written.pop("onnx")]
-    expected = Predictor("PyTorch", own.categories, predict_with(run_in_pytorch(graph), about))
-    lines = [line("PyTorch", ap_of(expected, table), None, "", speed(run_in_pytorch(graph), images))]
-    good = True
+    if "onnx" not in formats:
+        written.pop("onnx").unlink()
+    images, run = example_images(table, own, graph), run_in_pytorch(graph)
+    expected = Predictor("PyTorch", own.categories, predict_with(run, about))
+    lines, problems = [Line("PyTorch", ap_of(expected, table), **speed(run, images))], {}
     for name, path in written.items():
-        row, problem = check(name, path, graph, images, lines[0]["AP"], table, arguments)
+        row, problem = check(name, path, graph, images, lines[0].AP, table, arguments)
         lines.append(row)
         if problem:
-            good = False
+            problems[path.name] = problem
             path.rename(path.with_name(path.name + ".wrong"))
-            print(f"{path}: {problem}; it is now {path.name}.wrong", file=sys.stderr)
-    for path in unwanted:
-        path.unlink()
-    (arguments.out / "export.json").write_text(json.dumps({"source": own.source, "files": lines}, indent=2) + "\n")
-    print(as_table(lines))
-    if table is None:
-        print("no validation data is known: AP was not compared; give them with --split FILE --image-dir FOLDER")
-    return good
+    return lines, problems
+
+
+@dataclass
+class Line:
+    """A file beside PyTorch. AP: None where no data are known; differences: by the number of images of a batch."""
+
+    file: str
+    AP: float | None
+    latency_ms: float
+    images_per_s: float
+    AP_moved: float | None = None
+    differences: dict[int, Difference] = field(default_factory=dict)
 
 
 def check(name: str, path: Path, graph, images: np.ndarray, expected: float | None, table, arguments):
     """A file's row of the table, and what is wrong with it (None: nothing)."""
     run, about = open_file(path)
     ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about)), table)
-    apart, problem = "", None
+    row, problem = Line(path.name, ap, **speed(run, images)), None
     if name != "int8":  # which is another detector, by design
         try:
-            found = batches_agree(graph, path, torch.from_numpy(images))
-            apart = "; ".join(f"batch {size}: {each}" for size, each in found.items())
+            row.differences = batches_agree(graph, path, torch.from_numpy(images))
         except RuntimeError as error:
             problem = str(error)
     if ap is not None:
-        lost = abs(ap - expected) if name != "int8" else expected - ap
-        allowed = arguments.int8_tolerance if name == "int8" else arguments.tolerance
+        row.AP_moved = ap - expected
+        lost, allowed = abs(row.AP_moved), arguments.tolerance
+        if name == "int8":
+            lost, allowed = -row.AP_moved, arguments.int8_tolerance
         if lost > allowed:
             problem = f"its AP is {ap:.4f}, PyTorch's {expected:.4f}: more than {allowed} apart"
-    return line(path.name, ap, None if ap is None else ap - expected, apart, speed(run, images)), problem
+    return row, problem
 
 
 def validation_table(arguments: argparse.Namespace):
@@ -157,21 +183,18 @@ def resized_images(table, size: Mapping[str, int] | None, count: int) -> list[np
     return found
 
 
-def line(file: str, ap: float | None, moved: float | None, apart: str, timing: dict[str, float]) -> dict:
-    return {"file": file, "AP": ap, "AP_moved": moved, **timing, "difference": apart}
-
-
-def as_table(lines: list[dict]) -> str:
+def as_table(lines: list[Line]) -> str:
     shown = ["| file | AP | moved by | one image, ms | images/s | largest difference |", "|---|---|---|---|---|---|"]
     for each in lines:
-        ap = "" if each["AP"] is None else f"{each['AP']:.4f}"
-        moved = "" if each["AP_moved"] is None else f"{each['AP_moved']:+.4f}"
-        numbers = f"{each['latency_ms']:.1f} | {each['images_per_s']:.1f}"
-        shown.append(f"| {each['file']} | {ap} | {moved} | {numbers} | {each['difference']} |")
+        ap = "" if each.AP is None else f"{each.AP:.4f}"
+        moved = "" if each.AP_moved is None else f"{each.AP_moved:+.4f}"
+        numbers = f"{each.latency_ms:.1f} | {each.images_per_s:.1f}"
+        apart = "; ".join(f"batch {size}: {found}" for size, found in each.differences.items())
+        shown.append(f"| {each.file} | {ap} | {moved} | {numbers} | {apart} |")
     return "\n".join(shown)
 
 
-def main(argv: list[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="run folder, checkpoint or final/ folder")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
@@ -185,8 +208,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tolerance", type=float, default=0.001, help="how far AP may move (default 0.001)")
     parser.add_argument("--int8-tolerance", type=float, default=0.02, help="how far AP may fall in int8 (default 0.02)")
     parser.add_argument("--calibration", type=int, default=100, help="images that int8 is calibrated on (default 100)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
     try:
-        return 0 if export(parser.parse_args(argv)) else 1
+        return 0 if export(parser().parse_args(argv)) else 1
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -4,13 +4,17 @@
     python -m pytest tests/test_export.py -m "slow or not slow"    # every detector as ONNX and torch.export: minutes
 """
 
+import importlib.util
 import json
 
 import onnx
 import pytest
 import torch
+from PIL import Image
+from report_data import SIZE, table_of
 from torch.nn.functional import pad
 
+from scripts import export
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
@@ -19,7 +23,7 @@ from toolkit.use.export.about import KEY, trace_hw
 from toolkit.use.export.check import batches_agree, check_outputs, difference
 from toolkit.use.export.files import open_file
 from toolkit.use.export.graph import make_graph
-from toolkit.use.prediction import open_predictor
+from toolkit.use.prediction import OwnDetector, open_predictor, own_predict
 
 CLASSES = ["a", "b", "c"]
 DETR = {"backbone": "resnet10t", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "ffn_dim": 32,
@@ -45,6 +49,15 @@ SMALL = {
     "ssdlite": {"backbone": "lcnet_035", "strides": [4, 8, 16, -1], "channels": [16] * 4, "aspect_ratios": [[2]] * 4},
     "yolov3": {"backbone": "lcnet_035", "head_channels": [8, 8, 8]},
 }  # fmt: skip
+# Slow to export, or in need of larger images; the scene graph gives its detector.
+LARGE = {
+    "fasterrcnn_resnet50_fpn": TWO_STAGE,
+    "fasterrcnn_resnet50_fpn_v2": TWO_STAGE,
+    "ssd300_vgg16": {},
+    "ssdlite320_mobilenet_v3_large": {},
+    "scene_graph": {"predicates": ["on"], "mode": "sgdet", "head": "motifs", "backbone": "resnet10t", "hidden_dim": 16,
+                    "embed_dim": 8},
+}  # fmt: skip
 CATEGORIES = [Category(10 * i, name) for i, name in enumerate(CLASSES, start=1)]
 
 
@@ -56,9 +69,9 @@ def detectors():
         """Random, with weights far enough apart that scores are not all nearly equal."""
         if name not in made:
             torch.manual_seed(0)
-            detector = build_detector(name.partition(",")[0], class_names=CLASSES, **SMALL[name])
+            detector = build_detector(name.partition(",")[0], class_names=CLASSES, **(SMALL | LARGE)[name])
             with torch.no_grad():
-                for parameter in detector.parameters():
+                for parameter in () if name.startswith("fasterrcnn") else detector.parameters():  # far apart as built
                     parameter += 0.02 * torch.randn_like(parameter)
                 if name == "yolov3":  # norms that know their inputs: otherwise most scores are equal to the bit
                     for prediction in detector.predictions:
@@ -73,7 +86,7 @@ def detectors():
 
 
 def side_of(name: str) -> int:
-    return 112 if name == "rf_detr" else 64
+    return {"rf_detr": 112, "ssd300_vgg16": 300, "ssdlite320_mobilenet_v3_large": 320}.get(name, 64)
 
 
 def images_of(batch: int, height: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -204,15 +217,42 @@ def test_what_needs_one_size_says_so_and_a_scene_graph_gives_its_detector():
     check_exportable(graph)
 
 
+def labelled(predict, folder):
+    """A table of four images with boxes near some of those that `predict` finds: AP is neither 0 nor 1."""
+    images, generator = images_of(4, *SIZE, seed=5), torch.Generator().manual_seed(5)
+    folder.mkdir()
+    truth = []
+    for i, (image, found) in enumerate(zip(images, predict(list(images), 0.0), strict=True)):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{i}.png")
+        boxes = found["boxes"].clone()
+        boxes[:, 0::2], boxes[:, 1::2] = boxes[:, 0::2].clamp(0, SIZE[1]), boxes[:, 1::2].clamp(0, SIZE[0])
+        seen = ((boxes[:, 2:] - boxes[:, :2]) > 2).all(1).nonzero()[:, 0][:20:3]
+        sides = (boxes[:, 2:] - boxes[:, :2]).repeat(1, 2)
+        boxes += 0.05 * sides * torch.randn(boxes.shape, generator=generator)
+        truth.append([(boxes[k].tolist(), int(found["labels"][k])) for k in seen])
+    return table_of(folder, truth, classes=CLASSES, draw=False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, *LARGE])
 def test_every_detector_as_every_file(detectors, tmp_path, name):
-    files, graph = exported(detectors(name), name, tmp_path)
-    side = side_of(name)
-    height = side + {"fixed": 0, "multiples": 32, "any": 21}[graph.sides]
-    for path in files.values():
-        found = batches_agree(graph, path, images_of(5, height, side))
-        print(name, path.name, *(f"batch {batch}: {each}" for batch, each in found.items()), sep="; ")
+    """The table of docs/export.md: `-s` prints its rows."""
+    detector, side = detectors(name), side_of(name)
+    graph = make_graph(detector, 100)
+    size = {"shortest_edge": 70, "longest_edge": 200} if graph.sides == "any" else {"height": side, "width": side}
+    table = labelled(own_predict(graph.detector, size), tmp_path / "images")
+    more = ["openvino"] if importlib.util.find_spec("openvino") else []
+    arguments = ["x", "--out", str(tmp_path / "out"), "--top-k", "100", "--formats", "onnx", "torch", *more]
+    own = OwnDetector(name, detector, CATEGORIES, size)
+    lines, problems = export.write_and_check(own, table, 0.3, export.parser().parse_args(arguments))
+    assert problems == {}
+    for each in lines[1:]:
+        assert lines[0].AP > 0.05 and abs(each.AP_moved) <= 1e-3 and list(each.differences) == [1, 2, 5]
+        if graph.sides != "fixed":
+            batches_agree(graph, tmp_path / "out" / each.file, images_of(5, 128, 96))
+        apart = " | ".join(f"{found.score:.0e}, {found.box:.0e}" for found in each.differences.values())
+        print(f"| {name} | {each.file} | {lines[0].AP:.4f} | {each.AP:.4f} | {apart} | {lines[0].latency_ms:.0f} | "
+              f"{each.latency_ms:.0f} |")  # fmt: skip
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from PIL import Image
 from toolkit.data.decoding import decode_image
 from toolkit.use.prediction import open_predictor
 
-PREDICT, EVALUATE, EXPORT = (ROOT / "scripts" / f"{name}.py" for name in ("predict", "evaluate", "export"))
+PREDICT, EVALUATE, EXPORT, REPORT = (
+    ROOT / "scripts" / f"{name}.py" for name in ("predict", "evaluate", "export", "report")
+)
 BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[3] / "shared" / "data" / "bccd")
 
 
@@ -136,16 +138,24 @@ def test_evaluation_of_the_folder_alone_gives_the_numbers_of_the_run(server, run
 
 @pytest.mark.slow  # tracing a transformer takes a minute; tests/test_export.py exports one in every run
 @pytest.mark.every_script
-def test_exported_file_finds_what_the_run_finds(server, run, photos, tmp_path):
-    """Of a scene graph its detector alone; the others to the boxes."""
-    ended = server.run(EXPORT, [run, "--out", tmp_path / "out", "--formats", "onnx", "--weights", "ema"])
+def test_exported_files_find_what_the_run_finds(server, run, photos, data, tmp_path):
+    """In export.py, predict.py, evaluate.py and report.py; of a scene graph its detector alone."""
+    out = tmp_path / "out"
+    ended = server.run(EXPORT, [run, "--out", out, "--weights", "ema"])
     assert ended.ok() and "| model.onnx | " in ended.text, ended.text
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.onnx", "export.json"}
-    report = json.loads((tmp_path / "out" / "export.json").read_text())["files"]
-    assert abs(report[1]["AP_moved"]) <= 1e-3 and "batch 5" in report[1]["difference"]
-    document, _ = predict(server, tmp_path / "out" / "model.onnx", photos / "0.png", "--out", tmp_path / "found",
-                          "--score-threshold", 0, "--format", "json", "coco")  # fmt: skip
-    assert document["images"][0]["detections"] and (tmp_path / "found" / "results.json").exists()
+    assert {path.name for path in out.iterdir()} == {"model.onnx", "model.pt2", "export.json"}
+    lines = {line["file"]: line for line in json.loads((out / "export.json").read_text())["files"]}
+    for name in ("model.onnx", "model.pt2"):
+        assert abs(lines[name]["AP_moved"]) <= 1e-3 and set(lines[name]["differences"]) == {"1", "2", "5"}
+        document, _ = predict(server, out / name, photos / "0.png", "--out", tmp_path / name, "--score-threshold", 0,
+                              "--format", "json", "coco")  # fmt: skip
+        assert document["images"][0]["detections"] and (tmp_path / name / "results.json").exists()
+        split = ["--split", data / "annotations" / "val.json", "--image-dir", data / "val"]
+        ended = server.run(EVALUATE, [out / name, *split, "--save", tmp_path / f"{name}.json"]).ok()
+        assert json.loads(ended.text.split("wrote")[0].splitlines()[-1])["bbox_AP"] == lines[name]["AP"]
+        server.run(REPORT, [out / name, *split, "--out", tmp_path / f"report_{name}"]).ok()
+        found = json.loads((tmp_path / f"report_{name}" / "report.json").read_text())
+        assert found["numbers"]["AP"] == lines[name]["AP"] and (tmp_path / f"report_{name}" / "index.html").exists()
 
 
 @pytest.mark.slow

@@ -56,14 +56,13 @@ def difference(expected, found, side: int) -> Difference:
     apart = (boxes[:, :, None] - found[0][:, None]).abs().amax(-1) / unit[..., None]  # (B, K, K)
     of_score = (scores[:, :, None] - found[1][:, None]).abs()
     near = (labels[:, :, None] == found[2][:, None]) & (of_score <= SCORE_TOLERANCE) & (apart <= BOX_TOLERANCE)
-    apart = apart.masked_fill(~near, torch.inf).min(dim=2)
+    nearest = (apart + of_score).masked_fill(~near, torch.inf).min(dim=2)
     real = scores > 0
-    matched = real & apart.values.isfinite()
+    matched = real & nearest.values.isfinite()
     if not matched.any():
         return Difference(float(not real.any()), 0.0, 0.0)
-    of_score = of_score.gather(2, apart.indices[..., None])[..., 0]
-    share = (matched.sum() / real.sum()).item()
-    return Difference(share, of_score[matched].max().item(), apart.values[matched].max().item())
+    apart, of_score = (each.gather(2, nearest.indices[..., None])[..., 0][matched] for each in (apart, of_score))
+    return Difference((matched.sum() / real.sum()).item(), of_score.max().item(), apart.max().item())
 
 
 def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Difference]:
