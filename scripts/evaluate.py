@@ -3,7 +3,8 @@
     python scripts/evaluate.py runs/detr
     python scripts/evaluate.py runs/detr/checkpoints/latest --weights model --backend pycocotools
     python scripts/evaluate.py runs/detr --expect.bbox_AP 0.55 --tolerance 0.02        # exit code 1 when missed
-    python scripts/evaluate.py runs/mine --split test.json --image-dir images          # other data, same classes
+    python scripts/evaluate.py runs/mine --split test.json --image-dir images          # other data, classes by name
+    python scripts/evaluate.py runs/mine --path VOC2007 --split test --format voc      # of another format
     python scripts/evaluate.py runs/mine --split test-dev.json --save results.json     # COCO results, for a server too
     python scripts/evaluate.py results.json                                            # the numbers of such a file
     python scripts/evaluate.py runs/detr/final/model.onnx                              # of an exported model
@@ -64,7 +65,7 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
 
 
 def _predicted(arguments: argparse.Namespace, accelerator: Accelerator) -> Predicted:
-    options = SplitOptions(arguments.split, arguments.image_dir, arguments.format)
+    options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
     if is_run(arguments.run) or not arguments.run.exists():
         run = with_settings(open_run(arguments.run), arguments.settings)
         return predict_run(run, arguments.weights, options, accelerator, arguments.backend)
@@ -101,7 +102,8 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         help="folder, archive or URL of the images, if not those of the run; may be repeated",
     )
-    parser.add_argument("--format", choices=FORMATS, help="how to read --split, if not as the data of the run")
+    parser.add_argument("--format", choices=FORMATS, help="how to read other data than the run's (default auto)")
+    parser.add_argument("--path", help="folder or hub name of another data set, of which --split is a split")
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("faster", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far below --expect.METRIC may be")

@@ -28,11 +28,11 @@ from toolkit.use.predict_split import Predicted, SplitOptions, open_any
 def report(arguments: argparse.Namespace) -> Path:
     """Writes the report; returns its page."""
     accelerator = Accelerator()
-    options = SplitOptions(arguments.split, arguments.image_dir, arguments.format)
+    options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
     names = _names(arguments.sources)
     judged = []
     for source, name in zip(arguments.sources, names, strict=True):
-        found = open_any(_file_of_run(source, arguments), arguments.weights, options, accelerator)
+        found = open_any(_file_of_run(source, arguments.weights, options), arguments.weights, options, accelerator)
         accelerator.print(f"{name}: judging {len(found.table)} images")
         facts = run_facts(found.run_folder)
         about = found.about | {"settings_without_seed": settings_without_seed(facts.config)}
@@ -49,11 +49,10 @@ def _single(source: Path, found: Predicted, facts: RunFacts, judged: Judgement, 
     return write_page(out, judged, facts, judged.name)
 
 
-def _file_of_run(source: str, arguments: argparse.Namespace) -> Path | str:
+def _file_of_run(source: str, weights: str | None, options: SplitOptions) -> Path | str:
     """The predictions that a run has left, unless others are asked for."""
     file = Path(source).expanduser() / "report" / PREDICTIONS
-    other = (arguments.split, arguments.weights, arguments.image_dir, arguments.format)
-    return file if file.is_file() and not any(other) else source
+    return file if file.is_file() and weights is None and not options else source
 
 
 def _names(sources: list[str]) -> list[str]:
@@ -72,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         help="folder, archive or URL of the images, if not those of the run; may be repeated",
     )
-    parser.add_argument("--format", choices=FORMATS, help="how to read --split, if not as the data of the run")
+    parser.add_argument("--format", choices=FORMATS, help="how to read other data than the run's (default auto)")
+    parser.add_argument("--path", help="folder or hub name of another data set, of which --split is a split")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
     parser.add_argument("--out", type=Path, help="folder of the report")
     arguments = parser.parse_args(argv)

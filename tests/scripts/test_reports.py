@@ -71,6 +71,8 @@ def test_saved_results_of_another_split(server, script, run, data, tmp_path):
         assert ended.code == 0, ended.text
         assert "nothing can be measured" in ended.text
         assert isinstance(json.loads((tmp_path / "bare_results.json").read_text()), list)
+    if script.name == "train_detr":
+        other_data(server, run, data, tmp_path)
     foreign = tmp_path / "results.json"
     foreign.write_text(json.dumps([{k: a[k] for k in ("image_id", "category_id", "bbox")} | {"score": 0.9}
                                    for a in document["annotations"]]))  # fmt: skip
@@ -80,3 +82,30 @@ def test_saved_results_of_another_split(server, script, run, data, tmp_path):
     assert ended.code == 0, ended.text
     content = json.loads((tmp_path / "results_report" / "report.json").read_text())
     assert content["numbers"]["AP"] == 1 and content["best_f1"]["f1"] == 1
+
+
+def other_data(server, run, data, folder) -> None:
+    """The same images with their classes in another order and with other ids, and as a VOC folder: the same boxes."""
+    val = data / "annotations" / "val.json"
+    document = json.loads(val.read_text())
+    for category in document["categories"]:
+        category["id"] = 100 - category["id"]
+    for annotation in document["annotations"]:
+        annotation["category_id"] = 100 - annotation["category_id"]
+    document["categories"].reverse()
+    (folder / "turned.json").write_text(json.dumps(document))
+    turned = ["--split", str(folder / "turned.json"), "--image-dir", str(data / "val"), "--format", "coco"]
+    best = []
+    for name, args in (("a", []), ("b", turned)):
+        ended = server.run(EVALUATE, [str(run), *args, "--save", str(folder / f"{name}.json")])
+        assert ended.code == 0, ended.text
+        assert ("loss" in numbers_of(ended.text)) == (name == "a")
+        rows = [(row["image_id"], -row["score"], row["bbox"], row["category_id"])
+                for row in json.loads((folder / f"{name}.json").read_text())]  # fmt: skip
+        best.append([row[:3] + (row[3] if name == "a" else 100 - row[3],) for row in sorted(rows)])
+    assert best[0] == best[1] and len(best[0]) > 20
+
+    voc = [str(each) for each in (val, folder / "voc", "--image-dir", data / "val", "--to", "voc")]
+    assert server.run(ROOT / "scripts" / "convert.py", voc).code == 0
+    ended = server.run(EVALUATE, [str(run), "--path", str(folder / "voc"), "--split", "train", "--format", "voc"])
+    assert ended.code == 0 and f"{len(document['images'])} images" in ended.text, ended.text

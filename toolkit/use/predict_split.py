@@ -26,12 +26,18 @@ TOP = 100  # predictions of an image that are kept, as in the evaluation of a ru
 class SplitOptions:
     """Which data, where they are not those that the run or the predictions file was made on; None: those.
 
-    split: annotation file, or name of a split. image_dir, format: as `data.image_dir` and `data.format`.
+    split: annotation file, or name of a split. image_dir, format: as `data.image_dir` and `data.format`. path: folder
+    of another data set, as `data.path` or `data.name`, of which `split` is then a split.
     """
 
     split: str | None = None
     image_dir: str | Sequence[str] | None = None
     format: str | None = None
+    path: str | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything is asked for."""
+        return any(each is not None for each in (self.split, self.image_dir, self.format, self.path))
 
 
 @dataclass
@@ -61,13 +67,29 @@ def is_run(source: str | Path) -> bool:
 def data_settings(config: Mapping, options: SplitOptions) -> dict:
     """Arguments of `open_split`, from those of a run and what was asked for instead."""
     data = config["data"]
+    if options.path is not None or options.split is not None and _is_place(options.split, data):
+        return other_data(options) | {"on_error": data["on_error"]}
     reading = {key: data.get(key) for key in ("path", "image_dir", "format", "name", "on_error")}
-    if options.image_dir or options.split is not None and data["name"] is None and reading["path"] is None:
-        reading["image_dir"] = options.image_dir  # another file's images; a split of the same data has the same
-    if options.format:
-        reading["format"] = options.format
-        reading["name"] = data["name"] if options.format == data["format"] else None
-    return {"source": options.split or data["val"], "part_of": data["train"], **reading}
+    return {"source": options.split or data["val"], "part_of": data["train"]} | reading | _given(options)
+
+
+def other_data(options: SplitOptions) -> dict:
+    """Arguments of `open_split` for data that belong to no run; of a folder its `val` where no split is named."""
+    place = "name" if options.format in ("hub", "visual_genome", "psg") else "path"
+    source = options.split or "val"
+    return {"source": source, place: options.path, "image_dir": options.image_dir, "format": options.format or "auto"}
+
+
+def _given(options: SplitOptions) -> dict:
+    both = {"image_dir": options.image_dir, "format": options.format}
+    return {key: value for key, value in both.items() if value is not None}
+
+
+def _is_place(split: str, data: Mapping) -> bool:
+    """A file or folder of its own, not the name of a split of the run's data."""
+    named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
+    place = Path(split).expanduser()
+    return place.is_file() or not named
 
 
 def open_data(settings: Mapping, say: Callable[[str], None]) -> DetectionTable:
@@ -79,30 +101,35 @@ def predict_run(
 ) -> Predicted:
     """The run's detector on its validation data or another split, as in training; several processes share the work.
 
+    Classes in another order than the run's, or fewer of them, are found by their names; there is no loss then.
+
     Raises:
-        BadInput: the data has other classes than the run.
+        BadInput: the data has classes that the run does not know; relations, and not the run's classes.
     """
     config, chosen = run.config, chosen_weights(run, weights)
     data, evaluation = config["data"], config["eval"]
     settings = data_settings(config, options)
     table = open_data(settings, accelerator.print)
-    if [c.name for c in table.categories] != [c.name for c in run.categories]:
-        raise BadInput(f"the data has classes {table.class_names}, the run {[c.name for c in run.categories]}")
+    labels = _labels([c.name for c in run.categories], table, run.folder.name)
+    same = labels.tolist() == list(range(len(table.categories)))
     detector = load_detector(run, chosen)
+    if not same and getattr(detector, "predicates", None):
+        raise BadInput(f"the data has classes {table.class_names}, the run {[c.name for c in run.categories]}")
     loader = validation_loader(
         table, val_transform(data["image_size"], data["scales"], data["max_size"]), workers=data["workers"],
         batch_size_per_device=evaluation["batch_size_per_device"], stride=detector.stride,
     )  # fmt: skip
-    measured = bool(table.num_boxes().any())  # a test split without annotations has no loss
+    measured = same and bool(table.num_boxes().any())  # a test split without annotations has no loss
     found = predict_dataset(
         detector.to(accelerator.device), loader, accelerator.device, step=run.checkpoint.step,
         loss_weights=rebuild_loss_weights(run, detector).to(accelerator.device) if measured else None,
         score_threshold=evaluation["score_threshold"],
     )  # fmt: skip
+    by_image = found.by_image if same else {key: _relabelled(each, labels) for key, each in found.by_image.items()}
     evaluator = rebuild_evaluator(run, detector, table, backend)
     about = {"detector": f"{run.folder.name}, step {run.checkpoint.step} ({chosen} weights)", "data": settings,
              "mode": getattr(detector, "mode", None), "protocol": evaluation.get("protocol", "original")}  # fmt: skip
-    return Predicted(table, found.by_image, about, evaluator, found.losses, run.folder)
+    return Predicted(table, by_image, about, evaluator, found.losses, run.folder)
 
 
 def predict_model(source: str | Path, options: SplitOptions, say: Callable[[str], None]) -> Predicted:
@@ -122,10 +149,7 @@ def predict_model(source: str | Path, options: SplitOptions, say: Callable[[str]
         some = [table.row(i) for i in rows]
         images = [decode_image(table.image_source(row)) for row in some]
         for row, found in zip(some, predictor.predict(images, 0.0), strict=True):
-            known = labels[found["labels"]]
-            keep = (known >= 0).nonzero().flatten()[:TOP]
-            boxes = {key: found[key][keep] for key in ("boxes", "scores")}
-            by_image[row["image_id"]] = boxes | {"labels": known[keep]}
+            by_image[row["image_id"]] = _relabelled(found, labels)
     return Predicted(table, by_image, {"detector": predictor.source, "data": settings}, run_folder=folder)
 
 
@@ -153,13 +177,13 @@ def open_any(source: str | Path, weights: str | None, options: SplitOptions, acc
 
 
 def _settings_of(folder: Path | None, about: Mapping, options: SplitOptions, source) -> dict:
-    if options.split is None and about.get("data"):
-        return dict(about["data"])
+    if options.split is None and options.path is None and about.get("data"):
+        return dict(about["data"]) | _given(options)
     if folder is not None:
         return data_settings(load_config_dict(folder / "config.yaml"), options)
-    if options.split is None:
+    if options.split is None and options.path is None:
         raise BadInput(f"{source} does not say which data it belongs to; give --split FILE (and --image-dir FOLDER)")
-    return {"source": options.split, "image_dir": options.image_dir, "format": options.format or "auto"}
+    return other_data(options)
 
 
 def _folder_above(path: Path) -> Path | None:
@@ -176,6 +200,13 @@ def _labels(names: list[str], table: DetectionTable, source) -> torch.Tensor:
     if missing:
         raise BadInput(f"{source} does not know the classes {missing[:5]} of {table.name}; its own are {names[:5]}")
     return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
+
+
+def _relabelled(found: Mapping, labels: torch.Tensor) -> dict:
+    """The best `TOP` detections of an image with the labels of a table; those of classes that it lacks are left out."""
+    known = labels[torch.as_tensor(found["labels"]).long()]
+    keep = (known >= 0).nonzero().flatten()[:TOP]
+    return {key: torch.as_tensor(found[key])[keep] for key in ("boxes", "scores")} | {"labels": known[keep]}
 
 
 def _chunks(count: int) -> Iterator[range]:
