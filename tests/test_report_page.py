@@ -13,7 +13,7 @@ from report_data import predictions_of, random_case, table_of
 
 from toolkit.evaluation.coco import ground_truth_as_predictions
 from toolkit.evaluation.predictions_file import write_predictions
-from toolkit.evaluation.report import PREDICTIONS, write_report
+from toolkit.evaluation.report import PREDICTIONS, sections, write_report
 from toolkit.evaluation.report.advice import advise
 from toolkit.evaluation.report.charts import MOST_POINTS, Line, line_chart
 from toolkit.evaluation.report.facts import RunFacts
@@ -179,11 +179,22 @@ def test_twins_and_confusions_are_named_with_their_flag(tmp_path):
     table = table_of(tmp_path, truth, draw=False)
     judged = judge("x", predictions_of(table, twins), table, draws=5)
     found = {a.topic: a for a in advise(judged, (), {"model": {"nms_threshold": 0.9}})}
+    assert "<code>--model.nms_threshold</code> (now 0.9)" in sections.advice([found["Duplicates"]])
     assert "--model.nms_threshold (now 0.9)" in found["Duplicates"].advice and "60" in found["Duplicates"].evidence
     assert "Confused classes" not in found
     judged = judge("x", predictions_of(table, wrong), table, draws=5)
     confused = {a.topic: a for a in advise(judged)}["Confused classes"]
     assert "cat is taken for dog: 10 of 15" in confused.evidence and "Duplicates" not in topics(judged)
+
+
+@pytest.mark.parametrize(("wrong", "named"), [(12, True), (30, False)])
+def test_a_reliable_detector_doubts_the_annotation_a_weak_one_does_not(tmp_path, wrong, named):
+    box = [10, 10, 60, 70]
+    table = table_of(tmp_path, [[(box, i % 2 if i >= wrong else 1 - i % 2)] for i in range(100)], draw=False)
+    judged = judge("x", predictions_of(table, [[(box, i % 2, 0.9 - i / 400)] for i in range(100)]), table, draws=5)
+    found = {a.topic: a.evidence for a in advise(judged)}
+    assert ("Annotation" in found) == named and len(judged.suspects) == wrong
+    assert not named or "12 boxes look wrongly annotated, beside 100" in found["Annotation"]
 
 
 def test_a_detector_that_finds_nothing_is_told_why(tmp_path):

@@ -15,6 +15,7 @@ STILL_RISING = 0.01  # AP gained in the last quarter of the training
 SMALL_SHARE = 0.1  # of the boxes
 COSTS = 0.02  # AP50 that a kind of mistake must cost to be named
 HARDLY_ANY = 0.02  # AP50 below which no number tells more than that
+RELIABLE = 0.85  # F1 of a detector that is right often enough to doubt the annotation
 FEW_PIXELS = 16  # median side of small objects at the network's input
 
 
@@ -253,12 +254,11 @@ def _scores(judged) -> Advice | None:
 
 
 def _annotation(judged) -> Advice | None:
-    boxes, count = int(judged.matches.num_truth.sum()), len(judged.suspects)
-    if not boxes or count < 10 or count < 0.02 * boxes or (judged.numbers["AP50"] or 0) < 0.6:
-        return None
+    boxes, count, best = int(judged.matches.num_truth.sum()), len(judged.suspects), judged.overall.best
+    if best is None or count < 10 or count < 0.02 * boxes or best.f1 < RELIABLE:
+        return None  # a weaker detector is the likelier one to be wrong
     return Advice(
         "Annotation",
-        f"{count} boxes look wrongly annotated, beside {boxes} that are there, to a detector with "
-        f"AP50 {judged.numbers['AP50']:.3f}.",
+        f"{count} boxes look wrongly annotated, beside {boxes} that are there, to a detector with F1 {best.f1:.3f}.",
         "Look through the list of likely mistakes below before you train again.",
     )

@@ -2,7 +2,9 @@
 
 Four kinds: a confident prediction where no box is ("no box"); one of another class on a box that no confident
 prediction of its own class supports ("class"); one beside such a box ("place"); and a box that no prediction supports
-at all ("nothing there"). A prediction is confident above its class's threshold of the best F1.
+at all ("nothing there"). A prediction is confident above its class's threshold of the best F1. The first three are what
+Tkachenko et al. 2023 (ObjectLab) look for; a box of the fourth kind may as well be an object that the detector misses,
+so these come last.
 """
 
 from dataclasses import dataclass
@@ -15,11 +17,12 @@ from toolkit.evaluation.report.thresholds import sweep
 KINDS = {
     "no box": "a confident prediction where nothing is annotated",
     "class": "a confident prediction of another class on an annotated box",
-    "place": "a confident prediction that overlaps a box, which nothing else supports, by less than half",
+    "place": "a confident prediction beside a box, which nothing else supports, or less than half on it",
     "nothing there": "an annotated box that no prediction supports",
 }
 ENOUGH = 20  # objects found of a class before it has a threshold of its own
 ON_IT, BESIDE = 0.5, BACKGROUND_IOU
+APART, SCALE = 1.0, 2.0  # of a box that was moved: its way in units of its side, and how much larger it may seem
 WEAK = 0.25  # share of the threshold above which a prediction of any class still supports a box
 
 
@@ -39,7 +42,7 @@ class Suspect:
 
 
 def suspects(matches: Matches) -> list[Suspect]:
-    """All of them, the strongest first."""
+    """All of them, those with a prediction first, of both sorts the strongest first."""
     m = matches
     strong = m.found.scores > _thresholds(m)[m.found.labels]
     on_box = ~m.crowd[m.gt] & (m.iou >= ON_IT)
@@ -61,14 +64,39 @@ def suspects(matches: Matches) -> list[Suspect]:
     pair(~m.crowd[m.gt] & (m.iou >= BESIDE) & (m.iou < ON_IT), "place")
     covered = np.zeros(len(m.found), bool)  # on a box, or in a crowd
     covered[m.det[m.iou >= ON_IT]] = True
-    for det in np.flatnonzero(strong & ~busy & ~covered & ~_beside_another(m, strong)).tolist():
-        found.append(Suspect("no box", int(m.found.image_index[det]), float(m.found.scores[det]), det, -1))
     support = np.zeros(len(m.truth))
     relative = (m.found.scores / np.maximum(_thresholds(m)[m.found.labels], 1e-9))[m.det]
     np.maximum.at(support, m.gt[on_box], relative[on_box])
-    for gt in np.flatnonzero(~taken & (support < WEAK)).tolist():
+    lone = np.flatnonzero(strong & ~busy & ~covered & ~_beside_another(m, strong)).tolist()
+    empty = np.flatnonzero(~taken & (support < WEAK)).tolist()
+    moved = _moved(m, lone, empty)
+    for det in lone:
+        gt = moved.get(det, -1)
+        kind = "no box" if gt < 0 else "place"
+        found.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
+    for gt in sorted(set(empty) - set(moved.values())):
         found.append(Suspect("nothing there", int(m.truth.image_index[gt]), float(1 - support[gt]), -1, gt))
-    return sorted(found, key=lambda each: -each.strength)
+    return sorted(found, key=lambda each: (each.det < 0, -each.strength))
+
+
+def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
+    """Predictions where no box is, with the box of their class and about their size that nothing supports beside them:
+    the nearest pairs first, each in one."""
+    alike: dict[tuple, list[int]] = {}
+    for gt in gts:
+        alike.setdefault((m.truth.image_index[gt], m.truth.labels[gt]), []).append(gt)
+    both = [(det, gt) for det in dets for gt in alike.get((m.found.image_index[det], m.found.labels[det]), ())]
+    det, gt = np.array(both, int).reshape(-1, 2).T
+    ours, theirs = m.found.boxes_xyxy[det], m.truth.boxes_xyxy[gt]
+    sides, their_sides = ours[:, 2:] - ours[:, :2], np.maximum(theirs[:, 2:] - theirs[:, :2], 1e-9)
+    way = (np.abs(ours[:, 2:] + ours[:, :2] - theirs[:, 2:] - theirs[:, :2]) / 2 / their_sides).max(axis=1)
+    larger = np.maximum(sides / their_sides, their_sides / np.maximum(sides, 1e-9)).max(axis=1)
+    near = (way <= APART) & (larger <= SCALE)
+    pairs: dict[int, int] = {}
+    for i in np.flatnonzero(near)[np.argsort(way[near], kind="stable")].tolist():
+        if det[i] not in pairs and gt[i] not in pairs.values():
+            pairs[int(det[i])] = int(gt[i])
+    return pairs
 
 
 def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:

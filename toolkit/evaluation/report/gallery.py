@@ -152,9 +152,5 @@ def graph_pictures(judged: Judgement, maker: Pictures, count: int = 4) -> str:
             continue
         caption = f"{row['image_id']}: {recall[i]:.0%} of the relations are found"
         parts.append(maker.figure(tile, caption, maker.link(row)))
-    shown = charts_of(parts)
-    return f"<h3>Worst images: annotated graph left, predicted one right</h3>{shown}" if shown else ""
-
-
-def charts_of(parts: list[str]) -> str:
-    return f"<div class=charts>{''.join(parts)}</div>" if parts else ""
+    head = "<h3>Worst images: annotated graph left, predicted one right</h3>"
+    return f"{head}<div class=graphs>{''.join(parts)}</div>" if parts else ""

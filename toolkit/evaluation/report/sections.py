@@ -1,5 +1,6 @@
 """The sections of a report about one detector: summary, numbers, thresholds, confusions, mistakes, pictures."""
 
+import re
 from html import escape
 
 import numpy as np
@@ -63,9 +64,14 @@ def advice(found: list[Advice]) -> str:
     if not found:
         return ""
     return "".join(
-        f"<div class=advice><p><b>{escape(a.topic)}.</b> {escape(a.evidence)}</p><p>{escape(a.advice)}</p></div>"
+        f"<div class=advice><p><b>{escape(a.topic)}.</b> {escape(a.evidence)}</p><p>{_flags(a.advice)}</p></div>"
         for a in found
     )
+
+
+def _flags(text: str) -> str:
+    """As HTML, with flags as code, which is not broken over lines."""
+    return re.sub(r"--[a-z_]+(\.[a-z_]+)*", r"<code>\g<0></code>", escape(text))
 
 
 def numbers(judged: Judgement) -> str:

@@ -21,6 +21,7 @@ section{scroll-margin-top:3rem}
 .figures div{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 12px}
 .figures b{display:block;font-size:1.5rem}.figures span{color:var(--dim);font-size:.86rem;display:block}
 .charts{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr))}
+.graphs{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,500px),1fr))}
 .pictures{display:grid;gap:12px;grid-template-columns:repeat(auto-fill,minmax(min(100%,230px),1fr))}
 figure{margin:0;min-width:0}.charts figure{max-width:560px}.picture img{width:100%;height:auto;display:block;
 border-radius:4px}
@@ -35,7 +36,7 @@ stroke-width:1}.line.dashed{stroke-dasharray:6 4}
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:.84rem}.key::before{content:"";display:inline-block;
 width:18px;
 border-top:3px solid var(--c);vertical-align:middle;margin-right:5px}.key.dashed::before{border-top-style:dashed}
-.scroll{overflow-x:auto;max-width:100%}.scroll,.charts,.pictures{margin:.7rem 0}
+.scroll{overflow-x:auto;max-width:100%}.scroll,.charts,.graphs,.pictures{margin:.7rem 0}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{padding:3px 9px;border-bottom:1px solid var(--line);text-align:right;vertical-align:top}
 th:first-child,td:first-child,.text{text-align:left}thead th{color:var(--dim);font-weight:600}
@@ -46,7 +47,7 @@ align-items:center}.bar{background:var(--card);border:1px solid var(--line);heig
 .bar span{display:block;height:100%;background:var(--c0)}
 .advice{border-left:4px solid var(--accent);background:var(--card);padding:8px 12px;margin:8px 0;
 border-radius:0 6px 6px 0}
-.advice p{margin:.15rem 0}.good{color:var(--good)}.bad{color:var(--bad)}
+.advice p{margin:.15rem 0}code{white-space:nowrap}.good{color:var(--good)}.bad{color:var(--bad)}
 pre{background:var(--card);border:1px solid var(--line);padding:10px;overflow-x:auto;font-size:.8rem}
 summary{cursor:pointer}.sw{display:inline-block;width:.8em;height:.8em;border:1px solid #000;vertical-align:middle}
 @media print{:root{--bg:#fff;--fg:#000;--dim:#444;--line:#bbb;--card:#fff;--accent:#00457a;--c0:#0072b2;--c1:#d55e00;
