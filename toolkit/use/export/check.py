@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toolkit.use.export.files import Runner, open_file
 
 # Largest differences that rounding explains: of a score, and of a corner in units of the image's longer side.
-SCORE_TOLERANCE, BOX_TOLERANCE = 1e-3, 1e-3
+SCORE_TOLERANCE, BOX_TOLERANCE = 1e-4, 1e-4
 MOSTLY = 0.98  # share of the detections that must be found again: of equal ones, others may be left over
 BATCHES = (1, 2, 5)
 
