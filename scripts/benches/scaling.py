@@ -34,14 +34,13 @@ def bench_scaling(processes: Sequence[int] = (1, 2, 4), steps: int = 40, options
     rows = []
     for count in processes:
         measured = _measure(count, steps + 2, options)
-        for part in ("a step", "a step, processor time", *PARTS):
-            rows.append({"name": f"scaling, {count} processes, {part}", "value": measured["parts"][part], "unit": "s"})
-        for name, size in measured["bytes"].items():
-            rows.append({"name": f"scaling, {count} processes, {name}", "value": size, "unit": "bytes/step"})
-        rows.append({"name": f"scaling, {count} processes, checkpoint", "value": measured["save_s"], "unit": "s"})
-        rows.append({"name": f"scaling, {count} processes, checkpoint", "value": measured["checkpoint"], "unit": "MB"})
-        rows.append({"name": f"scaling, {count} processes, evaluation of 200 images", "value": measured["evaluation_s"],
-                     "unit": "s"})  # fmt: skip
+        found = [(part, measured["parts"][part], "s") for part in ("a step", "a step, processor time", *PARTS)]
+        found += [(name, size, "bytes/step") for name, size in measured["bytes"].items()]
+        found += [("checkpoint", measured["checkpoint"], "MB"), ("checkpoint", measured["save"], "s"),
+                  ("evaluation of 200 images", measured["validate"], "s"),
+                  ("trained", measured["parameters"], "parameters")]  # fmt: skip
+        rows += [{"name": f"scaling, {count} processes, {name}", "value": value, "unit": unit}
+                 for name, value, unit in found]  # fmt: skip
     return rows
 
 
@@ -98,10 +97,9 @@ class Clocks:
         counted = {part: values[2:-2] for part, values in self.parts.items()}  # the last ones save
         sizes = [path.stat().st_size for path in (folder / "checkpoints").glob("step_*/*")]
         steps = len(self.parts["a step"])
-        return {
+        return self.others | {
             "parts": {part: float(np.percentile(values, FASTEST)) for part, values in counted.items()},
             "bytes": {name: size / steps for name, size in self.bytes.items()},
-            "save_s": self.others["save"], "evaluation_s": self.others["validate"],
             "checkpoint": sum(sizes) / len(list((folder / "checkpoints").glob("step_*"))) / 1e6,
         }  # fmt: skip
 
@@ -125,6 +123,7 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
             (t, "note_step", "meters and rows"), (t.ema, "update", "averaged weights"),
         ):  # fmt: skip
             clocks.around(owner, name, part)
+        clocks.others["parameters"] = sum(parameter.numel() for parameter in t.trained_parameters)
         _count_bytes(t, clocks)
         _wait_for_data(t, clocks)
         _end_of_step(t, clocks)
