@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.batch import send
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 
 Result = TypeVar("Result")
@@ -82,7 +83,7 @@ def stack_scalars(values: Sequence[Tensor | float]) -> Tensor:
     for kind, indices in kinds.items():
         members = [values[i] for i in indices]
         together = torch.tensor(members, dtype=dtype) if kind == "number" else torch.stack(members).detach()
-        for i, scalar in zip(indices, together.to(device, dtype, non_blocking=True).unbind(), strict=True):
+        for i, scalar in zip(indices, send(together, device).to(dtype).unbind(), strict=True):
             scalars[i] = scalar
     return torch.stack(scalars)
 

@@ -17,6 +17,7 @@ from toolkit.batch import Batch
 from toolkit.data.batches import windows
 from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, accumulation_at
+from toolkit.data.sent_ahead import SentAhead
 from toolkit.distributed import agree_max, broadcast_object, seed_step
 from toolkit.errors import BadInput, Preempted
 from toolkit.log import Log
@@ -102,6 +103,7 @@ class Training:
         self.infinite = infinite_buffers(self.detector)
         self.guard.watch(self.detector)
         self._broken: list[str] = []
+        self._ahead = SentAhead(self.accelerator.device)
         self._part = 0  # of the state, the one to look at next
         self._sums: dict[str, Tensor] = {}
         self._unknown: list[str] = []
@@ -137,9 +139,8 @@ class Training:
         keep_start(self)
         self.log.timer.start()
         epoch = self.sampler.epoch
-        for window in windows(
-            self.loader, accumulation_at(epoch, pace.accumulation_steps, pace.accumulate_after_epoch)
-        ):
+        micro_batches = accumulation_at(epoch, pace.accumulation_steps, pace.accumulate_after_epoch)
+        for window in self._ahead.through(windows(self.loader, micro_batches)):
             self.log.timer.data_ready()
             yield window
             self.log.timer.start()
@@ -157,7 +158,7 @@ class Training:
             self.seed_micro_batch(micro)
             last = micro == len(window) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                yield batch.to(device, non_blocking=True), denominators
+                yield self._ahead.arrived(batch), denominators
 
     def seed_micro_batch(self, micro: int) -> None:
         """Dropout and denoising noise become functions of (seed, step, rank, micro-batch): nothing to save."""

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from toolkit.batch import pack, unpack
 from toolkit.boxes import widest_float
-from toolkit.distributed import agree_max, gather_by_image, gather_objects, world
+from toolkit.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
 from toolkit.modes import eval_mode
 
 
@@ -103,9 +104,11 @@ class LossSums:
 
     def over_all_ranks(self) -> tuple[dict[str, float], dict[str, float]]:
         """(losses, metrics) of the dataset; a collective."""
+        scalars = [*self.sums.values(), *(value for pair in self.metrics.values() for value in pair)]
+        values = iter(stack_scalars(scalars).tolist() if scalars else ())  # one host read for all
         mine = {
-            "sums": {k: float(v) for k, v in self.sums.items()},
-            "metrics": {k: v.tolist() for k, v in self.metrics.items()},
+            "sums": {k: next(values) for k in self.sums},
+            "metrics": {k: [next(values), next(values)] for k in self.metrics},
             "denominators": self.denominators,
         }
         parts = gather_objects(mine)
@@ -136,9 +139,11 @@ def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn
 
 
 def _on_host(found: list[dict]) -> list[dict]:
-    """Predictions of a batch on the CPU: one copy for each of boxes, scores, labels, ... instead of one per image."""
-    parts = {k: [p[k] for p in found] for k in found[0]}
-    columns = {k: torch.cat(values).cpu().split([len(v) for v in values]) for k, values in parts.items()}
+    """Predictions of a batch on the CPU, in one copy."""
+    joined = {k: torch.cat([p[k] for p in found]) for k in found[0]}
+    if any(each.device.type != "cpu" for each in joined.values()):
+        joined = dict(zip(joined, unpack(pack(list(joined.values())).cpu(), list(joined.values())), strict=True))
+    columns = {k: each.split([len(p[k]) for p in found]) for k, each in joined.items()}
     return [{k: parts[i] for k, parts in columns.items()} for i in range(len(found))]
 
 

@@ -123,8 +123,8 @@ def build_optimizer(
 
     Args:
         momentum, nesterov: of sgd; with nesterov the update looks one step of the momentum ahead.
-        fused: one kernel for the whole update; None: on a CPU, where it is five times faster than torch's own choice,
-            else that choice (foreach on a GPU). All are deterministic.
+        fused: one kernel for the whole update; None: on CPU and CUDA, else torch's own choice. On a CPU it is five
+            times faster than that; on CUDA it is one launch where foreach has dozens. All are deterministic.
 
     Raises:
         BadInput: an unknown name, nesterov without momentum or with another optimizer than sgd.
@@ -137,7 +137,7 @@ def build_optimizer(
                        "as 0.9, or optim.nesterov false")  # fmt: skip
     groups = list(groups)
     if fused is None:
-        fused = True if all(p.device.type == "cpu" for group in groups for p in group["params"]) else None
+        fused = {p.device.type for group in groups for p in group["params"]} <= {"cpu", "cuda"} or None
     if name == "adamw":
         return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=fused)
     if name == "adam":

@@ -1,0 +1,105 @@
+"""What a step and an evaluation of a training script would cost on a GPU, on a machine without one.
+
+    python tests/scripts/pretended_run.py train_detr [--run.precision fp16 ...]     # one run, with the places
+    python tests/scripts/pretended_run.py CASES.json             # [[script, [flags]], ...]; a line of JSON for each
+
+The script runs as it is on a pretended device (`pretended_device.py`). Counted are its second optimizer step, which is
+a steady one, and its last pass over the validation data.
+"""
+
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import pretended_device  # noqa: E402
+
+
+class Counting:
+    """Events of the second step, by the part of the step they are in, and of the last pass over the validation data."""
+
+    def __init__(self, log: pretended_device.Log):
+        from toolkit import training, validation
+
+        self.log, self.step, self.passed = log, [], []
+        self.windows, self.micro_batches = training.Training.windows, training.Training.micro_batches
+        self.predict = validation.predict_dataset
+        training.Training.windows, validation.predict_dataset = self._windows(), self._predict
+
+    def _windows(self):
+        def windows(t):
+            for number, window in enumerate(self.windows(t)):
+                self.log.clear()
+                self.log.recording = number == 1
+                try:
+                    yield window
+                finally:
+                    if self.log.recording:
+                        self.step = self.log.events
+                    self.log.recording = False
+
+        return windows
+
+    def _predict(self, *args, **kwargs):
+        before = self.log.recording, self.log.events
+        self.log.events, self.log.recording = [], True
+        try:
+            return self.predict(*args, **kwargs)
+        finally:
+            self.passed = self.log.events
+            self.log.recording, self.log.events = before
+
+    def found(self) -> dict:
+        return {part: _summary(events) for part, events in (("step", self.step), ("evaluation", self.passed))}
+
+
+def _summary(events: list) -> dict:
+    waits = [event for event in events if event.kind == "wait"]
+    places = Counter(f"{e.op} {e.place}{f' [{e.library}]' if e.library else ''}" for e in waits)
+    unpinned = Counter(e.place for e in events if e.kind == "copy" and not e.pinned)
+    launches = Counter(e.place for e in events if e.kind == "launch")
+    return {"waits": len(waits), "places": dict(places.most_common()), "unpinned": dict(unpinned.most_common()),
+            "launches": sum(launches.values()), "launches_at": dict(launches.most_common(30))}  # fmt: skip
+
+
+def run(script: str, args: list[str], counting: Counting) -> dict:
+    """One run; `code` is its exit code, `step` and `evaluation` are what was counted."""
+    from toolkit import command_line
+
+    spec = importlib.util.spec_from_file_location("script", ROOT / "scripts" / f"{script}.py")
+    module = sys.modules["script"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    counting.step, counting.passed, began = [], [], time.monotonic()
+    code = command_line.run_script(module.main, module.Config, module.DEFAULT_CONFIG, args)
+    return {"code": code, "seconds": time.monotonic() - began, **counting.found()}
+
+
+def main(argv: list[str]) -> int:
+    torch.set_num_threads(1)
+    counting = Counting(pretended_device.install(ROOT))
+    if argv[0].endswith(".json"):
+        for script, args in json.loads(Path(argv[0]).read_text()):
+            print("\nFOUND " + json.dumps(run(script, args, counting)), flush=True)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        short = ["--run.name", "pretended", "--run.max_steps", "3", "--run.max_minutes", "null",
+                 "--run.eval_every", "0", "--run.save_every", "0", "--data.workers", "0",
+                 "--run.output_dir", folder]  # fmt: skip
+        found = run(argv[0], [*argv[1:], *short], counting)
+    for part in ("step", "evaluation"):
+        print(f"\n{part}: {found[part]['waits']} waits, {found[part]['launches']} launches")
+        for kind in ("places", "unpinned", "launches_at"):
+            for at, count in found[part][kind].items():
+                print(f"{count:7d} {kind.removesuffix('_at')} at {at}")
+    return found["code"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

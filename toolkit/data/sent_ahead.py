@@ -1,0 +1,42 @@
+"""Batches that travel to a GPU while it computes the step before."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from toolkit.batch import Batch
+
+
+class SentAhead:
+    """Copies the next window on a stream of its own; on other devices than CUDA it leaves everything where it is."""
+
+    def __init__(self, device: torch.device | str):
+        self.device = torch.device(device)
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._sent: dict[int, tuple[Batch, Batch]] = {}
+
+    def through(self, windows: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
+        """The same windows, each after the next one is on its way."""
+        if self.stream is None:
+            yield from windows
+            return
+        waiting, self._sent = None, {}
+        for window in windows:
+            with torch.cuda.stream(self.stream):
+                self._sent |= {id(batch): (batch, batch.to(self.device, non_blocking=True)) for batch in window}
+            if waiting is not None:
+                yield waiting
+            waiting = window
+        if waiting is not None:
+            yield waiting
+
+    def arrived(self, batch: Batch) -> Batch:
+        """The batch on the device, ready for the stream that computes."""
+        if id(batch) not in self._sent:
+            return batch.to(self.device, non_blocking=True)
+        moved = self._sent.pop(id(batch))[1]
+        computing = torch.cuda.current_stream(self.device)
+        computing.wait_stream(self.stream)
+        for tensor in (moved.images, moved.sizes):  # the targets lie in the memory of the sizes
+            tensor.record_stream(computing)
+        return moved
