@@ -4,8 +4,10 @@
 """
 
 import errno
+import re
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,3 +137,14 @@ def test_fp16_is_not_used_on_a_cpu_and_that_is_said(monkeypatch, capsys):
     processes.start_accelerator("bf16")
     assert asked == ["no", "no", "bf16"] and "fp16" not in capsys.readouterr().out
     assert "torch" in sys.modules
+
+
+def test_every_row_of_what_happens_when_names_a_test_that_there_is():
+    root = Path(__file__).resolve().parents[1]
+    lines = (root / "docs" / "failures.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| fault ")]
+    assert len(rows) > 25
+    for row in rows:
+        named = re.findall(r"`(?:tests/)?((?:scripts/)?test_\w+\.py)", row.rsplit("|", 2)[1])
+        there = [name for name in named if any((root / "tests" / place / name).is_file() for place in (".", "scripts"))]
+        assert named and named == there, row
