@@ -130,5 +130,8 @@ def _given(options: DetectorOptions) -> dict:
 
 def _stored_options(checkpoint: Path, architecture: str) -> dict | None:
     """What the run of a checkpoint noted about its detector beside the settings; None: nothing."""
-    path = run_folder_of(checkpoint) / PRETRAINED_CONFIG
+    try:
+        path = run_folder_of(checkpoint) / PRETRAINED_CONFIG
+    except BadInput:  # its folder was removed, settings and all, before it was saved: those of this command must fit
+        return None
     return renamed(architecture, json.loads(path.read_text())["options"]) if path.is_file() else None
