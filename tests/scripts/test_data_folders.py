@@ -14,7 +14,8 @@ EVERYTHING = (
     "--data.augment", '[{"RandomVerticalFlip": {"p": 0.5}}, {"RandomPhotometricDistort": {"p": 0.5}}]',
     "--data.repeat_factor", "0.9", "--data.zoom_out", "2", "--data.iou_crop", "true", "--data.multi_scale", "[64,96]",
     "--data.multi_scale_pixels", "false", "--data.mosaic", "0.5", "--data.plain_epochs", "1",
-    "--data.plain_without", '["mosaic","mixup","augment","zoom_out","iou_crop","multi_scale"]',
+    "--data.batch_mixup", "0.4", "--data.copy_blend", "0.6", "--data.plain_without",
+    '["mosaic","mixup","batch_mixup","copy_blend","augment","zoom_out","iou_crop","multi_scale"]',
 )  # fmt: skip
 
 
