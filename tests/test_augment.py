@@ -173,6 +173,8 @@ def test_factors_are_those_of_the_paper():
     assert (repeat_factors(labels, 2, 0.0) == 1).all()
     with pytest.raises(BadInput, match="repeat_factor"):
         repeat_factors(labels, 2, 1.5)
+    with pytest.raises(BadInput, match="predicate_repeat_factor is -1"):
+        repeat_factors(labels, 2, -1, "predicate_repeat_factor")
 
 
 @patient

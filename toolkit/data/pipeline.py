@@ -179,6 +179,7 @@ def training_loader(
     plain: Transform | None = None,
     plain_hw: tuple[int, int] | None = None,
     repeat_factor: float = 0.0,
+    predicate_repeat_factor: float = 0.0,
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
     """This rank's sampler and loader of the training data.
 
@@ -187,7 +188,8 @@ def training_loader(
         recipe: yolov3: a `MixedDataset` also without mixup and mosaic, as its samples draw whether they are mosaics.
         mixup, mosaic, batch_mixup, copy_blend, plain, plain_hw: as `MixedDataset`, which is then
             `loader.dataset.dataset`; tell its `plan` of every epoch.
-        repeat_factor: threshold of `repeat_factors`; 0: every image once.
+        repeat_factor: threshold of `repeat_factors`; 0: every image once. predicate_repeat_factor: the same of
+            predicates; an image has the larger of both factors.
 
     Raises BadInput: a mosaic without `sizes`, or groups of aspect ratios with a number of images that follows the size.
     """
@@ -196,7 +198,7 @@ def training_loader(
     rank, world_size = world()
     groups = aspect_ratio_groups(table.sizes_hw()) if by_aspect_ratio else None
     sampler = EpochSampler(len(table), batch_size_per_device, rank, world_size, seed, groups, shuffle, sizes,
-                           _repeats(table, repeat_factor))  # fmt: skip
+                           _repeats(table, repeat_factor, predicate_repeat_factor))  # fmt: skip
     mixes = mixup or mosaic or batch_mixup or copy_blend
     if mixes or plain is not None or plain_hw is not None or recipe == "yolov3":
         dataset = MixedDataset(table, transform, seed, cache_images, mixup=mixup, mosaic=mosaic, plain=plain,
@@ -235,16 +237,21 @@ def loader_of_settings(
         by_aspect_ratio=c.group_by_aspect_ratio, cache_images=c.cache_images, sizes=varied, recipe=c.recipe,
         mixup=c.mixup, mosaic=c.mosaic, batch_mixup=c.batch_mixup, copy_blend=c.copy_blend,
         plain=train_transform(**{**options, **without}) if without else None,
-        plain_hw=plain_hw, repeat_factor=c.repeat_factor,
+        plain_hw=plain_hw, repeat_factor=c.repeat_factor, predicate_repeat_factor=c.predicate_repeat_factor,
     )  # fmt: skip
 
 
-def _repeats(table: DetectionTable, threshold: float) -> np.ndarray | None:
-    if not threshold:
-        return None
-    rows = (table.row(index)["objects"] for index in range(len(table)))
-    labels = [objects["category"][objects["iscrowd"] == 0] for objects in rows]
-    return repeat_factors(labels, len(table.categories), threshold)
+def _repeats(table: DetectionTable, of_classes: float, of_predicates: float) -> np.ndarray | None:
+    factors, rows = [], [table.row(index) for index in range(len(table))] if of_classes or of_predicates else []
+    if of_classes:
+        labels = [row["objects"]["category"][row["objects"]["iscrowd"] == 0] for row in rows]
+        factors.append(repeat_factors(labels, len(table.categories), of_classes))
+    if of_predicates:
+        if not table.predicates:
+            raise BadInput(f"data.predicate_repeat_factor: {table.name} has no relations; leave it out")
+        predicates = [row["relations"]["predicate"] for row in rows]
+        factors.append(repeat_factors(predicates, len(table.predicates), of_predicates, "predicate_repeat_factor"))
+    return np.max(factors, axis=0) if factors else None
 
 
 def validation_loader(

@@ -26,18 +26,21 @@ class SampleKey(NamedTuple):
     turn: int = 0
 
 
-def repeat_factors(labels: Sequence[np.ndarray], num_classes: int, threshold: float) -> np.ndarray:
+def repeat_factors(
+    labels: Sequence[np.ndarray], num_classes: int, threshold: float, setting: str = "repeat_factor"
+) -> np.ndarray:
     """(N,) float64, at least 1: how often each image is shown in an epoch (Gupta et al., LVIS, 2019, section 4.1).
 
     Args:
-        labels: classes of the boxes of each image, (n,) int64 each.
+        labels: classes of the boxes (or predicates of the relations) of each image, (n,) int64 each.
         threshold: a class that is in a share f of the images has the factor max(1, sqrt(threshold / f)); an image has
             the largest of its classes' factors.
+        setting: what the threshold is called.
 
     Raises BadInput: the threshold is no share.
     """
     if not 0 <= threshold <= 1:
-        raise BadInput(f"data.repeat_factor is {threshold}; expected the share of images from which a class is rare, 0 "
+        raise BadInput(f"data.{setting} is {threshold}; expected the share of images from which a class is rare, 0 "
                        "to 1")  # fmt: skip
     images = np.zeros(num_classes)
     for of_image in labels:

@@ -110,7 +110,9 @@ class DataConfig:
     image_dir: str | list[str] | None = None
     """Where the images are: a folder, a .zip or .tar (or a folder in it), a URL that fsspec knows (s3://bucket/folder),
     or a list of these; without a value a folder is looked for beside the annotation file."""
-    format: Literal["auto", "shapes", "coco", "hub", "visual_genome", "psg", "voc", "yolo", "csv"] = "auto"
+    format: Literal[
+        "auto", "shapes", "coco", "hub", "visual_genome", "psg", "vrd", "gqa", "open_images", "voc", "yolo", "csv"
+    ] = "auto"
     """How to read the training and validation data; auto recognises it, shapes is the bundled data set. With
     `data.path`, shapes means auto."""
     name: str | None = None
@@ -160,6 +162,9 @@ class DataConfig:
     repeat_factor: ClosedUnitInterval = 0.0
     """Share of the images from which a class is rare: images with rarer classes are shown more often in an epoch (Gupta
     et al. 2019); 0 shows every image once."""
+    predicate_repeat_factor: ClosedUnitInterval = 0.0
+    """Share of the images from which a predicate is rare: images with rarer relations are shown more often in an epoch
+    (as Li et al. 2021 resample them); 0 shows every image once."""
     plain_epochs: float = 20
     """Number of last epochs without what `data.plain_without` names; a value below 1 is a share of the epochs of the
     run."""
@@ -306,6 +311,9 @@ class EvalConfig:
     """Number of validation images that are drawn at each evaluation."""
     before_training: bool = False
     """Evaluate before the first step too."""
+    test: str | None = None
+    """Split or annotation file that the best weights are evaluated on once, when training is over, as `test/...`; read
+    like `data.val`, in the same format and image folder. Without a value there is none."""
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Data sets of any format as one Arrow table."""
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
 
-FORMATS = ("auto", "coco", "shapes", "hub", "visual_genome", "psg", "voc", "yolo", "csv")
+# Relation data with files of their own in a folder, by the module that reads them.
+RELATIONS = ("vrd", "gqa", "open_images")
+FORMATS = ("auto", "coco", "shapes", "hub", "visual_genome", "psg", *RELATIONS, "voc", "yolo", "csv")
 
 
 def open_dataset(
@@ -30,8 +33,8 @@ def open_dataset(
 
     source: a COCO annotation file; "train" or "val" of the bundled shapes with format="shapes"; with `name` (a hub
         data set or a local `datasets` folder) the split's name. With format="visual_genome" (`name` is the folder of
-        the three files) and "psg" (`name` is psg.json): "train", "val" or "test"; "train:50" and "val:50" count 50
-        validation images instead of the published 5000 and 1000.
+        the three files), "vrd", "gqa", "open_images" (of theirs) and "psg" (`name` is psg.json): "train", "val" or
+        "test"; "train:50" and "val:50" count 50 validation images instead of the published 5000 and 1000.
         A folder or a CSV file stands for its one split, or for its training data.
     path: folder of any format of `toolkit.data.formats.folders`; `source` is then the name of a split.
     image_dir: folder of the images, or several, or archives; see `toolkit.data.places`.
@@ -55,7 +58,7 @@ def open_dataset(
         if name is None:
             raise BadInput(f"format 'hub' with split {source!r}: set the data set's name or folder (--data.name)")
         return read_hub(name, source, **options)
-    if format in ("visual_genome", "psg"):
+    if format in ("visual_genome", "psg", *RELATIONS):
         return _open_scene_graphs(source, image_dir, format, name, **options)
     if format == "shapes":
         if source not in SPLITS or name is not None:
@@ -71,7 +74,7 @@ def _open_scene_graphs(source: str, image_dir, format: str, name: str | None, **
     split, _, count = source.partition(":")
     problems = []
     if name is None:
-        what = "folder of its three files" if format == "visual_genome" else "annotation file psg.json"
+        what = "annotation file psg.json" if format == "psg" else "folder of its files"
         problems.append(f"format {format!r}: set the {what} (--data.name)")
     if image_dir is None:
         problems.append(f"format {format!r}: set the folder of the images (--data.image_dir)")
@@ -84,8 +87,11 @@ def _open_scene_graphs(source: str, image_dir, format: str, name: str | None, **
     # Here, since every start would pay for importing h5py.
     if format == "visual_genome":
         from toolkit.data.formats.visual_genome import read_visual_genome as read
-    else:
+    elif format == "psg":
         from toolkit.data.formats.psg import read_psg as read
+    else:
+        module = importlib.import_module(f"toolkit.data.formats.{format}")
+        read = getattr(module, f"read_{format}")
     table = read(Path(name).expanduser(), image_dir, split, **options)
     if not len(table):
         raise BadInput(f"{name}: not one usable image in {source!r}")

@@ -1,17 +1,11 @@
 """Panoptic Scene Graph annotations (psg.json, Yang et al., 2022): boxes and relations; masks are not read."""
 
-import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.data.check_files import rows_of_good_files
-from toolkit.data.checks import settle, validate_document
-from toolkit.data.places import Places, digest_of, open_places
-from toolkit.data.table import TABLE_VERSION, DetectionTable, cache_root, open_table, write_table
+from toolkit.data.formats.graph_document import read_graph_document, read_json
+from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS
 
 
 def read_psg(
@@ -20,58 +14,28 @@ def read_psg(
     split: str,
     *,
     num_val_images: int = 1000,
-    on_error: str = "raise",
-    cache_dir: str | Path | None = None,
-    check_images: bool | str = True,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    **options,
 ) -> DetectionTable:
     """One split as a memory-mapped, cached DetectionTable; options as in `read_coco`.
 
     test: the images of `test_image_ids`; val: the first `num_val_images` of the others; train: the rest.
     """
-    annotation_file, image_dir = Path(annotation_file), open_places(image_dir, must_exist=bool(check_images))
+    file = Path(annotation_file)
     if split not in ("train", "val", "test"):
-        raise BadInput(f"{annotation_file}: split is {split!r}; expected train, val or test")
-    if not annotation_file.is_file():
-        raise BadInput(f"{annotation_file}: no such annotation file")
-    with open(annotation_file, "rb") as stream:
-        digest = hashlib.file_digest(stream, hashlib.blake2b)
-    options = f"{split} {num_val_images} {check_images} {max_image_pixels}"
-    digest.update(f"psg {TABLE_VERSION} {options} {image_dir.resolve()}".encode())
-    cache_file = cache_root(cache_dir) / "tables" / f"{digest.hexdigest()[:32]}.json"
-    cached = open_table(cache_file)
-    if cached and all(digest_of(place) == found for place, found in cached[1].items()):
-        table = dataclasses.replace(cached[0], name=f"{annotation_file} {split}")
-    else:
-        checking = (check_images, max_image_pixels)
-        table = _read(annotation_file, image_dir, split, num_val_images, checking, cache_file)
-    table.max_image_pixels = max_image_pixels
-    settle(table.problems, on_error, str(annotation_file))
-    return table
-
-
-def _read(annotation_file: Path, image_dir: Path | Places, split: str, num_val: int, checking: tuple, cache_file: Path):
-    check_images, max_pixels = checking
-    try:
-        document = json.loads(annotation_file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{annotation_file}: invalid JSON: {error}") from error
-    if missing := [key for key in ("data", "predicate_classes", "test_image_ids") if key not in document]:
-        raise BadInput([f"{annotation_file}: key `{key}` missing" for key in missing])
-    if faults := [fault for number, entry in enumerate(document["data"]) for fault in _entry_faults(entry, number)]:
-        raise BadInput([f"{annotation_file}: {fault}" for fault in faults])
-    valid = validate_document(as_coco(document, split, num_val), str(annotation_file), max_pixels)
-    rows, found, checked = rows_of_good_files(valid.rows, valid.listed, image_dir, check_images, max_pixels)
-    return write_table(
-        rows,
-        cache_file=cache_file,
-        categories=valid.categories,
-        predicates=valid.predicates,
-        image_root=image_dir.resolve(),
-        problems=valid.problems + found,
-        name=f"{annotation_file} {split}",
-        checked=checked,
+        raise BadInput(f"{file}: split is {split!r}; expected train, val or test")
+    what = f"psg {split} {num_val_images}"
+    return read_graph_document(
+        [file], lambda _: as_coco(_checked(file), split, num_val_images), image_dir, what, **options
     )
+
+
+def _checked(file: Path) -> dict:
+    document = read_json(file, dict)
+    if missing := [key for key in ("data", "predicate_classes", "test_image_ids") if key not in document]:
+        raise BadInput([f"{file}: key `{key}` missing" for key in missing])
+    if faults := [fault for number, entry in enumerate(document["data"]) for fault in _entry_faults(entry, number)]:
+        raise BadInput([f"{file}: {fault}" for fault in faults])
+    return document
 
 
 def as_coco(document: dict, split: str, num_val_images: int) -> dict:

@@ -1,0 +1,38 @@
+"""Relations of Open Images V6 in the layout that scene-graph programs share (Zhang et al., CVPR 2019; Li et al., CVPR
+2021): `vrd-{train,val,test}-anno.json`, a list with `img_fn`, `img_size` [width, height], `bbox` xyxy, `det_labels` and
+`rel` rows of subject, object, predicate; `categories_dict.json` with the names `obj` and `rel`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.data.formats.graph_document import Document, read_graph_document, read_json
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
+
+
+def read_open_images(
+    folder: str | Path, image_dir: str | Path | Sequence[str], split: str, **options
+) -> DetectionTable:
+    """One split as a cached DetectionTable; options as in `read_coco`, and `num_val_images`, which is not used: the
+    validation images have a file of their own."""
+    folder = Path(folder)
+    options.pop("num_val_images", None)
+    files = [folder / f"vrd-{split}-anno.json", folder / "categories_dict.json"]
+    return read_graph_document(files, lambda _: as_coco(files), image_dir, f"open_images {split}", **options)
+
+
+def as_coco(files: list[Path]) -> dict:
+    """A COCO document with relations."""
+    entries, names = read_json(files[0], list), read_json(files[1], dict)
+    document = Document(names["obj"], names["rel"])
+    for number, entry in enumerate(entries):
+        try:
+            width, height = entry["img_size"]
+            boxes = [(label, (x1, y1, x2 - x1, y2 - y1))
+                     for label, (x1, y1, x2, y2) in zip(entry["det_labels"], entry["bbox"], strict=True)]  # fmt: skip
+            image = {"id": entry["img_fn"], "file_name": f"{entry['img_fn']}.jpg", "width": width, "height": height}
+            document.add(image, boxes, [tuple(row) for row in entry["rel"]])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadInput(f"{files[0]}, entry {number}: expected img_fn, img_size, bbox, det_labels and rel "
+                           f"({error!r})") from error  # fmt: skip
+    return document.as_coco()

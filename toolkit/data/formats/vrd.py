@@ -1,0 +1,62 @@
+"""VRD (Lu et al., ECCV 2016): `annotations_{train,test}.json` with a list of relations for each image, whose boxes are
+[ymin, ymax, xmin, xmax]; `objects.json` and `predicates.json` with the names."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.data.decoding import ImageError, probe_image
+from toolkit.data.formats.graph_document import Document, read_graph_document, read_json
+from toolkit.data.places import Places
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
+
+
+def read_vrd(
+    folder: str | Path, image_dir: str | Path | Sequence[str], split: str, *, num_val_images: int = 500, **options
+) -> DetectionTable:
+    """One split as a cached DetectionTable; options as in `read_coco`.
+
+    test: the images of the test file; val: the first `num_val_images` of the training file; train: its others. The file
+    does not say how large the images are: they are looked at.
+    """
+    folder = Path(folder)
+    file = folder / f"annotations_{'test' if split == 'test' else 'train'}.json"
+    files = [file, folder / "objects.json", folder / "predicates.json"]
+    what = f"vrd {split} {num_val_images}"
+    return read_graph_document(
+        files, lambda images: as_coco(files, images, split, num_val_images), image_dir, what, **options
+    )
+
+
+def as_coco(files: list[Path], images: Path | Places, split: str, num_val: int) -> dict:
+    """A COCO document with relations. An object that several relations name, by box and class, is one."""
+    annotations, classes, predicates = (read_json(file, kind) for file, kind in zip(files, (dict, list, list),
+                                                                                    strict=True))  # fmt: skip
+    names = list(annotations)
+    chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
+    document = Document(classes, predicates)
+    for number, name in enumerate(chosen):
+        objects: dict[tuple, int] = {}
+        relations = []
+        for row in annotations[name]:
+            try:
+                ends = [_object(row[end]) for end in ("subject", "object")]
+                relations.append((*(objects.setdefault(end, len(objects)) for end in ends), row["predicate"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise BadInput(
+                    f"{files[0]}, image {name}: relation {row}; expected predicate, subject and object, each with "
+                    f"category and bbox [ymin, ymax, xmin, xmax] ({error!r})"
+                ) from error
+        try:
+            height, width = probe_image(images / name).size_hw
+        except ImageError:  # checking the files says why
+            height, width = 1, 1
+        boxes = [(label, (x1, y1, x2 - x1, y2 - y1)) for label, y1, y2, x1, x2 in objects]
+        image = {"id": number + 1, "file_name": name, "width": width, "height": height}
+        document.add(image, boxes, relations)
+    return document.as_coco()
+
+
+def _object(entry: dict) -> tuple:
+    y1, y2, x1, x2 = entry["bbox"]
+    return entry["category"], y1, y2, x1, x2
