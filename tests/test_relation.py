@@ -340,12 +340,12 @@ def test_union_features_of_all_images_at_once():
     union = UnionFeatures(pool, torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6 * 49, 10)), 6)
     batch = batch_of([3, 0, 2])
     maps = {"0": torch.randn(3, 6, 10, 13)}
-    features = union.eval()(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, batch.sizes_hw)
+    features, _ = union.eval()(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, batch.sizes_hw)
     assert features.shape == (8, 10)
     one = image_of(batch, 2)
-    alone = union({"0": maps["0"][2:]}, one.boxes_xyxy, one.pairs, one.num_pairs, one.sizes_hw)
+    alone, _ = union({"0": maps["0"][2:]}, one.boxes_xyxy, one.pairs, one.num_pairs, one.sizes_hw)
     torch.testing.assert_close(features[6:], alone)
-    none = union.train()(maps, torch.zeros(0, 4), torch.zeros(0, 2, dtype=torch.int64), [0, 0, 0], batch.sizes_hw)
+    none, _ = union.train()(maps, torch.zeros(0, 4), torch.zeros(0, 2, dtype=torch.int64), [0, 0, 0], batch.sizes_hw)
     none.sum().backward()
     assert none.shape == (0, 10) and union.rectangles.conv[2].running_mean.isfinite().all()
 

@@ -9,6 +9,7 @@ import pytest
 
 from toolkit.errors import BadInput
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
+from toolkit.evaluation.scene_graph_evaluator import grouped_recall, predicate_groups
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
 BENCH = Path(__file__).parents[1] / "scripts" / "benches" / "scene_graph.py"
@@ -110,3 +111,18 @@ def test_every_mistake_is_named_at_once():
     assert all(part in text for part in ("sgdt", "lax", "image 0", "box 9", "(1, 3)", "(1, 4)"))
     with pytest.raises(BadInput, match="one per image"):
         evaluate_scene_graphs([truth([])], [], "sgdet", 4)
+
+
+def test_predicates_are_grouped_by_how_often_training_had_them():
+    groups = predicate_groups(np.arange(50))
+    assert [len(labels) for labels in groups.values()] == [16, 17, 17] and groups["head"][0] == 49
+    assert {label for labels in groups.values() for label in labels} == set(range(50))
+    metrics = evaluate_scene_graphs(
+        [truth([[0, 1, 0], [1, 2, 2]])], [prediction([[0, 1], [1, 2]], [0, 1])], "sgdet", 4, top=(1, 20)
+    )
+    groups = predicate_groups(np.asarray([9, 1, 5, 1]))
+    assert {name: labels.tolist() for name, labels in groups.items()} == {"head": [0], "body": [2], "tail": [1, 3]}
+    row = grouped_recall(metrics, groups, "strict")
+    assert row == {"mR_head@1": 1.0, "mR_head@20": 1.0, "mR_body@1": 0.0, "mR_body@20": 0.0, "mR_tail@1": None,
+                   "mR_tail@20": None}  # fmt: skip
+    assert grouped_recall(metrics, groups, "original")["mR_tail@20"] == 0.0

@@ -1,6 +1,6 @@
 """Published weights under our names: what the publishers' own programs predict, and every tensor there and back.
 
-    python -m pytest tests/test_weights_published.py
+python -m pytest tests/test_weights_published.py
 """
 
 import importlib
@@ -13,9 +13,12 @@ import torch
 from published import FOLDER, numbers, pixels, published
 from torchvision.models import detection
 
+from toolkit.data.formats.coco import read_coco
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
+from toolkit.models.relation.options import SceneGraphOptions
+from toolkit.models.relation.start import start_scene_graph
 from toolkit.models.weights import darknet, gluoncv
 from toolkit.models.weights import torchvision as of_torchvision
 from toolkit.models.weights.class_names import COCO_80, VG_150, coco_by_id
@@ -190,6 +193,38 @@ def test_detectors_of_maskrcnn_benchmark_find_its_boxes(name):
     back = maskrcnn_benchmark.theirs_from(ours)
     weights = {key: value for key, value in state.items() if "cell_anchors" not in key}
     assert back.keys() == weights.keys() and all(back[key].equal(value) for key, value in weights.items())
+
+
+@pytest.mark.slow
+def test_a_file_of_maskrcnn_benchmark_is_the_detector_of_a_scene_graph(tmp_path):
+    """What the file decides cannot be given; what it does not know, and what changes nothing that was learned, can."""
+    state, _ = published("mb_r50")
+    file = tmp_path / "model_final.pth"
+    torch.save({"model": state}, file)
+    names = [f"class {i}" for i in range(1, len(state["roi_heads.box.predictor.cls_score.weight"]))]
+    file.with_suffix(".names").write_text("\n".join(names))
+    document = {
+        "images": [{"id": 1, "file_name": "a.jpg", "width": 90, "height": 60}],
+        "categories": [{"id": i, "name": name} for i, name in enumerate(names)],
+        "annotations": [{"id": i, "image_id": 1, "category_id": 0, "bbox": [5, 5, 20 + i, 30]} for i in (1, 2)],
+        "rel_categories": [{"id": 1, "name": "on"}],
+        "rel_annotations": [{"image_id": 1, "subject_id": 1, "object_id": 2, "predicate_id": 1}],
+    }
+    (tmp_path / "graphs.json").write_text(json.dumps(document))
+    table = read_coco(tmp_path / "graphs.json", check_images=False, cache_dir=tmp_path / "cache")
+    own = {"detections_per_image": 7, "box_batch_size_per_image": 33}
+    settings = {"detector": str(file), "mode": "sgdet", "hidden_dim": 8, "embed_dim": 4, "union_levels": "all"}
+    options = SceneGraphOptions(**settings, detector_options=own)
+    model = start_scene_graph(options, table, tmp_path, checkpoint=None, say=print)
+    heads = model.detector.roi_heads
+    assert heads.detections_per_img == 7 and heads.fg_bg_sampler.batch_size_per_image == 33
+    stem = state["backbone.body.stem.conv1.weight"].flip(1)
+    assert torch.equal(model.detector.backbone.body.conv1.weight, stem)
+    assert torch.equal(model.union.head.fc6.weight, state["roi_heads.box.feature_extractor.fc6.weight"])
+    assert model.union.pool.reduce.weight.shape[1] == 4 * model.detector.backbone.out_channels
+    wrong = SceneGraphOptions(**settings, detector_options={"norm_eps": 1e-5})
+    with pytest.raises(BadInput, match="another norm_eps: leave them out"):
+        start_scene_graph(wrong, table, tmp_path, checkpoint=None, say=print)
 
 
 # ---- YOLOv3 ----------------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_files_of_visual_genome(server, tmp_path):
     folder = visual_genome(tmp_path / "vg", train=20, test=4)
     args = arguments(tmp_path / "runs", "train:2", "test", data__format="visual_genome", data__name=folder,
                      data__image_dir=folder / "images", data__batch_size_per_device=8,
-                     model__pairs_per_image=64)  # fmt: skip
+                     model__pairs_per_image=64, model__union_levels="all")  # fmt: skip
     ended = server.run(SGG, args).ok()
     last = rows(ended.folder)[-1]
     assert 0 <= last["val/R@20"] <= last["val/R@100"] <= 1 and 0 <= last["val/zR@100"] <= 1

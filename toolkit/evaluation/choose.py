@@ -18,8 +18,9 @@ def make_evaluator(
     """What measures a detector on a table: what its own `make_evaluator` gives, else by what it announces.
 
     Args:
-        detector: one that announces `predicates` finds scene graphs (with `mode`, `attributes` and `seen_triplets`
-            (C, C, P) bool, the triplets of its training data); another one finds boxes.
+        detector: one that announces `predicates` finds scene graphs (with `mode`, `attributes`, `seen_triplets`
+            (C, C, P) bool, the triplets of its training data, and `relation_counts` (1 + C, 1 + C, 1 + P) of these);
+            another one finds boxes.
         backend: of COCO's metrics.
         protocol: of scene graphs, see `SceneGraphEvaluator`.
         zero_shot: file of triplets for zR@K, see `load_triplets`; None: those of the table that the training data did
@@ -37,7 +38,10 @@ def make_evaluator(
     _check_same_names(detector, table)
     seen = detector.seen_triplets.cpu().numpy()
     triplets = load_triplets(zero_shot) if zero_shot else zero_shot_triplets(seen, table)
-    return SceneGraphEvaluator(table, detector.mode, zero_shot=triplets, protocol=protocol, backend=backend)
+    counts = detector.relation_counts.sum((0, 1))[1:].cpu().numpy()
+    return SceneGraphEvaluator(
+        table, detector.mode, zero_shot=triplets, protocol=protocol, backend=backend, trained_relations=counts
+    )
 
 
 def load_triplets(file: str | Path) -> np.ndarray:

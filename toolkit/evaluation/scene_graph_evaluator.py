@@ -11,7 +11,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 from toolkit.evaluation.arrays import check_image_ids
 from toolkit.evaluation.coco import CocoEvaluator, align, metric_keys
-from toolkit.evaluation.scene_graph import PROTOCOLS, evaluate_scene_graphs
+from toolkit.evaluation.scene_graph import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
 from toolkit.text import shown
 
 TOP = (20, 50, 100)
@@ -26,6 +26,7 @@ class SceneGraphEvaluator:
         zero_shot: (Z, 3) subject class, object class, predicate that training never had; None: no zR@K.
         protocol: "original" (as published) or "strict"; see `evaluate_scene_graphs`.
         backend: of the COCO numbers.
+        trained_relations: (P,) how often training had each predicate, for the recall of `predicate_groups`; None: none.
 
     Raises:
         BadInput: unknown protocol, a table without predicates.
@@ -39,6 +40,7 @@ class SceneGraphEvaluator:
         zero_shot: np.ndarray | None = None,
         protocol: str = "original",
         backend: str = "faster",
+        trained_relations: np.ndarray | None = None,
     ):
         if protocol not in PROTOCOLS:
             raise BadInput(f"eval.protocol is {protocol!r}; expected {' or '.join(PROTOCOLS)}")
@@ -46,6 +48,7 @@ class SceneGraphEvaluator:
             raise BadInput(f"{table.name}: no predicates; scene graphs need data with relations")
         self.predicate_keys = metric_keys(table.predicates)
         self.table, self.mode, self.protocol, self.zero_shot = table, mode, protocol, zero_shot
+        self.groups = {} if trained_relations is None else predicate_groups(trained_relations)
         self.image_ids = table.image_ids().tolist()
         self._truths = {row["image_id"]: true_graph(row) for row in map(table.row, range(len(table)))}
         self._boxes = None if mode == "predcls" else CocoEvaluator(table, backend)
@@ -61,8 +64,9 @@ class SceneGraphEvaluator:
                 pairs: none. `attribute_scores (M, attributes)`, if the model tells any.
 
         Returns:
-            `R@20`, ..., `mR@100`, ..., `mR@100/<predicate>`, and the COCO numbers with predicted labels; of given boxes
-            with attribute scores `attribute_R_precision`, see `attribute_r_precision`; None where undefined.
+            `R@20`, ..., `mR@100`, ..., `mR_head@100`, ..., `mR@100/<predicate>`, and the COCO numbers with predicted
+            labels; of given boxes with attribute scores `attribute_R_precision`, see `attribute_r_precision`; None
+            where undefined.
 
         Raises:
             BadInput: image ids of predictions and table differ.
@@ -73,7 +77,7 @@ class SceneGraphEvaluator:
         metrics = evaluate_scene_graphs(
             truths, found, self.mode, len(self.table.predicates), self.zero_shot, top=TOP, protocol=self.protocol
         )
-        row = metrics.as_row(self.predicate_keys)
+        row = metrics.as_row(self.predicate_keys) | grouped_recall(metrics, self.groups, self.protocol)
         scores = [predictions[image_id].get("attribute_scores") for image_id in self.image_ids]
         if self.mode != "sgdet" and self.table.attributes and all(each is not None for each in scores):
             row["attribute_R_precision"] = attribute_r_precision([truth["attributes"] for truth in truths], scores)
@@ -114,6 +118,26 @@ class SceneGraphEvaluator:
 
         write_graphs(self.table, predictions, Path(path).with_suffix(".json"), count)
         return draw_graphs(self.table, predictions, count, path)
+
+
+def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
+    """Labels of the third of the predicates that training had most often (head), of the next (body) and of the last
+    (tail): 16, 17 and 17 of VG150's 50, as in Li et al., CVPR 2021. Of equal counts the lower label is the earlier."""
+    order = np.argsort(-np.asarray(trained_relations), kind="stable")
+    head = len(order) // 3
+    body = head + (len(order) - head) // 2
+    parts = np.split(order, [head, body])
+    return {name: part for name, part in zip(("head", "body", "tail"), parts, strict=True) if len(part)}
+
+
+def grouped_recall(metrics: SceneGraphMetrics, groups: Mapping, protocol: str) -> dict[str, float | None]:
+    """`mR_head@20`, ...: mR@K over the predicates of each group alone; None where the strict protocol has none."""
+    row = {}
+    for name, labels in groups.items():
+        kept = labels if protocol == "original" else labels[metrics.images_per_predicate[labels] > 0]
+        for k, recalls in zip(metrics.top, metrics.per_predicate["mR"], strict=True):
+            row[f"mR_{name}@{k}"] = float(recalls[kept].mean()) if len(kept) else None
+    return row
 
 
 def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | None:

@@ -311,9 +311,6 @@ class EvalConfig:
     """Number of validation images that are drawn at each evaluation."""
     before_training: bool = False
     """Evaluate before the first step too."""
-    test: str | None = None
-    """Split or annotation file that the best weights are evaluated on once, when training is over, as `test/...`; read
-    like `data.val`, in the same format and image folder. Without a value there is none."""
 
 
 @dataclass

@@ -20,7 +20,8 @@ class RelationBatch:
     labels: (N,) int64 from 1, known in predcls and in training (0: a proposal without an object).
     logits: (N, C) of the detector, for sgcls and sgdet. boxes_per_class: (N, C, 4) boxes regressed for each class,
         for sgdet in evaluation.
-    roi_features: (N, D). union_features: (R, U) of the union boxes.
+    roi_features: (N, D). union_features: (R, U) of the union boxes. spatial_features: (R, U) of where the two boxes
+        are, where these are kept apart from what is in their union.
     relation_labels: (R,) predicates, in training. related: (N, N_max) bool, is there a relation to or from the i-th
         object of the same image; in training, for VCTree only.
     attributes: (N, A) ids from 1, 0 after the last, known where labels are; None: the data have none.
@@ -39,6 +40,7 @@ class RelationBatch:
     relation_labels: Tensor | None = None
     related: Tensor | None = None
     attributes: Tensor | None = None
+    spatial_features: Tensor | None = None
 
     @property
     def image(self) -> Tensor:

@@ -40,8 +40,10 @@ class CausalHead(nn.Module):
         dropout: float = 0.2,
         nms_threshold: float = 0.5,
         word_vectors: Tensor | None = None,
+        separate_spatial: bool = False,
     ):
-        """use_positions: multiply the context by an embedding of 32 numbers of both boxes. effect: in any case."""
+        """use_positions: multiply the context by an embedding of 32 numbers of both boxes. separate_spatial: and by the
+        batch's `spatial_features`. effect: in any case."""
         super().__init__()
         effect = {name.lower(): name for name in EFFECTS}.get(effect.lower(), effect)
         _check(context, fusion, effect, sizes)
@@ -63,6 +65,7 @@ class CausalHead(nn.Module):
         self.visual_out = xavier_linear(pooling, num_predicates)
         self.gate = xavier_linear(pooling, num_predicates) if fusion == "gate" else None
         self.frequency = FrequencyBias(log_frequency)
+        self.mean_spatial = RunningMean(pooling) if separate_spatial else None
         self.positions = self.mean_positions = None
         if use_positions:
             layers = xavier_linear(PAIR_NUMBERS, hidden), nn.ReLU(), xavier_linear(hidden, pooling), nn.ReLU()
@@ -76,6 +79,8 @@ class CausalHead(nn.Module):
             return empty_output(self.sizes, [self.context_out.weight])
         logits, labels, context, related = self.context(batch)
         pair_context = self._pair_context(context, batch)
+        if batch.spatial_features is not None:
+            pair_context = pair_context * batch.spatial_features
         if self.positions is not None:
             numbers = scaled_box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
             numbers = pair_numbers(numbers[batch.pairs[:, 0]], numbers[batch.pairs[:, 1]])
@@ -86,6 +91,8 @@ class CausalHead(nn.Module):
             losses = self._branch_losses(batch, pair_context, frequency, related)
             if self.positions is not None:
                 self.mean_positions.update(numbers)
+            if batch.spatial_features is not None:
+                self.mean_spatial.update(batch.spatial_features)
         if self.training or self.effect == "none":
             relation_logits = self._fuse(batch.union_features, pair_context, frequency)
         else:
@@ -117,6 +124,8 @@ class CausalHead(nn.Module):
         without = self._pair_context(mean_context, batch)
         if self.positions is not None:
             without = without * self.positions(self.mean_positions.expanded(1))
+        if batch.spatial_features is not None:
+            without = without * self.mean_spatial.expanded(1)
         # Nearly equal numbers are subtracted below: in half precision their difference would be noise.
         with torch.autocast(pair_context.device.type, enabled=False):
             visual, context, without = batch.union_features.float(), pair_context.float(), without.float()

@@ -110,6 +110,14 @@ def xavier_linear(in_dim: int, out_dim: int) -> nn.Linear:
     return layer
 
 
+def fc(in_dim: int, out_dim: int) -> nn.Linear:
+    """A linear layer that begins as maskrcnn-benchmark's do."""
+    layer = nn.Linear(in_dim, out_dim)
+    nn.init.kaiming_uniform_(layer.weight, a=1)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 def union_projection(sizes: HeadSizes) -> nn.Module:
     """Brings union features to the pooled size; nothing when they have it."""
     same = sizes.union_dim == sizes.pooling_dim

@@ -26,8 +26,9 @@ class SceneGraphOptions(DetectorOptions):
     head_options: dict[str, Any] = field(default_factory=dict)
     """Settings of the head itself, such as {context: vctree, fusion: gate, effect: TDE} of causal."""
     detector: str | None = None
-    """Run folder, checkpoint or `final/` of a trained Faster R-CNN to start from; it stays as it is unless
-    `model.freeze` is none. Without a value the Faster R-CNN starts from random weights."""
+    """Run folder, checkpoint or `final/` of a trained Faster R-CNN to start from, or a file of published weights, such
+    as `model_final.pth` of maskrcnn-benchmark and Scene-Graph-Benchmark; it stays as it is unless `model.freeze` is
+    none. Without a value the Faster R-CNN starts from random weights."""
     detector_options: dict[str, Any] | None = None
     """Settings of the Faster R-CNN, as it has them by itself; without a value those of `model.detector`, or the
     published ones."""
@@ -44,6 +45,12 @@ class SceneGraphOptions(DetectorOptions):
     word_vectors: str | None = None
     """Text file of word vectors, such as glove.6B.200d.txt, that the class vectors start from; without a value they are
     random."""
+    union_levels: Literal["one", "all"] = "one"
+    """Levels of the pyramid that union boxes are pooled from: the one that suits the box, or all, joined by a 3 x 3
+    convolution, as Scene-Graph-Benchmark has it."""
+    separate_spatial: bool = False
+    """Keep where two boxes are apart from what is in their union: with the head causal, whose context it then
+    multiplies."""
     pairs_per_image: int = 1024
     """Pairs of objects of an image that are sampled in training."""
     positive_fraction: float = 0.25

@@ -18,12 +18,12 @@ from toolkit.models.relation.layers import (
     check_mode,
     class_embedding,
     empty_output,
+    fc,
     given_labels,
     label_embedding,
     position_embedding,
 )
 from toolkit.models.relation.postprocess import late_nms
-from toolkit.models.relation.vtranse import fc
 
 APART, MARGIN = 7.0, 1.0  # squared distances: between prototypes (gamma 2), of the right to the wrong ones (gamma 1)
 NEAREST = 10  # wrong prototypes that a pair is held away from

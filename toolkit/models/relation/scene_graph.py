@@ -37,7 +37,7 @@ from toolkit.models.relation.objects import (
 )
 from toolkit.models.relation.options import SceneGraphOptions
 from toolkit.models.relation.postprocess import rank_triplets
-from toolkit.models.relation.union import UnionFeatures
+from toolkit.models.relation.union import AllLevelsPool, UnionFeatures
 from toolkit.models.relation.vctree import PairScores
 from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.step.freezing import freeze as freeze_module
@@ -86,7 +86,10 @@ class SceneGraph(Detector):
         width = self.detector.representation_size
         self.box_features = copy.deepcopy(self.detector.box_head)
         parts = (copy.deepcopy(part) for part in (self.detector.box_pool, self.detector.box_head))
-        self.union = UnionFeatures(*parts, self.detector.backbone.out_channels)
+        pool, box_head = parts
+        channels = self.detector.backbone.out_channels
+        pool = AllLevelsPool(pool, channels) if o.union_levels == "all" else pool
+        self.union = UnionFeatures(pool, box_head, channels, separate_spatial=width if o.separate_spatial else 0)
         if freeze == "detector":
             freeze_module(self.detector)
         elif o.mode == "predcls":  # nothing asks them, so nothing may train them
@@ -196,14 +199,15 @@ class SceneGraph(Detector):
             boxes = objects["boxes_xyxy"].split(objects["num_objects"])
             pairs = sampled_pairs(self, boxes, truths, objects.get("labels"))
         batch = RelationBatch(sizes_hw=sizes, **objects, **send_dicts([pairs], images.device)[0])
-        batch.union_features = self.union(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, sizes, images_hw)
+        found = self.union(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, sizes, images_hw)
+        batch.union_features, batch.spatial_features = found
         output = self.head(batch)
         outputs = {"output": output, "batch": batch, "truths": truths, "images": len(images)}
         if self.attribute_predictor is not None:
             outputs["attribute_logits"] = self.attribute_predictor(batch.roi_features)
         # DDP waits for gradients of all that the outputs hang on: nothing may be among them that no loss is made of,
         # as the features of a batch without objects are.
-        batch.roi_features = batch.union_features = output.context = None
+        batch.roi_features = batch.union_features = batch.spatial_features = output.context = None
         if self.joint and targets is not None:
             outputs["detector"] = self.detector.from_features(maps, images_hw, targets)
         return outputs
@@ -330,8 +334,9 @@ def _build_inner(class_names: Sequence[str], o: SceneGraphOptions) -> nn.Module:
 
 def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
     log_frequency = torch.zeros(sizes.num_classes, sizes.num_classes, sizes.num_predicates)
+    own = {"separate_spatial": True} if o.separate_spatial else {}
     try:
-        head = build_relation_head(o.head, o.mode, sizes, log_frequency, **o.head_options)
+        head = build_relation_head(o.head, o.mode, sizes, log_frequency, **o.head_options, **own)
     except TypeError as error:
         raise BadInput(f"model.head_options {o.head_options} do not fit the head {o.head!r}: {error}") from error
     if o.head == "frequency":
@@ -344,11 +349,14 @@ def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
 
 def _check(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None:
     options = ("mode", o.mode, MODES), ("head", o.head, HEADS), ("freeze", freeze, ("detector", "none"))
+    options += (("union_levels", o.union_levels, ("one", "all")),)
     faults = [f"model.{key} is {value!r}; expected {', '.join(known)}" for key, value, known in options
               if value not in known]  # fmt: skip
     if not 0 <= o.class_balanced_beta < 1 or o.class_balanced_beta and o.rare_predicate_power:
         faults.append(f"model.class_balanced_beta is {o.class_balanced_beta}; expected 0 to below 1, and 0 where "
                       "model.rare_predicate_power is set")  # fmt: skip
+    if o.separate_spatial and o.head != "causal":
+        faults.append(f"model.separate_spatial is for the head causal, not {o.head}")
     if not predicates:
         faults.append("the data names no predicates; scene graphs need data with relations")
     if faults:

@@ -32,7 +32,8 @@ def start_scene_graph(
     folder alone builds it again, and which tensor took which to `<folder>/detector_weights.txt`.
 
     Args:
-        options: settings; `detector` is a run, checkpoint or final/ folder of a Faster R-CNN.
+        options: settings; `detector` is a run, checkpoint or final/ folder of a Faster R-CNN, or a file of published
+            weights, as of maskrcnn-benchmark.
         table: training data.
         folder: the run folder.
         checkpoint: that a resumed run will load; weights and counts, read again from nowhere else, are in it.
@@ -50,7 +51,8 @@ def start_scene_graph(
         known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
         if options.detector:
             source = _open_faster_rcnn(options, table)
-            known["detector_options"] = {"architecture": source.architecture, **source.options}
+            own = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
+            known["detector_options"] = {"architecture": source.architecture, **source.options, **own}
     resumed_from = None if checkpoint is None else checkpoint.path
     model = start_detector(options, table.class_names, folder, resumed_from=resumed_from, say=say, known=known)
     if model.attributes and model.attributes != table.attributes:
@@ -102,14 +104,24 @@ def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
         raise BadInput(faults)
 
 
+def _given_settings(options: SceneGraphOptions, source: Pretrained) -> dict:
+    given = renamed(source.architecture, options.detector_options or {})
+    return given if options.backbone is None else given | {"backbone": options.backbone}
+
+
+def _is_free(name: str, source: Pretrained) -> bool:
+    """Whether a setting of the Faster R-CNN can be given beside its weights: it changes nothing that was learned, or
+    they are a file of published weights, which does not know it."""
+    of_file = Path(source.name).expanduser().is_file() and name not in source.options
+    return of_file or name in options_class(source.architecture).inference_only
+
+
 def _other_settings(options: SceneGraphOptions, source: Pretrained) -> list[str]:
     """The settings of the Faster R-CNN that are given and are not those of the source, as the config.yaml of a run on
     that source has them."""
-    given = renamed(source.architecture, options.detector_options or {})
-    if options.backbone is not None:
-        given["backbone"] = options.backbone
     theirs = asdict(options_class(source.architecture)()) | source.options
-    return [name for name, value in given.items() if theirs.get(name, value) not in (None, value)]
+    return [name for name, value in _given_settings(options, source).items()
+            if theirs.get(name, value) not in (None, value) and not _is_free(name, source)]  # fmt: skip
 
 
 def _open_faster_rcnn(options: SceneGraphOptions, table: DetectionTable) -> Pretrained:

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torchvision.ops import roi_align
 
 from toolkit.batch import send
 from toolkit.models.relation.geometry import rectangle_masks, union_boxes
+from toolkit.models.relation.layers import fc
 
 
 class RectangleFeatures(nn.Module):
@@ -35,15 +37,45 @@ class RectangleFeatures(nn.Module):
         return self.conv(masks)
 
 
+class AllLevelsPool(nn.Module):
+    """Boxes pooled from every level of the pyramid, and the levels joined by a 3 x 3 convolution.
+
+    A frozen detector cannot make its levels alike; the convolution, which is trained, can.
+    """
+
+    def __init__(self, pool: nn.Module, channels: int):
+        """pool: a detector's `box_pool`, whose levels and whose rule for the ends of boxes are taken over."""
+        super().__init__()
+        self.last_pixel = float(hasattr(pool, "pool"))  # `WholePixelPool`: boxes end at it, not behind it
+        own = getattr(pool, "pool", pool)
+        self.names, self.scales = tuple(own.featmap_names), tuple(own.scales)
+        self.size, self.ratio = own.output_size, own.sampling_ratio
+        self.reduce = nn.Conv2d(channels * len(self.names), channels, 3, padding=1)
+        nn.init.kaiming_normal_(self.reduce.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(self.reduce.bias)
+
+    def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence) -> Tensor:
+        """(R, channels, resolution, resolution); arguments as of `MultiScaleRoIAlign`."""
+        ends = [each - each.new_tensor([0, 0, self.last_pixel, self.last_pixel]) for each in boxes]
+        pooled = [roi_align(maps[name], ends, self.size, scale, self.ratio)
+                  for name, scale in zip(self.names, self.scales, strict=True)]  # fmt: skip
+        return self.reduce(torch.cat(pooled, 1)).relu()
+
+
 class UnionFeatures(nn.Module):
     """Pooled features of the union box plus `RectangleFeatures`, through a box head.
 
-    pool: torchvision's MultiScaleRoIAlign. head: (R, channels, resolution, resolution) -> (R, U).
+    pool: torchvision's MultiScaleRoIAlign or the like. head: (R, channels, resolution, resolution) -> (R, U).
+    separate_spatial: U; the rectangles go through two layers of their own instead of the box head; 0: they do not.
     """
 
-    def __init__(self, pool: nn.Module, head: nn.Module, channels: int, resolution: int = 7):
+    def __init__(self, pool: nn.Module, head: nn.Module, channels: int, resolution: int = 7, separate_spatial: int = 0):
         super().__init__()
         self.pool, self.head, self.rectangles = pool, head, RectangleFeatures(channels, resolution)
+        self.spatial = None
+        if separate_spatial:
+            inner = fc(channels * resolution**2, separate_spatial // 2)
+            self.spatial = nn.Sequential(inner, nn.ReLU(), fc(separate_spatial // 2, separate_spatial), nn.ReLU())
 
     def forward(
         self,
@@ -53,8 +85,8 @@ class UnionFeatures(nn.Module):
         num_pairs: Sequence[int],
         sizes_hw: Tensor,
         images_hw: Sequence[tuple[int, int]] | None = None,
-    ) -> Tensor:
-        """(R, U) of the pairs.
+    ) -> tuple[Tensor, Tensor | None]:
+        """(R, U) of the pairs, and with `separate_spatial` (R, U) of where the two are.
 
         boxes_xyxy: (N, 4) of all images, pairs: (R, 2) rows of them, num_pairs: per image, sizes_hw: (B, 2) of the
         images without padding, on whatever device; images_hw: the same on the host, where it is known there.
@@ -65,4 +97,6 @@ class UnionFeatures(nn.Module):
         rectangles = self.rectangles(subjects, objects, pair_sizes)
         shapes = list(images_hw or map(tuple, sizes_hw.tolist()))
         pooled = self.pool(dict(feature_maps), list(union_boxes(subjects, objects).split(list(num_pairs))), shapes)
-        return self.head(pooled + rectangles.to(pooled))
+        if self.spatial is not None:
+            return self.head(pooled), self.spatial(rectangles.flatten(1))
+        return self.head(pooled + rectangles.to(pooled)), None

@@ -11,17 +11,10 @@ from toolkit.models.relation.layers import (
     batch_box_numbers,
     check_mode,
     class_embedding,
+    fc,
     label_embedding,
     position_embedding,
 )
-
-
-def fc(in_dim: int, out_dim: int) -> nn.Linear:
-    """A linear layer that begins as maskrcnn-benchmark's do."""
-    layer = nn.Linear(in_dim, out_dim)
-    nn.init.kaiming_uniform_(layer.weight, a=1)
-    nn.init.zeros_(layer.bias)
-    return layer
 
 
 class VTransEContext(nn.Module):
