@@ -98,6 +98,7 @@ def test_where_gives_the_files_that_the_documentation_names(capsys):
     (["pre"], ["predict"]), (["train", "y"], ["yolov3"]), (["completion", "b"], ["bash"]),
     (["train", "detr", "--run.max_m"], ["--run.max_minutes"]),
     (["predict", "runs/detr", "--over"], ["--overlap", "--overwrite"]),
+    (["train", "ssd", "--model.inference_o"], []),  # no setting
     (["train", "detr", "--optim.lr", "1e"], []), (["predict", "ru"], []),
 ])  # fmt: skip
 def test_completion(words, expected, capsys):

@@ -141,7 +141,9 @@ def settings() -> list[str]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 name = group or node.name.removesuffix("Config").lower()
-                found |= {f"--{name}.{line.target.id}" for line in node.body if isinstance(line, ast.AnnAssign)}
+                lines = (line for line in node.body if isinstance(line, ast.AnnAssign))
+                fields = (line for line in lines if "ClassVar" not in ast.unparse(line.annotation))
+                found |= {f"--{name}.{line.target.id}" for line in fields}
     return sorted(found)
 
 
