@@ -27,12 +27,14 @@ from toolkit.errors import BadInput
 from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
 from toolkit.runs.watch import WatchedRun
 
+TOO_FEW_IMAGES = "data.batch_size_per_device of at most"  # of toolkit/data/sampling.py
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "MemoryError")
 GIB = 2**30
 
 
-def fits(script: Path, arguments: list[str], batch_size: int, memory_bytes: int | None) -> bool:
-    """Whether a training makes its first step with this batch. Raises BadInput where something else ends it."""
+def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: int | None) -> str:
+    """Why a training cannot make its first step with this batch, empty if it can. Raises BadInput where something else
+    ends it."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
@@ -45,17 +47,19 @@ def fits(script: Path, arguments: list[str], batch_size: int, memory_bytes: int 
         run = WatchedRun(command, folder, output, limit=None if memory_bytes is None else limit)
         try:
             if any("train/loss" in row for row in run.rows()):
-                return True
+                return ""
         finally:
             run.stop(signal.SIGKILL)  # nothing of it is kept
         words = output.read_text(errors="replace")
     if run.process.returncode == -signal.SIGKILL or any(each in words for each in OUT_OF_MEMORY):
-        return False
+        return "out of memory"
+    if TOO_FEW_IMAGES in words:
+        return "more than the data has"
     raise BadInput(f"the training ends before its first step, and not for want of memory:\n{words[-2000:]}")
 
 
 def find(arguments: argparse.Namespace, rest: list[str]) -> None:
-    settings, size = resolved_settings(arguments.script, rest), arguments.most
+    settings, size, why = resolved_settings(arguments.script, rest), arguments.most, "not tried"
     on_cpu = not torch.accelerator.is_available()
     if arguments.memory_gib is None and on_cpu:
         arguments.memory_gib = 0.8 * psutil.virtual_memory().available / GIB
@@ -68,10 +72,11 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
 
     @find_executable_batch_size(starting_batch_size=arguments.most, reduce_batch_size_fn=halve)
     def attempt(batch_size: int) -> int:
+        nonlocal why
         print(f"{batch_size} images: ", end="", flush=True)
-        if not fits(arguments.script, rest, batch_size, memory):
-            print("out of memory", flush=True)
-            raise torch.OutOfMemoryError("CUDA out of memory")  # the words that Accelerate looks for
+        if refused := obstacle(arguments.script, rest, batch_size, memory):
+            print(why := refused, flush=True)
+            raise torch.OutOfMemoryError("CUDA out of memory.")  # the words that Accelerate looks for
         print("fits", flush=True)
         return batch_size
 
@@ -84,11 +89,10 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
     found = {"data": {"batch_size_per_device": largest}}
     if asked > largest:
         found["optim"] = {"accumulation_steps": -(-asked // largest)}
-    beyond = "twice as many do not" if largest <= arguments.most // 2 else "more were not tried"
     where = f"a CPU with {arguments.memory_gib:.1f} GiB" if on_cpu else "an accelerator"
     write_settings(arguments.out, found, [
         f"Found by scripts/find_batch_size.py {arguments.script} {' '.join(rest)}",
-        f"{largest} images fit into the memory of {where}, {beyond}.",
+        f"{largest} images fit into the memory of {where}; twice as many: {why}.",
         f"The settings have {asked} images in a step of one device.",
     ])  # fmt: skip
     print(f"data.batch_size_per_device {largest}; written: {arguments.out}")

@@ -194,10 +194,10 @@ def test_a_rate_and_a_batch_size_are_found_and_can_be_used(tmp_path, tiny, monke
     assert find_rate.main([script, *tiny, "--out", str(tmp_path / "rate.yaml"), "--steps", "60"]) == 0
     found = yaml.safe_load((tmp_path / "rate.yaml").read_text())["optim"]
     assert 1e-6 < found["lr"] < 0.1 and (tmp_path / "rate.png").stat().st_size > 5000
-    more = ["--memory-gib", "8", "--most", "16"]  # more than there are images would be refused
+    more = ["--memory-gib", "8", "--most", "32"]
     assert find_batch_size.main([script, *tiny, *more, "--out", str(tmp_path / "batch.yaml")]) == 0
     said = capsys.readouterr().out
-    assert "16 images: fits" in said
+    assert "32 images: more than the data has\n16 images: fits" in said
     batch = yaml.safe_load((tmp_path / "batch.yaml").read_text())["data"]["batch_size_per_device"]
     assert batch == 16
     used = [sys.executable, script, *tiny, "--config", str(tmp_path / "rate.yaml"), "--print_config"]
