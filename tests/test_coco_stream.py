@@ -192,6 +192,7 @@ def test_a_cut_file_is_an_error_with_its_place(tmp_path_factory, cut, window):
         list(stream_lists(path, window))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peak memory from Linux's /proc")
 def test_memory_does_not_grow_with_the_file(tmp_path):
     """Peak memory of reading 2,000 and 20,000 images is nearly the same, though one file has 2 and the other 20 MB."""

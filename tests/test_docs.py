@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PAGES += [*sorted(ROOT.glob("configs/**/*.md")), *sorted(ROOT.glob("notebooks/*.ipynb"))]
-GROUPS = ("run", "data", "model", "optim", "schedule", "loss", "eval")
+GROUPS = ("run", "data", "model", "optim", "schedule", "loss", "eval", "hub")
 
 
 def hooks():

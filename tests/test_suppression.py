@@ -117,3 +117,16 @@ def test_boxes_are_pooled_from_their_levels_as_torchvision_pools_them(counts):
         results.append((pooled, *gradients))
     for their, our in zip(*results, strict=True):
         torch.testing.assert_close(our, their, rtol=0, atol=0)
+
+
+def test_a_box_that_is_no_number_does_not_end_the_step():
+    """The guard sees it in the losses of the same step and says where it came from."""
+    maps = {name: torch.randn(1, 3, side, side) for name, side in (("0", 32), ("1", 16))}
+    boxes = some_boxes(5)
+    pool = LevelPool(["0", "1"], 3, 2, canonical_scale=32)
+    pool.scales, pool.map_levels = [1 / 4, 1 / 8], LevelMapper(2, 3, 32, 4)
+    sound = pool(maps, [boxes], [(128, 128)])
+    boxes[2] = torch.nan
+    pooled = pool(maps, [boxes], [(128, 128)])
+    rows = [0, 1, 3, 4]
+    assert torch.equal(pooled[rows], sound[rows]) and pooled.isfinite().all()

@@ -76,6 +76,7 @@ def test_lossless_frames_have_the_boxes_of_their_pictures(tmp_path):
     assert shapes == {(3, 48, 64)}
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_length(tmp_path):
     video = write_lossless(tmp_path / "film.mkv", (frame(i) for i in range(1000)))
     used, process = [], psutil.Process()

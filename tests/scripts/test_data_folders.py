@@ -77,6 +77,7 @@ def test_a_share_is_held_out_and_evaluated_again(server, script, settings, data,
     assert "held out by their content" in run.text and "val: '0.3'" in (run.folder / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_exact_resume_with_every_augmentation(server, script, settings, tmp_path):
     def args(name, *more):
         return settings(*EVERYTHING, "--run.output_dir", tmp_path, "--run.name", name, "--run.resume", "latest",

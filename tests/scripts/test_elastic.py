@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from launching import assert_same_run
 
 TORCHRUN = Path(__file__).with_name("torchrun_forked.py")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_restarts_the_job_from_the_newest_checkpoint(server, script, resumable):
     args, reference = resumable(2)
     args = [*args, "--run.name", "elastic"]

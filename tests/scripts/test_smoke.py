@@ -148,6 +148,7 @@ def test_trackers_have_every_step_once_after_a_kill(server, script, settings, tm
     assert all(path.is_file() for path in (ended.folder / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_trials_of_a_wandb_agent_have_its_ids_and_folders_of_their_own(server, script, settings, tmp_path):
     args = settings("--run.output_dir", tmp_path, "--run.tracker", "wandb", "--run.max_steps", 1, "--run.epochs", 1)
     for trial in ("first", "second"):  # by one command, with what the agent sets

@@ -16,6 +16,7 @@ def yolov3(script):
     return script
 
 
+@pytest.mark.slow
 @pytest.mark.every_script
 def test_mixing_ends_with_its_epoch_also_when_resumed(server, yolov3, settings, tmp_path):
     """Two epochs of five steps, the second not mixed; killed in the first, and again one step into the second."""

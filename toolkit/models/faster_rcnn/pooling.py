@@ -22,7 +22,9 @@ class LevelPool(MultiScaleRoIAlign):
     ) -> Tensor:
         """(R, C, *output_size) of the boxes (R_i, 4) xyxy of each image, in the order of the images."""
         levels = [maps[name] for name in self.featmap_names if name in maps]
+        # A NaN is the guard's matter, elsewhere in the same step; here it would be on no level.
         joined, counts = torch.cat(list(boxes)), torch.tensor([len(each) for each in boxes])
+        joined = joined.masked_fill(joined.isnan(), 0.0)
         image = send(torch.arange(len(counts)).repeat_interleave(counts), joined.device)
         rois = torch.cat([image[:, None].to(joined), joined], dim=1)
         if len(levels) == 1:
