@@ -24,7 +24,8 @@ SENT = (  # one run after the other, each going on where the one before stopped:
 )
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # seven runs; the test of real processes below is always run
+@pytest.mark.parametrize("processes", [1, 2])
 def test_signal_on_one_rank_saves_and_the_run_goes_on_to_the_bit(server, script, resumable, processes):
     args, reference = resumable(processes)
     args = [*args, "--run.name", "signalled"]
