@@ -1,6 +1,7 @@
-"""Evaluation mode for a while."""
+"""Evaluation mode, or no garbage collector, for a while."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 from torch import nn
@@ -16,3 +17,16 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for m, training in modes:
             m.training = training
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector, which walks through millions of dicts again and again: a quarter to half of the
+    time of reading or judging a large data set."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -6,10 +6,9 @@ Of equal scores the one that comes first wins: images in the order of the table,
 """
 
 import contextlib
-import gc
 import io
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.arrays import BoxArrays, drop_unusable, ground_truth_arrays, prediction_arrays
 from toolkit.evaluation.draw import draw_predictions
 from toolkit.evaluation.explain import explain_zero_ap
+from toolkit.modes import uncollected
 from toolkit.text import columns, escaped, shown
 
 __all__ = [
@@ -75,7 +75,7 @@ class CocoEvaluator:
         """
         detections = prediction_arrays(predictions, self.image_ids)
         detections = drop_unusable(detections, len(self.class_keys), self.image_ids)
-        with contextlib.redirect_stdout(io.StringIO()), _no_garbage_collection():  # pycocotools prints its progress
+        with contextlib.redirect_stdout(io.StringIO()), uncollected():  # pycocotools prints its progress
             found = _coco_of(self._coco, self.image_ids, len(self.class_keys), detections)
             run = self._eval(self._ground_truth, found, iouType="bbox")
             run.params.maxDets = list(self.max_dets)
@@ -114,18 +114,6 @@ class CocoEvaluator:
             result[f"AP50/{name}"] = _mean(precision[half, :, k, 0, -1])
             result[f"AR{most}/{name}"] = _mean(recall[:, k, 0, -1])
         return result
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """The collector would walk through a dict per detection again and again: a quarter of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _mean(values: np.ndarray) -> float | None:

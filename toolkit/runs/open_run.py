@@ -75,7 +75,7 @@ def settings_beside(checkpoint: Path) -> dict:
 
 
 def chosen_weights(run: Run, asked: str | None = None) -> str:
-    """ "model" or "ema": what was asked for, else what the metric for best goes by, as in `final/`.
+    """Either "model" or "ema": what was asked for, else what the metric for best goes by, as in `final/`.
 
     Raises:
         BadInput: the checkpoint does not hold what was asked for.

@@ -82,11 +82,9 @@ class StepBudget:
         return {name: copy.copy(getattr(self, name)) for name in self._STATE}
 
     def load_state_dict(self, state: Mapping) -> None:
-        for name in self._STATE[:4]:
-            setattr(self, name, copy.copy(state[name]))
-        self.planned_steps = state.get("planned_steps", self.steps)
-        self.planned_s = state.get("planned_s", self.elapsed_s)
-        self.settled = is_settled(state)
+        earlier = {"planned_steps": state["steps"], "planned_s": state["elapsed_s"], "settled": is_settled(state)}
+        for name in self._STATE:
+            setattr(self, name, copy.copy({**earlier, **state}[name]))
 
 
 def is_settled(state: Mapping) -> bool:

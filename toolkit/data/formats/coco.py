@@ -1,13 +1,11 @@
 """COCO annotation files (also with relations) to the Arrow table, and back."""
 
-import contextlib
 import dataclasses
-import gc
 import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.data.check_files import find_image_root, rows_of_good_files
@@ -17,6 +15,7 @@ from toolkit.data.places import Places, digest_of, open_places
 from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
+from toolkit.modes import uncollected
 
 
 def read_coco(
@@ -115,9 +114,9 @@ def _read(
     siblings: Sequence[Path],
 ) -> DetectionTable:
     if annotation_file.stat().st_size >= STREAMED_BYTES:
-        with _uncollected():
+        with uncollected():
             return read_streamed(annotation_file, image_dir, check_images, max_pixels, cache_file, siblings)
-    with _uncollected():
+    with uncollected():
         document, notes = _parse(annotation_file)
         valid = validate_document(document, str(annotation_file), max_pixels)
         del document
@@ -138,18 +137,6 @@ def _read(
         name=str(annotation_file),
         checked=checked,
     )
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the garbage collector, which would walk through millions of dicts again and again: half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _parse(annotation_file: Path) -> tuple[object, list[Problem]]:

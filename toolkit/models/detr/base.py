@@ -25,7 +25,6 @@ class TransformersDetector(Detector):
     entries: Mapping[str, Sequence[str]] = {}
     published: Mapping[str, object] = {}
     averaged_denominators = ("boxes",)  # by rank, in the originals
-    buffers_steer_training = False
     stride = 1
 
     def _take(self, set_loss: nn.Module, statistics: tuple[tuple, tuple], used: Mapping[str, object]) -> None:
