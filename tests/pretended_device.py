@@ -216,7 +216,7 @@ def _run(func, args, kwargs):
             return value
         if id(value) in wrappers:
             wrapper = wrappers[id(value)]
-            if wrapper.shape != value.shape:
+            if wrapper.shape != value.shape:  # a wrapper cannot be resized, and no script asks for it
                 raise NotImplementedError(f"{name} gives a tensor another shape in place")
             return wrapper
         return OnDevice(value) if to_device else value

@@ -1,18 +1,19 @@
 """The loops of the scripts against a bare PyTorch loop: same model, criterion, clipping, optimizer and EMA.
 
-Ours is each script's own `build` and `train_one_epoch`, with all that they bring: guard, one reduction a step, meters,
-rows of metrics.jsonl, schedule, sampler. Both get the same batches in the same order, and must compute the same losses.
+Ours is each script's own `train_one_epoch` on what its `main` builds, with all that they bring: guard, one reduction a
+step, meters, rows of metrics.jsonl, schedule, sampler. Both get the same batches in the same order, and must compute
+the same losses.
 """
 
 import contextlib
 import copy
 import io
+import itertools
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -20,16 +21,15 @@ import train_detr
 import train_faster_rcnn
 import train_ssd
 import train_yolov3
-from accelerate import Accelerator
 from torch import nn
 
 from toolkit import session
 from toolkit.batch import Batch
 from toolkit.data.batches import make_loader
 from toolkit.distributed import seed_step
+from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.models import options_class
 from toolkit.runs.settings import OptimConfig
-from toolkit.runs.writer import RunWriter
-from toolkit.signals import StopSignals
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.training import Training
 
@@ -65,11 +65,11 @@ def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size:
     with full_loop(script, image_size, steps, model) as (config, training):
         bare_losses = []
         bare = bare_loop(copy.deepcopy(training.detector), config, training.loader, bare_losses)
-        ours = script_loop(script, config, training)
+        ours = script_loop(script, training)
         runs = (bare, ours, bare)
         times = [[_seconds(run, steps) for run in runs] for _ in range(blocks + 1)][1:]
         rows = map(json.loads, (training.folder / "metrics.jsonl").read_text().splitlines())
-        our_losses = [row["train/loss"] for row in rows]  # one row a block, of its last step
+        our_losses = [row["train/loss"] for row in rows if "train/loss" in row]  # one row a block, of its last step
     seconds = [[t[i] / steps for t in times] for i in range(3)]
     added_ms = [1000 * (ours - (bare + again) / 2) for bare, ours, again in zip(*seconds, strict=True)]
     pairs = zip(our_losses, (float(loss) for loss in bare_losses), strict=False)  # the bare loop made twice the steps
@@ -95,8 +95,10 @@ def _seconds(run: Callable[[int], None], steps: int) -> float:
 @contextlib.contextmanager
 def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) -> Iterator[tuple[object, Training]]:
     """What a script's `main` has before its first step."""
-    with tempfile.TemporaryDirectory() as folder, StopSignals() as signals:
-        config = script.Config(model=script.ModelConfig(**model))
+    config = script.Config()
+    options = options_class(model["architecture"]) if "architecture" in model else type(config.model)
+    config.model = options(**model)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
         settings = (
             (config.run, {"output_dir": folder, "name": "bench", "epochs": 1000, "log_every": log_every,
                           "eval_every": 0, "save_every": 0}),
@@ -107,22 +109,26 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
         for group, values in settings:
             for name, value in values.items():
                 setattr(group, name, value)
-        accelerator = Accelerator(kwargs_handlers=session.distributed_kwargs())
         with contextlib.redirect_stdout(io.StringIO()):
-            training = script.build(config, accelerator, Path(folder), signals, checkpoint=None)
-        training.start(RunWriter(Path(folder)), {})
+            s = held.enter_context(session.session(config))
+            table, val_table = session.open_data(s)
+            evaluator = CocoEvaluator(val_table)
+            training = session.training(s, session.make_detector(s, table), table, val_table, evaluator)
         yield config, training
-        training.close()
+        training.log.close()
 
 
-def script_loop(script: ModuleType, config: object, t: Training) -> Callable[[int], None]:
+def script_loop(script: ModuleType, t: Training) -> Callable[[int], None]:
     """Runs the script's loop for so many steps; the printed lines go nowhere."""
+    windows = t.windows
 
     def run(steps: int) -> None:
-        t.total_steps = t.step + steps
+        t.windows = lambda: itertools.islice(windows(), steps)  # a run that ends would look at its whole state
+        end = t.step + steps
         with contextlib.redirect_stdout(io.StringIO()):
-            while not t.finished:
-                script.train_one_epoch(config, t)
+            while t.step < end:  # an epoch may be over before
+                steps = end - t.step
+                script.train_one_epoch(t)
 
     return run
 

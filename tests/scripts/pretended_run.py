@@ -19,7 +19,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-import pretended_device  # noqa: E402
+import pretended_device  # noqa: E402  it lies in tests/, which the line before makes known
 
 
 class Counting:
