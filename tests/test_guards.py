@@ -299,6 +299,8 @@ def test_the_search_for_a_loss_scale_is_no_divergence():
     assert decide(guard, losses=NAN, norm=NAN, scale=65536.0) is Action.STOP  # the losses do not carry the scale
     assert decide(guard, norm=NAN, scale=65536.0, buffers=0.0) is Action.STOP
     assert [decide(guard, norm=INF, scale=2.0**i).value for i in (9, 8, 7, 6)] == ["calibrate"] * 3 + ["stop"]
+    in_succession = [decide(guard, norm=norm, scale=64.0).value for norm in (INF, INF, INF, 1.0, INF)]
+    assert in_succession == ["calibrate"] * 3 + ["step", "calibrate"]
 
 
 def test_a_real_scaler_finds_its_scale_under_the_guard():

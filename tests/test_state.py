@@ -153,6 +153,21 @@ def test_what_is_not_finite_is_never_saved(tmp_path, due):
     with pytest.raises(StoppedByGuard, match="No state is saved"):
         t.evaluate_and_save(15.0 if due == "signal" else 0.0)
     assert newest_valid(tmp_path / "checkpoints")[0] is None
+    assert not list(tmp_path.glob("nan/*/rank0"))  # there was no window
+
+
+def test_an_update_that_overflows_and_is_to_be_saved_is_reported_with_its_window(tmp_path):
+    t = ready(tmp_path)
+    t.pace = Pace(save_every=1)
+    assert t.accepts(WINDOW, reduced_of(t))
+    t.step += 1
+    with torch.no_grad():
+        t.detector.weight.fill_(NAN)
+    with pytest.raises(StoppedByGuard, match="what the last update left: weight weight not finite"):
+        t.evaluate_and_save(0.0)
+    (folder,) = tmp_path.glob("nan/*/rank0")
+    report, window, _ = load_report(folder)
+    assert report["where"] == "state" and len(window) == len(WINDOW)
 
 
 def test_the_state_at_the_start_is_saved_when_the_first_update_overflows(tmp_path):

@@ -90,8 +90,9 @@ def test_a_refused_window_leaves_a_scaler_that_goes_on(policy, updates_left, tmp
         else:
             finite = {"buffers_finite": 1.0, "state_finite": 1.0}
             reduced = {"loss": value, "loss_ce": value, "grad_norm": value, **finite}
+            t.under_way = (window, [{"images": 1.0}], reduced)
             action = t.decide(reduced)
-            recover(t, action, window, [{"images": 1.0}], reduced)
+            recover(t, action)
             assert action is Action(policy)
     assert scaler.get_scale() == 8.0
     assert t.detector.weight.item() == pytest.approx(1 - 0.1 * updates_left)

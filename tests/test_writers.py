@@ -430,6 +430,12 @@ def test_offline_file_is_read_to_where_it_was_cut_off(wandb_home, monkeypatch):
 # ---------------------------------------------------------------- console
 
 
+def test_the_line_counts_epochs_by_the_steps_that_the_whole_run_would_have_with_batches_of_now():
+    """Five epochs of 40 steps, then batches twice as large: 20 steps an epoch, for 100 more."""
+    assert str(Place(201, 300, 5, 20, 0.0, recut=-100)).startswith("epoch 6/10  step 201/300")
+    assert str(Place(201, 300, 5, 20, 0.0)).startswith("epoch 6/15")
+
+
 def test_console_line():
     row = {
         "step": 120, "epoch": 3, "train/loss": 2.34567, "train/loss_ce": 1.2, "train/loss_ce_unscaled": 0.6,

@@ -4,12 +4,11 @@
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from torch import Tensor
 
-from toolkit.batch import Batch
 from toolkit.distributed import gather_objects, run_on_main
 from toolkit.errors import StoppedByGuard
 from toolkit.runs.checkpoint import Checkpoint, newest_valid
@@ -20,15 +19,8 @@ from toolkit.step.nan_report import investigate, rerun_window
 from toolkit.step.state import named_state, nonfinite, unusable_rate
 
 
-def recover(
-    t,
-    action: Action,
-    window: Sequence[Batch],
-    denominators: Sequence[Mapping],
-    reduced: Mapping[str, float],
-    broken: Sequence[str] = (),
-) -> None:
-    """Recovers the run, every rank alike.
+def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
+    """Recovers the run from the window that is under way, every rank alike.
 
     broken: what `broken_state` found.
 
@@ -39,7 +31,7 @@ def recover(
         t.optimizer.step()
         t.optimizer.zero_grad()
         return
-    message = _report(t, action, window, denominators, reduced, broken)
+    message = _report(t, action, broken)
     drop_gradients(t.weights)
     if (scaler := t.accelerator.scaler) is not None:
         scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, which it does once per update
@@ -103,7 +95,7 @@ def state_is_sound(t) -> bool:
     if not broken:
         return True
     action = t.guard.decide(t.step, {}, 0.0, faults=[in_words(broken)])
-    follow(t, action, t.guard.reason, broken)
+    follow(t, action, _report(t, action, broken) if t.under_way else t.guard.reason, broken)
     return False
 
 
@@ -143,7 +135,8 @@ def _go_back(t) -> str:
 # ---------------------------------------------------------------- the report
 
 
-def _report(t, action: Action, window, denominators, reduced, broken) -> str:
+def _report(t, action: Action, broken: Sequence[str]) -> str:
+    window, denominators, reduced = t.under_way
     scaler, rank = t.accelerator.scaler, t.accelerator.process_index
     scale = scaler.get_scale() if scaler is not None else 1.0
     where = {"step": t.step, "seed": t.seed, "rank": rank, "precision": t.accelerator.mixed_precision, "scale": scale}

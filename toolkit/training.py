@@ -108,6 +108,7 @@ class Training:
         self._sums: dict[str, Tensor] = {}
         self._unknown: list[str] = []
         self._denominators: list[Mapping[str, Tensor]] = []
+        self.under_way: tuple | None = None  # (window, denominators, reduced) until the next one begins, for a report
 
     @property
     def finished(self) -> bool:
@@ -143,6 +144,7 @@ class Training:
         for window in self._ahead.through(windows(self.loader, micro_batches)):
             self.log.timer.data_ready()
             yield window
+            self.under_way = None
             self.log.timer.start()
 
     def micro_batches(self, window: Sequence[Batch]) -> Iterator[tuple[Batch, Mapping[str, Tensor]]]:
@@ -200,10 +202,11 @@ class Training:
         Raises:
             StoppedByGuard: the policy says so; the newest finite state is saved.
         """
+        self.under_way = (window, self._denominators, reduced)
         action = self.decide(reduced)
         self.sampler.advance_batches(len(window))
         if action is not Action.STEP:
-            recover(self, action, window, self._denominators, reduced, self._broken)
+            recover(self, action, self._broken)
             return False
         if is_time(self.step + 1, self.pace.gradient_table_every):
             self.log.say(gradient_table(self.detector.named_parameters(), self.max_norm, top=20))
