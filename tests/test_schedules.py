@@ -311,3 +311,8 @@ def test_a_rate_that_changes_once_an_epoch_is_that_of_the_epochs_first_step(name
     for step in range(5, 20):
         assert rates[step] == lr_factor(step - step % 5, name, **options)
     assert rates[3:5] == [1.0, 1.0]
+
+
+def test_a_milestone_in_the_warm_up_does_not_wait_for_the_next_epoch():
+    options = {"warmup_steps": 8, "milestones": [5], "warmup_factor": 1.0}
+    assert [lr_factor(step, "multistep", every=4, **options) for step in (4, 5, 7)] == [1.0, 0.1, 0.1]

@@ -184,7 +184,7 @@ def test_the_state_at_the_start_is_saved_when_the_first_update_overflows(tmp_pat
         t.evaluate_and_save(15.0)
     saved, _ = newest_valid(tmp_path / "checkpoints")
     assert saved.step == 0 and saved.tensors["model"]["weight"] == saved.tensors["ema"]["weight"] == 1.0
-    t.saved_step = 0
+    assert t.saved_step == 0
     keep_start(t)
     assert t.start is None, "a checkpoint stands"
 

@@ -27,6 +27,7 @@ from toolkit.recovery import recover
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import linked, load_checkpoint, newest_valid
 from toolkit.saving import infinite_buffers, load, save
+from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import StepBudget
 from toolkit.step.losses import LossWeights
@@ -75,6 +76,7 @@ def test_a_refused_window_leaves_a_scaler_that_goes_on(policy, updates_left, tmp
     """The scaler has unscaled the gradients and takes no second unscaling before an update of its own."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     t = make_training(tmp_path, policy, scaler)
+    t.weights = LossWeights(Detector.loss_names, {"loss_ce": "learned"}, {"loss_ce": 1.0})
     window = [Batch(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), [{"image_id": 1}])]
     for value in (1.0, math.nan, 1.0):
         t.guard.snapshot(t.detector)
@@ -92,8 +94,9 @@ def test_a_refused_window_leaves_a_scaler_that_goes_on(policy, updates_left, tmp
             reduced = {"loss": value, "loss_ce": value, "grad_norm": value, **finite}
             t.under_way = (window, [{"images": 1.0}], reduced)
             action = t.decide(reduced)
+            t.weights.log_variances["loss_ce"].grad = torch.ones(())  # of the same window
             recover(t, action)
-            assert action is Action(policy)
+            assert action is Action(policy) and t.weights.log_variances["loss_ce"].grad is None
     assert scaler.get_scale() == 8.0
     assert t.detector.weight.item() == pytest.approx(1 - 0.1 * updates_left)
 
@@ -145,6 +148,17 @@ def test_another_metric_for_best_has_the_checkpoint_evaluated_anew(tmp_path):
     (note,) = load(t, saved(tmp_path))
     assert "best metric starts anew" in note
     assert (t.best.value, t.best.evaluated_step) == (None, -1)
+
+
+def test_the_guards_and_the_averages_counts_outlive_a_resume(tmp_path):
+    t = make_training(tmp_path)
+    t.ema, t.guard.rollbacks, t.guard.skips, t.step = Ema(t.detector, 0.9), 2, 1, 1
+    t.ema.update(t.detector)
+    save(t)
+    again = make_training(tmp_path)
+    again.ema = Ema(again.detector, 0.9)
+    load(again, newest_valid(tmp_path / "checkpoints")[0])
+    assert (again.guard.rollbacks, again.guard.skips, again.ema.updates) == (2, 1, 1)
 
 
 def test_another_run_goes_on_with_a_copy_of_the_best(tmp_path):

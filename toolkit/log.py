@@ -117,12 +117,6 @@ class Log:
             self._bar.total = total_steps
         self.say(f"training takes {total_steps} steps")
 
-    def go_back(self, step: int) -> None:
-        """A rollback: the bar stands where the run does."""
-        if self._bar is not None:
-            self._bar.n = step
-            self._bar.refresh()
-
     def _show_on_bar(self, place: Place) -> None:
         if self._bar is None or self._bar.disable:
             return

@@ -54,7 +54,6 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         t.saved_step = t.step
         t.schedule.scale = t.guard.lr_scale
         t.set_rates()
-        t.log.go_back(t.step)
     t.log.say(f"guard: {message}\n{action.value}: goes on from step {t.step} with the next data.")
 
 

@@ -87,7 +87,6 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
             for group, rates in zip(t.optimizer.param_groups, own, strict=True):
                 group.update(rates)
         notes += _retime(t, state, keep_schedule)
-        t.schedule.set(t.step)
         t.guard.load_state_dict(state["guard"])
         t.log.load_state_dict(state)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:

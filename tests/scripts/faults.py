@@ -5,7 +5,8 @@
     {"nan": "boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}    3: the third that training fetches
     {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
     {"skip": "toolkit.session:report_and_card"}    leave a slow function out
-    {"disk": "full" | "inodes" | "removed", "folder": FOLDER, "at": ..., "call": ...}    what becomes of a disk then
+    {"disk": "full" | "inodes" | "removed" | "read-only", "folder": FOLDER, "at": ..., "call": ...}
+        what becomes of a disk then
     {"cwd": FOLDER, "rank": 1}    start in another folder, as on a machine with a disk of its own
     {"float64": True}    the detector in double precision
 """
@@ -15,6 +16,7 @@ import math
 import os
 import shutil
 import signal
+import subprocess
 import time
 from contextlib import suppress
 from functools import partial, wraps
@@ -89,6 +91,8 @@ def _spoil_disk(how: str, folder: Path) -> None:
     """To the last byte or inode; `removed`: the folder is gone. What fills it is named .filler*."""
     if how == "removed":
         shutil.rmtree(folder)
+    if how == "read-only":  # possible while no file of it is open for writing
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     with suppress(OSError):
         if how == "full":
             with open(folder / ".filler", "wb", buffering=0) as file:

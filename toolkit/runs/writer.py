@@ -96,14 +96,21 @@ class RunWriter:
             feed.call(lambda tracker: tracker.keep_final(final, facts))
 
     def close(self, state: str = "done") -> None:
-        """Close the file and let the trackers finish; the process group stays. Raises OSError.
+        """Close the file and let the trackers finish; the process group stays.
 
         state: "done", "preempted" or "failed".
+
+        Raises:
+            OSError: the last row cannot be written. BadInput: the run is done, and its folder was removed.
         """
+        removed = self._is_main and not self._metrics.path.exists()
         if self._is_main:
             self._metrics.close()
         for feed in self._feeds:
             feed.close(state)
+        if removed and state == "done":
+            raise BadInput(f"{self.folder} was removed while the run ended. Its checkpoints and rows are lost; "
+                           "what was written after that is there.")  # fmt: skip
 
     def _send(self, row: Mapping) -> None:
         step = row["step"]
