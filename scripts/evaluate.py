@@ -23,6 +23,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from toolkit.data.formats import FORMATS
+from toolkit.distributed import run_on_main
 from toolkit.errors import BadInput
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predictions_file import write_predictions
@@ -48,7 +49,7 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     """Prints the table and returns whether every expected number was met."""
     accelerator = Accelerator()
     found = _predicted(arguments, accelerator)
-    result = _measured(found, arguments.backend)
+    result = run_on_main(lambda: _measured(found, arguments.backend))  # it alone has the predictions
     if accelerator.is_main_process:
         print(f"{found.about['detector']}, {len(found.table)} images\n{result.pop('table')}")
         print(json.dumps(result))

@@ -20,9 +20,21 @@ from toolkit.distributed import (
     reduce_dict,
     run_on_main,
     seed_step,
+    state_from_main,
     world,
 )
 from toolkit.errors import BadInput
+
+STATE = {
+    "tensors": [
+        torch.arange(6).view(2, 3),
+        torch.zeros(0, 4),
+        torch.rand(5).to(torch.bfloat16),
+        torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.rand(6, 4)[1::2, ::3],
+    ],
+    "others": ("text", None, {"flag": torch.tensor(True), "step": torch.tensor(1.5, dtype=torch.float64)}),
+}
 
 
 def message_of(function, *args, **kwargs):
@@ -55,6 +67,7 @@ def everything_between_ranks():
             (i, {"boxes": torch.full((i % 3, 4), float(i)), "from": rank}) for i in range(rank, 7 + rank)
         ),
         "main": run_on_main(only_main),
+        "state": state_from_main(lambda: STATE if rank == 0 else None),
         "calls": calls,
         "agreed": agree_max(15 if rank == world_size - 1 else 2),
         "told": broadcast_object({"rank": rank}),
@@ -105,12 +118,24 @@ def test_an_unannounced_key_on_one_rank_is_an_error_on_every_rank_that_names_it(
 
 
 def test_predictions_are_gathered_by_image_once_and_unmixed(ranks):
-    for result in ranks:
+    assert not any(result["images"] for result in ranks[1:]), "the main process alone looks at them"
+    for result in ranks[:1]:
         images = result["images"]
         assert sorted(images) == list(range(7 + len(ranks) - 1))
         for image_id, prediction in images.items():
             assert torch.equal(prediction["boxes"], torch.full((image_id % 3, 4), float(image_id)))
             assert prediction["from"] == max(0, image_id - 6)  # the first rank that had it
+
+
+def test_a_state_of_the_main_process_arrives_as_it_is(ranks):
+    for result in ranks:
+        flat, wanted = (torch.utils._pytree.tree_flatten(state) for state in (result["state"], ranks[0]["state"]))
+        assert flat[1] == wanted[1] and len(flat[0]) == 9
+        for own, theirs in zip(flat[0], wanted[0], strict=True):
+            same = isinstance(own, torch.Tensor) and own.dtype == theirs.dtype and torch.equal(own, theirs)
+            assert same or own == theirs
+        in_order = result["state"]["tensors"][3].is_contiguous(memory_format=torch.channels_last)
+        assert in_order, "an optimizer's state lies in memory as its parameters do"
 
 
 def test_main_works_for_all(ranks):

@@ -6,6 +6,7 @@ Every function here but `world` and `seed_step` is a collective: all ranks call 
 import os
 import random
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from toolkit.batch import send
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 
 Result = TypeVar("Result")
+IMAGES_AT_ONCE = 1000  # whose predictions travel in one message
 
 
 class UnannouncedName(BadInput):
@@ -38,7 +40,7 @@ def all_reduce(values: Tensor, op: str = "sum") -> Tensor:
     _, world_size = world()
     if world_size > 1:
         # gloo may hold CPU tensors only, and NCCL device tensors only, wherever the values happen to be
-        reduced = values.to(_collective_device(), copy=True)
+        reduced = values.to(_collective_device(values.device), copy=True)
         dist.all_reduce(reduced, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         values = reduced.to(values.device)
     return values / world_size if op == "mean" else values
@@ -89,17 +91,23 @@ def stack_scalars(values: Sequence[Tensor | float]) -> Tensor:
 
 
 def gather_by_image(items: Iterable[tuple[int | str, dict]]) -> dict[int | str, dict]:
-    """Predictions of all ranks by image id, on every rank.
+    """Predictions of all ranks by image id on rank 0, which alone looks at them; nothing on the others.
 
     items: (image id, prediction), a prediction being a dict whose tensors are moved to the CPU first. The lists of
     different images are never joined. An image that several ranks (or batches) had is kept once: the first in the
-    order of ranks, so all ranks hold the same.
+    order of ranks. They travel some images at a time, so that nothing but the result is ever large.
     """
     own = [(image_id, _to_cpu(prediction)) for image_id, prediction in items]
+    rank, world_size = world()
+    by_rank = [own] if world_size == 1 else [[] for _ in range(world_size)]
+    for first in range(0, agree_max(len(own)) if world_size > 1 else 0, IMAGES_AT_ONCE):
+        parts = [None] * world_size if rank == 0 else None
+        dist.gather_object(own[first : first + IMAGES_AT_ONCE], parts, dst=0)
+        for known, part in zip(by_rank, parts or (), strict=False):
+            known += part
     gathered: dict[int | str, dict] = {}
-    for rank_items in gather_objects(own):
-        for image_id, prediction in rank_items:
-            gathered.setdefault(image_id, prediction)
+    for image_id, prediction in (item for part in by_rank for item in part):
+        gathered.setdefault(image_id, prediction)
     return gathered
 
 
@@ -119,7 +127,7 @@ def broadcast_object(value: Result) -> Result:
     if world_size == 1:
         return value
     holder = [value]
-    dist.broadcast_object_list(holder, src=0, device=_collective_device())
+    dist.broadcast_object_list(holder, src=0, device=_collective_device(torch.device("cpu")))
     return holder[0]
 
 
@@ -145,6 +153,59 @@ def run_on_main(function: Callable[[], Result]) -> Result:
     if error is not None:
         raise error
     return result
+
+
+def state_from_main(function: Callable[[], Result]) -> Result:
+    """`run_on_main` for what holds large tensors (in dicts, lists, tuples, dataclasses): they travel as they are, not
+    pickled, and arrive on the CPU. Raises what `run_on_main` raises."""
+    rank, world_size = world()
+    if world_size == 1:
+        return function()
+    held: list[Any] = []
+    run_on_main(lambda: held.append(function()))
+    skeleton = broadcast_object(_mapped(held[0], _Place.of, Tensor) if rank == 0 else None)
+
+    def arrived(place: "_Place") -> Tensor:
+        shared = torch.empty(place.shape.numel() * place.dtype.itemsize, dtype=torch.uint8, device=device)
+        if len(shared):
+            dist.broadcast(shared, src=0)
+        return shared.cpu().view(place.dtype).as_strided(place.shape, place.stride)
+
+    def sent(tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            dense = torch.empty_like(tensor, device="cpu").copy_(tensor)
+            dist.broadcast(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).to(device), src=0)
+        return tensor
+
+    device = _collective_device(torch.device("cpu"))
+    return _mapped(held[0], sent, Tensor) if rank == 0 else _mapped(skeleton, arrived, _Place)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor in a message. Strides are kept: a fused optimizer wants those of its state to be the same on
+    all processes."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Place":
+        return cls(tensor.shape, torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
+    """`value` with everything of that kind changed, in the order in which it is met."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(each, change, kind) for key, each in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)([_mapped(each, change, kind) for each in value])
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _mapped(getattr(value, f.name), change, kind) for f in fields(value)})
+    return value
 
 
 def first_on_each_machine(function: Callable[[], object]) -> None:
@@ -176,7 +237,7 @@ def broadcast_buffers(module: torch.nn.Module) -> None:
     """Gives every rank the buffers of rank 0 (running statistics, which each rank gathers from its own images)."""
     _, world_size = world()
     for buffer in module.buffers() if world_size > 1 else ():
-        shared = buffer.detach().to(_collective_device(), copy=True)
+        shared = buffer.detach().to(_collective_device(buffer.device), copy=True)
         dist.broadcast(shared, src=0)
         buffer.copy_(shared)
 
@@ -202,9 +263,13 @@ def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
     random.seed(int(words[2]) << 32 | int(words[3]))
 
 
-def _collective_device() -> torch.device:
-    if dist.get_backend() in ("gloo", "mpi"):
+def _collective_device(own: torch.device) -> torch.device:
+    """Where a tensor that is on `own` must be for a collective."""
+    backend = dist.get_backend()
+    if backend in ("gloo", "mpi"):
         return torch.device("cpu")
+    if "gloo" in backend and own.type == "cpu":  # one for each kind of device, see `toolkit.runs.processes`
+        return own
     return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
 
 

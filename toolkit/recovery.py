@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from torch import Tensor
 
-from toolkit.distributed import gather_objects, run_on_main
+from toolkit.distributed import gather_objects, run_on_main, state_from_main
 from toolkit.errors import StoppedByGuard
 from toolkit.runs.checkpoint import Checkpoint, newest_valid
 from toolkit.saving import load_weights, save
@@ -47,7 +47,7 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         raise StoppedByGuard(f"{message}\nThe weights before that step are saved.")
     if action is Action.ROLLBACK:
         # The data goes on after the window that broke: run again from the same weights it would break again.
-        checkpoint, passed_over = run_on_main(lambda: newest_valid(t.folder / "checkpoints"))
+        checkpoint, passed_over = state_from_main(lambda: newest_valid(t.folder / "checkpoints"))
         if checkpoint is None:
             raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
         _take(t, checkpoint)
@@ -119,10 +119,10 @@ def _take(t, checkpoint: Checkpoint) -> None:
 
 def _go_back(t) -> str:
     """Sees to it that the newest state that is known to be finite is saved; says in a sentence which one it is."""
-    newest, _ = run_on_main(lambda: newest_valid(t.folder / "checkpoints"))
-    if newest is not None:
-        t.log.status["step"] = newest.step
-        return f"The newest finite state is the checkpoint of step {newest.step}."
+    step = run_on_main(lambda: getattr(newest_valid(t.folder / "checkpoints")[0], "step", None))
+    if step is not None:
+        t.log.status["step"] = step
+        return f"The newest finite state is the checkpoint of step {step}."
     if t.start is None:
         return "No state is saved: none was before."
     _take(t, t.start)

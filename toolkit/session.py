@@ -27,7 +27,7 @@ from toolkit.data.batches import collate
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.splits import open_split, open_splits, share_of
 from toolkit.data.table import DetectionTable
-from toolkit.distributed import agree_max, run_on_main, seed_step
+from toolkit.distributed import agree_max, run_on_main, seed_step, state_from_main
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.evaluation.coco import check_ground_truth
 from toolkit.log import Log
@@ -45,7 +45,7 @@ from toolkit.runs.lifeline import lifeline
 from toolkit.runs.lock import FolderLock
 from toolkit.runs.metrics_log import mend_rows
 from toolkit.runs.open_run import settings_beside
-from toolkit.runs.processes import announce, set_threads, start_accelerator, wait_at_most
+from toolkit.runs.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
 from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
 from toolkit.runs.status import RunStatus, run_status
 from toolkit.runs.trackers import agent_run_id, tracker_names
@@ -125,7 +125,7 @@ def session(config: Any) -> Iterator[Session]:
             as_sentences(),
         ):
             set_threads(run.threads, accelerator.device)
-            checkpoint, messages = run_on_main(lambda: resolve_resume(run.resume, folder))
+            checkpoint, messages = state_from_main(lambda: resolve_resume(run.resume, folder))
             stored = run_on_main(lambda: settings_beside(checkpoint.path)) if checkpoint is not None else {}
             if checkpoint is not None:  # data, augmentation and dropout go on as they began
                 config = replace(config, run=replace(run, seed=checkpoint.state["sampler"]["seed"]))
@@ -212,7 +212,8 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
 
     ema = Ema(detector, optim.ema_decay, optim.ema_warmup) if optim.ema_decay else None
     compile_in_place(detector, optim.compile)
-    model, optimizer = s.accelerator.prepare(detector, _optimizer(s, detector, weights))
+    one_size = detector.fixed_size and not c.data.multi_scale and not run.deterministic
+    model, optimizer = prepare(s.accelerator, detector, _optimizer(s, detector, weights), run.tf32, one_size)
     t = Training(
         accelerator=s.accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer, ema=ema,
         schedule=_schedule(c.schedule, optimizer, total_steps, per_epoch), sampler=sampler, loader=loader,
@@ -280,11 +281,10 @@ def _loaders(
             seed=s.config.run.seed, stride=detector.stride, by_aspect_ratio=c.group_by_aspect_ratio,
             cache_images=c.cache_images,
         )  # fmt: skip
-    val_loader = pipeline.validation_loader(
+    return sampler, loader, pipeline.validation_loader(
         val_table, val_transform, workers=c.workers, stride=detector.stride,
         batch_size_per_device=s.config.eval.batch_size_per_device,
     )  # fmt: skip
-    return sampler, loader, val_loader
 
 
 def _settle_precision(s: Session, detector: Detector, weights: LossWeights, sampler: EpochSampler, loader) -> None:

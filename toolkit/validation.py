@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from toolkit.data.table import DetectionTable
-from toolkit.distributed import broadcast_buffers, run_on_main
+from toolkit.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.errors import Preempted, StoppedByGuard
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
@@ -20,7 +20,7 @@ from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.evaluation.shown import shown_evaluation
 from toolkit.recovery import state_is_sound
 from toolkit.runs.best import no_such_metric
-from toolkit.runs.checkpoint import Checkpoint, CheckpointError, linked, load_checkpoint, mark_best
+from toolkit.runs.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
 from toolkit.saving import save
 from toolkit.step.state import nonfinite
 
@@ -123,10 +123,10 @@ def finish(t) -> None:
     better = evaluates and validate(t)
     if evaluates or t.saved_step != t.step:  # a run that goes on from it is not evaluated again
         save(t, best=better)
-    checkpoint, fault = run_on_main(lambda: _best(t))  # the main process alone need see the folder
-    if checkpoint is not None:
-        t.detector.load_state_dict(checkpoint.tensors["ema" if t.best.of_average else "model"])
-        t.log.say(f"best {t.best.metric}: {t.best.value:.4f} at step {checkpoint.step}")
+    step, weights, fault = state_from_main(lambda: _best(t))  # the main process alone need see the folder
+    if weights is not None:
+        t.detector.load_state_dict(weights)
+        t.log.say(f"best {t.best.metric}: {t.best.value:.4f} at step {step}")
     elif t.best.of_average:
         t.detector.load_state_dict(t.ema.module.state_dict())
     if fault:
@@ -136,14 +136,18 @@ def finish(t) -> None:
         raise StoppedByGuard(f"the best weights are not finite: {', '.join(broken[:3])}; nothing is written to final/")
 
 
-def _best(t) -> tuple[Checkpoint | None, str]:
-    """The best checkpoint, and why there is none where it is damaged: `best` then leads to the last one."""
+def _best(t) -> tuple[int, dict | None, str]:
+    """Step and weights of the best checkpoint, and why there is none where it is damaged: `best` then leads to the last
+    one."""
     path = linked(t.folder / "checkpoints", "best") if t.best.value is not None else None
+    if path is None:
+        return -1, None, ""
     try:
-        return (None if path is None else load_checkpoint(path)), ""
+        checkpoint = load_checkpoint(path)
     except CheckpointError as error:
         mark_best(t.folder / "checkpoints" / f"step_{t.step:06d}")
-        return None, str(error)
+        return -1, None, str(error)
+    return checkpoint.step, checkpoint.tensors["ema" if t.best.of_average else "model"], ""
 
 
 def _keep_predictions(t, better: bool, predictions: dict, scores: dict, weights: str) -> None:

@@ -21,6 +21,8 @@ class Detector(nn.Module):
         metric_names: what `criterion` returns beside losses.
         fixed_size: images must have one size and no padding. stride: sides of batches are multiples of it.
         weighs_boxes: the criterion weighs each box by `target["mixup"]`.
+        buffers_steer_training: buffers that training changes, such as running statistics, have a part in its forward;
+            every forward then gives all processes those of the first. Where they have none, an evaluation does so.
         class_tensors: tensors with rows per class, see `toolkit.models.weights.mapping`.
         slow_prefixes: prefixes of the parameters that the original program trains at a tenth of the learning rate.
         mean, std: of RGB values in [0, 1].
@@ -32,7 +34,7 @@ class Detector(nn.Module):
     divided_by: str | Mapping[str, str] = ""
     averaged_denominators: Sequence[str] = ()
     metric_names: Sequence[str] = ()
-    fixed_size, stride, weighs_boxes = False, 32, False
+    fixed_size, stride, weighs_boxes, buffers_steer_training = False, 32, False, True
     class_tensors: Mapping[str, tuple[int, int, int]] = {}
     slow_prefixes: Sequence[str] = ()
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

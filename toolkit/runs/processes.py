@@ -11,8 +11,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch.optim import Optimizer
 
-from toolkit.distributed import broadcast_object
+from toolkit.distributed import all_reduce
 from toolkit.errors import BadInput
 
 # How long processes wait for each other at the very start. Under torchrun, whose agent ends all when one dies, a slow
@@ -39,14 +40,17 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
             print("fp16 is not used on a CPU: everything is computed in float32; bf16 would be.", flush=True)
     _refuse_absent_gpus()
     meet = MEET_S["launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "alone"]
-    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True),
-                InitProcessGroupKwargs(timeout=timedelta(seconds=meet))]  # fmt: skip
+    meeting = {"timeout": timedelta(seconds=meet)}
+    if torch.cuda.is_available() and _has_accelerator() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        meeting["backend"] = "cuda:nccl,cpu:gloo"  # what is on the CPU does not travel through the memory of a GPU
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True),
+                InitProcessGroupKwargs(**meeting)]  # fmt: skip
     if AcceleratorState._shared_state:
         AcceleratorState._reset_state()  # it holds the precision of the first call
     try:
         accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, **kwargs)
         if dist.is_initialized():
-            broadcast_object("all are here")  # the first message, still with the short timeout
+            all_reduce(torch.zeros(1, device=accelerator.device))  # the first message, still with the short timeout
             wait_at_most(PREPARE_MIN)
     except (dist.DistError, RuntimeError, ValueError) as error:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -104,6 +108,23 @@ def set_threads(threads: int | None, device: torch.device) -> None:
             return
         threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(threads)
+
+
+def prepare(
+    accelerator: Accelerator, detector: torch.nn.Module, optimizer: Optimizer, tf32: bool | None, one_size: bool
+) -> tuple[torch.nn.Module, Optimizer]:
+    """Accelerate's `prepare`, for a `Detector` on the device it is on.
+
+    tf32: float32 products of a GPU are rounded to TensorFloat-32, or not; None: PyTorch's choice.
+    one_size: all images have one size, for which cuDNN then looks for its fastest convolutions.
+    """
+    if accelerator.device.type == "cuda":
+        if tf32 is not None:
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.benchmark = one_size
+    accelerator.ddp_handler.broadcast_buffers = detector.buffers_steer_training
+    return accelerator.prepare(detector, optimizer)
 
 
 def announce(world_size: int, folder: Path, messages: Iterable[str]) -> None:

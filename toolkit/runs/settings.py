@@ -79,6 +79,9 @@ class RunConfig:
     """Precision of the forward pass under autocast; without a value, what `accelerate launch` was told. auto is that
     too, but on a CPU with instructions for bfloat16 it is bf16 if the first batch is then trained on faster; what was
     chosen stands in config.yaml, and a resumed run keeps it. Losses are always computed in float32."""
+    tf32: bool | None = None
+    """Round the inputs of float32 products on a GPU to TensorFloat-32, which is several times as fast; without a value
+    PyTorch's choice, which is to round those of convolutions only."""
     deterministic: bool = False
     """Use deterministic algorithms, and name each operation that has none in one warning."""
     threads: PositiveInt | None = None

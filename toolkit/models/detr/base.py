@@ -25,7 +25,7 @@ class TransformersDetector(Detector):
     entries: Mapping[str, Sequence[str]] = {}
     published: Mapping[str, object] = {}
     averaged_denominators = ("boxes",)  # by rank, in the originals
-    stride = 1
+    stride, buffers_steer_training = 1, False
 
     def _take(self, set_loss: nn.Module, statistics: tuple[tuple, tuple], used: Mapping[str, object]) -> None:
         """Takes the criterion, mean and std, and the options that the config does not tell, as they were used."""

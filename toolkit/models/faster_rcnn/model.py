@@ -44,6 +44,7 @@ class FasterRCNN(Detector):
     default_weights = dict.fromkeys(loss_names, 1.0)
     metric_names = ("class_error",)
     divided_by = "images"
+    buffers_steer_training = False
     class_tensors = {  # background first
         "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
         "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),

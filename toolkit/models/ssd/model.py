@@ -38,6 +38,7 @@ class SSD(Detector):
     loss_names, metric_names = SsdCriterion.loss_names, SsdCriterion.metric_names
     divided_by = "positives"
     fixed_size = True
+    buffers_steer_training = False  # those of its weight are the same on all processes
 
     def __init__(self, class_names: Sequence[str], options: SsdOptions):
         super().__init__()

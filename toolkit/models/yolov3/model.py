@@ -76,7 +76,7 @@ class YOLOv3(Detector):
     divided_by = "images"
     class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see models/start.py
     fixed_size = True  # no mask is looked at: padding would be seen as black picture
-    weighs_boxes = True
+    weighs_boxes, buffers_steer_training = True, False
 
     def __init__(self, class_names: Sequence[str], options: Yolov3Options, *, features: nn.Module | None = None):
         super().__init__()
