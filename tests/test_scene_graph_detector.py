@@ -11,9 +11,12 @@ from contract import assert_losses_are_divided_as_announced, assert_resolved_opt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.data.dataset import DetectionDataset
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import training_loader, val_transform
+from toolkit.data.sampling import SampleKey
 from toolkit.data.shapes import ATTRIBUTES, PREDICATES, make_shapes
+from toolkit.data.transforms.geometry import RandomFlip
 from toolkit.errors import BadInput
 from toolkit.evaluation.choose import make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
@@ -324,6 +327,18 @@ def test_truth_is_that_of_the_boxes_that_were_asked(table):
     assert strict["R@100"] == 0.0 and strict["bbox_AP"] == 0.0
 
 
+def test_relations_are_true_of_mirrored_images_too(table):
+    dataset, left = DetectionDataset(table, RandomFlip(1.0)), []
+    for index in range(len(table)):
+        _, target = dataset[SampleKey(0, index)]
+        assert "mirrored_predicates" not in target
+        centres = target["boxes"][:, [0, 2]].mean(1)
+        for subject, object_, predicate in target["relations"].tolist():
+            if PREDICATES[predicate] in ("left of", "right of"):
+                left.append(bool(centres[subject] < centres[object_]) == (PREDICATES[predicate] == "left of"))
+    assert left and all(left)
+
+
 def test_pictures_and_json(table, tmp_path):
     model = model_of(table, "sgdet").eval()
     loader = training_loader(table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32)[1]
@@ -370,8 +385,9 @@ def test_mistakes_are_explained(table, batch):
         assert word in str(caught.value)
     with pytest.raises(BadInput, match="model.detector_options: .*did you mean model.strides"):
         model_of(table, detector_options=INNER | {"stride": [8]})
-    with pytest.raises(BadInput, match="ssd is no Faster R-CNN"):
-        model_of(table, detector_options={"architecture": "ssd"})
+    apart = {"architecture": "ssd", "strides": [8, 32], "channels": [8, 8], "aspect_ratios": [[2.0], [2.0]]}
+    with pytest.raises(BadInput, match="model.detector_options: ssd has feature maps of strides .8, 32."):
+        model_of(table, detector_options=apart)
     with pytest.raises(BadInput, match="head_options"):
         model_of(table, head="motifs", head_options={"context": "vctree"})
     with pytest.raises(BadInput, match="--model.mode sgdet"):

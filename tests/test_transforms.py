@@ -24,6 +24,8 @@ from toolkit.data.transforms.geometry import (
     shorter_side_size,
     square_transform,
 )
+from toolkit.data.transforms.mirrored import mirrored_predicates
+from toolkit.errors import BadInput
 
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -278,3 +280,30 @@ def test_recheck_names_the_image_of_a_defective_transform():
         recheck_boxes(image, make_target([], (20, 10)))
     with pytest.raises(ValueError, match="image id 7.*'labels': 2"):
         recheck_boxes(image, {**make_target([[0, 0, 1, 1]], (10, 20)), "labels": torch.zeros(2, dtype=torch.int64)})
+
+
+SIDED = ("left of", "right of", "above", "to the left of", "west of", "east of", "bright")
+
+
+def test_a_name_that_says_a_side_says_the_other_one_in_a_mirrored_picture():
+    assert mirrored_predicates(SIDED).tolist() == [1, 0, 2, -1, 4, 5, 6]
+    found = mirrored_predicates(SIDED, {"west of": "east of"})
+    assert found.tolist() == [1, 0, 2, -1, 5, 4, 6]
+    known = (found >= 0).nonzero()[:, 0]
+    assert torch.equal(found[found[known]], known), "mirrored twice is as before"
+    with pytest.raises(BadInput, match="north of.*no predicates of the data"):
+        mirrored_predicates(SIDED, {"north of": "south of"})
+
+
+def test_relations_are_mirrored_with_the_image_or_it_stays_as_it_is():
+    image = torch.randint(0, 255, (3, 20, 40), dtype=torch.uint8)
+    boxes = [[0, 0, 10, 10], [20, 0, 30, 10]]
+    target = make_target(boxes, (20, 40), [[0, 1, 0], [1, 0, 1], [0, 1, 2]])
+    target["mirrored_predicates"] = mirrored_predicates(SIDED)
+    mirrored, found = flip(image, target)
+    assert torch.equal(mirrored, image.flip(2)) and found["boxes"].tolist() == [[30, 0, 40, 10], [10, 0, 20, 10]]
+    assert found["relations"].tolist() == [[0, 1, 1], [1, 0, 0], [0, 1, 2]]
+    target["relations"][0, 2] = 3  # "to the left of", and there is no "to the right of"
+    same, found = flip(image, target)
+    assert same is image and found is target
+    assert flip(image, make_target(boxes, (20, 40)))[1]["boxes"].tolist() == [[30, 0, 40, 10], [10, 0, 20, 10]]

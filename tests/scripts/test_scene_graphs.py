@@ -9,6 +9,7 @@ from pathlib import Path
 
 import networkx
 import numpy as np
+import pytest
 import torch
 from launching import REPORT, ROOT, Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
 from PIL import Image
@@ -52,15 +53,53 @@ def test_a_rank_whose_batches_have_no_relation_does_not_stop_the_others(server, 
         assert len(trained) == 9 and sum(row["train/loss_rel"] > 0 for row in trained) >= 1
 
 
+def trained_detector(server, data, tmp_path, name: str) -> Path:
+    """The folder of a short run of another script on the same data."""
+    detector = Script(name, slow_end=SGG.slow_end)
+    given = of_coco(tmp_path, data)
+    common = dict(zip(given[::2], given[1::2], strict=True)) | {"--config": detector.config, "--run.name": "detector"}
+    common = {key: value for key, value in common.items() if key.startswith(("--config", "--run", "--data"))}
+    return server.run(detector, [part for pair in common.items() for part in pair]).ok().folder
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("train_yolov3", "sgdet"), *(pytest.param(name, mode, marks=pytest.mark.slow) for name, mode in (
+        ("train_detr", "sgdet"), ("train_ssd", "sgdet"), ("train_yolov3", "sgcls"), ("train_ssd", "predcls")))],
+)  # fmt: skip
+def test_on_a_detector_of_another_script(server, data, tmp_path, name, mode):
+    """Trained on it, killed and resumed without it, evaluated and used for prediction by themselves."""
+    trained = trained_detector(server, data, tmp_path, name)
+    args = [*of_coco(tmp_path, data, model__mode=mode, model__detector=trained, model__map_channels=16,
+                     model__representation_size=32, run__save_every=2, run__resume="latest",
+                     eval__metric_for_best="R@100"),
+            "--model.backbone", "null", "--model.detector_options", "null"]  # fmt: skip
+    reference = server.run(SGG, [*args, "--run.name", "reference"]).ok().folder
+    kill = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 4}
+    assert server.run(SGG, [*args, "--run.name", "killed"], 1, [kill]).code == -9
+    trained.rename(tmp_path / "elsewhere")
+    assert_same_run(server.run(SGG, [*args, "--run.name", "killed"]).ok().folder, reference)
+
+    own = checkpoint_tensors(tmp_path / "elsewhere" / "checkpoints" / "best")
+    graphs = checkpoint_tensors(reference / "checkpoints" / "latest")
+    parts = {name[21:]: value for name, value in graphs.items() if name.startswith("model/detector.inner.")}
+    averaged = "ema/" if any(name.startswith("ema/") for name in own) else "model/"
+    assert parts and all(torch.equal(value, own[averaged + name]) for name, value in parts.items())
+
+    asked = numbers(server.run(ROOT / "scripts" / "evaluate.py", [reference]).ok().text)
+    last = rows(reference)[-1]
+    assert {key: asked[key] for key in asked if "R@" in key} == {k[4:]: v for k, v in last.items() if "R@" in k}
+    boxes = ["--boxes", data / "annotations" / "val.json"] if mode != "sgdet" else []
+    for source in ("final", "."):
+        out = tmp_path / f"found_{source}"
+        server.run(ROOT / "scripts" / "predict.py", [reference / source, data / "val", "--out", out, *boxes]).ok()
+        found = json.loads((out / "predictions.json").read_text())["images"]
+        assert len(found) == 10 and all("relations" in image for image in found)
+
+
 def test_on_a_frozen_detector_of_its_own_run(server, data, tmp_path):
     """The chain: train a detector, then graphs on it; resumed when the detector's run is gone; used by itself."""
-    detector = Script("train_faster_rcnn", slow_end=SGG.slow_end)
-    files = [part for part in of_coco(tmp_path, data) if part != SGG.config]
-    common = dict(zip(files[1::2], files[2::2], strict=False)) if files[0] == "--config" else {}
-    common = {key: value for key, value in common.items() if key.startswith(("--run", "--data"))}
-    args = [part for pair in ({"--config": detector.config} | common).items() for part in pair]
-    trained = server.run(detector, [*args, "--run.name", "detector"]).ok().folder
-
+    trained = trained_detector(server, data, tmp_path, "train_faster_rcnn")
     args = [*of_coco(tmp_path, data, model__mode="sgdet", model__detector=trained, run__epochs=2, run__save_every=2,
                      eval__metric_for_best="R@100", run__resume="latest", schedule__name="plateau",
                      schedule__plateau_patience=1, schedule__max_decays=9, run__eval_every=2),

@@ -1,6 +1,7 @@
 """From a row of the table to an augmented sample: the same sample for the same (seed, epoch, index), anywhere."""
 
 import hashlib
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.sampling import SampleKey
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import Transform, recheck_boxes
+from toolkit.data.transforms.mirrored import mirrored_predicates
 from toolkit.errors import BadInput
 
 
@@ -58,11 +60,20 @@ class DetectionDataset(torch.utils.data.Dataset):
         seed: with epoch and index the only thing the augmentation depends on; neither workers nor resuming matter.
         cache_images: decode every image now and keep it as uint8; for sets of a few thousand small images. Workers
             that are forked share the memory.
+        mirrored: pairs of predicates that change places in a mirrored picture, see `mirrored_predicates`.
 
     Raises BadInput naming file and image id when an image cannot be decoded.
     """
 
-    def __init__(self, table: DetectionTable, transform: Transform, seed: int = 0, cache_images: bool = False):
+    def __init__(
+        self,
+        table: DetectionTable,
+        transform: Transform,
+        seed: int = 0,
+        cache_images: bool = False,
+        mirrored: Mapping[str, str] | None = None,
+    ):
+        self._mirrored = mirrored_predicates(table.predicates, mirrored) if table.predicates or mirrored else None
         self.table, self.transform, self.seed = table, transform, seed
         self._cache = [self._decode(table.row(i)) for i in range(len(table))] if cache_images else None
 
@@ -86,7 +97,10 @@ class DetectionDataset(torch.utils.data.Dataset):
         transform: Transform | None = None,
     ) -> tuple[Tensor, Target]:
         size = () if key.size_hw is None else (key.size_hw,)
+        if self._mirrored is not None:
+            target = {**target, "mirrored_predicates": self._mirrored}
         image, target = (transform or self.transform)(image, target, generator, *size)
+        target.pop("mirrored_predicates", None)
         return image, recheck_boxes(image, target)
 
     def _decode(self, row: dict) -> Tensor:

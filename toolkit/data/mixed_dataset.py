@@ -1,6 +1,6 @@
 """Samples made of several images, mixup and mosaic, up to a certain epoch: a function of (seed, epoch, index)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class MixedDataset(DetectionDataset):
     """A `DetectionDataset` whose samples are mosaics of four images, two images mixed, or both, before the transform.
 
     Args:
-        table, transform, seed, cache_images: as `DetectionDataset`.
+        table, transform, seed, cache_images, mirrored: as `DetectionDataset`.
         mixup: every sample is mixed with another image, by a share from Beta(1.5, 1.5); boxes carry theirs (`mixup`).
         mosaic: probability that a sample is a mosaic of its image and three others, on a canvas of the size that its
             key carries.
@@ -39,11 +39,11 @@ class MixedDataset(DetectionDataset):
     def __init__(
         self, table: DetectionTable, transform, seed: int = 0, cache_images: bool = False, *,
         mixup: bool = False, mosaic: float = 0.0, batch_mixup: float = 0.0, copy_blend: float = 0.0, plain=None,
-        plain_hw: tuple[int, int] | None = None,
+        plain_hw: tuple[int, int] | None = None, mirrored: Mapping[str, str] | None = None,
     ):  # fmt: skip
         if not 0 <= mosaic <= 1:
             raise BadInput(f"data.mosaic is {mosaic}; expected a probability from 0 to 1")
-        super().__init__(table, transform, seed, cache_images)
+        super().__init__(table, transform, seed, cache_images, mirrored)
         self.mixup, self.mosaic, self.plain, self.plain_hw = mixup, mosaic, plain, plain_hw
         self.batch_mixup, self.copy_blend = batch_mixup, copy_blend
         self._mixed_epochs = torch.tensor(ALL_EPOCHS).share_memory_()

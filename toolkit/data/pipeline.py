@@ -1,6 +1,6 @@
 """From the name of a split to its batches: what every script does with its `data` settings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -180,6 +180,7 @@ def training_loader(
     plain_hw: tuple[int, int] | None = None,
     repeat_factor: float = 0.0,
     predicate_repeat_factor: float = 0.0,
+    mirrored: Mapping[str, str] | None = None,
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
     """This rank's sampler and loader of the training data.
 
@@ -190,6 +191,7 @@ def training_loader(
             `loader.dataset.dataset`; tell its `plan` of every epoch.
         repeat_factor: threshold of `repeat_factors`; 0: every image once. predicate_repeat_factor: the same of
             predicates; an image has the larger of both factors.
+        mirrored: as `mirrored_predicates`, for transforms that mirror.
 
     Raises BadInput: a mosaic without `sizes`, or groups of aspect ratios with a number of images that follows the size.
     """
@@ -202,9 +204,10 @@ def training_loader(
     mixes = mixup or mosaic or batch_mixup or copy_blend
     if mixes or plain is not None or plain_hw is not None or recipe == "yolov3":
         dataset = MixedDataset(table, transform, seed, cache_images, mixup=mixup, mosaic=mosaic, plain=plain,
-                               batch_mixup=batch_mixup, copy_blend=copy_blend, plain_hw=plain_hw)  # fmt: skip
+                               batch_mixup=batch_mixup, copy_blend=copy_blend, plain_hw=plain_hw,
+                               mirrored=mirrored)  # fmt: skip
     else:
-        dataset = DetectionDataset(table, transform, seed, cache_images)
+        dataset = DetectionDataset(table, transform, seed, cache_images, mirrored)
     return sampler, make_loader(dataset, sampler, workers, stride, pin=torch.cuda.is_available())
 
 
@@ -238,6 +241,7 @@ def loader_of_settings(
         mixup=c.mixup, mosaic=c.mosaic, batch_mixup=c.batch_mixup, copy_blend=c.copy_blend,
         plain=train_transform(**{**options, **without}) if without else None,
         plain_hw=plain_hw, repeat_factor=c.repeat_factor, predicate_repeat_factor=c.predicate_repeat_factor,
+        mirrored=c.mirrored_predicates,
     )  # fmt: skip
 
 

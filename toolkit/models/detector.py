@@ -1,12 +1,28 @@
 """What a detector is: the contract between a model and everything that trains, evaluates, saves or uses it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from toolkit.errors import BadInput
 from toolkit.models.options import DetectorOptions
+
+
+@dataclass
+class MapTap:
+    """Where feature maps (B, C, H / stride, W / stride) come out of a detector.
+
+    module: the part that gives them, whatever else it gives. strides, channels: one of each for each map.
+    read: arguments and output of that part -> the maps, in the order of `strides`.
+    """
+
+    module: nn.Module
+    strides: Sequence[int]
+    channels: Sequence[int]
+    read: Callable[[tuple, Any], Sequence[Tensor]] = lambda arguments, output: list(output)
 
 
 class Detector(nn.Module):
@@ -55,6 +71,18 @@ class Detector(nn.Module):
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
     ) -> list[dict[str, Tensor]]:
         """Per image `boxes (K, 4)` xyxy in pixels of the original, `scores (K,)`, `labels (K,)` int64 from 0."""
+        raise NotImplementedError
+
+    def map_taps(self) -> list[MapTap]:
+        """Where models built on this one, such as scene graphs, find its feature maps; none: nothing is built on it."""
+        return []
+
+    def all_predictions(self, outputs: Mapping, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Every prediction before the best are chosen, for models built on this one.
+
+        Returns:
+            boxes (B, N, 4) xyxy in pixels of the model's images and scores (B, N, C) of the classes in [0, 1], float32.
+        """
         raise NotImplementedError
 
     def resolved_options(self) -> dict:

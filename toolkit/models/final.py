@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -65,7 +66,9 @@ def save_detector_folder(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous() for k, v in detector.state_dict().items()}, folder / "model.safetensors")
+    # clones: a detector of transformers below a scene graph has heads with two names, which safetensors refuses
+    weights = {k: v.clone(memory_format=torch.contiguous_format) for k, v in detector.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
     config = {"model": detector.resolved_options(), "processor_size": processor_size}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_categories(folder, categories)

@@ -138,7 +138,11 @@ class DataConfig:
     recipe: Literal["detr", "ssd", "yolov3"] = "detr"
     """Whose augmentation it is: the order of the steps, and what photometric, zoom_out and iou_crop mean exactly."""
     flip: bool = True
-    """Mirror half of the training images left to right."""
+    """Mirror half of the training images left to right. Relations are mirrored too: "left of" becomes "right of"; an
+    image with one that has no name there stays as it is."""
+    mirrored_predicates: dict[str, str] = field(default_factory=dict)
+    """Predicates that change places in a mirrored image although their names do not say left and right, such as
+    {west of: east of}."""
     photometric: bool = False
     """Vary brightness, contrast, saturation and hue of training images."""
     zoom_out: float = 1.0

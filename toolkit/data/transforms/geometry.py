@@ -18,6 +18,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from toolkit.batch import Target
+from toolkit.data.transforms.mirrored import mirrored_relations
 
 Transform = Callable[[Tensor, Target, torch.Generator], tuple[Tensor, Target]]
 
@@ -127,7 +128,13 @@ def resize(image: Tensor, target: Target, size_hw: tuple[int, int]) -> tuple[Ten
 
 
 def flip(image: Tensor, target: Target) -> tuple[Tensor, Target]:
-    """Mirrored left to right."""
+    """Mirrored left to right, and relations with it, by `mirrored_predicates` of the target where it has them; as they
+    are if one of the relations has no name in a mirrored picture."""
+    if (mirrored := target.get("mirrored_predicates")) is not None:
+        relations = mirrored_relations(target["relations"], mirrored)
+        if relations is None:
+            return image, target
+        target = {**target, "relations": relations}
     return F.horizontal_flip(image), flip_target(target, image.shape[-1])
 
 

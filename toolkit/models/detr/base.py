@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from toolkit.models.detector import Detector
+from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.models.detector import Detector, MapTap
 from toolkit.models.detr.configuration import from_entries
 from toolkit.models.final import save_transformers_folder
 
@@ -33,6 +34,17 @@ class TransformersDetector(Detector):
         self.loss_names, self.metric_names = set_loss.loss_names, set_loss.metric_names
         self.divided_by = set_loss.divided_by
 
+    def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
+        logits, boxes = self._last_layer(outputs)
+        return denormalize_boxes(cxcywh_to_xyxy(boxes.float()), sizes), self._class_scores(logits.float())
+
+    def _last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits (B, Q, C) and boxes (B, Q, 4) cxcywh as fractions of the image, of the queries that detect."""
+        return outputs["logits"][-1], outputs["boxes"][-1]
+
+    def _class_scores(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
+
     def resolved_options(self) -> dict:
         """The settings with the values that were really used, those of the source read back from the built config."""
         statistics = {"mean": list(self.mean), "std": list(self.std)}
@@ -51,3 +63,8 @@ class TransformersDetector(Detector):
             do_resize=processor_size is not None,
         )  # fmt: skip
         save_transformers_folder(self.model, processor, processor_size, folder, categories)
+
+
+def projection_tap(projection: nn.Module, stride: int, channels: int) -> MapTap:
+    """The tap of a convolution that brings a map of the backbone to the width of the transformer."""
+    return MapTap(projection, [stride], [channels], lambda _, level: [level])

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import ConditionalDetrConfig, ConditionalDetrForObjectDetection
 
 from toolkit.batch import normalize_images, pixel_mask
+from toolkit.models.detector import MapTap
+from toolkit.models.detr.base import projection_tap
 from toolkit.models.detr.configuration import (
     backbone_entry,
     build_model,
@@ -21,7 +23,13 @@ from toolkit.models.detr.configuration import (
     prepare_backbone,
     to_entries,
 )
-from toolkit.models.detr.detr import ENCODER_DECODER, initialise_transformer_, normed_states, precision
+from toolkit.models.detr.detr import (
+    ENCODER_DECODER,
+    initialise_transformer_,
+    last_stride,
+    normed_states,
+    precision,
+)
 from toolkit.models.detr.focal_criterion import FocalCriterion
 from toolkit.models.detr.focal_detector import FocalDetector, inverse_sigmoid, start_heads_
 from toolkit.models.detr.options import ConditionalDetrOptions
@@ -54,6 +62,9 @@ class ConditionalDetr(FocalDetector):
         self.aux_loss = options.aux_loss
         set_loss = FocalCriterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs)
         self._take(set_loss, pixel_statistics(config, options), used | costs._asdict())
+
+    def map_taps(self) -> list[MapTap]:
+        return [projection_tap(self.model.model.input_projection, last_stride(self.model), self.model.config.d_model)]
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""

@@ -6,10 +6,12 @@ Queries are anchor boxes that every decoder layer moves; its auxiliary outputs a
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DabDetrConfig, DabDetrForObjectDetection
 
 from toolkit.batch import normalize_images, pixel_mask
+from toolkit.models.detector import MapTap
+from toolkit.models.detr.base import projection_tap
 from toolkit.models.detr.configuration import (
     backbone_entry,
     build_model,
@@ -46,12 +48,20 @@ class DabDetr(FocalDetector):
         config = detector_config(DabDetrConfig, class_names, source_config, backbone_config=backbone, **entries)
         self.model = build_model(DabDetrForObjectDetection, config)
         initialise_as_published_(self.model)
-        extractor = self.model.model.backbone.conv_encoder.model  # transformers' wrapper, where it is timm's
-        used = prepare_backbone(getattr(extractor, "_backbone", extractor), config, options, source_config)
+        used = prepare_backbone(self._extractor(), config, options, source_config)
         costs = matching_costs(options, source_config)
         self.aux_loss = options.aux_loss
         set_loss = FocalCriterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs)
         self._take(set_loss, pixel_statistics(config, options), used | costs._asdict())
+
+    def _extractor(self) -> nn.Module:
+        extractor = self.model.model.backbone.conv_encoder.model  # transformers' wrapper, where it is timm's
+        return getattr(extractor, "_backbone", extractor)
+
+    def map_taps(self) -> list[MapTap]:
+        of_timm = getattr(self._extractor(), "feature_info", None)
+        stride = of_timm.reduction()[-1] if of_timm else 32
+        return [projection_tap(self.model.model.input_projection, stride, self.model.config.hidden_size)]
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""

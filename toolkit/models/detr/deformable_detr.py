@@ -14,6 +14,8 @@ from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection,
 
 from toolkit.batch import normalize_images, pixel_mask
 from toolkit.errors import BadInput
+from toolkit.models.detector import MapTap
+from toolkit.models.detr.base import projection_tap
 from toolkit.models.detr.configuration import (
     backbone_entry,
     build_model,
@@ -97,6 +99,10 @@ class DeformableDetr(FocalDetector):
                 proposed = outputs.enc_outputs_coord_logits.to(dtype).sigmoid()
                 predictions |= {"encoder_logits": outputs.enc_outputs_class.to(dtype), "encoder_boxes": proposed}
             return predictions
+
+    def map_taps(self) -> list[MapTap]:
+        levels, width = self.model.model.input_proj, self.model.config.d_model
+        return [projection_tap(level, 8 * 2**i, width) for i, level in enumerate(levels)]
 
     def _check_positions(self, height: int, width: int) -> None:
         config = self.model.config

@@ -18,8 +18,8 @@ from transformers import DetrConfig, DetrForObjectDetection, DetrImageProcessor
 from toolkit.batch import kept_rows, normalize_images, pixel_mask
 from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.errors import BadInput
-from toolkit.models.detector import Detector
-from toolkit.models.detr.base import TransformersDetector
+from toolkit.models.detector import Detector, MapTap
+from toolkit.models.detr.base import TransformersDetector, projection_tap
 from toolkit.models.detr.configuration import (
     backbone_entry,
     build_model,
@@ -113,9 +113,14 @@ class Detr(TransformersDetector):
             logits = self.model.class_labels_classifier(states)
             return {"logits": logits, "boxes": self.model.bbox_predictor(states).sigmoid()}
 
+    def map_taps(self) -> list[MapTap]:
+        return [projection_tap(self.model.model.input_projection, last_stride(self.model), self.model.config.d_model)]
+
+    def _class_scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)[..., :-1]
+
     def _check_positions(self, height: int, width: int) -> None:
-        of_timm = getattr(self.model.model.backbone.model, "feature_info", None)
-        limit = POSITIONS * (of_timm.reduction()[-1] if of_timm else 32)
+        limit = POSITIONS * last_stride(self.model)
         if max(height, width) > limit:
             raise BadInput(
                 f"model.position_embedding learned: images of {height}x{width} px; it reaches {POSITIONS} positions, "
@@ -155,6 +160,12 @@ def _check_own_weights(source_config: Mapping | None) -> None:
             "model.pre_norm: the pretrained model is one of transformers, which normalise after each part of a layer; "
             "leave pre_norm out, or model.pretrained."
         )
+
+
+def last_stride(model: nn.Module) -> int:
+    """Stride of the backbone's last map, in a DETR of transformers."""
+    of_timm = getattr(model.model.backbone.model, "feature_info", None)
+    return of_timm.reduction()[-1] if of_timm else 32
 
 
 def normed_states(norm: nn.Module, outputs) -> Tensor:

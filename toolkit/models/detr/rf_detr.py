@@ -14,6 +14,8 @@ from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProc
 
 from toolkit.batch import normalize_images
 from toolkit.errors import BadInput
+from toolkit.models.detector import MapTap
+from toolkit.models.detr.base import projection_tap
 from toolkit.models.detr.configuration import (
     build_model,
     detector_config,
@@ -110,6 +112,14 @@ class RfDetr(FocalDetector):
                 "encoder_logits": self.model.predict_encoder_class_logits(outputs.enc_outputs_class.to(dtype)),
                 "encoder_boxes": outputs.enc_outputs_coord_logits.to(dtype),
             }
+
+    def map_taps(self) -> list[MapTap]:
+        config = self.model.config
+        return [projection_tap(self.model.model.backbone.projector, config.backbone_config.patch_size, config.d_model)]
+
+    def _last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        detecting = slice(self.model.config.num_queries)  # the first group
+        return outputs["logits"][-1][:, detecting], outputs["boxes"][-1][:, detecting]
 
     def _check_size(self, height: int, width: int) -> None:
         config = self.model.config

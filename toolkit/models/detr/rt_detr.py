@@ -17,6 +17,7 @@ from toolkit.batch import normalize_images, on_host, send
 from toolkit.boxes import normalize_boxes, xyxy_to_cxcywh
 from toolkit.errors import BadInput
 from toolkit.models.backbones import freeze_backbone, image_statistics, load_backbone_weights
+from toolkit.models.detector import MapTap
 from toolkit.models.detr.base import TransformersDetector
 from toolkit.models.detr.configuration import timm_name
 from toolkit.models.detr.detr import precision
@@ -118,6 +119,14 @@ class RTDetrV2(TransformersDetector):
         if denoising is not None:
             predictions = {k: v[:, denoising["dn_num_split"][0] :] for k, v in predictions.items()}
         return predictions | {"layers": self._layers(outputs)}
+
+    def map_taps(self) -> list[MapTap]:
+        config = self.model.config
+        strides, widths = config.feat_strides, [config.encoder_hidden_dim] * len(config.feat_strides)
+        return [MapTap(self.model.model.encoder, strides, widths, lambda _, output: list(output[0]))]
+
+    def _last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return outputs["logits"], outputs["boxes"]
 
     def _layers(self, outputs: Any) -> dict:
         return {

@@ -8,6 +8,7 @@ from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcess
 
 from toolkit.batch import normalize_images
 from toolkit.errors import BadInput
+from toolkit.models.detector import MapTap
 from toolkit.models.detr.configuration import (
     build_model,
     detector_config,
@@ -78,6 +79,16 @@ class Yolos(Detr):
             states = states.to(self.model.dtype)
             logits = self.model.class_labels_classifier(states)
             return {"logits": logits, "boxes": self.model.bbox_predictor(states).sigmoid()}
+
+    def map_taps(self) -> list[MapTap]:
+        """The image's patches among the tokens: the class token is before them, the queries are behind."""
+
+        def patches(arguments: tuple, output) -> list[Tensor]:
+            grid_hw = [side // self.stride for side in arguments[0].shape[-2:]]
+            tokens = output.last_hidden_state[:, 1 : 1 + grid_hw[0] * grid_hw[1]]
+            return [tokens.transpose(1, 2).unflatten(2, grid_hw)]
+
+        return [MapTap(self.model.vit, [self.stride], [self.model.config.hidden_size], patches)]
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """This batch's share of the denominators, from CPU targets; see `DetrCriterion.denominators`."""

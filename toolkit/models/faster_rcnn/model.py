@@ -36,7 +36,7 @@ class FasterRCNN(Detector):
         strides: of the maps that boxes are pooled from, each twice the one before; the first of all maps.
         mean, std: of RGB values in [0, 1].
 
-    `features`, `rpn`, `proposals`, `box_pool`, `box_head`, `box_predictor`, `representation_size` and
+    `features`, `map_channels`, `proposals`, `box_pool`, `box_head`, `class_logits`, `representation_size` and
     `detect_with_logits` are for models built on top, such as scene graphs.
     """
 
@@ -88,6 +88,11 @@ class FasterRCNN(Detector):
         """D, what the box head gives."""
         return self.roi_heads.box_predictor.cls_score.in_features
 
+    @property
+    def map_channels(self) -> int:
+        """C, the width of the feature maps."""
+        return self.backbone.out_channels
+
     def features(
         self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
     ) -> tuple[OrderedDict[str, Tensor], list[tuple[int, int]]]:
@@ -107,6 +112,10 @@ class FasterRCNN(Detector):
         """Class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per image."""
         logits, deltas = self.box_predictor(self.box_head(self.box_pool(features, boxes, list(images_hw))))
         return logits.float(), deltas.float().unflatten(1, (-1, 4))
+
+    def class_logits(self, features: Mapping[str, Tensor], boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
+        """(R, 1 + C), background first, float32, of boxes whose features (R, C, 7, 7) are pooled already."""
+        return self.box_predictor(self.box_head(pooled))[0].float()
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
         """Predictions of sampled anchors and boxes, and what they are to be (with targets); detections (in evaluation).
@@ -249,7 +258,7 @@ class FasterRCNN(Detector):
         decoded = heads.box_coder.decode(deltas.flatten(1), proposals).reshape(deltas.shape)  # (R, 1 + C, 4)
         images = zip(logits.split(counts), decoded.split(counts), images_hw, strict=True)
         return [
-            _one_class_each(logits, clip_boxes_to_image(boxes, image_hw), score_threshold, nms_threshold, top_k)
+            one_class_each(logits, clip_boxes_to_image(boxes, image_hw), score_threshold, nms_threshold, top_k)
             for logits, boxes, image_hw in images
         ]
 
@@ -288,7 +297,7 @@ class FasterRCNN(Detector):
         return torch.cat([own[:count] for count in counts])
 
 
-def _one_class_each(
+def one_class_each(
     logits: Tensor, boxes: Tensor, score_threshold: float, nms_threshold: float, top_k: int
 ) -> dict[str, Tensor]:
     """`FasterRCNN.detect_with_logits` of one image: logits (P, 1 + C) and boxes (P, 1 + C, 4) of its proposals."""

@@ -38,7 +38,7 @@ def given_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truths: 
     pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw))
     logits = None
     if model.mode == "sgcls":
-        logits = model.detector.box_predictor(model.detector.box_head(pooled))[0].float().detach()
+        logits = model.detector.class_logits(maps, boxes, pooled).detach()
     return {
         "boxes_xyxy": torch.cat(boxes),
         "num_objects": [len(b) for b in boxes],

@@ -8,15 +8,16 @@ from toolkit.models.options import DetectorOptions
 
 @dataclass
 class SceneGraphOptions(DetectorOptions):
-    """A relation head on a Faster R-CNN (Tang et al.)."""
+    """A relation head on a detector (Tang et al.)."""
 
     inference_only: ClassVar[tuple[str, ...]] = (
-        "head_options.effect", "prior_adjustment", "detections_per_image", "nms_threshold", "require_overlap",
+        "head_options.effect", "prior_adjustment", "detections_per_image", "score_threshold", "nms_threshold",
+        "require_overlap",
     )  # fmt: skip
 
     architecture: str = "scene_graph"
-    """Name of a detector of this toolkit, or `module:Class` of your own; this one is a relation head on a Faster
-    R-CNN."""
+    """Name of a detector of this toolkit, or `module:Class` of your own; this one is a relation head on a
+    detector."""
     mode: Literal["predcls", "sgcls", "sgdet"] = "predcls"
     """What is given beside the image: boxes and their classes (predcls), boxes (sgcls), or nothing (sgdet)."""
     head: Literal["frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react"] = (
@@ -26,18 +27,23 @@ class SceneGraphOptions(DetectorOptions):
     head_options: dict[str, Any] = field(default_factory=dict)
     """Settings of the head itself, such as {context: vctree, fusion: gate, effect: TDE} of causal."""
     detector: str | None = None
-    """Run folder, checkpoint or `final/` of a trained Faster R-CNN to start from, or a file of published weights, such
-    as `model_final.pth` of maskrcnn-benchmark and Scene-Graph-Benchmark; it stays as it is unless `model.freeze` is
-    none. Without a value the Faster R-CNN starts from random weights."""
+    """Run folder, checkpoint or `final/` of a trained detector of any script to start from, or a file of published
+    weights, such as `model_final.pth` of maskrcnn-benchmark and Scene-Graph-Benchmark; it stays as it is unless
+    `model.freeze` is none. Without a value a Faster R-CNN starts from random weights."""
     detector_options: dict[str, Any] | None = None
-    """Settings of the Faster R-CNN, as it has them by itself; without a value those of `model.detector`, or the
-    published ones."""
+    """Settings of the detector, as it has them by itself; without a value those of `model.detector`, or the published
+    ones. `architecture` among them is faster_rcnn, or that of another detector, such as yolov3 or rt_detr_v2."""
     backbone: str | None = None
-    """timm model of the Faster R-CNN, in place of that in `model.detector_options`; without a value the one of these or
+    """timm model of the detector, in place of that in `model.detector_options`; without a value the one of these or
     of `model.detector`."""
     freeze: Literal["detector", "none"] | None = None
-    """Whether the Faster R-CNN stays as it is (detector) or is trained too (none), in predcls its feature maps only.
+    """Whether the detector stays as it is (detector) or is trained too (none), in predcls its feature maps only.
     Without a value it stays as it is if `model.detector` is given."""
+    map_channels: int = 256
+    """Width that 1 x 1 convolutions bring the feature maps of a detector to before boxes are pooled from them; a Faster
+    R-CNN has a width of its own."""
+    representation_size: int = 1024
+    """Width of the features of objects and pairs on a detector other than Faster R-CNN, which has its own."""
     hidden_dim: int = 512
     """Width of the head."""
     embed_dim: int = 200
@@ -59,6 +65,8 @@ class SceneGraphOptions(DetectorOptions):
     """In sgdet, look at pairs of overlapping boxes only."""
     detections_per_image: int = 80
     """In sgdet, largest number of detected objects of an image."""
+    score_threshold: float = 0.05
+    """In sgdet, detections need a score above this; a Faster R-CNN has its own in `model.detector_options`."""
     nms_threshold: float = 0.5
     """In sgdet, IoU from which two objects of an image cannot have the same class."""
     label_smoothing: float = 0.0

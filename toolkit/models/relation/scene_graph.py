@@ -1,4 +1,5 @@
-"""Scene graphs: a relation head on a Faster R-CNN, as Scene-Graph-Benchmark (Tang et al.) trains it.
+"""Scene graphs: a relation head on a Faster R-CNN, as Scene-Graph-Benchmark (Tang et al.) trains it, or on another
+detector.
 
 The heads are in `toolkit.models.relation`, one file each; here are the objects they look at, the features of objects
 and pairs, losses and answers. What differs from the original is listed in docs/differences.md.
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 from toolkit.batch import on_host, send_dicts
 from toolkit.errors import BadInput
-from toolkit.models import build_detector, options_class
+from toolkit.models import build_detector
 from toolkit.models.detector import Detector, denominator_of
-from toolkit.models.faster_rcnn.options import TwoStageOptions
+from toolkit.models.faster_rcnn.model import FasterRCNN
 from toolkit.models.options import DetectorOptions
 from toolkit.models.relation.batch import MODES, RelationBatch, RelationOutput
+from toolkit.models.relation.detector_below import DetectorBelow
 from toolkit.models.relation.frequency import (
     FrequencyBias,
     class_balanced_weights,
@@ -80,21 +82,20 @@ class SceneGraph(Detector):
         self.detections_per_image, self.nms_threshold = o.detections_per_image, o.nms_threshold
         self.rare_predicate_power, self.class_balanced_beta = o.rare_predicate_power, o.class_balanced_beta
         self.prior_adjustment, self.embed_dim = o.prior_adjustment, o.embed_dim
-        self.detector = _build_inner(class_names, o)
-        self.mean, self.std, self.stride = self.detector.mean, self.detector.std, self.detector.stride
         self.joint = freeze == "none" and o.mode != "predcls"
-        width = self.detector.representation_size
-        self.box_features = copy.deepcopy(self.detector.box_head)
-        parts = (copy.deepcopy(part) for part in (self.detector.box_pool, self.detector.box_head))
-        pool, box_head = parts
-        channels = self.detector.backbone.out_channels
+        below = self.detector = _build_below(class_names, o, self.joint)
+        self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
+        channels, width = below.map_channels, below.representation_size
+        box_head = below.make_box_head() if isinstance(below, DetectorBelow) else below.box_head
+        self.box_features = copy.deepcopy(box_head)
+        pool, box_head = copy.deepcopy(below.box_pool), copy.deepcopy(box_head)
         pool = AllLevelsPool(pool, channels) if o.union_levels == "all" else pool
         self.union = UnionFeatures(pool, box_head, channels, separate_spatial=width if o.separate_spatial else 0)
         if freeze == "detector":
-            freeze_module(self.detector)
-        elif o.mode == "predcls":  # nothing asks them, so nothing may train them
-            freeze_module(self.detector.rpn)
-            freeze_module(self.detector.roi_heads)
+            freeze_module(_detector_of(below))
+        elif o.mode == "predcls" and not isinstance(below, DetectorBelow):  # nothing asks or may train them
+            freeze_module(below.rpn)
+            freeze_module(below.roi_heads)
         classes, size = len(class_names) + 1, len(predicates) + 1
         self.head = _build_head(o, HeadSizes(classes, size, width, width, o.hidden_dim, width, o.embed_dim))
         if o.norm_momentum is not None:
@@ -120,7 +121,9 @@ class SceneGraph(Detector):
         if self.joint:
             self.loss_names += self.detector.loss_names
             self.divided_by |= {name: denominator_of(self.detector, name) for name in self.detector.loss_names}
-        self.default_weights = dict.fromkeys(self.loss_names, 1.0)
+        self.default_weights = dict.fromkeys(self.relation_losses, 1.0)
+        if self.joint:
+            self.default_weights |= self.detector.default_weights
         self.slow_prefixes = ("box_features", "union.head") if head == "imp" else ()
 
     def resolved_options(self) -> dict:
@@ -155,15 +158,15 @@ class SceneGraph(Detector):
             self.predicate_weights.copy_(class_balanced_weights(relations, self.class_balanced_beta))
 
     def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
-        """Takes the weights of a Faster R-CNN: its own, and its box head for objects and union boxes.
+        """Takes the weights of a detector: its own, and of a Faster R-CNN its box head for objects and union boxes.
 
         Returns:
             which parameter took which. Raises BadInput for shapes that differ.
         """
-        source = {f"detector.{name}": value for name, value in weights.items()}
+        below, head = isinstance(self.detector, DetectorBelow), "detector.roi_heads.box_head"
+        source = {f"detector.{'inner.' if below else ''}{name}": value for name, value in weights.items()}
         own = {name: value for name, value in self.state_dict().items() if not name.startswith("head.")}
-        head = "detector.roi_heads.box_head"
-        mapped = map_weights(own, source, {"box_features": head, "union.head": head})
+        mapped = map_weights(own, source, {} if below else {"box_features": head, "union.head": head})
         self.load_state_dict(mapped.state, strict=False)
         mapped.new += [name for name in self.state_dict() if name.startswith("head.")]
         return mapped
@@ -320,14 +323,20 @@ def _attribute_predictor(width: int, count: int) -> nn.Linear:
     return predictor
 
 
-def _build_inner(class_names: Sequence[str], o: SceneGraphOptions) -> nn.Module:
+def _detector_of(below: nn.Module) -> Detector:
+    return below.inner if isinstance(below, DetectorBelow) else below
+
+
+def _build_below(class_names: Sequence[str], o: SceneGraphOptions, joint: bool) -> nn.Module:
     chosen = {"architecture": "faster_rcnn", **(o.detector_options or {})}
     if o.backbone is not None:
         chosen["backbone"] = o.backbone
-    if not issubclass(options_class(chosen["architecture"]), TwoStageOptions):
-        raise BadInput(f"model.detector_options: architecture {chosen['architecture']} is no Faster R-CNN")
     try:
-        return build_detector(**chosen | {"pretrained_backbone": o.pretrained_backbone}, class_names=class_names)
+        inner = build_detector(**chosen | {"pretrained_backbone": o.pretrained_backbone}, class_names=class_names)
+        if isinstance(inner, FasterRCNN):
+            return inner
+        return DetectorBelow(inner, o.map_channels, o.representation_size, score_threshold=o.score_threshold,
+                             nms_threshold=o.nms_threshold, passes_targets=joint)  # fmt: skip
     except BadInput as error:
         raise BadInput([f"model.detector_options: {problem}" for problem in error.problems]) from error
 

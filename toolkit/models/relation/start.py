@@ -1,4 +1,4 @@
-"""What a run of scene graphs begins with: the Faster R-CNN below, its weights, and the counts of the training split."""
+"""What a run of scene graphs begins with: the detector below, its weights, and the counts of the training split."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,7 +10,6 @@ from toolkit.data.table import DetectionTable
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput
 from toolkit.models import options_class
-from toolkit.models.faster_rcnn.options import TwoStageOptions
 from toolkit.models.old_names import renamed
 from toolkit.models.relation.frequency import count_predicates, table_graphs
 from toolkit.models.relation.options import SceneGraphOptions
@@ -32,7 +31,7 @@ def start_scene_graph(
     folder alone builds it again, and which tensor took which to `<folder>/detector_weights.txt`.
 
     Args:
-        options: settings; `detector` is a run, checkpoint or final/ folder of a Faster R-CNN, or a file of published
+        options: settings; `detector` is a run, checkpoint or final/ folder of a detector, or a file of published
             weights, as of maskrcnn-benchmark.
         table: training data.
         folder: the run folder.
@@ -40,9 +39,9 @@ def start_scene_graph(
         say: prints a text on the main process.
 
     Raises:
-        BadInput: a detector that cannot be had, is none, or knows other classes; `pretrained` graphs of other classes,
-            predicates or attributes; training data whose attributes are not those of the checkpoint; what
-            `start_detector` raises.
+        BadInput: a detector that cannot be had, is a scene graph itself, or knows other classes; `pretrained` graphs of
+            other classes, predicates or attributes; training data whose attributes are not those of the checkpoint;
+            what `start_detector` raises.
     """
     source, known = None, None
     if checkpoint is None:
@@ -50,7 +49,7 @@ def start_scene_graph(
             _check_same_names(open_pretrained(options.pretrained), table)
         known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
         if options.detector:
-            source = _open_faster_rcnn(options, table)
+            source = _open_detector(options, table)
             own = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
             known["detector_options"] = {"architecture": source.architecture, **source.options, **own}
     resumed_from = None if checkpoint is None else checkpoint.path
@@ -110,26 +109,26 @@ def _given_settings(options: SceneGraphOptions, source: Pretrained) -> dict:
 
 
 def _is_free(name: str, source: Pretrained) -> bool:
-    """Whether a setting of the Faster R-CNN can be given beside its weights: it changes nothing that was learned, or
+    """Whether a setting of the detector can be given beside its weights: it changes nothing that was learned, or
     they are a file of published weights, which does not know it."""
     of_file = Path(source.name).expanduser().is_file() and name not in source.options
     return of_file or name in options_class(source.architecture).inference_only
 
 
 def _other_settings(options: SceneGraphOptions, source: Pretrained) -> list[str]:
-    """The settings of the Faster R-CNN that are given and are not those of the source, as the config.yaml of a run on
+    """The settings of the detector that are given and are not those of the source, as the config.yaml of a run on
     that source has them."""
     theirs = asdict(options_class(source.architecture)()) | source.options
     return [name for name, value in _given_settings(options, source).items()
             if theirs.get(name, value) not in (None, value) and not _is_free(name, source)]  # fmt: skip
 
 
-def _open_faster_rcnn(options: SceneGraphOptions, table: DetectionTable) -> Pretrained:
+def _open_detector(options: SceneGraphOptions, table: DetectionTable) -> Pretrained:
     name = options.detector
     source = open_pretrained(name)
     problems = []
-    if not issubclass(options_class(source.architecture), TwoStageOptions):
-        problems.append(f"model.detector {name} is a {source.architecture}; expected a run of train_faster_rcnn.py")
+    if source.architecture == "scene_graph":
+        problems.append(f"model.detector {name} is a scene graph; expected a detector, or give it as model.pretrained")
     if source.class_names != table.class_names:
         problems.append(f"model.detector {name} knows the classes {source.class_names}, the data {table.class_names}; "
                         "train the detector on the same classes in the same order")  # fmt: skip

@@ -12,7 +12,7 @@ from toolkit.batch import normalize_images
 from toolkit.boxes import denormalize_boxes
 from toolkit.errors import BadInput
 from toolkit.models.backbones import feature_strides, image_statistics
-from toolkit.models.detector import Detector
+from toolkit.models.detector import Detector, MapTap
 from toolkit.models.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
 from toolkit.models.ssd.options import SsdliteOptions, SsdOptions
 from toolkit.models.timm_features import group_norms, timm_features
@@ -51,7 +51,7 @@ class SSD(Detector):
         self.backbone, widths = timm_features(
             o.backbone, strides=of_backbone, pretrained_backbone=o.pretrained_backbone, norm=o.norm
         )
-        self.num_outputs = 4 + 1 + len(class_names)
+        self.map_widths, self.num_outputs = tuple(widths), 4 + 1 + len(class_names)
         self._build_levels(o, widths, len(of_backbone))
         self.multibox = SsdCriterion(
             o.iou_threshold, o.center_variance, o.size_variance, o.negatives_per_positive, o.label_smoothing,
@@ -158,6 +158,19 @@ class SSD(Detector):
             sizes.append((1, 1) if stride == WHOLE_IMAGE else tuple(-(-side // 2) for side in sizes[-1]))
         return sizes
 
+    def map_taps(self) -> list[MapTap]:
+        """The backbone's; the levels behind them are too coarse to look at a box."""
+        return [MapTap(self.backbone, self.strides[: len(self.map_widths)], self.map_widths)]
+
+    def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
+        scores = outputs["logits"].float().softmax(dim=-1)[..., 1:]
+        return self._boxes(outputs, outputs["image_hw"].expand(len(scores), 2)), scores
+
+    def _boxes(self, outputs: Mapping[str, Tensor], sizes_hw: Tensor) -> Tensor:
+        """Boxes (B, A, 4) xyxy of all anchors, not clipped, in images of (B, 2) h, w."""
+        boxes = decode_offsets(outputs["offsets"].float(), outputs["anchors"], *self.multibox.variances)
+        return denormalize_boxes(boxes, sizes_hw)
+
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """This batch's number of positive anchors, from CPU targets; see `SsdCriterion.denominators`."""
         largest = torch.stack([target["size"] for target in targets]).amax(dim=0).tolist()
@@ -186,8 +199,7 @@ class SSD(Detector):
         Returns:
             per image at most `top_k` of `boxes (K, 4)` xyxy float32, `scores (K,)`, `labels (K,)` int64.
         """
-        boxes = decode_offsets(outputs["offsets"].float(), outputs["anchors"], *self.multibox.variances)
-        boxes = denormalize_boxes(boxes, outputs["image_hw"] * orig_sizes / sizes)  # padding may be part of the image
+        boxes = self._boxes(outputs, outputs["image_hw"] * orig_sizes / sizes)  # padding may be part of the image
         limits = orig_sizes.flip(1).repeat(1, 2)[:, None].float()  # (B, 1, 4) w, h, w, h
         boxes = boxes.clamp(min=0).minimum(limits)
         scores = outputs["logits"].float().softmax(dim=-1)[..., 1:].transpose(1, 2)  # (B, C, A)

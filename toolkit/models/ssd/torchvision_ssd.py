@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.models.detection import ssd300_vgg16, ssdlite320_mobilenet_v3_large
 from torchvision.models.detection.image_list import ImageList
 
 from toolkit.batch import normalize_images
 from toolkit.boxes import xyxy_to_cxcywh
 from toolkit.errors import BadInput
-from toolkit.models.detector import Detector
+from toolkit.models.detector import Detector, MapTap
 from toolkit.models.ssd.criterion import SsdCriterion
 from toolkit.models.ssd.model import SSD
 from toolkit.models.ssd.options import Ssd300Options, Ssdlite320Options
@@ -28,7 +28,7 @@ class SSD300(SSD):
     Options = Ssd300Options
     builder = staticmethod(ssd300_vgg16)
     class_tensors = {"head.classification_head.module_list.*": (1, 1, 0)}  # background first
-    stride = 1
+    stride, map_strides = 1, (8, 16, 32)
 
     def __init__(self, class_names: Sequence[str], options: Ssd300Options):
         Detector.__init__(self)
@@ -48,6 +48,12 @@ class SSD300(SSD):
 
     def resolved_options(self) -> dict:
         return Detector.resolved_options(self)
+
+    def map_taps(self) -> list[MapTap]:
+        """The three finest levels, where the others are too coarse to look at a box."""
+        heads = self.head.classification_head.module_list[:3]
+        widths = [next(m for m in head.modules() if isinstance(m, nn.Conv2d)).in_channels for head in heads]
+        return [MapTap(self.backbone, self.map_strides, widths, lambda _, maps: list(maps.values())[:3])]
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """Scores and offsets of every anchor; see `SSD.forward`."""
@@ -82,3 +88,4 @@ class SSDLite320(SSD300):
 
     Options = Ssdlite320Options
     builder = staticmethod(ssdlite320_mobilenet_v3_large)
+    map_strides = (16, 32, 64)

@@ -16,7 +16,7 @@ from toolkit.batch import kept_rows, normalize_images
 from toolkit.boxes import box_iou, pairwise_iou
 from toolkit.errors import BadInput
 from toolkit.models.backbones import image_statistics
-from toolkit.models.detector import Detector
+from toolkit.models.detector import Detector, MapTap
 from toolkit.models.timm_features import group_norms, timm_features
 from toolkit.models.yolov3.options import Yolov3Options
 from toolkit.models.yolov3.targets import (
@@ -147,6 +147,19 @@ class YOLOv3(Detector):
         flat = [m.unflatten(1, (per_cell, -1)).permute(0, 3, 4, 1, 2).flatten(1, 3) for m in maps]
         return torch.cat([f.to(torch.promote_types(f.dtype, torch.float32)) for f in flat], dim=1), grid
 
+    def map_taps(self) -> list[MapTap]:
+        levels = zip(self.blocks, STRIDES, self._head_channels, strict=True)
+        return [MapTap(block.body, [stride], [width], lambda _, level: [level]) for block, stride, width in levels]
+
+    def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
+        return self._decoded(outputs, sizes)[:2]
+
+    def _decoded(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor, Grid]:
+        """Boxes (B, N, 4) in pixels of the network input, scores (B, N, C), 0 in the padding, and the grid."""
+        predictions, grid = self.flat_predictions([outputs[f"raw_stride{s}"] for s in STRIDES])
+        scores = class_scores(predictions).masked_fill(in_padding(sizes.to(predictions), grid)[..., None], 0)
+        return decode_boxes(predictions, grid), scores, grid
+
     def denominators(self, targets: Sequence[dict]) -> dict[str, float]:
         """Losses are sums over an image, averaged over images."""
         return {"images": float(len(targets))}
@@ -186,10 +199,8 @@ class YOLOv3(Detector):
         Args:
             sizes, orig_sizes: (B, 2) h, w of the images as the network saw them, without padding, and originally.
         """
-        predictions, grid = self.flat_predictions([outputs[f"raw_stride{s}"] for s in STRIDES])
-        sizes, orig_sizes = sizes.to(predictions), orig_sizes.to(predictions)
-        boxes, scores = decode_boxes(predictions, grid), class_scores(predictions)
-        scores = scores.masked_fill(in_padding(sizes, grid)[..., None], 0)
+        boxes, scores, grid = self._decoded(outputs, sizes)
+        sizes, orig_sizes = sizes.to(boxes), orig_sizes.to(boxes)
         minimum = max(score_threshold, self.score_threshold)
         boxes, scores, labels, keep = class_nms(boxes, scores, grid, self.nms_threshold, self.nms_topk, minimum)
         scale_wh, limit_wh = (orig_sizes / sizes).flip(1), orig_sizes.flip(1)

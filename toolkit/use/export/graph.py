@@ -76,6 +76,7 @@ def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
 
 def graph_of(detector: nn.Module) -> tuple[type[PixelsToBoxes] | None, nn.Module]:
     """The class of its function, None when there is none, and the detector meant: of a scene graph its own detector."""
+    from toolkit.models.detector import Detector
     from toolkit.models.detr.base import TransformersDetector
     from toolkit.models.faster_rcnn.model import FasterRCNN
     from toolkit.models.ssd.model import SSD
@@ -83,7 +84,8 @@ def graph_of(detector: nn.Module) -> tuple[type[PixelsToBoxes] | None, nn.Module
     from toolkit.use.export import detr, faster_rcnn, ssd, yolov3
 
     of_graph = getattr(detector, "detector", None)
-    detector = of_graph if isinstance(of_graph, FasterRCNN) else detector
+    of_graph = getattr(of_graph, "inner", of_graph)
+    detector = of_graph if isinstance(of_graph, Detector) else detector
     known = {TransformersDetector: detr.graph_class, FasterRCNN: lambda _: faster_rcnn.FasterRcnnGraph,
              SSD: lambda _: ssd.SsdGraph, YOLOv3: lambda _: yolov3.Yolov3Graph}  # fmt: skip
     found = next((choose(detector) for kind, choose in known.items() if isinstance(detector, kind)), None)

@@ -1,0 +1,201 @@
+"""Any detector with feature maps in the place of a Faster R-CNN below a relation head."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection.faster_rcnn import TwoMLPHead
+from torchvision.ops import clip_boxes_to_image
+from torchvision.ops.poolers import LevelMapper
+
+from toolkit.batch import sizes_on_host
+from toolkit.boxes import pairwise_iou
+from toolkit.errors import BadInput
+from toolkit.models.detector import Detector, MapTap
+from toolkit.models.faster_rcnn.model import one_class_each
+from toolkit.models.faster_rcnn.pooling import LevelPool
+
+CANDIDATES = 1000  # predictions of an image that enter the suppression, as many as Faster R-CNN has proposals
+FOUND_IOU = 0.5  # from which a prediction is one of a given box
+SMALLEST = 1e-6  # probability: logarithms stay finite
+
+
+class SeenMaps(dict[str, Tensor]):
+    """Feature maps by name, and what the detector said of the same images.
+
+    outputs: of the detector's forward. boxes (B, N, 4), scores (B, N, C): its `all_predictions`, without gradient.
+    """
+
+    outputs: dict
+    boxes: Tensor
+    scores: Tensor
+
+
+class DetectorBelow(nn.Module):
+    """A detector with the methods of a `FasterRCNN` that a scene graph calls; they take and give the same.
+
+    Boxes are looked at in the detector's feature maps, at the level that suits their size. `laterals`, 1 x 1
+    convolutions, bring the maps to one width; they learn with the relation head, also on a frozen detector.
+    What a detector says of a box that is given is what its prediction says that overlaps the box.
+
+    Args:
+        inner: the detector.
+        map_channels: width of the maps. representation_size: of what box heads on them give.
+        score_threshold, nms_threshold: of `detect_with_logits`.
+        passes_targets: whether the detector is trained too, and its outputs are to have what its criterion takes.
+
+    Raises:
+        BadInput: the detector has no feature maps, or none that double in stride.
+    """
+
+    def __init__(
+        self,
+        inner: Detector,
+        map_channels: int,
+        representation_size: int,
+        *,
+        score_threshold: float,
+        nms_threshold: float,
+        passes_targets: bool,
+    ):
+        super().__init__()
+        self.inner, self.map_channels, self.representation_size = inner, map_channels, representation_size
+        self.score_threshold, self.nms_threshold = score_threshold, nms_threshold
+        self.passes_targets = passes_targets
+        channels = _channels(inner)
+        self.laterals = nn.ModuleDict({str(s): nn.Conv2d(channels[s], map_channels, 1) for s in sorted(channels)})
+        self.box_pool = level_pool(sorted(channels))
+        for name in ("mean", "std", "stride", "fixed_size", "loss_names", "default_weights", "divided_by"):
+            setattr(self, name, getattr(inner, name))
+
+    def make_box_head(self) -> nn.Module:
+        """(R, C, 7, 7) to (R, `representation_size`), with random weights: the detector has none."""
+        return TwoMLPHead(self.map_channels * 7 * 7, self.representation_size)
+
+    def features(
+        self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
+    ) -> tuple[SeenMaps, list[tuple[int, int]]]:
+        """See `FasterRCNN.features`; the maps also carry what the detector finds."""
+        with kept_maps(self.inner.map_taps()) as found:
+            outputs = self.inner(images, sizes, targets if self.passes_targets else None)
+        maps = SeenMaps((name, lateral(found[int(name)])) for name, lateral in self.laterals.items())
+        maps.outputs = outputs
+        with torch.no_grad():
+            maps.boxes, maps.scores = self.inner.all_predictions(outputs, sizes)
+        return maps, sizes_on_host(sizes, targets)
+
+    def from_features(self, maps: SeenMaps, images_hw: Sequence, targets: Sequence[Mapping] | None = None) -> dict:
+        """What `criterion` takes: the detector saw the targets when it made the maps."""
+        return maps.outputs
+
+    @torch.no_grad()
+    def class_logits(self, maps: SeenMaps, boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
+        """(R, 1 + C), background first, of the boxes (R_i, 4) of each image; see `scores_of`."""
+        images = zip(maps.boxes, maps.scores, boxes, strict=True)
+        return distribution_logits(torch.cat([scores_of(own, scores, given) for own, scores, given in images]))
+
+    @torch.no_grad()
+    def detect_with_logits(
+        self,
+        maps: SeenMaps,
+        images_hw: Sequence[tuple[int, int]],
+        *,
+        top_k: int = 80,
+        further_boxes: Sequence[Tensor] | None = None,
+    ) -> list[dict[str, Tensor]]:
+        """See `FasterRCNN.detect_with_logits`. A box is the same for every class; of `further_boxes` those are taken
+        that no detection overlaps."""
+        found = []
+        for i, (boxes, scores, image_hw) in enumerate(zip(maps.boxes, maps.scores, images_hw, strict=True)):
+            boxes = clip_boxes_to_image(boxes, image_hw)
+            rows = scores.amax(1).topk(min(CANDIDATES, len(scores))).indices
+            best = self._detections(boxes[rows], scores[rows], top_k)
+            if further_boxes is not None and len(further_boxes[i]):
+                best = self._with_missed(best, further_boxes[i], boxes, scores, top_k)
+            found.append(best)
+        return found
+
+    def _detections(self, boxes: Tensor, scores: Tensor, top_k: int, suppress: bool = True) -> dict[str, Tensor]:
+        logits = distribution_logits(scores)
+        per_class = boxes[:, None].expand(-1, logits.shape[1], -1)
+        limits = (self.score_threshold, self.nms_threshold) if suppress else (-1.0, 1.0)
+        return one_class_each(logits, per_class, *limits, top_k)
+
+    def _with_missed(self, best: dict, given: Tensor, boxes: Tensor, scores: Tensor, top_k: int) -> dict[str, Tensor]:
+        missed = given[~(pairwise_iou(given, best["boxes"]) >= FOUND_IOU).any(1)][:top_k]
+        more = self._detections(missed, scores_of(boxes, scores, missed), top_k, suppress=False)
+        room = top_k - len(missed)
+        return {name: torch.cat([values[:room], more[name]]) for name, values in best.items()}
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        return self.inner.denominators(targets)
+
+    def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping) -> tuple[dict, dict]:
+        return self.inner.criterion(outputs, targets, denominators)
+
+    def resolved_options(self) -> dict:
+        return self.inner.resolved_options()
+
+
+def _channels(inner: Detector) -> dict[int, int]:
+    """Channels of the detector's maps by their stride."""
+    name = inner.options["architecture"]
+    taps = inner.map_taps()
+    channels = {s: c for tap in taps for s, c in zip(tap.strides, tap.channels, strict=True)}
+    if not channels:
+        raise BadInput(f"{name} has no feature maps for a relation head: its class has no map_taps(), see "
+                       "toolkit.models.detector.Detector")  # fmt: skip
+    strides = sorted(channels)
+    if any(fine * 2 != coarse for fine, coarse in zip(strides, strides[1:], strict=False)):
+        raise BadInput(f"{name} has feature maps of strides {strides}; a relation head needs strides that double, "
+                       "such as 8, 16, 32")  # fmt: skip
+    return channels
+
+
+def level_pool(strides: Sequence[int], size: int = 7) -> LevelPool:
+    """Pools boxes from the map, named by its stride, that suits their size; the rule of feature pyramids."""
+    pool = LevelPool([str(stride) for stride in strides], size, 2)
+    pool.scales = [1 / stride for stride in strides]
+    first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
+    pool.map_levels = LevelMapper(first, last, pool.canonical_scale, pool.canonical_level)
+    return pool
+
+
+@contextmanager
+def kept_maps(taps: Sequence[MapTap]) -> Iterator[dict[int, Tensor]]:
+    """Feature maps by stride, filled while the detector runs inside.
+
+    Those of a part's first run count: SSD then asks its backbone how large the maps of such an image are.
+    """
+    found: dict[int, Tensor] = {}
+
+    def keep(tap: MapTap):
+        def hook(_, arguments: tuple, output) -> None:
+            if tap.strides[0] not in found:
+                found.update(zip(tap.strides, tap.read(arguments, output), strict=True))
+
+        return hook
+
+    with ExitStack() as stack:
+        for tap in taps:
+            stack.enter_context(tap.module.register_forward_hook(keep(tap)))
+        yield found
+
+
+def distribution_logits(scores: Tensor) -> Tensor:
+    """(N, C) scores of classes -> (N, 1 + C) logits whose softmax they are, background, what is left, first.
+
+    Scores that sum to more than 1, as sigmoids may, are divided by their sum.
+    """
+    scores = scores.float() / scores.float().sum(1, keepdim=True).clamp(min=1)
+    left = 1 - scores.sum(1, keepdim=True)
+    return torch.cat([left, scores], 1).clamp(min=SMALLEST).log()
+
+
+def scores_of(boxes: Tensor, scores: Tensor, given: Tensor) -> Tensor:
+    """(R, C) scores of given boxes (R, 4) of an image: those of the prediction, of boxes (N, 4) and scores (N, C),
+    with the largest IoU x score among those that overlap it by half; of the nearest where none does."""
+    iou = pairwise_iou(given, boxes)
+    quality = torch.where(iou >= FOUND_IOU, 1 + iou * scores.amax(1), iou)
+    return scores[quality.argmax(1)]
