@@ -186,11 +186,13 @@ def test_repeated_class_names_stay_apart():
 
 def test_relations_follow_their_annotations():
     two = document()["annotations"] + [{"id": 8, "image_id": 1, "category_id": 0, "bbox": [9, 1, 5, 5]},
-                                       {"id": 9, "image_id": 1, "category_id": 0, "bbox": [9, 1, 0, 5]}]
+                                       {"id": 9, "image_id": 1, "category_id": 0, "bbox": [9, 1, 0, 5]},
+                                       {"id": 10, "image_id": 1, "category_id": 0, "bbox": [9, 1, 5, 0]}]
     related = [{"id": 1, "image_id": 1, "subject_id": 8, "object_id": 1, "predicate_id": 5},
                {"id": 2, "image_id": 1, "subject_id": 9, "object_id": 1, "predicate_id": 5},  # its subject is dropped
                {"id": 3, "image_id": 1, "subject_id": 77, "object_id": 1, "predicate_id": 6},
-               {"id": 4, "image_id": 1, "subject_id": 1, "object_id": 1, "predicate_id": 5}]
+               {"id": 4, "image_id": 1, "subject_id": 1, "object_id": 1, "predicate_id": 5},
+               {"id": 5, "image_id": 1, "subject_id": 9, "object_id": 10, "predicate_id": 5}]  # both are dropped
     valid = validate_document(document(annotations=two, rel_categories=[{"id": 5, "name": "on"}],
                                        rel_annotations=related), "f.json")
     assert valid.rows[0]["relations"] == {"subject": [1], "object": [0], "predicate": [0]}
