@@ -5,6 +5,7 @@
 """
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import pytest
 
 from toolkit import detect
 from toolkit.errors import BadInput
-from toolkit.extras import import_extra
+from toolkit.extras import import_extra, import_without
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -175,3 +176,16 @@ def test_wheel_trains_and_predicts_outside_the_checkout(installed, tmp_path):
     run("python", *torchrun, script, "--run.name", "two", *small.split())
     assert json.loads((tmp_path / "runs/two/environment.json").read_text())["processes"] == 2
     assert run("python", "-m", "toolkit.scripts.train_detr", "--print_config")
+
+
+def test_a_module_can_be_imported_without_another_one(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "needless_of_ours.py").write_text("")
+    for name in ("first_of_ours", "second_of_ours"):
+        (tmp_path / f"{name}.py").write_text("try:\n    import needless_of_ours as found\nexcept ImportError:\n"
+                                             "    found = None\n")
+    import_without("first_of_ours", "needless_of_ours")
+    assert sys.modules["first_of_ours"].found is None and "needless_of_ours" not in sys.modules
+    importlib.import_module("needless_of_ours")
+    import_without("second_of_ours", "needless_of_ours")
+    assert sys.modules["second_of_ours"].found is sys.modules["needless_of_ours"]

@@ -1,6 +1,7 @@
 """Packages that only some commands need, the extras of pyproject.toml; a missing one is one sentence."""
 
 import importlib
+import sys
 from types import ModuleType
 
 from toolkit.errors import BadInput
@@ -22,3 +23,18 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
         raise BadInput(
             f'{purpose} need {module}, which is not installed: pip install "detection-toolkit[{extra}]"'
         ) from error
+
+
+def import_without(module: str, hidden: str) -> None:
+    """Imports a module as if another one, that it can do without, were not installed.
+
+    One that is imported already is seen by it. Later imports of `hidden` are as always.
+    """
+    if hidden in sys.modules:
+        importlib.import_module(module)
+        return
+    sys.modules[hidden] = None
+    try:
+        importlib.import_module(module)
+    finally:
+        del sys.modules[hidden]

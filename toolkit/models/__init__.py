@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 
 from toolkit.errors import BadInput
+from toolkit.extras import import_without
 from toolkit.models.detector import Detector, check_contract
 from toolkit.models.options import DetectorOptions
 
@@ -41,6 +42,7 @@ def detector_class(architecture: str) -> type[Detector]:
         BadInput: no such name, module or class, or a class that is no `Detector`.
     """
     if architecture in ARCHITECTURES:
+        import_without("timm", "wandb")  # which it has for summaries of its own training: a second of every start
         return _load(f"toolkit.models.{ARCHITECTURES[architecture][0]}")
     if ":" not in str(architecture):
         similar = difflib.get_close_matches(str(architecture), ARCHITECTURES, n=1)
