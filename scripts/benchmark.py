@@ -38,7 +38,7 @@ BENCHES: tuple[tuple[str, Callable[..., list[dict]], dict], ...] = (
     ("augmentation", bench_augmentation, {"num_images": 2, "recipes": ("detr/deimv2_s_coco", "yolov3/own_data")}),
     ("evaluation", bench_evaluation, {"num_images": 20, "num_detections": 20, "num_classes": 5, "repeats": 1}),
     ("table", bench_table, {"num_images": 500, "num_boxes": 3000, "repeats": 1}),
-    ("reading", bench_reading, {"sizes": (300,), "whole": 300}),
+    ("reading", bench_reading, {"sizes": {300: 2000}, "whole": 300}),
     ("startup", bench_startup, {"repeats": 1}),
     ("yolov3_losses", bench_yolov3_losses, {"batch": 1, "side": 64, "boxes": 3, "num_classes": 4, "repeats": 1}),
     ("yolov3_export", bench_yolov3_export, {"batch": 1, "side": 64, "repeats": 1}),
