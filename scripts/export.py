@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from toolkit.data.decoding import decode_image
-from toolkit.data.splits import open_split
+from toolkit.data.splits import READING, open_split
 from toolkit.data.transforms.geometry import resize
 from toolkit.errors import BadInput
 from toolkit.evaluation.coco import CocoEvaluator
@@ -144,7 +144,7 @@ def validation_table(arguments: argparse.Namespace):
         data = load_config_dict(run_folder_of(Path(arguments.model).expanduser()) / "config.yaml")["data"]
     except BadInput:
         return None
-    reading = {key: data.get(key) for key in ("path", "image_dir", "format", "name", "on_error")}
+    reading = {key: data[key] for key in READING if key in data}
     return open_split(data["val"], say=print, part_of=data["train"], **reading)
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from toolkit.data import pipeline
 from toolkit.data.batches import collate
 from toolkit.data.sampling import EpochSampler
-from toolkit.data.splits import open_split, open_splits, share_of
+from toolkit.data.splits import READING, open_split, open_splits, share_of
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import agree_max, run_on_main, seed_step, state_from_main
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
@@ -152,7 +152,7 @@ def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
     opened: the validation data stand for them.
     """
     c = s.config.data
-    reading = {key: getattr(c, key) for key in ("path", "image_dir", "format", "name", "on_error", "max_image_pixels")}
+    reading = {key: getattr(c, key) for key in READING}
     if s.config.run.eval_only and s.checkpoint is not None and not share_of(c.val) and c.overfit_batches is None:
         listing = s.drafts / "data_problems_val.txt"
         table = val_table = open_split(c.val, say=s.say, listing=listing, **reading)

@@ -3,6 +3,7 @@
 python -m pytest tests/scripts/test_data_folders.py
 """
 
+import datasets
 import pytest
 from launching import assert_same_run, training_rows
 
@@ -88,6 +89,33 @@ def test_exact_resume_with_every_augmentation(server, script, settings, tmp_path
     assert server.run(script, args("killed"), 1, [kill]).code == -9
     assert "Resuming from" in server.run(script, args("killed")).ok().text
     assert_same_run(tmp_path / "killed", reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_streamed_shards_are_resumed_to_the_bit(server, script, settings, data, tmp_path, processes):
+    if script.name == "train_sgg":
+        return  # Parquet files have no relations
+    table = open_dataset("train", path=data, cache_dir=tmp_path / "cache")
+    for split in ("train", "val"):
+        write_folder(open_dataset(split, path=data, cache_dir=tmp_path / "cache"), tmp_path / "whole", split, "hub")
+        whole = next((tmp_path / "whole" / "data").glob(f"{'validation' if split == 'val' else split}-*"))
+        rows = datasets.Dataset.from_parquet(str(whole), cache_dir=str(tmp_path / "hf"))
+        (tmp_path / "shards" / "data").mkdir(parents=True, exist_ok=True)
+        for i in range(3):
+            rows.shard(3, i).to_parquet(str(tmp_path / "shards" / "data" / f"{split}-{i:05d}-of-00003.parquet"),
+                                        batch_size=2)  # fmt: skip
+    args = settings(*FOLDER, "--data.path", tmp_path / "shards", "--data.streaming", "true", "--data.workers", 2,
+                    "--data.mosaic", 0, "--data.mixup", "false",
+                    "--data.batch_size_per_device", 2, "--eval.batch_size_per_device", 2, "--run.output_dir", tmp_path,
+                    "--run.save_every", 2, "--run.resume", "latest")  # fmt: skip
+    reference = server.run(script, [*args, "--run.name", "reference"], processes).ok()
+    assert f"training data: {len(table)} images" in reference.text
+    args = [*args, "--run.name", "killed"]
+    fault = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 4, "rank": 0}
+    killed = server.run(script, args, processes, [fault])  # in the middle of the first epoch, after it was saved
+    assert killed.code == -9
+    assert_same_run(server.run(script, args, processes).ok().folder, reference.folder)
 
 
 def test_a_policy_with_a_mistake_ends_before_the_first_step(server, script, settings, tmp_path):

@@ -10,6 +10,7 @@ from toolkit.data.batches import make_loader
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, aspect_ratio_groups, repeat_factors
+from toolkit.data.shards import blocks_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import (
     Compose,
@@ -198,9 +199,12 @@ def training_loader(
     if mosaic and sizes is None:
         raise BadInput("data.mosaic needs images of one size: set data.image_size, leave data.scales empty")
     rank, world_size = world()
-    groups = aspect_ratio_groups(table.sizes_hw()) if by_aspect_ratio else None
+    groups, blocks = aspect_ratio_groups(table.sizes_hw()) if by_aspect_ratio else None, blocks_of(table)
+    if blocks is not None:
+        _check_streamed({"group_by_aspect_ratio": by_aspect_ratio, "mixup": mixup, "mosaic": mosaic,
+                         "multi_scale_pixels": sizes is not None and sizes.base_hw is not None})  # fmt: skip
     sampler = EpochSampler(len(table), batch_size_per_device, rank, world_size, seed, groups, shuffle, sizes,
-                           _repeats(table, repeat_factor, predicate_repeat_factor))  # fmt: skip
+                           _repeats(table, repeat_factor, predicate_repeat_factor), blocks)  # fmt: skip
     mixes = mixup or mosaic or batch_mixup or copy_blend
     if mixes or plain is not None or plain_hw is not None or recipe == "yolov3":
         dataset = MixedDataset(table, transform, seed, cache_images, mixup=mixup, mosaic=mosaic, plain=plain,
@@ -243,6 +247,12 @@ def loader_of_settings(
         plain_hw=plain_hw, repeat_factor=c.repeat_factor, predicate_repeat_factor=c.predicate_repeat_factor,
         mirrored=c.mirrored_predicates,
     )  # fmt: skip
+
+
+def _check_streamed(chosen: Mapping[str, object]) -> None:
+    if given := [name for name, value in chosen.items() if value]:
+        raise BadInput([f"data.{name} takes images from anywhere in the data, which data.streaming reads by row "
+                        "groups; leave one of the two out" for name in given])  # fmt: skip
 
 
 def _repeats(table: DetectionTable, of_classes: float, of_predicates: float) -> np.ndarray | None:

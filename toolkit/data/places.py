@@ -1,4 +1,5 @@
-"""Where image files lie: in a folder, in several, in zip and tar archives left as they are, in object storage.
+"""Where image files lie: in a folder, in several, in zip and tar archives left as they are, in object storage; those in
+Parquet files are in `toolkit.data.shards`.
 
 A single folder is a `Path`; anything else is `Places`. Both give what `decode_image` takes by `root / file_name`: the
 path of a file, or a `Stored` one. Archives and storage are listed once in a process; each read opens the archive anew,
@@ -17,10 +18,14 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import fsspec
 
 from toolkit.errors import BadInput
+
+if TYPE_CHECKING:
+    from toolkit.data.shards import Shards
 
 ARCHIVES = (".zip", ".tar")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
@@ -31,7 +36,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, lengths
 class Stored:
     """A file that has no path of its own. size: bytes; stamp: changes when the content does."""
 
-    place: "Archive | Storage | Places"
+    place: "Archive | Storage | Places | Shards"
     name: str
     size: int = 0
     stamp: str = ""
@@ -284,7 +289,11 @@ def digest_of(place: str | Path) -> str:
     return hashlib.blake2b(listing.encode(errors="replace"), digest_size=16).hexdigest()
 
 
-def _open(spec: str) -> Folder | Archive | Storage:
+def _open(spec: str) -> "Folder | Archive | Storage | Shards":
+    if spec.startswith("parquet:"):
+        from toolkit.data.shards import Shards  # here: it is built on this module
+
+        return Shards.of_spec(spec)
     if _is_url(spec):
         return _storage(spec)
     path = Path(spec).expanduser()

@@ -12,6 +12,8 @@ import numpy as np
 from toolkit.data.variable_sizes import VariableSizes
 from toolkit.errors import BadInput
 
+MIXED_BLOCKS = 4  # whose samples are shuffled together, where samples are read by blocks
+
 
 class SampleKey(NamedTuple):
     """What the dataset is asked for. The epoch travels along so that workers need not be told of it.
@@ -96,6 +98,29 @@ def group_order(order: np.ndarray, groups: np.ndarray, global_batch: int) -> np.
     return np.array(arranged + [index for group in sorted(waiting) for index in waiting[group]], dtype=np.int64)
 
 
+def block_order(blocks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A random order of samples, by their blocks (n,), in which those of `MIXED_BLOCKS` blocks at a time are mixed."""
+    names, block = np.unique(blocks, return_inverse=True)
+    pool = rng.permutation(len(names))[block] // MIXED_BLOCKS
+    return np.lexsort((rng.permutation(len(blocks)), pool))
+
+
+def rank_runs(order: np.ndarray, batch_size: int, world_size: int) -> np.ndarray:
+    """`order` rearranged so that each rank walks through one contiguous part of it.
+
+    Global micro-batches are cut out of the result as `batch_sizes` says, and each is shared by `split_evenly`.
+    """
+    sizes = batch_sizes(len(order), world_size * batch_size, world_size)
+    if world_size == 1 or not sizes:
+        return order
+    bounds = [split_evenly(sizes[-1], rank, world_size) for rank in range(world_size)]  # of the last, uneven one
+    whole = (len(sizes) - 1) * batch_size
+    starts = np.cumsum([0, *(whole + stop - start for start, stop in bounds)])
+    runs = [order[first:last] for first, last in zip(starts[:-1], starts[1:], strict=True)]
+    full = np.stack([run[:whole].reshape(-1, batch_size) for run in runs], axis=1)
+    return np.concatenate([full.reshape(-1), *(run[whole:] for run in runs), order[starts[-1] :]])
+
+
 class EpochSampler:
     """Batch sampler of one rank for training: iterates over lists of SampleKey, every sample once per epoch.
 
@@ -117,6 +142,9 @@ class EpochSampler:
             so; the keys then carry the size.
         repeats: (num_samples,) how often each image is shown in an epoch, on average (`repeat_factors`). An epoch then
             has round(sum) samples, each image so often or once more or less, which is drawn anew in every epoch.
+        blocks: (num_samples,) int: which samples are read together, as those of a row group of a Parquet file. The
+            order is then that of `block_order`, and each rank has blocks of its own (`rank_runs`), so that the order
+            depends on `world_size * batch_size_per_device` too.
 
     Raises BadInput when a global micro-batch is larger than the dataset, or for groups with batches of varying length.
     """
@@ -132,12 +160,13 @@ class EpochSampler:
         shuffle: bool = True,
         sizes: VariableSizes | None = None,
         repeats: np.ndarray | None = None,
+        blocks: np.ndarray | None = None,
     ):
         if groups is not None and len(groups) != num_samples:
             raise ValueError(f"groups has {len(groups)} entries for {num_samples} samples")
         if repeats is not None:
             num_samples = int(round(float(np.sum(repeats))))
-        self.repeats = repeats
+        self.repeats, self.blocks = repeats, blocks
         _check_sizes(num_samples, batch_size_per_device, world_size)
         if groups is not None and sizes is not None and sizes.base_hw is not None:
             raise BadInput(
@@ -199,7 +228,7 @@ class EpochSampler:
     def cut_as(self, world_size: int, batch_size: int) -> "EpochSampler":
         """The same data at the start of the first epoch, for other ranks and batches."""
         options = {"seed": self.seed, "groups": self.groups, "shuffle": self.shuffle, "sizes": self.sizes,
-                   "repeats": self.repeats}  # fmt: skip
+                   "repeats": self.repeats, "blocks": self.blocks}  # fmt: skip
         images = self.num_samples if self.repeats is None else len(self.repeats)
         return EpochSampler(images, batch_size, 0, world_size, **options)
 
@@ -267,17 +296,20 @@ class EpochSampler:
         """Lay the current epoch out in segments, each (first sample, world_size, batch_size)."""
         self.offset = offset
         self._layout = layout or [(0, self.world_size, self.batch_size)]
-        order = np.arange(self.num_samples)
-        if self.shuffle:
-            order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_samples)
         self._shown = None if self.repeats is None else _repeated(self.repeats, self.num_samples, self.seed, self.epoch)
         groups = self.groups if self._shown is None or self.groups is None else self.groups[self._shown[0]]
+        order, place = self._first_order(), None
+        if self.blocks is not None:
+            place = np.argsort(order)
         ends: list[int] = []
         drawn = self.sizes.draw(self.seed, self.epoch, self.num_samples + 1) if self.sizes else None
         for start, world_size, batch_size in self._layout:
             global_batch = world_size * batch_size
             if groups is not None:
                 order = np.concatenate([order[:start], group_order(order[start:], groups, global_batch)])
+            if place is not None:  # what is left, in the first order again, is shared among these ranks
+                left = order[start:][np.argsort(place[order[start:]])]
+                order = np.concatenate([order[:start], rank_runs(left, batch_size, world_size)])
             ends = [end for end in ends if end < start] + [start] * (start > 0)
             sizes = (
                 batch_sizes(self.num_samples - start, global_batch, world_size)
@@ -286,6 +318,15 @@ class EpochSampler:
             )
             ends += (start + np.cumsum(sizes)).tolist()
         self._order, self._ends, self._drawn = order, np.array(ends, dtype=np.int64), drawn
+
+    def _first_order(self) -> np.ndarray:
+        """(num_samples,) of the current epoch, before it is cut for ranks and groups."""
+        if not self.shuffle:
+            return np.arange(self.num_samples)
+        rng = np.random.default_rng((self.seed, self.epoch))
+        if self.blocks is None:
+            return rng.permutation(self.num_samples)
+        return block_order(self.blocks if self._shown is None else self.blocks[self._shown[0]], rng)
 
     def _keys(
         self,

@@ -14,6 +14,8 @@ from toolkit.distributed import first_on_each_machine, run_on_main
 from toolkit.errors import BadInput
 
 Say = Callable[[str], None]
+# Settings of the group `data` that are options of `open_dataset` under the same names.
+READING = ("path", "image_dir", "format", "name", "on_error", "max_image_pixels", "streaming")
 
 
 def open_split(

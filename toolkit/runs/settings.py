@@ -121,6 +121,9 @@ class DataConfig:
     name: str | None = None
     """Hub name or local folder of a `datasets` data set, folder of the Visual Genome files, or path of psg.json;
     `data.train` and `data.val` are then names of its splits."""
+    streaming: bool = False
+    """Leave the images of a `datasets` data set in its Parquet files and read them row group by row group, each process
+    its own; without it they are copied into the cache first."""
     workers: NonNegativeInt = 2
     """Processes that load images, for each device."""
     batch_size_per_device: PositiveInt = 16

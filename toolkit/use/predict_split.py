@@ -8,7 +8,7 @@ import torch
 
 from toolkit.data.decoding import decode_image
 from toolkit.data.pipeline import val_transform, validation_loader
-from toolkit.data.splits import open_split
+from toolkit.data.splits import READING, open_split
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 from toolkit.evaluation.predict_dataset import predict_dataset
@@ -69,7 +69,7 @@ def data_settings(config: Mapping, options: SplitOptions) -> dict:
     data = config["data"]
     if options.path is not None or options.split is not None and _is_place(options.split, data):
         return other_data(options) | {"on_error": data["on_error"]}
-    reading = {key: data.get(key) for key in ("path", "image_dir", "format", "name", "on_error")}
+    reading = {key: data[key] for key in READING if key in data}
     return {"source": options.split or data["val"], "part_of": data["train"]} | reading | _given(options)
 
 

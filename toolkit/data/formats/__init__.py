@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.data.formats.coco import read_coco
-from toolkit.data.formats.folders import open_folder
-from toolkit.data.formats.hub import read_hub
+from toolkit.data.formats.folders import NOT_STREAMED, open_folder
+from toolkit.data.formats.hub_shards import open_hub
 from toolkit.data.shapes import SPLITS, ensure_shapes
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
@@ -28,6 +28,7 @@ def open_dataset(
     cache_dir: str | Path | None = None,
     check_images: bool | str = True,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
+    streaming: bool = False,
 ) -> DetectionTable:
     """Opens one split, validated and cached.
 
@@ -40,13 +41,14 @@ def open_dataset(
     image_dir: folder of the images, or several, or archives; see `toolkit.data.places`.
     format: "auto" goes by `path`, by `name` and by the suffix of `source`. With `path` "shapes" means "auto".
     on_error, cache_dir, check_images, max_image_pixels: as in `read_coco`.
+    streaming: leave the images in the Parquet files of a `datasets` data set; see `read_shards`.
     Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format.
     """
     source = str(source)
     if format not in FORMATS:
         raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
     options = {"on_error": on_error, "cache_dir": cache_dir, "check_images": check_images,
-               "max_image_pixels": max_image_pixels}  # fmt: skip
+               "max_image_pixels": max_image_pixels} | ({"streaming": True} if streaming else {})  # fmt: skip
     if path is not None:
         kind = "auto" if format == "shapes" else format
         return open_folder(path, source, format=kind, image_dir=image_dir, **options)
@@ -57,7 +59,9 @@ def open_dataset(
     if format == "hub":
         if name is None:
             raise BadInput(f"format 'hub' with split {source!r}: set the data set's name or folder (--data.name)")
-        return read_hub(name, source, **options)
+        return open_hub(name, source, **options)
+    if streaming:
+        raise BadInput(f"format {format!r}: {NOT_STREAMED}")
     if format in ("visual_genome", "psg", *RELATIONS):
         return _open_scene_graphs(source, image_dir, format, name, **options)
     if format == "shapes":

@@ -15,6 +15,10 @@ from toolkit.errors import BadInput
 FOLDERS: dict[str, ModuleType] = {
     "hub": hub_folder, "voc": voc, "coco": coco_folder, "yolo": yolo, "csv": csv,
 }  # fmt: skip
+NOT_STREAMED = (
+    "data.streaming reads Parquet files of `datasets`; leave it out, or write the data by "
+    "scripts/convert.py --to parquet"
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ def open_folder(
     if wanted not in found.splits:
         advice = "; hold a share of the training data out with --data.val 0.2" if wanted == "val" else ""
         raise BadInput(f"{found}; there is no split {split!r}{advice}")
+    if options.get("streaming", False) and found.format != "hub":
+        raise BadInput(f"{found}; {NOT_STREAMED}")
     return FOLDERS[found.format].read(found.path, wanted, image_dir=open_places(image_dir), **options)
 
 

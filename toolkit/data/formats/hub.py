@@ -22,7 +22,7 @@ UNKNOWN_SIZE = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
-class _Columns:
+class Columns:
     """Where a data set keeps what we need: names of columns, and of keys in `objects` (None: it has none)."""
 
     image: str
@@ -47,7 +47,7 @@ def read_hub(
     the cached table. Validation and `on_error` as in `read_coco`. Raises BadInput, without network too.
     """
     split_rows = _load(name, split)
-    columns = _columns(split_rows, name)
+    columns = columns_of(split_rows.features, name)
     split_rows = split_rows.cast_column(columns.image, datasets.Image(decode=False))
     source = f"{name} ({split})"
     cache_file = _cache_file(split_rows, f"{source} {check_images} {max_image_pixels}", cache_root(cache_dir))
@@ -68,9 +68,7 @@ def _load(name: str, split: str) -> datasets.Dataset:
         else:
             return datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
     except ConnectionError as error:
-        raise BadInput(f"{name}: the hub cannot be reached, and there is no copy on this machine; give a local folder "
-                       "(save_to_disk or Parquet) as --data.name, or load it once with network and set "
-                       f"HF_HUB_OFFLINE=1 ({error})") from error
+        raise unreachable(name, error) from error
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise BadInput(f"{name}: split {split!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     if isinstance(loaded, datasets.DatasetDict):
@@ -83,14 +81,22 @@ def _load(name: str, split: str) -> datasets.Dataset:
     return loaded
 
 
-def _columns(rows: datasets.Dataset, name: str) -> _Columns:
-    found = f"the columns are {', '.join(rows.column_names)}"
-    images = [key for key, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+def unreachable(name: str, error: Exception) -> BadInput:
+    """What is said where a data set is neither on this machine nor to be had."""
+    return BadInput(f"{name}: the hub cannot be reached, and there is no copy on this machine; give a local folder "
+                    "(save_to_disk or Parquet) as --data.name, or load it once with network and set "
+                    f"HF_HUB_OFFLINE=1 ({error})")  # fmt: skip
+
+
+def columns_of(features: datasets.Features, name: str) -> Columns:
+    """Where a data set of these features keeps what we need. Raises BadInput for one without images or objects."""
+    found = f"the columns are {', '.join(features)}"
+    images = [key for key, feature in features.items() if isinstance(feature, datasets.Image)]
     if not images:
         raise BadInput(f"{name}: no image column; {found}")
-    if "objects" not in rows.features:
+    if "objects" not in features:
         raise BadInput(f"{name}: no `objects` column; {found}")
-    objects = rows.features["objects"]
+    objects = features["objects"]
     feature = getattr(objects, "feature", objects)  # List({...}) or {...: List(...)}
     feature = feature[0] if isinstance(feature, list) else feature
     keys = list(feature) if isinstance(feature, Mapping) else []
@@ -101,7 +107,7 @@ def _columns(rows: datasets.Dataset, name: str) -> _Columns:
     label = getattr(label, "feature", label)
     names = tuple(label.names) if isinstance(label, datasets.ClassLabel) else None
     image = "image" if "image" in images else images[0]
-    return _Columns(image, category, next((key for key in ID_KEYS if key in keys), None), names)
+    return Columns(image, category, next((key for key in ID_KEYS if key in keys), None), names)
 
 
 def _cache_file(rows: datasets.Dataset, what: str, cache: Path) -> Path:
@@ -113,7 +119,7 @@ def _cache_file(rows: datasets.Dataset, what: str, cache: Path) -> Path:
 
 
 def _read(
-    rows: datasets.Dataset, columns: _Columns, source: str, checking: tuple[bool | str, int], cache_file: Path
+    rows: datasets.Dataset, columns: Columns, source: str, checking: tuple[bool | str, int], cache_file: Path
 ) -> DetectionTable:
     check_images, max_pixels = checking
     document, problems = _document(rows, columns, source)
@@ -151,7 +157,7 @@ def _read(
     )
 
 
-def _document(rows: datasets.Dataset, columns: _Columns, source: str) -> tuple[dict, list[Problem]]:
+def _document(rows: datasets.Dataset, columns: Columns, source: str) -> tuple[dict, list[Problem]]:
     """The split as a COCO document, so that both go through one validation. Sizes that it lacks are None."""
     images, annotations = [], []
     plain = rows.remove_columns(columns.image)  # no image bytes in this pass
@@ -159,14 +165,7 @@ def _document(rows: datasets.Dataset, columns: _Columns, source: str) -> tuple[d
         image_id = index if row.get("image_id") is None else row["image_id"]
         images.append({"id": image_id, "file_name": f"row {index}", "width": row.get("width"),
                        "height": row.get("height")})
-        for item in _objects(row["objects"]):
-            item = {key: value for key, value in item.items() if value is not None}
-            annotation = {key: item[key] for key in ("bbox", "area", "iscrowd") if key in item}
-            number = len(annotations) + 1
-            annotation |= {"id": item.get(columns.id, number), "image_id": image_id}
-            if columns.category in item:
-                annotation["category_id"] = item[columns.category]
-            annotations.append(annotation)
+        annotations += annotations_of(row["objects"], columns, image_id, len(annotations) + 1)
     if columns.class_names is not None:
         categories = [{"id": label, "name": name} for label, name in enumerate(columns.class_names)]
         return {"images": images, "annotations": annotations, "categories": categories}, []
@@ -176,12 +175,22 @@ def _document(rows: datasets.Dataset, columns: _Columns, source: str) -> tuple[d
     return {"images": images, "annotations": annotations, "categories": categories}, [note]
 
 
-def _objects(objects: object) -> list[dict]:
-    """One dict per object, from the dict of lists or the list of dicts that `datasets` gives."""
+def annotations_of(objects: object, columns: Columns, image_id: int | str, first: int) -> list[dict]:
+    """The objects of an image, a dict of lists or a list of dicts, as annotations of COCO.
+
+    first: id of the first one, where they have none of their own.
+    """
     if isinstance(objects, Mapping):
-        keys = list(objects)
-        return [dict(zip(keys, values, strict=True)) for values in zip(*objects.values(), strict=True)]
-    return list(objects or [])
+        objects = [dict(zip(objects, values, strict=True)) for values in zip(*objects.values(), strict=True)]
+    annotations = []
+    for number, item in enumerate(objects or [], first):
+        item = {key: value for key, value in item.items() if value is not None}
+        annotation = {key: item[key] for key in ("bbox", "area", "iscrowd") if key in item}
+        annotation |= {"id": item.get(columns.id, number), "image_id": image_id}
+        if columns.category in item:
+            annotation["category_id"] = item[columns.category]
+        annotations.append(annotation)
+    return annotations
 
 
 def _encoded(image: Mapping | None, max_pixels: int) -> bytes:

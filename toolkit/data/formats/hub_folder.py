@@ -8,7 +8,7 @@ import datasets
 from datasets.exceptions import DatasetsError
 
 from toolkit.data.formats.annotated import SPLIT_NAMES, ordered, split_of
-from toolkit.data.formats.hub import read_hub
+from toolkit.data.formats.hub_shards import open_hub
 from toolkit.data.places import Places, size_of
 from toolkit.data.table import DetectionTable
 
@@ -22,9 +22,9 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
 
 def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
-    """One split, by `read_hub`; `image_dir` means nothing here, since the images are in the data."""
+    """One split; `image_dir` means nothing here, since the images are in the data."""
     own = next((name for name in _names(Path(folder)) if name == split or split_of(name) == split), split)
-    return read_hub(str(folder), own, **options)
+    return open_hub(str(folder), own, **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:

@@ -1,0 +1,181 @@
+"""Images left in Parquet files: the same data, read by row groups, each rank its own.
+
+Run with `pytest tests/test_streaming.py`.
+"""
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.data import shards
+from toolkit.data.formats import open_dataset
+from toolkit.data.formats.folders import write_folder
+from toolkit.data.pipeline import train_transform, training_loader, training_sizes
+from toolkit.data.places import open_places
+from toolkit.data.sampling import MIXED_BLOCKS, EpochSampler, block_order, rank_runs
+from toolkit.data.shards import blocks_of
+from toolkit.data.splits import hold_out
+from toolkit.errors import BadInput
+
+GROUP = 4  # images of a row group
+
+
+def write_shards(table, folder, split, files):
+    """The table in so many Parquet files with row groups of `GROUP` images."""
+    write_folder(table, folder / "whole", split, "hub")
+    rows = datasets.Dataset.from_parquet(str(next((folder / "whole").rglob("*.parquet"))), cache_dir=str(folder / "hf"))
+    (folder / "data").mkdir(exist_ok=True)
+    for i in range(files):
+        part = rows.shard(files, i, contiguous=True)
+        part.to_parquet(str(folder / "data" / f"{split}-{i:05d}-of-{files:05d}.parquet"), batch_size=GROUP)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, shapes):
+    """22 of the shapes as three files with row groups of 4, 4 (or 3) images; and those without one of the columns."""
+    datasets.disable_progress_bars()
+    folder = tmp_path_factory.mktemp("shards")
+    write_shards(shapes.head(22), folder, "train", 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    from toolkit.data.shapes import make_shapes
+
+    place = tmp_path_factory.mktemp("shapes")
+    make_shapes(place, train_images=22, val_images=2, image_size=32)
+    return open_dataset(place / "annotations" / "train.json", cache_dir=place / "cache")
+
+
+@pytest.fixture
+def table(folder, tmp_path):
+    return open_dataset("train", path=folder, streaming=True, cache_dir=tmp_path)
+
+
+def test_streamed_data_are_those_of_the_cache(folder, table, tmp_path):
+    plain = open_dataset("train", path=folder, cache_dir=tmp_path / "plain")
+    assert len(table) == 22 and table.categories == plain.categories and not table.problems
+    assert "image" not in table.rows.column_names
+    for index in range(22):
+        ours, theirs = table.row(index), plain.row(index)
+        assert table.image_source(ours).read_bytes() == theirs["image"]
+        for key, values in theirs["objects"].items():
+            np.testing.assert_array_equal(ours["objects"][key], values)
+    again = open_dataset("train", path=folder, streaming=True, cache_dir=tmp_path)
+    assert again.fingerprint == table.fingerprint and again.image_root == table.image_root
+    rest, held = hold_out(table, 0.3, tmp_path)
+    assert len(rest) + len(held) == 22 and blocks_of(rest) is not None
+    assert held.image_source(held.row(0)).read_bytes()
+    assert open_places(table.image_root.specs()) == table.image_root
+
+
+def test_a_file_that_changed_is_read_anew(folder, shapes, tmp_path):
+    write_shards(shapes.head(9), tmp_path, "train", 1)
+    options = {"path": tmp_path, "streaming": True, "cache_dir": tmp_path / "cache"}
+    assert len(open_dataset("train", **options)) == 9
+    write_shards(shapes.head(8), tmp_path, "train", 1)
+    assert len(open_dataset("train", **options)) == 8
+
+
+def test_an_epoch_reads_each_row_group_once_and_each_rank_its_own(table, monkeypatch):
+    blocks = blocks_of(table)
+    assert np.bincount(blocks).max() <= GROUP and len(set(blocks)) == 6
+    samplers = ranks(blocks, 2, 2)
+    opened = []
+    read = shards.open_shard
+    monkeypatch.setattr(shards, "open_shard", lambda url: opened.append(url) or read(url))
+    seen = []
+    for sampler in samplers:
+        shards._row_group.cache_clear()
+        keys = [key for batch in sampler for key in batch]
+        seen.append({blocks[key.index] for key in keys})
+        for key in keys:
+            table.image_source(table.row(key.index)).read_bytes()
+    assert len(seen[0] & seen[1]) <= MIXED_BLOCKS, "those where one rank ends and the next begins"
+    assert len(opened) == len(seen[0]) + len(seen[1])
+
+
+def ranks(blocks, batch_size, world_size):
+    return [EpochSampler(len(blocks), batch_size, r, world_size, seed=3, blocks=blocks) for r in range(world_size)]
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.lists(st.integers(1, 9), min_size=1, max_size=14), st.data())
+def test_every_sample_once_and_resumed_to_the_sample(world_size, batch_size, lengths, data):
+    blocks = np.repeat(np.arange(len(lengths)), lengths)
+    if len(blocks) < world_size * batch_size:
+        blocks = np.repeat(blocks, world_size * batch_size)
+    made = ranks(blocks, batch_size, world_size)
+    batches = list(zip(*made, strict=True))
+    assert sorted(key.index for of_all in batches for mine in of_all for key in mine) == list(range(len(blocks)))
+    done = data.draw(st.integers(0, len(batches)))
+    made[0].advance_batches(done)
+    state = made[0].state_dict()
+    resumed = ranks(blocks, batch_size, world_size)
+    for sampler in resumed:
+        assert sampler.load_state_dict(state) == []
+    assert list(zip(*resumed, strict=True)) == batches[done:]
+    other = ranks(blocks, 1, 1)[0]  # one process with one image goes on
+    assert other.load_state_dict(state) or (batch_size, world_size) == (1, 1)
+    rest = [key.index for batch in other for key in batch]
+    assert sorted(rest) == sorted(key.index for of_all in batches[done:] for mine in of_all for key in mine)
+
+
+def test_ranks_walk_through_parts_of_their_own():
+    blocks = np.repeat(np.arange(12), 5)
+    order = block_order(blocks, np.random.default_rng(0))
+    assert sorted(order) == list(range(60))
+    for first in range(0, 60, 5 * MIXED_BLOCKS):
+        assert len(set(blocks[order[first : first + 5 * MIXED_BLOCKS]])) == MIXED_BLOCKS
+    batches = rank_runs(order, 5, 3).reshape(4, 3, 5)
+    for rank in range(3):
+        np.testing.assert_array_equal(batches[:, rank].reshape(-1), order[20 * rank : 20 * rank + 20])
+
+
+def test_rare_classes_come_more_often_and_a_loader_gives_the_images(table):
+    transform = train_transform(recipe="detr", image_size=32)
+    options = {"batch_size_per_device": 4, "workers": 2, "seed": 0, "stride": 1}
+    sampler, loader = training_loader(table, transform, **options, repeat_factor=1.0)
+    assert sampler.num_samples > 22 and sampler.blocks is not None
+    assert sum(len(batch.targets) for batch in loader) == sampler.num_samples
+    varied = training_sizes(recipe="detr", image_size=32, mosaic=0.5)
+    for given_key in ({"by_aspect_ratio": True}, {"mosaic": 0.5, "sizes": varied}, {"mixup": True}):
+        with pytest.raises(BadInput, match="streaming"):
+            training_loader(table, transform, **options, **given_key)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda rows: rows.remove_columns("width"), "column 'width'"),
+    (lambda rows: rows.map(lambda row: {"image_id": 1}), "1 image ids are used more than once"),
+    (lambda rows: rows.map(lambda row: {"width": 2}), "outside"),
+])  # fmt: skip
+def test_what_cannot_be_streamed_is_said(folder, tmp_path, change, words):
+    rows = datasets.Dataset.from_parquet(str(next((folder / "data").glob("*.parquet"))), cache_dir=str(tmp_path / "hf"))
+    (tmp_path / "data").mkdir()
+    change(rows).to_parquet(str(tmp_path / "data" / "train-00000-of-00001.parquet"), batch_size=GROUP)
+    with pytest.raises(BadInput, match=words):
+        open_dataset("train", path=tmp_path, streaming=True, cache_dir=tmp_path / "cache")
+
+
+def test_other_formats_are_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"data\.streaming reads Parquet"):
+        open_dataset("train", format="shapes", streaming=True)
+    (tmp_path / "annotations.csv").write_text("image,x1,y1,x2,y2,label\na.jpg,1,1,2,2,x\n")
+    with pytest.raises(BadInput, match=r"data\.streaming reads Parquet"):
+        open_dataset("train", path=tmp_path, streaming=True)
+
+
+def test_a_broken_image_is_named_when_it_is_read(table, folder, tmp_path):
+    name = table.row(5)["file_name"]
+    gone = folder / "data" / name.rsplit("/", 2)[0].rsplit("/")[-1]
+    hidden = gone.rename(tmp_path / "gone")
+    try:
+        shards._row_group.cache_clear()
+        _, loader = training_loader(table, train_transform(recipe="detr", image_size=32), batch_size_per_device=4,
+                                    workers=0, seed=0, stride=1)  # fmt: skip
+        with pytest.raises(BadInput, match="cannot be read"):
+            list(loader)
+    finally:
+        hidden.rename(gone)
