@@ -152,12 +152,27 @@ def install(project: Path) -> Log:
     _has_context()
     torch.autograd.set_multithreading_enabled(False)  # backward in this thread, where the mode below is
     torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps parameters that are shared
+    _load_in_place()
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         importlib.import_module(module)._foreach_supported_types.append(OnDevice)
     _pretend_modules()
     mode = _Mode()
     mode.__enter__()
     return _log
+
+
+def _load_in_place() -> None:
+    """`load_state_dict` copies, as without the switch for `Module.to`: LSTMs refer weakly to their parameters."""
+    swaps, load = torch.__future__.set_swap_module_params_on_conversion, torch.nn.Module.load_state_dict
+
+    def copying(*args, **kwargs):
+        swaps(False)
+        try:
+            return load(*args, **kwargs)
+        finally:
+            swaps(True)
+
+    torch.nn.Module.load_state_dict = copying
 
 
 def _has_context() -> None:

@@ -9,7 +9,7 @@ from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from toolkit.errors import BadInput
-from toolkit.step.optim import build_optimizer, is_norm, parameter_groups
+from toolkit.step.optim import build_optimizer, is_norm, load_state, parameter_groups
 
 
 class Detector(nn.Module):
@@ -180,6 +180,24 @@ def test_optimizers_step_and_their_state_returns(name):
     again = build_optimizer(name, parameter_groups(model, lr=0.1, weight_decay=0.1, backbone_lr=0.01))
     again.load_state_dict(optimizer.state_dict())
     assert again.param_groups[1]["name"] == "backbone"
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_state_of_weights_that_lay_otherwise_in_memory_goes_on_alike(name):
+    gradients = [torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    ends = []
+    for formats in ((torch.channels_last,) * 2, (torch.contiguous_format, torch.channels_last)):
+        weight, state = torch.linspace(-1, 1, 108).view(4, 3, 3, 3), None
+        for gradient, memory_format in zip(gradients, formats, strict=True):  # the second update is of a resumed run
+            weight = nn.Parameter(weight.detach().clone().contiguous(memory_format=memory_format))
+            optimizer = build_optimizer(name, [{"params": [weight], "lr": 0.1, "weight_decay": 0.0}])
+            if state is not None:
+                load_state(optimizer, state)
+            weight.grad = gradient.contiguous(memory_format=memory_format)
+            optimizer.step()
+            state = optimizer.state_dict()
+        ends.append(weight.detach())
+    assert torch.equal(*ends)
 
 
 def test_nesterov_looks_one_step_of_the_momentum_ahead():

@@ -12,6 +12,7 @@ from toolkit.errors import BadInput
 from toolkit.files import fsync_folder
 from toolkit.runs.changes import Change
 from toolkit.runs.checkpoint import Checkpoint, bring_best, mend_latest, save_checkpoint
+from toolkit.step.optim import load_state
 
 
 def save(t, best: bool = False) -> None:
@@ -220,7 +221,7 @@ def load_weights(t, checkpoint: Checkpoint) -> None:
         t.ema.module.load_state_dict(checkpoint.tensors["model"])
     if t.eval_only:
         return
-    t.optimizer.load_state_dict(checkpoint.optimizer)
+    load_state(t.optimizer, checkpoint.optimizer)
     if t.accelerator.scaler is not None and checkpoint.state["scaler"]:
         t.accelerator.scaler.load_state_dict(checkpoint.state["scaler"])
 

@@ -296,7 +296,7 @@ def test_self_weighting(golden):
         cls_sum, loc_sum = multibox_loss(scores, boxes, labels, targets, ratio=3)
         # Here a step is weighted by what the steps before it gave, there by its own losses too.
         assert float(balance.weight) == pytest.approx(before, rel=1e-5)
-        balance.observe(float(cls_sum), float(loc_sum))
+        balance.observe(torch.tensor([cls_sum, loc_sum]))
         after = float(data["wt_loc_after"][call])
         assert float(balance.weight) == pytest.approx(after, rel=1e-5)
         positives = max(1, int((labels > 0).sum()))

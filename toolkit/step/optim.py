@@ -147,6 +147,20 @@ def build_optimizer(
     raise BadInput(f"optim.name is {name!r}; expected adamw, adam or sgd")
 
 
+def load_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """`load_state_dict`, with what is kept of each parameter in the order in memory of the parameter.
+
+    A fused update goes through both side by side, whatever their strides say. The state of a run on a GPU, or of an
+    earlier release, whose weights were not channels-last, would be that of other entries.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            of_entries = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if of_entries and value.stride() != parameter.stride():
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm layer: of torch, torchvision, timm or transformers, frozen or not.
 

@@ -1,5 +1,6 @@
 """What all detectors of this family have in common: how they are told about, and saved for transformers."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,7 +10,11 @@ from transformers import PreTrainedConfig
 from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.detr.configuration import from_entries
+from toolkit.models.detr.encoder_layers import clamp_unasked_
 from toolkit.models.final import save_transformers_folder
+
+# Each decoder layer asks whether the sizes of the maps, which it is given twice, agree: the host would wait for a GPU.
+os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
 
 
 class TransformersDetector(Detector):
@@ -30,6 +35,7 @@ class TransformersDetector(Detector):
 
     def _take(self, set_loss: nn.Module, statistics: tuple[tuple, tuple], used: Mapping[str, object]) -> None:
         """Takes the criterion, mean and std, and the options that the config does not tell, as they were used."""
+        clamp_unasked_(self.model)
         self.set_loss, self.used, (self.mean, self.std) = set_loss, dict(used), statistics
         self.loss_names, self.metric_names = set_loss.loss_names, set_loss.metric_names
         self.divided_by = set_loss.divided_by

@@ -16,6 +16,7 @@ from toolkit.batch import send
 from toolkit.boxes import intersection_and_union
 
 ROUNDS = 16  # before the host asks whether they were enough
+LARGEST_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
 PAIRS_AT_ONCE = 2**27  # boxes compared with boxes: 512 MB of float32
 LARGEST_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
 
@@ -46,6 +47,18 @@ class Suppression:
         for _ in range(ROUNDS):
             before, self.keep = self.keep, self.valid & ~(self.over & self.keep[:, :, None]).any(1)
         return (before == self.keep).all()
+
+    def best(self, boxes: Tensor, scores: Tensor, most: int) -> tuple[list[Tensor], Tensor]:
+        """The best `most` boxes (N, 4) per image that are left, and their rows (B, `most`); one host read if ROUNDS are
+        enough. boxes: (B, M, 4), scores: (B, M), not negative, as many groups in a row as an image has."""
+        while True:
+            settled = self.advance()
+            keep = self.keep.reshape(scores.shape)
+            order = scores.masked_fill(~keep, -1).sort(dim=1, descending=True, stable=True).indices[:, :most]
+            *counts, done = torch.cat([keep.sum(1).clamp(max=most), settled[None].long()]).tolist()
+            if done:
+                sorted_boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
+                return [sorted_boxes[i, :count] for i, count in enumerate(counts)], order
 
 
 def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -> Tensor:
@@ -99,7 +112,7 @@ def best_proposals(
     sides = boxes[..., 2:] - boxes[..., :2]
     valid = (sides >= min_size).all(-1) & (scores >= max(min_score, 0.0))
     suppression = Suppression(boxes.flatten(0, 1), valid.flatten(0, 1), threshold)
-    return _best(suppression, boxes.flatten(1, 2), scores.flatten(1), after)[0]
+    return suppression.best(boxes.flatten(1, 2), scores.flatten(1), after)[0]
 
 
 def best_detections(
@@ -111,7 +124,7 @@ def best_detections(
     threshold: float,
     min_score: float,
     most: int,
-    largest: int = 4096,
+    largest: int = LARGEST_GROUP,
 ) -> list[tuple[Tensor, Tensor, Tensor]] | None:
     """torchvision's `postprocess_detections` for the whole batch: boxes, scores, labels (from 1) of each image.
 
@@ -132,19 +145,6 @@ def best_detections(
     boxes = boxes.flatten(1, 2).gather(1, order[..., None].expand(-1, -1, 4))
     labels = order % classes + 1
     suppression = Suppression(boxes, ranked > min_score, threshold, labels)
-    found, orders = _best(suppression, boxes, ranked, most)
+    found, orders = suppression.best(boxes, ranked, most)
     ranked, labels = ranked.gather(1, orders), labels.gather(1, orders)
     return [(b, ranked[i, : len(b)], labels[i, : len(b)]) for i, b in enumerate(found)]
-
-
-def _best(suppression: Suppression, boxes: Tensor, scores: Tensor, most: int) -> tuple[list[Tensor], Tensor]:
-    """The best `most` boxes (N, 4) per image that are left, and their rows (B, `most`); one host read if ROUNDS are
-    enough. boxes: (B, M, 4), scores: (B, M), as many groups of `suppression` in a row as an image has."""
-    while True:
-        settled = suppression.advance()
-        keep = suppression.keep.reshape(scores.shape)
-        order = scores.masked_fill(~keep, -1).sort(dim=1, descending=True, stable=True).indices[:, :most]
-        *counts, done = torch.cat([keep.sum(1).clamp(max=most), settled[None].long()]).tolist()
-        if done:
-            sorted_boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
-            return [sorted_boxes[i, :count] for i, count in enumerate(counts)], order

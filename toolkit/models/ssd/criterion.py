@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from toolkit.boxes import cxcywh_to_xyxy, normalize_boxes, xyxy_to_cxcywh
+from toolkit.batch import send
+from toolkit.boxes import cxcywh_to_xyxy, normalize_boxes, widest_float, xyxy_to_cxcywh
 
 IGNORED = -1  # label of an anchor in a crowd region; 0 is the background, class c of the data is c + 1
 
@@ -183,16 +184,17 @@ class SelfWeighting(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
-    def observe(self, cls_sum: float, loc_sum: float) -> None:
-        """Takes in the losses of one step, summed over positives (not divided), the regression's without the weight."""
-        seen = int(self.seen)
-        if self.steps == 0 or seen > self.steps:
+    def observe(self, of_step: Tensor) -> None:
+        """Takes in the losses of one step, (2,) classification and regression, summed over positives (not divided), the
+        regression's without the weight. Nothing is read from the device."""
+        if self.steps == 0:
             return
-        self.sums += torch.tensor([cls_sum, loc_sum], device=self.sums.device)
-        if (seen + 1) % self.every == 0 or seen == self.steps:
-            self.weight.copy_(self.sums[0] / self.sums[1])
-            self.sums.fill_(1e-7)
-        self.seen += 1
+        adjusts = self.seen <= self.steps
+        sums = torch.where(adjusts, self.sums + of_step.to(self.sums), self.sums)
+        due = adjusts & (((self.seen + 1) % self.every == 0) | (self.seen == self.steps))
+        self.weight.copy_(torch.where(due, sums[0] / sums[1], self.weight))
+        self.sums.copy_(sums.masked_fill(due, 1e-7))
+        self.seen += adjusts
 
 
 class SsdCriterion(nn.Module):
@@ -266,5 +268,7 @@ class SsdCriterion(nn.Module):
     def balance_losses(self, reduced: Mapping[str, float]) -> None:
         """After a step: adjusts the weight of the regression from the step's losses, reduced over window and ranks."""
         if self.balance.steps:
-            cls_sum, loc_sum = (reduced[f"{name}_unscaled"] * reduced["positives/sum"] for name in self.loss_names)
-            self.balance.observe(cls_sum, loc_sum / float(self.balance.weight))
+            of_step = [reduced[f"{name}_unscaled"] * reduced["positives/sum"] for name in self.loss_names]
+            weight = self.balance.weight
+            of_step = send(torch.tensor(of_step, dtype=widest_float(weight.device)), weight.device)
+            self.balance.observe(of_step / torch.stack([torch.ones_like(weight), weight]))

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.ops import batched_nms
 
-from toolkit.batch import normalize_images
+from toolkit.batch import normalize_images, send
 from toolkit.boxes import denormalize_boxes
 from toolkit.errors import BadInput
 from toolkit.models.backbones import feature_strides, image_statistics
 from toolkit.models.detector import Detector, MapTap
+from toolkit.models.faster_rcnn.suppression import LARGEST_GROUP, Suppression
 from toolkit.models.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
 from toolkit.models.ssd.options import SsdliteOptions, SsdOptions
 from toolkit.models.timm_features import group_norms, timm_features
@@ -141,7 +142,7 @@ class SSD(Detector):
                 level_anchors(hw, *of_level, clip)
                 for hw, *of_level in zip(self._level_sizes(image_hw), scales, ratios, strict=True)
             ]
-            self._anchors[key] = torch.cat(levels).to(device), torch.tensor(tuple(image_hw), device=device)
+            self._anchors[key] = send(torch.cat(levels), device), send(torch.tensor(tuple(image_hw)), device)
         return self._anchors[key]
 
     @torch.no_grad()
@@ -209,12 +210,33 @@ class SSD(Detector):
         anchor, label = anchor.flatten(1).gather(1, order), label.flatten()[order]
         boxes = boxes.gather(1, anchor[..., None].expand(-1, -1, 4))
         minimum = max(score_threshold, self.score_threshold)
-        counts = (scores > minimum).sum(dim=1).tolist()  # the one wait for the device
-        found = []
-        for b, s, c, count in zip(boxes, scores, label, counts, strict=True):
-            keep = batched_nms(b[:count], s[:count], c[:count], self.nms_threshold)[:top_k]
-            found.append({"boxes": b[keep], "scores": s[keep], "labels": c[keep]})
-        return found
+        counts = (scores > minimum).sum(dim=1).tolist()  # on a GPU one of two waits
+        together = boxes.device.type != "cpu" and max(counts) <= LARGEST_GROUP
+        suppressed = suppressed_together if together else suppressed_one_by_one
+        return suppressed(boxes, scores, label, counts, self.nms_threshold, top_k)
+
+
+def suppressed_one_by_one(
+    boxes: Tensor, scores: Tensor, labels: Tensor, counts: Sequence[int], threshold: float, top_k: int
+) -> list[dict[str, Tensor]]:
+    """What class-wise suppression leaves of the first `counts` boxes (B, K, 4) of each image, best first: per image at
+    most `top_k` of `boxes`, `scores`, `labels`."""
+    found = []
+    for b, s, c, count in zip(boxes, scores, labels, counts, strict=True):
+        keep = batched_nms(b[:count], s[:count], c[:count], threshold)[:top_k]
+        found.append({"boxes": b[keep], "scores": s[keep], "labels": c[keep]})
+    return found
+
+
+def suppressed_together(
+    boxes: Tensor, scores: Tensor, labels: Tensor, counts: Sequence[int], threshold: float, top_k: int
+) -> list[dict[str, Tensor]]:
+    """The same with one wait for the device."""
+    boxes, scores, labels = (part[:, : max(counts)] for part in (boxes, scores, labels))
+    valid = torch.arange(max(counts), device=boxes.device) < send(torch.tensor(counts), boxes.device)[:, None]
+    found, order = Suppression(boxes, valid, threshold, labels).best(boxes, scores, top_k)
+    scores, labels = scores.gather(1, order), labels.gather(1, order)
+    return [{"boxes": b, "scores": scores[i, : len(b)], "labels": labels[i, : len(b)]} for i, b in enumerate(found)]
 
 
 class SSDLite(SSD):

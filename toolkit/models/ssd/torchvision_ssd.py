@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchvision.models.detection import ssd300_vgg16, ssdlite320_mobilenet_v3_large
 from torchvision.models.detection.image_list import ImageList
 
-from toolkit.batch import normalize_images
+from toolkit.batch import normalize_images, send
 from toolkit.boxes import xyxy_to_cxcywh
 from toolkit.errors import BadInput
 from toolkit.models.detector import Detector, MapTap
@@ -77,9 +77,8 @@ class SSD300(SSD):
                 maps = list(self.backbone(images).values())
             self.backbone.train(training)
             xyxy = self.anchor_generator(ImageList(images, [tuple(image_hw)]), maps)[0]
-            whole = torch.tensor([*image_hw][::-1] * 2, device=xyxy.device)
-            size = torch.tensor(tuple(image_hw), device=device)
-            self._anchors[key] = xyxy_to_cxcywh(xyxy / whole).to(device), size
+            whole = send(torch.tensor([*image_hw][::-1] * 2), xyxy.device)
+            self._anchors[key] = xyxy_to_cxcywh(xyxy / whole).to(device), send(torch.tensor(tuple(image_hw)), device)
         return self._anchors[key]
 
 

@@ -17,6 +17,7 @@ from toolkit.boxes import box_iou, pairwise_iou
 from toolkit.errors import BadInput
 from toolkit.models.backbones import image_statistics
 from toolkit.models.detector import Detector, MapTap
+from toolkit.models.faster_rcnn.suppression import ROUNDS
 from toolkit.models.timm_features import group_norms, timm_features
 from toolkit.models.yolov3.options import Yolov3Options
 from toolkit.models.yolov3.targets import (
@@ -272,12 +273,12 @@ def not_suppressed(boxes: Tensor, labels: Tensor, nms_threshold: float) -> Tenso
     """
     overlaps = (pairwise_iou(boxes, boxes) > nms_threshold) & (labels[:, :, None] == labels[:, None])
     overlaps = overlaps.tril(diagonal=-1)  # [b, i, j]: the better j would suppress i
-    keep = torch.ones_like(labels, dtype=torch.bool)
+    keep = settled = torch.ones_like(labels, dtype=torch.bool)
     while True:
-        settled = ~(overlaps & keep[:, None]).any(dim=2)
+        for _ in range(1 if labels.device.type == "cpu" else ROUNDS):  # before the host waits for the answer
+            keep, settled = settled, ~(overlaps & settled[:, None]).any(dim=2)
         if torch.equal(settled, keep):
             return keep
-        keep = settled
 
 
 def _timm_backbone(o: Yolov3Options) -> nn.Module:

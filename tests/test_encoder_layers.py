@@ -1,0 +1,55 @@
+"""The encoder layers that never ask for a value give the numbers of transformers' own, which do, to the bit.
+
+pytest tests/test_encoder_layers.py
+"""
+
+import pytest
+import torch
+from test_detr import CLASSES, batch_of
+
+from toolkit.models import build_detector
+from toolkit.models.detr.encoder_layers import ALIKE
+
+SMALL = {"backbone": "resnet10t", "freeze": "none", "d_model": 32, "heads": 2, "decoder_layers": 2, "ffn_dim": 32,
+         "num_queries": 6, "dropout": 0.1}  # fmt: skip
+NAMES = ("detr", "conditional_detr", "deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_encoder_layers_are_those_of_transformers_to_the_bit(name):
+    torch.manual_seed(0)
+    own = {"encoder_layers": 1} if name not in ("rt_detr_v2", "d_fine", "deimv2") else {}
+    detector = build_detector(name, class_names=CLASSES, **SMALL | own).train()
+    layer = next(module for module in detector.modules() if type(module).__name__ in ALIKE)
+    seen = []
+    hook = layer.register_forward_pre_hook(lambda module, *given: seen.append(given), with_kwargs=True)
+    batch = batch_of((2, 1), hw=(64, 64))
+    detector(batch.images, batch.sizes, batch.targets)
+    hook.remove()
+    args, kwargs = seen[0]
+    assert layer.forward.__func__ is not type(layer).forward, "it was replaced"
+    for before in (False, True) if hasattr(layer, "normalize_before") else (False,):
+        layer.normalize_before = before
+        for spoiled in (None, torch.inf, -torch.inf, torch.nan):
+            ours = passed(layer.forward, layer, args, kwargs, spoiled)
+            theirs = passed(type(layer).forward.__get__(layer), layer, args, kwargs, spoiled)
+            for mine, plain in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(mine, plain, rtol=0, atol=0, equal_nan=True)
+
+
+def passed(forward, layer, args, kwargs, spoiled) -> list[torch.Tensor]:
+    """What the layer gives in training, and every gradient; with a weight of its last norm `spoiled`."""
+    torch.manual_seed(7)
+    args = [a.detach().clone().requires_grad_(a.is_floating_point()) if torch.is_tensor(a) else a for a in args]
+    kwargs = {k: v.detach().clone().requires_grad_(v.is_floating_point()) if torch.is_tensor(v) else v
+              for k, v in kwargs.items()}  # fmt: skip
+    bias = layer.final_layer_norm.bias
+    with torch.no_grad():
+        kept = bias[0].clone()
+        bias[0] = kept if spoiled is None else spoiled
+    found = forward(*args, **kwargs)
+    inputs = [v for v in (*args, *kwargs.values()) if torch.is_tensor(v) and v.requires_grad]
+    gradients = torch.autograd.grad(found.square().mean(), [*inputs, *layer.parameters()], allow_unused=True)
+    with torch.no_grad():
+        bias[0] = kept
+    return [found.detach(), *(g for g in gradients if g is not None)]
