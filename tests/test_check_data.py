@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
-from toolkit.data import alike
+from toolkit.data import alike, inspection
 from toolkit.data.alike import Looks, alike_pairs, groups, held_out, looks_of
 from toolkit.data.formats import open_dataset
 from toolkit.data.inspection import near_boxes
@@ -212,6 +212,13 @@ def test_groups_are_the_connected_parts(pairs):
     member = groups(20, pairs)
     assert all(member[i] == member[j] for i, j in pairs)
     assert len(set(member.tolist())) >= 20 - len(pairs) and all(member <= np.arange(20))
+
+
+def test_thousands_of_copies_are_as_many_pairs():
+    copies = Looks(np.array([b"one"] * 3000 + [b"two"], "S32"), np.zeros((3001, 16, 16), np.uint8))
+    assert alike_pairs(copies) == [(0, other) for other in range(1, 3001)]
+    pairs = list(inspection._copies([0, 1, 2, 3, 4], ["train", "train", "val", "val", "test"]))
+    assert pairs == [(0, 1), (2, 3), (0, 2), (0, 4), (2, 4)]
 
 
 def test_what_looks_alike_is_held_out_together():

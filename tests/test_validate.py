@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -289,3 +290,12 @@ def test_an_area_beyond_float32_is_replaced_by_that_of_the_box():
 def test_images_are_checked_where_the_system_names_no_cores_of_a_process(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS has none
     assert parallel(lambda row: [row], [1, 2], "checking") == [1, 2]
+
+
+def test_millions_of_rows_are_not_handed_to_threads_at_once(monkeypatch):
+    given, submit = [0], ThreadPoolExecutor.submit
+    monkeypatch.setattr("toolkit.data.check_files.AT_ONCE", 8)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda *a: given.__setitem__(0, given[0] + 1) or submit(*a))
+    ahead = []
+    assert parallel(lambda row: ahead.append(given[0] - row) or [row], range(100), "checking", 2) == list(range(100))
+    assert max(ahead) <= 8

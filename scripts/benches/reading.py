@@ -1,4 +1,4 @@
-"""Reading large COCO files, item by item and in one piece: processor time and peak memory of the process."""
+"""Reading large COCO files, item by item and in one piece, and checking them: processor time and peak memory."""
 
 import subprocess
 import sys
@@ -9,15 +9,18 @@ from types import MappingProxyType
 
 import numpy as np
 
-READER = """
+# Arguments: annotation file, cache folder, way. Prints seconds, MB and images.
+PROGRAM = """
 import sys, time
 from toolkit.data.formats import coco
+from toolkit.data.inspection import inspect_tables
 def peak_mb():  # ru_maxrss would be that of the process before exec, too
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1e3
 coco.STREAMED_BYTES = float("inf") if sys.argv[3] == "whole" else 0
-before = peak_mb()
-began = time.process_time()
+before, began = peak_mb(), time.process_time()
 table = coco.read_coco(sys.argv[1], ".", check_images=False, cache_dir=sys.argv[2])
+if sys.argv[3] == "checked":
+    inspect_tables({"train": table}, 640, compare=False)
 print(time.process_time() - began, peak_mb() - before, len(table))
 """
 
@@ -28,7 +31,8 @@ def bench_reading(
     """Rows with `name`, `value` and `unit`.
 
     sizes: images, and boxes, of the files that are read item by item; whole: of the one that is also read in one piece.
-    Memory is what reading adds to the peak of a process that has imported everything (Linux).
+    Memory is what reading adds to the peak of a process that has imported everything (Linux). Checked: as
+    scripts/check_data.py does it without a look at the images, opened from the cache.
     """
     rows = []
     for count, boxes in sizes.items():
@@ -37,8 +41,9 @@ def bench_reading(
             what = f"COCO file of {count:,} images"
             rows.append({"name": f"{what}, on disk", "value": file.stat().st_size / 1e6, "unit": "MB"})
             found = {}
-            for way in ("streamed", "whole") if count == whole else ("streamed",):
-                command = [sys.executable, "-c", READER, str(file), f"{folder}/{way}", way]
+            for way in ("streamed", "checked", *(("whole",) if count == whole else ())):
+                cache = f"{folder}/{'whole' if way == 'whole' else 'streamed'}"
+                command = [sys.executable, "-c", PROGRAM, str(file), cache, way]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 seconds, memory, images = found[way] = [float(word) for word in done.stdout.split()]
                 if images != count:

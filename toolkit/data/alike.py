@@ -54,10 +54,14 @@ def looks_of(table: DetectionTable, cache_dir: str | Path | None = None) -> Look
 
     The cache holds while no file changed its size or time.
     """
-    sources = [table.image_source(table.row(index)) for index in range(len(table))]
+    indices = range(len(table))
+
+    def source(index: int) -> Path | Stored | bytes:
+        return table.image_source(table.row(index))
+
     key = hashlib.blake2b(f"looks {VERSION} {table.fingerprint}".encode(), digest_size=16)
-    for source in sources if table.image_root is not None else ():
-        key.update(_stamp(source).encode(errors="surrogateescape"))
+    for index in indices if table.image_root is not None else ():
+        key.update(_stamp(source(index)).encode(errors="surrogateescape"))
     file = cache_root(cache_dir) / "looks" / f"{key.hexdigest()}.npz"
     try:
         with np.load(file, allow_pickle=False) as saved:
@@ -65,7 +69,7 @@ def looks_of(table: DetectionTable, cache_dir: str | Path | None = None) -> Look
     except (OSError, ValueError, KeyError):
         pass
     threads = None if table.image_root is None else waits_for(table.image_root)
-    found = parallel(lambda source: [_digest_and_look(source)], sources, "comparing images", threads)
+    found = parallel(lambda index: [_digest_and_look(source(index))], indices, "comparing images", threads)
     made = Looks(np.array([digest for digest, _ in found], dtype="S32"),
                  np.stack([thumbnail for _, thumbnail in found] or [np.zeros((0, SIDE, SIDE), np.uint8)]))  # fmt: skip
     try:
@@ -87,8 +91,14 @@ def same_files(looks: Looks) -> list[list[int]]:
 
 
 def alike_pairs(looks: Looks) -> list[tuple[int, int]]:
-    """Pairs (i < j) of images that look alike, those with the same bytes included."""
-    signs, normed = _signs(looks.thumbnails), _normed(looks.thumbnails)
+    """Pairs (i < j) of images that look alike.
+
+    Of images with the same bytes only the first one is compared with others; each of the rest is paired with it, so
+    that thousands of copies are thousands of pairs and not millions.
+    """
+    firsts = np.sort(np.unique(looks.digests, return_index=True)[1])
+    thumbnails = looks.thumbnails[firsts]
+    signs, normed = _signs(thumbnails), _normed(thumbnails)
     found: set[tuple[int, int]] = set()
     for i, j in _candidates(signs, normed):
         close = np.bitwise_count(signs[i] ^ signs[j]) <= SIGNS_DIFFER
@@ -96,8 +106,8 @@ def alike_pairs(looks: Looks) -> list[tuple[int, int]]:
         similar = np.einsum("nk,nk->n", normed[i], normed[j]) >= CORRELATION
         # two even pictures have no correlation: they are alike when they have the same grey
         even = (np.abs(normed[i]).sum(1) == 0) & (np.abs(normed[j]).sum(1) == 0)
-        even &= looks.thumbnails[i, 0, 0] == looks.thumbnails[j, 0, 0]
-        keep = similar | even
+        even &= thumbnails[i, 0, 0] == thumbnails[j, 0, 0]
+        keep, i, j = similar | even, firsts[i], firsts[j]
         found.update(zip(np.minimum(i, j)[keep].tolist(), np.maximum(i, j)[keep].tolist(), strict=True))
     for group in same_files(looks):
         found.update((group[0], other) for other in group[1:])

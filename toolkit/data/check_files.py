@@ -18,6 +18,7 @@ from toolkit.text import shown
 
 FULL_CHECK_LIMIT = 20_000  # images; above it only headers are read unless a full check is asked for
 REMOTE_THREADS = 32
+AT_ONCE = 4096  # rows that the threads are given
 UNLISTED_NAMED = 10
 UNLISTED = "not listed in the annotation file; not used"
 TAIL = {"JPEG": (b"\xff\xd9", 1024), "PNG": (b"IEND", 64)}  # end marker, and how far from the end to look for it
@@ -135,7 +136,8 @@ def parallel(
 ) -> list[Problem]:
     """`check` of every row, in order, by `threads`, else one for each core; a progress bar when it takes long."""
     with ThreadPoolExecutor(max_workers=threads or min(32, usable_cores())) as pool:
-        found = pool.map(check, rows)
+        starts = range(0, len(rows), AT_ONCE)  # the pool keeps an object for each row that it was given
+        found = (problems for start in starts for problems in pool.map(check, rows[start : start + AT_ONCE]))
         bar = tqdm(found, what, len(rows), delay=2, unit="image", leave=False, disable=None)
         return [problem for problems in bar for problem in problems]
 

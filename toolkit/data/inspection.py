@@ -1,5 +1,6 @@
 """What may be wrong with a data set beyond its single records: leakage, duplicates, classes, sizes; a cleaned copy."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from toolkit.data.alike import Looks, alike_pairs, looks_of, same_files
 from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.decoding import EXTENSIONS, probe_image
 from toolkit.data.formats.folders import write_folder
-from toolkit.data.places import Places, Stored
+from toolkit.data.places import Stored
 from toolkit.data.table import DetectionTable, Problem, cache_root, write_table
 
 NEAR_BOX_IOU = 0.9
@@ -92,8 +93,9 @@ def inspect_tables(
 
 def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection) -> SplitSummary:
     """One pass over the rows: counts, sizes, boxes given twice."""
-    boxes, images, crowds, largest, background = Counter(), Counter(), 0, 0, 0
-    sizes, twice, small = [], [], []
+    boxes, images, crowds, largest, background, filled = Counter(), Counter(), 0, 0, 0, 0
+    twice, small = [], []
+    sizes = np.empty(int(table.num_boxes().sum()), np.float32)  # one array: millions of small ones need far more
     for index in range(len(table)):
         row = table.row(index)
         objects = row["objects"]
@@ -105,7 +107,8 @@ def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection
         largest, background = max(largest, len(labels)), background + (len(plain) == 0)
         sides = (objects["bbox"][plain][:, 2:] - objects["bbox"][plain][:, :2]) * image_size
         sides = sides / np.array([row["width"], row["height"]], np.float32)
-        sizes.append(np.sqrt(sides.prod(1)))
+        sizes[filled : filled + len(sides)] = np.sqrt(sides.prod(1))
+        filled += len(sides)
         few = int((sides.min(1, initial=np.inf) < SMALL_PX).sum())
         if few:
             small.append({"split": split, "image": row["file_name"], "boxes": few})
@@ -142,8 +145,7 @@ def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection
                 small,
             )
         )
-    sizes = np.concatenate(sizes or [np.zeros(0)])
-    quantiles = np.quantile(sizes, (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if len(sizes) else []
+    quantiles = np.quantile(sizes[:filled], (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if filled else []
     classes = {each.name: {"boxes": boxes[i], "images": images[i]} for i, each in enumerate(table.categories)}
     return SplitSummary(len(table), background, boxes.total(), crowds, largest, classes, quantiles)
 
@@ -170,26 +172,22 @@ def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list
 
 def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
     """The problems of the single records. A file is unlisted when no split of its folder lists it."""
-    by_root: dict[Path | Places, set[str]] = {}
+    roots = Counter(table.image_root for table in tables.values() if table.image_root is not None)
+    shared = {root: set() for root, splits in roots.items() if splits > 1}  # names that a split of it lists
     for table in tables.values():
-        if table.image_root is not None:
-            listed = by_root.setdefault(table.image_root, set())
-            listed.update(table.row(index)["file_name"] for index in range(len(table)))
-            listed.update(problem.file for problem in table.problems)
+        if table.image_root in shared:
+            shared[table.image_root].update(table.row(index)["file_name"] for index in range(len(table)))
+            shared[table.image_root].update(problem.file for problem in table.problems)
     for split, table in tables.items():
-        shared = sum(other.image_root == table.image_root for other in tables.values()) > 1
-        problems = [p for p in table.problems if not (shared and UNLISTED in p.message)]
+        problems = [p for p in table.problems if not (table.image_root in shared and UNLISTED in p.message)]
         for severity in ("error", "warning", "note"):
             found = [problem for problem in problems if problem.severity == severity]
             if found:
                 yield Finding(severity, "record", f"{split}: {len(found)}", [str(p).split(": ", 1)[1] for p in found])
-    for root, listed in by_root.items():
-        if sum(table.image_root == root for table in tables.values()) > 1:
-            found = unlisted_files(
-                root, sorted({str(Path(name).parent) for name in listed if ".." not in name}), listed
-            )
-            if found:
-                yield Finding("warning", "record", f"{root}: {len(found)}", [str(p).split(": ", 1)[1] for p in found])
+    for root, listed in shared.items():
+        found = unlisted_files(root, sorted({str(Path(name).parent) for name in listed if ".." not in name}), listed)
+        if found:
+            yield Finding("warning", "record", f"{root}: {len(found)}", [str(p).split(": ", 1)[1] for p in found])
 
 
 def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSummary]) -> Iterator[Finding]:
@@ -218,9 +216,10 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
         np.concatenate([each.digests for each in looks]), np.concatenate([each.thumbnails for each in looks])
     )
     place = [(split, index) for split, table in tables.items() for index in range(len(table))]
-    same = {(group[i], group[j]) for group in same_files(joined) for j in range(len(group)) for i in range(j)}
+    same = {pair for group in same_files(joined) for pair in _copies(group, [place[i][0] for i in group])}
+    alike = {(i, j) for i, j in alike_pairs(joined) if joined.digests[i] != joined.digests[j]}
     found: dict[str, list] = {}
-    for i, j in sorted(same | set(alike_pairs(joined))):
+    for i, j in sorted(same | alike):
         first, second = place[i], place[j]
         kind = ("same file" if (i, j) in same else "look alike") + (" in two splits" if first[0] != second[0] else "")
         items = [f"{split}/{tables[split].row(index)['file_name']}" for split, index in (first, second)]
@@ -233,6 +232,16 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
     for kind, pairs in found.items():
         severity = "note" if kind == "look alike" else "warning"
         result.findings.append(Finding(severity, kind, f"{len(pairs)} pairs of images: {kind}", pairs))
+
+
+def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Pairs of images with the same bytes: each with the first one of its split, and the first ones of two splits."""
+    firsts: dict[str, int] = {}
+    for index, split in zip(group, splits, strict=True):
+        if split in firsts:
+            yield firsts[split], index
+        firsts.setdefault(split, index)
+    yield from itertools.combinations(firsts.values(), 2)
 
 
 def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
