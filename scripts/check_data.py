@@ -26,7 +26,7 @@ from toolkit.data.formats.annotated import split_of
 from toolkit.data.formats.folders import recognise
 from toolkit.data.inspection import Inspection, clean_copy, inspect_tables
 from toolkit.data.table import DetectionTable
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, says_bad_input
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
 LISTED = 50
@@ -132,35 +132,32 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
     return draw_batch(next(iter(loader)), table.class_names, file)
 
 
+@says_bad_input
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.disable(logging.WARNING)  # its summary is in the report
     datasets.disable_progress_bars()
-    try:
-        if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
-            raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")
-        tables = open_all(options)
-        found = inspect_tables(tables, options.image_size, compare=options.check_images != "none")
-        print(report(tables, found))
-        if options.anchors:
-            print(fitting_anchors(next(iter(tables.values())), options.image_size))
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(found.to_json(), encoding="utf-8")
-        if options.pictures:
-            from toolkit.use.data_pictures import draw_data  # here: it imports matplotlib
+    if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
+        raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")
+    tables = open_all(options)
+    found = inspect_tables(tables, options.image_size, compare=options.check_images != "none")
+    print(report(tables, found))
+    if options.anchors:
+        print(fitting_anchors(next(iter(tables.values())), options.image_size))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(found.to_json(), encoding="utf-8")
+    if options.pictures:
+        from toolkit.use.data_pictures import draw_data  # here: it imports matplotlib
 
-            print(f"pictures: {len(draw_data(tables, options.image_size, options.pictures))} in {options.pictures}")
-        if options.augment:
-            place = options.pictures or Path("found")
-            table = next(iter(tables.values()))
-            print(f"pictures: {draw_augmented(options.augment, options.script, table, place / 'augmented.jpg')}")
-        if options.fix:
-            log = clean_copy(tables, found, options.fix)
-            print(f"{options.fix}: written, with {len(log)} changes, listed in {options.fix / 'changes.txt'}")
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        print(f"pictures: {len(draw_data(tables, options.image_size, options.pictures))} in {options.pictures}")
+    if options.augment:
+        place = options.pictures or Path("found")
+        table = next(iter(tables.values()))
+        print(f"pictures: {draw_augmented(options.augment, options.script, table, place / 'augmented.jpg')}")
+    if options.fix:
+        log = clean_copy(tables, found, options.fix)
+        print(f"{options.fix}: written, with {len(log)} changes, listed in {options.fix / 'changes.txt'}")
     records = any(each.severity == "error" and each.kind != "record" for each in found.findings)
     return 1 if found.exit_code == 2 and options.on_error == "drop" and not records else found.exit_code
 

@@ -19,7 +19,7 @@ from toolkit.data.formats import FORMATS, open_dataset
 from toolkit.data.formats.folders import losses, recognise, write_folder
 from toolkit.data.splits import hold_out, share_of
 from toolkit.data.table import DetectionTable
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, says_bad_input
 
 WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet": "hub"}
 
@@ -37,7 +37,8 @@ def open_splits(source: str, format: str, image_dir: list[str] | None, on_error:
     return {"train" if name == "all" else name: table for name, table in tables.items()}
 
 
-def main(arguments: list[str] | None = None) -> int:
+@says_bad_input
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="SRC", help="folder of a data set, or an annotation file")
     parser.add_argument("target", metavar="DST", type=Path, help="new or empty folder")
@@ -54,24 +55,19 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     datasets.disable_progress_bars()
-    try:
-        if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
-            raise BadInput(f"{options.target}: not an empty folder; give a new one")
-        tables = open_splits(options.source, options.format, options.image_dir, options.on_error)
-        if options.val is not None and "val" in tables:
-            raise BadInput(f"--val {options.val}: {options.source} has a split val already")
-        if options.val is not None:
-            tables["train"], tables["val"] = hold_out(tables["train"], share_of(options.val))
-        for split, table in tables.items():
-            write_folder(table, options.target, split, WRITTEN[options.to], link=options.link)
-            left_out = sum(problem.severity == "error" for problem in table.problems)
-            lost = losses(table, WRITTEN[options.to]) + [f"{left_out} faulty records were left out"] * bool(left_out)
-            told = f" ({'; '.join(lost)})" if lost else ""
-            print(f"{options.target}: {split}, {len(table)} images, {table.num_boxes().sum()} boxes{told}")
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+    if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
+        raise BadInput(f"{options.target}: not an empty folder; give a new one")
+    tables = open_splits(options.source, options.format, options.image_dir, options.on_error)
+    if options.val is not None and "val" in tables:
+        raise BadInput(f"--val {options.val}: {options.source} has a split val already")
+    if options.val is not None:
+        tables["train"], tables["val"] = hold_out(tables["train"], share_of(options.val))
+    for split, table in tables.items():
+        write_folder(table, options.target, split, WRITTEN[options.to], link=options.link)
+        left_out = sum(problem.severity == "error" for problem in table.problems)
+        lost = losses(table, WRITTEN[options.to]) + [f"{left_out} faulty records were left out"] * bool(left_out)
+        told = f" ({'; '.join(lost)})" if lost else ""
+        print(f"{options.target}: {split}, {len(table)} images, {table.num_boxes().sum()} boxes{told}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 
 from toolkit.data.formats import FORMATS
 from toolkit.distributed import run_on_main
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.voc import voc_metrics
@@ -93,6 +93,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
+@says_bad_input
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run folder, checkpoint, exported model, or predictions file")
@@ -109,12 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", choices=("faster", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far below --expect.METRIC may be")
     arguments, rest = parser.parse_known_args(argv)
-    try:
-        arguments.settings, rest = inference_flags(rest)
-        return 0 if evaluate(arguments, expected_numbers(rest)) else 1
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arguments.settings, rest = inference_flags(rest)
+    return 0 if evaluate(arguments, expected_numbers(rest)) else 1
 
 
 if __name__ == "__main__":

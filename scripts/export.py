@@ -29,7 +29,7 @@ import torch
 from toolkit.data.decoding import decode_image
 from toolkit.data.splits import READING, open_split
 from toolkit.data.transforms.geometry import resize
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.runs.open_run import run_folder_of
 from toolkit.runs.settings_file import load_config_dict
@@ -211,12 +211,9 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+@says_bad_input
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return 0 if export(parser().parse_args(argv)) else 1
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return 0 if export(parser().parse_args(argv)) else 1
 
 
 if __name__ == "__main__":

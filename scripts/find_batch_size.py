@@ -23,7 +23,7 @@ import psutil
 import torch
 from accelerate.utils import find_executable_batch_size
 
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, says_bad_input
 from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
 from toolkit.runs.watch import WatchedRun
 
@@ -98,19 +98,15 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
     print(f"data.batch_size_per_device {largest}; written: {arguments.out}")
 
 
-def main(argv: list[str] | None = None) -> int:
+@says_bad_input
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)  # fmt: skip
     parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")
     parser.add_argument("--out", type=Path, default=Path("batch.yaml"), help="file to write (default batch.yaml)")
     parser.add_argument("--most", type=int, default=256, help="images of the first attempt (default 256), then half")
     parser.add_argument("--memory-gib", type=float, help="on a CPU: memory of the process (default: 80 %% of the free)")
-    try:
-        find(*parser.parse_known_args(argv))
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    find(*parser.parse_known_args(argv))
 
 
 if __name__ == "__main__":

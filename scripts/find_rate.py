@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, says_bad_input
 from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
 from toolkit.runs.watch import WatchedRun
 
@@ -103,7 +103,8 @@ def _until(rows: Iterable[dict], low: float, high: float, steps: int) -> Iterabl
             return
 
 
-def main(argv: list[str] | None = None) -> int:
+@says_bad_input
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)  # fmt: skip
     parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")
@@ -111,12 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps from lowest to highest (default 100)")
     parser.add_argument("--lowest", type=float, default=1e-6, help="learning rate of the first step (default 1e-6)")
     parser.add_argument("--highest", type=float, default=1.0, help="learning rate of the last step (default 1)")
-    try:
-        find(*parser.parse_known_args(argv))
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    find(*parser.parse_known_args(argv))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.detections import detections_as_json, relations_as_json, without_graph_constraint
 from toolkit.evaluation.graph_formats import SUFFIXES
 from toolkit.models.inference_settings import inference_flags
@@ -211,6 +211,7 @@ def score_or_auto(text: str) -> float | str:
     return text if text == "auto" else float(text)
 
 
+@says_bad_input
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="run, checkpoint, final/ folder, .onnx, .pt2, .xml, or model of transformers")
@@ -236,16 +237,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-pictures", action="store_true", help="write no pictures and no videos")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
     arguments, rest = parser.parse_known_args(argv)
-    try:
-        arguments.settings, rest = inference_flags(rest)
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        if arguments.batch_size < 1:
-            raise BadInput(f"--batch-size {arguments.batch_size}: expected 1 or more")
-        return predict(arguments)
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    arguments.settings, rest = inference_flags(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if arguments.batch_size < 1:
+        raise BadInput(f"--batch-size {arguments.batch_size}: expected 1 or more")
+    return predict(arguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 
-from toolkit.errors import BadInput
+from toolkit.errors import says_bad_input
 from toolkit.models.card import LICENCE, check_licence, write_card
 from toolkit.use.publish import final_folder, push
 
@@ -24,18 +24,14 @@ def publish(arguments: argparse.Namespace) -> None:
         push(folder, arguments.name, private=arguments.private, licence=arguments.licence)
 
 
-def main(argv: list[str] | None = None) -> int:
+@says_bad_input
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="run folder or its final/ folder")
     parser.add_argument("--hub.push", dest="name", metavar="USER/NAME", help="upload it under this name")
     parser.add_argument("--hub.private", dest="private", action="store_true", help="for yourself only")
     parser.add_argument("--licence", default=LICENCE, help=f"of the weights, as the hub spells it (default {LICENCE})")
-    try:
-        publish(parser.parse_args(argv))
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    publish(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

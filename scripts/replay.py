@@ -9,23 +9,20 @@ import argparse
 import sys
 from pathlib import Path
 
-from toolkit.errors import BadInput
+from toolkit.errors import says_bad_input
 from toolkit.runs.settings_file import load_config_dict, newest_config
 from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import describe_finding, load_report, replay
 from toolkit.use.rebuild import rebuild_detector
 
 
+@says_bad_input
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of one rank's report, <run>/nan/step_*/rank*")
     folder = parser.parse_args(arguments).folder
-    try:
-        report, batches, state = load_report(folder)
-        config = load_config_dict(newest_config(folder.absolute().parents[2]))
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    report, batches, state = load_report(folder)
+    config = load_config_dict(newest_config(folder.absolute().parents[2]))
     detector = rebuild_detector(config, [category["name"] for category in report["categories"]])
     detector.load_state_dict(state)
     weights = LossWeights(detector.loss_names, report["loss_weights"], {})  # as they were, learned ones too

@@ -16,7 +16,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from toolkit.data.formats import FORMATS
-from toolkit.errors import BadInput
+from toolkit.errors import says_bad_input
 from toolkit.evaluation.report import PREDICTIONS
 from toolkit.evaluation.report.comparison import settings_without_seed
 from toolkit.evaluation.report.facts import RunFacts, run_facts
@@ -61,7 +61,8 @@ def _names(sources: list[str]) -> list[str]:
     return [name if short.count(name) == 1 else source for name, source in zip(short, sources, strict=True)]
 
 
-def main(argv: list[str] | None = None) -> int:
+@says_bad_input
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", metavar="RUN_OR_PREDICTIONS",
                         help="run folder, checkpoint, exported model, or COCO results file")  # fmt: skip
@@ -76,12 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
     parser.add_argument("--out", type=Path, help="folder of the report")
     arguments = parser.parse_args(argv)
-    try:
-        print(f"wrote {report(arguments)}")
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    print(f"wrote {report(arguments)}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,27 @@
-"""Tiles and flips, with a detector that knows what is in every picture: python -m pytest tests/test_tiles.py"""
+"""Tiles and flips, with a detector that knows what is in every picture, and with a trained one.
+
+    python -m pytest tests/test_tiles.py
+    TRAINED_RUN=runs/detr python -m pytest tests/test_tiles.py -m slow -s    # of `make train`; without it, 5 minutes
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from report_data import table_of
 
 from toolkit.boxes import pairwise_iou
+from toolkit.data.shapes import CLASSES as SHAPES
+from toolkit.data.shapes import draw_scene
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.use.prediction import Predictor
+from toolkit.evaluation.report.errors import tide_errors
+from toolkit.evaluation.report.matches import match
+from toolkit.use.prediction import Predictor, open_predictor
 from toolkit.use.tiles import flipped, merged, starts, tiled
 
 CLASSES = [Category(0, "red"), Category(1, "green"), Category(2, "blue")]
@@ -25,14 +39,18 @@ def rectangles(found_in: torch.Tensor) -> tuple[list, list]:
     return boxes, labels
 
 
-def oracle() -> Predictor:
-    """Finds every rectangle, or what a tile leaves of it, and is less sure of small ones."""
+def oracle(off: float = 0) -> Predictor:
+    """Finds every rectangle, or what a tile leaves of it, to `off` pixels before the border, and is less sure of small
+    ones."""
 
     def predict(images, score_threshold):
         found = []
         for image in images:
             boxes, labels = rectangles(image)
             boxes = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
+            inwards = ((boxes[:, 2:] - boxes[:, :2]) / 4).clamp(max=off)
+            boxes[:, :2] += inwards * (boxes[:, :2] == 0)
+            boxes[:, 2:] -= inwards * (boxes[:, 2:] == torch.tensor(image.shape[:0:-1]))
             scores = 0.5 + (boxes[:, 2:] - boxes[:, :2]).prod(1).clamp(max=4000) / 10000
             found.append({"boxes": boxes, "scores": scores, "labels": torch.tensor(labels, dtype=torch.int64)})
         return found
@@ -60,11 +78,13 @@ def test_tiles_cover_a_side_and_have_enough_in_common(length, tile, overlap):
     assert all(b - a <= tile * (1 - overlap) for a, b in zip(first, first[1:], strict=False))
 
 
+@pytest.mark.parametrize("off", [0, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_object_is_found_once_wherever_tiles_end(seed):
+def test_every_object_is_found_once_wherever_tiles_end(seed, off):
+    """off: a detector does not see to the pixel that a border cuts an object."""
     image = scene(500, 640, 60, seed, side=24)
-    expected = oracle().predict([image], 0)[0]
-    found = tiled(oracle(), 128, overlap=0.25).predict([image], 0)[0]
+    expected = oracle(off).predict([image], 0)[0]
+    found = tiled(oracle(off), 128, overlap=0.25).predict([image], 0)[0]
     overlaps = pairwise_iou(expected["boxes"], found["boxes"]) > 0.99
     assert len(expected["labels"]) >= 50
     assert (overlaps.sum(1) == 1).all()
@@ -100,6 +120,14 @@ def test_classes_do_not_suppress_each_other():
     assert merged([parts[0], parts[0]], 0.5)["labels"].tolist() == [0]
 
 
+def test_a_guess_does_not_take_a_part_away_that_is_nearly_sure():
+    part, whole = torch.tensor([[0.0, 0.0, 30.0, 30.0]]), torch.tensor([[0.0, 0.0, 60.0, 60.0]])
+    for score, left in ((0.01, [0.9, 0.01]), (0.5, [0.5])):
+        parts = [{"boxes": b, "scores": torch.tensor([s]), "labels": torch.tensor([0])}
+                 for b, s in ((part, 0.9), (whole, score))]  # fmt: skip
+        assert merged(parts, 0.5, torch.tensor([True, False]))["scores"].tolist() == pytest.approx(left)
+
+
 def test_what_cannot_be_is_bad_input():
     for tile, overlap in ((0, 0.2), (64, 0.95), (64, -0.1)):
         with pytest.raises(BadInput, match="--tile"):
@@ -107,3 +135,49 @@ def test_what_cannot_be_is_bad_input():
     graphs = Predictor("graphs", CLASSES, lambda images, _: [], predicates=["on"])
     with pytest.raises(BadInput, match="relations"):
         tiled(graphs, 64)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The run of `make train` that TRAINED_RUN names, else one that is trained here, in as many steps."""
+    if "TRAINED_RUN" in os.environ:
+        return Path(os.environ["TRAINED_RUN"])
+    out = tmp_path_factory.mktemp("runs")
+    script = Path(__file__).parents[1] / "scripts" / "train_detr.py"
+    subprocess.run([sys.executable, str(script), "--run.output_dir", str(out), "--run.max_minutes", "null",
+                    "--run.max_steps", "1250"], check=True, capture_output=True)  # fmt: skip
+    return out / "detr"
+
+
+@pytest.mark.slow
+def test_collages_of_scenes_are_found_as_well_as_the_scenes(trained, tmp_path):
+    """Collages of 5 x 5 held-out pictures in tiles of their size: AP50 0.9 of that alone, 1 % duplicates at most."""
+    predictor, side, scenes = open_predictor(trained), 128, [draw_scene(0, "val", i) for i in range(200)]
+    images = [torch.from_numpy(pixels).permute(2, 0, 1) for pixels, *_ in scenes]
+    labels = [predictor.class_names.index(name) for name in SHAPES]
+    boxes = [[([x, y, x + w, y + h], labels[o["category"]]) for o in objects for x, y, w, h in [o["bbox"]]]
+             for _, objects, _ in scenes]  # fmt: skip
+    table = table_of(tmp_path, boxes, predictor.class_names, draw=False)
+    ids = table.image_ids().tolist()
+
+    def judged(found: list) -> tuple[float, float, int]:
+        """AP50, and above a score of 0.3 the share of duplicates of how many."""
+        sure = [{key: value[each["scores"] > 0.3] for key, value in each.items()} for each in found]
+        ap50, errors = (tide_errors(match(dict(zip(ids, each, strict=True)), table)) for each in (found, sure))
+        return ap50.ap50, len(errors.of("duplicate")) / max(1, len(errors.kind)), len(errors.kind)
+
+    alone = judged([merged([each], 0.5) for each in predictor.predict(images, 0.001)])
+    print(f"alone: AP50 {alone[0]:.4f}, {alone[1]:.2%} duplicates of {alone[2]}")
+    for tile, overlap in ((side, 0.2), (side, 0.5), (160, 0.2)):
+        found = []
+        for first in range(0, len(scenes), 25):
+            rows = [torch.cat(images[first + 5 * y : first + 5 * y + 5], dim=2) for y in range(5)]
+            collage = tiled(predictor, tile, overlap).predict([torch.cat(rows, dim=1)], 0.001)[0]
+            x, y = ((collage["boxes"][:, :2] + collage["boxes"][:, 2:]) / 2 // side).clamp(0, 4).long().unbind(1)
+            for scene in range(25):
+                mine = {key: value[5 * y + x == scene] for key, value in collage.items()}
+                mine["boxes"] -= side * torch.tensor([scene % 5, scene // 5] * 2)
+                found.append(mine)
+        ap50, duplicates, count = judged(found)
+        print(f"tiles of {tile}, overlap {overlap}: AP50 {ap50:.4f}, {duplicates:.2%} duplicates of {count}")
+        assert ap50 >= 0.9 * alone[0] and duplicates <= 0.01

@@ -22,7 +22,7 @@ from tracked import offline_history, offline_records
 
 from toolkit.errors import BadInput
 from toolkit.runs.console import Place, averages_line, console_line, length_warnings, progress
-from toolkit.runs.metrics_log import MetricsLog, mend_rows, read_metrics
+from toolkit.runs.metrics_log import GrowingMetrics, MetricsLog, mend_rows, read_metrics
 from toolkit.runs.trackers import tracker_names, weights_and_biases
 from toolkit.runs.trackers.tracker import About, DataFacts
 from toolkit.runs.writer import RunWriter
@@ -82,6 +82,37 @@ def test_resume_keeps_as_many_rows_as_the_checkpoint_knew(tmp_path):
     assert read_metrics(path) == [train_row(5), train_row(10), val_row(10)]
     MetricsLog(path).close()
     assert path.read_text() == ""
+
+
+def test_a_file_that_grows_is_read_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = GrowingMetrics(path)
+    assert file.new_rows() == []
+    log = MetricsLog(path)
+    log.write(train_row(1))
+    assert file.new_rows() == [train_row(1)] and file.new_rows() == []
+    with open(path, "r+b") as earlier:
+        earlier.write(b"#")  # what was read is not looked at again
+    log.write(train_row(2))
+    with open(path, "ab") as torn:
+        torn.write(b'{"step": 3, "train')
+        torn.flush()
+        assert file.new_rows() == [train_row(2)]
+        torn.write(b'/loss": 1.0}\n')
+    assert [row["step"] for row in file.new_rows()] == [3]
+    with open(path, "r+b") as earlier:
+        earlier.write(b"{")
+    for _ in range(2):  # put in its place twice, so that the system may give the first one's number again
+        log.close()
+        log = MetricsLog(path, keep_rows=2)
+    log.write(train_row(4))
+    assert [row["step"] for row in file.new_rows()] == [1, 2, 4]
+    with open(path, "a") as bad:
+        bad.write("nothing\n")
+    with pytest.raises(BadInput, match="line 4"):
+        file.new_rows()
+    file.close()
+    log.close()
 
 
 def test_rows_that_are_not_there_are_said_and_the_file_is_kept(tmp_path):

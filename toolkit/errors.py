@@ -1,6 +1,8 @@
 """The errors that end a run on purpose; each becomes one message, an exit code and a status.json."""
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from functools import wraps
 
 
 class BadInput(Exception):
@@ -33,3 +35,17 @@ class FailedElsewhere(Exception):
     """Another process of the run failed; the others end with its cause. Exit code 1."""
 
     exit_code = 1
+
+
+def says_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
+    """Wraps the `main` of a command: bad input becomes one message and its exit code; nothing returned means 0."""
+
+    @wraps(main)
+    def wrapped(*arguments, **named) -> int:
+        try:
+            return main(*arguments, **named) or 0
+        except BadInput as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+
+    return wrapped

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 from colorsys import hsv_to_rgb
 from pathlib import Path
@@ -21,7 +20,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from toolkit.data.table import cache_root
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, says_bad_input
 
 VERSION = 4  # part of the cache folder's name: raise it when pictures or annotations change
 CLASSES = ("circle", "square", "triangle", "star")
@@ -284,7 +283,8 @@ def _relations(objects: list[dict]) -> list[tuple[int, int, int]]:
     return triples
 
 
-def main(arguments: list[str] | None = None) -> int:
+@says_bad_input
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Writes the bundled shapes as a COCO data set.")
     parser.add_argument("--out", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--train-images", type=int, default=1000)
@@ -292,13 +292,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--image-size", type=int, default=128, help="pixels, both sides")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    try:
-        make_shapes(options.out, options.train_images, options.val_images, options.image_size, options.seed)
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    make_shapes(options.out, options.train_images, options.val_images, options.image_size, options.seed)
     print(f"{options.out}: {options.train_images} training and {options.val_images} validation images")
-    return 0
 
 
 if __name__ == "__main__":

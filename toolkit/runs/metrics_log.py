@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -116,17 +118,47 @@ def read_metrics(path: Path) -> list[dict]:
     Raises:
         BadInput: another line is no JSON object with a `step`; names it.
     """
-    if not Path(path).exists():
-        return []
-    rows, lines = [], Path(path).read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line or number == len(lines):  # what follows the last newline is torn or empty
-            continue
+    with closing(GrowingMetrics(path)) as file:
+        return file.new_rows()
+
+
+class GrowingMetrics:
+    """A metrics.jsonl that another process may be writing: every call reads what has come since the last one.
+
+    A file that was put in its place, as a resumed run does, is read from its start. It is held open until then, so that
+    the new one cannot have its number.
+    """
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self._file, self._bytes, self._lines = None, 0, 0
+
+    def new_rows(self) -> list[dict]:
+        """Rows as `read_metrics` gives them; empty when there is no such file. Raises BadInput as it does."""
         try:
-            rows.append(_row(line))
+            now = os.stat(self.path)
+            same = self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), now)
+            if not same or now.st_size < self._bytes:
+                self.close()
+                self._file, self._bytes, self._lines = open(self.path, "rb"), 0, 0  # noqa: SIM115  held open
+        except FileNotFoundError:
+            return []
+        self._file.seek(self._bytes)
+        *lines, torn = self._file.read().split(b"\n")
+        first, self._lines = self._lines + 1, self._lines + len(lines)
+        self._bytes = self._file.tell() - len(torn)
+        return [self._row(number, line) for number, line in enumerate(lines, first) if line]
+
+    def _row(self, number: int, line: bytes) -> dict:
+        try:
+            return _row(line)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadInput(f"{path}, line {number}: not a row of metrics ({error}); mend or remove it.") from error
-    return rows
+            raise BadInput(f"{self.path}, line {number}: not a row of metrics ({error}); mend or remove it.") from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _line(row: Mapping) -> str:

@@ -5,9 +5,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
-from toolkit.runs.metrics_log import read_metrics
+from toolkit.runs.metrics_log import GrowingMetrics
 from toolkit.runs.status import read_status
 
 POLL_S = 0.5
@@ -39,16 +40,17 @@ class WatchedRun:
         """Its rows as they are written, each once, those of an earlier start first; until the process has ended, or
         `stop` says so."""
         taken = set()
-        while True:
-            over = self.process.poll() is not None  # asked first: what is written before the end is read
-            for row in read_metrics(self.folder / "metrics.jsonl"):
-                key = (row["step"], frozenset(row))  # a resumed run writes some of them again, with the same numbers
-                if key not in taken:
-                    taken.add(key)
-                    yield row
-            if over or stop():
-                return
-            time.sleep(POLL_S)
+        with closing(GrowingMetrics(self.folder / "metrics.jsonl")) as file:
+            while True:
+                over = self.process.poll() is not None  # asked first: what is written before the end is read
+                for row in file.new_rows():
+                    key = (row["step"], frozenset(row))  # a resumed run writes some again, with the same numbers
+                    if key not in taken:
+                        taken.add(key)
+                        yield row
+                if over or stop():
+                    return
+                time.sleep(POLL_S)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Asks it to save and end, after a while without asking; its exit code."""

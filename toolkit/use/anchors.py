@@ -4,19 +4,19 @@
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import DetectionTable
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, says_bad_input
 from toolkit.models.yolov3.options import DEFAULT_ANCHORS
 from toolkit.models.yolov3.targets import kmeans_anchors, shape_iou
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@says_bad_input
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints anchors for a data set, as YAML for `--model.anchors`, and how well they and the default ones fit."""
     command = argparse.ArgumentParser(prog="python -m toolkit.use.anchors", description=main.__doc__)
     command.add_argument("--annotations", required=True, help="annotation file, folder or split, as --data.train")
@@ -35,15 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command.parse_args(arguments)
     reading = {key: getattr(options, key) for key in ("path", "image_dir", "format", "name", "on_error")}
     side, size_hw = options.image_size[0], tuple(options.image_size)
-    try:
-        if len(size_hw) > 2 or min(size_hw) < 1:
-            raise BadInput(f"--image-size {' '.join(map(str, size_hw))}: expected SIDE or HEIGHT WIDTH in pixels")
-        table = open_dataset(options.annotations, **reading)
-        print(anchors_report(table, size_hw if len(size_hw) == 2 else (side, side), options.per_level, options.seed))
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+    if len(size_hw) > 2 or min(size_hw) < 1:
+        raise BadInput(f"--image-size {' '.join(map(str, size_hw))}: expected SIDE or HEIGHT WIDTH in pixels")
+    table = open_dataset(options.annotations, **reading)
+    print(anchors_report(table, size_hw if len(size_hw) == 2 else (side, side), options.per_level, options.seed))
 
 
 def anchors_report(table: DetectionTable, input_hw: tuple[int, int], per_level: int, seed: int) -> str:
