@@ -93,7 +93,8 @@ class OnDevice(torch.Tensor):
 
 @dataclass
 class Event:
-    """One operator. place: innermost line of the project; library: innermost line of all, where that is another."""
+    """One operator. place: innermost line of the project; library: innermost line outside torch, where that is another
+    one."""
 
     op: str
     kind: str
@@ -132,7 +133,7 @@ class Log:
         frame, inner = sys._getframe(2), ""
         while frame is not None:
             path = frame.f_code.co_filename
-            if path != __file__ and "torch/_dynamo/" not in path:
+            if path != __file__ and "site-packages/torch/" not in path:
                 line = f"{path.removeprefix(self.project).split('site-packages/')[-1]}:{frame.f_lineno}"
                 inner = inner or line
                 if path.startswith(self.project) and "site-packages" not in path:

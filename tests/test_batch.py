@@ -2,7 +2,7 @@
 
 import torch
 
-from toolkit.batch import Batch, kept_rows, on_host, pack, send_dicts, sizes_on_host, unpack
+from toolkit.batch import Batch, kept_rows, on_host, pack, send_dicts, sizes_on_host, true_rows, unpack
 from toolkit.models.detr.rt_detr import without_crowd
 
 
@@ -51,3 +51,8 @@ def test_kept_rows_are_those_of_the_mask_in_their_order():
     boxes, labels = torch.rand(3, 4, 4), torch.arange(12).view(3, 4)
     for found, mask, b, c in zip(kept_rows(keep, boxes=boxes, labels=labels), keep, boxes, labels, strict=True):
         assert torch.equal(found["boxes"], b[mask]) and torch.equal(found["labels"], c[mask])
+
+
+def test_true_rows_are_those_of_each_mask_in_their_order():
+    masks = [torch.tensor([True, False, True]), torch.zeros(0, dtype=torch.bool), torch.tensor([False])]
+    assert [rows.tolist() for rows in true_rows(masks)] == [[0, 2], [], []] and true_rows([]) == []

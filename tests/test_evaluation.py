@@ -27,7 +27,7 @@ from toolkit.evaluation.coco import (
     per_class_table,
 )
 from toolkit.evaluation.explain import explain_zero_ap
-from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.evaluation.predict_dataset import memory_needed, predict_dataset
 from toolkit.models.detr.detr_criterion import DetrCriterion
 from toolkit.step.losses import LossWeights
 from toolkit.text import columns
@@ -456,6 +456,20 @@ def test_a_signal_ends_the_evaluation():
 
     assert predict_dataset(detector, tiny_batches(1), "cpu", stop=stop) == ({}, {}, 15)
     assert len(polled) == 3 and detector.training
+
+
+def test_memory_is_told_before_it_is_needed():
+    class Loader(list):
+        dataset = range(10**7)
+
+    detector, _ = tiny_detector()
+    said = []
+    predict_dataset(detector, Loader(tiny_batches(3)), "cpu", description="evaluation at step 9", say=said.append)
+    (text,) = said
+    bytes_of_image = 4 * (4 * 4 + 4 + 8) + 3 * 500  # of four boxes
+    assert f"10,000,000 images will take about {bytes_of_image / 100:.1f} GB" in text and "at step 9" in text
+    items = [(i, {"boxes": torch.zeros(100, 4), "scores": torch.zeros(100)}) for i in range(3)]
+    assert memory_needed(items, 1000) == "" and "raise eval.score_threshold" in memory_needed(items, 10**10)
 
 
 # (images, classes, boxes of the first image, score threshold)

@@ -83,6 +83,8 @@ def test_losses_are_the_announced_ones_and_reach_all_that_trains(table, batch, m
         reached = {name.split(".")[0] for name, p in model.named_parameters() if p.grad is not None}
         assert "head" in reached
         assert head == "frequency" or reached == {"detector", "box_features", "union", "head"}
+        unreached = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        assert head == "frequency" or mode == "sgdet" or not unreached, "frozen, where labels are given"
         assert ("loss_objectness" in losses) == (mode != "predcls"), "the detector's own"
 
 

@@ -73,7 +73,9 @@ def test_proposals_are_those_of_each_image():
 
 
 @pytest.mark.parametrize("counts", [[30, 0, 17], [0, 0, 0], [1, 1, 1]])
-def test_detections_are_those_of_each_image(counts):
+@pytest.mark.parametrize("usual", [1024, 5])
+def test_detections_are_those_of_each_image(counts, usual, monkeypatch):
+    monkeypatch.setattr("toolkit.models.faster_rcnn.suppression.USUAL_GROUP", usual)
     torch.manual_seed(sum(counts))
     logits, boxes = torch.randn(sum(counts), 4), some_boxes(sum(counts), 4)
     found = best_detections(logits, boxes, counts, limits_whwh(SIZES, torch.device("cpu")), threshold=0.5,
@@ -109,14 +111,15 @@ def test_boxes_are_pooled_from_their_levels_as_torchvision_pools_them(counts):
     theirs = MultiScaleRoIAlign(["0", "1", "2"], 3, 2, canonical_scale=32)
     ours = LevelPool.of(theirs)
     results = []
-    for pool in (theirs, ours):
+    for pool, known in ((theirs, ()), (ours, ()), (ours, ([each.clone() for each in boxes],))):
         pool.scales, pool.map_levels = [1 / 4, 1 / 8, 1 / 16], LevelMapper(2, 4, 32, 4)
-        pooled = pool(maps, boxes, [(128, 128)] * len(counts))
+        pooled = pool(maps, boxes, [(128, 128)] * len(counts), *known)
         gradients = torch.autograd.grad((pooled * torch.arange(pooled.numel()).view(pooled.shape)).sum(),
                                         list(maps.values()), allow_unused=True)  # fmt: skip
         results.append((pooled, *gradients))
-    for their, our in zip(*results, strict=True):
-        torch.testing.assert_close(our, their, rtol=0, atol=0)
+    for their, *ours_of in zip(*results, strict=True):
+        for our in ours_of:
+            torch.testing.assert_close(our, their, rtol=0, atol=0)
 
 
 def test_a_box_that_is_no_number_does_not_end_the_step():

@@ -148,6 +148,13 @@ def kept_rows(keep: Tensor, **columns: Tensor) -> list[dict[str, Tensor]]:
     return [{name: column[i, :n] for name, column in sorted_columns.items()} for i, n in enumerate(counts)]
 
 
+def true_rows(masks: Sequence[Tensor]) -> list[Tensor]:
+    """Rows (K_i,) where each mask (N_i,) of some images is true, with one host read for all of them."""
+    counts = torch.stack([mask.sum() for mask in masks]).tolist() if masks else []
+    orders = (mask.to(torch.uint8).sort(descending=True, stable=True).indices for mask in masks)
+    return [order[:count] for order, count in zip(orders, counts, strict=True)]
+
+
 def _places(tensors: Sequence[Tensor]) -> list[slice]:
     """Each begins at a multiple of 8 bytes, as the widest dtype wants it."""
     ends = list(accumulate(-(-each.numel() * each.element_size() // 8) * 8 for each in tensors))

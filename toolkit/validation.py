@@ -67,6 +67,7 @@ def validate(t) -> bool:
             stop=lambda: t.signals.received,
             score_threshold=t.validation.score_threshold,
             description=f"evaluation at step {t.step}",
+            say=t.log.say,
         )
         if found.interrupted:
             if t.saved_step != t.step:  # evaluating an earlier checkpoint alone must not make it the newest

@@ -1,9 +1,11 @@
 """Predictions of a detector for a whole dataset, by image id, with the validation loss; on one rank or many."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import psutil
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -13,9 +15,12 @@ from toolkit.boxes import widest_float
 from toolkit.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
 from toolkit.modes import eval_mode
 
+LITTLE = 10**9  # bytes
+TENSOR_BYTES = 500  # of a tensor beside its values
+
 
 class Predictions(NamedTuple):
-    """What one pass over a dataset gives, the same on every rank.
+    """What one pass over a dataset gives, the same on every rank but for `by_image`, which is empty on all but rank 0.
 
     by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64, on CPU.
     losses: `loss`, `<loss name>` (weighted), `<loss name>_unscaled` and the detector's metrics, over the whole dataset;
@@ -41,6 +46,7 @@ def predict_dataset(
     score_threshold: float = 0.0,
     top_k: int = 100,
     description: str = "evaluation",
+    say: Callable[[str], object] | None = None,
 ) -> Predictions:
     """Run a detector over a dataset.
 
@@ -52,12 +58,13 @@ def predict_dataset(
         step: optimizer step, for weights on a schedule.
         autocast: context for the forward pass; criterion and post-processing run outside of it.
         stop: polled after each batch; a number above 0 on any rank ends the evaluation on all of them.
+        say: told after the first batch how much memory the predictions will take, where it is not little.
 
     Returns:
         `Predictions`. The losses are sums over the dataset divided by denominators of the dataset, so that they depend
         neither on batch size nor on the number of ranks. Terms that exist in training only (denoising) are left out.
     """
-    items, sums = [], LossSums(detector)
+    items, sums = deque(), LossSums(detector)
     with eval_mode(detector):
         for batch in tqdm(loader, desc=description, leave=False, delay=2, disable=_no_bar()):
             if len(batch.targets):
@@ -66,14 +73,31 @@ def predict_dataset(
                     outputs = detector(moved.images, moved.sizes, None if loss_weights is None else moved.targets)
                 orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
                 found = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
+                is_first = not items
                 items += zip((t["image_id"] for t in batch.targets), _on_host(found), strict=True)
+                if is_first and say is not None and (text := memory_needed(items, len(loader.dataset))):
+                    say(f"{description}: {text}")
                 if loss_weights is not None:
                     sums.add(outputs, moved.targets, detector.denominators(batch.targets))
             interrupted = agree_max(stop())
             if interrupted:
                 return Predictions({}, {}, interrupted)
     losses = {} if loss_weights is None else _weighted(sums.over_all_ranks(), loss_weights, step)
-    return Predictions(gather_by_image(items), losses, 0)
+    handed_over = (items.popleft() for _ in range(len(items)))  # so that nothing is there twice
+    return Predictions(gather_by_image(handed_over), losses, 0)
+
+
+def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> str:
+    """What to say of the main process's memory for predictions of so many images, some of which are `items`; empty
+    where it is below LITTLE bytes and a quarter of what is free."""
+    tensors = [value for _, found in items for value in found.values() if isinstance(value, Tensor)]
+    needed = images / len(items) * sum(TENSOR_BYTES + each.numel() * each.element_size() for each in tensors)
+    free = psutil.virtual_memory().available
+    if needed < min(LITTLE, free / 4):
+        return ""
+    remedy = "; raise eval.score_threshold, or evaluate fewer images" if needed > free / 2 else ""
+    return (f"the predictions of {images:,} images will take about {needed / 1e9:.1f} GB of the main process, where "
+            f"{free / 1e9:.1f} GB are free{remedy}")  # fmt: skip
 
 
 class LossSums:

@@ -123,7 +123,7 @@ def predict_run(
     found = predict_dataset(
         detector.to(accelerator.device), loader, accelerator.device, step=run.checkpoint.step,
         loss_weights=rebuild_loss_weights(run, detector).to(accelerator.device) if measured else None,
-        score_threshold=evaluation["score_threshold"],
+        score_threshold=evaluation["score_threshold"], say=accelerator.print,
     )  # fmt: skip
     by_image = found.by_image if same else {key: _relabelled(each, labels) for key, each in found.by_image.items()}
     evaluator = rebuild_evaluator(run, detector, table, backend)

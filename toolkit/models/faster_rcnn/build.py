@@ -77,9 +77,12 @@ class WholePixelPool(nn.Module):
         self.pool, mapper = pool, pool.map_levels
         pool.map_levels = lambda boxes: mapper([each + each.new_tensor([0, 0, 1, 1]) for each in boxes])
 
-    def forward(self, maps: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
-        """See `MultiScaleRoIAlign.forward`."""
-        return self.pool(maps, [each - each.new_tensor([0, 0, 1, 1]) for each in boxes], image_shapes)
+    def forward(
+        self, maps: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]], *known
+    ) -> Tensor:
+        """See `LevelPool.forward`."""
+        ends = [[each - each.new_tensor([0, 0, 1, 1]) for each in of] for of in (boxes, *known)]
+        return self.pool(maps, ends[0], image_shapes, *ends[1:])
 
 
 class FasterRCNNOnTimm(FasterRCNN):

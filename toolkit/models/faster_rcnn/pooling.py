@@ -1,4 +1,5 @@
-"""RoIAlign on the level of the pyramid that fits each box, with one host read; torchvision's asks level by level."""
+"""RoIAlign on the level of the pyramid that fits each box, with one host read at most; torchvision's asks level by
+level."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,23 +19,34 @@ class LevelPool(MultiScaleRoIAlign):
                    canonical_level=pool.canonical_level)  # fmt: skip
 
     def forward(
-        self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence[tuple[int, int]]
+        self,
+        maps: Mapping[str, Tensor],
+        boxes: Sequence[Tensor],
+        image_shapes: Sequence[tuple[int, int]],
+        known: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """(R, C, *output_size) of the boxes (R_i, 4) xyxy of each image, in the order of the images."""
+        """(R, C, *output_size) of the boxes (R_i, 4) xyxy of each image, in the order of the images.
+
+        known: the same boxes on the host, where they are there: then nobody waits.
+        """
         levels = [maps[name] for name in self.featmap_names if name in maps]
-        # A NaN is the guard's matter, elsewhere in the same step; here it would be on no level.
-        joined, counts = torch.cat(list(boxes)), torch.tensor([len(each) for each in boxes])
-        joined = joined.masked_fill(joined.isnan(), 0.0)
+        joined, counts = _without_nan(torch.cat(list(boxes))), torch.tensor([len(each) for each in boxes])
         image = send(torch.arange(len(counts)).repeat_interleave(counts), joined.device)
         rois = torch.cat([image[:, None].to(joined), joined], dim=1)
         if len(levels) == 1:
             return self._pool(levels[0], rois, self.scales[0])
-        level = self.map_levels([joined])
+        level = self.map_levels([joined if known is None else _without_nan(torch.cat(list(known)))])
         order = level.argsort(stable=True)
         in_level = (level[:, None] == torch.arange(len(levels), device=level.device)).sum(0).tolist()  # the one wait
+        order, back = (send(rows, joined.device) for rows in (order, order.argsort()))
         parts = zip(levels, rois[order].split(in_level), self.scales, strict=True)
         pooled = torch.cat([self._pool(one, own, scale).to(levels[0].dtype) for one, own, scale in parts])
-        return pooled.index_select(0, order.argsort())
+        return pooled.index_select(0, back)
 
     def _pool(self, level: Tensor, rois: Tensor, scale: float) -> Tensor:
         return roi_align(level, rois, self.output_size, spatial_scale=scale, sampling_ratio=self.sampling_ratio)
+
+
+def _without_nan(boxes: Tensor) -> Tensor:
+    """A NaN is the guard's matter, elsewhere in the same step; here it would be on no level."""
+    return boxes.masked_fill(boxes.isnan(), 0.0)

@@ -16,7 +16,7 @@ from toolkit.batch import send
 from toolkit.boxes import intersection_and_union
 
 ROUNDS = 16  # before the host asks whether they were enough
-LARGEST_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
+USUAL_GROUP, LARGEST_GROUP = 1024, 4096  # boxes, whose pairs fill 4 and 64 MB of float32
 PAIRS_AT_ONCE = 2**27  # boxes compared with boxes: 512 MB of float32
 LARGEST_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
 
@@ -48,17 +48,21 @@ class Suppression:
             before, self.keep = self.keep, self.valid & ~(self.over & self.keep[:, :, None]).any(1)
         return (before == self.keep).all()
 
-    def best(self, boxes: Tensor, scores: Tensor, most: int) -> tuple[list[Tensor], Tensor]:
-        """The best `most` boxes (N, 4) per image that are left, and their rows (B, `most`); one host read if ROUNDS are
-        enough. boxes: (B, M, 4), scores: (B, M), not negative, as many groups in a row as an image has."""
+    def best(self, boxes: Tensor, scores: Tensor, most: int) -> tuple[list[Tensor], Tensor, int]:
+        """The best `most` boxes (N, 4) per image that are left, their rows (B, `most`), and the largest number of valid
+        ones in a group; one host read if ROUNDS are enough.
+
+        boxes: (B, M, 4), scores: (B, M), not negative, as many groups in a row as an image has.
+        """
         while True:
             settled = self.advance()
-            keep = self.keep.reshape(scores.shape)
+            keep, valid = self.keep.reshape(scores.shape), self.valid.sum(1)
             order = scores.masked_fill(~keep, -1).sort(dim=1, descending=True, stable=True).indices[:, :most]
-            *counts, done = torch.cat([keep.sum(1).clamp(max=most), settled[None].long()]).tolist()
+            facts = [keep.sum(1).clamp(max=most), F.pad(valid, (0, 1)).amax()[None], settled[None].long()]
+            *counts, fullest, done = torch.cat(facts).tolist()
             if done:
                 sorted_boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
-                return [sorted_boxes[i, :count] for i, count in enumerate(counts)], order
+                return [sorted_boxes[i, :count] for i, count in enumerate(counts)], order, fullest
 
 
 def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -> Tensor:
@@ -137,14 +141,13 @@ def best_detections(
     boxes = torch.nn.utils.rnn.pad_sequence(boxes_xyxy[:, 1:].split(list(counts)), batch_first=True)
     boxes, classes = clip(boxes, limits_whwh[:, None, None]), scores.shape[2]
     valid = (scores > min_score) & (boxes[..., 2:] - boxes[..., :2] >= 1e-2).all(-1)
-    candidates = max(valid.flatten(1).sum(1).tolist(), default=0)
-    if candidates > largest:
-        return None
-    ranked, order = scores.masked_fill(~valid, -1).flatten(1).sort(dim=1, descending=True, stable=True)
-    ranked, order = ranked[:, :candidates], order[:, :candidates]
-    boxes = boxes.flatten(1, 2).gather(1, order[..., None].expand(-1, -1, 4))
-    labels = order % classes + 1
-    suppression = Suppression(boxes, ranked > min_score, threshold, labels)
-    found, orders = suppression.best(boxes, ranked, most)
-    ranked, labels = ranked.gather(1, orders), labels.gather(1, orders)
-    return [(b, ranked[i, : len(b)], labels[i, : len(b)]) for i, b in enumerate(found)]
+    every, order = scores.masked_fill(~valid, -1).flatten(1).sort(dim=1, descending=True, stable=True)
+    for widest in sorted({min(USUAL_GROUP, largest), largest}):  # so that nobody asks beforehand how many there are
+        ranked, rows = every[:, : widest + 1], order[:, : widest + 1]
+        sorted_boxes, labels = boxes.flatten(1, 2).gather(1, rows[..., None].expand(-1, -1, 4)), rows % classes + 1
+        suppression = Suppression(sorted_boxes, ranked > min_score, threshold, labels)
+        found, orders, candidates = suppression.best(sorted_boxes, ranked, most)
+        if candidates <= widest:
+            ranked, labels = ranked.gather(1, orders), labels.gather(1, orders)
+            return [(b, ranked[i, : len(b)], labels[i, : len(b)]) for i, b in enumerate(found)]
+    return None

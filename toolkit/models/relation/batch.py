@@ -25,6 +25,7 @@ class RelationBatch:
     relation_labels: (R,) predicates, in training. related: (N, N_max) bool, is there a relation to or from the i-th
         object of the same image; in training, for VCTree only.
     attributes: (N, A) ids from 1, 0 after the last, known where labels are; None: the data have none.
+    on_host: boxes_xyxy and pairs on the host, where boxes are given.
     """
 
     boxes_xyxy: Tensor
@@ -41,6 +42,7 @@ class RelationBatch:
     related: Tensor | None = None
     attributes: Tensor | None = None
     spatial_features: Tensor | None = None
+    on_host: tuple[Tensor, Tensor] | None = None
 
     @property
     def image(self) -> Tensor:

@@ -70,6 +70,7 @@ class CausalHead(nn.Module):
         if use_positions:
             layers = xavier_linear(PAIR_NUMBERS, hidden), nn.ReLU(), xavier_linear(hidden, pooling), nn.ReLU()
             self.positions, self.mean_positions = nn.Sequential(*layers), RunningMean(PAIR_NUMBERS)
+        self.of_labels = () if self.translates else ("context.decoder",)
         self.loss_names = ("loss_rel", "loss_refine_obj", "auxiliary_ctx")
         self.loss_names += ("auxiliary_vis", "auxiliary_frq") if fusion == "sum" else ()
         self.loss_names += ("binary_loss",) if context == "vctree" else ()

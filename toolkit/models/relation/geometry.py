@@ -90,8 +90,10 @@ def rectangle_masks(boxes_xyxy: Tensor, sizes_hw: Tensor, resolution: int = 27) 
     return (inside[:, 1, :, None] & inside[:, 0, None, :]).float()
 
 
-def reading_order(boxes_xyxy: Tensor, num_objects: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Order of the objects for recurrent heads, packed time step by time step.
+def reading_order(
+    boxes_xyxy: Tensor, num_objects: list[int], device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Order of the objects for recurrent heads, packed time step by time step; on `device`, or that of the boxes.
 
     Objects run from the largest centre x to the smallest; images with more objects come first, of equal ones the
     later image. Returns (N,) int64 permutation, its inverse, and the (steps,) int64 number of images still running
@@ -109,7 +111,8 @@ def reading_order(boxes_xyxy: Tensor, num_objects: list[int]) -> tuple[Tensor, T
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order))
     sizes = torch.as_tensor([len(step) for step in running], dtype=torch.int64)
-    return send(order, boxes_xyxy.device), send(inverse, boxes_xyxy.device), sizes
+    device = boxes_xyxy.device if device is None else device
+    return send(order, device), send(inverse, device), sizes
 
 
 def certain_logits(labels: Tensor, num_classes: int, value: float = 1000.0) -> Tensor:

@@ -18,7 +18,8 @@ HEADS = ("frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "caus
 def build_relation_head(
     name: str, mode: str, sizes: HeadSizes, log_frequency: Tensor, word_vectors: Tensor | None = None, **options
 ) -> nn.Module:
-    """The head of that name; all take a RelationBatch and give a RelationOutput, and tell their `loss_names`.
+    """The head of that name; all take a RelationBatch and give a RelationOutput, and tell their `loss_names` and
+    `of_labels`, the parts that only say what the objects are.
 
     mode: predcls, sgcls or sgdet. log_frequency: (C, C, P) of the training split. word_vectors: (1 + C, embed_dim),
     first that of "no label yet", or None. options: the head's own, see its constructor. `vtranse` is the causal head

@@ -18,6 +18,7 @@ class IMPHead(nn.Module):
     """No word vectors, no frequency bias. Both sides of a round read the state before it."""
 
     loss_names = ("loss_rel", "loss_refine_obj")
+    of_labels = ("object_out",)
 
     def __init__(self, mode: str, sizes: HeadSizes, rounds: int = 3):
         super().__init__()

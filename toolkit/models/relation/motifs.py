@@ -117,7 +117,8 @@ class MotifsContext(nn.Module):
 
         from_averages: what decoder and edge LSTM would make of objects without evidence of their own.
         """
-        order, inverse, batch_sizes = reading_order(batch.boxes_xyxy, batch.num_objects)
+        known = batch.boxes_xyxy if batch.on_host is None else batch.on_host[0]
+        order, inverse, batch_sizes = reading_order(known, batch.num_objects, batch.boxes_xyxy.device)
         embedded = label_embedding(self.embed_in, batch, self.mode)
         features = torch.cat([batch.roi_features, embedded, self.position(batch_box_numbers(batch))], 1)[order]
         context = self.object_out(_run(self.object_lstm, features, batch_sizes))
@@ -154,6 +155,7 @@ class MotifsHead(nn.Module):
     """Predicates from the contexts of both objects, the union features and the frequency bias."""
 
     loss_names = ("loss_rel", "loss_refine_obj")
+    of_labels = ("context.decoder",)
 
     def __init__(
         self,

@@ -32,10 +32,15 @@ def annotated_graph(target: Mapping) -> dict[str, Tensor]:
     return {name: target[name][keep] for name in names} | {"relations": relations}
 
 
-def given_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping]) -> dict:
-    """Fields of a RelationBatch for annotated boxes; sgcls also asks the detector what they are."""
-    boxes = [truth["boxes"] for truth in truths]
-    pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw))
+def given_objects(
+    model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping], known: Sequence[Mapping]
+) -> dict:
+    """Fields of a RelationBatch for annotated boxes; sgcls also asks the detector what they are.
+
+    truths: annotated graphs on the device. known: the same on the host.
+    """
+    boxes, boxes_on_host = ([graph["boxes"] for graph in graphs] for graphs in (truths, known))
+    pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw), boxes_on_host)
     logits = None
     if model.mode == "sgcls":
         logits = model.detector.class_logits(maps, boxes, pooled).detach()

@@ -89,6 +89,7 @@ class PrototypeHead(nn.Module):
             self.position = position_embedding()
             self.object_in = fc(sizes.roi_dim + sizes.embed_dim + POSITION_DIM, sizes.hidden_dim)
             self.object_out = fc(sizes.hidden_dim, sizes.num_classes)
+        self.of_labels = ("embed_in", "position", "object_in", "object_out") if refine_objects else ()
         self.loss_names = ("loss_rel", "loss_refine_obj", "l21_loss", "dist_loss2", "loss_dis")
 
     def forward(self, batch: RelationBatch) -> RelationOutput:

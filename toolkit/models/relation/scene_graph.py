@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from toolkit.batch import on_host, send_dicts
+from toolkit.batch import on_host, send_dicts, true_rows
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector, denominator_of
@@ -43,6 +43,7 @@ from toolkit.models.relation.union import AllLevelsPool, UnionFeatures
 from toolkit.models.relation.vctree import PairScores
 from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.step.freezing import freeze as freeze_module
+from toolkit.step.freezing import freeze_prefixes
 from toolkit.step.norms import set_bn_momentum
 
 
@@ -107,6 +108,8 @@ class SceneGraph(Detector):
         self.register_buffer("seen_triplets", torch.zeros(classes - 1, classes - 1, size - 1, dtype=torch.bool))
         self.register_buffer("predicate_weights", torch.ones(size))
         self._announce(o.head)
+        if "loss_refine_obj" not in self.loss_names:  # nothing else would train them
+            freeze_prefixes(self.head, getattr(self.head, "of_labels", ()))
 
     def _announce(self, head: str) -> None:
         self.loss_names = self.head.loss_names or ("loss_rel",)
@@ -195,14 +198,17 @@ class SceneGraph(Detector):
         known = None if targets is None else [annotated_graph(on_host(target)) for target in targets]
         truths = None if known is None else send_dicts(known, images.device)
         if self.given_boxes:
-            objects = given_objects(self, maps, images_hw, truths)
-            pairs = sampled_pairs(self, [graph["boxes"] for graph in known], known)
+            objects = given_objects(self, maps, images_hw, truths, known)
+            boxes = [graph["boxes"] for graph in known]
+            pairs = sampled_pairs(self, boxes, known)
+            objects["on_host"] = torch.cat(boxes), pairs["pairs"]
         else:
             objects = detected_objects(self, maps, images_hw, truths)
             boxes = objects["boxes_xyxy"].split(objects["num_objects"])
             pairs = sampled_pairs(self, boxes, truths, objects.get("labels"))
         batch = RelationBatch(sizes_hw=sizes, **objects, **send_dicts([pairs], images.device)[0])
-        found = self.union(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, sizes, images_hw)
+        asked = batch.boxes_xyxy, batch.pairs, batch.num_pairs
+        found = self.union(maps, *asked, sizes, images_hw, batch.on_host)
         batch.union_features, batch.spatial_features = found
         output = self.head(batch)
         outputs = {"output": output, "batch": batch, "truths": truths, "images": len(images)}
@@ -289,7 +295,7 @@ class SceneGraph(Detector):
         if "attribute_logits" in outputs and (self.given_boxes or outputs["truths"] is None):
             scores = outputs["attribute_logits"].float().sigmoid()[:, 1:].split(outputs["batch"].num_objects)
             graphs = [graph | {"attribute_scores": each} for graph, each in zip(graphs, scores, strict=True)]
-        scales = (orig_sizes / sizes).float().flip(1).repeat(1, 2)
+        scales, kept = (orig_sizes / sizes).float().flip(1).repeat(1, 2), []
         for i, (graph, scale) in enumerate(zip(graphs, scales, strict=True)):
             graph["boxes"] = graph["boxes"] * scale
             keep = torch.arange(len(graph["pairs"]), device=scale.device) < top_k
@@ -297,14 +303,16 @@ class SceneGraph(Detector):
                 truth = outputs["truths"][i]
                 known = [name for name in ("labels", "relations", "attributes") if name in truth]
                 graph |= {f"true_{name}": truth[name] for name in known}
-                keep |= (graph["pairs"][:, None] == truth["relations"][None, :, :2]).all(2).any(1)
+                keep = keep | (graph["pairs"][:, None] == truth["relations"][None, :, :2]).all(2).any(1)
             elif score_threshold > 0:
                 strong = graph["scores"] > score_threshold
                 keep &= strong[graph["pairs"]].all(1)
                 graph["pairs"] = (strong.cumsum(0) - 1)[graph["pairs"]]
                 of_objects = ("boxes", "labels", "scores", "attribute_scores")
                 graph |= {name: graph[name][strong] for name in of_objects if name in graph}
-            graph |= {n: graph[n][keep] for n in ("pairs", "predicate_scores", "predicates", "triplet_scores")}
+            kept.append(keep)
+        for graph, rows in zip(graphs, true_rows(kept), strict=True):
+            graph |= {n: graph[n][rows] for n in ("pairs", "predicate_scores", "predicates", "triplet_scores")}
         return graphs
 
 

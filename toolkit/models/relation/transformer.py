@@ -67,6 +67,7 @@ class TransformerHead(nn.Module):
     """Predicates from the contexts of both objects, alone and times the union features, and the frequency bias."""
 
     loss_names = ("loss_rel", "loss_refine_obj")
+    of_labels = ("object_out",)
 
     def __init__(
         self,

@@ -54,8 +54,8 @@ class AllLevelsPool(nn.Module):
         nn.init.kaiming_normal_(self.reduce.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(self.reduce.bias)
 
-    def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence) -> Tensor:
-        """(R, channels, resolution, resolution); arguments as of `MultiScaleRoIAlign`."""
+    def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence, *known) -> Tensor:
+        """(R, channels, resolution, resolution); arguments as of `LevelPool`."""
         ends = [each - each.new_tensor([0, 0, self.last_pixel, self.last_pixel]) for each in boxes]
         pooled = [roi_align(maps[name], ends, self.size, scale, self.ratio)
                   for name, scale in zip(self.names, self.scales, strict=True)]  # fmt: skip
@@ -85,18 +85,24 @@ class UnionFeatures(nn.Module):
         num_pairs: Sequence[int],
         sizes_hw: Tensor,
         images_hw: Sequence[tuple[int, int]] | None = None,
+        on_host: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(R, U) of the pairs, and with `separate_spatial` (R, U) of where the two are.
 
         boxes_xyxy: (N, 4) of all images, pairs: (R, 2) rows of them, num_pairs: per image, sizes_hw: (B, 2) of the
-        images without padding, on whatever device; images_hw: the same on the host, where it is known there.
+        images without padding, on whatever device; images_hw: the same on the host, where it is known there. on_host:
+        boxes and pairs, where they are known there.
         """
         subjects, objects = boxes_xyxy[pairs[:, 0]], boxes_xyxy[pairs[:, 1]]
         counts = send(torch.as_tensor(num_pairs), boxes_xyxy.device)
         pair_sizes = sizes_hw.to(boxes_xyxy).repeat_interleave(counts, 0, output_size=len(pairs))
         rectangles = self.rectangles(subjects, objects, pair_sizes)
         shapes = list(images_hw or map(tuple, sizes_hw.tolist()))
-        pooled = self.pool(dict(feature_maps), list(union_boxes(subjects, objects).split(list(num_pairs))), shapes)
+        unions = [union_boxes(subjects, objects)]
+        if on_host is not None:
+            unions.append(union_boxes(*(on_host[0][rows] for rows in on_host[1].unbind(1))))
+        unions, *known = ([*each.split(list(num_pairs))] for each in unions)
+        pooled = self.pool(dict(feature_maps), unions, shapes, *known)
         if self.spatial is not None:
             return self.head(pooled), self.spatial(rectangles.flatten(1))
         return self.head(pooled + rectangles.to(pooled)), None

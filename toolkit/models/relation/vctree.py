@@ -184,6 +184,7 @@ class VCTreeHead(nn.Module):
     """Predicates from the tree contexts of both objects times the union features, and the frequency bias."""
 
     loss_names = ("loss_rel", "loss_refine_obj", "binary_loss")
+    of_labels = ("context.decoder",)
 
     def __init__(
         self,

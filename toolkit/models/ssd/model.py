@@ -234,7 +234,7 @@ def suppressed_together(
     """The same with one wait for the device."""
     boxes, scores, labels = (part[:, : max(counts)] for part in (boxes, scores, labels))
     valid = torch.arange(max(counts), device=boxes.device) < send(torch.tensor(counts), boxes.device)[:, None]
-    found, order = Suppression(boxes, valid, threshold, labels).best(boxes, scores, top_k)
+    found, order, _ = Suppression(boxes, valid, threshold, labels).best(boxes, scores, top_k)
     scores, labels = scores.gather(1, order), labels.gather(1, order)
     return [{"boxes": b, "scores": scores[i, : len(b)], "labels": labels[i, : len(b)]} for i, b in enumerate(found)]
 
