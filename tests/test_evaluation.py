@@ -459,15 +459,18 @@ def test_a_signal_ends_the_evaluation():
 
 
 def test_memory_is_told_before_it_is_needed():
-    class Loader(list):
-        dataset = range(10**7)
+    class Long(list):
+        def __len__(self):
+            return 10**6
 
     detector, _ = tiny_detector()
     said = []
-    predict_dataset(detector, Loader(tiny_batches(3)), "cpu", description="evaluation at step 9", say=said.append)
+    predict_dataset(detector, tiny_batches(3), "cpu", say=said.append)
+    assert said == []
+    predict_dataset(detector, Long(tiny_batches(3)), "cpu", description="evaluation at step 9", say=said.append)
     (text,) = said
     bytes_of_image = 4 * (4 * 4 + 4 + 8) + 3 * 500  # of four boxes
-    assert f"10,000,000 images will take about {bytes_of_image / 100:.1f} GB" in text and "at step 9" in text
+    assert f"3,000,000 images will take about {bytes_of_image * 3 / 1000:.1f} GB" in text and "at step 9" in text
     items = [(i, {"boxes": torch.zeros(100, 4), "scores": torch.zeros(100)}) for i in range(3)]
     assert memory_needed(items, 1000) == "" and "raise eval.score_threshold" in memory_needed(items, 10**10)
 

@@ -75,7 +75,8 @@ def predict_dataset(
                 found = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
                 is_first = not items
                 items += zip((t["image_id"] for t in batch.targets), _on_host(found), strict=True)
-                if is_first and say is not None and (text := memory_needed(items, len(loader.dataset))):
+                images = len(loader) * len(batch.targets) * world()[1]
+                if is_first and say is not None and (text := memory_needed(items, images)):
                     say(f"{description}: {text}")
                 if loss_weights is not None:
                     sums.add(outputs, moved.targets, detector.denominators(batch.targets))
@@ -96,8 +97,8 @@ def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> st
     if needed < min(LITTLE, free / 4):
         return ""
     remedy = "; raise eval.score_threshold, or evaluate fewer images" if needed > free / 2 else ""
-    return (f"the predictions of {images:,} images will take about {needed / 1e9:.1f} GB of the main process, where "
-            f"{free / 1e9:.1f} GB are free{remedy}")  # fmt: skip
+    return (f"the predictions of up to {images:,} images will take about {needed / 1e9:.1f} GB of the main process, "
+            f"where {free / 1e9:.1f} GB are free{remedy}")  # fmt: skip
 
 
 class LossSums:
