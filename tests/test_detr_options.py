@@ -101,7 +101,7 @@ def test_resolved_settings_of_an_untouched_detector_are_the_published_ones(name)
     detector = build(name)
     resolved = detector.resolved_options()
     for each in fields(options_class(name)):
-        if each.name not in ("mean", "std", "freeze_prefixes"):
+        if each.name not in ("mean", "std", "freeze_prefixes", "fresh_prefixes"):
             assert resolved[each.name] == each.default, each.name
     assert len(resolved["mean"]) == len(resolved["std"]) == 3
 

@@ -191,6 +191,22 @@ def test_frozen_prefixes_stay_in_evaluation_mode_and_unknown_ones_are_refused(ru
         begin({**DETR, "freeze_prefixes": ["model.backbon"]}, ["a"], run_folder)
 
 
+def test_fresh_prefixes_keep_their_initial_values_and_unknown_ones_are_refused(tmp_path, run_folder):
+    source = detector_of(RT_DETR, ["a", "b"], 1)
+    source.save_final(tmp_path / "final", [Category(1, "a"), Category(2, "b")])
+    heads = ["model.model.enc_bbox_head", "model.model.decoder.bbox_embed"]
+    given = {**RT_DETR, "pretrained": str(tmp_path / "final"), "fresh_prefixes": heads}
+    detector, said = begin(given, ["a", "b"], run_folder)
+    torch.manual_seed(7)
+    initial, mine, old = build_detector(**RT_DETR, class_names=["a", "b"]).state_dict(), *map(
+        nn.Module.state_dict, (detector, source))  # fmt: skip
+    fresh = {name for name in mine if "bbox_head" in name or "bbox_embed" in name}
+    assert fresh and all(mine[name].equal(initial[name]) for name in fresh)
+    assert all(mine[name].equal(old[name]) for name in mine.keys() - fresh) and "new     model.model.dec" in said
+    with pytest.raises(BadInput, match="no tensor below 'model.model.bbox'"):
+        begin({**given, "fresh_prefixes": ["model.model.bbox"]}, ["a", "b"], run_folder)
+
+
 def test_another_architecture_is_refused_with_both_names(tmp_path, run_folder):
     detector_of(DETR, ["a"], 1).save_final(tmp_path / "final", [Category(1, "a")])
     with pytest.raises(BadInput, match=r"rt_detr_v2, but model.pretrained .* is detr"):

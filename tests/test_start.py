@@ -130,7 +130,7 @@ def test_scene_graphs_start_from_a_detector_and_their_folder_builds_them_again(t
             start_scene_graph(SceneGraphOptions(detector=str(tmp_path / "final"), **wrong), table, tmp_path,
                               checkpoint=None, say=print)  # fmt: skip
     model.save_final(tmp_path / "graphs", table.categories)
-    with pytest.raises(BadInput, match="is a scene_graph; expected a run of train_faster_rcnn.py"):
+    with pytest.raises(BadInput, match="is a scene graph; expected a detector"):
         start_scene_graph(SceneGraphOptions(detector=str(tmp_path / "graphs")), table, tmp_path, checkpoint=None,
                           say=print)  # fmt: skip
     again = SceneGraphOptions(pretrained=str(tmp_path / "graphs"), label_smoothing=0.1)

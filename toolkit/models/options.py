@@ -23,6 +23,9 @@ class DetectorOptions:
     own."""
     pretrained_backbone: bool | str = False
     """timm's weights for the backbone (downloaded once), or a file of them; not used with `pretrained`."""
+    fresh_prefixes: list[str] = field(default_factory=list)
+    """Modules or parameters that begin as without `pretrained`, by name or prefix of it: heads of boxes, where objects
+    are much smaller or larger than the source has seen."""
     freeze_prefixes: list[str] = field(default_factory=list)
     """Modules or parameters that are not trained, by name or prefix of it; frozen modules stay in evaluation mode."""
 

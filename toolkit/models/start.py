@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput
@@ -17,7 +17,7 @@ from toolkit.models.options import DetectorOptions
 from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
 from toolkit.runs.open_run import run_folder_of
-from toolkit.runs.settings_file import PRETRAINED_CONFIG
+from toolkit.runs.settings_file import ABOUT_STARTING, PRETRAINED_CONFIG
 from toolkit.step.freezing import freeze_prefixes
 
 
@@ -66,7 +66,7 @@ def start_detector(
         settings["pretrained_backbone"] = False
     detector = build_detector(**settings, class_names=class_names)
     if source is not None:
-        table = _loaded(detector, source, class_names, given)
+        table = _loaded(detector, source, class_names, given, options.fresh_prefixes)
         say("\n".join([f"weights of {name}:", *source.notes, table.summary()]))
         if is_main:
             (folder / "pretrained.txt").write_text(f"weights of {name}\n{table.table()}\n")
@@ -74,14 +74,20 @@ def start_detector(
     return detector
 
 
-def load_pretrained(detector: nn.Module, source: Pretrained, class_names: Sequence[str]) -> WeightTable:
+def load_pretrained(
+    detector: nn.Module, source: Pretrained, class_names: Sequence[str], fresh: Sequence[str] = ()
+) -> WeightTable:
     """Gives the detector the weights of the source, row by row where the classes differ, and says what went where.
 
+    fresh: prefixes of what keeps its initial values.
+
     Raises:
-        BadInput: shapes that differ, a class name that the source has twice, nothing that fits.
+        BadInput: shapes that differ, a class name that the source has twice, nothing that fits, a prefix of nothing.
     """
+    state = detector.state_dict()
+    left_out = _tensors_below(state, fresh)
     table = map_weights(
-        detector.state_dict(), source.tensors,
+        state, {name: tensor for name, tensor in source.tensors.items() if name not in left_out},
         class_tensors=getattr(detector, "class_tensors", {}), classes=class_names, source_classes=source.class_names,
     )  # fmt: skip
     if not table.sources:
@@ -93,13 +99,24 @@ def load_pretrained(detector: nn.Module, source: Pretrained, class_names: Sequen
     return table
 
 
-def _loaded(detector: nn.Module, source: Pretrained, class_names: Sequence[str], given: Mapping) -> WeightTable:
+def _tensors_below(state: Mapping[str, Tensor], prefixes: Sequence[str]) -> set[str]:
+    """Names of the tensors below some prefixes, and of those that share their memory under another name."""
+    below = {prefix: [name for name in state if f"{name}.".startswith(f"{prefix}.")] for prefix in prefixes}
+    if unknown := [prefix for prefix, names in below.items() if not names]:
+        raise BadInput([f"model.fresh_prefixes: the detector has no tensor below {prefix!r}" for prefix in unknown])
+    memory = {state[name].data_ptr() for names in below.values() for name in names}
+    return {name for name, tensor in state.items() if tensor.data_ptr() in memory}
+
+
+def _loaded(
+    detector: nn.Module, source: Pretrained, class_names: Sequence[str], given: Mapping, fresh: Sequence[str]
+) -> WeightTable:
     """`load_pretrained`; where shapes differ because of settings that are given, the error says which to leave out."""
     try:
-        return load_pretrained(detector, source, class_names)
+        return load_pretrained(detector, source, class_names, fresh)
     except BadInput as error:
         theirs = {name: source.options[name] for name in given if name in source.options}
-        different = [name for name in given if name not in ("pretrained", "architecture", "freeze_prefixes")
+        different = [name for name in given if name not in ("architecture", *ABOUT_STARTING)
                      and theirs.get(name, not given[name]) != given[name]]  # fmt: skip
         if len(error.problems) < 4 or not different:
             raise

@@ -16,7 +16,7 @@ from toolkit.files import write_text_atomic
 CONFIG = "config.yaml"
 PRETRAINED_CONFIG = "pretrained_config.json"
 # Settings of a detector that say where it starts, not what it is.
-ABOUT_STARTING = ("pretrained", "freeze_prefixes")
+ABOUT_STARTING = ("pretrained", "freeze_prefixes", "fresh_prefixes")
 
 
 def save_config(settings: Mapping, path: Path, remarks: Iterable[str] = ()) -> None:

@@ -40,6 +40,7 @@ from toolkit.errors import BadInput
 from toolkit.models.old_names import renamed
 from toolkit.offline import cached_when_offline
 from toolkit.runs.open_run import chosen_weights, open_run
+from toolkit.runs.settings_file import ABOUT_STARTING
 
 
 @dataclass
@@ -106,7 +107,7 @@ def _from_our_folder(name: str, path: Path) -> Pretrained:
 def _described(model: Mapping) -> tuple[str, dict]:
     """Architecture and settings of the detector of a run, without those that say where its own weights came from."""
     options = renamed(model["architecture"], model)
-    for name in ("pretrained", "pretrained_backbone", "freeze_prefixes"):
+    for name in ("pretrained_backbone", *ABOUT_STARTING):
         options.pop(name, None)
     return options.pop("architecture"), options
 
