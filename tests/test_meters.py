@@ -2,16 +2,19 @@
 
 import json
 import math
+import platform
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import run_on_ranks
 
+from toolkit.distributed import world
 from toolkit.errors import BadInput
 from toolkit.log import Log
 from toolkit.step.meters import KINDS, Averages, Meters, MomentumMeter, SmoothedValue, make_meters
-from toolkit.step.timer import StepTimer, peak_memory_mb
+from toolkit.step.timer import StepTimer, machine_figures, peak_memory_mb
 
 
 def test_an_empty_meter_is_nan_and_can_be_shown():
@@ -127,3 +130,18 @@ def test_timer_splits_waiting_from_work_and_leaves_evaluation_out():
 def test_peak_memory_is_in_mebibytes():
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     assert peak_memory_mb() == pytest.approx(int(line.split()[1]) / 1024, rel=0.05)
+
+
+def figures_on_two_machines() -> dict[str, float]:
+    """Three ranks: the first two on one machine, the last one on another."""
+    platform.node = lambda: "first" if world()[0] < 2 else "second"
+    return machine_figures()
+
+
+def test_figures_of_every_machine_are_on_every_rank():
+    found = run_on_ranks(figures_on_two_machines, 3)
+    kinds = ("cpu_percent", "memory_percent", "peak_mb")
+    assert found[0] == found[1] == found[2]
+    assert found[0].keys() == {f"machine/{name}/{kind}" for name in ("first", "second") for kind in kinds}
+    assert found[0]["machine/first/peak_mb"] > 1.5 * found[0]["machine/second/peak_mb"] > 0
+    assert 0 < found[0]["machine/first/memory_percent"] < 100

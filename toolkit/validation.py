@@ -23,6 +23,7 @@ from toolkit.runs.best import no_such_metric
 from toolkit.runs.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
 from toolkit.saving import save
 from toolkit.step.state import nonfinite
+from toolkit.step.timer import machine_figures
 
 
 @dataclass
@@ -42,8 +43,8 @@ class Validation:
 def validate(t) -> bool:
     """Evaluates the detector (and its moving average) on the validation data; every rank takes part.
 
-    Writes a row of metrics (`val/bbox_AP`, `val/loss`, `val/AP/<class>`, the same below `val/ema/`), prints the table
-    and draws pictures.
+    Writes a row of metrics (`val/bbox_AP`, `val/loss`, `val/AP/<class>`, the same below `val/ema/`) with figures of all
+    machines, prints the table and draws pictures.
 
     Returns:
         True if the metric for best is the best so far.
@@ -78,7 +79,7 @@ def validate(t) -> bool:
             kept = {"predictions": found.by_image, "scores": shown, "weights": prefix.removeprefix("val/") or "raw"}
         row |= {f"{prefix}{name}": value for name, value in {**shown, **found.losses}.items()}
     better = note_metric(t, row)
-    t.log.write(t.step, t.sampler.epoch, row)
+    t.log.write(t.step, t.sampler.epoch, row | machine_figures())
     run_on_main(lambda: t.log.attempt(f"showing the evaluation of step {t.step}",
                                       lambda: _show(t, found.by_image, shown, better)))  # fmt: skip
     run_on_main(lambda: t.log.attempt(f"keeping the predictions of step {t.step}",

@@ -164,9 +164,10 @@ def finish(process: subprocess.Popen, timeout_s: float = 300) -> tuple[int, str]
 
 
 def all_rows(folder: Path) -> list[dict]:
-    """Rows of metrics.jsonl without what a clock or the memory had to say."""
+    """Rows of metrics.jsonl without what a clock, the memory or the machine had to say."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time", "mem"))} for line in lines]
+    passing = ("time", "mem", "machine")
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(passing)} for line in lines]
 
 
 def rows(folder: Path) -> list[dict]:

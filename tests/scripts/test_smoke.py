@@ -149,6 +149,29 @@ def test_trackers_have_every_step_once_after_a_kill(server, script, settings, tm
 
 
 @pytest.mark.slow
+def test_a_preempted_and_a_finished_run_keep_their_wandb_id(server, script, settings, tmp_path):
+    """SIGTERM in training and in an evaluation, then to the end, then started once more: nothing is sent twice."""
+    args = settings("--run.output_dir", tmp_path, "--run.tracker", "wandb", "--run.resume", "latest",
+                    "--run.eval_every", 2, "--run.epochs", 3, "--data.max_train_images", 8,
+                    "--eval.pictures", 2)  # fmt: skip
+    training, evaluation = "toolkit.training:Training.seed_micro_batch", "toolkit.evaluation.predict_dataset:agree_max"
+    for at, call in ((training, 2), (evaluation, 3)):
+        stopped = server.run(script, args, 1, [{"signal": "SIGTERM", "at": at, "call": call}])
+        assert (stopped.code, stopped.status["state"]) == (85, "preempted"), stopped.text
+    ended = server.run(script, args).ok()
+    assert ended.status["state"] == "done" and "switched off" not in ended.text
+    history = offline_history(ended.folder)
+    again = server.run(script, args).ok()
+    assert offline_history(again.folder) == history and "switched off" not in again.text
+    assert len(list(ended.folder.glob("wandb/offline-run-*"))) == 4 and len({run_id for run_id, _, _ in history}) == 1
+    sent = {key: [step for _, step, values in history if key in values]
+            for key in ("train/loss", "epoch/loss", "val/bbox_AP", "val/predictions/_type")}  # fmt: skip
+    logged = {"train/loss": [1, 2, 3, 4, 5, 6], "epoch/loss": [2, 4, 6], "val/bbox_AP": [2, 4, 6]}
+    assert sent == logged | {"val/predictions/_type": [2, 4, 6]}
+    assert [len(kind) for kind in offline_records(ended.folder)["artifacts"].values()] == [1, 1]  # data, and the best
+
+
+@pytest.mark.slow
 def test_trials_of_a_wandb_agent_have_its_ids_and_folders_of_their_own(server, script, settings, tmp_path):
     args = settings("--run.output_dir", tmp_path, "--run.tracker", "wandb", "--run.max_steps", 1, "--run.epochs", 1)
     for trial in ("first", "second"):  # by one command, with what the agent sets

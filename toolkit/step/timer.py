@@ -1,14 +1,17 @@
-"""Where the time of a step goes, and the memory it takes."""
+"""Where the time of a step goes, the memory it takes, and how busy the machines are."""
 
 import math
+import platform
 import resource
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import psutil
 import torch
 
+from toolkit.distributed import gather_objects
 from toolkit.step.meters import SmoothedValue
 
 
@@ -93,3 +96,17 @@ def peak_memory_mb() -> float:
         return torch.cuda.max_memory_allocated() / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes there, KiB on Linux
+
+
+def machine_figures() -> dict[str, float]:
+    """Figures of every machine of the run, the same on all ranks; a collective.
+
+    `machine/<name>/cpu_percent`: of all its cores since the last call; `.../memory_percent`: of its memory, in use by
+    anyone; `.../peak_mb`: the sum of `peak_memory_mb` over the run's processes there.
+    """
+    own = {"cpu_percent": psutil.cpu_percent(), "memory_percent": psutil.virtual_memory().percent}
+    figures: dict[str, float] = {}
+    for name, busy, peak_mb in gather_objects((platform.node() or "unnamed", own, peak_memory_mb())):
+        figures = {f"machine/{name}/{key}": value for key, value in busy.items()} | figures  # those of its first rank
+        figures[f"machine/{name}/peak_mb"] = figures.get(f"machine/{name}/peak_mb", 0.0) + peak_mb
+    return figures
