@@ -14,7 +14,7 @@ from toolkit.data.checks import settle, validate_document
 from toolkit.data.formats.hub import Columns, annotations_of, columns_of, read_hub, unreachable
 from toolkit.data.places import Places
 from toolkit.data.shards import Shards, open_shard
-from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
+from toolkit.data.table import TABLE_VERSION, DetectionTable, cache_root, open_table, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
 
@@ -98,29 +98,22 @@ def _read(
     files: list[str], root: str, columns: Columns, source: str, max_pixels: int, cache_file: os.PathLike
 ) -> DetectionTable:
     classes = [{"id": label, "name": name} for label, name in enumerate(columns.class_names)]
-    problems: dict[Problem, None] = {}  # those of the classes are found in every part
-    formats, ids = BoxFormats(), {"image": [], "annotation": []}
+    one_image = {"images": [{"id": 0, "file_name": "x", "width": 1, "height": 1}], "annotations": []}
+    base = validate_document(one_image | {"categories": classes}, source)
+    problems, formats, ids = list(base.problems), BoxFormats(), {"image": [], "annotation": []}
 
     def rows() -> Iterator[dict]:
         for place, entries in _parts(files, root, columns):
             document = _document(place, entries, columns, ids) | {"categories": classes}
             valid = validate_document(document, source, max_pixels, formats)
-            problems.update(dict.fromkeys(valid.problems))
+            problems.extend(problem for problem in valid.problems if problem not in base.problems)
             yield from valid.rows
         if wrong := formats.fault():
             raise BadInput(f"{source}: {wrong}")
         for what, parts in ids.items():
-            _check_ids(np.concatenate([np.asarray(part) for part in parts if len(part)] or [np.zeros(0)]), what, source)
+            _check_ids(np.concatenate([part for part in parts if len(part)] or [np.zeros(0)]), what, source)
 
-    listed: list[Problem] = []
-    categories = validate_document({"images": [{"id": 0, "file_name": "x", "width": 1, "height": 1}],
-                                    "annotations": [], "categories": classes}, source).categories  # fmt: skip
-
-    def all_rows() -> Iterator[dict]:
-        yield from rows()
-        listed.extend(problems)
-
-    return write_table(all_rows(), cache_file=cache_file, categories=categories, problems=listed, name=source,
+    return write_table(rows(), cache_file=cache_file, categories=base.categories, problems=problems, name=source,
                        image_root=Places([Shards(columns.image, root)]))  # fmt: skip
 
 
@@ -134,7 +127,7 @@ def _parts(files: list[str], root: str, columns: Columns) -> Iterator[tuple[str,
                 yield f"{url[len(root) + 1 :]}/{group}", rows
 
 
-def _document(place: str, entries: list[dict], columns: Columns, ids: dict[str, list]) -> dict:
+def _document(place: str, entries: list[dict], columns: Columns, ids: dict[str, list[np.ndarray]]) -> dict:
     """A row group as a COCO document. ids: all that were used before, to which these are added."""
     before = {what: sum(map(len, parts)) for what, parts in ids.items()}
     images, annotations = [], []
@@ -143,8 +136,8 @@ def _document(place: str, entries: list[dict], columns: Columns, ids: dict[str, 
         images.append({"id": image_id, "file_name": f"{place}/{row}", "width": entry["width"],
                        "height": entry["height"]})  # fmt: skip
         annotations += annotations_of(entry["objects"], columns, image_id, before["annotation"] + len(annotations) + 1)
-    ids["image"].append([image["id"] for image in images])
-    ids["annotation"].append([annotation["id"] for annotation in annotations])
+    ids["image"].append(np.asarray([image["id"] for image in images]))
+    ids["annotation"].append(np.asarray([annotation["id"] for annotation in annotations]))
     return {"images": images, "annotations": annotations}
 
 
