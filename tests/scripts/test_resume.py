@@ -238,7 +238,7 @@ def test_more_images_a_step_see_the_data_that_was_to_be_seen(server, script, res
     args, _ = resumable(1)
     args = [*args, "--run.output_dir", str(tmp_path), "--run.epochs", "4", "--schedule.name", "linear",
             "--schedule.warmup_steps", "0", "--schedule.final_factor", "0", "--optim.lr", "1e-3"]  # fmt: skip
-    fault = {"signal": "SIGKILL", "at": MICRO_BATCH, "call": 9, "rank": 0}  # after the 3 steps of the first epoch
+    fault = {"signal": "SIGKILL", "at": MICRO_BATCH, "call": 7, "rank": 0}  # after the 3 steps of the first epoch
     folder = server.run(script, args, 1, [fault]).folder
     resumed = server.run(script, args, 2).ok()
     assert "the run ends after step 9 instead of 12" in resumed.text, resumed.text
