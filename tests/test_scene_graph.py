@@ -10,6 +10,7 @@ import pytest
 from toolkit.errors import BadInput
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
 from toolkit.evaluation.scene_graph_evaluator import grouped_recall, predicate_groups
+from toolkit.evaluation.scene_graph_matches import compact_graph
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
 BENCH = Path(__file__).parents[1] / "scripts" / "benches" / "scene_graph.py"
@@ -126,3 +127,21 @@ def test_predicates_are_grouped_by_how_often_training_had_them():
     assert row == {"mR_head@1": 1.0, "mR_head@20": 1.0, "mR_body@1": 0.0, "mR_body@20": 0.0, "mR_tail@1": None,
                    "mR_tail@20": None}  # fmt: skip
     assert grouped_recall(metrics, groups, "original")["mR_tail@20"] == 0.0
+
+
+def test_a_compact_graph_measures_the_same():
+    """With the hundred best combinations of pair and predicate in place of all scores; of no pairs and few, too."""
+    bench = runpy.run_path(str(BENCH))
+    truths, predictions, unseen = bench["random_scene_graphs"](70, 9, 60, 7)
+    truths.append(truth([[0, 1, 2]]))
+    predictions.append(prediction([], [], 7))
+    compact = [compact_graph(each, 100) for each in predictions]
+    assert all("predicate_scores" not in each and len(each["combinations"]) <= 100 for each in compact)
+    for mode in ("sgcls", "sgdet", "phrdet"):
+        whole, small = (evaluate_scene_graphs(truths, found, mode, 7, unseen) for found in (predictions, compact))
+        assert whole.as_row() == small.as_row()
+        np.testing.assert_array_equal(whole.unconstrained_matches, small.unconstrained_matches)
+        np.testing.assert_array_equal(whole.matches, small.matches)
+    compact[0]["combinations"] = np.asarray([[60, 0]])
+    with pytest.raises(BadInput, match="image 0: combinations and predicates do not fit 60 pairs and 7 predicates"):
+        evaluate_scene_graphs(truths, compact, "sgdet", 7)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from toolkit.data.formats import open_dataset
 from toolkit.data.formats.psg import read_psg
 from toolkit.data.formats.visual_genome import load_graphs, load_image_list, load_names, read_visual_genome
 from toolkit.data.formats.visual_genome_writer import write_visual_genome
@@ -83,6 +84,19 @@ def test_what_is_written_is_read(thousand):
         np.testing.assert_array_equal(row["objects"]["bbox"], original["objects"]["bbox"])
         for part, key in (("objects", "category"), *(("relations", k) for k in ("subject", "object", "predicate"))):
             np.testing.assert_array_equal(row[part][key], original[part][key])
+
+
+def test_a_detector_may_keep_images_without_relations(thousand):
+    folder, (train, _) = thousand
+    given = {"format": "visual_genome", "name": folder, "image_dir": folder / "images", "check_images": False,
+             "cache_dir": folder / "cache"}  # fmt: skip
+    ids = {(split, keep): set(open_dataset(split, **given, keep_images_without_relations=keep).image_ids().tolist())
+           for split in ("train:50", "val:50", "test") for keep in (False, True)}  # fmt: skip
+    for split in ("val:50", "test"):
+        assert ids[split, True] == ids[split, False], "neither graphs nor detector see what the other is measured on"
+    assert ids["train:50", False] < ids["train:50", True] and not ids["train:50", True] & ids["val:50", True]
+    everything = sum(len(row["objects"]["id"]) > 0 for row in map(train.row, range(len(train))))
+    assert len(ids["train:50", True]) == everything - 50
 
 
 def test_splits(thousand):

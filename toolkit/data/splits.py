@@ -15,7 +15,8 @@ from toolkit.errors import BadInput
 
 Say = Callable[[str], None]
 # Settings of the group `data` that are options of `open_dataset` under the same names.
-READING = ("path", "image_dir", "format", "name", "on_error", "max_image_pixels", "streaming")
+READING = ("path", "image_dir", "format", "name", "on_error", "max_image_pixels", "streaming",
+           "keep_images_without_relations")  # fmt: skip
 
 
 def open_split(
@@ -128,12 +129,12 @@ def _cache(reading: dict) -> dict:
     return {key: reading[key] for key in ("cache_dir",) if key in reading}
 
 
-def check_same_classes(train: DetectionTable, val: DetectionTable) -> None:
-    """Raises BadInput when training and validation data do not have the same classes in the same order."""
-    ours, theirs = [c.name for c in train.categories], [c.name for c in val.categories]
+def check_same_classes(train: DetectionTable, other: DetectionTable, name: str = "validation data") -> None:
+    """Raises BadInput when training and other data do not have the same classes in the same order."""
+    ours, theirs = [c.name for c in train.categories], [c.name for c in other.categories]
     if ours != theirs:
         raise BadInput(
-            f"training data has {len(ours)} classes {ours}, validation data {len(theirs)} {theirs}: give both files "
+            f"training data has {len(ours)} classes {ours}, {name} {len(theirs)} {theirs}: give both files "
             "the same categories in the same order"
         )
 

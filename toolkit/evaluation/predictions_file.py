@@ -29,6 +29,7 @@ _OF_GRAPHS = (
     "predicate_scores",
     "predicates",
     "triplet_scores",
+    "combinations",
     "true_labels",
     "true_relations",
 )
@@ -40,7 +41,8 @@ class PredictionsFile:
     """What a predictions file holds, in the terms of a table.
 
     by_image: for every image id of the table `boxes (K, 4)` float64 xyxy in pixels, `scores (K,)`, `labels (K,)` from
-        0, arrays; of scene graphs also `pairs`, `predicate_scores`, and the given graph where boxes were given.
+        0, arrays; of scene graphs also `pairs`, what `compact_graph` makes of their scores (or `predicate_scores`), and
+        the given graph where boxes were given.
     about: as `write_predictions` was told; empty for the file of another program.
     """
 

@@ -67,7 +67,8 @@ def evaluate_scene_graphs(
         truths: per image `boxes` (N, 4) xyxy pixels, `labels` (N,), `relations` (R, 3) subject, object, predicate.
         predictions: per image, in the pixels of the truth: `boxes` (M, 4), `labels` (M,), `scores` (M,), `pairs`
             (P, 2) rows of `boxes`, best first (the order is trusted), `predicate_scores` (P, num_predicates)
-            without background. In predcls boxes, labels and scores are taken from the truth.
+            without background, or what `compact_graph` makes of them. In predcls boxes, labels and scores are taken
+            from the truth.
         mode: predcls, sgcls, sgdet, or phrdet (sgdet with the IoU of the union boxes).
         zero_shot: (Z, 3) subject class, object class, predicate never seen in training.
         protocol: "original" leaves images without a predicted pair out of every mean and lets a predicate that the
@@ -96,15 +97,26 @@ def _check(truths, predictions, mode: str, protocol: str, num_predicates: int) -
     if len(truths) != len(predictions):
         raise BadInput([*problems, f"{len(predictions)} predictions for {len(truths)} images; expected one per image"])
     for index, (truth, prediction) in enumerate(zip(truths, predictions, strict=True)):
-        pairs, scores = prediction["pairs"], prediction["predicate_scores"]
+        pairs = prediction["pairs"]
         num_boxes = len((truth if mode == "predcls" else prediction)["boxes"])
         if len(pairs) and not 0 <= int(pairs.min()) <= int(pairs.max()) < num_boxes:
             problems.append(f"image {index}: pairs name box {int(pairs.max())}, but there are {num_boxes} boxes")
-        if tuple(scores.shape) != (len(pairs), num_predicates):
-            expected = (len(pairs), num_predicates)
-            problems.append(f"image {index}: predicate_scores is {tuple(scores.shape)}; expected {expected}")
+        problems += [f"image {index}: {fault}" for fault in _wrong_scores(prediction, num_predicates)]
     if problems:
         raise BadInput(problems)
+
+
+def _wrong_scores(prediction: Mapping, num_predicates: int) -> list[str]:
+    pairs = len(prediction["pairs"])
+    if "combinations" not in prediction:
+        shape = tuple(prediction["predicate_scores"].shape)
+        expected = (pairs, num_predicates)
+        return [] if shape == expected else [f"predicate_scores is {shape}; expected {expected}"]
+    rows, predicates = prediction["combinations"], prediction["predicates"]
+    inside = not len(rows) or (rows.min() >= 0 and rows[:, 0].max() < pairs and rows[:, 1].max() < num_predicates)
+    if inside and len(predicates) == pairs:
+        return []
+    return [f"combinations and predicates do not fit {pairs} pairs and {num_predicates} predicates"]
 
 
 def _measure(

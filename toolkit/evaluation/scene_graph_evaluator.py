@@ -58,7 +58,8 @@ class SceneGraphEvaluator:
 
         Args:
             predictions: for every image id `boxes (M, 4)` xyxy in original pixels, `scores (M,)`, `labels (M,)` from 0
-                (-1: no class), `pairs (P, 2)`, best first, `predicate_scores (P, predicates)`. Where boxes were given
+                (-1: no class), `pairs (P, 2)`, best first, `predicate_scores (P, predicates)` or what `compact_graph`
+            makes of them. Where boxes were given
                 (predcls, sgcls) `true_labels (N,)` and `true_relations (R, 3)` (and `true_attributes (N, A)`) are the
                 graph whose boxes the predictions have: a box that resizing left without width is in neither. Without
                 pairs: none. `attribute_scores (M, attributes)`, if the model tells any.
@@ -173,6 +174,8 @@ def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray
     """Arrays; a prediction without pairs gets none."""
     found = {key: np.asarray(prediction[key]) for key in ("boxes", "labels", "scores")}
     pairs = np.asarray(prediction.get("pairs", torch.zeros(0, 2, dtype=torch.int64)))
+    if "combinations" in prediction:
+        return found | {"pairs": pairs} | {k: np.asarray(prediction[k]) for k in ("predicates", "combinations")}
     scores = np.asarray(prediction.get("predicate_scores", torch.zeros(0, num_predicates)))
     return found | {"pairs": pairs, "predicate_scores": scores}
 

@@ -190,6 +190,9 @@ class DataConfig:
     """Make batches of either wide or tall images."""
     cache_images: bool = False
     """Keep decoded images in memory; for small data sets."""
+    keep_images_without_relations: bool = False
+    """Of Visual Genome, train on the images that have boxes and no relation too, as detectors can; the images of
+    validation and test are the same."""
     on_error: Literal["raise", "drop"] = "raise"
     """Stop at faulty records and name all of them, or leave them out and list them in the run folder."""
     max_image_pixels: PositiveInt = MAX_IMAGE_PIXELS

@@ -29,6 +29,7 @@ def open_dataset(
     check_images: bool | str = True,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     streaming: bool = False,
+    keep_images_without_relations: bool = False,
 ) -> DetectionTable:
     """Opens one split, validated and cached.
 
@@ -42,6 +43,7 @@ def open_dataset(
     format: "auto" goes by `path`, by `name` and by the suffix of `source`. With `path` "shapes" means "auto".
     on_error, cache_dir, check_images, max_image_pixels: as in `read_coco`.
     streaming: leave the images in the Parquet files of a `datasets` data set; see `read_shards`.
+    keep_images_without_relations: train on those of Visual Genome too, see `load_graphs`; other formats keep all.
     Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format.
     """
     source = str(source)
@@ -62,6 +64,8 @@ def open_dataset(
         return open_hub(name, source, **options)
     if streaming:
         raise BadInput(f"format {format!r}: {NOT_STREAMED}")
+    if keep_images_without_relations and format == "visual_genome":
+        options["keep_images_without_relations"] = "train"
     if format in ("visual_genome", "psg", *RELATIONS):
         return _open_scene_graphs(source, image_dir, format, name, **options)
     if format == "shapes":

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import h5py
 import numpy as np
@@ -46,14 +47,15 @@ def load_graphs(
     h5_file: str | Path,
     split: str,
     num_val_images: int = 5000,
-    keep_images_without_relations: bool = False,
+    keep_images_without_relations: bool | Literal["train"] = False,
     drop_non_overlapping: bool = False,
 ) -> Graphs:
     """Read train, val or test.
 
     val is the first `num_val_images` of the file's training images, train the others. Images without boxes are left
-    out, those without relations too unless kept. drop_non_overlapping (training only) removes relations between boxes
-    of IoU 0 (+1 widths) and images left without any.
+    out, those without relations too unless kept; "train": kept in train, while val and test are as without them.
+    drop_non_overlapping (training only) removes relations between boxes of IoU 0 (+1 widths) and images left without
+    any.
     Raises BadInput for a missing or unreadable file, a missing key, or rows that contradict each other.
     """
     if split not in ("train", "val", "test"):
@@ -62,11 +64,12 @@ def load_graphs(
         raise BadInput("relations between boxes that do not overlap are dropped from the training split only")
     data = _read_h5(Path(h5_file))
     chosen = (data["split"] == (2 if split == "test" else 0)) & (data["img_to_first_box"] >= 0)
-    if not keep_images_without_relations:
-        chosen &= data["img_to_first_rel"] >= 0
-    index = np.flatnonzero(chosen)
+    counted = chosen if keep_images_without_relations is True else chosen & (data["img_to_first_rel"] >= 0)
+    index = np.flatnonzero(counted)
     if split != "test":
-        index = index[:num_val_images] if split == "val" else index[num_val_images:]
+        val = index[:num_val_images]
+        everything = np.flatnonzero(chosen) if keep_images_without_relations else index
+        index = val if split == "val" else np.setdiff1d(everything, val)
     _check_h5(data, index, Path(h5_file))
     corners = _corners(data["boxes_1024"])
     graphs = Graphs(index, [], [], [], [])
@@ -154,7 +157,7 @@ def read_visual_genome(
     dicts_name: str = "VG-SGG-dicts-with-attri.json",
     image_data_name: str = "image_data.json",
     num_val_images: int = 5000,
-    keep_images_without_relations: bool = False,
+    keep_images_without_relations: bool | Literal["train"] = False,
     drop_non_overlapping: bool = False,
     on_error: str = "raise",
     cache_dir: str | Path | None = None,

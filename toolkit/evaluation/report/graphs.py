@@ -7,6 +7,7 @@ import numpy as np
 
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
 from toolkit.evaluation.scene_graph_evaluator import true_graph
+from toolkit.evaluation.scene_graph_matches import best_predicates
 
 TOP = (20, 50, 100)
 
@@ -87,7 +88,7 @@ def _confusions(truths, found, mode: str, predicates: int) -> tuple[np.ndarray, 
         relations = truth["relations"]
         if not len(relations):
             continue
-        best = each["predicate_scores"][: TOP[-1]].argmax(axis=1) if len(each["pairs"]) else np.zeros(0, np.int64)
+        best = best_predicates(each, slice(TOP[-1])) if len(each["pairs"]) else np.zeros(0, np.int64)
         same = _same(truth, each, mode)
         pairs = each["pairs"][: TOP[-1]]
         on_it = same[pairs[:, 0]][:, relations[:, 0]] & same[pairs[:, 1]][:, relations[:, 1]]  # (pairs, relations)
