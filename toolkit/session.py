@@ -22,10 +22,11 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
+from toolkit.at_end import evaluate_test_split
 from toolkit.data import pipeline
 from toolkit.data.batches import collate
 from toolkit.data.sampling import EpochSampler
-from toolkit.data.splits import READING, open_split, open_splits, share_of
+from toolkit.data.splits import READING, check_same_classes, open_split, open_splits, share_of
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import agree_max, run_on_main, seed_step, state_from_main
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
@@ -53,6 +54,7 @@ from toolkit.runs.trackers.tracker import About, data_facts
 from toolkit.runs.writer import RunWriter
 from toolkit.saving import load, save
 from toolkit.signals import StopSignals, signal_name
+from toolkit.step.build_schedule import schedule_of_settings
 from toolkit.step.compiling import compile_in_place
 from toolkit.step.determinism import be_deterministic
 from toolkit.step.ema import Ema
@@ -60,9 +62,7 @@ from toolkit.step.guard import NanGuard
 from toolkit.step.length import StepBudget, is_settled, is_time, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
-from toolkit.step.plateau import PlateauSchedule
 from toolkit.step.precision import cpu_computes_in_bf16, faster_precision, measure_precisions
-from toolkit.step.schedules import Schedule
 from toolkit.training import Pace, Training, raise_trouble
 from toolkit.use.export import check_exportable, export_final
 from toolkit.use.publish import check_push, push, report_and_card
@@ -76,7 +76,7 @@ class Session:
     config: with the seed of the checkpoint, where the run goes on from one. asked_seed: that of the command.
     drafts: folder that a start writes to until nothing was refused; see `toolkit.runs.folder.drafts`.
     checkpoint: to go on from; None: a fresh start. stored: the settings it was trained with.
-    log: that of the training, once it has begun.
+    log: that of the training, once it has begun. test_table: data of `eval.test_split`, evaluated when it has ended.
     """
 
     config: Any
@@ -91,6 +91,7 @@ class Session:
     drafts: Path
     measured: dict = field(default_factory=dict)  # at the start; goes into environment.json
     log: Log | None = None
+    test_table: DetectionTable | None = None
 
     @property
     def is_main(self) -> bool:
@@ -161,6 +162,10 @@ def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
         table, val_table = open_splits(
             c.train, c.val, s.drafts, say=s.say, max_train_images=c.max_train_images, overfit_images=overfit, **reading
         )
+    if s.config.eval.test_split is not None and not s.config.run.eval_only:
+        listing = s.drafts / "data_problems_test.txt"
+        s.test_table = open_split(s.config.eval.test_split, say=s.say, listing=listing, part_of=c.train, **reading)
+        check_same_classes(table, s.test_table, "the test split")
     for note in check_ground_truth(val_table):
         s.say(note)
     stop_if_asked(s, "while the data was read")
@@ -216,7 +221,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     model, optimizer = prepare(s.accelerator, detector, _optimizer(s, detector, weights), run.tf32, one_size)
     t = Training(
         accelerator=s.accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer, ema=ema,
-        schedule=_schedule(c.schedule, optimizer, total_steps, per_epoch), sampler=sampler, loader=loader,
+        schedule=schedule_of_settings(c.schedule, optimizer, total_steps, per_epoch), sampler=sampler, loader=loader,
         validation=Validation(val_table, val_loader, evaluator, c.eval.score_threshold, c.eval.pictures),
         guard=NanGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor),
         best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience), pace=_pace(c, per_epoch),
@@ -243,6 +248,8 @@ def end(s: Session, t: Training) -> None:
         facts = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}
         t.log.writer.keep_final(s.folder / "final", facts)
         stop_if_asked(s, "after final/ was written")
+        if s.test_table is not None:
+            evaluate_test_split(t, s.test_table, _evaluation_loader(s, t.detector, s.test_table), s.config.eval)
     raise_trouble(t)
     trained, hub = not s.config.run.eval_only, s.config.hub
     run_on_main(lambda: t.log.attempt("the report", lambda: report_and_card(s.folder, t.validation.table, trained)))
@@ -268,23 +275,24 @@ def _write_final(s: Session, t: Training) -> None:
             t.log.say(export_final(t.detector, folder, next(iter(t.validation.loader)).images[:4]))
 
 
+def _evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> DataLoader:
+    images = s.config.eval.batch_size_per_device
+    return pipeline.evaluation_loader_of_settings(table, s.config.data, images, detector.stride)
+
+
 def _loaders(
     s: Session, detector: Detector, table: DetectionTable, val_table: DetectionTable
 ) -> tuple[EpochSampler, DataLoader, DataLoader]:
-    c, sizes = s.config.data, {key: getattr(s.config.data, key) for key in ("image_size", "scales", "max_size")}
-    val_transform = pipeline.val_transform(**sizes)
+    c = s.config.data
     if c.overfit_batches is None:
         sampler, loader = pipeline.loader_of_settings(table, c, seed=s.config.run.seed, stride=detector.stride)
     else:  # nothing is augmented
         sampler, loader = pipeline.training_loader(
-            table, val_transform, batch_size_per_device=c.batch_size_per_device, workers=c.workers,
-            seed=s.config.run.seed, stride=detector.stride, by_aspect_ratio=c.group_by_aspect_ratio,
-            cache_images=c.cache_images,
+            table, pipeline.val_transform(c.image_size, c.scales, c.max_size), workers=c.workers,
+            batch_size_per_device=c.batch_size_per_device, seed=s.config.run.seed, stride=detector.stride,
+            by_aspect_ratio=c.group_by_aspect_ratio, cache_images=c.cache_images,
         )  # fmt: skip
-    return sampler, loader, pipeline.validation_loader(
-        val_table, val_transform, workers=c.workers, stride=detector.stride,
-        batch_size_per_device=s.config.eval.batch_size_per_device,
-    )  # fmt: skip
+    return sampler, loader, _evaluation_loader(s, detector, val_table)
 
 
 def _settle_precision(s: Session, detector: Detector, weights: LossWeights, sampler: EpochSampler, loader) -> None:
@@ -324,21 +332,6 @@ def _optimizer(s: Session, detector: Detector, weights: LossWeights):
     for group in groups:
         group["lr"] *= scale
     return build_optimizer(c.name, groups, momentum=c.momentum, nesterov=c.nesterov)
-
-
-def _schedule(c: Any, optimizer, total_steps: int, per_epoch: int) -> Schedule | PlateauSchedule:
-    if c.name == "plateau":
-        return PlateauSchedule(
-            optimizer, gamma=c.gamma, patience=c.plateau_patience, threshold=c.plateau_threshold,
-            cooldown=c.plateau_cooldown, max_decays=c.max_decays, warmup_steps=c.warmup_steps,
-            warmup_start=c.warmup_factor,
-        )  # fmt: skip
-    return Schedule(
-        optimizer, c.name, total_steps, warmup_steps=c.warmup_steps, warmup_factor=c.warmup_factor, gamma=c.gamma,
-        power=c.power, milestones=[steps_from(milestone, per_epoch) for milestone in c.milestones],
-        step_size=steps_from(c.step_size, per_epoch), final_factor=c.final_factor, stairs=c.stairs, cycles=c.cycles,
-        last_cycle=c.last_cycle, every=per_epoch if c.per == "epoch" else 1,
-    )  # fmt: skip
 
 
 def _pace(c: Any, per_epoch: int) -> Pace:

@@ -213,9 +213,13 @@ def test_files_of_visual_genome(server, tmp_path):
     folder = visual_genome(tmp_path / "vg", train=20, test=4)
     args = arguments(tmp_path / "runs", "train:2", "test", data__format="visual_genome", data__name=folder,
                      data__image_dir=folder / "images", data__batch_size_per_device=8,
-                     model__pairs_per_image=64, model__union_levels="all")  # fmt: skip
+                     model__pairs_per_image=64, model__union_levels="all", eval__test_split="test")  # fmt: skip
     ended = server.run(SGG, args).ok()
-    last = rows(ended.folder)[-1]
+    last, tested = rows(ended.folder)[-2:]
+    assert {key[4:]: value for key, value in last.items() if key.startswith("val/")} == {
+        key[5:]: value for key, value in tested.items() if key.startswith("test/")
+    }, "here both are the same split"
+    assert "test split" in ended.text and (ended.folder / "report" / "test_predictions.graphs.npz").exists()
     assert 0 <= last["val/R@20"] <= last["val/R@100"] <= 1 and 0 <= last["val/zR@100"] <= 1
     assert len([name for name in last if name.startswith("val/mR@100/")]) == 50
     counts = checkpoint_tensors(ended.folder / "checkpoints" / "latest")["model/relation_counts"]

@@ -255,6 +255,16 @@ def _check_streamed(chosen: Mapping[str, object]) -> None:
                         "groups; leave one of the two out" for name in given])  # fmt: skip
 
 
+def evaluation_loader_of_settings(
+    table: DetectionTable, c: Any, batch_size_per_device: int, stride: int
+) -> torch.utils.data.DataLoader:
+    """`validation_loader` by settings with the names of `toolkit.runs.settings.DataConfig`."""
+    transform = val_transform(c.image_size, c.scales, c.max_size)
+    return validation_loader(
+        table, transform, batch_size_per_device=batch_size_per_device, workers=c.workers, stride=stride
+    )
+
+
 def _repeats(table: DetectionTable, of_classes: float, of_predicates: float) -> np.ndarray | None:
     factors, rows = [], [table.row(index) for index in range(len(table))] if of_classes or of_predicates else []
     if of_classes:

@@ -322,6 +322,9 @@ class EvalConfig:
     """Score that a detection must have to be evaluated."""
     pictures: NonNegativeInt = 8
     """Number of validation images that are drawn at each evaluation."""
+    test_split: str | None = None
+    """Split or file that the best weights are evaluated on once, when training has ended, as `test/...`; nothing is
+    decided by it. Without a value there is none."""
     before_training: bool = False
     """Evaluate before the first step too."""
 

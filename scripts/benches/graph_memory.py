@@ -1,0 +1,98 @@
+"""Scene graphs of a whole test split on one process: seconds and peak memory from predictions to all metrics.
+
+    PYTHONPATH=. python scripts/benches/graph_memory.py            # VG150's 26,446 test images, sgdet, minutes
+"""
+
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from toolkit.data.table import Category, DetectionTable, write_table
+from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
+from toolkit.evaluation.scene_graph_matches import compact_graph
+
+# Of VG150's test split, and of what a model with the published settings says of each image.
+IMAGES, CLASSES, PREDICATES, OBJECTS, RELATIONS, DETECTIONS, PAIRS = 26_446, 150, 50, 12, 7, 80, 100
+
+
+def bench_graph_memory(images: int = IMAGES, mode: str = "sgdet") -> list[dict]:
+    """Rows with `name`, `value` and `unit`: seconds, megabytes of the predictions and of the process at its peak.
+
+    Predictions are random, made one by one as batches would give them, and kept as `predict_dataset` keeps them.
+    """
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        table = _random_table(Path(folder), images, rng)
+        evaluator, before = SceneGraphEvaluator(table, mode), _peak_mb()
+        began = time.perf_counter()
+        kept = {image_id: _compact(_random_prediction(rng)) for image_id in evaluator.image_ids}
+        made = time.perf_counter()
+        row = evaluator.evaluate(kept)
+        done = time.perf_counter()
+    held = sum(value.nbytes for found in kept.values() for value in found.values()) / 2**20
+    title = f"scene graphs of {images} images, {mode}"
+    return [
+        {"name": f"{title}, making and compacting predictions", "value": made - began, "unit": "s"},
+        {"name": f"{title}, evaluation", "value": done - made, "unit": "s"},
+        {"name": f"{title}, predictions", "value": held, "unit": "MB"},
+        {"name": f"{title}, process before", "value": before, "unit": "MB"},
+        {"name": f"{title}, process at its peak", "value": _peak_mb(), "unit": "MB"},
+        {"name": f"{title}, R@100", "value": row["R@100"], "unit": "recall"},
+    ]
+
+
+def _compact(found: dict) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(value) for name, value in compact_graph(found, 100).items()}
+
+
+def _random_table(folder: Path, images: int, rng: np.random.Generator) -> DetectionTable:
+    def row(index: int) -> dict:
+        boxes = _random_boxes(OBJECTS, rng)
+        ends = np.argsort(rng.random((RELATIONS, OBJECTS)), axis=1)[:, :2]
+        objects = {"id": list(range(OBJECTS)), "bbox": boxes.tolist(), "iscrowd": [0] * OBJECTS}
+        objects |= {"category": rng.integers(0, CLASSES, OBJECTS).tolist(), "area": [100.0] * OBJECTS}
+        relations = dict(zip(("subject", "object"), ends.T.tolist(), strict=True))
+        relations["predicate"] = rng.integers(0, PREDICATES, RELATIONS).tolist()
+        about = {"image_id": index + 1, "file_name": f"{index + 1}.jpg", "width": 1024, "height": 768}
+        return about | {"objects": objects, "relations": relations}
+
+    return write_table(
+        [row(index) for index in range(images)],
+        cache_file=folder / "table.json",
+        categories=[Category(i + 1, f"class {i}") for i in range(CLASSES)],
+        predicates=[f"predicate {i}" for i in range(PREDICATES)],
+        image_root=folder,
+    )
+
+
+def _random_prediction(rng: np.random.Generator) -> dict[str, torch.Tensor]:
+    pairs = np.stack(np.divmod(rng.choice(DETECTIONS**2, PAIRS, replace=False), DETECTIONS), 1)
+    found = {
+        "boxes": _random_boxes(DETECTIONS, rng),
+        "scores": rng.random(DETECTIONS, np.float32),
+        "labels": rng.integers(0, CLASSES, DETECTIONS),
+        "pairs": pairs,
+        "predicate_scores": rng.random((PAIRS, PREDICATES), np.float32),
+        "triplet_scores": rng.random(PAIRS, np.float32),
+    }
+    return {name: torch.from_numpy(value) for name, value in found.items()}
+
+
+def _random_boxes(count: int, rng: np.random.Generator) -> np.ndarray:
+    corner, size = rng.uniform(0, 500, (count, 2)), rng.uniform(20, 240, (count, 2))
+    return np.concatenate([corner, corner + size], 1).astype(np.float32)
+
+
+def _peak_mb() -> float:
+    """Of this process so far; Linux counts in KB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    for found in bench_graph_memory(*map(int, sys.argv[1:2]), *sys.argv[2:3]):
+        print(f"{found['name']}: {found['value']:.4g} {found['unit']}")
