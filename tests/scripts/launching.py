@@ -99,6 +99,8 @@ class Server:
         self.runs += 1
         args = [str(arg) for arg in args]
         logs = [self.folder / f"run{self.runs}_rank{rank}.log" for rank in range(processes)]
+        for log in logs:
+            log.touch()  # here: a process may be killed before it opens its own
         request = {
             "script": str(script), "args": args, "faults": list(faults), "cwd": str(self.folder),
             "logs": [str(log) for log in logs], "env": [e | (env or {}) for e in _ranks(processes)],
