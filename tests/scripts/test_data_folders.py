@@ -106,7 +106,7 @@ def test_streamed_shards_are_resumed_to_the_bit(server, script, settings, data, 
             rows.shard(3, i).to_parquet(str(tmp_path / "shards" / "data" / f"{split}-{i:05d}-of-00003.parquet"),
                                         batch_size=2)  # fmt: skip
     args = settings(*FOLDER, "--data.path", tmp_path / "shards", "--data.streaming", "true", "--data.workers", 2,
-                    "--data.mosaic", 0, "--data.mixup", "false",
+                    "--data.mosaic", 0, "--data.mixup", "false", "--data.multi_scale_pixels", "false",
                     "--data.batch_size_per_device", 2, "--eval.batch_size_per_device", 2, "--run.output_dir", tmp_path,
                     "--run.save_every", 2, "--run.resume", "latest")  # fmt: skip
     reference = server.run(script, [*args, "--run.name", "reference"], processes).ok()
