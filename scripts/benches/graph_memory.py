@@ -3,7 +3,6 @@
     PYTHONPATH=. python scripts/benches/graph_memory.py            # VG150's 26,446 test images, sgdet, minutes
 """
 
-import resource
 import sys
 import tempfile
 import time
@@ -13,8 +12,9 @@ import numpy as np
 import torch
 
 from toolkit.data.table import Category, DetectionTable, write_table
+from toolkit.evaluation.predict_dataset import without_all_scores
 from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
-from toolkit.evaluation.scene_graph_matches import compact_graph
+from toolkit.step.timer import peak_memory_mb
 
 # Of VG150's test split, and of what a model with the published settings says of each image.
 IMAGES, CLASSES, PREDICATES, OBJECTS, RELATIONS, DETECTIONS, PAIRS = 26_446, 150, 50, 12, 7, 80, 100
@@ -28,9 +28,9 @@ def bench_graph_memory(images: int = IMAGES, mode: str = "sgdet") -> list[dict]:
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         table = _random_table(Path(folder), images, rng)
-        evaluator, before = SceneGraphEvaluator(table, mode), _peak_mb()
+        evaluator, before = SceneGraphEvaluator(table, mode), peak_memory_mb()
         began = time.perf_counter()
-        kept = {image_id: _compact(_random_prediction(rng)) for image_id in evaluator.image_ids}
+        kept = {image_id: without_all_scores(_random_prediction(rng)) for image_id in evaluator.image_ids}
         made = time.perf_counter()
         row = evaluator.evaluate(kept)
         done = time.perf_counter()
@@ -41,13 +41,9 @@ def bench_graph_memory(images: int = IMAGES, mode: str = "sgdet") -> list[dict]:
         {"name": f"{title}, evaluation", "value": done - made, "unit": "s"},
         {"name": f"{title}, predictions", "value": held, "unit": "MB"},
         {"name": f"{title}, process before", "value": before, "unit": "MB"},
-        {"name": f"{title}, process at its peak", "value": _peak_mb(), "unit": "MB"},
+        {"name": f"{title}, process at its peak", "value": peak_memory_mb(), "unit": "MB"},
         {"name": f"{title}, R@100", "value": row["R@100"], "unit": "recall"},
     ]
-
-
-def _compact(found: dict) -> dict[str, torch.Tensor]:
-    return {name: torch.as_tensor(value) for name, value in compact_graph(found, 100).items()}
 
 
 def _random_table(folder: Path, images: int, rng: np.random.Generator) -> DetectionTable:
@@ -86,11 +82,6 @@ def _random_prediction(rng: np.random.Generator) -> dict[str, torch.Tensor]:
 def _random_boxes(count: int, rng: np.random.Generator) -> np.ndarray:
     corner, size = rng.uniform(0, 500, (count, 2)), rng.uniform(20, 240, (count, 2))
     return np.concatenate([corner, corner + size], 1).astype(np.float32)
-
-
-def _peak_mb() -> float:
-    """Of this process so far; Linux counts in KB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def predict_dataset(
                 orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
                 found = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
                 is_first = not items
-                found = map(_compact, _on_host(found))
+                found = map(without_all_scores, _on_host(found))
                 items += zip((t["image_id"] for t in batch.targets), found, strict=True)
                 images = len(loader) * len(batch.targets) * world()[1]
                 if is_first and say is not None and (text := memory_needed(items, images)):
@@ -176,7 +176,7 @@ def _on_host(found: list[dict]) -> list[dict]:
     return [{k: parts[i] for k, parts in columns.items()} for i in range(len(found))]
 
 
-def _compact(found: dict) -> dict:
+def without_all_scores(found: dict) -> dict:
     """A graph without the scores of all predicates of all pairs: of VG150's test images they are 530 MB."""
     if "predicate_scores" not in found:
         return found
