@@ -92,6 +92,8 @@ def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict
             for frozen in trials:
                 open_one = frozen.state == states.RUNNING
                 if open_one and held.enter_context(locked(out / "locks" / f"{frozen.number:05d}", wait=False)):
+                    if study.get_trials(deepcopy=False)[frozen.number].state != states.RUNNING:
+                        continue  # its worker has ended it since the list was read
                     trial = optuna.Trial(study, frozen._trial_id)  # there is no public way to take one up again
                     break
             if trial is None and (waiting or len(trials) < limit):

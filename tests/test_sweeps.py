@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import optuna
 import pytest
 import yaml
 from launching import CPU, all_rows, checkpoint_tensors
@@ -117,6 +118,27 @@ def test_workers_share_a_grid_and_a_failed_trial_is_said(tmp_path, capfd):
     assert sorted((row[4], row[5]) for row in found) == [(lr, b) for lr in ("0.01", "0.1") for b in "019"]
     assert all((row[1] == "FAIL") == (row[5] == "9") for row in found)
     assert yaml.safe_load((tmp_path / "out" / "best.json").read_text())["settings"] == {"optim.lr": 0.01, "bonus": 1}
+
+
+def test_a_trial_that_ends_while_another_worker_looks_is_not_begun_again(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    study = sweep.open_study(optuna, read_sweep(written(tmp_path)), out, 0)
+    with sweep.next_trial(optuna, study, out, 6, []) as trial:
+        assert trial.number == 0
+    locked = sweep.locked
+
+    def ended_just_now(path, wait=True):
+        if path.name == "00000":
+            study.tell(0, 1.0)
+        return locked(path, wait)
+
+    with monkeypatch.context() as patched, pytest.raises(FileNotFoundError):
+        patched.setattr(sweep, "locked", ended_just_now)
+        with sweep.next_trial(optuna, study, out, 6, []) as trial:
+            assert trial.number == 1
+            raise FileNotFoundError  # this worker is killed
+    with sweep.next_trial(optuna, study, out, 6, []) as trial:
+        assert trial.number == 1
 
 
 def test_a_sweep_whose_trials_all_fail_ends(tmp_path, capsys):
