@@ -7,21 +7,18 @@ Exit code 0: done, 2: bad input, which a missing token is, too.
 """
 
 import argparse
-import json
 import sys
 
 from toolkit.errors import says_bad_input
-from toolkit.models.card import LICENCE, check_licence, write_card
-from toolkit.use.publish import final_folder, push
+from toolkit.models.card import LICENCE
+from toolkit.use.publish import push, write_run_card
 
 
 def publish(arguments: argparse.Namespace) -> None:
-    folder = final_folder(arguments.run)
-    check_licence(arguments.licence)
-    names = [each["name"] for each in json.loads((folder / "categories.json").read_text())]
-    print(f"written: {write_card(folder, names, arguments.licence)}")
-    if arguments.name is not None:
-        push(folder, arguments.name, private=arguments.private, licence=arguments.licence)
+    if arguments.name is None:
+        print(f"written: {write_run_card(arguments.run, arguments.licence)}")
+    else:
+        push(arguments.run, arguments.name, private=arguments.private, licence=arguments.licence)
 
 
 @says_bad_input

@@ -214,6 +214,35 @@ def test_groups_are_the_connected_parts(pairs):
     assert len(set(member.tolist())) >= 20 - len(pairs) and all(member <= np.arange(20))
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)).filter(lambda pair: pair[0] < pair[1]), min_size=1),
+       st.lists(st.integers(0, 2), min_size=15, max_size=15))  # fmt: skip
+def test_fewer_pairs_say_as_much(pairs, splits):
+    kept = alike._Pairs(np.array(splits))
+    kept.add(*np.array(pairs).T)
+    kept._thin()
+    fewer = [tuple(pair) for pair in kept.pairs().tolist()]
+    assert set(fewer) <= set(pairs) and (groups(15, fewer) == groups(15, pairs)).all()
+    assert not kept.adds(*np.array(pairs).T).any()
+
+    def seen(of):
+        return {(i, splits[j]) for pair in of for i, j in (pair, pair[::-1])}
+
+    assert seen(fewer) == seen(pairs)
+
+
+@pytest.mark.parametrize("all_pairs", [0, 10_000])
+def test_a_standing_camera_is_as_many_pairs_as_pictures(monkeypatch, all_pairs):
+    monkeypatch.setattr(alike, "MOST_PAIRS", 10_000)
+    monkeypatch.setattr(alike, "ALL_PAIRS", all_pairs)
+    thumbnails = np.repeat(np.random.default_rng(0).integers(9, 240, (1, 16, 16), np.uint8), 600, axis=0)
+    thumbnails[np.arange(600), np.arange(600) % 16, 3] += 1
+    found = alike_pairs(Looks(np.array([f"{n:03}" for n in range(600)], "S32"), thumbnails), np.arange(600) % 2)
+    assert {i for pair in found for i in pair} == {*range(600)} and len(found) < 3000
+    crossing = {i for pair in found for i in pair if sum(pair) % 2}
+    assert crossing == {*range(600)} and not groups(600, found).any()
+
+
 def test_thousands_of_copies_are_as_many_pairs():
     copies = Looks(np.array([b"one"] * 3000 + [b"two"], "S32"), np.zeros((3001, 16, 16), np.uint8))
     assert alike_pairs(copies) == [(0, other) for other in range(1, 3001)]

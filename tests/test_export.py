@@ -71,14 +71,18 @@ def detectors():
             torch.manual_seed(0)
             detector = build_detector(name.partition(",")[0], class_names=CLASSES, **(SMALL | LARGE)[name])
             with torch.no_grad():
-                for parameter in () if name.startswith("fasterrcnn") else detector.parameters():  # far apart as built
-                    parameter += 0.02 * torch.randn_like(parameter)
-                if name == "yolov3":  # norms that know their inputs: otherwise most scores are equal to the bit
+                if not name.startswith(("fasterrcnn", "ssd300")):  # these are far apart as they are built
+                    for parameter in detector.parameters():
+                        parameter += 0.02 * torch.randn_like(parameter)
+                if name == "yolov3":
                     for prediction in detector.predictions:
                         torch.nn.init.normal_(prediction.weight, std=0.3)
+                # Norms that know their inputs: otherwise most scores are equal to rounding.
+                if name.startswith(("yolov3", "ssdlite320")):
                     for norm in (m for m in detector.modules() if isinstance(m, torch.nn.BatchNorm2d)):
                         norm.momentum = None  # the mean of all batches seen
-                    detector(images_of(2, 96, 128, seed=9), torch.tensor([[96, 128]] * 2))
+                    height, width = {"yolov3": (96, 128)}.get(name, (320, 320))
+                    detector(images_of(2, height, width, seed=9), torch.tensor([[height, width]] * 2))
             made[name] = detector.eval()
         return made[name]
 

@@ -5,6 +5,9 @@ when 54 of 64 signs (is a cell brighter than its right neighbour, on 8 x 8 cells
 their mean, have a correlation of 0.97. Frames of one video a moment apart do; other views of one thing do not.
 Up to 20,000 images all pairs are compared; of more, those whose signs agree in one of seven parts, which finds all
 pairs with up to 6 signs that differ and 94 % of those with 9.
+
+N pictures of one standing camera are N² / 2 pairs. Of more than a million only those are kept that say as much: of each
+image one that looks like it, in each split, and what joins the same groups.
 """
 
 import hashlib
@@ -14,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 
 from toolkit.data.check_files import parallel, waits_for
 from toolkit.data.decoding import ImageError, decode_image
@@ -26,6 +31,7 @@ SIGNS_DIFFER = 10  # of 64
 CORRELATION = 0.97
 BANDS = 7  # of the signs
 ALL_PAIRS = 20_000  # images
+MOST_PAIRS = 1_000_000
 VERSION = 1
 
 
@@ -90,28 +96,61 @@ def same_files(looks: Looks) -> list[list[int]]:
     return [order[start : start + count].tolist() for start, count in zip(starts, counts, strict=True) if count > 1]
 
 
-def alike_pairs(looks: Looks) -> list[tuple[int, int]]:
+def alike_pairs(looks: Looks, splits: np.ndarray | None = None) -> list[tuple[int, int]]:
     """Pairs (i < j) of images that look alike.
 
     Of images with the same bytes only the first one is compared with others; each of the rest is paired with it, so
     that thousands of copies are thousands of pairs and not millions.
+
+    Args:
+        splits: (N,) int64, the split of each image; None: all are of one.
     """
     firsts = np.sort(np.unique(looks.digests, return_index=True)[1])
-    thumbnails = looks.thumbnails[firsts]
-    signs, normed = _signs(thumbnails), _normed(thumbnails)
-    found: set[tuple[int, int]] = set()
-    for i, j in _candidates(signs, normed):
-        close = np.bitwise_count(signs[i] ^ signs[j]) <= SIGNS_DIFFER
-        i, j = i[close], j[close]
-        similar = np.einsum("nk,nk->n", normed[i], normed[j]) >= CORRELATION
-        # two even pictures have no correlation: they are alike when they have the same grey
-        even = (np.abs(normed[i]).sum(1) == 0) & (np.abs(normed[j]).sum(1) == 0)
-        even &= thumbnails[i, 0, 0] == thumbnails[j, 0, 0]
-        keep, i, j = similar | even, firsts[i], firsts[j]
-        found.update(zip(np.minimum(i, j)[keep].tolist(), np.maximum(i, j)[keep].tolist(), strict=True))
-    for group in same_files(looks):
-        found.update((group[0], other) for other in group[1:])
-    return sorted(found)
+    splits = np.zeros(len(looks), np.int64) if splits is None else splits
+    kept = _Pairs(splits[firsts])
+    for i, j in _candidates(looks.thumbnails[firsts], kept):
+        kept.add(i, j)
+    pairs = firsts[kept.pairs()]
+    copies = [(group[0], other) for group in same_files(looks) for other in group[1:]]
+    return sorted({*map(tuple, pairs.tolist()), *copies})
+
+
+class _Pairs:
+    """Pairs of images, all of them; of more than a million, those of which the module tells."""
+
+    def __init__(self, splits: np.ndarray):
+        self.splits, self._found, self._new, self._thinned = splits, [np.empty((0, 2), np.int64)], 0, False
+
+    def add(self, i: np.ndarray, j: np.ndarray) -> None:
+        self._found.append(np.stack([np.minimum(i, j), np.maximum(i, j)], axis=1))
+        self._new += len(i)
+        if self._new > MOST_PAIRS:
+            self._thin()
+
+    def adds(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        """(P,) bool: would the pair say anything that is not yet known."""
+        if not self._thinned:
+            return np.ones(len(i), bool)
+        lone = self._first == len(self.splits)
+        return (self._group[i] != self._group[j]) | lone[self.splits[j], i] | lone[self.splits[i], j]
+
+    def pairs(self) -> np.ndarray:
+        """(P, 2) int64, the smaller index first."""
+        if self._thinned:
+            self._thin()
+        return np.concatenate(self._found)
+
+    def _thin(self) -> None:
+        pairs, count = np.concatenate(self._found), len(self.splits)
+        self._first = np.full((self.splits.max() + 1, count), count)  # the first partner of an image in each split
+        for image, partner in (pairs.T, pairs.T[::-1]):
+            np.minimum.at(self._first, (self.splits[partner], image), partner)
+        image = np.nonzero(self._first < count)[1]
+        partners = np.stack([image, self._first[self._first < count]], axis=1)
+        forest = minimum_spanning_tree(coo_array((np.ones(len(pairs)), pairs.T), shape=(count, count)))
+        self._group = connected_components(forest, directed=False)[1]
+        kept = np.sort(np.concatenate([partners, np.stack(forest.nonzero(), axis=1)]), axis=1)
+        self._found, self._new, self._thinned = [np.unique(kept, axis=0)], 0, True
 
 
 def groups(count: int, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -192,16 +231,30 @@ def _normed(thumbnails: np.ndarray) -> np.ndarray:
     return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-6)
 
 
-def _candidates(signs: np.ndarray, normed: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Index arrays (i, j) of the pairs that may look alike, some of them repeatedly or the other way round."""
+def _candidates(thumbnails: np.ndarray, kept: _Pairs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Index arrays (i, j) of the pairs that look alike, some of them repeatedly or the other way round."""
+    signs, normed = _signs(thumbnails), _normed(thumbnails)
+    # two even pictures have no correlation: they are alike when they have the same grey
+    even = np.abs(normed).sum(1) == 0
+    grey = np.where(even, thumbnails[:, 0, 0].astype(np.int64), -1 - np.arange(len(thumbnails)))
     if len(signs) <= ALL_PAIRS:
-        even = np.abs(normed).sum(1) == 0
         for start in range(0, len(normed), 512):
-            close = normed[start : start + 512] @ normed.T >= CORRELATION - 1e-4
-            close |= even[start : start + 512, None] & even
-            i, j = np.nonzero(close)
-            yield i[i + start < j] + start, j[i + start < j]
+            here = slice(start, start + 512)
+            close = (normed[here] @ normed.T >= CORRELATION) | (grey[here, None] == grey)
+            close &= np.bitwise_count(signs[here, None] ^ signs) <= SIGNS_DIFFER
+            i, j = np.nonzero(np.triu(close, start + 1))
+            yield i + start, j
         return
+    for i, j in _same_parts(signs):
+        close = kept.adds(i, j) & (np.bitwise_count(signs[i] ^ signs[j]) <= SIGNS_DIFFER)
+        i, j = i[close], j[close]
+        similar = np.einsum("nk,nk->n", normed[i], normed[j]) >= CORRELATION
+        similar |= grey[i] == grey[j]
+        yield i[similar], j[similar]
+
+
+def _same_parts(signs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Index arrays (i, j) of the pairs whose signs agree in one of the parts."""
     bits = -(-64 // BANDS)
     for band in range(BANDS):
         part = (signs >> np.uint64(band * bits)) & np.uint64((1 << bits) - 1)

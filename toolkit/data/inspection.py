@@ -217,7 +217,8 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
     )
     place = [(split, index) for split, table in tables.items() for index in range(len(table))]
     same = {pair for group in same_files(joined) for pair in _copies(group, [place[i][0] for i in group])}
-    alike = {(i, j) for i, j in alike_pairs(joined) if joined.digests[i] != joined.digests[j]}
+    splits = np.repeat(np.arange(len(looks)), [len(each) for each in looks])
+    alike = {(i, j) for i, j in alike_pairs(joined, splits) if joined.digests[i] != joined.digests[j]}
     found: dict[str, list] = {}
     for i, j in sorted(same | alike):
         first, second = place[i], place[j]

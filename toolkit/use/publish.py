@@ -32,8 +32,19 @@ def report_and_card(run_folder: Path, table, trained: bool) -> None:
         write_card(card.parent, table.class_names)
 
 
+def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
+    """Writes the model card of a run or `final/` folder again, with what the run's report has found since.
+
+    Raises BadInput: no such folder, or no such licence.
+    """
+    folder = final_folder(source)
+    check_licence(licence)
+    names = [each["name"] for each in json.loads((folder / "categories.json").read_text())]
+    return write_card(folder, names, licence)
+
+
 def push(source: str | Path, name: str, *, private: bool = False, licence: str = LICENCE, say=print) -> str:
-    """Writes the model card again, with what the run's report has found since, and uploads the folder.
+    """Writes the model card again and uploads the folder.
 
     Args:
         source: run or `final/` folder.
@@ -48,17 +59,15 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
     """
     from huggingface_hub import HfApi, ModelCard
 
-    folder = final_folder(source)
-    check_licence(licence)
-    names = [each["name"] for each in json.loads((folder / "categories.json").read_text())]
-    write_card(folder, names, licence)
-    ModelCard.load(folder / "README.md")  # what the hub would refuse is refused here
+    card = write_run_card(source, licence)
+    ModelCard.load(card)  # what the hub would refuse is refused here
     _check_token()
     api = HfApi()
     with _in_one_sentence(name):
         repository = api.create_repo(name, private=private, exist_ok=True).repo_id
         api.upload_folder(
-            repo_id=repository, folder_path=folder, ignore_patterns=list(LEFT_OUT), commit_message="Model and its card"
+            repo_id=repository, folder_path=card.parent, ignore_patterns=list(LEFT_OUT),
+            commit_message="Model and its card",
         )
     say(f"uploaded: {api.endpoint}/{repository}")
     return f"{api.endpoint}/{repository}"
