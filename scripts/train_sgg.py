@@ -1,8 +1,9 @@
-"""Train scene graphs: relation heads on a Faster R-CNN, or on any other detector.
+"""Train scene graphs: relation heads on a Faster R-CNN or any other detector, or EGTR in one stage.
 
     accelerate launch scripts/train_sgg.py                                 # bundled data, minutes on a CPU
     accelerate launch scripts/train_sgg.py --config configs/sgg/shapes_sgdet.yaml --model.detector runs/frcnn
     accelerate launch scripts/train_sgg.py --config configs/sgg/shapes_any.yaml --model.detector runs/yolov3
+    accelerate launch scripts/train_sgg.py --config configs/sgg/shapes_egtr.yaml --model.detector runs/detr
     accelerate launch scripts/train_sgg.py --config configs/sgg/vg150.yaml --model.detector runs/vg_detector
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_sgg.py        # two processes, no GPU
 

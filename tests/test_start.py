@@ -232,5 +232,5 @@ def test_settings_have_their_real_values(architecture):
     options = options_class(architecture)()
     empty = {name for name, value in asdict(options).items() if value is None}
     assert empty <= DERIVED
-    if architecture not in ("scene_graph", "fasterrcnn_resnet50_fpn_v2"):
+    if architecture not in ("scene_graph", "egtr", "fasterrcnn_resnet50_fpn_v2"):
         assert not empty & {"backbone", "freeze"}

@@ -97,6 +97,31 @@ def test_on_a_detector_of_another_script(server, data, tmp_path, name, mode):
         assert len(found) == 10 and all("relations" in image for image in found)
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_in_one_stage(server, data, tmp_path, processes):
+    """EGTR: killed and resumed to the bit, evaluated and used for prediction by itself; a rank without a relation."""
+    config = Path(__file__).parent / "configs" / "egtr.yaml"
+    args = of_coco(tmp_path, data, config=config, run__save_every=2, run__resume="latest")
+    mode = args.index("--model.mode")
+    args = [*args[:mode], *args[mode + 2 :]]
+    reference = server.run(SGG, [*args, "--run.name", "reference"], processes).ok().folder
+    kill = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 3}
+    assert server.run(SGG, [*args, "--run.name", "killed"], processes, [kill]).code != 0
+    assert_same_run(server.run(SGG, [*args, "--run.name", "killed"], processes).ok().folder, reference)
+    trained = training_rows(reference)
+    assert all(row["train/loss_rel"] > 0 < row["train/loss_connectivity"] for row in trained)
+    assert trained[-1]["train/loss_rel_unscaled"] * 15 == pytest.approx(trained[-1]["train/loss_rel"], rel=1e-5)
+
+    choice = ["--model.prior_adjustment", "0.0"]
+    asked = numbers(server.run(ROOT / "scripts" / "evaluate.py", [reference, *choice]).ok().text)
+    last = rows(reference)[-1]
+    assert {key: asked[key] for key in asked if "R@" in key} == {k[4:]: v for k, v in last.items() if "R@" in k}
+    out = tmp_path / "found"
+    server.run(ROOT / "scripts" / "predict.py", [reference, data / "val", "--out", out, "--threshold", "0"]).ok()
+    found = json.loads((out / "predictions.json").read_text())["images"]
+    assert len(found) == 10 and all(len(image["relations"]) for image in found)
+
+
 def test_on_a_frozen_detector_of_its_own_run(server, data, tmp_path):
     """The chain: train a detector, then graphs on it; resumed when the detector's run is gone; used by itself."""
     trained = trained_detector(server, data, tmp_path, "train_faster_rcnn")

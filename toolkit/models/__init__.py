@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "fasterrcnn_resnet50_fpn": ("faster_rcnn.build:FasterRCNNResNet50", "faster_rcnn.options:ResNet50Options"),
     "fasterrcnn_resnet50_fpn_v2": ("faster_rcnn.build:FasterRCNNResNet50V2", "faster_rcnn.options:ResNet50V2Options"),
     "scene_graph": ("relation.scene_graph:SceneGraph", "relation.options:SceneGraphOptions"),
+    "egtr": ("relation.egtr:EGTR", "relation.options:EgtrOptions"),
     "yolov3": ("yolov3.model:YOLOv3", "yolov3.options:Yolov3Options"),
     "ssd": ("ssd.model:SSD", "ssd.options:SsdOptions"),
     "ssd300_vgg16": ("ssd.torchvision_ssd:SSD300", "ssd.options:Ssd300Options"),

@@ -41,10 +41,10 @@ class TransformersDetector(Detector):
         self.divided_by = set_loss.divided_by
 
     def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
-        logits, boxes = self._last_layer(outputs)
+        logits, boxes = self.last_layer(outputs)
         return denormalize_boxes(cxcywh_to_xyxy(boxes.float()), sizes), self._class_scores(logits.float())
 
-    def _last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Logits (B, Q, C) and boxes (B, Q, 4) cxcywh as fractions of the image, of the queries that detect."""
         return outputs["logits"][-1], outputs["boxes"][-1]
 

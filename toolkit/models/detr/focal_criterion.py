@@ -152,11 +152,15 @@ def match_focal(
     size = logits.shape[2] // groups
     logits, boxes_cxcywh = (_groups_as_layers(tensor, groups, size) for tensor in (logits, boxes_cxcywh))
     labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)
-    p = logits.gather(-1, labels).sigmoid()
-    positive = ALPHA * (1 - p).pow(GAMMA) * -(p + 1e-8).log()
-    negative = (1 - ALPHA) * p.pow(GAMMA) * -(1 - p + 1e-8).log()
-    found = match(positive - negative, boxes_cxcywh, targets, costs)
+    found = match(focal_costs(logits.gather(-1, labels)), boxes_cxcywh, targets, costs)
     return found._replace(layer=found.layer // groups, query=found.query + found.layer % groups * size)
+
+
+def focal_costs(logits: Tensor) -> Tensor:
+    """The class term of the matching for the logits of the wanted classes, without its weight."""
+    p = logits.sigmoid()
+    positive = ALPHA * (1 - p).pow(GAMMA) * -(p + 1e-8).log()
+    return positive - (1 - ALPHA) * p.pow(GAMMA) * -(1 - p + 1e-8).log()
 
 
 def _groups_as_layers(tensor: Tensor, groups: int, size: int) -> Tensor:

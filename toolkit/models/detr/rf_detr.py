@@ -117,7 +117,7 @@ class RfDetr(FocalDetector):
         config = self.model.config
         return [projection_tap(self.model.model.backbone.projector, config.backbone_config.patch_size, config.d_model)]
 
-    def _last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         detecting = slice(self.model.config.num_queries)  # the first group
         return outputs["logits"][-1][:, detecting], outputs["boxes"][-1][:, detecting]
 

@@ -125,7 +125,7 @@ class RTDetrV2(TransformersDetector):
         strides, widths = config.feat_strides, [config.encoder_hidden_dim] * len(config.feat_strides)
         return [MapTap(self.model.model.encoder, strides, widths, lambda _, output: list(output[0]))]
 
-    def _last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return outputs["logits"], outputs["boxes"]
 
     def _layers(self, outputs: Any) -> dict:

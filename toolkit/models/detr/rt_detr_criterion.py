@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from toolkit.batch import send
 from toolkit.boxes import box_iou, cxcywh_to_xyxy, generalized_box_iou
-from toolkit.models.detr.detr_criterion import Matches, MatchingCosts, PaddedTargets, match, pad_targets
+from toolkit.models.detr import focal_criterion
+from toolkit.models.detr.detr_criterion import Matches, MatchingCosts, PaddedTargets, pad_targets
 
-# The published values (RT-DETRv2 configs, transformers' RTDetrV2Config): focal cost of the matching, varifocal loss.
+# The published values (RT-DETRv2 configs, transformers' RTDetrV2Config): of the matching, of the varifocal loss.
 MATCHING_COSTS = MatchingCosts(class_cost=2.0, bbox_cost=5.0, giou_cost=2.0)
-MATCHING_ALPHA, MATCHING_GAMMA = 0.25, 2.0
 VARIFOCAL_ALPHA = 0.75
 
 
@@ -99,11 +99,7 @@ class RTDetrCriterion(nn.Module):
 
 def match_focal(logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> Matches:
     """Assignment of every layer `(L, B, Q, C)`, `(L, B, Q, 4)`, with the focal class cost of Deformable DETR."""
-    labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)
-    p = logits.gather(-1, labels).sigmoid()
-    positive = MATCHING_ALPHA * (1 - p).pow(MATCHING_GAMMA) * -(p + 1e-8).log()
-    negative = (1 - MATCHING_ALPHA) * p.pow(MATCHING_GAMMA) * -(1 - p + 1e-8).log()
-    return match(positive - negative, boxes_cxcywh, targets, MATCHING_COSTS)
+    return focal_criterion.match_focal(logits, boxes_cxcywh, targets, MATCHING_COSTS)
 
 
 def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, device: torch.device) -> Matches:

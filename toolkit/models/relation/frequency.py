@@ -45,15 +45,16 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
     return relations, candidates
 
 
-def table_graphs(table: DetectionTable) -> Iterator[dict]:
+def table_graphs(table: DetectionTable, pairs_apart: bool = False) -> Iterator[dict]:
     """The images of a training table as `count_predicates` wants them: relations between boxes that do not overlap
-    (+1 widths) are left out, and so are images without any other."""
+    (+1 widths) are left out unless `pairs_apart`, and so are images without any other."""
     for i in range(len(table)):
         row = table.row(i)
         boxes = row["objects"]["bbox"]
         relations = np.stack([row["relations"][key] for key in ("subject", "object", "predicate")], 1) + [0, 0, 1]
-        ends = torch.from_numpy(boxes[relations[:, :2]])
-        relations = relations[(intersection_areas(ends[:, 0], ends[:, 1]) > 0).numpy()]
+        if not pairs_apart:
+            ends = torch.from_numpy(boxes[relations[:, :2]])
+            relations = relations[(intersection_areas(ends[:, 0], ends[:, 1]) > 0).numpy()]
         if len(relations):
             yield {"boxes": boxes, "labels": row["objects"]["category"] + 1, "relations": relations}
 

@@ -1,4 +1,4 @@
-"""The settings of scene graphs, with the values of Scene-Graph-Benchmark."""
+"""The settings of scene graphs, with the values of Scene-Graph-Benchmark and of EGTR."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -83,3 +83,42 @@ class SceneGraphOptions(DetectorOptions):
     norm_momentum: float | None = None
     """Momentum of the batch norms of head and union features. Without a value they have the published ones, 0.001 and
     0.01, whose running statistics take tens of thousands of steps; short runs need 0.1."""
+
+
+@dataclass
+class EgtrOptions(DetectorOptions):
+    """EGTR, in one stage: a relation head on a DETR's decoder (Im et al.)."""
+
+    inference_only: ClassVar[tuple[str, ...]] = ("prior_adjustment",)
+
+    architecture: str = "egtr"
+    detector: str | None = None
+    """Run folder, checkpoint or `final/` of a trained DETR to start from: deformable_detr, rt_detr_v2, d_fine or
+    deimv2. Without a value one of these starts from random weights."""
+    detector_options: dict[str, Any] | None = None
+    """Settings of the DETR, as it has them by itself, `architecture` among them; without a value those of
+    `model.detector`, or a Deformable DETR with 200 queries."""
+    backbone: str | None = None
+    """timm model of the DETR, in place of that in `model.detector_options`; without a value the one of these or of
+    `model.detector`."""
+    freeze: Literal["detector", "none"] = "none"
+    """Whether the DETR is trained with the relations (none) or stays as it is (detector)."""
+    frequency_bias: bool = True
+    """Begin from how often training has each predicate between two classes."""
+    smoothing: float = 1e-14
+    """How unsure a relation between two perfect detections is taken to be, between 0 and 1; the larger, the earlier do
+    poor detections count as ones that can have no relation."""
+    unrelated_per_relation: int = 80
+    """Wrong predicates between objects that the loss counts for each annotated relation of an image."""
+    unmatched_per_relation: int = 80
+    """Predicates of queries without an object that the loss counts for each annotated relation of an image."""
+    hardest_unrelated: bool = True
+    """Count the wrong predicates that are likeliest, instead of random ones."""
+    hardest_unmatched: bool = True
+    """Count the predicates of queries without an object that are likeliest, instead of random ones."""
+    prior_adjustment: float = 0.0
+    """Times the logarithm of a predicate's share of the training relations, taken from its logit when graphs are
+    predicted (Menon et al., 2021); 1 makes rare predicates as likely as frequent ones, 0 changes nothing."""
+
+
+GraphOptions = SceneGraphOptions | EgtrOptions

@@ -7,7 +7,7 @@ and pairs, losses and answers. What differs from the original is listed in docs/
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector, denominator_of
 from toolkit.models.faster_rcnn.model import FasterRCNN
-from toolkit.models.options import DetectorOptions
 from toolkit.models.relation.batch import MODES, RelationBatch, RelationOutput
 from toolkit.models.relation.detector_below import DetectorBelow
 from toolkit.models.relation.frequency import (
@@ -28,6 +27,7 @@ from toolkit.models.relation.frequency import (
     log_prior,
     predicate_weights,
 )
+from toolkit.models.relation.graph_detector import GraphDetector
 from toolkit.models.relation.heads import HEADS, HeadSizes, build_relation_head
 from toolkit.models.relation.losses import attribute_loss, head_losses, mean
 from toolkit.models.relation.objects import (
@@ -41,13 +41,13 @@ from toolkit.models.relation.options import SceneGraphOptions
 from toolkit.models.relation.postprocess import rank_triplets
 from toolkit.models.relation.union import AllLevelsPool, UnionFeatures
 from toolkit.models.relation.vctree import PairScores
-from toolkit.models.weights.mapping import WeightTable, map_weights
+from toolkit.models.weights.mapping import WeightTable
 from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import freeze_prefixes
 from toolkit.step.norms import set_bn_momentum
 
 
-class SceneGraph(Detector):
+class SceneGraph(GraphDetector):
     """A detector whose detections carry a graph.
 
     The counts of the training split come in by `learn_counts`; they are saved with the weights.
@@ -103,9 +103,7 @@ class SceneGraph(Detector):
             set_bn_momentum(nn.ModuleList([self.head, self.union]), o.norm_momentum)
         self.attributes = () if o.head == "frequency" else tuple(attributes)
         self.attribute_predictor = _attribute_predictor(width, len(self.attributes)) if self.attributes else None
-        self.register_buffer("relation_counts", torch.zeros(classes, classes, size, dtype=torch.int64))
-        self.register_buffer("candidate_counts", torch.zeros(classes, classes, dtype=torch.int64))
-        self.register_buffer("seen_triplets", torch.zeros(classes - 1, classes - 1, size - 1, dtype=torch.bool))
+        self._make_counts(len(class_names), len(predicates))
         self.register_buffer("predicate_weights", torch.ones(size))
         self._announce(o.head)
         if "loss_refine_obj" not in self.loss_names:  # nothing else would train them
@@ -130,27 +128,12 @@ class SceneGraph(Detector):
         self.slow_prefixes = ("box_features", "union.head") if head == "imp" else ()
 
     def resolved_options(self) -> dict:
-        options, inner = super().resolved_options(), self.detector.resolved_options()
-        about_starting = {each.name for each in fields(DetectorOptions)} - {"architecture"}
-        found = {
-            "detector_options": {key: value for key, value in inner.items() if key not in about_starting},
-            "backbone": inner.get("backbone"),
-            "freeze": self._freeze,
-        }
-        names = {kind: list(options.get(kind, ())) for kind in ("predicates", "attributes")}
-        return options | found | names
+        return super().resolved_options() | self._found_out() | {"freeze": self._freeze}
 
     @torch.no_grad()
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
-        """Takes what the training split counts and starts the frequency bias from it.
-
-        Args:
-            relations, candidates: of `count_predicates`, (C, C, P) and (C, C) with background.
-            seen: (C - 1, C - 1, P - 1) bool, triplets of the training split, those between boxes apart included.
-        """
-        self.relation_counts.copy_(torch.from_numpy(relations))
-        self.candidate_counts.copy_(torch.from_numpy(candidates))
-        self.seen_triplets.copy_(torch.from_numpy(seen))
+        """See `GraphDetector.learn_counts`; starts the frequency bias and the weights of predicates too."""
+        super().learn_counts(relations, candidates, seen)
         log_frequency = log_frequencies(relations, candidates)
         for module in self.head.modules():
             if isinstance(module, FrequencyBias | PairScores):
@@ -166,13 +149,10 @@ class SceneGraph(Detector):
         Returns:
             which parameter took which. Raises BadInput for shapes that differ.
         """
-        below, head = isinstance(self.detector, DetectorBelow), "detector.roi_heads.box_head"
-        source = {f"detector.{'inner.' if below else ''}{name}": value for name, value in weights.items()}
-        own = {name: value for name, value in self.state_dict().items() if not name.startswith("head.")}
-        mapped = map_weights(own, source, {} if below else {"box_features": head, "union.head": head})
-        self.load_state_dict(mapped.state, strict=False)
-        mapped.new += [name for name in self.state_dict() if name.startswith("head.")]
-        return mapped
+        if isinstance(self.detector, DetectorBelow):
+            return self._load_below(weights, "detector.inner", {})
+        head = "detector.roi_heads.box_head"
+        return self._load_below(weights, "detector", {"box_features": head, "union.head": head})
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
         """What the head says of sampled pairs (in training) or of all pairs, with what it was asked.

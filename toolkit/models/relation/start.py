@@ -12,19 +12,20 @@ from toolkit.errors import BadInput
 from toolkit.models import options_class
 from toolkit.models.old_names import renamed
 from toolkit.models.relation.frequency import count_predicates, table_graphs
-from toolkit.models.relation.options import SceneGraphOptions
-from toolkit.models.relation.scene_graph import SceneGraph
+from toolkit.models.relation.graph_detector import GraphDetector
+from toolkit.models.relation.options import GraphOptions, SceneGraphOptions
 from toolkit.models.relation.words import load_word_vectors, start_from_words
 from toolkit.models.start import start_detector
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
 from toolkit.runs.checkpoint import Checkpoint
 
+GRAPHS = ("scene_graph", "egtr")
 COUNTS = ("relation_counts", "candidate_counts", "seen_triplets")
 
 
 def start_scene_graph(
-    options: SceneGraphOptions, table: DetectionTable, folder: Path, *, checkpoint: Checkpoint | None, say: Callable
-) -> SceneGraph:
+    options: GraphOptions, table: DetectionTable, folder: Path, *, checkpoint: Checkpoint | None, say: Callable
+) -> GraphDetector:
     """The model as the settings say, on the weights of `options.detector`, with the counts of the training data.
 
     What data and detector's run say about the model is written to `<folder>/pretrained_config.json`, so that the run
@@ -60,8 +61,8 @@ def start_scene_graph(
     if checkpoint is not None:
         model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
     elif not options.pretrained:
-        model.learn_counts(*run_on_main(lambda: count_table(table)))
-        if options.word_vectors:
+        model.learn_counts(*run_on_main(lambda: count_table(table, model.counts_pairs_apart)))
+        if getattr(options, "word_vectors", None):  # EGTR has no class vectors
             _start_from_words(model, options, table, say)
     if source is not None:
         found = model.load_detector_weights(source.tensors)
@@ -71,17 +72,18 @@ def start_scene_graph(
     return model
 
 
-def _start_from_words(model: SceneGraph, options: SceneGraphOptions, table: DetectionTable, say: Callable) -> None:
+def _start_from_words(model: GraphDetector, options: SceneGraphOptions, table: DetectionTable, say: Callable) -> None:
     vectors = load_word_vectors(options.word_vectors, table.class_names, model.embed_dim)
     if not (names := start_from_words(model.head, vectors)):
         raise BadInput(f"model.word_vectors: the head {options.head} has no class vectors; leave them out")
     say(f"class vectors of {options.word_vectors}: {', '.join(names)}")
 
 
-def count_table(table: DetectionTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`count_predicates` of a training split, and (C, C, P) bool, without background: the triplets that occur in it."""
+def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`count_predicates` of a training split, and (C, C, P) bool, without background: the triplets that occur in it.
+    pairs_apart: count relations between boxes that share no area, too."""
     classes, predicates = len(table.categories), len(table.predicates)
-    relations, candidates = count_predicates(table_graphs(table), classes + 1, predicates + 1)
+    relations, candidates = count_predicates(table_graphs(table, pairs_apart), classes + 1, predicates + 1)
     seen = np.zeros((classes, classes, predicates), bool)
     for row in map(table.row, range(len(table))):
         ends, labels = row["relations"], row["objects"]["category"]
@@ -99,11 +101,11 @@ def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
         for kind in known
         if list(known[kind]) != ours[kind]
     ]
-    if source.architecture == "scene_graph" and faults:  # what else it may be, start_detector refuses
+    if source.architecture in GRAPHS and faults:  # what else it may be, start_detector refuses
         raise BadInput(faults)
 
 
-def _given_settings(options: SceneGraphOptions, source: Pretrained) -> dict:
+def _given_settings(options: GraphOptions, source: Pretrained) -> dict:
     given = renamed(source.architecture, options.detector_options or {})
     return given if options.backbone is None else given | {"backbone": options.backbone}
 
@@ -115,7 +117,7 @@ def _is_free(name: str, source: Pretrained) -> bool:
     return of_file or name in options_class(source.architecture).inference_only
 
 
-def _other_settings(options: SceneGraphOptions, source: Pretrained) -> list[str]:
+def _other_settings(options: GraphOptions, source: Pretrained) -> list[str]:
     """The settings of the detector that are given and are not those of the source, as the config.yaml of a run on
     that source has them."""
     theirs = asdict(options_class(source.architecture)()) | source.options
@@ -123,11 +125,11 @@ def _other_settings(options: SceneGraphOptions, source: Pretrained) -> list[str]
             if theirs.get(name, value) not in (None, value) and not _is_free(name, source)]  # fmt: skip
 
 
-def _open_detector(options: SceneGraphOptions, table: DetectionTable) -> Pretrained:
+def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
     name = options.detector
     source = open_pretrained(name)
     problems = []
-    if source.architecture == "scene_graph":
+    if source.architecture in GRAPHS:
         problems.append(f"model.detector {name} is a scene graph; expected a detector, or give it as model.pretrained")
     if source.class_names != table.class_names:
         problems.append(f"model.detector {name} knows the classes {source.class_names}, the data {table.class_names}; "

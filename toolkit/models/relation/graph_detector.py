@@ -1,0 +1,64 @@
+"""What detectors of scene graphs have in common: their names, the counts of the training split, the detector below."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.models.detector import Detector
+from toolkit.models.options import DetectorOptions
+from toolkit.models.weights.mapping import WeightTable, map_weights
+
+
+class GraphDetector(Detector):
+    """A detector with `self.detector` below whose detections carry a graph.
+
+    Announced beside what `Detector` announces:
+        mode: predcls, sgcls or sgdet. predicates, attributes: names, in the order of their labels.
+        counts_pairs_apart: the counts are those of all relations, not of those between boxes that share area.
+    """
+
+    mode = "sgdet"
+    predicates: Sequence[str] = ()
+    attributes: Sequence[str] = ()
+    counts_pairs_apart = False
+
+    def _make_counts(self, num_classes: int, num_predicates: int) -> None:
+        """Buffers for what `learn_counts` takes; they are saved with the weights."""
+        classes, size = num_classes + 1, num_predicates + 1
+        self.register_buffer("relation_counts", torch.zeros(classes, classes, size, dtype=torch.int64))
+        self.register_buffer("candidate_counts", torch.zeros(classes, classes, dtype=torch.int64))
+        self.register_buffer("seen_triplets", torch.zeros(num_classes, num_classes, num_predicates, dtype=torch.bool))
+
+    @torch.no_grad()
+    def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
+        """Takes what the training split counts.
+
+        Args:
+            relations, candidates: of `count_predicates`, (C, C, P) and (C, C) with background.
+            seen: (C - 1, C - 1, P - 1) bool, triplets of the training split, those between boxes apart included.
+        """
+        self.relation_counts.copy_(torch.from_numpy(relations))
+        self.candidate_counts.copy_(torch.from_numpy(candidates))
+        self.seen_triplets.copy_(torch.from_numpy(seen))
+
+    def _load_below(self, weights: Mapping[str, Tensor], below: str, prefixes: Mapping[str, str]) -> WeightTable:
+        """Takes a detector's weights for the modules below the prefix `below`, and by `prefixes` for more of them."""
+        source = {f"{below}.{name}": value for name, value in weights.items()}
+        own = {name: value for name, value in self.state_dict().items() if not name.startswith("head.")}
+        mapped = map_weights(own, source, prefixes)
+        self.load_state_dict(mapped.state, strict=False)
+        mapped.new += [name for name in self.state_dict() if name.startswith("head.")]
+        return mapped
+
+    def _found_out(self) -> dict:
+        """The settings that say what the detector below is, with the values that were really used."""
+        inner = self.detector.resolved_options()
+        about_starting = {each.name for each in fields(DetectorOptions)} - {"architecture"}
+        names = {kind: list(self.options.get(kind, ())) for kind in ("predicates", "attributes")}
+        return names | {
+            "detector_options": {key: value for key, value in inner.items() if key not in about_starting},
+            "backbone": inner.get("backbone"),
+        }
