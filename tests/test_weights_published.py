@@ -211,7 +211,7 @@ def test_a_file_of_maskrcnn_benchmark_is_the_detector_of_a_scene_graph(tmp_path)
         "rel_annotations": [{"image_id": 1, "subject_id": 1, "object_id": 2, "predicate_id": 1}],
     }
     (tmp_path / "graphs.json").write_text(json.dumps(document))
-    table = read_coco(tmp_path / "graphs.json", check_images=False, cache_dir=tmp_path / "cache")
+    table = read_coco(tmp_path / "graphs.json", tmp_path, check_images=False, cache_dir=tmp_path / "cache")
     own = {"detections_per_image": 7, "box_batch_size_per_image": 33}
     settings = {"detector": str(file), "mode": "sgdet", "hidden_dim": 8, "embed_dim": 4, "union_levels": "all"}
     options = SceneGraphOptions(**settings, detector_options=own)
