@@ -155,15 +155,18 @@ def multibox_loss(
             `match_anchors`.
         ratio: negatives per positive of an image.
     """
-    log_probabilities = logits.log_softmax(dim=-1)
     positive = labels > 0
-    used = positive | mine_negatives(-log_probabilities[..., 0].detach(), labels, ratio)
-    flat = log_probabilities.flatten(0, 1)
-    entropy = F.nll_loss(flat, labels.flatten().clamp(min=0), reduction="none")
+    used = positive | mine_negatives(-logits.detach().log_softmax(dim=-1)[..., 0], labels, ratio)
+    chosen, classes, counts = logits.flatten(0, 1), labels.flatten().clamp(min=0), used.flatten()
+    if not logits.is_cuda:  # a tenth of the rows count; a GPU would be waited for, and takes all
+        rows = counts.nonzero()[:, 0]
+        chosen, classes, counts = chosen[rows], classes[rows], counts[rows]
+    log_probabilities = chosen.log_softmax(dim=-1)
+    entropy = F.nll_loss(log_probabilities, classes, reduction="none")
     if label_smoothing:
-        entropy = (1 - label_smoothing) * entropy - label_smoothing * flat.mean(dim=-1)
+        entropy = (1 - label_smoothing) * entropy - label_smoothing * log_probabilities.mean(dim=-1)
     distance = F.smooth_l1_loss(offsets, target_offsets, reduction="none").sum(dim=-1)
-    return torch.where(used.flatten(), entropy, 0.0).sum(), torch.where(positive, distance, 0.0).sum()
+    return torch.where(counts, entropy, 0.0).sum(), torch.where(positive, distance, 0.0).sum()
 
 
 class SelfWeighting(nn.Module):
