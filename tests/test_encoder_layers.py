@@ -1,4 +1,5 @@
-"""The encoder layers that never ask for a value give the numbers of transformers' own, which do, to the bit.
+"""What does not ask for a value, encoder layers and sizes that are known, gives the numbers of transformers' own, which
+do, to the bit.
 
 pytest tests/test_encoder_layers.py
 """
@@ -9,6 +10,7 @@ from test_detr import CLASSES, batch_of
 
 from toolkit.models import build_detector
 from toolkit.models.detr.encoder_layers import ALIKE
+from toolkit.models.detr.unasked_sizes import sizes_known
 
 SMALL = {"backbone": "resnet10t", "freeze": "none", "d_model": 32, "heads": 2, "decoder_layers": 2, "ffn_dim": 32,
          "num_queries": 6, "dropout": 0.1}  # fmt: skip
@@ -53,3 +55,29 @@ def passed(forward, layer, args, kwargs, spoiled) -> list[torch.Tensor]:
     with torch.no_grad():
         bias[0] = kept
     return [found.detach(), *(g for g in gradients if g is not None)]
+
+
+@pytest.mark.parametrize("name", NAMES[3:])
+def test_known_sizes_change_nothing(name, monkeypatch):
+    """Nor does a forward that fails leave anything behind."""
+    torch.manual_seed(0)
+    detector, told, plain = build_detector(name, class_names=CLASSES, **SMALL).train(), [], torch.nonzero_static
+    monkeypatch.setattr(torch, "nonzero_static", lambda *args, **kwargs: told.append(0) or plain(*args, **kwargs))
+
+    def passed(batch) -> dict:
+        torch.manual_seed(1)
+        return detector(batch.images, batch.sizes, batch.targets)
+
+    for counts in (2, 1), (0, 3), (0, 0):
+        batch = batch_of(counts, hw=(64, 64))
+        expected = passed(batch)
+        assert not told
+        with sizes_known(detector.model.model, counts):
+            torch.testing.assert_close(passed(batch), expected, rtol=0, atol=0)
+        assert len(told) == any(counts)
+        told.clear()
+    hook = detector.model.model.enc_output.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), sizes_known(detector.model.model, counts):
+        passed(batch)
+    hook.remove()
+    assert not torch.overrides._get_current_function_mode() and not detector.model.model.enc_output._forward_pre_hooks

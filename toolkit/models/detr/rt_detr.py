@@ -6,6 +6,7 @@ float32, unweighted, divided by the denominators it is given. Its numbers are th
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from toolkit.models.detr.focal_detector import focal_detections
 from toolkit.models.detr.options import RTDetrV2Options
 from toolkit.models.detr.rt_detr_build import family_config, initialise_as_published_
 from toolkit.models.detr.rt_detr_criterion import RTDetrCriterion
+from toolkit.models.detr.unasked_sizes import sizes_known
 
 
 class RTDetrV2(TransformersDetector):
@@ -110,7 +112,9 @@ class RTDetrV2(TransformersDetector):
         labels = _transformers_targets(list(map(without_crowd, targets))) if targets and self.training else None
         # Without denoising queries transformers keeps boxes in autocast's precision, in bfloat16 1/256 of the image:
         # evaluation is therefore in float32.
-        with precision(self.training, images.device):
+        counts = [len(label["boxes"]) for label in labels or ()]
+        waits = images.device.type != "cpu" and not torch.compiler.is_compiling()
+        with precision(self.training, images.device), sizes_known(self.model.model, counts) if waits else nullcontext():
             outputs = self.model(pixels, labels=labels)
         predictions = {"logits": outputs.logits, "boxes": outputs.pred_boxes}
         if targets is None:
@@ -166,7 +170,7 @@ class RTDetrV2(TransformersDetector):
     ) -> list[dict[str, Tensor]]:
         """The `top_k` best pairs of query and class, best first, as transformers' RT-DETR image processor chooses them.
 
-        Returns, per image, on the device: `boxes (K, 4)` xyxy in pixels of the original image, float32, not clipped;
+        Returns, per image: `boxes (K, 4)` xyxy in pixels of the original image, float32, not clipped;
         `scores (K,)`; `labels (K,)` int64. Only scores above `score_threshold`.
         """
         return focal_detections(outputs["logits"], outputs["boxes"], orig_sizes, score_threshold, top_k)
