@@ -2,7 +2,7 @@
 
 import torch
 
-from toolkit.batch import Batch, kept_rows, on_host, pack, send_dicts, sizes_on_host, true_rows, unpack
+from toolkit.batch import Batch, dicts_to_host, kept_rows, on_host, pack, send_dicts, sizes_on_host, unpack
 from toolkit.models.detr.rt_detr import without_crowd
 
 
@@ -53,6 +53,10 @@ def test_kept_rows_are_those_of_the_mask_in_their_order():
         assert torch.equal(found["boxes"], b[mask]) and torch.equal(found["labels"], c[mask])
 
 
-def test_true_rows_are_those_of_each_mask_in_their_order():
-    masks = [torch.tensor([True, False, True]), torch.zeros(0, dtype=torch.bool), torch.tensor([False])]
-    assert [rows.tolist() for rows in true_rows(masks)] == [[0, 2], [], []] and true_rows([]) == []
+def test_dicts_that_come_to_the_host_share_no_memory_with_what_they_were_cut_from():
+    column = torch.arange(1000.0)[:, None]
+    dicts = [{"scores": column[:3], "labels": torch.tensor([1, 2, 3])}, {"scores": column[:0], "labels": column[:0, 0]}]
+    found = dicts_to_host(dicts)
+    for ours, given in zip(found, dicts, strict=True):
+        assert ours.keys() == given.keys() and all(torch.equal(ours[name], given[name]) for name in given)
+    assert found[0]["scores"].untyped_storage().nbytes() < 100, "an evaluation keeps what it is given"

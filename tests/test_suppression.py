@@ -6,10 +6,12 @@ from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import MultiScaleRoIAlign, batched_nms, clip_boxes_to_image, nms, remove_small_boxes
 from torchvision.ops.poolers import LevelMapper
 
+from toolkit.models.faster_rcnn.model import one_class_each
 from toolkit.models.faster_rcnn.pooling import LevelPool
 from toolkit.models.faster_rcnn.suppression import (
     Suppression,
     best_detections,
+    best_of_each_proposal,
     best_proposals,
     decode_boxes,
     limits_whwh,
@@ -78,21 +80,38 @@ def test_detections_are_those_of_each_image(counts, usual, monkeypatch):
     monkeypatch.setattr("toolkit.models.faster_rcnn.suppression.USUAL_GROUP", usual)
     torch.manual_seed(sum(counts))
     logits, boxes = torch.randn(sum(counts), 4), some_boxes(sum(counts), 4)
-    found = best_detections(logits, boxes, counts, limits_whwh(SIZES, torch.device("cpu")), threshold=0.5,
-                            min_score=0.1, most=20)  # fmt: skip
-    images = zip(found, logits.split(counts), boxes.split(counts), SIZES, strict=True)
-    for (own_boxes, own_scores, own_labels), image_logits, image_boxes, size_hw in images:
+    limits, scales = limits_whwh(SIZES, torch.device("cpu")), torch.rand(3, 4) + 1
+    options = {"threshold": 0.5, "min_score": 0.1, "most": 20}
+    found = best_detections(logits, boxes, counts, limits, scales, **options)
+    images = zip(found, logits.split(counts), boxes.split(counts), SIZES, scales, strict=True)
+    for own, image_logits, image_boxes, size_hw, scale in images:
         scores = image_logits.softmax(-1)[:, 1:]
         rows, classes = (scores > 0.1).nonzero().unbind(1)
         clipped = clip_boxes_to_image(image_boxes[rows, classes + 1], size_hw)
         good = remove_small_boxes(clipped, 1e-2)
         rows, classes, clipped = rows[good], classes[good], clipped[good]
         kept = batched_nms(clipped.double(), scores[rows, classes].double(), classes, 0.5)[:20]
-        torch.testing.assert_close(own_boxes, clipped[kept], rtol=0, atol=0)
-        torch.testing.assert_close(own_scores, scores[rows, classes][kept], rtol=0, atol=0)
-        assert own_labels.tolist() == (classes[kept] + 1).tolist()
-    assert best_detections(logits, boxes, counts, limits_whwh(SIZES, torch.device("cpu")), threshold=0.5,
-                           min_score=0.1, most=20, largest=0) is None or not any(counts)  # fmt: skip
+        expected = {"boxes": clipped[kept] * scale, "scores": scores[rows, classes][kept], "labels": classes[kept] + 1}
+        assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in expected)
+    assert best_detections(logits, boxes, counts, limits, scales, **options, largest=0) is None or not any(counts)
+
+
+@pytest.mark.parametrize("counts", [[30, 0, 17], [0, 0, 0], [1, 1, 1]])
+@pytest.mark.parametrize("usual", [1024, 5])
+@pytest.mark.parametrize("most", [20, 4])
+def test_the_best_class_of_each_proposal_is_that_of_each_image(counts, usual, most, monkeypatch):
+    monkeypatch.setattr("toolkit.models.faster_rcnn.suppression.USUAL_GROUP", usual)
+    torch.manual_seed(sum(counts))
+    logits, boxes = torch.randn(sum(counts), 4), some_boxes(sum(counts), 4)
+    limits, options = limits_whwh(SIZES, torch.device("cpu")), {"threshold": 0.5, "min_score": 0.1, "most": most}
+    found = best_of_each_proposal(logits, boxes, counts, limits, **options)
+    images = zip(found, logits.split(counts), boxes.split(counts), SIZES, strict=True)
+    for own, image_logits, image_boxes, size_hw in images:
+        clipped = clip_boxes_to_image(image_boxes, size_hw)
+        expected = one_class_each(image_logits, clipped, 0.1, 0.5, most)
+        assert own.keys() == expected.keys() | {"on_host"} and torch.equal(own["on_host"]["boxes"], own["boxes"])
+        assert all(torch.equal(own[name], expected[name]) for name in expected)
+    assert best_of_each_proposal(logits, boxes, counts, limits, **options, largest=0) is None or not any(counts)
 
 
 def test_boxes_are_decoded_as_torchvision_decodes_them():

@@ -139,20 +139,36 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors on the CPU; those of a device in one copy, for which the host waits once."""
+    if all(each.device.type == "cpu" for each in tensors):
+        return list(tensors)
+    return unpack(pack(tensors).cpu(), tensors)
+
+
+def dicts_to_host(dicts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The dicts, of the same keys, with copies of their tensors (N, ...) on the CPU; see `to_host`."""
+    joined = to_host([torch.cat([each[name] for each in dicts]) for name in dicts[0]])
+    columns = {name: column.split([len(each[name]) for each in dicts])
+               for name, column in zip(dicts[0], joined, strict=True)}  # fmt: skip
+    return [{name: parts[i] for name, parts in columns.items()} for i in range(len(dicts))]
+
+
+def rows_of(column: Tensor, rows: Tensor) -> Tensor:
+    """(B, M, ...) of the column (B, N, ...) those rows (B, M) of each image."""
+    return column[torch.arange(len(rows), device=rows.device)[:, None], rows]
+
+
+def first_rows(counts: Sequence[int], columns: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Per image the first `counts` rows of each column (B, K, ...)."""
+    return [{name: column[i, :count] for name, column in columns.items()} for i, count in enumerate(counts)]
+
+
 def kept_rows(keep: Tensor, **columns: Tensor) -> list[dict[str, Tensor]]:
-    """Per image the rows of each column (B, K, ...) where `keep` (B, K) says so, with one host read for the batch."""
-    counts = keep.sum(dim=1).tolist()
+    """Per image, on the CPU, the rows of each column (B, K, ...) where `keep` (B, K) says so; see `to_host`."""
     first = keep.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices  # those kept, in their order
-    images = torch.arange(len(keep), device=keep.device)[:, None]
-    sorted_columns = {name: column[images, first] for name, column in columns.items()}
-    return [{name: column[i, :n] for name, column in sorted_columns.items()} for i, n in enumerate(counts)]
-
-
-def true_rows(masks: Sequence[Tensor]) -> list[Tensor]:
-    """Rows (K_i,) where each mask (N_i,) of some images is true, with one host read for all of them."""
-    counts = torch.stack([mask.sum() for mask in masks]).tolist() if masks else []
-    orders = (mask.to(torch.uint8).sort(descending=True, stable=True).indices for mask in masks)
-    return [order[:count] for order, count in zip(orders, counts, strict=True)]
+    counts, *kept = to_host([keep.sum(dim=1), *(rows_of(column, first) for column in columns.values())])
+    return first_rows(counts.tolist(), dict(zip(columns, kept, strict=True)))
 
 
 def _places(tensors: Sequence[Tensor]) -> list[slice]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from toolkit.batch import pack, unpack
+from toolkit.batch import dicts_to_host
 from toolkit.boxes import widest_float
 from toolkit.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
 from toolkit.evaluation.scene_graph_evaluator import TOP
@@ -77,7 +77,7 @@ def predict_dataset(
                 orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
                 found = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
                 is_first = not items
-                found = map(without_all_scores, _on_host(found))
+                found = map(without_all_scores, dicts_to_host(found))
                 items += zip((t["image_id"] for t in batch.targets), found, strict=True)
                 images = len(loader) * len(batch.targets) * world()[1]
                 if is_first and say is not None and (text := memory_needed(items, images)):
@@ -165,15 +165,6 @@ def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn
     result |= {k: float(v) for k, v in weighted.weighted.items() if k in losses}
     result |= {f"{k}_unscaled": v for k, v in losses.items()}
     return result | metrics
-
-
-def _on_host(found: list[dict]) -> list[dict]:
-    """Predictions of a batch on the CPU, in one copy."""
-    joined = {k: torch.cat([p[k] for p in found]) for k in found[0]}
-    if any(each.device.type != "cpu" for each in joined.values()):
-        joined = dict(zip(joined, unpack(pack(list(joined.values())).cpu(), list(joined.values())), strict=True))
-    columns = {k: each.split([len(p[k]) for p in found]) for k, each in joined.items()}
-    return [{k: parts[i] for k, parts in columns.items()} for i in range(len(found))]
 
 
 def without_all_scores(found: dict) -> dict:

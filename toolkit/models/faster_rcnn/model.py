@@ -16,12 +16,18 @@ from torchvision.models.detection.rpn import RegionProposalNetwork, concat_box_p
 from torchvision.ops import MultiScaleRoIAlign, batched_nms, clip_boxes_to_image
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.batch import normalize_images, sizes_on_host
+from toolkit.batch import normalize_images, sizes_on_host, to_host
 from toolkit.models.detector import Detector
 from toolkit.models.faster_rcnn.criterion import roi_losses, rpn_losses
 from toolkit.models.faster_rcnn.pooling import LevelPool
 from toolkit.models.faster_rcnn.samples import padded_truths, sampled_anchors, sampled_boxes
-from toolkit.models.faster_rcnn.suppression import best_detections, best_proposals, decode_boxes, limits_whwh
+from toolkit.models.faster_rcnn.suppression import (
+    best_detections,
+    best_of_each_proposal,
+    best_proposals,
+    decode_boxes,
+    limits_whwh,
+)
 
 Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
 
@@ -196,30 +202,32 @@ class FasterRCNN(Detector):
         Per image boxes (K, 4) float32 xyxy, scores (K,), labels (K,) int64 from 0. K <= `detections_per_image` of
         the settings and top_k; scores are above `score_threshold` of the settings and the one given here.
         """
-        found = self._detections(outputs, sizes)
-        scales = (orig_sizes / sizes).float().flip(1).repeat(1, 2)
-        detections = []
-        for boxes, scores, labels, scale in zip(*found, scales, strict=True):
-            rows = {"boxes": boxes[:top_k] * scale, "scores": scores[:top_k], "labels": labels[:top_k] - 1}
+        detections, scales = [], (orig_sizes / sizes).float().flip(1).repeat(1, 2)
+        for found in self._detections(outputs, sizes, scales):
+            rows = {name: row[:top_k] for name, row in found.items()}
+            rows["labels"] = rows["labels"] - 1
             if score_threshold > self.roi_heads.score_thresh:
                 keep = rows["scores"] > score_threshold
                 rows = {name: row[keep] for name, row in rows.items()}
             detections.append(rows)
         return detections
 
-    def _detections(self, outputs: Mapping, sizes: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Boxes in pixels of the model's images, scores and labels from 1, per image, best first."""
+    def _detections(self, outputs: Mapping, sizes: Tensor, scales_whwh: Tensor) -> list[dict[str, Tensor]]:
+        """Per image `boxes` times its `scales_whwh` (B, 4), `scores` and `labels` from 1, best first."""
         heads, logits, proposals = self.roi_heads, outputs["logits"], outputs["boxes"]
         if logits.device.type != "cpu" and len(logits):
             boxes = decode_boxes(outputs["deltas"], torch.cat(proposals)[:, None], heads.box_coder.weights)
             found = best_detections(
-                logits, boxes, [len(own) for own in proposals], sizes.flip(1).repeat(1, 2).to(boxes),
+                logits, boxes, [len(own) for own in proposals], sizes.flip(1).repeat(1, 2).to(boxes), scales_whwh,
                 threshold=heads.nms_thresh, min_score=heads.score_thresh, most=heads.detections_per_img,
             )  # fmt: skip
             if found is not None:
-                return tuple(zip(*found, strict=True))
+                return found
         images_hw = [(height, width) for height, width in sizes.tolist()]
-        return heads.postprocess_detections(logits, outputs["deltas"].flatten(1), proposals, images_hw)
+        found = heads.postprocess_detections(logits, outputs["deltas"].flatten(1), proposals, images_hw)
+        boxes = [own * scale for own, scale in zip(found[0], scales_whwh, strict=True)]
+        images = zip(boxes, *found[1:], strict=True)
+        return [dict(zip(("boxes", "scores", "labels"), image, strict=True)) for image in images]
 
     @torch.no_grad()
     def detect_with_logits(
@@ -244,7 +252,7 @@ class FasterRCNN(Detector):
 
         Returns:
             per image, best first, in pixels of the model's images: boxes (K, 4), labels (K,) from 0, scores (K,),
-            logits (K, 1 + C), boxes_per_class (K, 1 + C, 4), both with background first.
+            logits (K, 1 + C), boxes_per_class (K, 1 + C, 4), both with background first; on_host: {boxes}, on the CPU.
         """
         heads = self.roi_heads
         score_threshold = heads.score_thresh if score_threshold is None else score_threshold
@@ -253,14 +261,9 @@ class FasterRCNN(Detector):
         if further_boxes is not None:
             proposals = [torch.cat(both) for both in zip(proposals, further_boxes, strict=True)]
         logits, deltas = self.detect(features, proposals, images_hw)
-        counts = [len(boxes) for boxes in proposals]
-        # torchvision forgets the shape of no boxes at all
-        decoded = heads.box_coder.decode(deltas.flatten(1), proposals).reshape(deltas.shape)  # (R, 1 + C, 4)
-        images = zip(logits.split(counts), decoded.split(counts), images_hw, strict=True)
-        return [
-            one_class_each(logits, clip_boxes_to_image(boxes, image_hw), score_threshold, nms_threshold, top_k)
-            for logits, boxes, image_hw in images
-        ]
+        decoded = decode_boxes(deltas, torch.cat(proposals)[:, None], heads.box_coder.weights)  # (R, 1 + C, 4)
+        counts, options = [len(boxes) for boxes in proposals], (score_threshold, nms_threshold, top_k)
+        return of_one_class_each(logits, decoded, counts, images_hw, *options)
 
     def _predict_anchors(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
         """Anchors (A, 4), their logits (B, A) and deltas (B, A, 4), all float32, and the number of them per level."""
@@ -297,10 +300,32 @@ class FasterRCNN(Detector):
         return torch.cat([own[:count] for count in counts])
 
 
+def of_one_class_each(
+    logits: Tensor,
+    boxes: Tensor,
+    counts: Sequence[int],
+    images_hw: Sizes,
+    score_threshold: float,
+    nms_threshold: float,
+    top_k: int,
+) -> list[dict[str, object]]:
+    """`FasterRCNN.detect_with_logits` of proposals, so many of each image: logits (P, 1 + C), boxes (P, 1 + C, 4)."""
+    if logits.device.type != "cpu" and len(logits):
+        limits, most = limits_whwh(images_hw, logits.device), {"min_score": score_threshold, "most": top_k}
+        found = best_of_each_proposal(logits, boxes, counts, limits, threshold=nms_threshold, **most)
+        if found is not None:
+            return found
+    images = zip(logits.split(counts), boxes.split(counts), images_hw, strict=True)
+    return with_boxes_on_host([
+        one_class_each(logits, clip_boxes_to_image(boxes, image_hw), score_threshold, nms_threshold, top_k)
+        for logits, boxes, image_hw in images
+    ])  # fmt: skip
+
+
 def one_class_each(
     logits: Tensor, boxes: Tensor, score_threshold: float, nms_threshold: float, top_k: int
 ) -> dict[str, Tensor]:
-    """`FasterRCNN.detect_with_logits` of one image: logits (P, 1 + C) and boxes (P, 1 + C, 4) of its proposals."""
+    """`of_one_class_each` of one image, whose boxes (P, 1 + C, 4) are clipped."""
     scores = logits.softmax(dim=1)
     row, label = (scores[:, 1:] > score_threshold).nonzero().unbind(1)
     kept = batched_nms(boxes[row, label + 1], scores[row, label + 1], label, nms_threshold)
@@ -315,3 +340,9 @@ def one_class_each(
         "logits": logits[rows],
         "boxes_per_class": boxes[rows],
     }
+
+
+def with_boxes_on_host(found: Sequence[Mapping[str, Tensor]]) -> list[dict[str, object]]:
+    """Detections of some images with `on_host`, their boxes on the CPU, copied at once."""
+    boxes = to_host([image["boxes"] for image in found])
+    return [{**image, "on_host": {"boxes": own}} for image, own in zip(found, boxes, strict=True)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit.batch import send
+from toolkit.batch import first_rows, rows_of, send, to_host
 from toolkit.boxes import intersection_and_union
 
 ROUNDS = 16  # before the host asks whether they were enough
@@ -48,21 +48,39 @@ class Suppression:
             before, self.keep = self.keep, self.valid & ~(self.over & self.keep[:, :, None]).any(1)
         return (before == self.keep).all()
 
-    def best(self, boxes: Tensor, scores: Tensor, most: int) -> tuple[list[Tensor], Tensor, int]:
-        """The best `most` boxes (N, 4) per image that are left, their rows (B, `most`), and the largest number of valid
-        ones in a group; one host read if ROUNDS are enough.
+    def best(self, boxes: Tensor, scores: Tensor, most: int) -> list[Tensor]:
+        """The best `most` boxes (N, 4) per image that are left; one host read if ROUNDS are enough.
 
         boxes: (B, M, 4), scores: (B, M), not negative, as many groups in a row as an image has.
         """
-        while True:
-            settled = self.advance()
-            keep, valid = self.keep.reshape(scores.shape), self.valid.sum(1)
-            order = scores.masked_fill(~keep, -1).sort(dim=1, descending=True, stable=True).indices[:, :most]
-            facts = [keep.sum(1).clamp(max=most), F.pad(valid, (0, 1)).amax()[None], settled[None].long()]
-            *counts, fullest, done = torch.cat(facts).tolist()
-            if done:
-                sorted_boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
-                return [sorted_boxes[i, :count] for i, count in enumerate(counts)], order, fullest
+        done = False
+        while not done:
+            order, facts = self._ranked(scores, most)
+            *counts, _, done = facts.tolist()
+        sorted_boxes = rows_of(boxes, order)
+        return [sorted_boxes[i, :count] for i, count in enumerate(counts)]
+
+    def best_on_host(self, scores: Tensor, most: int, /, **columns: Tensor) -> tuple[list[dict[str, Tensor]], int]:
+        """The same on the CPU, where the read brings them, of each column (B, M, ...), by its name; and the largest
+        number of valid boxes in a group."""
+        done = False
+        while not done:
+            order, facts = self._ranked(scores, most)
+            facts, *found = to_host([facts, *(rows_of(column, order) for column in columns.values())])
+            *counts, fullest, done = facts.tolist()
+        return first_rows(counts, dict(zip(columns, found, strict=True))), fullest
+
+    def _ranked(self, scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """Rows (B, `most`), best first, and (B + 2,) int64: how many of them are left in each image, the largest number
+        of valid boxes in a group, and whether this is the answer."""
+        settled = self.advance()
+        keep = self.keep.reshape(scores.shape)
+        order = scores.masked_fill(~keep, -1).sort(dim=1, descending=True, stable=True).indices[:, :most]
+        return order, torch.cat([keep.sum(1).clamp(max=most), self.fullest(), settled[None].long()])
+
+    def fullest(self) -> Tensor:
+        """(1,) the largest number of valid boxes in a group."""
+        return F.pad(self.valid.sum(1), (0, 1)).amax()[None]
 
 
 def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -> Tensor:
@@ -116,10 +134,43 @@ def best_proposals(
     sides = boxes[..., 2:] - boxes[..., :2]
     valid = (sides >= min_size).all(-1) & (scores >= max(min_score, 0.0))
     suppression = Suppression(boxes.flatten(0, 1), valid.flatten(0, 1), threshold)
-    return suppression.best(boxes.flatten(1, 2), scores.flatten(1), after)[0]
+    return suppression.best(boxes.flatten(1, 2), scores.flatten(1), after)
 
 
 def best_detections(
+    logits: Tensor,
+    boxes_xyxy: Tensor,
+    counts: Sequence[int],
+    limits_whwh: Tensor,
+    scales_whwh: Tensor,
+    *,
+    threshold: float,
+    min_score: float,
+    most: int,
+    largest: int = LARGEST_GROUP,
+) -> list[dict[str, Tensor]] | None:
+    """torchvision's `postprocess_detections` for the whole batch: per image, on the CPU, `boxes` (N, 4), scaled at the
+    end, `scores` (N,), `labels` (N,) from 1, best first; one host read.
+
+    Args:
+        logits: (P, 1 + C), background first. boxes_xyxy: (P, 1 + C, 4). counts: proposals of each image.
+        limits_whwh, scales_whwh: (B, 4). threshold: IoU. most: detections of an image.
+        largest: candidates of an image at most; None is returned for more, which would fill the memory with pairs.
+    """
+    scores = _padded(logits.softmax(-1)[:, 1:], counts)
+    boxes = clip(_padded(boxes_xyxy[:, 1:], counts), limits_whwh[:, None, None])
+    scores = scores.masked_fill(~(boxes[..., 2:] - boxes[..., :2] >= 1e-2).all(-1), -1)
+    for widest in _widths(largest):
+        ranked, _, own_boxes, labels = _candidates(scores, boxes, min_score, widest)
+        suppression = Suppression(own_boxes, ranked > min_score, threshold, labels)
+        columns = {"boxes": own_boxes * scales_whwh[:, None], "scores": ranked, "labels": labels}
+        found, candidates = suppression.best_on_host(ranked, most, **columns)
+        if candidates <= widest:
+            return found
+    return None
+
+
+def best_of_each_proposal(
     logits: Tensor,
     boxes_xyxy: Tensor,
     counts: Sequence[int],
@@ -129,25 +180,49 @@ def best_detections(
     min_score: float,
     most: int,
     largest: int = LARGEST_GROUP,
-) -> list[tuple[Tensor, Tensor, Tensor]] | None:
-    """torchvision's `postprocess_detections` for the whole batch: boxes, scores, labels (from 1) of each image.
-
-    Args:
-        logits: (P, 1 + C), background first. boxes_xyxy: (P, 1 + C, 4). counts: proposals of each image.
-        limits_whwh: (B, 4). threshold: IoU. most: detections of an image.
-        largest: candidates of an image at most; None is returned for more, which would fill the memory with pairs.
-    """
-    scores = torch.nn.utils.rnn.pad_sequence(logits.softmax(-1)[:, 1:].split(list(counts)), batch_first=True)
-    boxes = torch.nn.utils.rnn.pad_sequence(boxes_xyxy[:, 1:].split(list(counts)), batch_first=True)
-    boxes, classes = clip(boxes, limits_whwh[:, None, None]), scores.shape[2]
-    valid = (scores > min_score) & (boxes[..., 2:] - boxes[..., :2] >= 1e-2).all(-1)
-    every, order = scores.masked_fill(~valid, -1).flatten(1).sort(dim=1, descending=True, stable=True)
-    for widest in sorted({min(USUAL_GROUP, largest), largest}):  # so that nobody asks beforehand how many there are
-        ranked, rows = every[:, : widest + 1], order[:, : widest + 1]
-        sorted_boxes, labels = boxes.flatten(1, 2).gather(1, rows[..., None].expand(-1, -1, 4)), rows % classes + 1
-        suppression = Suppression(sorted_boxes, ranked > min_score, threshold, labels)
-        found, orders, candidates = suppression.best(sorted_boxes, ranked, most)
+) -> list[dict[str, object]] | None:
+    """`one_class_each` for the whole batch; arguments as of `best_detections`, one host read."""
+    boxes, logits_of = clip(_padded(boxes_xyxy, counts), limits_whwh[:, None, None]), _padded(logits, counts)
+    scores = _padded(logits.softmax(-1)[:, 1:], counts)
+    for widest in _widths(largest):
+        ranked, rows, own_boxes, labels = _candidates(scores, boxes[:, :, 1:], min_score, widest)
+        suppression, done = Suppression(own_boxes, ranked > min_score, threshold, labels), False
+        while not done:
+            settled = suppression.advance()
+            left = torch.zeros_like(scores).flatten(1).scatter(1, rows, ranked * suppression.keep).view_as(scores)
+            best, label = left.max(2)
+            best, order = (each[:, :most] for each in best.sort(dim=1, descending=True, stable=True))
+            label, per_class = label.gather(1, order), rows_of(boxes, order)
+            own = per_class.gather(2, (label + 1)[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
+            facts = torch.cat([(best > 0).sum(1), suppression.fullest(), settled[None].long()])
+            facts, known = to_host([facts, own])
+            *found, candidates, done = facts.tolist()
         if candidates <= widest:
-            ranked, labels = ranked.gather(1, orders), labels.gather(1, orders)
-            return [(b, ranked[i, : len(b)], labels[i, : len(b)]) for i, b in enumerate(found)]
+            columns = {"boxes": own, "labels": label, "scores": best, "logits": rows_of(logits_of, order)}
+            images = first_rows(found, columns | {"boxes_per_class": per_class})
+            return [{**image, "on_host": host} for image, host in
+                    zip(images, first_rows(found, {"boxes": known}), strict=True)]  # fmt: skip
     return None
+
+
+def _padded(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """(P, ...) of all proposals -> (B, M, ...)."""
+    return torch.nn.utils.rnn.pad_sequence(values.split(list(counts)), batch_first=True)
+
+
+def _widths(largest: int) -> list[int]:
+    """Sizes of groups that are tried in turn, so that nobody asks beforehand how many candidates there are."""
+    return sorted({min(USUAL_GROUP, largest), largest})
+
+
+def _candidates(
+    scores: Tensor, boxes_xyxy: Tensor, min_score: float, widest: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The best of all proposals and classes, (B, K): scores, -1 for those not above `min_score`, rows of (proposals x
+    classes), boxes (B, K, 4), labels from 1. K is one more than `widest`, to tell whether there are more.
+
+    scores: (B, M, C). boxes_xyxy: (B, M, C, 4).
+    """
+    scores, order = scores.masked_fill(~(scores > min_score), -1).flatten(1).sort(dim=1, descending=True, stable=True)
+    rows = order[:, : widest + 1]
+    return scores[:, : widest + 1], rows, rows_of(boxes_xyxy.flatten(1, 2), rows), rows % boxes_xyxy.shape[2] + 1

@@ -25,7 +25,7 @@ class RelationBatch:
     relation_labels: (R,) predicates, in training. related: (N, N_max) bool, is there a relation to or from the i-th
         object of the same image; in training, for VCTree only.
     attributes: (N, A) ids from 1, 0 after the last, known where labels are; None: the data have none.
-    on_host: boxes_xyxy and pairs on the host, where boxes are given.
+    on_host: boxes_xyxy and pairs on the host.
     """
 
     boxes_xyxy: Tensor
@@ -73,6 +73,14 @@ def pad_objects(values: Tensor, num_objects: list[int], fill: float = 0.0) -> Te
 
 
 def object_mask(num_objects: list[int], device: torch.device) -> Tensor:
-    """(B, N_max) bool: true where there is an object; `padded[mask]` concatenates again."""
+    """(B, N_max) bool: true where there is an object."""
     counts = send(torch.as_tensor(num_objects), device)
     return torch.arange(max(num_objects, default=0), device=device) < counts[:, None]
+
+
+def unpad_objects(padded: Tensor, num_objects: list[int]) -> Tensor:
+    """(B, N_max, ...) -> (N, ...), concatenated again."""
+    width = padded.shape[1]
+    rows = [torch.arange(i * width, i * width + count) for i, count in enumerate(num_objects)]
+    rows = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+    return padded.flatten(0, 1)[send(rows, padded.device)]

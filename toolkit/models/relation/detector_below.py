@@ -6,15 +6,15 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 from torchvision.models.detection.faster_rcnn import TwoMLPHead
-from torchvision.ops import clip_boxes_to_image
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.batch import sizes_on_host
+from toolkit.batch import rows_of, send, sizes_on_host, to_host
 from toolkit.boxes import pairwise_iou
 from toolkit.errors import BadInput
 from toolkit.models.detector import Detector, MapTap
-from toolkit.models.faster_rcnn.model import one_class_each
+from toolkit.models.faster_rcnn.model import of_one_class_each, with_boxes_on_host
 from toolkit.models.faster_rcnn.pooling import LevelPool
+from toolkit.models.faster_rcnn.suppression import clip, limits_whwh
 
 CANDIDATES = 1000  # predictions of an image that enter the suppression, as many as Faster R-CNN has proposals
 FOUND_IOU = 0.5  # from which a prediction is one of a given box
@@ -106,27 +106,13 @@ class DetectorBelow(nn.Module):
     ) -> list[dict[str, Tensor]]:
         """See `FasterRCNN.detect_with_logits`. A box is the same for every class; of `further_boxes` those are taken
         that no detection overlaps."""
-        found = []
-        for i, (boxes, scores, image_hw) in enumerate(zip(maps.boxes, maps.scores, images_hw, strict=True)):
-            boxes = clip_boxes_to_image(boxes, image_hw)
-            rows = scores.amax(1).topk(min(CANDIDATES, len(scores))).indices
-            best = self._detections(boxes[rows], scores[rows], top_k)
-            if further_boxes is not None and len(further_boxes[i]):
-                best = self._with_missed(best, further_boxes[i], boxes, scores, top_k)
-            found.append(best)
-        return found
-
-    def _detections(self, boxes: Tensor, scores: Tensor, top_k: int, suppress: bool = True) -> dict[str, Tensor]:
-        logits = distribution_logits(scores)
-        per_class = boxes[:, None].expand(-1, logits.shape[1], -1)
-        limits = (self.score_threshold, self.nms_threshold) if suppress else (-1.0, 1.0)
-        return one_class_each(logits, per_class, *limits, top_k)
-
-    def _with_missed(self, best: dict, given: Tensor, boxes: Tensor, scores: Tensor, top_k: int) -> dict[str, Tensor]:
-        missed = given[~(pairwise_iou(given, best["boxes"]) >= FOUND_IOU).any(1)][:top_k]
-        more = self._detections(missed, scores_of(boxes, scores, missed), top_k, suppress=False)
-        room = top_k - len(missed)
-        return {name: torch.cat([values[:room], more[name]]) for name, values in best.items()}
+        boxes = clip(maps.boxes, limits_whwh(images_hw, maps.boxes.device)[:, None])
+        rows = maps.scores.amax(2).topk(min(CANDIDATES, maps.scores.shape[1]), dim=1).indices
+        logits = distribution_logits(rows_of(maps.scores, rows).flatten(0, 1))
+        per_class = rows_of(boxes, rows).flatten(0, 1)[:, None].expand(-1, logits.shape[1], -1)
+        counts, options = [rows.shape[1]] * len(rows), (self.score_threshold, self.nms_threshold, top_k)
+        found = of_one_class_each(logits, per_class, counts, images_hw, *options)
+        return found if further_boxes is None else _with_missed(found, further_boxes, boxes, maps.scores, top_k)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         return self.inner.denominators(targets)
@@ -160,6 +146,34 @@ def level_pool(strides: Sequence[int], size: int = 7) -> LevelPool:
     first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
     pool.map_levels = LevelMapper(first, last, pool.canonical_scale, pool.canonical_level)
     return pool
+
+
+def _with_missed(
+    found: Sequence[Mapping], given: Sequence[Tensor], boxes: Tensor, scores: Tensor, top_k: int
+) -> list[dict[str, object]]:
+    """The detections of each image and, in the place of the last, the given boxes that none of them overlaps.
+
+    boxes: (B, N, 4) of all predictions. scores: (B, N, C).
+    """
+    overlapped = [(pairwise_iou(own, image["boxes"]) >= FOUND_IOU).any(1)
+                  for own, image in zip(given, found, strict=True)]  # fmt: skip
+    missed = [(~mask).nonzero()[:top_k, 0] for mask in to_host(overlapped)]
+    together = []
+    for own, rows, image, *predicted in zip(given, missed, found, boxes, scores, strict=True):
+        own = own[send(rows, own.device)]
+        more = _best_class_each(own, distribution_logits(scores_of(*predicted, own)))
+        room = top_k - len(own)
+        together.append({name: torch.cat([image[name][:room], more[name]]) for name in more})
+    return with_boxes_on_host(together)
+
+
+def _best_class_each(boxes: Tensor, logits: Tensor) -> dict[str, Tensor]:
+    """Detections of boxes (K, 4), all of them, best first."""
+    best, label = logits.softmax(1)[:, 1:].max(1)
+    rows = best.sort(descending=True, stable=True).indices
+    per_class = boxes[rows, None].expand(-1, logits.shape[1], -1)
+    return {"boxes": boxes[rows], "labels": label[rows], "scores": best[rows], "logits": logits[rows],
+            "boxes_per_class": per_class}  # fmt: skip
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.batch import true_rows
+from toolkit.batch import rows_of, to_host
 from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
@@ -181,23 +181,15 @@ class EGTR(GraphDetector):
         asked = strong[:, :, None] & strong[:, None]
         asked.diagonal(dim1=1, dim2=2).fill_(False)
         values, order = triplets.masked_fill(~asked, -1.0).flatten(1).topk(min(top_k, triplets[0].numel()))
-        boxes = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes)
-        graphs, count = [], logits.shape[1]
-        rows = true_rows([*(values >= 0), *strong])
-        for i, (pairs, objects) in enumerate(zip(rows[: len(values)], rows[len(values) :], strict=True)):
-            cells = order[i][pairs]
-            ends = torch.stack([cells // count, cells % count], 1)
-            graphs.append(
-                {
-                    "boxes": boxes[i][objects],
-                    "labels": labels[i][objects],
-                    "scores": scores[i][objects],
-                    "pairs": (strong[i].cumsum(0) - 1)[ends],
-                    "predicate_scores": relations[i].flatten(0, 1)[cells],
-                    "predicates": predicates[i].flatten()[cells],
-                    "triplet_scores": values[i][pairs],
-                }
-            )
+        boxes, count = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes), logits.shape[1]
+        found = [strong, boxes, labels, scores, torch.stack([order // count, order % count], 2)]
+        found += [rows_of(relations.flatten(1, 2), order), rows_of(predicates.flatten(1), order), values]
+        graphs = []
+        for kept, *objects, ends, predicate_scores, best, ranks in zip(*to_host(found), strict=True):
+            rows = ranks >= 0
+            graph = dict(zip(("boxes", "labels", "scores"), (each[kept] for each in objects), strict=True))
+            graph |= {"pairs": (kept.cumsum(0) - 1)[ends[rows]], "predicate_scores": predicate_scores[rows]}
+            graphs.append(graph | {"predicates": best[rows], "triplet_scores": ranks[rows]})
         return graphs
 
 

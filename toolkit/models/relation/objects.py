@@ -6,6 +6,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.batch import on_host
 from toolkit.models.relation.geometry import intersection_areas, iou_plus_one
 from toolkit.models.relation.sampling import (
     SampledPairs,
@@ -54,8 +55,15 @@ def given_objects(
     }
 
 
-def detected_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping] | None) -> dict:
-    """Fields of a RelationBatch for what the detector finds; with truths each has the label of what it overlaps.
+def detected_objects(
+    model: nn.Module,
+    maps: Mapping,
+    images_hw: Sequence,
+    truths: Sequence[Mapping] | None,
+    known: Sequence[Mapping] | None,
+) -> tuple[dict, list[Tensor], dict]:
+    """Fields of a RelationBatch for what the detector finds, the boxes on the host, and the labels (and attributes) of
+    what each overlaps, on the host too; these with truths only, see `given_objects`.
 
     In training the annotated boxes are proposals too: a weak detector finds few of the objects that have relations.
     """
@@ -64,8 +72,8 @@ def detected_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truth
         found = model.detector.detect_with_logits(
             maps, images_hw, top_k=model.detections_per_image, further_boxes=annotated
         )
-    boxes = [image["boxes"] for image in found]
-    pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw))
+    boxes, boxes_on_host = [image["boxes"] for image in found], [on_host(image)["boxes"] for image in found]
+    pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw), boxes_on_host)
     fields = {
         "boxes_xyxy": torch.cat(boxes),
         "num_objects": [len(b) for b in boxes],
@@ -73,13 +81,15 @@ def detected_objects(model: nn.Module, maps: Mapping, images_hw: Sequence, truth
         "logits": torch.cat([image["logits"] for image in found]).detach(),
         "boxes_per_class": torch.cat([image["boxes_per_class"] for image in found]).detach(),
     }
-    if truths is not None:
-        rows, labels = zip(*(match_labels(b, truth) for b, truth in zip(boxes, truths, strict=True)), strict=True)
-        fields["labels"] = torch.cat(labels)
-        if "attributes" in truths[0]:
-            named = (F.pad(truth["attributes"], (0, 0, 0, 1)) for truth in truths)  # row -1: none, for no object
-            fields["attributes"] = torch.cat([ids[r] for ids, r in zip(named, rows, strict=True)])
-    return fields
+    learned = {}
+    if known is not None:
+        matched = (match_labels(own, truth) for own, truth in zip(boxes_on_host, known, strict=True))
+        rows, labels = zip(*matched, strict=True)
+        learned["labels"] = torch.cat(labels)
+        if "attributes" in known[0]:
+            named = (F.pad(truth["attributes"], (0, 0, 0, 1)) for truth in known)  # row -1: none, for no object
+            learned["attributes"] = torch.cat([ids[r] for ids, r in zip(named, rows, strict=True)])
+    return fields, boxes_on_host, learned
 
 
 def match_labels(boxes_xyxy: Tensor, truth: Mapping) -> tuple[Tensor, Tensor]:
@@ -97,8 +107,8 @@ def sampled_pairs(
 ) -> dict:
     """`pairs`, `num_pairs`, `relation_labels`, `related` of a RelationBatch: a sample in training, else all pairs.
 
-    boxes: (N_i, 4) of each image, and truths: on the host where boxes are given, else on the device.
-    labels: (N,) from 1 of the boxes that the detector found, in training.
+    boxes: (N_i, 4) of each image. labels: (N,) from 1 of the boxes that the detector found, in training. All of it and
+    the truths are on the host, which decides without waiting.
     """
     counts = [len(b) for b in boxes]
     if not model.training:

@@ -3,8 +3,11 @@
 import torch
 from torch import Tensor
 
-from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects
+from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects, unpad_objects
 from toolkit.models.relation.geometry import iou_plus_one
+
+OF_OBJECTS = ("boxes", "labels", "scores", "attribute_scores")
+OF_TRIPLETS = ("pairs", "predicate_scores", "predicates", "triplet_scores")
 
 
 @torch.no_grad()
@@ -34,7 +37,7 @@ def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int], th
         column = scores[image, :, label]
         scores[image, :, label] = torch.where(struck & (column > 0), 0.0, column)
         scores[image, chosen] = torch.where(value[:, None] > 0, -1.0, scores[image, chosen])
-    return labels[mask]
+    return unpad_objects(labels, num_objects)
 
 
 @torch.no_grad()
@@ -77,3 +80,35 @@ def rank_triplets(output: RelationOutput, batch: RelationBatch, given_boxes: boo
         )
         first_object, first_pair = objects.stop, rows.stop
     return graphs
+
+
+def shortlist(graph: dict[str, Tensor], top_k: int, annotated: Tensor | None = None) -> dict[str, Tensor]:
+    """The graph, of `rank_triplets`, with its `top_k` best triplets, then those of the annotated pairs (R, 2).
+
+    How many triplets that are, only the device knows: `keep (r,)` says which rows count, see `kept_triplets`.
+    """
+    pairs = graph["pairs"]
+    keep = torch.arange(len(pairs), device=pairs.device) < top_k
+    most = min(top_k, len(pairs))
+    if annotated is not None:
+        keep = keep | (pairs[:, None] == annotated[None]).all(2).any(1)
+        most = min(most + len(annotated), len(pairs))
+    rows = keep.to(torch.uint8).sort(descending=True, stable=True).indices[:most]
+    return graph | {name: graph[name][rows] for name in OF_TRIPLETS} | {"keep": keep[rows]}
+
+
+def kept_triplets(graph: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A `shortlist` that is on the host, without the rows that do not count."""
+    keep = graph.pop("keep")
+    return graph | {name: graph[name][keep] for name in OF_TRIPLETS}
+
+
+def strong_only(graph: dict[str, Tensor], score_threshold: float) -> dict[str, Tensor]:
+    """A graph on the host without objects of scores at or below a threshold above 0, and without their pairs."""
+    if score_threshold <= 0:
+        return graph
+    strong = graph["scores"] > score_threshold
+    rows = strong[graph["pairs"]].all(1)
+    kept = {name: graph[name][strong] for name in OF_OBJECTS if name in graph}
+    kept |= {name: graph[name][rows] for name in OF_TRIPLETS}
+    return graph | kept | {"pairs": (strong.cumsum(0) - 1)[kept["pairs"]]}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from toolkit.batch import on_host, send_dicts, true_rows
+from toolkit.batch import dicts_to_host, on_host, send_dicts
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector, denominator_of
@@ -38,7 +38,7 @@ from toolkit.models.relation.objects import (
     sampled_pairs,
 )
 from toolkit.models.relation.options import SceneGraphOptions
-from toolkit.models.relation.postprocess import rank_triplets
+from toolkit.models.relation.postprocess import kept_triplets, rank_triplets, shortlist, strong_only
 from toolkit.models.relation.union import AllLevelsPool, UnionFeatures
 from toolkit.models.relation.vctree import PairScores
 from toolkit.models.weights.mapping import WeightTable
@@ -179,14 +179,12 @@ class SceneGraph(GraphDetector):
         truths = None if known is None else send_dicts(known, images.device)
         if self.given_boxes:
             objects = given_objects(self, maps, images_hw, truths, known)
-            boxes = [graph["boxes"] for graph in known]
-            pairs = sampled_pairs(self, boxes, known)
-            objects["on_host"] = torch.cat(boxes), pairs["pairs"]
+            boxes, learned = [graph["boxes"] for graph in known], {}
         else:
-            objects = detected_objects(self, maps, images_hw, truths)
-            boxes = objects["boxes_xyxy"].split(objects["num_objects"])
-            pairs = sampled_pairs(self, boxes, truths, objects.get("labels"))
-        batch = RelationBatch(sizes_hw=sizes, **objects, **send_dicts([pairs], images.device)[0])
+            objects, boxes, learned = detected_objects(self, maps, images_hw, truths, known)
+        pairs = sampled_pairs(self, boxes, known, learned.get("labels"))
+        objects["on_host"] = torch.cat(boxes), pairs["pairs"]
+        batch = RelationBatch(sizes_hw=sizes, **objects, **send_dicts([pairs | learned], images.device)[0])
         asked = batch.boxes_xyxy, batch.pairs, batch.num_pairs
         found = self.union(maps, *asked, sizes, images_hw, batch.on_host)
         batch.union_features, batch.spatial_features = found
@@ -275,25 +273,18 @@ class SceneGraph(GraphDetector):
         if "attribute_logits" in outputs and (self.given_boxes or outputs["truths"] is None):
             scores = outputs["attribute_logits"].float().sigmoid()[:, 1:].split(outputs["batch"].num_objects)
             graphs = [graph | {"attribute_scores": each} for graph, each in zip(graphs, scores, strict=True)]
-        scales, kept = (orig_sizes / sizes).float().flip(1).repeat(1, 2), []
+        scales, short = (orig_sizes / sizes).float().flip(1).repeat(1, 2), []
         for i, (graph, scale) in enumerate(zip(graphs, scales, strict=True)):
             graph["boxes"] = graph["boxes"] * scale
-            keep = torch.arange(len(graph["pairs"]), device=scale.device) < top_k
+            annotated = None
             if self.given_boxes:
                 truth = outputs["truths"][i]
                 known = [name for name in ("labels", "relations", "attributes") if name in truth]
                 graph |= {f"true_{name}": truth[name] for name in known}
-                keep = keep | (graph["pairs"][:, None] == truth["relations"][None, :, :2]).all(2).any(1)
-            elif score_threshold > 0:
-                strong = graph["scores"] > score_threshold
-                keep &= strong[graph["pairs"]].all(1)
-                graph["pairs"] = (strong.cumsum(0) - 1)[graph["pairs"]]
-                of_objects = ("boxes", "labels", "scores", "attribute_scores")
-                graph |= {name: graph[name][strong] for name in of_objects if name in graph}
-            kept.append(keep)
-        for graph, rows in zip(graphs, true_rows(kept), strict=True):
-            graph |= {n: graph[n][rows] for n in ("pairs", "predicate_scores", "predicates", "triplet_scores")}
-        return graphs
+                annotated = truth["relations"][:, :2]
+            short.append(shortlist(graph, top_k, annotated))
+        graphs = map(kept_triplets, dicts_to_host(short))
+        return [strong_only(graph, 0.0 if self.given_boxes else score_threshold) for graph in graphs]
 
 
 def _divisor(loss: str) -> str:

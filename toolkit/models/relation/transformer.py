@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects
+from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects, unpad_objects
 from toolkit.models.relation.frequency import FrequencyBias
 from toolkit.models.relation.layers import (
     POSITION_DIM,
@@ -60,7 +60,7 @@ class ObjectEncoder(nn.ModuleList):
         padded = pad_objects(features, num_objects)
         for layer in self:
             padded = layer(padded, mask)
-        return padded[mask]
+        return unpad_objects(padded, num_objects)
 
 
 class TransformerHead(nn.Module):

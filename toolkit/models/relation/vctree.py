@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects
+from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects, unpad_objects
 from toolkit.models.relation.frequency import FrequencyBias
 from toolkit.models.relation.geometry import overlap_numbers
 from toolkit.models.relation.layers import (
@@ -62,7 +62,8 @@ class PairScores(nn.Module):
         embedded: (N, E) label embedding, logits: (N, C). Neither they nor the RoI features get a gradient from here.
         """
         mask = object_mask(batch.num_objects, embedded.device)
-        overlaps = overlap_numbers(pad_objects(batch.boxes_xyxy, batch.num_objects), mask)[mask]
+        overlaps = overlap_numbers(pad_objects(batch.boxes_xyxy, batch.num_objects), mask)
+        overlaps = unpad_objects(overlaps, batch.num_objects)
         words, rois = self.word(embedded.detach()), self.roi(batch.roi_features.detach())
         joined = torch.cat([rois, words, self.box(batch_box_numbers(batch)), self.overlap(overlaps)], 1)
         joined = self.joined(joined).relu()

@@ -231,12 +231,11 @@ def suppressed_one_by_one(
 def suppressed_together(
     boxes: Tensor, scores: Tensor, labels: Tensor, counts: Sequence[int], threshold: float, top_k: int
 ) -> list[dict[str, Tensor]]:
-    """The same with one wait for the device."""
+    """The same on the CPU, with one wait for the device."""
     boxes, scores, labels = (part[:, : max(counts)] for part in (boxes, scores, labels))
     valid = torch.arange(max(counts), device=boxes.device) < send(torch.tensor(counts), boxes.device)[:, None]
-    found, order, _ = Suppression(boxes, valid, threshold, labels).best(boxes, scores, top_k)
-    scores, labels = scores.gather(1, order), labels.gather(1, order)
-    return [{"boxes": b, "scores": scores[i, : len(b)], "labels": labels[i, : len(b)]} for i, b in enumerate(found)]
+    suppression = Suppression(boxes, valid, threshold, labels)
+    return suppression.best_on_host(scores, top_k, boxes=boxes, scores=scores, labels=labels)[0]
 
 
 class SSDLite(SSD):
