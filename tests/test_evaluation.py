@@ -19,6 +19,7 @@ from toolkit.batch import Batch
 from toolkit.data.sampling import EvalSampler
 from toolkit.data.table import Category, write_table
 from toolkit.errors import BadInput
+from toolkit.evaluation import coco
 from toolkit.evaluation.coco import (
     CocoEvaluator,
     check_ground_truth,
@@ -117,6 +118,16 @@ def plain_pycocotools(table, predictions):
     return {name: None if v == -1 else float(v) for name, v in zip(NAMES, run.stats, strict=True)}
 
 
+@settings(max_examples=50, deadline=None)
+@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=12), most=st.integers(1, 20))
+def test_every_class_is_in_one_group(counts, most):
+    groups = [group.tolist() for group in coco.class_groups(np.array(counts), most)]
+    assert sum(groups, []) == list(range(len(counts))) and all(groups)
+    sums = [sum(counts[each] for each in group) for group in groups]
+    assert all(held <= most or len(group) == 1 for held, group in zip(sums, groups, strict=True))
+    assert all(a + counts[group[0]] > most for a, group in zip(sums, groups[1:], strict=False))
+
+
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), num_classes=st.integers(1, 4))
 def test_both_backends_and_plain_pycocotools_agree(tmp_path_factory, seed, num_classes):
@@ -124,6 +135,10 @@ def test_both_backends_and_plain_pycocotools_agree(tmp_path_factory, seed, num_c
     faster = CocoEvaluator(table, "faster").evaluate(predictions)
     assert faster == CocoEvaluator(table, "pycocotools").evaluate(predictions)  # to the last bit, classes included
     assert list(faster)[:12] == NAMES
+    with pytest.MonkeyPatch.context() as patch:  # class by class
+        patch.setattr(coco, "DETECTIONS_AT_ONCE", 1)
+        for backend in ("faster", "pycocotools"):
+            assert CocoEvaluator(table, backend).evaluate(predictions) == faster
     if any(len(p["scores"]) for p in predictions.values()):  # loadRes cannot load an empty list
         plain = plain_pycocotools(table, predictions)
         assert {k: faster[k] for k in NAMES} == pytest.approx(plain, abs=1e-14)

@@ -8,11 +8,16 @@ told by `faults.py`. A few tests start processes of their own, where launchers a
 """
 
 import json
+import signal
 
 import pytest
 from launching import REPORT, Script, Server, rows
 
 from toolkit.data.shapes import make_shapes
+
+# A shell starts what runs in the background with SIGINT ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SCRIPTS = (
     Script("train_detr", slow_end=(REPORT,)),

@@ -34,6 +34,8 @@ __all__ = [
     "per_class_table",
 ]
 
+# Both packages hold Python objects for each box, 2 kB of them; classes do not know of each other.
+DETECTIONS_AT_ONCE = 100_000
 BACKENDS = {"faster": (FasterCOCO, COCOeval_faster), "pycocotools": (COCO, COCOeval)}
 
 
@@ -56,7 +58,7 @@ class CocoEvaluator:
         self.class_keys = class_keys(table)
         self.max_dets = sorted(max_dets)
         self._coco, self._eval = BACKENDS[backend]
-        self._ground_truth = _coco_of(self._coco, self.image_ids, len(self.class_keys), ground_truth_arrays(table))
+        self._ground_truth, self._loaded = ground_truth_arrays(table), None
 
     def evaluate(self, predictions: Mapping) -> dict[str, float | None]:
         """Metrics of a full set of predictions.
@@ -75,13 +77,50 @@ class CocoEvaluator:
         """
         detections = prediction_arrays(predictions, self.image_ids)
         detections = drop_unusable(detections, len(self.class_keys), self.image_ids)
+        detections = detections[_count(detections, self.max_dets[-1])]
+        parts = class_groups(np.bincount(detections.labels, minlength=len(self.class_keys)), DETECTIONS_AT_ONCE)
+        found = [self._evaluate_classes(detections, part) for part in parts]
+        precision, recall = (np.concatenate([each[k] for each in found], axis=2 - k) for k in range(2))
+        return self._summary(precision, recall, found[0][2])
+
+    def _evaluate_classes(self, detections: BoxArrays, part: np.ndarray) -> tuple:
+        """`precision` (T, R, K, A, M) and `recall` (T, K, A, M) of some classes, and the parameters they are for."""
         with contextlib.redirect_stdout(io.StringIO()), uncollected():  # pycocotools prints its progress
-            found = _coco_of(self._coco, self.image_ids, len(self.class_keys), detections)
-            run = self._eval(self._ground_truth, found, iouType="bbox")
-            run.params.maxDets = list(self.max_dets)
+            truth = self._truth_of(part)
+            found = self._loadable(detections[np.isin(detections.labels, part)])
+            run = self._eval(truth, found, iouType="bbox")
+            run.params.maxDets, run.params.catIds = list(self.max_dets), part.tolist()
             run.evaluate()
             run.accumulate()
-        return self._summary(run)
+        return np.array(run.eval["precision"]), np.asarray(run.eval["recall"]), run.params
+
+    def _truth_of(self, part: np.ndarray):
+        """The ground truth of some classes; that of all of them is kept."""
+        if len(part) < len(self.class_keys):
+            return self._loadable(self._ground_truth[np.isin(self._ground_truth.labels, part)])
+        self._loaded = self._loaded or self._loadable(self._ground_truth)
+        return self._loaded
+
+    def _loadable(self, boxes: BoxArrays):
+        """A COCO object of either package; image ids are positions in the table, so that strings are fine too.
+
+        Annotation ids count from 1: the evaluation marks "not matched" with 0, so the box with id 0 would never be
+        found.
+        """
+        columns = (boxes.image_index, boxes.labels, boxes.xywh(), boxes.area, boxes.iscrowd, boxes.scores)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        coco = self._coco()
+        coco.dataset = {
+            "images": [{"id": i} for i in range(len(self.image_ids))],
+            "categories": [{"id": k} for k in range(len(self.class_keys))],
+            "annotations": [
+                {"id": n, "image_id": i, "category_id": k, "bbox": b, "area": a, "iscrowd": c, "score": s}
+                for n, (i, k, b, a, c, s) in enumerate(rows, start=1)
+            ],
+        }
+        with contextlib.redirect_stdout(io.StringIO()):
+            coco.createIndex()
+        return coco
 
     def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
         """`per_class_table` of what `evaluate` returned, and why an AP is 0; `step` as in `explain_zero_ap`."""
@@ -92,13 +131,12 @@ class CocoEvaluator:
         """A picture of `count` images, predictions beside the annotated boxes."""
         return draw_predictions(self.table, predictions, count, path)
 
-    def _summary(self, run) -> dict[str, float | None]:
-        """COCOeval.summarize() without its printing and with the classes; `precision` is (T, R, K, A, M)."""
-        precision, recall = np.array(run.eval["precision"]), np.asarray(run.eval["recall"])
+    def _summary(self, precision: np.ndarray, recall: np.ndarray, params) -> dict[str, float | None]:
+        """COCOeval.summarize() without its printing and with the classes; changes `precision`."""
         # pycocotools adds an epsilon to what it divides by, so that one detection out of one is 1 - 2e-16, not 1;
         # faster-coco-eval does not. Both become 1.
         precision[precision > 1 - 1e-15] = 1
-        half, three_quarters = (int(np.argmin(abs(run.params.iouThrs - t))) for t in (0.5, 0.75))
+        half, three_quarters = (int(np.argmin(abs(params.iouThrs - t))) for t in (0.5, 0.75))
         areas = {"s": 1, "m": 2, "l": 3}  # small, medium, large; 0 is all
         result = {
             "bbox_AP": _mean(precision[:, :, :, 0, -1]),
@@ -116,30 +154,35 @@ class CocoEvaluator:
         return result
 
 
+def _count(boxes: BoxArrays, most: int) -> np.ndarray:
+    """(G,) bool: is a detection among the `most` best of its image and class, of equal scores the first ones."""
+    order = np.lexsort((-boxes.scores, boxes.labels, boxes.image_index))
+    change = np.diff(boxes.image_index[order], prepend=-1) | np.diff(boxes.labels[order], prepend=-1)
+    places = np.arange(len(order))
+    rank = places - np.maximum.accumulate(np.where(change != 0, places, 0))
+    keep = np.empty(len(order), bool)
+    keep[order] = rank < most
+    return keep
+
+
+def class_groups(counts: np.ndarray, most: int) -> list[np.ndarray]:
+    """Classes that are evaluated together, in their order: as many as have `most` detections, at least one.
+
+    counts: (C,) detections of each class, C at least 1.
+    """
+    groups, held = [[0]], counts[0]
+    for each, count in enumerate(counts[1:], 1):
+        if held + count > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(each)
+        held += count
+    return [np.asarray(group) for group in groups]
+
+
 def _mean(values: np.ndarray) -> float | None:
     defined = values[values > -1]
     return float(defined.mean()) if defined.size else None
-
-
-def _coco_of(coco_class, image_ids: Sequence, num_classes: int, boxes: BoxArrays):
-    """A COCO object of either package; image ids are positions in the table, so that strings are fine too.
-
-    Annotation ids count from 1: the evaluation marks "not matched" with 0, so the box with id 0 would never be found.
-    """
-    columns = (boxes.image_index, boxes.labels, boxes.xywh(), boxes.area, boxes.iscrowd, boxes.scores)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    coco = coco_class()
-    coco.dataset = {
-        "images": [{"id": i} for i in range(len(image_ids))],
-        "categories": [{"id": k} for k in range(num_classes)],
-        "annotations": [
-            {"id": n, "image_id": i, "category_id": k, "bbox": b, "area": a, "iscrowd": c, "score": s}
-            for n, (i, k, b, a, c, s) in enumerate(rows, start=1)
-        ],
-    }
-    with contextlib.redirect_stdout(io.StringIO()):
-        coco.createIndex()
-    return coco
 
 
 def class_keys(table) -> list[str]:
