@@ -118,7 +118,7 @@ def relation_losses(
         best = predicates[i].detach()[entries[:2]].argmax(1)
         wrong, annotated = wrong + (~wanted[(*entries[:2], best)]).sum(), annotated + len(relations)
     connected = F.binary_cross_entropy_with_logits(connectivity, related, reduction="none").mean((1, 2)).sum()
-    metric = 100.0 * wrong, torch.tensor(annotated, device=device)
+    metric = 100.0 * wrong, predicates.new_full((), float(annotated))
     return {"loss_rel": loss, "loss_connectivity": connected}, metric
 
 

@@ -66,7 +66,7 @@ class EgtrHead(nn.Module):
         self.register_buffer("log_frequency", table)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+                nn.init.xavier_uniform_(module.weight)  # the original's N(0, 0.02) fades in narrow decoders
                 nn.init.zeros_(module.bias)
 
     @torch.no_grad()

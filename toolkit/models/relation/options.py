@@ -106,8 +106,8 @@ class EgtrOptions(DetectorOptions):
     frequency_bias: bool = True
     """Begin from how often training has each predicate between two classes."""
     smoothing: float = 1e-14
-    """How unsure a relation between two perfect detections is taken to be, between 0 and 1; the larger, the earlier do
-    poor detections count as ones that can have no relation."""
+    """By how much less than 1 a perfect detection counts, between 0 and 1: the wanted probability of a relation is the
+    product of what its two detections count. The larger, the less does one count that is off."""
     unrelated_per_relation: int = 80
     """Wrong predicates between objects that the loss counts for each annotated relation of an image."""
     unmatched_per_relation: int = 80
