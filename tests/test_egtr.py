@@ -22,6 +22,7 @@ from toolkit.data.pipeline import training_loader, val_transform
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 from toolkit.evaluation.choose import make_evaluator
+from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.models import build_detector
 from toolkit.models.detr.detr_criterion import MatchingCosts, pad_targets
 from toolkit.models.final import load_detector_folder
@@ -289,9 +290,7 @@ def test_it_starts_from_a_trained_detr_and_its_counts_are_those_of_all_relations
     torch.testing.assert_close(model.head.log_frequency[counts > 0], counts[counts > 0].log().float())
     assert (model.head.log_frequency[(counts == 0) & (counts.sum(2, keepdim=True) > 0)] < -25).all()
     evaluator = make_evaluator(model, table, "faster")
-    assert evaluator.mode == "sgdet" and "R@20" in evaluator.evaluate(
-        {i: {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
-         for i in evaluator.image_ids})  # fmt: skip
+    assert isinstance(evaluator, SceneGraphEvaluator) and evaluator.mode == "sgdet"
 
 
 def test_wrong_settings_are_named_at_once(table):
