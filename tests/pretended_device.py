@@ -52,6 +52,9 @@ IN_FLOAT = {  # halves are computed in float32 inside, as a GPU accumulates, and
     aten.convolution, aten.convolution_backward, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.native_batch_norm,
     aten.native_batch_norm_backward,
 }  # fmt: skip
+SOFTMAX, SOFTMAX_BACKWARD = (
+    {getattr(aten, name + suffix) for name in ("_softmax", "_log_softmax")} for suffix in ("", "_backward_data")
+)
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -251,6 +254,10 @@ def _compute(packet, func, args, kwargs):
                 aten._thnn_fused_gru_cell: _gru, aten._thnn_fused_gru_cell_backward: _gru_backward}  # fmt: skip
     if packet in replaced:
         return replaced[packet](*args, **kwargs)
+    if packet in SOFTMAX and args[2]:  # of halves, given in float32
+        return func(args[0].float(), args[1], False)
+    if packet in SOFTMAX_BACKWARD and args[3] != args[0].dtype:
+        return func(*args[:3], args[0].dtype).to(args[3])
     halves = {a.dtype for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)} & set(HALVES)
     if not (halves and packet in IN_FLOAT):
         try:
@@ -270,7 +277,6 @@ def _in_float(packet, func, args, kwargs, half):
             return wide.setdefault(id(value), (value, value.float()))[1]
         return value
 
-    kwargs = {k: False if k == "half_to_float" else v for k, v in kwargs.items()}
     found = func(*tree_map(widen, args), **tree_map(widen, kwargs))
     if func._schema.is_mutable:
         for narrow, widened in wide.values():

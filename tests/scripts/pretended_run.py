@@ -1,7 +1,7 @@
 """What a step and an evaluation of a training script would cost on a GPU, on a machine without one.
 
     python tests/scripts/pretended_run.py train_detr [--run.precision fp16 ...]     # one run, with the places
-    python tests/scripts/pretended_run.py CASES.json             # [[script, [flags]], ...]; a line of JSON for each
+    python tests/scripts/pretended_run.py CASES.json    # [[script, [flags], faults?], ...]; a line of JSON for each
 
 The script runs as it is on a pretended device (`pretended_device.py`). Counted are its second optimizer step, which is
 a steady one, and its last pass over the validation data.
@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-import pretended_device  # noqa: E402  it lies in tests/, which the line before makes known
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "scripts")]
+import faults  # noqa: E402  both lie in folders that the line before makes known
+import pretended_device  # noqa: E402
 
 
 class Counting:
@@ -85,7 +86,9 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     counting = Counting(pretended_device.install(ROOT))
     if argv[0].endswith(".json"):
-        for script, args in json.loads(Path(argv[0]).read_text()):
+        for script, args, *of_it in json.loads(Path(argv[0]).read_text()):
+            for each in of_it:  # they stay: of the last case only
+                faults.install(each, rank=0)
             print("\nFOUND " + json.dumps(run(script, args, counting)), flush=True)
         return 0
     with tempfile.TemporaryDirectory() as folder:
