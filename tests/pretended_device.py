@@ -84,6 +84,9 @@ class OnDevice(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
+    def new_tensor(self, data, *, dtype=None):
+        return torch.tensor(data, dtype=dtype or self.dtype, device=self.device)
+
     def untyped_storage(self):
         return self.host.untyped_storage()
 
@@ -428,6 +431,17 @@ class _Generator(metaclass=_GeneratorKind):
         return cls.plain()
 
 
+def _made_of_data(plain):
+    """torch.tensor or torch.as_tensor, which makes its values on the CPU, and then copies them to the device."""
+
+    def made(data, dtype=None, device=None, **kwargs):
+        if device is None or torch.device(device).type == "cpu" or isinstance(data, torch.Tensor):
+            return plain(data, dtype=dtype, device=device, **kwargs)
+        return plain(data, dtype=dtype, **kwargs).to(device)
+
+    return made
+
+
 def _pretend_modules() -> None:
     properties = SimpleNamespace(name="Pretended GPU", total_memory=80 << 30, major=9, minor=0, warp_size=32,
                                  multi_processor_count=132, max_threads_per_multi_processor=2048)  # fmt: skip
@@ -463,6 +477,7 @@ def _pretend_modules() -> None:
         for name in vars(module).keys() & (same | own).keys():
             setattr(module, name, (same | own)[name])
     torch.Generator = _Generator
+    torch.tensor, torch.as_tensor = _made_of_data(torch.tensor), _made_of_data(torch.as_tensor)
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin, is_pinned
     torch.backends.cudnn.enabled = False
     for switch in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"):

@@ -25,6 +25,11 @@ def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
     return torch.stack(((x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0), dim=-1)
 
 
+def moved_ends(boxes_xyxy: Tensor, pixels: float) -> Tensor:
+    """Boxes `(..., 4)` whose right and lower ends are moved."""
+    return torch.cat([boxes_xyxy[..., :2], boxes_xyxy[..., 2:] + pixels], dim=-1)
+
+
 def normalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
     """Pixels to fractions of the image, for either format.
 

@@ -148,11 +148,11 @@ class PrototypeHead(nn.Module):
             wrong = distances.scatter(1, batch.relation_labels[:, None], math.inf).sort(1).values
             nearest = wrong[:, : min(NEAREST, count - 1)].mean(1)
             missed = (right - nearest + MARGIN).clamp(min=0)
-        images = missed.new_tensor(float(sum(number > 0 for number in batch.num_objects)))
+        images = missed.new_full((), float(sum(number > 0 for number in batch.num_objects)))
         return {
             "l21_loss": (alike * images, images),
             "dist_loss2": (close * images, images),
-            "loss_dis": (missed.sum(), missed.new_tensor(float(len(missed)))),
+            "loss_dis": (missed.sum(), missed.new_full((), float(len(missed)))),
         }
 
 

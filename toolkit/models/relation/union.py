@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torchvision.ops import roi_align
 
 from toolkit.batch import send
+from toolkit.boxes import moved_ends
 from toolkit.models.relation.geometry import rectangle_masks, union_boxes
 from toolkit.models.relation.layers import fc
 
@@ -56,7 +57,7 @@ class AllLevelsPool(nn.Module):
 
     def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence, *known) -> Tensor:
         """(R, channels, resolution, resolution); arguments as of `LevelPool`."""
-        ends = [each - each.new_tensor([0, 0, self.last_pixel, self.last_pixel]) for each in boxes]
+        ends = [moved_ends(each, -self.last_pixel) for each in boxes]
         pooled = [roi_align(maps[name], ends, self.size, scale, self.ratio)
                   for name, scale in zip(self.names, self.scales, strict=True)]  # fmt: skip
         return self.reduce(torch.cat(pooled, 1)).relu()
