@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_on_ranks
+from torch import nn
 
 from toolkit.distributed import (
     UnannouncedName,
@@ -220,3 +221,42 @@ def test_one_process_of_each_machine_prepares(tmp_path):
     calls = []
     first_on_each_machine(lambda: calls.append(1))
     assert calls == [1]
+
+
+class Tiny(nn.Module):
+    def __init__(self, leaves_unused: bool, buffers_steer_training: bool):
+        super().__init__()
+        self.leaves_unused, self.buffers_steer_training = leaves_unused, buffers_steer_training
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.register_buffer("own", torch.tensor(float(world()[0])))
+
+    def forward(self, x):
+        return self.second(self.first(x)).sum() + self.own
+
+
+def as_prepared() -> list:
+    """For each kind of detector: whether DDP looks for unused parameters, whether gradients share a bucket, and the
+    buffer of this rank behind a step."""
+    from toolkit.runs.processes import prepare, start_accelerator
+
+    rank, ranks = world()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "ACCELERATE_USE_CPU": "true"}
+    found, accelerator = [], start_accelerator("no")
+    for leaves_unused in (True, False):
+        detector = Tiny(leaves_unused, buffers_steer_training=leaves_unused)
+        model, _ = prepare(accelerator, detector, torch.optim.SGD(detector.parameters(), 0.1), None, True)
+        model(torch.ones(1, 2)).backward()
+        model(torch.ones(1, 2)).backward()
+        storages = {p.grad.untyped_storage().data_ptr() for p in detector.parameters()}
+        found.append((model.find_unused_parameters, len(storages) == 1, detector.own.item()))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_processes_look_for_unused_parameters_only_where_there_may_be_some(ranks):
+    """Three and more on a CPU do: their sums hang on the order of the buckets, which a search keeps from the first step
+    on; without it a resumed run would add up otherwise in its first."""
+    for rank, (looks, quiet) in enumerate(run_on_ranks(as_prepared, ranks)):
+        assert looks == (True, True, 0.0), "gradients are views of one bucket; buffers are those of the first process"
+        assert quiet == (ranks > 2, True, float(rank)), "buffers are left alone"

@@ -39,6 +39,8 @@ class Detector(nn.Module):
         weighs_boxes: the criterion weighs each box by `target["mixup"]`.
         buffers_steer_training: buffers that training changes, such as running statistics, have a part in its forward;
             every forward then gives all processes those of the first. Where they have none, an evaluation does so.
+        leaves_unused: trained parameters may have no part in the losses of a step, as those of denoising on a batch
+            without boxes; several processes then look for them in each (tests/test_unused_parameters.py).
         class_tensors: tensors with rows per class, see `toolkit.models.weights.mapping`.
         slow_prefixes: prefixes of the parameters that the original program trains at a tenth of the learning rate.
         mean, std: of RGB values in [0, 1].
@@ -51,6 +53,7 @@ class Detector(nn.Module):
     averaged_denominators: Sequence[str] = ()
     metric_names: Sequence[str] = ()
     fixed_size, stride, weighs_boxes, buffers_steer_training = False, 32, False, True
+    leaves_unused = True
     class_tensors: Mapping[str, tuple[int, int, int]] = {}
     slow_prefixes: Sequence[str] = ()
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -51,6 +51,11 @@ def timm_features(
     return (_ChannelsFirst(features) if _is_channels_last(features) else features), channels
 
 
+def leaves_stages(features: nn.Module) -> bool:
+    """Whether an extractor of timm may hold stages behind the last of its maps, which have no part in any loss."""
+    return features.feature_info.out_indices[-1] < len(features.feature_info.info) - 1
+
+
 def group_norms(module: nn.Module) -> nn.Module:
     """Replaces every 2-d batch norm in `module` by a group norm with the same weight and bias.
 

@@ -36,6 +36,8 @@ class TransformersDetector(Detector):
     def _take(self, set_loss: nn.Module, statistics: tuple[tuple, tuple], used: Mapping[str, object]) -> None:
         """Takes the criterion, mean and std, and the options that the config does not tell, as they were used."""
         clamp_unasked_(self.model)
+        config = self.model.config  # a batch without boxes makes no denoising queries; dropped layers have no part
+        self.leaves_unused = any(getattr(config, name, 0) for name in ("num_denoising", "decoder_layerdrop"))
         self.set_loss, self.used, (self.mean, self.std) = set_loss, dict(used), statistics
         self.loss_names, self.metric_names = set_loss.loss_names, set_loss.metric_names
         self.divided_by = set_loss.divided_by

@@ -66,6 +66,7 @@ class RfDetr(FocalDetector):
         config = detector_config(RfDetrConfig, class_names, known, backbone_config=backbone, **entries)
         self.model = build_model(RfDetrForObjectDetection, config)
         initialise_as_published_(self.model)
+        self.model.model.backbone.backbone.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
         if options.pretrained_backbone:
             side = config.backbone_config.image_size // config.backbone_config.patch_size
             vit = self.model.model.backbone.backbone

@@ -18,12 +18,13 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
+from toolkit.boxes import moved_ends
 from toolkit.errors import BadInput
 from toolkit.models.backbones import FREEZE_CHOICES, freeze_backbone, image_statistics, wake_frozen_norms
 from toolkit.models.faster_rcnn.model import FasterRCNN
 from toolkit.models.faster_rcnn.options import FasterRcnnOptions, ResNet50Options, ResNet50V2Options, TwoStageOptions
 from toolkit.models.options import DetectorOptions
-from toolkit.models.timm_features import number_of_groups, timm_features
+from toolkit.models.timm_features import leaves_stages, number_of_groups, timm_features
 
 HEAD_NORMS = {
     "none": None,
@@ -75,13 +76,13 @@ class WholePixelPool(nn.Module):
     def __init__(self, pool: MultiScaleRoIAlign):
         super().__init__()
         self.pool, mapper = pool, pool.map_levels
-        pool.map_levels = lambda boxes: mapper([each + each.new_tensor([0, 0, 1, 1]) for each in boxes])
+        pool.map_levels = lambda boxes: mapper([moved_ends(each, 1) for each in boxes])
 
     def forward(
         self, maps: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]], *known
     ) -> Tensor:
         """See `LevelPool.forward`."""
-        ends = [[each - each.new_tensor([0, 0, 1, 1]) for each in of] for of in (boxes, *known)]
+        ends = [[moved_ends(each, -1) for each in of] for of in (boxes, *known)]
         return self.pool(maps, ends[0], image_shapes, *ends[1:])
 
 
@@ -125,6 +126,7 @@ class FasterRCNNOnTimm(FasterRCNN):
         own_mean, own_std = image_statistics(o.backbone)
         statistics = o.mean or own_mean, o.std or own_std
         super().__init__(model.backbone, model.rpn, model.roi_heads, o.strides, *statistics)
+        self.leaves_unused = leaves_stages(body)
         if o.whole_pixels:
             self.roi_heads.box_roi_pool = WholePixelPool(self.roi_heads.box_roi_pool)
 

@@ -16,7 +16,7 @@ from toolkit.models.detector import Detector, MapTap
 from toolkit.models.faster_rcnn.suppression import LARGEST_GROUP, Suppression
 from toolkit.models.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
 from toolkit.models.ssd.options import SsdliteOptions, SsdOptions
-from toolkit.models.timm_features import group_norms, timm_features
+from toolkit.models.timm_features import group_norms, leaves_stages, timm_features
 
 WHOLE_IMAGE = -1  # stride of the level that sees the whole image in one cell
 
@@ -52,6 +52,7 @@ class SSD(Detector):
         self.backbone, widths = timm_features(
             o.backbone, strides=of_backbone, pretrained_backbone=o.pretrained_backbone, norm=o.norm
         )
+        self.leaves_unused = leaves_stages(self.backbone)
         self.map_widths, self.num_outputs = tuple(widths), 4 + 1 + len(class_names)
         self._build_levels(o, widths, len(of_backbone))
         self.multibox = SsdCriterion(
