@@ -26,6 +26,7 @@ from toolkit.models.relation.sampling import (
 )
 from toolkit.models.relation.trees import grow_trees
 from toolkit.models.relation.union import UnionFeatures
+from toolkit.models.relation.vctree import drawn_columns
 from toolkit.models.weights.mapping import map_weights
 
 CLASSES, PREDICATES = 6, 5
@@ -361,3 +362,11 @@ def test_weights_are_mapped_explicitly():
     with pytest.raises(BadInput) as caught:
         map_weights(model | {"box.fc.bias": torch.zeros(5)}, checkpoint, {"relatoin": "box", "relation": "boks"})
     assert all(part in str(caught.value) for part in ("'relatoin'", "'boks'", "(2,)", "(5,)"))
+
+
+def test_columns_are_drawn_as_multinomial_draws_them():
+    weights = torch.rand(500, 9, generator=torch.Generator().manual_seed(0))[:, 1:]
+    torch.manual_seed(3)
+    expected = weights.multinomial(1)[:, 0]
+    torch.manual_seed(3)
+    assert torch.equal(drawn_columns(weights), expected)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.batch import send_dicts
+
 
 @dataclass
 class Forest:
@@ -95,23 +97,19 @@ def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, device: torch.devi
     for level in levels:
         place[level] = np.arange(len(level))
 
-    def child_places(key: str) -> list[Tensor]:
+    def child_places(key: str) -> list[np.ndarray]:
         below = [*map(len, levels[1:]), 0][: len(levels)]
-        children = (np.where(flat[key][lv] >= 0, place[flat[key][lv]], n) for lv, n in zip(levels, below, strict=True))
-        return [torch.as_tensor(places, device=device) for places in children]
+        return [np.where(flat[key][lv] >= 0, place[flat[key][lv]], n) for lv, n in zip(levels, below, strict=True)]
 
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
-    tensors = {key: torch.as_tensor(flat[key], device=device) for key in ("parent", "left", "right")}
-    return Forest(
-        **tensors,
-        levels=[torch.as_tensor(level, device=device) for level in levels],
-        order=torch.as_tensor(order, device=device),
-        inverse=torch.as_tensor(inverse, device=device),
-        up_place=[torch.as_tensor(place[flat["up"][level]], device=device) for level in levels],
-        left_place=child_places("left"),
-        right_place=child_places("right"),
-    )
+    single = {key: flat[key] for key in ("parent", "left", "right")} | {"order": order, "inverse": inverse}
+    of_levels = {"levels": levels, "up_place": [place[flat["up"][level]] for level in levels],
+                 "left_place": child_places("left"), "right_place": child_places("right")}  # fmt: skip
+    every = [*single.values(), *(each for several in of_levels.values() for each in several)]
+    (sent,) = send_dicts([{str(i): torch.from_numpy(each) for i, each in enumerate(every)}], device)  # in one copy
+    moved = iter(sent.values())
+    return Forest(**{name: next(moved) for name in single}, **{n: [next(moved) for _ in levels] for n in of_levels})
 
 
 def _orthogonal_blocks(layer: nn.Linear, block: tuple[int, int], forget: slice, bias: float) -> nn.Linear:

@@ -111,7 +111,7 @@ class TreeDecoder(nn.Module):
             state = state * kept[level]
             logits = self.out(state)
             label = logits[:, 1:].argmax(1) + 1
-            drawn = logits.float().softmax(1)[:, 1:].multinomial(1)[:, 0] + 1 if self.training else label
+            drawn = drawn_columns(logits.float().softmax(1)[:, 1:]) + 1 if self.training else label
             told = drawn + 1
             all_logits.append(logits)
             all_labels.append(label)
@@ -121,6 +121,12 @@ class TreeDecoder(nn.Module):
         """A layer over [features, parent's label]: its part for all objects and its part for all labels."""
         weight, label_weight = layer.weight[:, : self.in_dim], layer.weight[:, self.in_dim :]
         return F.linear(features, weight, layer.bias), F.linear(self.embed.weight, label_weight)
+
+
+def drawn_columns(weights: Tensor) -> Tensor:
+    """(N,) columns of (N, C), drawn as `multinomial` draws one of each row; that asks whether all are finite, and so
+    makes the host wait for a GPU."""
+    return (weights / torch.empty_like(weights, memory_format=torch.contiguous_format).exponential_()).argmax(1)
 
 
 class VCTreeContext(nn.Module):
