@@ -91,7 +91,7 @@ def test_scene_graphs_wait_as_often_however_large_the_batch(mode, settings, scri
                                     "--model.head", head, "--model.head_options", "{}", *MODES[mode]))
              for head, batch, evaluated in plain]  # fmt: skip
     for (head, _, evaluated), each in zip(plain, pretended(tmp_path, cases), strict=True):
-        step, batch = (limit + 6 * (head == "vctree") for limit in GRAPHS[mode])  # trees, and masks of dropout
+        step, batch = (limit + (head == "vctree") for limit in GRAPHS[mode])  # its trees
         assert_few_waits(each, step, batch, -(-10 // evaluated))
 
 

@@ -18,7 +18,7 @@ class Forest:
     parent: (N,) of the tree before it was made binary. left, right, up: (N,) children and parent in the binary tree.
     levels: objects of each depth, from the roots on. order: (N,) all levels in a row, inverse: its inverse.
     up_place: per level, place of each parent in the level before. left_place, right_place: per level, place of each
-    child in the next level; the length of that level where there is none.
+    child in the next level; the length of that level where there is none. num_images: up to the last with an object.
     """
 
     parent: Tensor
@@ -30,6 +30,7 @@ class Forest:
     up_place: list[Tensor]
     left_place: list[Tensor]
     right_place: list[Tensor]
+    num_images: int
 
 
 def grow_trees(scores: Tensor, num_objects: list[int]) -> Forest:
@@ -49,7 +50,7 @@ def grow_trees(scores: Tensor, num_objects: list[int]) -> Forest:
     real = np.arange(size) < counts[:, None]
     start = (np.cumsum(counts) - counts)[:, None]
     flat = {key: np.where(value >= 0, value + start, -1)[real] for key, value in local.items()}
-    return _schedule(flat, depth[real], device)
+    return _schedule(flat, depth[real], int(np.append(0, np.flatnonzero(counts) + 1)[-1]), device)
 
 
 def _grow(scores: np.ndarray, counts: np.ndarray, local: dict[str, np.ndarray], depth: np.ndarray) -> None:
@@ -90,7 +91,7 @@ def _attach(image, child, parent, local: dict[str, np.ndarray], youngest: np.nda
     depth[image, child] = depth[image, up] + 1
 
 
-def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, device: torch.device) -> Forest:
+def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, num_images: int, device: torch.device) -> Forest:
     order = np.argsort(depth, kind="stable")
     levels = np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(order) else []
     place = np.zeros(len(depth), np.int64)
@@ -109,7 +110,8 @@ def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, device: torch.devi
     every = [*single.values(), *(each for several in of_levels.values() for each in several)]
     (sent,) = send_dicts([{str(i): torch.from_numpy(each) for i, each in enumerate(every)}], device)  # in one copy
     moved = iter(sent.values())
-    return Forest(**{name: next(moved) for name in single}, **{n: [next(moved) for _ in levels] for n in of_levels})
+    of_nodes = {name: next(moved) for name in single}
+    return Forest(**of_nodes, **{n: [next(moved) for _ in levels] for n in of_levels}, num_images=num_images)
 
 
 def _orthogonal_blocks(layer: nn.Linear, block: tuple[int, int], forget: slice, bias: float) -> nn.Linear:
@@ -201,11 +203,11 @@ class TreeLSTM(nn.Module):
         self.dropout = dropout
 
     def forward(self, features: Tensor, forest: Forest, image: Tensor) -> Tensor:
-        masks = [image_dropout(image, lstm.dim, self.dropout, self.training, features) for lstm in (self.up, self.down)]
+        ones = [features.new_ones(forest.num_images, lstm.dim) for lstm in (self.up, self.down)]
+        masks = [image_dropout(each, image, self.dropout, self.training) for each in ones]
         return torch.cat([self.up(features, forest, masks[0]), self.down(features, forest, masks[1])], 1)
 
 
-def image_dropout(image: Tensor, dim: int, probability: float, training: bool, like: Tensor) -> Tensor:
-    """(N, dim) dropout mask that is the same for all objects of an image."""
-    num_images = len(image) if not len(image) else int(image[-1]) + 1
-    return F.dropout(like.new_ones(num_images, dim), probability, training)[image]
+def image_dropout(ones: Tensor, image: Tensor, probability: float, training: bool) -> Tensor:
+    """(N, D) dropout mask that is the same for all objects of an image, from ones (images, D)."""
+    return F.dropout(ones, probability, training)[image]

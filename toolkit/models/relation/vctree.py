@@ -98,7 +98,8 @@ class TreeDecoder(nn.Module):
         """Logits (N, C) and the best labels above background (N,). In training parents tell a drawn label."""
         direct, from_parent_direct = self._project(self.lstm.direct, features)
         projected, from_parent = self._project(self.lstm.input, features)
-        kept = image_dropout(image, self.lstm.dim, self.dropout, self.training, features)
+        ones = features.new_ones(forest.num_images, self.lstm.dim)
+        kept = image_dropout(ones, image, self.dropout, self.training)
         state = memory = features.new_zeros(len(features), self.lstm.dim)
         told = torch.zeros(len(features), dtype=torch.int64, device=features.device)
         all_logits, all_labels = [], []
