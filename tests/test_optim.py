@@ -200,6 +200,29 @@ def test_state_of_weights_that_lay_otherwise_in_memory_goes_on_alike(name):
     assert torch.equal(*ends)
 
 
+def test_a_first_step_that_the_scaler_passes_over_leaves_no_momentum():
+    """torch's fused update would make the buffers in it, with what happened to be in memory."""
+    torch.manual_seed(0)
+    weights = [torch.randn(4, 6, 3, 3).contiguous(memory_format=torch.channels_last), torch.randn(500)]
+    gradients = [torch.randn_like(each) for each in weights]
+    found = []
+    for fused, passed_over in ((True, True), (False, False)):
+        parameters = [nn.Parameter(each.clone()) for each in weights]
+        optimizer = build_optimizer("sgd", [{"params": parameters, "lr": 0.1}], momentum=0.9, fused=fused)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            assert optimizer.state[parameter]["momentum_buffer"].stride() == parameter.stride()
+            parameter.grad = gradient.clone()
+        if passed_over:  # as the scaler tells it
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(1.0)
+            optimizer.step()
+            assert all(not optimizer.state[p]["momentum_buffer"].any() for p in parameters)
+            optimizer.found_inf = torch.tensor(0.0)
+        optimizer.step()
+        optimizer.step()
+        found.append([parameter.detach() for parameter in parameters])
+    torch.testing.assert_close(*found)
+
+
 def test_nesterov_looks_one_step_of_the_momentum_ahead():
     def after_two_steps(**options):
         model = nn.Linear(1, 1, bias=False)

@@ -229,8 +229,8 @@ class Training:
 
     def _gradients_finite(self) -> bool:
         """Whether every entry is, on every rank: a norm can overflow all the same. A collective, and a host read."""
-        gradients = [p.grad for p in self.trained_parameters if p.grad is not None]
-        return not agree_max(int(not all(bool(g.isfinite().all()) for g in gradients)))
+        finite = [p.grad.isfinite().all() for p in self.trained_parameters if p.grad is not None]
+        return not agree_max(int(bool(finite) and not bool(torch.stack(finite).all())))
 
     def note_step(self, window: Sequence[Batch], reduced: Mapping[str, float]) -> None:
         """After an update: meters, rows, the bar, the budget of minutes; then the rates of the next update."""

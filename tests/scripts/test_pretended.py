@@ -76,7 +76,8 @@ def test_waits_do_not_depend_on_the_batch(script: Script, settings, tmp_path):
     for name, batches in (("small", 4), ("large", 2), ("bf16", 4)):
         assert_few_waits(found[name], *limits, batches)
     assert found["small"]["step"]["places"] == found["large"]["step"]["places"]
-    assert_few_waits(found["fp16"], limits[0] + 1, limits[1], 4)  # the scaler's
+    # the scaler's; and where gradients overflow, whether the state is broken, and whether only their norm is
+    assert_few_waits(found["fp16"], limits[0] + 3, limits[1], 4)
     assert_few_waits(found["twice"], 2 * limits[0] - 1, limits[1], 4)
 
 

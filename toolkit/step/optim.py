@@ -143,7 +143,12 @@ def build_optimizer(
     if name == "adam":
         return torch.optim.Adam(groups, betas=betas, eps=eps, fused=fused)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=groups[0]["lr"], momentum=momentum, nesterov=nesterov, fused=fused)
+        sgd = torch.optim.SGD(groups, lr=groups[0]["lr"], momentum=momentum, nesterov=nesterov, fused=fused)
+        # Left to itself the fused update makes them without content, and fills them in its first step: where the scaler
+        # of float16 passes over that one, it goes on with what happened to be in memory.
+        for parameter in (p for group in sgd.param_groups for p in group["params"] if momentum):
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
     raise BadInput(f"optim.name is {name!r}; expected adamw, adam or sgd")
 
 
