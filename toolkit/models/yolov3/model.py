@@ -88,7 +88,7 @@ class YOLOv3(Detector):
         self.mean, self.std = tuple(o.mean or own_mean), tuple(o.std or own_std)
         self.register_buffer("anchors", _checked_anchors(o.anchors), persistent=False)
         self.backbone = _timm_backbone(o) if features is None else features
-        self.leaves_unused = leaves_stages(self.backbone)
+        self.leaves_unused = features is not None or leaves_stages(self.backbone)
         taps = list(self.backbone.feature_info.channels())[::-1]  # strides 32, 16, 8
         channels = self._head_channels = list(o.head_channels or (max(1, c // 2) for c in taps))
         outputs = self.anchors.shape[1] * (5 + self.num_classes)
