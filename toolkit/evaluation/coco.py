@@ -168,16 +168,16 @@ def _count(boxes: BoxArrays, most: int) -> np.ndarray:
 def class_groups(counts: np.ndarray, most: int) -> list[np.ndarray]:
     """Classes that are evaluated together, in their order: as many as have `most` detections, at least one.
 
-    counts: (C,) detections of each class, C at least 1.
+    counts: (C,) detections of each class.
     """
-    groups, held = [[0]], counts[0]
-    for each, count in enumerate(counts[1:], 1):
-        if held + count > most:
+    groups, held = [[]], 0
+    for each, count in enumerate(counts):
+        if groups[-1] and held + count > most:
             groups.append([])
             held = 0
         groups[-1].append(each)
         held += count
-    return [np.asarray(group) for group in groups]
+    return [np.asarray(group, np.int64) for group in groups]
 
 
 def _mean(values: np.ndarray) -> float | None:
