@@ -244,7 +244,7 @@ def test_header_check_finds_truncation(tmp_path):
     assert {p.image_id for p in table.problems if p.severity == "error"} == set(ERRORS)
 
 
-@pytest.mark.parametrize(("extra", "code"), [([], 2), pytest.param(["--on-error", "drop"], 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("extra", "code"), [([], 2), pytest.param(["--on-error", "drop"], 1, marks=pytest.mark.slow)])
 def test_check_data_script(tmp_path, extra, code):
     command = [sys.executable, ROOT / "scripts" / "check_data.py", DIRTY / "annotations" / "instances.json", *extra]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
