@@ -131,8 +131,8 @@ class _Pairs:
         """(P,) bool: would the pair say anything that is not yet known."""
         if not self._thinned:
             return np.ones(len(i), bool)
-        lone = self._first == len(self.splits)
-        return (self._group[i] != self._group[j]) | lone[self.splits[j], i] | lone[self.splits[i], j]
+        news = self._lone[self.splits[j], i] | self._lone[self.splits[i], j]
+        return news | (self._group[i] != self._group[j])
 
     def pairs(self) -> np.ndarray:
         """(P, 2) int64, the smaller index first."""
@@ -142,11 +142,11 @@ class _Pairs:
 
     def _thin(self) -> None:
         pairs, count = np.concatenate(self._found), len(self.splits)
-        self._first = np.full((self.splits.max() + 1, count), count)  # the first partner of an image in each split
+        first = np.full((self.splits.max() + 1, count), count)  # the first partner of an image in each split
         for image, partner in (pairs.T, pairs.T[::-1]):
-            np.minimum.at(self._first, (self.splits[partner], image), partner)
-        image = np.nonzero(self._first < count)[1]
-        partners = np.stack([image, self._first[self._first < count]], axis=1)
+            np.minimum.at(first, (self.splits[partner], image), partner)
+        self._lone = first == count
+        partners = np.stack([np.nonzero(~self._lone)[1], first[~self._lone]], axis=1)
         forest = minimum_spanning_tree(coo_array((np.ones(len(pairs)), pairs.T), shape=(count, count)))
         self._group = connected_components(forest, directed=False)[1]
         kept = np.sort(np.concatenate([partners, np.stack(forest.nonzero(), axis=1)]), axis=1)

@@ -77,7 +77,7 @@ class CocoEvaluator:
         """
         detections = prediction_arrays(predictions, self.image_ids)
         detections = drop_unusable(detections, len(self.class_keys), self.image_ids)
-        detections = detections[_count(detections, self.max_dets[-1])]
+        detections = detections[_among_the_best(detections, self.max_dets[-1])]
         parts = class_groups(np.bincount(detections.labels, minlength=len(self.class_keys)), DETECTIONS_AT_ONCE)
         found = [self._evaluate_classes(detections, part) for part in parts]
         precision, recall = (np.concatenate([each[k] for each in found], axis=2 - k) for k in range(2))
@@ -154,7 +154,7 @@ class CocoEvaluator:
         return result
 
 
-def _count(boxes: BoxArrays, most: int) -> np.ndarray:
+def _among_the_best(boxes: BoxArrays, most: int) -> np.ndarray:
     """(G,) bool: is a detection among the `most` best of its image and class, of equal scores the first ones."""
     order = np.lexsort((-boxes.scores, boxes.labels, boxes.image_index))
     change = np.diff(boxes.image_index[order], prepend=-1) | np.diff(boxes.labels[order], prepend=-1)
