@@ -67,7 +67,7 @@ REQUIREMENTS = {
     "yolov3, largest difference of a score": "≤ 0.0001",
     "prediction, ours / plain": "≥ 1",
     "prediction, largest difference of a score": "≤ 0.0001",
-    "scene graph evaluation, plain / ours": "≥ 5",
+    "scene graph evaluation, plain / ours": "≥ 20",
     "scene graph evaluation, largest difference": "≤ 1e-12",  # sums in another order
     "relation head motifs, alone / together": "≥ 3",
     "relation head vctree, alone / together": "≥ 3",
