@@ -87,9 +87,9 @@ class Server:
 
     def run(
         self, script: Script | Path, args, processes: int = 1, faults=(), *, whole: bool = False, env=None,
-        meanwhile: Callable[[list[int]], None] | None = None,
+        meanwhile: Callable[[list[int]], None] | None = None, within_s: float = HANGS_AFTER_S,
     ) -> Result:  # fmt: skip
-        """Runs a script on that many processes to its end, or fails the test when it hangs.
+        """Runs a script on that many processes to its end, or fails the test when it takes longer than it may.
 
         whole: with the slow end. env: more environment variables. meanwhile: called with the process ids once they run.
         """
@@ -109,14 +109,14 @@ class Server:
         pids = self._read(60)
         if meanwhile is not None:
             meanwhile(pids)
-        codes = self._read(HANGS_AFTER_S)
+        codes = self._read(within_s)
         hangs = codes is None
         if hangs:
             os.killpg(pids[0], signal.SIGKILL)
             codes = self._read(60)
         texts = [log.read_text(errors="replace") for log in logs]
         text = "".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(texts))
-        assert not hangs, f"the run hangs (or takes over {HANGS_AFTER_S} s): {args}\n{text}"
+        assert not hangs, f"the run hangs (or takes over {within_s} s): {args}\n{text}"
         return Result(codes, text, run_folder(args), texts)
 
     def close(self) -> None:

@@ -1,18 +1,25 @@
 """torch.compile, in place: the names of a state dict stay as they are."""
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from toolkit.errors import BadInput
 
+VARIANTS = 64  # of one block: its widths, with and without gradients, sizes of images; torch would give up after 8
+
 
 def compile_in_place(module: nn.Module, compile: bool | str) -> None:
-    """Compiles `module` from its next call on; its parameters keep their names.
+    """Compiles the repeated blocks of `module` from its next call on, all of it if there are none; names stay.
 
-    compile: False: leaves it alone; True: torch's own backend; a name: that backend, such as "aot_eager", which
-        compiles no kernels and so shows what is captured.
+    Blocks of one class and width share their code, so that compiling takes as long as one of each would.
+
+    Args:
+        compile: False: leaves it alone; True: torch's own backend; a name: that backend, such as "aot_eager", which
+            compiles no kernels and so shows what is captured.
 
     Raises:
         BadInput: torch has no such backend.
@@ -23,7 +30,21 @@ def compile_in_place(module: nn.Module, compile: bool | str) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise BadInput(f"optim.compile: torch has no backend {backend!r}; give true, or one of {', '.join(known)}")
-    module.compile(backend=backend)
+    torch._dynamo.config.recompile_limit = VARIANTS
+    for each in list(repeated_blocks(module)) or [module]:
+        each.compile(backend=backend)
+
+
+def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that stand in a list or sequence with another of their class, such as the layers of a
+    transformer; plain layers are none."""
+    in_row = isinstance(module, nn.ModuleList | nn.Sequential)
+    kinds = Counter(map(type, module.children())) if in_row else {}
+    for child in module.children():
+        if in_row and kinds[type(child)] > 1 and any(True for _ in child.children()):
+            yield child
+        else:
+            yield from repeated_blocks(child)
 
 
 class GraphCount:
@@ -40,4 +61,6 @@ class GraphCount:
         if made == 0:
             return ""
         reason = ": shapes or settings that it relied on have changed" if again else ""
-        return f"torch.compile: {made} {'more ' if again else ''}graphs up to step {step}, {graphs} in all{reason}"
+        breaks = sum(dynamo.counters["graph_break"].values())
+        more = "more " if again else ""
+        return f"torch.compile: {made} {more}graphs up to step {step}, {graphs} in all, {breaks} graph breaks{reason}"
