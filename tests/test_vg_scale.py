@@ -76,6 +76,20 @@ def test_the_documented_chain(files, tmp_path):
     check_metrics(json.loads(printed.strip().splitlines()[-1]))
 
 
+@pytest.mark.slow
+def test_the_documented_chain_of_one_stage(files, tmp_path):
+    small = {"--model.backbone": "resnet10t", "--model.pretrained_backbone": "false", "--model.d_model": 32,
+             "--model.heads": 2, "--model.ffn_dim": 32, "--model.num_queries": 20}  # fmt: skip
+    train(tmp_path, "train_detr.py", "vg150_detr.yaml", files, sizes=small)
+    chain = {"--model.detector": tmp_path / "runs" / "vg150_detr", "--eval.test_split": "null"}
+    assert "weights of the detector" in train(tmp_path, "train_sgg.py", "vg150_egtr.yaml", files, chain=chain)
+    trained = training_rows(tmp_path / "runs" / "vg150_egtr")
+    assert [row["step"] for row in trained] == [1, 2, 3, 4]
+    assert all(math.isfinite(row["train/loss_rel"]) for row in trained)
+    rates = {name: rate for name, rate in trained[-1].items() if name.startswith("train/lr/")}
+    assert {round(rate / rates["train/lr/main"], 6) for rate in rates.values()} == {1, 0.01, 0.001}, rates
+
+
 def check_metrics(row: dict) -> None:
     """All metrics of predcls, in order, and a recall for each of the 50 predicates."""
     for name in ("R", "ngR", "zR", "ngzR", "mR", "ngmR", "A"):
