@@ -21,6 +21,7 @@ from toolkit.data.batches import collate
 from toolkit.errors import BadInput
 from toolkit.models import ARCHITECTURES, build_detector, options_class
 from toolkit.models.detector import denominator_of
+from toolkit.models.detr.query_grid import grid_points, sine_embedding
 from toolkit.models.final import load_detector_folder
 from toolkit.step.losses import LossWeights
 
@@ -289,6 +290,36 @@ def test_pre_norm_is_the_original_s_formula(training):
     post_norm.model.load_state_dict(detector.model.state_dict(), strict=False)
     with torch.no_grad():
         assert (post_norm(batch.images, batch.sizes)["logits"] - found["logits"]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("count", [1, 7, 16])
+def test_queries_on_a_grid_look_first_where_they_are(count):
+    """What the first cross-attention of a new model agrees with most, among the keys of a map without content."""
+    grid = {"d_model": 96, "heads": 4, "num_queries": count, "query_grid": 3.0, "decoder_layers": 1}
+    core = build("detr", **{**ON_TIMM, **grid}).model.model
+    points = grid_points(count)
+    assert len(points.unique(dim=0)) == count and torch.all((points > 0) & (points < 1))
+    tokens = (torch.cartesian_prod(torch.arange(8), torch.arange(8)).flip(1) + 0.5) / 8  # x, y of an 8 x 8 map
+    attention = core.decoder.layers[0].encoder_attn
+    queries = attention.q_proj(core.query_position_embeddings.weight)
+    keys = attention.k_proj(sine_embedding(tokens, 96))
+    agreement = torch.einsum("qhd,khd->qk", queries.view(count, 4, -1), keys.view(64, 4, -1))
+    nearest = (tokens[agreement.argmax(1)] - points).abs().amax(1)
+    assert nearest.mean() <= 1.5 / 8, "mostly the token at the point, or a neighbour of it"
+
+
+def test_queries_on_a_grid_have_the_embeddings_of_transformers():
+    core = build("detr", **{**ON_TIMM, "d_model": 96, "heads": 4}).model.model
+    mask = torch.ones(1, 8, 8, dtype=torch.bool)
+    theirs = core.position_embedding(torch.zeros(1, 96, 8, 8).shape, "cpu", torch.float32, mask)
+    tokens = (torch.cartesian_prod(torch.arange(8), torch.arange(8)).flip(1) + 1) / 8  # theirs count from 1
+    torch.testing.assert_close(sine_embedding(tokens, 96), theirs[0].flatten(1).T, atol=1e-4, rtol=0)
+
+
+def test_a_grid_needs_sines():
+    for wrong in ({"query_grid": -1.0}, {"query_grid": 3.0, "position_embedding": "learned"}):
+        with pytest.raises(BadInput, match="model.query_grid is"):
+            build("detr", **{**ON_TIMM, **wrong})
 
 
 def test_pre_norm_trains_drops_out_and_is_saved_in_our_own_format(tmp_path):

@@ -250,8 +250,8 @@ class OptimConfig:
     gradient_table_every: NonNegativeInt = 0
     """Optimizer steps between two tables of the largest gradients on the console; 0 shows none."""
     compile: bool | str = False
-    """Compile the model's repeated blocks with torch.compile, which needs a C++ compiler and a minute at the start, less
-    when they are in its cache on disk; a name chooses its backend."""
+    """Compile the model's repeated blocks with torch.compile, which needs a C++ compiler and a minute or two at the
+    start, less when they are in its cache on disk; a name chooses its backend."""
 
 
 @dataclass

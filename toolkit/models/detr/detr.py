@@ -33,6 +33,7 @@ from toolkit.models.detr.configuration import (
 from toolkit.models.detr.detr_criterion import DetrCriterion
 from toolkit.models.detr.options import DetrOptions
 from toolkit.models.detr.pre_norm import normalize_before_
+from toolkit.models.detr.query_grid import start_on_grid_
 
 POSITIONS = 50  # that learned position embeddings reach along a side, in the original and in transformers
 
@@ -78,6 +79,9 @@ class Detr(TransformersDetector):
             _check_own_weights(source_config)
             normalize_before_(self.model)
         initialise_as_published_(self.model)
+        _check_grid(options)
+        if options.query_grid:
+            start_on_grid_(self.model, options.query_grid)
         used = prepare_backbone(self.model.model.backbone.model, config, options, source_config)
         costs = matching_costs(options, source_config)
         self.aux_loss = options.aux_loss
@@ -159,6 +163,14 @@ def _check_own_weights(source_config: Mapping | None) -> None:
         raise BadInput(
             "model.pre_norm: the pretrained model is one of transformers, which normalise after each part of a layer; "
             "leave pre_norm out, or model.pretrained."
+        )
+
+
+def _check_grid(options: DetrOptions) -> None:
+    if options.query_grid < 0 or options.query_grid and options.position_embedding != "sine":
+        raise BadInput(
+            f"model.query_grid is {options.query_grid} with model.position_embedding {options.position_embedding}; "
+            "expected 0, or a positive number with sine, whose embeddings the queries take."
         )
 
 
