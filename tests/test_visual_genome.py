@@ -99,6 +99,11 @@ def test_a_detector_may_keep_images_without_relations(thousand):
     assert len(ids["train:50", True]) == everything - 50
 
 
+def test_too_few_images_for_the_usual_validation_split(thousand):
+    with pytest.raises(BadInput, match=r"all of its \d+ training images .* first 5000.*: train:\d+ and val:\d+"):
+        read(thousand[0], "train", num_val_images=5000)
+
+
 def test_splits(thousand):
     folder, (train, test) = thousand
     tables = {split: read(folder, split) for split in ("train", "val", "test")}
