@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -290,6 +291,29 @@ def test_looks_are_cached_and_notice_changed_files(clean, tmp_path):
     assert len(list((tmp_path / "looks").iterdir())) == 1
     assert np.array_equal(looks_of(table, tmp_path).thumbnails, first.thumbnails)
     assert len(list((tmp_path / "looks").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_comparing_images_keeps_none_of_them(tmp_path):
+    """4,000 images take 110 MB decoded; what is kept of one lay among them once, so that none was given back."""
+    code = """
+import io, sys
+import numpy as np
+from PIL import Image
+from toolkit.data.alike import _digest_and_look
+resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
+def image(i):
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(i).integers(0, 255, (96, 96, 3), np.uint8)).save(file, "JPEG", quality=10)
+    return file.getvalue()
+kept = [_digest_and_look(image(i)) for i in range(200)]
+before = resident()
+kept += [_digest_and_look(image(i)) for i in range(200, 4200)]
+print(resident() - before)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(ended.stdout) < 30e6
+
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 9), st.integers(0, 1)), max_size=7))

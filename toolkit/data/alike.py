@@ -76,8 +76,8 @@ def looks_of(table: DetectionTable, cache_dir: str | Path | None = None) -> Look
         pass
     threads = None if table.image_root is None else waits_for(table.image_root)
     found = parallel(lambda index: [_digest_and_look(source(index))], indices, "comparing images", threads)
-    made = Looks(np.array([digest for digest, _ in found], dtype="S32"),
-                 np.stack([thumbnail for _, thumbnail in found] or [np.zeros((0, SIDE, SIDE), np.uint8)]))  # fmt: skip
+    thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in found), np.uint8)
+    made = Looks(np.array([digest for digest, _ in found], dtype="S32"), thumbnails.reshape(-1, SIDE, SIDE))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{hashlib.blake2b(str(id(made)).encode()).hexdigest()[:8]}.tmp.npz")
@@ -198,13 +198,15 @@ def held_out(looks: Looks, share: float) -> np.ndarray:
     return np.array([group in chosen for group in member.tolist()])
 
 
-def _digest_and_look(source: Path | Stored | bytes) -> tuple[str, np.ndarray]:
+def _digest_and_look(source: Path | Stored | bytes) -> tuple[str, bytes]:
+    """The thumbnail as bytes: an array of it would lie among the decoded images, and keep the memory of each from being
+    used again."""
     try:
         data = source if isinstance(source, bytes) else source.read_bytes()
-        return hashlib.blake2b(data, digest_size=16).hexdigest(), look(decode_image(bytes(data)))
+        return hashlib.blake2b(data, digest_size=16).hexdigest(), look(decode_image(bytes(data))).tobytes()
     except (OSError, ImageError):
         digest = hashlib.blake2b(str(source).encode(errors="surrogateescape"), digest_size=16).hexdigest()
-        return digest, np.zeros((SIDE, SIDE), np.uint8)
+        return digest, bytes(SIDE * SIDE)
 
 
 def _stamp(source: Path | Stored) -> str:
