@@ -30,7 +30,10 @@ def compile_in_place(module: nn.Module, compile: bool | str) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise BadInput(f"optim.compile: torch has no backend {backend!r}; give true, or one of {', '.join(known)}")
+    import torch._inductor.config as inductor  # here: it takes a second
+
     torch._dynamo.config.recompile_limit = VARIANTS
+    inductor.fallback_random = True  # dropout draws what it draws uncompiled
     for each in list(repeated_blocks(module)) or [module]:
         each.compile(backend=backend)
 
