@@ -294,10 +294,10 @@ def test_looks_are_cached_and_notice_changed_files(clean, tmp_path):
 
 
 @pytest.mark.slow
-def test_comparing_images_keeps_none_of_them(tmp_path):
+def test_comparing_images_keeps_none_of_them():
     """4,000 images take 110 MB decoded; what is kept of one lay among them once, so that none was given back."""
     code = """
-import io, sys
+import io
 import numpy as np
 from PIL import Image
 from toolkit.data.alike import _digest_and_look
@@ -313,7 +313,6 @@ print(resident() - before)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(ended.stdout) < 30e6
-
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 9), st.integers(0, 1)), max_size=7))

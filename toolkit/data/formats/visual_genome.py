@@ -71,7 +71,7 @@ def load_graphs(
         everything = np.flatnonzero(chosen) if keep_images_without_relations else index
         index = val if split == "val" else np.setdiff1d(everything, val)
         if not len(index) and len(val):
-            fewer = len(val) // 10
+            fewer = max(1, len(val) // 10)
             raise BadInput(f"{h5_file}: all of its {len(val)} training images are among the first {num_val_images}, "
                            f"which are val; take fewer for it: train:{fewer} and val:{fewer}, for example")  # fmt: skip
     _check_h5(data, index, Path(h5_file))
