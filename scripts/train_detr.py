@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from toolkit.command_line import run_script
-from toolkit.distributed import reduce_dict
 from toolkit.models.detr.options import RTDetrV2Options
+from toolkit.modes import uncollected
 from toolkit.runs.settings import (
     DataConfig,
     EvalConfig,
@@ -27,7 +25,6 @@ from toolkit.runs.settings import (
     RunConfig,
     ScheduleConfig,
 )
-from toolkit.step.memory import naming_the_batch
 
 if TYPE_CHECKING:
     from toolkit.training import Training
@@ -51,6 +48,11 @@ class Config:
 
 def train_one_epoch(t: "Training") -> dict[str, float]:
     """What is left of the epoch, or up to the last step of the run; its averages. See docs/design.md."""
+    from torch.nn.utils import clip_grads_with_norm_  # here, as in main: seconds of imports
+
+    from toolkit.distributed import reduce_dict
+    from toolkit.step.memory import naming_the_batch
+
     t.model.train()
     for window in t.windows():  # the micro-batches of one optimizer step
         t.guard.snapshot(t.detector)
@@ -70,7 +72,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
             continue
 
         if t.max_norm:
-            torch.nn.utils.clip_grads_with_norm_(t.trained_parameters, t.max_norm, grad_norm)
+            clip_grads_with_norm_(t.trained_parameters, t.max_norm, grad_norm)
         t.optimizer.step()
         t.optimizer.zero_grad()
         t.step += 1
@@ -85,8 +87,9 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
 
 def main(config: Config) -> dict[str, float]:
     """Trains as `config` says and returns the last evaluation; notebooks call it with a Config of theirs."""
-    from toolkit import session  # here: a mistyped flag is answered before seconds of imports
-    from toolkit.evaluation.coco import CocoEvaluator
+    with uncollected():  # seconds of imports, so here: a mistyped flag is answered before them
+        from toolkit import session
+        from toolkit.evaluation.coco import CocoEvaluator
 
     with session.session(config) as s:
         table, val_table = session.open_data(s)

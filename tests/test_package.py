@@ -48,6 +48,31 @@ def test_every_package_that_a_module_imports_at_its_top_is_in_the_core():
                 assert top in sys.stdlib_module_names or owners & core, f"{path.name} imports {top}"
 
 
+IMPORTS = """
+import sys
+import train_ssd, train_yolov3, train_faster_rcnn, train_sgg, train_detr
+from toolkit.command_line import parse_config
+parse_config(train_detr.Config, [], train_detr.DEFAULT_CONFIG)
+print(*sys.modules)
+from toolkit import session
+from toolkit.evaluation.choose import make_evaluator
+from toolkit.models import detector_class
+from toolkit.models.relation.start import start_scene_graph
+for architecture in ("ssd", "yolov3", "faster_rcnn", "scene_graph"):
+    detector_class(architecture)
+print(*sys.modules)
+"""
+
+
+def test_a_start_does_not_wait_for_imports_that_its_first_step_does_not_need():
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, env=env, check=True)
+    of_settings, of_training = (set(line.split()) for line in done.stdout.splitlines())
+    assert "jsonargparse" in of_settings and not {"torch", "accelerate"} & of_settings  # --help, a mistyped flag
+    needless = {"transformers", "scipy", "matplotlib", "wandb", "tensorboard", "h5py"}
+    assert "timm" in of_training and not needless & of_training
+
+
 def test_requirements_install_extras_that_there_are():
     (line,) = [each for each in (ROOT / "requirements.txt").read_text().splitlines() if not each.startswith("#")]
     assert set(re.fullmatch(r"-e \.\[(.+)\]", line)[1].split(",")) <= set(EXTRAS)

@@ -108,7 +108,7 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     """Runs main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
     import train_detr
 
-    from toolkit import session, training
+    from toolkit import distributed, session, training
     from toolkit.command_line import parse_config
 
     clocks, make = Clocks(), session.training
@@ -118,7 +118,7 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
         for owner, name, part in (
             (t.model, "forward", "forward"), (t.detector, "criterion", "criterion"),
             (t.accelerator, "backward", "backward"), (t, "unscaled_gradient_norm", "gradient norm"),
-            (t, "sums", "what the step must know"), (train_detr, "reduce_dict", "what the step must know"),
+            (t, "sums", "what the step must know"), (distributed, "reduce_dict", "what the step must know"),
             (t.guard, "snapshot", "guard"), (t, "accepts", "guard"), (t.optimizer, "step", "optimizer"),
             (t, "note_step", "meters and rows"), (t.ema, "update", "averaged weights"),
         ):  # fmt: skip

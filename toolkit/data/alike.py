@@ -17,8 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 
 from toolkit.data.check_files import parallel, waits_for
 from toolkit.data.decoding import ImageError, decode_image
@@ -141,6 +139,9 @@ class _Pairs:
         return np.concatenate(self._found)
 
     def _thin(self) -> None:
+        from scipy.sparse import coo_array  # here: few data sets need it, and every start would wait for it
+        from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
+
         pairs, count = np.concatenate(self._found), len(self.splits)
         first = np.full((self.splits.max() + 1, count), count)  # the first partner of an image in each split
         for image, partner in (pairs.T, pairs.T[::-1]):

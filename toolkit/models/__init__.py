@@ -5,11 +5,15 @@ import importlib
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from typing import TYPE_CHECKING
 
 from toolkit.errors import BadInput
 from toolkit.extras import import_without
-from toolkit.models.detector import Detector, check_contract
 from toolkit.models.options import DetectorOptions
+from toolkit.modes import uncollected
+
+if TYPE_CHECKING:
+    from toolkit.models.detector import Detector
 
 # Detector and its options by name: module and class of each below toolkit.models. Detectors are imported when needed:
 # transformers takes seconds, which other scripts and loader processes need not wait for.
@@ -36,15 +40,16 @@ ARCHITECTURES = {
 }
 
 
-def detector_class(architecture: str) -> type[Detector]:
+def detector_class(architecture: str) -> type["Detector"]:
     """The class of a detector: by a name of `ARCHITECTURES`, or as `module:Class`.
 
     Raises:
         BadInput: no such name, module or class, or a class that is no `Detector`.
     """
     if architecture in ARCHITECTURES:
-        import_without("timm", "wandb")  # which it has for summaries of its own training: a second of every start
-        return _load(f"toolkit.models.{ARCHITECTURES[architecture][0]}")
+        with uncollected():
+            import_without("timm", "wandb")  # which it has for summaries of its own training: a second of every start
+            return _load(f"toolkit.models.{ARCHITECTURES[architecture][0]}")
     if ":" not in str(architecture):
         similar = difflib.get_close_matches(str(architecture), ARCHITECTURES, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
@@ -55,6 +60,8 @@ def detector_class(architecture: str) -> type[Detector]:
     except (ImportError, AttributeError) as error:
         raise BadInput(f"model.architecture: {architecture} cannot be imported: {error}. Expected `module:Class` with "
                        "the module beside the script or on PYTHONPATH") from error  # fmt: skip
+    from toolkit.models.detector import Detector  # torch, for which `--help` need not wait
+
     if not (isinstance(found, type) and issubclass(found, Detector)):
         raise BadInput(f"model.architecture: {architecture} is no subclass of toolkit.models.detector.Detector")
     return found
@@ -67,7 +74,7 @@ def options_class(architecture: str) -> type[DetectorOptions]:
     return detector_class(architecture).Options
 
 
-def build_detector(architecture: str, *, class_names: Sequence[str], **settings) -> Detector:
+def build_detector(architecture: str, *, class_names: Sequence[str], **settings) -> "Detector":
     """A detector whose `options` build the same one again.
 
     Args:
@@ -81,6 +88,8 @@ def build_detector(architecture: str, *, class_names: Sequence[str], **settings)
         BadInput: unknown architecture, no classes, an option that it does not have, or that cannot be met (unknown
             backbone, no weights, ...), a class that does not keep the contract.
     """
+    from toolkit.models.detector import check_contract
+
     if not class_names:
         raise BadInput("the data names no classes; a detector needs at least one.")
     options_type, cls = options_class(architecture), detector_class(architecture)

@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import timm
 import torch
@@ -16,10 +17,12 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import load_state_dict
 from timm.utils.model import unfreeze_batch_norm_2d
 from torch import nn
-from transformers import TimmBackboneConfig
 
 from toolkit.errors import BadInput
 from toolkit.offline import cached_when_offline
+
+if TYPE_CHECKING:
+    from transformers import TimmBackboneConfig
 
 FREEZE_CHOICES = ("paper", "norms", "none")
 
@@ -51,12 +54,14 @@ def image_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def backbone_config(name: str, out_indices: list[int], frozen_norms: bool, output_stride: int | None = None):
     """The part of a transformers detector's config that describes its timm backbone."""
+    from transformers import TimmBackboneConfig  # here: detectors of other families do without transformers
+
     return TimmBackboneConfig(
         backbone=name, out_indices=out_indices, freeze_batch_norm_2d=frozen_norms, output_stride=output_stride
     )
 
 
-def load_backbone_weights(backbone: nn.Module, config: TimmBackboneConfig, pretrained: bool | str) -> None:
+def load_backbone_weights(backbone: nn.Module, config: "TimmBackboneConfig", pretrained: bool | str) -> None:
     """Give `backbone` (a timm feature extractor made from `config`) the weights timm makes it with.
 
     transformers would initialise the convolutions as N(0, 0.02), in which a deep network without norms dies out.
