@@ -16,7 +16,7 @@ from toolkit.models.relation.batch import RelationBatch, RelationOutput
 from toolkit.models.relation.frequency import predicate_weights
 from toolkit.models.relation.geometry import iou_plus_one, reading_order, rectangle_masks
 from toolkit.models.relation.heads import HEADS, HeadSizes, build_relation_head
-from toolkit.models.relation.postprocess import late_nms, rank_triplets
+from toolkit.models.relation.postprocess import graphs_on_host, late_nms, rank_triplets, shortlist
 from toolkit.models.relation.sampling import (
     join_samples,
     pairs_to_ask,
@@ -214,7 +214,7 @@ def test_a_box_that_lost_every_class_scores_nothing():
     output = RelationOutput(torch.zeros(4, 3), torch.randn(12, PREDICATES), None)
     batch = batch_of([4])
     batch.boxes_per_class = boxes
-    graph = rank_triplets(output, batch, given_boxes=False)[0]
+    (graph,) = graphs_on_host(*rank_triplets(output, batch, given_boxes=False), [4], [12])
     assert sorted(graph["labels"].tolist()) == [-1, -1, 0, 1]
     assert (graph["scores"][graph["labels"] < 0] == 0).all()
     assert (graph["triplet_scores"].diff() <= 0).all()
@@ -223,6 +223,32 @@ def test_a_box_that_lost_every_class_scores_nothing():
     assert sorted(entry["category_id"] for entry in detections_as_json(found, categories)) == [7, 9]
     written = json.loads(json.dumps(relations_as_json(found, list("abcd"))))
     assert [sorted((entry["subject"], entry["object"])) for entry in written] == [[0, 1], [0, 1]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 10**6), st.sampled_from([0, 1, 7, 100]))
+def test_the_best_triplets_are_those_of_each_image(num_objects, seed, top_k):
+    """The best of each image, then what else is annotated, each best first; equal scores in the order of the pairs."""
+    batch, total = batch_of(num_objects, seed), sum(num_objects)
+    batch.relation_labels = batch.relation_labels.clamp(max=2) // 2  # some
+    predicates = torch.randint(0, 2, (sum(batch.num_pairs), PREDICATES)).float()  # equal ones
+    output = RelationOutput(torch.randint(0, 2, (total, CLASSES)).float(), predicates, None)
+    objects, triplets = rank_triplets(output, batch, given_boxes=True)
+    annotated = [int(own.sum()) for own in batch.relation_labels.split(batch.num_pairs)]
+    short, counts = shortlist(triplets, batch.num_pairs, top_k, [count + 1 for count in annotated])
+    graphs = graphs_on_host(objects, short, num_objects, counts)
+    probability, related = predicates.softmax(1)[:, 1:], batch.relation_labels > 0
+    first = pair = 0
+    for graph, count, pairs in zip(graphs, num_objects, batch.num_pairs, strict=True):
+        own = slice(pair, pair + pairs)
+        ends = batch.pairs[own]
+        scores = probability[own].amax(1) * objects["scores"][ends[:, 0]] * objects["scores"][ends[:, 1]]
+        order = sorted(range(pairs), key=lambda row: -float(scores[row]))
+        order = order[:top_k] + [row for row in order[top_k:] if related[own][row]]
+        expected = {"pairs": ends - first, "triplet_scores": scores, "predicate_scores": probability[own]}
+        assert all(torch.equal(graph[name], column[order]) for name, column in expected.items())
+        assert len(graph["boxes"]) == count
+        first, pair = first + count, own.stop
 
 
 @settings(max_examples=30, deadline=None)

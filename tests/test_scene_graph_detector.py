@@ -207,7 +207,7 @@ def test_annotated_boxes_are_proposals_too_in_training_only(table, batch, monkey
     """A weak detector proposes few of the objects that the relations are between."""
     model = model_of(table, "sgdet", freeze="detector", detector_options=INNER | {"score_threshold": 0.0})
     nothing = [torch.zeros(0, 4)] * len(batch.targets)
-    monkeypatch.setattr(model.detector, "proposals", lambda *_: nothing)
+    monkeypatch.setattr(model.detector, "_proposals", lambda *_: (nothing, nothing))
     found = {}
     for training in (True, False):
         with torch.no_grad():

@@ -59,7 +59,8 @@ def test_proposals_are_those_of_each_image():
     boxes, logits = some_boxes(3, sum(per_level)) - 5, torch.randn(3, sum(per_level))
     boxes[0, :20, 2:] = boxes[0, :20, :2]  # without area
     options = {"before": 60, "after": 40, "threshold": 0.7, "min_size": 1e-3, "min_score": 0.2}
-    found = best_proposals(boxes, logits, per_level, limits, **options)
+    found, known = best_proposals(boxes, logits, per_level, limits, **options)
+    assert all(map(torch.equal, found, known))
     for own, image_boxes, image_logits, size_hw in zip(found, boxes, logits, SIZES, strict=True):
         kept_boxes, kept_scores = [], []
         for level_boxes, level in zip(image_boxes.split(per_level), image_logits.split(per_level), strict=True):

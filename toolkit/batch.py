@@ -154,6 +154,30 @@ def dicts_to_host(dicts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tenso
     return [{name: parts[i] for name, parts in columns.items()} for i in range(len(dicts))]
 
 
+def image_of_each(counts: Sequence[int], device: torch.device | str) -> Tensor:
+    """(sum of counts,) int64: the image of each of what so many images have so many of, image after image."""
+    return send(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64)), device)
+
+
+def pad_rows(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """(N, ...) of all images, so many of each, to (B, M, ...), padded with zeros; at once, unlike `pad_sequence`."""
+    shape = len(counts), max(counts, default=0), *values.shape[1:]
+    padded = values.new_zeros(shape).flatten(0, 1)
+    padded[_places_of_rows(counts, values.device)] = values
+    return padded.view(shape)
+
+
+def unpad_rows(padded: Tensor, counts: Sequence[int]) -> Tensor:
+    """(B, M, ...) of `pad_rows` to (N, ...) again."""
+    return padded.flatten(0, 1)[_places_of_rows(counts, padded.device)]
+
+
+def _places_of_rows(counts: Sequence[int], device: torch.device | str) -> Tensor:
+    width = max(counts, default=0)
+    places = [torch.arange(i * width, i * width + count) for i, count in enumerate(counts)]
+    return send(torch.cat(places) if places else torch.zeros(0, dtype=torch.int64), device)
+
+
 def rows_of(column: Tensor, rows: Tensor) -> Tensor:
     """(B, M, ...) of the column (B, N, ...) those rows (B, M) of each image."""
     return column[torch.arange(len(rows), device=rows.device)[:, None], rows]

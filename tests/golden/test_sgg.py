@@ -29,11 +29,12 @@ from sgg_files import (
 )
 from sgg_heads import build_head, head_batch, our_name
 
+from toolkit.batch import pad_rows
 from toolkit.data.formats import visual_genome as vg
 from toolkit.errors import BadInput
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
 from toolkit.models.relation import frequency, geometry, losses, postprocess, sampling
-from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects
+from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask
 from toolkit.models.relation.layers import label_embedding
 from toolkit.models.weights.mapping import map_weights
 from toolkit.step.gradients import gradient_norm, gradient_table
@@ -201,7 +202,7 @@ def test_geometry(golden):
     first = boxes[: counts[0]]
     close(geometry.iou_plus_one(first[:, None], first[None]), data["iou_img0"])
     mask = object_mask(counts, boxes.device)
-    close(geometry.overlap_numbers(pad_objects(boxes, counts), mask)[mask], data["overlap_info"])
+    close(geometry.overlap_numbers(pad_rows(boxes, counts), mask)[mask], data["overlap_info"])
     order, inverse, sizes = geometry.reading_order(boxes, counts)
     for ours, key in ((order, "sort_perm"), (inverse, "sort_inv_perm"), (sizes, "sort_batch_sizes")):
         assert torch.equal(ours, data[key])
@@ -514,12 +515,14 @@ def test_postprocess(golden, postprocess_case):
     case = group(arrays(golden, "postprocess"), postprocess_case)
     names = sorted({key.split(".")[0] for key in case if key.startswith("img")}, key=lambda name: int(name[3:]))
     images = [tensors(group(case, name)) for name in names]
-    graphs = postprocess.rank_triplets(
+    batch = concatenated(images, "rel_pair_idxs_in")
+    columns = postprocess.rank_triplets(
         RelationOutput(*(torch.cat([im[key] for im in images]) for key in ("obj_logits", "rel_logits")), None),
-        concatenated(images, "rel_pair_idxs_in"),
+        batch,
         given_boxes=bool(case["use_gt_box"]),
         nms_threshold=float(case["later_nms_pred_thres"]),
     )
+    graphs = postprocess.graphs_on_host(*columns, batch.num_objects, batch.num_pairs)
     for graph, expected in zip(graphs, images, strict=True):
         close(graph["boxes"], expected["out_boxes"])
         assert torch.equal(graph["labels"] + 1, expected["pred_labels"])

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from toolkit.batch import dicts_to_host
-from toolkit.boxes import widest_float
 from toolkit.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
 from toolkit.evaluation.scene_graph_evaluator import TOP
 from toolkit.evaluation.scene_graph_matches import compact_graph
@@ -115,32 +114,29 @@ class LossSums:
         self.detector = detector
         self.names = tuple(detector.denominator_names)
         self.ones = dict.fromkeys(self.names, 1.0)
-        self.sums: dict[str, Tensor] = {}
-        self.metrics: dict[str, Tensor] = {}  # (2,) sum and count
+        self.sums: dict[tuple, Tensor] = {}  # of the batches that have these losses and metrics, a value for each
         self.denominators = dict.fromkeys(self.names, 0.0)
 
     def add(self, outputs, targets: list[dict], denominators: Mapping[str, float]) -> None:
         """One batch: outputs of the detector, its targets on the device, its raw denominators."""
         losses, metrics = self.detector.criterion(outputs, targets, self.ones)
-        wide = widest_float(targets[0]["boxes"].device)
-        for name, value in losses.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value.to(wide)
-        for name, (value, count) in metrics.items():
-            pair = torch.stack([torch.as_tensor(v).to(value.device, wide) for v in (value, count)])
-            self.metrics[name] = self.metrics.get(name, 0.0) + pair
+        values = [*losses.values(), *(value for pair in metrics.values() for value in pair)]
+        if values:
+            names = tuple(losses), tuple(metrics)
+            self.sums[names] = self.sums.get(names, 0.0) + stack_scalars(values)
         for name, value in denominators.items():
             self.denominators[name] += float(value)
 
     def over_all_ranks(self) -> tuple[dict[str, float], dict[str, float]]:
         """(losses, metrics) of the dataset; a collective."""
-        scalars = [*self.sums.values(), *(value for pair in self.metrics.values() for value in pair)]
-        values = iter(stack_scalars(scalars).tolist() if scalars else ())  # one host read for all
-        mine = {
-            "sums": {k: next(values) for k in self.sums},
-            "metrics": {k: [next(values), next(values)] for k in self.metrics},
-            "denominators": self.denominators,
-        }
-        parts = gather_objects(mine)
+        values = iter(torch.cat([*self.sums.values()]).tolist() if self.sums else ())  # one host read for all
+        sums, metrics = {}, {}
+        for losses, with_count in self.sums:
+            sums |= {name: sums.get(name, 0.0) + next(values) for name in losses}
+            for name in with_count:
+                value, count = metrics.get(name, (0.0, 0.0))
+                metrics[name] = value + next(values), count + next(values)
+        parts = gather_objects({"sums": sums, "metrics": metrics, "denominators": self.denominators})
         divided_by = self.detector.divided_by
         denominators = {n: sum(part["denominators"][n] for part in parts) for n in self.names}
         losses = {}

@@ -82,7 +82,7 @@ class WholePixelPool(nn.Module):
         self, maps: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]], *known
     ) -> Tensor:
         """See `LevelPool.forward`."""
-        ends = [[moved_ends(each, -1) for each in of] for of in (boxes, *known)]
+        ends = [[moved_ends(each, -1) for each in of] for of in (boxes, *known) if of is not None]
         return self.pool(maps, ends[0], image_shapes, *ends[1:])
 
 

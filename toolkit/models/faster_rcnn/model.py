@@ -16,7 +16,7 @@ from torchvision.models.detection.rpn import RegionProposalNetwork, concat_box_p
 from torchvision.ops import MultiScaleRoIAlign, batched_nms, clip_boxes_to_image
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.batch import normalize_images, sizes_on_host, to_host
+from toolkit.batch import normalize_images, on_host, sizes_on_host, to_host
 from toolkit.models.detector import Detector
 from toolkit.models.faster_rcnn.criterion import roi_losses, rpn_losses
 from toolkit.models.faster_rcnn.pooling import LevelPool
@@ -112,11 +112,20 @@ class FasterRCNN(Detector):
 
     def proposals(self, features: Mapping[str, Tensor], images_hw: Sizes) -> list[Tensor]:
         """Per image (P_i, 4) float32 xyxy pixels, boxes that may hold an object, best first; without gradient."""
-        return self._proposals(*self._predict_anchors(features), images_hw)
+        return self._proposals(*self._predict_anchors(features), images_hw)[0]
 
-    def detect(self, features: Mapping[str, Tensor], boxes: list[Tensor], images_hw: Sizes) -> tuple[Tensor, Tensor]:
-        """Class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per image."""
-        logits, deltas = self.box_predictor(self.box_head(self.box_pool(features, boxes, list(images_hw))))
+    def detect(
+        self,
+        features: Mapping[str, Tensor],
+        boxes: list[Tensor],
+        images_hw: Sizes,
+        known: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per image.
+
+        known: the same boxes on the host, where they are there: then nobody waits.
+        """
+        logits, deltas = self.box_predictor(self.box_head(self.box_pool(features, boxes, list(images_hw), known)))
         return logits.float(), deltas.float().unflatten(1, (-1, 4))
 
     def class_logits(self, features: Mapping[str, Tensor], boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
@@ -145,9 +154,9 @@ class FasterRCNN(Detector):
     ) -> dict:
         """`forward` on maps that are there already, those of `features`."""
         anchors, logits, deltas, per_level = self._predict_anchors(features)
-        boxes = self._proposals(anchors, logits, deltas, per_level, images_hw)
+        boxes, known = self._proposals(anchors, logits, deltas, per_level, images_hw)
         if targets is None:
-            logits, deltas = self.detect(features, boxes, images_hw)
+            logits, deltas = self.detect(features, boxes, images_hw, known)
             return {"boxes": boxes, "logits": logits, "deltas": deltas}
         with torch.no_grad():
             truths = padded_truths(targets)
@@ -160,15 +169,14 @@ class FasterRCNN(Detector):
         if self.training:
             roi_logits, roi_deltas = self.detect(features, list(sampled.split(sizes)), images_hw)
             return outputs | roi_targets | {"roi_logits": roi_logits, "roi_deltas": roi_deltas}
-        candidates = [torch.cat((own, target["boxes"])) for own, target in zip(boxes, targets, strict=True)]
-        logits, deltas = self.detect(features, candidates, images_hw)
-        counts = [len(candidate) for candidate in candidates]
-        parts = list(zip(logits.split(counts), deltas.split(counts), chosen, boxes, strict=True))
-        outputs |= roi_targets | {"roi_logits": torch.cat([logits[index] for logits, _, index, _ in parts])}
-        outputs |= {"roi_deltas": torch.cat([deltas[index] for _, deltas, index, _ in parts]), "boxes": boxes}
-        # The proposals are the first of the candidates, the objects follow.
-        outputs["logits"] = torch.cat([logits[: len(own)] for logits, _, _, own in parts])
-        outputs["deltas"] = torch.cat([deltas[: len(own)] for _, deltas, _, own in parts])
+        counts = [len(own) + len(target["boxes"]) for own, target in zip(boxes, targets, strict=True)]
+        candidates = _with_objects(boxes, targets).split(counts)
+        known = [_with_objects(known, [on_host(target) for target in targets])]
+        logits, deltas = self.detect(features, list(candidates), images_hw, known)
+        outputs |= roi_targets | {"roi_logits": logits[chosen], "roi_deltas": deltas[chosen], "boxes": boxes}
+        for name, rows in (("logits", logits), ("deltas", deltas)):  # the objects of an image follow its proposals
+            parts = zip(rows.split(counts), boxes, strict=True)
+            outputs[name] = torch.cat([part[: len(own)] for part, own in parts])
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
@@ -239,6 +247,7 @@ class FasterRCNN(Detector):
         score_threshold: float | None = None,
         nms_threshold: float | None = None,
         further_boxes: Sequence[Tensor] | None = None,
+        outputs: Mapping | None = None,
     ) -> list[dict[str, Tensor]]:
         """Detections that keep what the second stage said of each, for scene graphs; one class per proposal.
 
@@ -249,6 +258,7 @@ class FasterRCNN(Detector):
             top_k: detections per image at most, the best ones.
             score_threshold, nms_threshold: None: those of `postprocess`.
             further_boxes: per image (K, 4), proposals beside the detector's own.
+            outputs: of `from_features` on these maps, in evaluation, where they are there; not with `further_boxes`.
 
         Returns:
             per image, best first, in pixels of the model's images: boxes (K, 4), labels (K,) from 0, scores (K,),
@@ -257,10 +267,13 @@ class FasterRCNN(Detector):
         heads = self.roi_heads
         score_threshold = heads.score_thresh if score_threshold is None else score_threshold
         nms_threshold = heads.nms_thresh if nms_threshold is None else nms_threshold
-        proposals = self.proposals(features, images_hw)
-        if further_boxes is not None:
+        if further_boxes is None:
+            outputs = outputs or self.from_features(features, images_hw)
+            proposals, logits, deltas = (outputs[name] for name in ("boxes", "logits", "deltas"))
+        else:
+            proposals = self.proposals(features, images_hw)
             proposals = [torch.cat(both) for both in zip(proposals, further_boxes, strict=True)]
-        logits, deltas = self.detect(features, proposals, images_hw)
+            logits, deltas = self.detect(features, proposals, images_hw)
         decoded = decode_boxes(deltas, torch.cat(proposals)[:, None], heads.box_coder.weights)  # (R, 1 + C, 4)
         counts, options = [len(boxes) for boxes in proposals], (score_threshold, nms_threshold, top_k)
         return of_one_class_each(logits, decoded, counts, images_hw, *options)
@@ -282,10 +295,12 @@ class FasterRCNN(Detector):
     @torch.no_grad()
     def _proposals(
         self, anchors: Tensor, logits: Tensor, deltas: Tensor, per_level: list[int], images_hw: Sizes
-    ) -> list[Tensor]:
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Proposals (P_i, 4) of each image, and the same on the host."""
         rpn, boxes = self.rpn, decode_boxes(deltas, anchors, self.rpn.box_coder.weights)
         if boxes.device.type == "cpu":
-            return rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
+            found = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
+            return found, found
         return best_proposals(
             boxes, logits, per_level, limits_whwh(images_hw, boxes.device), before=rpn.pre_nms_top_n(),
             after=rpn.post_nms_top_n(), threshold=rpn.nms_thresh, min_size=rpn.min_size, min_score=rpn.score_thresh,
@@ -298,6 +313,11 @@ class FasterRCNN(Detector):
             return torch.rand(sum(counts), device=device)
         own = torch.rand(max(counts, default=0), device=device, generator=torch.Generator(device).manual_seed(0))
         return torch.cat([own[:count] for count in counts])
+
+
+def _with_objects(boxes: Sequence[Tensor], targets: Sequence[Mapping]) -> Tensor:
+    """(P, 4) boxes of each image, and behind them those of its objects."""
+    return torch.cat([each for own, target in zip(boxes, targets, strict=True) for each in (own, target["boxes"])])
 
 
 def of_one_class_each(

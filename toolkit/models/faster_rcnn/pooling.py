@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import MultiScaleRoIAlign, roi_align
 
-from toolkit.batch import send
+from toolkit.batch import image_of_each, send
 
 
 class LevelPool(MultiScaleRoIAlign):
@@ -30,8 +30,8 @@ class LevelPool(MultiScaleRoIAlign):
         known: the same boxes on the host, where they are there: then nobody waits.
         """
         levels = [maps[name] for name in self.featmap_names if name in maps]
-        joined, counts = _without_nan(torch.cat(list(boxes))), torch.tensor([len(each) for each in boxes])
-        image = send(torch.arange(len(counts)).repeat_interleave(counts), joined.device)
+        joined = _without_nan(torch.cat(list(boxes)))
+        image = image_of_each([len(each) for each in boxes], joined.device)
         rois = torch.cat([image[:, None].to(joined), joined], dim=1)
         if len(levels) == 1:
             return self._pool(levels[0], rois, self.scales[0])

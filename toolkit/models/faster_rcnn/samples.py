@@ -95,12 +95,12 @@ def sampled_anchors(
 
 def sampled_boxes(
     proposals: Sequence[Tensor], truths: Truths, stage: torch.nn.Module, draw: Callable[[Sequence[int]], Tensor]
-) -> tuple[list[Tensor], Tensor, list[int], dict[str, Tensor]]:
-    """Of the proposals (P_i, 4) of each image and its objects behind them, those that are trained.
+) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:
+    """Of the proposals (P_i, 4) of each image and its objects behind them, image after image, those that are trained.
 
     Returns:
-        rows of them (K_i,) in each image; their boxes (R, 4), R = sum of K_i; K_i; `classes` (R,), 0 is background,
-        `targets` (R, 4), `weights` (R,).
+        their rows (R,); their boxes (R, 4); how many each image has; `classes` (R,), 0 is background, `targets` (R, 4),
+        `weights` (R,).
     """
     settings, device = Sampler.of(stage), truths.boxes.device
     own = [len(boxes) for boxes in proposals]
@@ -120,7 +120,7 @@ def sampled_boxes(
     parts = {"classes": classes, "targets": wanted, "weights": shares(match)}
     rows = facts["rows"]  # without what pads images of few candidates
     parts = {name: part.flatten(0, 1)[rows] for name, part in parts.items()}
-    return [index[i, :size] for i, size in enumerate(sizes)], chosen.flatten(0, 1)[rows], sizes, parts
+    return (index + facts["starts"]).flatten()[rows], chosen.flatten(0, 1)[rows], sizes, parts
 
 
 def box_targets(candidates_xyxy: Tensor, match: Tensor, truths: Truths, weights: Sequence[float]) -> Tensor:
@@ -149,7 +149,8 @@ def _places(own: Sequence[int], objects: Sequence[int], counts: Sequence[int], s
     keys = padded_rows(list(zip(_starts(counts), counts, strict=True)), sum(counts))
     most = min(max([0, *sizes]), boxes.shape[1])
     rows = [torch.arange(i * most, i * most + size) for i, size in enumerate(sizes)]
-    return {"boxes": boxes, "padding": boxes == last, "keys": keys, "rows": torch.cat(rows)}
+    starts = torch.tensor(_starts(counts))[:, None]
+    return {"boxes": boxes, "padding": boxes == last, "keys": keys, "rows": torch.cat(rows), "starts": starts}
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit.batch import first_rows, rows_of, send, to_host
+from toolkit.batch import first_rows, pad_rows, rows_of, send, to_host
 from toolkit.boxes import intersection_and_union
 
 ROUNDS = 16  # before the host asks whether they were enough
@@ -45,20 +45,23 @@ class Suppression:
     def advance(self) -> Tensor:
         """Some rounds; 0-dim bool on the device, whether `keep` is the answer now."""
         for _ in range(ROUNDS):
-            before, self.keep = self.keep, self.valid & ~(self.over & self.keep[:, :, None]).any(1)
+            worse = (self.over & self.keep[:, :, None]).any(1)
+            before, self.keep = self.keep, self.valid > worse  # valid and not worse, in one kernel
         return (before == self.keep).all()
 
-    def best(self, boxes: Tensor, scores: Tensor, most: int) -> list[Tensor]:
-        """The best `most` boxes (N, 4) per image that are left; one host read if ROUNDS are enough.
+    def best(self, boxes: Tensor, scores: Tensor, most: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The best `most` boxes (N, 4) per image that are left, and the same on the CPU; one host read if ROUNDS are
+        enough.
 
         boxes: (B, M, 4), scores: (B, M), not negative, as many groups in a row as an image has.
         """
         done = False
         while not done:
             order, facts = self._ranked(scores, most)
+            sorted_boxes = rows_of(boxes, order)
+            facts, known = to_host([facts, sorted_boxes])
             *counts, _, done = facts.tolist()
-        sorted_boxes = rows_of(boxes, order)
-        return [sorted_boxes[i, :count] for i, count in enumerate(counts)]
+        return tuple([each[i, :count] for i, count in enumerate(counts)] for each in (sorted_boxes, known))
 
     def best_on_host(self, scores: Tensor, most: int, /, **columns: Tensor) -> tuple[list[dict[str, Tensor]], int]:
         """The same on the CPU, where the read brings them, of each column (B, M, ...), by its name; and the largest
@@ -115,8 +118,9 @@ def best_proposals(
     threshold: float,
     min_size: float,
     min_score: float,
-) -> list[Tensor]:
-    """torchvision's `filter_proposals` for the whole batch: (P_i, 4) of each image, best first; one host read.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """torchvision's `filter_proposals` for the whole batch: (P_i, 4) of each image, best first, and the same on the
+    CPU; one host read.
 
     Args:
         boxes_xyxy: (B, A, 4). logits: (B, A). per_level: how many of the A each level has. limits_whwh: (B, 4).
@@ -157,8 +161,8 @@ def best_detections(
         limits_whwh, scales_whwh: (B, 4). threshold: IoU. most: detections of an image.
         largest: candidates of an image at most; None is returned for more, which would fill the memory with pairs.
     """
-    scores = _padded(logits.softmax(-1)[:, 1:], counts)
-    boxes = clip(_padded(boxes_xyxy[:, 1:], counts), limits_whwh[:, None, None])
+    scores = pad_rows(logits.softmax(-1)[:, 1:], counts)
+    boxes = clip(pad_rows(boxes_xyxy[:, 1:], counts), limits_whwh[:, None, None])
     scores = scores.masked_fill(~(boxes[..., 2:] - boxes[..., :2] >= 1e-2).all(-1), -1)
     for widest in _widths(largest):
         ranked, _, own_boxes, labels = _candidates(scores, boxes, min_score, widest)
@@ -182,8 +186,8 @@ def best_of_each_proposal(
     largest: int = LARGEST_GROUP,
 ) -> list[dict[str, object]] | None:
     """`one_class_each` for the whole batch; arguments as of `best_detections`, one host read."""
-    boxes, logits_of = clip(_padded(boxes_xyxy, counts), limits_whwh[:, None, None]), _padded(logits, counts)
-    scores = _padded(logits.softmax(-1)[:, 1:], counts)
+    boxes, logits_of = clip(pad_rows(boxes_xyxy, counts), limits_whwh[:, None, None]), pad_rows(logits, counts)
+    scores = pad_rows(logits.softmax(-1)[:, 1:], counts)
     for widest in _widths(largest):
         ranked, rows, own_boxes, labels = _candidates(scores, boxes[:, :, 1:], min_score, widest)
         suppression, done = Suppression(own_boxes, ranked > min_score, threshold, labels), False
@@ -203,11 +207,6 @@ def best_of_each_proposal(
             return [{**image, "on_host": host} for image, host in
                     zip(images, first_rows(found, {"boxes": known}), strict=True)]  # fmt: skip
     return None
-
-
-def _padded(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """(P, ...) of all proposals -> (B, M, ...)."""
-    return torch.nn.utils.rnn.pad_sequence(values.split(list(counts)), batch_first=True)
 
 
 def _widths(largest: int) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from toolkit.batch import send
+from toolkit.batch import image_of_each, send
 
 MODES = ("predcls", "sgcls", "sgdet")  # boxes and labels given; boxes given; nothing given
 
@@ -26,6 +26,7 @@ class RelationBatch:
         object of the same image; in training, for VCTree only.
     attributes: (N, A) ids from 1, 0 after the last, known where labels are; None: the data have none.
     on_host: boxes_xyxy and pairs on the host.
+    late: logits (N, C), threshold and the labels that `postprocess.late_labels` made of them last.
     """
 
     boxes_xyxy: Tensor
@@ -43,13 +44,12 @@ class RelationBatch:
     attributes: Tensor | None = None
     spatial_features: Tensor | None = None
     on_host: tuple[Tensor, Tensor] | None = None
+    late: tuple[Tensor, float, Tensor] | None = None
 
     @property
     def image(self) -> Tensor:
         """(N,) image of each object."""
-        counts = send(torch.as_tensor(self.num_objects), self.boxes_xyxy.device)
-        images = torch.arange(len(self.num_objects), device=counts.device)
-        return images.repeat_interleave(counts, output_size=len(self.boxes_xyxy))
+        return image_of_each(self.num_objects, self.boxes_xyxy.device)
 
 
 @dataclass
@@ -67,20 +67,7 @@ class RelationOutput:
     extra_losses: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-def pad_objects(values: Tensor, num_objects: list[int], fill: float = 0.0) -> Tensor:
-    """(N, ...) concatenated -> (B, N_max, ...), padded with `fill`."""
-    return torch.nn.utils.rnn.pad_sequence(list(values.split(num_objects)), batch_first=True, padding_value=fill)
-
-
 def object_mask(num_objects: list[int], device: torch.device) -> Tensor:
     """(B, N_max) bool: true where there is an object."""
     counts = send(torch.as_tensor(num_objects), device)
     return torch.arange(max(num_objects, default=0), device=device) < counts[:, None]
-
-
-def unpad_objects(padded: Tensor, num_objects: list[int]) -> Tensor:
-    """(B, N_max, ...) -> (N, ...), concatenated again."""
-    width = padded.shape[1]
-    rows = [torch.arange(i * width, i * width + count) for i, count in enumerate(num_objects)]
-    rows = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
-    return padded.flatten(0, 1)[send(rows, padded.device)]

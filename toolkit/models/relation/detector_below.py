@@ -103,9 +103,10 @@ class DetectorBelow(nn.Module):
         *,
         top_k: int = 80,
         further_boxes: Sequence[Tensor] | None = None,
+        outputs: Mapping | None = None,
     ) -> list[dict[str, Tensor]]:
         """See `FasterRCNN.detect_with_logits`. A box is the same for every class; of `further_boxes` those are taken
-        that no detection overlaps."""
+        that no detection overlaps; `outputs` are those of the maps."""
         boxes = clip(maps.boxes, limits_whwh(images_hw, maps.boxes.device)[:, None])
         rows = maps.scores.amax(2).topk(min(CANDIDATES, maps.scores.shape[1]), dim=1).indices
         logits = distribution_logits(rows_of(maps.scores, rows).flatten(0, 1))

@@ -79,15 +79,15 @@ def overlap_numbers(boxes_xyxy: Tensor, mask: Tensor) -> Tensor:
 
 
 def rectangle_masks(boxes_xyxy: Tensor, sizes_hw: Tensor, resolution: int = 27) -> Tensor:
-    """(R, 4) boxes in images of (R, 2) size -> (R, resolution, resolution) float32 0/1, the whole image scaled."""
+    """(..., 4) boxes in images of (..., 2) size -> (..., resolution, resolution) float32 0/1, images scaled whole."""
     size_wh = sizes_hw.flip(-1).to(widest_float(sizes_hw.device))
     # float64, and not `resolution / size`: torch makes a rounded reciprocal of that, and 50 * 20 / 100 ends below 10
     scale = (torch.full_like(size_wh, resolution) / size_wh).to(boxes_xyxy)
-    first = (boxes_xyxy[:, :2] * scale).floor()
-    last = (boxes_xyxy[:, 2:] * scale).ceil()
+    first = (boxes_xyxy[..., :2] * scale).floor()
+    last = (boxes_xyxy[..., 2:] * scale).ceil()
     cells = torch.arange(resolution, device=boxes_xyxy.device)
-    inside = (cells >= first[..., None]) & (cells <= last[..., None])  # (R, 2, resolution)
-    return (inside[:, 1, :, None] & inside[:, 0, None, :]).float()
+    inside = (cells >= first[..., None]) & (cells <= last[..., None])  # (..., 2, resolution)
+    return (inside[..., 1, :, None] & inside[..., 0, None, :]).float()
 
 
 def reading_order(

@@ -24,7 +24,7 @@ from toolkit.models.relation.layers import (
     union_projection,
     xavier_linear,
 )
-from toolkit.models.relation.postprocess import late_nms
+from toolkit.models.relation.postprocess import late_labels
 
 
 class LabelDecoder(nn.Module):
@@ -55,27 +55,29 @@ class LabelDecoder(nn.Module):
         told = None if labels is None else labels.split(batch_sizes.tolist())
         state = memory = features.new_zeros(int(batch_sizes[0]), self.hidden_dim)
         kept = self._dropout_mask(state)
-        before = torch.zeros(len(state), dtype=torch.int64, device=features.device)
+        before = from_label[torch.zeros(len(state), dtype=torch.int64, device=features.device)]  # of the start token
         all_logits, all_labels = [], []
         for step, projected in enumerate(from_features):
             count = len(projected)  # the images still running come first
-            state, memory = self._step(projected + from_label[before[:count]], state[:count], memory[:count])
-            state = state * kept[:count]
+            state, memory = self._step(projected + before[:count], state[:count], memory[:count])
+            if self.training:
+                state = state * kept[:count]
             logits = self.out(state)
             label = logits[:, 1:].argmax(1) + 1
             if told is not None:
                 label = torch.where(told[step] == 0, label, told[step])
-            before = label + 1
+            before = from_label[1:][label]
             all_logits.append(logits)
             all_labels.append(label)
         return torch.cat(all_logits), torch.cat(all_labels)
 
     def _step(self, projected: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        *gates, direct = projected.chunk(6, 1)
-        into, forget, new, out, highway = (a + b for a, b in zip(gates, self.state(state).chunk(5, 1), strict=True))
-        memory = into.sigmoid() * new.tanh() + forget.sigmoid() * memory
-        highway = highway.sigmoid()
-        return highway * out.sigmoid() * memory.tanh() + (1 - highway) * direct, memory
+        width = self.hidden_dim
+        gates = projected[:, : 5 * width] + self.state(state)
+        into, forget = gates[:, : 2 * width].sigmoid().chunk(2, 1)
+        out, highway = gates[:, 3 * width :].sigmoid().chunk(2, 1)
+        memory = into * gates[:, 2 * width : 3 * width].tanh() + forget * memory
+        return highway * out * memory.tanh() + (1 - highway) * projected[:, 5 * width :], memory
 
     def _dropout_mask(self, state: Tensor) -> Tensor:
         """One mask for all steps (Gal and Ghahramani, 2016)."""
@@ -143,7 +145,7 @@ class MotifsContext(nn.Module):
         told = batch.labels[order] if self.training else None
         logits, labels = (out[inverse] for out in self.decoder(decoder_input, batch_sizes, told))
         if self.mode == "sgdet" and not self.training:
-            labels = late_nms(batch.boxes_per_class, logits, batch.num_objects, self.nms_threshold)
+            labels = late_labels(batch, logits, self.nms_threshold)
         return logits, labels
 
 

@@ -61,16 +61,18 @@ def detected_objects(
     images_hw: Sequence,
     truths: Sequence[Mapping] | None,
     known: Sequence[Mapping] | None,
+    outputs: Mapping | None = None,
 ) -> tuple[dict, list[Tensor], dict]:
     """Fields of a RelationBatch for what the detector finds, the boxes on the host, and the labels (and attributes) of
-    what each overlaps, on the host too; these with truths only, see `given_objects`.
+    what each overlaps, on the host too; these with truths only, see `given_objects`. outputs: what the detector says of
+    the maps in evaluation, where that is known.
 
     In training the annotated boxes are proposals too: a weak detector finds few of the objects that have relations.
     """
     annotated = [truth["boxes"] for truth in truths] if model.training else None
     with eval_mode(model.detector):
         found = model.detector.detect_with_logits(
-            maps, images_hw, top_k=model.detections_per_image, further_boxes=annotated
+            maps, images_hw, top_k=model.detections_per_image, further_boxes=annotated, outputs=outputs
         )
     boxes, boxes_on_host = [image["boxes"] for image in found], [on_host(image)["boxes"] for image in found]
     pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw), boxes_on_host)

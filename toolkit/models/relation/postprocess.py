@@ -1,13 +1,19 @@
 """From the logits of a relation head to ranked triplets."""
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects, unpad_objects
+from toolkit.batch import image_of_each, pad_rows, send_dicts, to_host, unpad_rows
+from toolkit.models.relation.batch import RelationBatch, RelationOutput
 from toolkit.models.relation.geometry import iou_plus_one
 
 OF_OBJECTS = ("boxes", "labels", "scores", "attribute_scores")
 OF_TRIPLETS = ("pairs", "predicate_scores", "predicates", "triplet_scores")
+PAIRS_AT_ONCE = 2**24  # boxes compared with boxes, of all classes: 64 MB of float32
 
 
 @torch.no_grad()
@@ -18,38 +24,56 @@ def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int], th
     its object that label; the class is then struck off the objects whose box for it has IoU >= threshold (+1
     widths). An object that lost all classes gets label 0. All images advance together, one object each per step.
     """
-    mask = object_mask(num_objects, logits.device)
-    if not mask.numel():
+    most, num_classes = max(num_objects, default=0), logits.shape[1]
+    if not most:
         return torch.zeros(0, dtype=torch.int64, device=logits.device)
-    num_classes = logits.shape[1]
-    boxes = pad_objects(boxes_per_class, num_objects)  # (B, N_max, C, 4)
-    scores = pad_objects(logits.float().softmax(1), num_objects)
-    scores[..., 0] = 0.0
-    scores[~mask] = -1.0
-    labels = torch.zeros(mask.shape, dtype=torch.int64, device=logits.device)
-    image = torch.arange(len(mask), device=logits.device)
-    for _ in range(mask.shape[1]):
-        value, best = scores.flatten(1).max(1)
-        chosen, label = best // num_classes, best % num_classes
-        labels[image, chosen] = torch.where(value > 0, label, labels[image, chosen])
-        class_boxes = boxes[image, :, label]  # (B, N_max, 4)
-        struck = iou_plus_one(class_boxes[image, chosen][:, None], class_boxes) >= threshold
-        column = scores[image, :, label]
-        scores[image, :, label] = torch.where(struck & (column > 0), 0.0, column)
-        scores[image, chosen] = torch.where(value[:, None] > 0, -1.0, scores[image, chosen])
-    return unpad_objects(labels, num_objects)
+    scores = logits.float().softmax(1)
+    scores[:, 0] = 0.0
+    scores = pad_rows(scores, num_objects).flatten(1)  # (B, N_max x C) cells; 0 is out of the question
+    cells = torch.arange(most * num_classes, device=logits.device).view(most, num_classes)
+    rivals = torch.cat([cells.T.repeat(most, 1), cells.repeat_interleave(num_classes, 0)], 1)  # its class, its object
+    overlaps = _overlaps(pad_rows(boxes_per_class, num_objects), threshold)
+    struck = torch.where(F.pad(overlaps, (0, num_classes), value=True), rivals, cells.view(-1, 1))  # by each cell
+    image, found = torch.arange(len(scores), device=logits.device), []
+    for _ in range(most):
+        found.append(scores.max(1))
+        scores.scatter_(1, struck[image, found[-1].indices], 0.0)
+    values, best = (torch.stack(column, 1) for column in zip(*found, strict=True))
+    labels = best.new_zeros(len(scores), most + 1)  # the last column is for what was found when all was out
+    labels.scatter_(1, torch.where(values > 0, best // num_classes, most), best % num_classes)
+    return unpad_rows(labels[:, :most], num_objects)
+
+
+def late_labels(batch: RelationBatch, logits: Tensor, threshold: float) -> Tensor:
+    """`late_nms` of the batch; what a head has asked for is not computed again for the graph."""
+    if batch.late is None or batch.late[0] is not logits or batch.late[1] != threshold:
+        labels = late_nms(batch.boxes_per_class, logits, batch.num_objects, threshold)
+        batch.late = logits, threshold, labels
+    return batch.late[2]
+
+
+def _overlaps(boxes_per_class: Tensor, threshold: float) -> Tensor:
+    """(B, N, C, 4) -> (B, N x C, N) bool: does the box of an object for a class have IoU >= threshold (+1 widths) with
+    that of another?"""
+    _, count, classes, _ = boxes_per_class.shape
+    at_once = max(1, PAIRS_AT_ONCE // (count**2 * classes))
+    parts = [iou_plus_one(own[:, :, :, None], own.transpose(1, 2)[:, None]) >= threshold
+             for own in boxes_per_class.split(at_once)]  # fmt: skip
+    return torch.cat(parts).flatten(1, 2)
 
 
 @torch.no_grad()
-def rank_triplets(output: RelationOutput, batch: RelationBatch, given_boxes: bool, nms_threshold: float = 0.5):
-    """One dict per image, triplets best first.
+def rank_triplets(
+    output: RelationOutput, batch: RelationBatch, given_boxes: bool, nms_threshold: float = 0.5
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Columns of all objects and of all triplets, image after image, those of an image best first.
 
     Labels: of given boxes the best class above background, of detected ones `late_nms`; the score is its softmax
     value. Triplets are ranked by predicate probability x both scores (equal ones stay in the order of the pairs).
 
-    Returns per image `boxes` (n, 4), `labels` (n,) from 0 (-1: lost every class), `scores` (n,), `pairs` (r, 2) rows of
-    `boxes`, `predicate_scores` (r, P - 1) without "no relation" and not renormalised, `predicates` (r,) from 0,
-    `triplet_scores` (r,).
+    Returns `boxes` (N, 4), `labels` (N,) from 0 (-1: lost every class), `scores` (N,); and `pairs` (R, 2) rows of
+    `boxes`, `predicate_scores` (R, P - 1) without "no relation" and not renormalised, `predicates` (R,) from 0,
+    `triplet_scores` (R,), and `annotated` (R,) bool where boxes are given and the batch knows.
     """
     probability = output.object_logits.float().softmax(1)
     probability[:, 0] = 0.0
@@ -57,50 +81,59 @@ def rank_triplets(output: RelationOutput, batch: RelationBatch, given_boxes: boo
         labels = probability[:, 1:].argmax(1) + 1
         boxes = batch.boxes_xyxy
     else:
-        labels = late_nms(batch.boxes_per_class, output.object_logits, batch.num_objects, nms_threshold)
+        labels = late_labels(batch, output.object_logits, nms_threshold)
         boxes = batch.boxes_per_class.gather(1, labels[:, None, None].expand(-1, 1, 4))[:, 0]
     scores = probability.gather(1, labels[:, None])[:, 0]
     predicate_scores = output.relation_logits.float().softmax(1)[:, 1:]
     best, predicates = predicate_scores.max(1)
     triplet_scores = best * scores[batch.pairs[:, 0]] * scores[batch.pairs[:, 1]]
-    graphs, first_object, first_pair = [], 0, 0
-    for count, pair_count in zip(batch.num_objects, batch.num_pairs, strict=True):
-        objects, rows = slice(first_object, first_object + count), slice(first_pair, first_pair + pair_count)
-        order = triplet_scores[rows].sort(descending=True, stable=True).indices
-        graphs.append(
-            {
-                "boxes": boxes[objects],
-                "labels": labels[objects] - 1,
-                "scores": scores[objects],
-                "pairs": batch.pairs[rows][order] - first_object,
-                "predicate_scores": predicate_scores[rows][order],
-                "predicates": predicates[rows][order],
-                "triplet_scores": triplet_scores[rows][order],
-            }
-        )
-        first_object, first_pair = objects.stop, rows.stop
-    return graphs
+    order = triplet_scores.sort(descending=True, stable=True).indices
+    order = order[image_of_each(batch.num_pairs, order.device)[order].sort(stable=True).indices]
+    triplets = {"pairs": batch.pairs, "predicate_scores": predicate_scores, "predicates": predicates}
+    triplets["triplet_scores"] = triplet_scores
+    if given_boxes and batch.relation_labels is not None:
+        triplets["annotated"] = batch.relation_labels > 0
+    objects = {"boxes": boxes, "labels": labels - 1, "scores": scores}
+    return objects, {name: column[order] for name, column in triplets.items()}
 
 
-def shortlist(graph: dict[str, Tensor], top_k: int, annotated: Tensor | None = None) -> dict[str, Tensor]:
-    """The graph, of `rank_triplets`, with its `top_k` best triplets, then those of the annotated pairs (R, 2).
+def shortlist(
+    triplets: dict[str, Tensor], num_pairs: Sequence[int], top_k: int, num_annotated: Sequence[int]
+) -> tuple[dict[str, Tensor], list[int]]:
+    """The `top_k` best triplets of each image, of the `num_pairs` that `rank_triplets` gives, then its annotated ones.
 
-    How many triplets that are, only the device knows: `keep (r,)` says which rows count, see `kept_triplets`.
+    How many triplets that are, only the device knows: `keep (r,)` says which rows count, see `graphs_on_host`.
+    num_annotated: how many each image has at most. Returns the columns, and how many of their rows each image has.
     """
-    pairs = graph["pairs"]
-    keep = torch.arange(len(pairs), device=pairs.device) < top_k
-    most = min(top_k, len(pairs))
-    if annotated is not None:
-        keep = keep | (pairs[:, None] == annotated[None]).all(2).any(1)
-        most = min(most + len(annotated), len(pairs))
-    rows = keep.to(torch.uint8).sort(descending=True, stable=True).indices[:most]
-    return graph | {name: graph[name][rows] for name in OF_TRIPLETS} | {"keep": keep[rows]}
+    counts = [min(top_k + more, pairs) for pairs, more in zip(num_pairs, num_annotated, strict=True)]
+    device, starts = triplets["pairs"].device, accumulate([0, *num_pairs])
+    facts = {
+        "image": image_of_each(num_pairs, "cpu"),
+        "keep": torch.cat([torch.arange(pairs) < top_k for pairs in num_pairs]),
+        "rows": torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]),
+    }
+    (facts,) = send_dicts([facts], device)
+    keep = facts["keep"] | triplets["annotated"] if "annotated" in triplets else facts["keep"]
+    rows = (2 * facts["image"] + ~keep).sort(stable=True).indices[facts["rows"]]
+    return {name: triplets[name][rows] for name in OF_TRIPLETS} | {"keep": keep[rows]}, counts
 
 
-def kept_triplets(graph: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A `shortlist` that is on the host, without the rows that do not count."""
-    keep = graph.pop("keep")
-    return graph | {name: graph[name][keep] for name in OF_TRIPLETS}
+def graphs_on_host(
+    objects: dict[str, Tensor], triplets: dict[str, Tensor], num_objects: Sequence[int], num_triplets: Sequence[int]
+) -> list[dict[str, Tensor]]:
+    """The graph of each image on the CPU, which waits once: so many rows of the columns of `rank_triplets`, without
+    triplets that are not to be kept; `pairs` are rows of the image's own objects."""
+    columns = dict(zip([*objects, *triplets], to_host([*objects.values(), *triplets.values()]), strict=True))
+    of_objects = zip(*(columns[name].split(list(num_objects)) for name in objects), strict=True)
+    of_triplets = zip(*(columns[name].split(list(num_triplets)) for name in triplets), strict=True)
+    graphs, starts = [], accumulate([0, *num_objects])
+    for own, rows, start in zip(of_objects, of_triplets, starts, strict=False):
+        graph = {name: value.clone() for name, value in zip(objects, own, strict=True)}  # not all of the batch's memory
+        rows = dict(zip(triplets, rows, strict=True))
+        keep = rows.pop("keep", slice(None))
+        graph |= {name: value[keep] for name, value in rows.items()}
+        graphs.append(graph | {"pairs": graph["pairs"] - start})
+    return graphs
 
 
 def strong_only(graph: dict[str, Tensor], score_threshold: float) -> dict[str, Tensor]:

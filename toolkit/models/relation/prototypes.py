@@ -23,7 +23,7 @@ from toolkit.models.relation.layers import (
     label_embedding,
     position_embedding,
 )
-from toolkit.models.relation.postprocess import late_nms
+from toolkit.models.relation.postprocess import late_labels
 
 APART, MARGIN = 7.0, 1.0  # squared distances: between prototypes (gamma 2), of the right to the wrong ones (gamma 1)
 NEAREST = 10  # wrong prototypes that a pair is held away from
@@ -112,7 +112,7 @@ class PrototypeHead(nn.Module):
             features = torch.cat([batch.roi_features, embedded, self.position(batch_box_numbers(batch))], 1)
             logits = self.object_out(self.object_in(features))
         if self.mode == "sgdet" and not self.training:
-            return logits, late_nms(batch.boxes_per_class, logits, batch.num_objects, self.nms_threshold)
+            return logits, late_labels(batch, logits, self.nms_threshold)
         return logits, logits[:, 1:].argmax(1) + 1
 
     def _pairs(self, batch: RelationBatch, labels: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from toolkit.batch import dicts_to_host, on_host, send_dicts
+from toolkit.batch import on_host, send_dicts
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector, denominator_of
@@ -38,7 +38,7 @@ from toolkit.models.relation.objects import (
     sampled_pairs,
 )
 from toolkit.models.relation.options import SceneGraphOptions
-from toolkit.models.relation.postprocess import kept_triplets, rank_triplets, shortlist, strong_only
+from toolkit.models.relation.postprocess import graphs_on_host, rank_triplets, shortlist, strong_only
 from toolkit.models.relation.union import AllLevelsPool, UnionFeatures
 from toolkit.models.relation.vctree import PairScores
 from toolkit.models.weights.mapping import WeightTable
@@ -162,9 +162,9 @@ class SceneGraph(GraphDetector):
             targets: with `boxes`, `labels`, `iscrowd`, `relations`; needed but for sgdet in evaluation.
 
         Returns:
-            `output`: RelationOutput, `batch`: RelationBatch, `truths`: the annotated graph of each image, `images`:
-            how many; `attribute_logits (N, attributes + 1)`, column 0 background, where there are attributes;
-            `detector`: what the detector's own criterion takes, where it is trained too.
+            `output`: RelationOutput, `batch`: RelationBatch, `truths`: the annotated graph of each image, on the
+            host, `images`: how many; `attribute_logits (N, attributes + 1)`, column 0 background, where there are
+            attributes; `detector`: what the detector's own criterion takes, where it is trained too.
 
         Raises:
             BadInput: boxes are to be given and there are no targets.
@@ -177,11 +177,14 @@ class SceneGraph(GraphDetector):
         maps, images_hw = self.detector.features(images, sizes, targets)
         known = None if targets is None else [annotated_graph(on_host(target)) for target in targets]
         truths = None if known is None else send_dicts(known, images.device)
+        learns, said = self.joint and targets is not None, None
+        if learns and not self.training:  # first: the proposals of its losses are those of its detections
+            said = self.detector.from_features(maps, images_hw, targets)
         if self.given_boxes:
             objects = given_objects(self, maps, images_hw, truths, known)
             boxes, learned = [graph["boxes"] for graph in known], {}
         else:
-            objects, boxes, learned = detected_objects(self, maps, images_hw, truths, known)
+            objects, boxes, learned = detected_objects(self, maps, images_hw, truths, known, said)
         pairs = sampled_pairs(self, boxes, known, learned.get("labels"))
         objects["on_host"] = torch.cat(boxes), pairs["pairs"]
         batch = RelationBatch(sizes_hw=sizes, **objects, **send_dicts([pairs | learned], images.device)[0])
@@ -189,14 +192,14 @@ class SceneGraph(GraphDetector):
         found = self.union(maps, *asked, sizes, images_hw, batch.on_host)
         batch.union_features, batch.spatial_features = found
         output = self.head(batch)
-        outputs = {"output": output, "batch": batch, "truths": truths, "images": len(images)}
+        outputs = {"output": output, "batch": batch, "truths": known, "images": len(images)}
         if self.attribute_predictor is not None:
             outputs["attribute_logits"] = self.attribute_predictor(batch.roi_features)
         # DDP waits for gradients of all that the outputs hang on: nothing may be among them that no loss is made of,
         # as the features of a batch without objects are.
         batch.roi_features = batch.union_features = batch.spatial_features = output.context = None
-        if self.joint and targets is not None:
-            outputs["detector"] = self.detector.from_features(maps, images_hw, targets)
+        if learns:
+            outputs["detector"] = said or self.detector.from_features(maps, images_hw, targets)
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
@@ -269,22 +272,19 @@ class SceneGraph(GraphDetector):
         if self.prior_adjustment:
             adjusted = output.relation_logits - self.prior_adjustment * log_prior(self.relation_counts)
             output = replace(output, relation_logits=adjusted)
-        graphs = rank_triplets(output, outputs["batch"], self.given_boxes, self.nms_threshold)
-        if "attribute_logits" in outputs and (self.given_boxes or outputs["truths"] is None):
-            scores = outputs["attribute_logits"].float().sigmoid()[:, 1:].split(outputs["batch"].num_objects)
-            graphs = [graph | {"attribute_scores": each} for graph, each in zip(graphs, scores, strict=True)]
-        scales, short = (orig_sizes / sizes).float().flip(1).repeat(1, 2), []
-        for i, (graph, scale) in enumerate(zip(graphs, scales, strict=True)):
-            graph["boxes"] = graph["boxes"] * scale
-            annotated = None
-            if self.given_boxes:
-                truth = outputs["truths"][i]
-                known = [name for name in ("labels", "relations", "attributes") if name in truth]
-                graph |= {f"true_{name}": truth[name] for name in known}
-                annotated = truth["relations"][:, :2]
-            short.append(shortlist(graph, top_k, annotated))
-        graphs = map(kept_triplets, dicts_to_host(short))
-        return [strong_only(graph, 0.0 if self.given_boxes else score_threshold) for graph in graphs]
+        batch, truths = outputs["batch"], outputs["truths"]
+        objects, triplets = rank_triplets(output, batch, self.given_boxes, self.nms_threshold)
+        objects["boxes"] = objects["boxes"] * (orig_sizes / sizes).float().flip(1).repeat(1, 2)[batch.image]
+        if "attribute_logits" in outputs and (self.given_boxes or truths is None):
+            objects["attribute_scores"] = outputs["attribute_logits"].float().sigmoid()[:, 1:]
+        annotated = [len(truth["relations"]) if self.given_boxes else 0 for truth in truths or batch.num_pairs]
+        short, counts = shortlist(triplets, batch.num_pairs, top_k, annotated)
+        graphs = graphs_on_host(objects, short, batch.num_objects, counts)
+        if not self.given_boxes:
+            return [strong_only(graph, score_threshold) for graph in graphs]
+        known = ("labels", "relations", "attributes")
+        return [graph | {f"true_{name}": truth[name] for name in known if name in truth}
+                for graph, truth in zip(graphs, truths, strict=True)]  # fmt: skip
 
 
 def _divisor(loss: str) -> str:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects, unpad_objects
+from toolkit.batch import pad_rows, unpad_rows
+from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask
 from toolkit.models.relation.frequency import FrequencyBias
 from toolkit.models.relation.layers import (
     POSITION_DIM,
@@ -20,7 +21,7 @@ from toolkit.models.relation.layers import (
     union_projection,
     xavier_linear,
 )
-from toolkit.models.relation.postprocess import late_nms
+from toolkit.models.relation.postprocess import late_labels
 
 
 class EncoderLayer(nn.Module):
@@ -57,10 +58,10 @@ class ObjectEncoder(nn.ModuleList):
     def forward(self, features: Tensor, num_objects: list[int]) -> Tensor:
         num_objects = [count for count in num_objects if count]  # attention over nothing would be NaN
         mask = object_mask(num_objects, features.device)
-        padded = pad_objects(features, num_objects)
+        padded = pad_rows(features, num_objects)
         for layer in self:
             padded = layer(padded, mask)
-        return unpad_objects(padded, num_objects)
+        return unpad_rows(padded, num_objects)
 
 
 class TransformerHead(nn.Module):
@@ -128,5 +129,5 @@ class TransformerHead(nn.Module):
             return given_labels(batch, self.sizes.num_classes)
         logits = self.object_out(objects)
         if self.mode == "sgdet" and not self.training:
-            return logits, late_nms(batch.boxes_per_class, logits, batch.num_objects, self.nms_threshold)
+            return logits, late_labels(batch, logits, self.nms_threshold)
         return logits, logits[:, 1:].argmax(1) + 1

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import roi_align
 
-from toolkit.batch import send
+from toolkit.batch import image_of_each
 from toolkit.boxes import moved_ends
 from toolkit.models.relation.geometry import rectangle_masks, union_boxes
 from toolkit.models.relation.layers import fc
@@ -30,8 +30,7 @@ class RectangleFeatures(nn.Module):
 
     def forward(self, subjects_xyxy: Tensor, objects_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
         """(R, 4), (R, 4), (R, 2) -> (R, channels, resolution, resolution). R = 0 leaves the batch norms alone."""
-        masks = [rectangle_masks(boxes, sizes_hw, self.mask_size) for boxes in (subjects_xyxy, objects_xyxy)]
-        masks = torch.stack(masks, 1)
+        masks = rectangle_masks(torch.stack([subjects_xyxy, objects_xyxy], 1), sizes_hw[:, None], self.mask_size)
         if not len(masks):
             resolution = (self.mask_size + 1) // 4
             return masks.new_zeros(0, self.conv[4].out_channels, resolution, resolution) + 0 * self.conv[0].bias.sum()
@@ -95,8 +94,7 @@ class UnionFeatures(nn.Module):
         boxes and pairs, where they are known there.
         """
         subjects, objects = boxes_xyxy[pairs[:, 0]], boxes_xyxy[pairs[:, 1]]
-        counts = send(torch.as_tensor(num_pairs), boxes_xyxy.device)
-        pair_sizes = sizes_hw.to(boxes_xyxy).repeat_interleave(counts, 0, output_size=len(pairs))
+        pair_sizes = sizes_hw.to(boxes_xyxy)[image_of_each(num_pairs, boxes_xyxy.device)]
         rectangles = self.rectangles(subjects, objects, pair_sizes)
         shapes = list(images_hw or map(tuple, sizes_hw.tolist()))
         unions = [union_boxes(subjects, objects)]

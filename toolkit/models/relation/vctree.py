@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask, pad_objects, unpad_objects
+from toolkit.batch import pad_rows, unpad_rows
+from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask
 from toolkit.models.relation.frequency import FrequencyBias
 from toolkit.models.relation.geometry import overlap_numbers
 from toolkit.models.relation.layers import (
@@ -62,8 +63,8 @@ class PairScores(nn.Module):
         embedded: (N, E) label embedding, logits: (N, C). Neither they nor the RoI features get a gradient from here.
         """
         mask = object_mask(batch.num_objects, embedded.device)
-        overlaps = overlap_numbers(pad_objects(batch.boxes_xyxy, batch.num_objects), mask)
-        overlaps = unpad_objects(overlaps, batch.num_objects)
+        overlaps = overlap_numbers(pad_rows(batch.boxes_xyxy, batch.num_objects), mask)
+        overlaps = unpad_rows(overlaps, batch.num_objects)
         words, rois = self.word(embedded.detach()), self.roi(batch.roi_features.detach())
         joined = torch.cat([rois, words, self.box(batch_box_numbers(batch)), self.overlap(overlaps)], 1)
         joined = self.joined(joined).relu()
@@ -72,9 +73,9 @@ class PairScores(nn.Module):
 
     def _bilinear(self, joined: Tensor, logits: Tensor, num_objects: list[int]) -> Tensor:
         """The published code expands N x N x C^2 and N x N x 3 hidden; both layers are bilinear: this is the same."""
-        subject = pad_objects(self.subject(joined).relu(), num_objects)
-        obj = pad_objects(self.object(joined).relu(), num_objects)
-        classes = pad_objects(logits.softmax(1), num_objects)
+        subject = pad_rows(self.subject(joined).relu(), num_objects)
+        obj = pad_rows(self.object(joined).relu(), num_objects)
+        classes = pad_rows(logits.softmax(1), num_objects)
         num_classes = classes.shape[-1]
         prior = classes @ self.prior.weight.view(num_classes, num_classes) @ classes.transpose(1, 2)
         product, as_subject, as_object = self.vision.weight[0, :-1].chunk(3)
@@ -226,4 +227,4 @@ class VCTreeHead(nn.Module):
 
 def padded_related(batch: RelationBatch) -> Tensor:
     """(B, N_max, N_max) float of `batch.related`."""
-    return pad_objects(batch.related.float(), batch.num_objects)
+    return pad_rows(batch.related.float(), batch.num_objects)
