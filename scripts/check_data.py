@@ -14,11 +14,11 @@ import argparse
 import dataclasses
 import importlib
 import logging
+import os
 import re
 import sys
 from pathlib import Path
 
-import datasets
 import yaml
 
 from toolkit.data.formats import FORMATS, open_dataset
@@ -136,7 +136,7 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.disable(logging.WARNING)  # its summary is in the report
-    datasets.disable_progress_bars()
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
         raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")
     tables = open_all(options)

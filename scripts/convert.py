@@ -10,10 +10,9 @@ written. What the new format cannot say is told. Exit code 0, or 2 when the sour
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
-
-import datasets
 
 from toolkit.data.formats import FORMATS, open_dataset
 from toolkit.data.formats.folders import losses, recognise, write_folder
@@ -54,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--link", action="store_true", help="hard links to the images where the disk is the same")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
-    datasets.disable_progress_bars()
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
         raise BadInput(f"{options.target}: not an empty folder; give a new one")
     tables = open_splits(options.source, options.format, options.image_dir, options.on_error)

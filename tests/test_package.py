@@ -69,7 +69,7 @@ def test_a_start_does_not_wait_for_imports_that_its_first_step_does_not_need():
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, env=env, check=True)
     of_settings, of_training = (set(line.split()) for line in done.stdout.splitlines())
     assert "jsonargparse" in of_settings and not {"torch", "accelerate"} & of_settings  # --help, a mistyped flag
-    needless = {"transformers", "scipy", "matplotlib", "wandb", "tensorboard", "h5py"}
+    needless = {"transformers", "datasets", "pandas", "scipy", "matplotlib", "wandb", "tensorboard", "h5py"}
     assert "timm" in of_training and not needless & of_training
 
 

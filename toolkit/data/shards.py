@@ -78,8 +78,7 @@ def blocks_of(table: DetectionTable) -> np.ndarray | None:
     root = table.image_root
     if not isinstance(root, Places) or not isinstance(root.parts[0], Shards):
         return None
-    names = pa.chunked_array(table.rows.with_format("arrow")[:]["file_name"])
-    groups = pc.replace_substring_regex(names, "/[0-9]+$", "").combine_chunks().dictionary_encode()
+    groups = pc.replace_substring_regex(table.rows["file_name"], "/[0-9]+$", "").combine_chunks().dictionary_encode()
     return groups.indices.to_numpy(zero_copy_only=False).astype(np.int64)
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 
@@ -74,6 +73,7 @@ class Problem:
 class DetectionTable:
     """Images with their boxes, one row per image.
 
+    arrow_file: what `datasets.Dataset.from_file` opens too; the table is its first `count` images, or all.
     rows: columns `image_id` (int64 or string), `file_name`, `image` (encoded bytes; only when embedded), `width`,
         `height`, `objects {id, bbox (xyxy float32, absolute), category (0-based), area, iscrowd}` and
         `relations {subject, object, predicate}` (rows of the image's objects and of `predicates`). Where there are
@@ -85,7 +85,7 @@ class DetectionTable:
     max_image_pixels: of an image, for `decode_image`.
     """
 
-    rows: datasets.Dataset
+    arrow_file: Path
     categories: tuple[Category, ...]
     predicates: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
@@ -94,6 +94,13 @@ class DetectionTable:
     name: str = ""
     fingerprint: str = ""
     max_image_pixels: int = MAX_IMAGE_PIXELS
+    count: int | None = None
+
+    @functools.cached_property
+    def rows(self) -> pa.Table:
+        """Mapped, not read: its memory is the file's, whoever has it open."""
+        rows = pa.ipc.open_stream(pa.memory_map(str(self.arrow_file))).read_all()
+        return rows.slice(0, self.count)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -134,21 +141,19 @@ class DetectionTable:
         """The first `count` images, still memory-mapped."""
         if count >= len(self):
             return self
-        return dataclasses.replace(
-            self, rows=self.rows.select(range(count)), fingerprint=f"{self.fingerprint}-head{count}"
-        )
+        return dataclasses.replace(self, count=count, fingerprint=f"{self.fingerprint}-head{count}")
 
     @functools.cached_property
     def _batches(self) -> list["_Batch"]:
-        return [_Batch(batch) for batch in self.rows.with_format("arrow")[:].to_batches() if batch.num_rows]
+        return [_Batch(batch) for batch in self.rows.to_batches() if batch.num_rows]
 
     @functools.cached_property
     def _starts(self) -> list[int]:
         return [0, *np.cumsum([batch.num_rows for batch in self._batches]).tolist()[:-1]]
 
     def __getstate__(self) -> dict:
-        """Pickled for a spawned worker without the views: `rows` then travels as the path of its file."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("_batches", "_starts")}
+        """Pickled for a spawned worker without rows and views, which it opens itself."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("rows", "_batches", "_starts")}
 
 
 class _Batch:
@@ -258,8 +263,11 @@ def write_table(
 
 def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: Path, name: str) -> DetectionTable:
     """Some rows of a table, ascending, as a cached table of their own. Raises BadInput as `write_table`."""
+    import datasets  # here: once for a selection, and every start would wait for it
+
     chosen = np.asarray(indices, dtype=np.int64)
-    schema = table.rows.with_format("arrow")[:0].schema
+    # with what `datasets` notes about the columns: the fingerprint is of the whole file, and known to earlier runs
+    schema = datasets.Dataset.from_file(str(table.arrow_file)).with_format("arrow")[:0].schema
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=cache_file.parent, suffix=".tmp")
@@ -310,7 +318,7 @@ def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None
 
 def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
     return DetectionTable(
-        rows=datasets.Dataset.from_file(str(cache_file.with_name(info["arrow"]))),
+        arrow_file=cache_file.with_name(info["arrow"]),
         categories=tuple(Category(*category) for category in info["categories"]),
         predicates=tuple(info["predicates"]),
         attributes=tuple(info["attributes"]),

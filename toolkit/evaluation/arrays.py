@@ -45,7 +45,7 @@ class BoxArrays:
 
 def ground_truth_arrays(table) -> BoxArrays:
     """All annotations of a `DetectionTable`, straight from Arrow: no Python object per box."""
-    objects = table.rows.select_columns(["objects"]).with_format("arrow")[:].column("objects").combine_chunks()
+    objects = table.rows.column("objects").combine_chunks()
     lists = dict(zip((field.name for field in objects.type), objects.flatten(), strict=True))
     counts = pc.list_value_length(lists["category"]).to_numpy(zero_copy_only=False)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.formats.folders import NOT_STREAMED, open_folder
-from toolkit.data.formats.hub_shards import open_hub
 from toolkit.data.shapes import SPLITS, ensure_shapes
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
@@ -61,6 +60,8 @@ def open_dataset(
     if format == "hub":
         if name is None:
             raise BadInput(f"format 'hub' with split {source!r}: set the data set's name or folder (--data.name)")
+        from toolkit.data.formats.hub_shards import open_hub  # here, since every start would pay for `datasets`
+
         return open_hub(name, source, **options)
     if streaming:
         raise BadInput(f"format {format!r}: {NOT_STREAMED}")

@@ -1,14 +1,13 @@
-"""Local folders of the `datasets` library: `save_to_disk`, Parquet files, images with `metadata.jsonl`."""
+"""Local folders of the `datasets` library: `save_to_disk`, Parquet files, images with `metadata.jsonl`.
+
+The library is imported where it is used: every start of a run, whatever its data, would wait for it.
+"""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import datasets
-from datasets.exceptions import DatasetsError
-
 from toolkit.data.formats.annotated import SPLIT_NAMES, ordered, split_of
-from toolkit.data.formats.hub_shards import open_hub
 from toolkit.data.places import Places, size_of
 from toolkit.data.table import DetectionTable
 
@@ -23,6 +22,8 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
 def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
     """One split; `image_dir` means nothing here, since the images are in the data."""
+    from toolkit.data.formats.hub_shards import open_hub
+
     own = next((name for name in _names(Path(folder)) if name == split or split_of(name) == split), split)
     return open_hub(str(folder), own, **options)
 
@@ -32,6 +33,8 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
     Ignored are what the columns cannot say: category ids, relations and attributes.
     """
+    import datasets
+
     names = [category.name for category in table.categories]
     features = datasets.Features({
         "image_id": datasets.Value("string" if table.image_ids().dtype == object else "int64"),
@@ -85,6 +88,9 @@ def _names(folder: Path) -> list[str]:
     places = [folder, folder / "data", *(folder / name for names in SPLIT_NAMES.values() for name in names)]
     if not any(any(place.glob(pattern)) for place in places for pattern in ("*.parquet", "metadata.jsonl", "*.arrow")):
         return []
+    import datasets
+    from datasets.exceptions import DatasetsError
+
     try:
         return list(datasets.get_dataset_split_names(str(folder)))
     except (OSError, ValueError, RuntimeError, DatasetsError):
