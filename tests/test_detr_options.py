@@ -21,7 +21,7 @@ from toolkit.data.batches import collate
 from toolkit.errors import BadInput
 from toolkit.models import ARCHITECTURES, build_detector, options_class
 from toolkit.models.detector import denominator_of
-from toolkit.models.detr.query_grid import grid_points, sine_embedding
+from toolkit.models.detr.query_points import grid_points, sine_embedding
 from toolkit.models.final import load_detector_folder
 from toolkit.step.losses import LossWeights
 
@@ -292,23 +292,37 @@ def test_pre_norm_is_the_original_s_formula(training):
         assert (post_norm(batch.images, batch.sizes)["logits"] - found["logits"]).abs().max() > 0.1
 
 
+POINTS = {**ON_TIMM, "d_model": 96, "heads": 4, "num_queries": 16, "query_points": True}
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
 @pytest.mark.parametrize("count", [1, 7, 16])
-def test_queries_on_a_grid_look_first_where_they_are(count):
-    """What the first cross-attention of a new model agrees with most, among the keys of a map without content."""
-    grid = {"d_model": 96, "heads": 4, "num_queries": count, "query_grid": 3.0, "decoder_layers": 1}
-    core = build("detr", **{**ON_TIMM, **grid}).model.model
+def test_queries_look_first_around_their_points(count, pre_norm):
+    """Where the first cross-attention of a new model goes, on a map of the encoder with any content."""
+    core = build("detr", **{**POINTS, "num_queries": count, "pre_norm": pre_norm}).model.model
     points = grid_points(count)
     assert len(points.unique(dim=0)) == count and torch.all((points > 0) & (points < 1))
     tokens = (torch.cartesian_prod(torch.arange(8), torch.arange(8)).flip(1) + 0.5) / 8  # x, y of an 8 x 8 map
+    content = core.encoder(torch.randn(1, 64, 96), spatial_position_embeddings=torch.zeros(1, 64, 96)).last_hidden_state
     attention = core.decoder.layers[0].encoder_attn
-    queries = attention.q_proj(core.query_position_embeddings.weight)
-    keys = attention.k_proj(sine_embedding(tokens, 96))
-    agreement = torch.einsum("qhd,khd->qk", queries.view(count, 4, -1), keys.view(64, 4, -1))
-    nearest = (tokens[agreement.argmax(1)] - points).abs().amax(1)
-    assert nearest.mean() <= 1.5 / 8, "mostly the token at the point, or a neighbour of it"
+    queries = attention.q_proj(core.query_position_embeddings.weight).view(count, 4, -1)
+    keys = attention.k_proj(content[0] + sine_embedding(tokens, 96)).view(64, 4, -1)
+    weights = (torch.einsum("qhd,khd->hqk", queries, keys) / 24**0.5).softmax(-1)
+    distances = (points[:, None] - tokens).abs().amax(-1)  # of query and token, in parts of the image
+    assert (weights * distances).sum(-1).max() < 0.2, "0.25 and more where all are looked at alike"
 
 
-def test_queries_on_a_grid_have_the_embeddings_of_transformers():
+def test_boxes_are_told_from_the_points_and_move_with_them():
+    detector, batch = build("detr", **POINTS).eval(), batch_of([2, 0, 1])
+    with torch.no_grad():
+        boxes = detector(batch.images, batch.sizes)["boxes"]
+        torch.testing.assert_close(boxes[..., :2], grid_points(16).expand_as(boxes[..., :2]))  # before any step
+        detector.query_points += 1.0
+        moved = detector(batch.images, batch.sizes)["boxes"]
+    torch.testing.assert_close(moved[..., :2].logit(), boxes[..., :2].logit() + 1, atol=1e-5, rtol=1e-5)
+
+
+def test_points_have_the_embeddings_of_transformers():
     core = build("detr", **{**ON_TIMM, "d_model": 96, "heads": 4}).model.model
     mask = torch.ones(1, 8, 8, dtype=torch.bool)
     theirs = core.position_embedding(torch.zeros(1, 96, 8, 8).shape, "cpu", torch.float32, mask)
@@ -316,14 +330,17 @@ def test_queries_on_a_grid_have_the_embeddings_of_transformers():
     torch.testing.assert_close(sine_embedding(tokens, 96), theirs[0].flatten(1).T, atol=1e-4, rtol=0)
 
 
-def test_a_grid_needs_sines():
-    for wrong in ({"query_grid": -1.0}, {"query_grid": 3.0, "position_embedding": "learned"}):
-        with pytest.raises(BadInput, match="model.query_grid is"):
-            build("detr", **{**ON_TIMM, **wrong})
+def test_points_need_sines_and_room_in_a_head():
+    for wrong, said in (
+        [("position_embedding", "learned"), "learned and 4 heads of 24"],
+        [("heads", 16), "of 6 channels"],
+    ):
+        with pytest.raises(BadInput, match=f"model.query_points with model.position_embedding .*{said}"):
+            build("detr", **POINTS | dict([wrong]))
 
 
-def test_pre_norm_trains_drops_out_and_is_saved_in_our_own_format(tmp_path):
-    detector = pre_norm_detr(dropout=0.5, freeze="norms").train()
+def test_pre_norm_and_points_train_drop_out_and_are_saved_in_our_own_format(tmp_path):
+    detector = pre_norm_detr(dropout=0.5, freeze="norms", query_points=True).train()
     assert_built_again(detector)
     batch = batch_of([2, 0, 1])
     first, second = (run(detector, batch)[0]["loss_ce"] for _ in range(2))
@@ -338,5 +355,6 @@ def test_pre_norm_trains_drops_out_and_is_saved_in_our_own_format(tmp_path):
     with torch.no_grad():
         mine, theirs = (d(batch.images, batch.sizes)["logits"] for d in (detector, loaded))
     assert torch.equal(mine, theirs) and [category.id for category in categories] == [0, 7, 14]
-    with pytest.raises(BadInput, match="model.pre_norm: the pretrained model is one of transformers"):
-        build("detr", source_config=plain(build("detr", **ON_TIMM).model.config.to_dict()), pre_norm=True)
+    for own in ("pre_norm", "query_points"):
+        with pytest.raises(BadInput, match="model.pre_norm, model.query_points: the pretrained model"):
+            build("detr", source_config=plain(build("detr", **ON_TIMM).model.config.to_dict()), **{own: True})

@@ -33,7 +33,7 @@ from toolkit.models.detr.configuration import (
 from toolkit.models.detr.detr_criterion import DetrCriterion
 from toolkit.models.detr.options import DetrOptions
 from toolkit.models.detr.pre_norm import normalize_before_
-from toolkit.models.detr.query_grid import start_on_grid_
+from toolkit.models.detr.query_points import begin_at_points_
 
 POSITIONS = 50  # that learned position embeddings reach along a side, in the original and in transformers
 
@@ -66,7 +66,6 @@ class Detr(TransformersDetector):
     }
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     class_tensors = {"model.class_labels_classifier.*": (0, 1, 1)}  # no-object last
-    pre_norm = False
 
     def __init__(self, class_names: Sequence[str], options: DetrOptions, *, source_config: Mapping | None = None):
         super().__init__()
@@ -74,14 +73,16 @@ class Detr(TransformersDetector):
         entries = to_entries(handed_over(options, source_config), self.entries)
         config = detector_config(DetrConfig, class_names, source_config, backbone_config=backbone, **entries)
         self.model = build_model(DetrForObjectDetection, config)
-        self.pre_norm = options.pre_norm
-        if self.pre_norm:
-            _check_own_weights(source_config)
+        self.of_transformers = not (options.pre_norm or options.query_points)
+        if source_config is not None and not self.of_transformers:
+            raise BadInput(
+                "model.pre_norm, model.query_points: the pretrained model is one of transformers, which has neither; "
+                "leave them out, or model.pretrained."
+            )
+        if options.pre_norm:
             normalize_before_(self.model)
         initialise_as_published_(self.model)
-        _check_grid(options)
-        if options.query_grid:
-            start_on_grid_(self.model, options.query_grid)
+        self.query_points = nn.Parameter(begin_at_points_(self.model)) if options.query_points else None
         used = prepare_backbone(self.model.model.backbone.model, config, options, source_config)
         costs = matching_costs(options, source_config)
         self.aux_loss = options.aux_loss
@@ -115,7 +116,10 @@ class Detr(TransformersDetector):
         with torch.autocast(images.device.type, enabled=False):
             states = states.to(self.model.dtype)
             logits = self.model.class_labels_classifier(states)
-            return {"logits": logits, "boxes": self.model.bbox_predictor(states).sigmoid()}
+            boxes = self.model.bbox_predictor(states)
+            if self.query_points is not None:
+                boxes = torch.cat([boxes[..., :2] + self.query_points, boxes[..., 2:]], dim=-1)
+            return {"logits": logits, "boxes": boxes.sigmoid()}
 
     def map_taps(self) -> list[MapTap]:
         return [projection_tap(self.model.model.input_projection, last_stride(self.model), self.model.config.d_model)]
@@ -152,26 +156,10 @@ class Detr(TransformersDetector):
         return detr_detections(logits, boxes, orig_sizes, score_threshold, top_k)
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Writes a folder for transformers, see `TransformersDetector.save_final`; with `pre_norm`, which transformers
-        has not, one for `load_detector_folder`."""
-        kind = Detector if self.pre_norm else TransformersDetector
+        """Writes a folder for transformers, see `TransformersDetector.save_final`; with `pre_norm` or `query_points`,
+        which transformers has not, one for `load_detector_folder`."""
+        kind = TransformersDetector if self.of_transformers else Detector
         kind.save_final(self, folder, categories, processor_size)
-
-
-def _check_own_weights(source_config: Mapping | None) -> None:
-    if source_config is not None:
-        raise BadInput(
-            "model.pre_norm: the pretrained model is one of transformers, which normalise after each part of a layer; "
-            "leave pre_norm out, or model.pretrained."
-        )
-
-
-def _check_grid(options: DetrOptions) -> None:
-    if options.query_grid < 0 or options.query_grid and options.position_embedding != "sine":
-        raise BadInput(
-            f"model.query_grid is {options.query_grid} with model.position_embedding {options.position_embedding}; "
-            "expected 0, or a positive number with sine, whose embeddings the queries take."
-        )
 
 
 def last_stride(model: nn.Module) -> int:

@@ -95,9 +95,10 @@ class DetrOptions(ConditionalDetrOptions):
     position_embedding: Literal["sine", "learned"] = "sine"
     """How positions in the image are told apart: by fixed sines, or by learned vectors, which reach 50 positions along
     a side (1600 pixels, 800 with dilation)."""
-    query_grid: float = 0.0
-    """Begin with the queries on a grid over the image, with the position embeddings of its points times this; 3 lets
-    short trainings from random weights find where to look sooner. 0: random queries, as published."""
+    query_points: bool = False
+    """Give each query a point of a grid over the image, around which it looks first and from which its box is told.
+    Short trainings from random weights learn many times sooner with it. transformers has no such DETR, so `final/` is
+    then in this toolkit's own format."""
     pre_norm: bool = False
     """Normalise before each part of a transformer layer instead of after it. transformers has no such DETR, so `final/`
     is then in this toolkit's own format."""

@@ -1,0 +1,81 @@
+"""Queries of a DETR that each have a point of the image: they look around it first, and their boxes are told from it.
+
+As published, a query's position chooses what it attends to, and is not told to its box. A network from random weights
+has to learn where each query looks and which coordinates that has before it learns anything of objects. Conditional
+DETR (Meng et al., ICCV 2021) tells boxes from points, too; it changes the attention, which here only begins otherwise.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import DetrForObjectDetection
+
+from toolkit.errors import BadInput
+
+TEMPERATURE = 10_000  # of DETR's sines
+FREQUENCIES = 2  # the highest of each axis, of which an image is a period or a little less
+CHANNELS = 4 * FREQUENCIES  # of sine and cosine, of y and x
+QUERY_SCALE = 3.0  # of the queries' embeddings, so that a query's state, of about 1, does not hide them
+SHARPNESS = 8.0  # how much a logit of attention varies with each cosine of the distance between query and key
+
+
+@torch.no_grad()
+def begin_at_points_(model: DetrForObjectDetection) -> Tensor:
+    """Gives each query a point of a grid: its position embedding, and a cross-attention that begins around it.
+
+    Some channels of each attention head take the highest frequencies of the embeddings of queries and keys, and nothing
+    else; what the encoder gives begins without content there. All of it can be unlearnt.
+
+    Returns:
+        `(Q, 2)` logits of the points, which are to be added to those of the centres of boxes.
+
+    Raises:
+        BadInput: learned position embeddings; heads of fewer than 8 channels.
+    """
+    core, config = model.model, model.config
+    queries, heads = core.query_position_embeddings.weight, config.decoder_attention_heads
+    width = queries.shape[1] // heads
+    if config.position_embedding_type != "sine" or width < CHANNELS:
+        raise BadInput(
+            f"model.query_points with model.position_embedding {config.position_embedding_type} and {heads} heads of "
+            f"{width} channels (model.d_model / model.heads); expected sine, and heads of {CHANNELS} channels or more."
+        )
+    points = grid_points(len(queries))
+    queries.copy_(QUERY_SCALE * sine_embedding(points, queries.shape[1]))
+    half = queries.shape[1] // 2
+    placed = [*range(2 * FREQUENCIES), *range(half, half + 2 * FREQUENCIES)]
+    gain = math.sqrt(SHARPNESS * math.sqrt(width) / QUERY_SCALE)
+    for layer in core.decoder.layers:
+        for projection in (layer.encoder_attn.q_proj, layer.encoder_attn.k_proj):
+            of_heads = projection.weight.view(heads, width, -1)
+            of_heads[:, :, placed] = 0
+            of_heads[:, :CHANNELS] = 0
+            of_heads[:, range(CHANNELS), placed] = gain
+    norms = [module for module in core.encoder.modules() if isinstance(module, nn.LayerNorm)]
+    for last_norm in norms[-1:]:
+        last_norm.weight[placed] = 0
+    nn.init.zeros_(model.bbox_predictor.layers[-1].weight)
+    nn.init.zeros_(model.bbox_predictor.layers[-1].bias)
+    return torch.logit(points)
+
+
+def grid_points(count: int) -> Tensor:
+    """`(count, 2)` x and y from 0 to 1, in about as many rows as columns, row by row."""
+    rows = max(1, math.isqrt(count))
+    ends = [count * (row + 1) // rows for row in range(rows)]
+    points = []
+    for row, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        points += [((i + 0.5) / (end - first), (row + 0.5) / rows) for i in range(end - first)]
+    return torch.tensor(points)
+
+
+def sine_embedding(points_xy: Tensor, width: int) -> Tensor:
+    """`(N, width)` DETR's embeddings (facebookresearch/detr `models/position_encoding.py`) of points from 0 to 1."""
+    half = width // 2
+    periods = TEMPERATURE ** (2 * torch.div(torch.arange(half), 2, rounding_mode="floor") / half)
+    parts = []
+    for coordinate in points_xy.flip(1).T:  # y before x
+        angles = coordinate[:, None] * 2 * math.pi / periods
+        parts.append(torch.stack((angles[:, 0::2].sin(), angles[:, 1::2].cos()), 2).flatten(1))
+    return torch.cat(parts, 1)
