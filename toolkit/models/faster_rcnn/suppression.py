@@ -130,9 +130,10 @@ def best_proposals(
     widest, levels = min(before, max(per_level)), []
     for level_boxes, level_logits in zip(boxes_xyxy.split(per_level, 1), logits.split(per_level, 1), strict=True):
         best, index = level_logits.topk(min(before, level_logits.shape[1]), dim=1)
-        missing = widest - best.shape[1]
-        chosen = level_boxes.gather(1, index[..., None].expand(-1, -1, 4))
-        levels.append((F.pad(chosen, (0, 0, 0, missing)), F.pad(best.sigmoid(), (0, missing), value=-1.0)))
+        chosen, scores = level_boxes.gather(1, index[..., None].expand(-1, -1, 4)), best.sigmoid()
+        if missing := widest - best.shape[1]:
+            chosen, scores = F.pad(chosen, (0, 0, 0, missing)), F.pad(scores, (0, missing), value=-1.0)
+        levels.append((chosen, scores))
     boxes, scores = (torch.stack(parts, 1) for parts in zip(*levels, strict=True))  # (B, L, K, 4), (B, L, K)
     boxes = clip(boxes, limits_whwh[:, None, None])
     sides = boxes[..., 2:] - boxes[..., :2]

@@ -52,7 +52,7 @@ class LabelDecoder(nn.Module):
             batch_sizes.tolist()
         )
         from_label = F.linear(self.embed.weight, self.input.weight[:, self.in_dim :])
-        told = None if labels is None else labels.split(batch_sizes.tolist())
+        told = None if labels is None else (labels - 1).split(batch_sizes.tolist())
         state = memory = features.new_zeros(int(batch_sizes[0]), self.hidden_dim)
         kept = self._dropout_mask(state)
         before = from_label[torch.zeros(len(state), dtype=torch.int64, device=features.device)]  # of the start token
@@ -63,13 +63,13 @@ class LabelDecoder(nn.Module):
             if self.training:
                 state = state * kept[:count]
             logits = self.out(state)
-            label = logits[:, 1:].argmax(1) + 1
+            label = logits[:, 1:].argmax(1)  # without background: from 0
             if told is not None:
-                label = torch.where(told[step] == 0, label, told[step])
-            before = from_label[1:][label]
+                label = torch.where(told[step] < 0, label, told[step])
+            before = from_label[2:][label]
             all_logits.append(logits)
             all_labels.append(label)
-        return torch.cat(all_logits), torch.cat(all_labels)
+        return torch.cat(all_logits), torch.cat(all_labels) + 1
 
     def _step(self, projected: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         width = self.hidden_dim

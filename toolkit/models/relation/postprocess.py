@@ -9,11 +9,10 @@ from torch.nn import functional as F
 
 from toolkit.batch import image_of_each, pad_rows, send_dicts, to_host, unpad_rows
 from toolkit.models.relation.batch import RelationBatch, RelationOutput
-from toolkit.models.relation.geometry import iou_plus_one
 
 OF_OBJECTS = ("boxes", "labels", "scores", "attribute_scores")
 OF_TRIPLETS = ("pairs", "predicate_scores", "predicates", "triplet_scores")
-PAIRS_AT_ONCE = 2**24  # boxes compared with boxes, of all classes: 64 MB of float32
+PAIRS_AT_ONCE = 2**23  # boxes compared with boxes, of all classes: 32 MB of float32
 
 
 @torch.no_grad()
@@ -33,11 +32,12 @@ def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int], th
     cells = torch.arange(most * num_classes, device=logits.device).view(most, num_classes)
     rivals = torch.cat([cells.T.repeat(most, 1), cells.repeat_interleave(num_classes, 0)], 1)  # its class, its object
     overlaps = _overlaps(pad_rows(boxes_per_class, num_objects), threshold)
-    struck = torch.where(F.pad(overlaps, (0, num_classes), value=True), rivals, cells.view(-1, 1))  # by each cell
+    struck = F.pad(overlaps, (0, num_classes), value=True)  # (B, N_max x C, N_max + C) of the rivals
     image, found = torch.arange(len(scores), device=logits.device), []
     for _ in range(most):
         found.append(scores.max(1))
-        scores.scatter_(1, struck[image, found[-1].indices], 0.0)
+        best = found[-1].indices
+        scores.scatter_(1, torch.where(struck[image, best], rivals[best], best[:, None]), 0.0)
     values, best = (torch.stack(column, 1) for column in zip(*found, strict=True))
     labels = best.new_zeros(len(scores), most + 1)  # the last column is for what was found when all was out
     labels.scatter_(1, torch.where(values > 0, best // num_classes, most), best % num_classes)
@@ -56,10 +56,20 @@ def _overlaps(boxes_per_class: Tensor, threshold: float) -> Tensor:
     """(B, N, C, 4) -> (B, N x C, N) bool: does the box of an object for a class have IoU >= threshold (+1 widths) with
     that of another?"""
     _, count, classes, _ = boxes_per_class.shape
-    at_once = max(1, PAIRS_AT_ONCE // (count**2 * classes))
-    parts = [iou_plus_one(own[:, :, :, None], own.transpose(1, 2)[:, None]) >= threshold
-             for own in boxes_per_class.split(at_once)]  # fmt: skip
-    return torch.cat(parts).flatten(1, 2)
+    parts = []
+    for own in boxes_per_class.transpose(1, 2).split(max(1, PAIRS_AT_ONCE // (count**2 * classes))):
+        # As `iou_plus_one`, one coordinate at a time, which is several times faster on so many pairs.
+        left, top, right, bottom = own.unbind(-1)  # (B, C, N)
+        common = _common_length(left, right).mul_(_common_length(top, bottom))
+        area = (right - left + 1) * (bottom - top + 1)
+        parts.append(common / (area[..., None] + area[..., None, :] - common) >= threshold)
+    return torch.cat(parts).transpose(1, 2).flatten(1, 2)
+
+
+def _common_length(first: Tensor, last: Tensor) -> Tensor:
+    """(..., N) first and last pixels along an axis -> (..., N, N): how many pixels two of them share."""
+    shared = torch.minimum(last[..., None], last[..., None, :]) - torch.maximum(first[..., None], first[..., None, :])
+    return shared.add_(1).clamp_(min=0)
 
 
 @torch.no_grad()
@@ -102,20 +112,23 @@ def shortlist(
 ) -> tuple[dict[str, Tensor], list[int]]:
     """The `top_k` best triplets of each image, of the `num_pairs` that `rank_triplets` gives, then its annotated ones.
 
-    How many triplets that are, only the device knows: `keep (r,)` says which rows count, see `graphs_on_host`.
-    num_annotated: how many each image has at most. Returns the columns, and how many of their rows each image has.
+    How many are annotated, only the device knows: `keep (r,)` then says which rows count, see `graphs_on_host`.
+    num_annotated: at most, of each image. Returns the columns, and how many of their rows each image has.
     """
     counts = [min(top_k + more, pairs) for pairs, more in zip(num_pairs, num_annotated, strict=True)]
     device, starts = triplets["pairs"].device, accumulate([0, *num_pairs])
     facts = {
         "image": image_of_each(num_pairs, "cpu"),
-        "keep": torch.cat([torch.arange(pairs) < top_k for pairs in num_pairs]),
+        "best": torch.cat([torch.arange(pairs) < top_k for pairs in num_pairs]),
         "rows": torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]),
     }
     (facts,) = send_dicts([facts], device)
-    keep = facts["keep"] | triplets["annotated"] if "annotated" in triplets else facts["keep"]
-    rows = (2 * facts["image"] + ~keep).sort(stable=True).indices[facts["rows"]]
-    return {name: triplets[name][rows] for name in OF_TRIPLETS} | {"keep": keep[rows]}, counts
+    rows, more = facts["rows"], {}
+    if "annotated" in triplets:
+        keep = facts["best"] | triplets["annotated"]
+        rows = (2 * facts["image"] + ~keep).sort(stable=True).indices[rows]
+        more = {"keep": keep[rows]}
+    return {name: triplets[name][rows] for name in OF_TRIPLETS} | more, counts
 
 
 def graphs_on_host(
