@@ -60,6 +60,10 @@ from toolkit.models import detector_class
 from toolkit.models.relation.start import start_scene_graph
 for architecture in ("ssd", "yolov3", "faster_rcnn", "scene_graph"):
     detector_class(architecture)
+from toolkit.data.formats import open_dataset
+from toolkit.evaluation.coco import check_ground_truth
+val_table = open_dataset("val", format="shapes")
+val_table.row(0), check_ground_truth(val_table)
 print(*sys.modules)
 """
 

@@ -157,14 +157,17 @@ class DetectionTable:
 
 
 class _Batch:
-    """NumPy views on one Arrow record batch: a row costs a few slices instead of a conversion to Python objects."""
+    """NumPy views on one Arrow record batch: a row costs a few slices instead of a conversion to Python objects.
+
+    By DLPack: `to_numpy` of pyarrow imports pandas, for which every start would wait.
+    """
 
     def __init__(self, batch: pa.RecordBatch):
         self.num_rows = batch.num_rows
         self.batch = batch
         ids = batch.column("image_id")
-        self.int_ids = ids.to_numpy() if pa.types.is_integer(ids.type) else None
-        self.sizes_hw = np.stack([batch.column(name).to_numpy().astype(np.int64) for name in ("height", "width")], 1)
+        self.int_ids = np.from_dlpack(ids) if pa.types.is_integer(ids.type) else None
+        self.sizes_hw = np.stack([np.from_dlpack(batch.column(name)) for name in ("height", "width")], 1)
         self.objects, self.relations = _list_views(batch.column("objects")), _list_views(batch.column("relations"))
 
     def image_ids(self) -> np.ndarray:
@@ -191,8 +194,8 @@ def _list_view(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
     """(offsets, values) of a list column as views on the mapped file; lists of A become rows of an (N, A) array."""
     values = column.values
     if isinstance(values, pa.FixedSizeListArray):
-        return column.offsets.to_numpy(), values.values.to_numpy().reshape(-1, values.type.list_size)
-    return column.offsets.to_numpy(), values.to_numpy()
+        return np.from_dlpack(column.offsets), np.from_dlpack(values.values).reshape(-1, values.type.list_size)
+    return np.from_dlpack(column.offsets), np.from_dlpack(values)
 
 
 def _cut(views: Mapping[str, tuple[np.ndarray, np.ndarray]], index: int) -> dict[str, np.ndarray]:

@@ -47,13 +47,13 @@ def ground_truth_arrays(table) -> BoxArrays:
     """All annotations of a `DetectionTable`, straight from Arrow: no Python object per box."""
     objects = table.rows.column("objects").combine_chunks()
     lists = dict(zip((field.name for field in objects.type), objects.flatten(), strict=True))
-    counts = pc.list_value_length(lists["category"]).to_numpy(zero_copy_only=False)
+    counts = np.from_dlpack(pc.list_value_length(lists["category"]))  # `to_numpy` of pyarrow imports pandas
 
     def flat(name: str, dtype) -> np.ndarray:
         values = lists[name].flatten()
         if name == "bbox":  # a list of four numbers per box
             values = values.flatten()
-        return values.to_numpy(zero_copy_only=False).astype(dtype)
+        return np.from_dlpack(values).astype(dtype)
 
     labels = flat("category", np.int64)
     return BoxArrays(
