@@ -66,6 +66,7 @@ class Detr(TransformersDetector):
     }
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     class_tensors = {"model.class_labels_classifier.*": (0, 1, 1)}  # no-object last
+    of_transformers = True  # not one of its variants that transformers has not
 
     def __init__(self, class_names: Sequence[str], options: DetrOptions, *, source_config: Mapping | None = None):
         super().__init__()
