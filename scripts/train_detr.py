@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.command_line import run_script
 from toolkit.models.detr.options import RTDetrV2Options
-from toolkit.modes import uncollected
+from toolkit.modes import importing
 from toolkit.runs.settings import (
     DataConfig,
     EvalConfig,
@@ -87,7 +87,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
 
 def main(config: Config) -> dict[str, float]:
     """Trains as `config` says and returns the last evaluation; notebooks call it with a Config of theirs."""
-    with uncollected():  # seconds of imports, so here: a mistyped flag is answered before them
+    with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
         from toolkit.evaluation.coco import CocoEvaluator
 

@@ -65,13 +65,17 @@ from toolkit.evaluation.coco import check_ground_truth
 val_table = open_dataset("val", format="shapes")
 val_table.row(0), check_ground_truth(val_table)
 print(*sys.modules)
+import gc
+print(gc.get_freeze_count(), gc.isenabled())
 """
 
 
 def test_a_start_does_not_wait_for_imports_that_its_first_step_does_not_need():
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, env=env, check=True)
-    of_settings, of_training = (set(line.split()) for line in done.stdout.splitlines())
+    *modules, collector = done.stdout.splitlines()
+    of_settings, of_training = (set(line.split()) for line in modules)
+    assert int(collector.split()[0]) > 100_000 and collector.endswith("True")  # imports are not walked again and again
     assert "jsonargparse" in of_settings and not {"torch", "accelerate"} & of_settings  # --help, a mistyped flag
     needless = {"transformers", "datasets", "pandas", "scipy", "matplotlib", "wandb", "tensorboard", "h5py"}
     assert "timm" in of_training and not needless & of_training

@@ -1,4 +1,4 @@
-"""Evaluation mode, or no garbage collector, for a while."""
+"""Evaluation mode, or no garbage collector, for a while or for what is imported."""
 
 import contextlib
 import gc
@@ -24,7 +24,7 @@ def eval_mode(module: "nn.Module") -> Iterator[None]:
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Without the garbage collector, which walks through millions of objects again and again: a quarter to half of the
-    time of reading or judging a large data set, a sixth of that of importing torch and transformers."""
+    time of reading or judging a large data set."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -32,3 +32,13 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """`uncollected` for seconds of imports. What is there after the first ones of a process stays, so the collector
+    leaves it out from then on; later ones freeze nothing, which may be in use for a while only."""
+    with uncollected():
+        yield
+        if gc.get_freeze_count() == 0:
+            gc.freeze()

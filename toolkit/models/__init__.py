@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from toolkit.errors import BadInput
 from toolkit.extras import import_without
 from toolkit.models.options import DetectorOptions
-from toolkit.modes import uncollected
+from toolkit.modes import importing
 
 if TYPE_CHECKING:
     from toolkit.models.detector import Detector
@@ -47,7 +47,7 @@ def detector_class(architecture: str) -> type["Detector"]:
         BadInput: no such name, module or class, or a class that is no `Detector`.
     """
     if architecture in ARCHITECTURES:
-        with uncollected():
+        with importing():
             import_without("timm", "wandb")  # which it has for summaries of its own training: a second of every start
             return _load(f"toolkit.models.{ARCHITECTURES[architecture][0]}")
     if ":" not in str(architecture):
