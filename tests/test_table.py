@@ -77,7 +77,7 @@ def test_several_batches_selections_and_embedded_images(tmp_path, monkeypatch):
     assert len(head) == 5 and head.image_ids().tolist() == list(range(5)) and head.fingerprint != table.fingerprint
     assert head.row(4)["image_id"] == 4 and head.num_boxes().tolist() == [0, 1, 2, 3, 0]
     assert table.head(99) is table
-    copy = pickle.loads(pickle.dumps(head))  # noqa: S301  as a spawned worker gets it
+    copy = pickle.loads(pickle.dumps(head))  # noqa: S301 (pickled here, as for a spawned worker)
     assert len(copy) == 5 and copy.row(4)["image_id"] == 4 and len(pickle.dumps(head)) < 1000
     assert datasets.Dataset.from_file(str(table.arrow_file))[9]["image_id"] == 9
 
