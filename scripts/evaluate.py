@@ -83,7 +83,7 @@ def _measured(found: Predicted, backend: str | None) -> dict:
         return scores | {"table": "no annotated boxes: nothing can be measured; the predictions can be saved (--save)"}
     table = evaluator.describe(scores, found.by_image)
     voc = {}
-    if "bbox_AP" in scores:
+    if "bbox_AP" in scores:  # of each class too
         voc = voc_metrics(found.by_image, found.table)
         table += f"\nVOC07 mAP {_number(voc['voc07_mAP'])}, VOC12 mAP {_number(voc['voc12_mAP'])} (IoU 0.5)"
     return {**scores, **found.losses, **voc, "table": table}

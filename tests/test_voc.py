@@ -7,7 +7,7 @@ import pytest
 from report_data import predictions_of, random_case, table_of
 
 from toolkit.evaluation import voc
-from toolkit.evaluation.coco import ground_truth_as_predictions
+from toolkit.evaluation.coco import CocoEvaluator, ground_truth_as_predictions
 from toolkit.evaluation.voc import voc_metrics
 
 GOLDEN = Path(__file__).parent / "golden" / "data" / "gluoncv_voc.json"  # by VOC07MApMetric and VOCMApMetric
@@ -24,6 +24,15 @@ def test_the_numbers_are_those_of_gluoncv(tmp_path, case):
     for year, expected in case["expected"].items():
         assert result[f"{year}_mAP"] == pytest.approx(expected.pop("mAP"), abs=1e-12)
         assert {name: result[f"{year}/{name}"] for name in expected} == pytest.approx(expected, abs=1e-12)
+
+
+def test_an_evaluation_in_training_has_the_means(tmp_path):
+    """So that `eval.metric_for_best voc07_mAP` is GluonCV's best by `mean_ap[-1]`."""
+    table, predictions = random_case(tmp_path)
+    row, expected = CocoEvaluator(table).evaluate(predictions), voc_metrics(predictions, table)
+    assert {name: row[name] for name in ("voc07_mAP", "voc12_mAP")} == {
+        name: value for name, value in expected.items() if name.endswith("_mAP")
+    }
 
 
 def test_by_hand(tmp_path):

@@ -5,12 +5,11 @@ too (+ 1), only IoU 0.5 counts, a second prediction of a box is wrong. Boxes mar
 need not be found, and what finds them does not count. VOC07 means precision over 11 recalls, VOC12 over all of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from toolkit.evaluation.arrays import BoxArrays, drop_unusable, ground_truth_arrays, prediction_arrays
-from toolkit.evaluation.coco import class_keys
+from toolkit.evaluation.arrays import BoxArrays, class_keys, drop_unusable, ground_truth_arrays, prediction_arrays
 
 RECALLS_07 = np.arange(0.0, 1.1, 0.1)  # with its rounding: 0.3 is 0.30000000000000004, as in the programs of the field
 _BLOCK = 2**20  # pairs of boxes at once
@@ -31,7 +30,13 @@ def voc_metrics(predictions: Mapping, table, iou: float = 0.5) -> dict[str, floa
     """
     image_ids, names = table.image_ids().tolist(), class_keys(table)
     found = drop_unusable(prediction_arrays(predictions, image_ids), len(names), image_ids)
-    truth = ground_truth_arrays(table)
+    return voc_metrics_of_arrays(found, ground_truth_arrays(table), names, iou)
+
+
+def voc_metrics_of_arrays(
+    found: BoxArrays, truth: BoxArrays, names: Sequence[str], iou: float = 0.5
+) -> dict[str, float | None]:
+    """`voc_metrics` of predictions and annotated boxes of classes with these names."""
     best_iou, best_box = _most_overlapped(found, truth, len(names))
     result: dict[str, float | None] = {}
     for label, name in enumerate(names):
