@@ -95,6 +95,14 @@ def test_averages_are_exact_over_a_resume_and_skip_what_was_not_there():
     assert whole.means()["class_error"] == pytest.approx((1 + 2 + 4 + 5 + 7 + 8) / 6)
 
 
+def test_a_step_counts_in_the_averages_of_its_epoch_by_its_images():
+    log = Log(True, "epoch_mean", steps_per_epoch=2, log_every=9)
+    log.start(SimpleNamespace(log=lambda row: None), {}, 0, 4)
+    for step, images in ((1, 48), (2, 16)):  # as where images are larger, and fewer in a batch
+        log.note_step(step, 4, 0, {"train/loss": 4.0 * step}, images)
+    assert log.end_epoch() == {"loss": 5.0}
+
+
 @pytest.mark.parametrize(("kind", "kept"), [("epoch_median", False), ("run_median", True), ("momentum", True)])
 def test_meters_of_an_epoch_begin_anew_those_of_a_run_do_not(kind, kept, capsys):
     log, rows = Log(True, kind, steps_per_epoch=2, log_every=1), []

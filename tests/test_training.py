@@ -284,3 +284,18 @@ def test_killed_before_its_last_evaluation_it_ends_with_the_same_state(tmp_path,
         states.append({key: value for key, value in state.items() if key != "elapsed_s"})
     assert states[0] == states[1] and states[0]["best_step"] == 10
     assert (states[0]["averages"] == {}) == (batches == 4) == (states[0]["sampler"]["epoch"] == 1)
+
+
+def test_a_step_has_the_images_of_its_window_over_all_ranks(tmp_path):
+    """Seven images for two ranks: two batches of 4 and 3, of which this rank has 2 and 2, or 2 and 1."""
+    t, noted = make_training(tmp_path), []
+    t.sampler = EpochSampler(7, 2, world_size=2)
+    t.optimizer.param_groups[0]["name"] = "main"
+    t.log.note_step = lambda step, total, epoch, row, images: noted.append(images)
+    batch = Batch(torch.zeros(2, 3, 2, 2, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.int64), [{}, {}])
+    reduced = {"loss": 1.0, "loss_ce": 1.0, "loss_ce_unscaled": 1.0, "grad_norm": 1.0}
+    t.log.note_epoch = lambda step, epoch: None
+    for _ in range(2):
+        t.sampler.advance_batches(1)
+        t.note_step([batch], reduced)
+    assert noted == [4, 3]

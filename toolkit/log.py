@@ -51,12 +51,12 @@ class Log:
         return self._elapsed_before + time.monotonic() - self._began
 
     def note_step(self, step: int, total_steps: int, epoch: int, row: Mapping[str, float], images: int) -> None:
-        """After an update: meters, bar, and the row of metrics when it is time."""
+        """After an update over `images` images of all ranks: meters, bar, and the row of metrics when it is time."""
         self.epoch_s += self.timer.step_done(images)
         self.epoch_steps += 1
         values = {name.removeprefix("train/"): value for name, value in row.items() if "/lr/" not in name}
         self.meters.update(values)
-        self.averages.update(values)
+        self.averages.update(values, images)
         self.status["step"] = step
         place = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s, self.recut)
         self._show_on_bar(place)

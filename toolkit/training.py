@@ -234,7 +234,8 @@ class Training:
 
     def note_step(self, window: Sequence[Batch], reduced: Mapping[str, float]) -> None:
         """After an update: meters, rows, the bar, the budget of minutes; then the rates of the next update."""
-        images = sum(len(batch.targets) for batch in window) * self.accelerator.num_processes
+        seen = self.sampler.next_batch  # the window included
+        images = sum(self.sampler.samples_in_batch(i) for i in range(seen - len(window), seen))
         self.log.note_step(self.step, self.total_steps, self.sampler.epoch, training_row(self, reduced), images)
         if self.budget is not None and not self.budget.settled:
             self.budget.add(reduced["time_s"])

@@ -165,16 +165,19 @@ def make_meters(kind: str, steps_per_epoch: int) -> Meters:
 
 
 class Averages:
-    """Plain means of values by name: those of an epoch, exact over a resume in the middle of it."""
+    """Weighted means of values by name: those of an epoch, exact over a resume in the middle of it."""
 
     def __init__(self):
         self._sums: dict[str, tuple[float, int]] = {}
 
-    def update(self, values: Mapping[str, float]) -> None:
-        """Adds one value to each name; a name may be missing in a step that had nothing to count."""
+    def update(self, values: Mapping[str, float], weight: int = 1) -> None:
+        """Adds one value to each name; a name may be missing in a step that had nothing to count.
+
+        weight: images of the step, so that those of few images count as little as they are.
+        """
         for name, value in values.items():
             total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = (total + value, count + 1)
+            self._sums[name] = (total + weight * value, count + weight)
 
     def means(self) -> dict[str, float]:
         return {name: total / count for name, (total, count) in self._sums.items()}
