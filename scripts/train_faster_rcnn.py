@@ -40,7 +40,9 @@ class Config:
     run: RunConfig = field(default_factory=lambda: RunConfig(name="faster_rcnn", meters="momentum"))
     data: DataConfig = field(default_factory=DataConfig)
     model: FasterRcnnOptions = field(default_factory=FasterRcnnOptions)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig = field(  # Seamless'
+        default_factory=lambda: OptimConfig(name="sgd", lr=0.01, nesterov=True, max_norm=0.0)
+    )
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -43,7 +43,11 @@ class Config:
     run: RunConfig = field(default_factory=lambda: RunConfig(name="sgg", meters="run_median"))
     data: DataConfig = field(default_factory=DataConfig)
     model: SceneGraphOptions = field(default_factory=SceneGraphOptions)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig = field(  # Scene-Graph-Benchmark's, of its relation heads
+        default_factory=lambda: OptimConfig(
+            name="sgd", lr=0.01, scale_lr_by_images=True, bias_weight_decay=0.0, max_norm=5.0
+        )
+    )
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(name="plateau"))
     loss: LossConfig = field(default_factory=LossConfig)
     eval: SceneGraphEvalConfig = field(default_factory=SceneGraphEvalConfig)

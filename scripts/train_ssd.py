@@ -40,7 +40,9 @@ class Config:
     run: RunConfig = field(default_factory=lambda: RunConfig(name="ssd", meters="epoch_mean"))
     data: DataConfig = field(default_factory=lambda: DataConfig(recipe="ssd", multi_scale_pixels=True))
     model: SsdliteOptions = field(default_factory=SsdliteOptions)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig = field(  # CVNets', of its SSD on MobileViT
+        default_factory=lambda: OptimConfig(lr=9e-4, weight_decay=0.01, max_norm=0.0)
+    )
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -40,8 +40,10 @@ class Config:
     run: RunConfig = field(default_factory=lambda: RunConfig(name="yolov3", meters="run_mean", export=True))
     data: DataConfig = field(default_factory=lambda: DataConfig(recipe="yolov3", multi_scale_every=10))
     model: Yolov3Options = field(default_factory=Yolov3Options)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optim: OptimConfig = field(  # GluonCV's
+        default_factory=lambda: OptimConfig(name="sgd", lr=1e-3, weight_decay=5e-4, max_norm=0.0)
+    )
+    schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(power=2.0))
     loss: LossConfig = field(default_factory=LossConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     hub: HubConfig = field(default_factory=HubConfig)

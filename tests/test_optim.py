@@ -237,11 +237,20 @@ def test_nesterov_looks_one_step_of_the_momentum_ahead():
     assert after_two_steps(nesterov=True) == pytest.approx(1 - 0.5 * ((1 + 0.8) + (0.5 + 0.8 * (0.8 + 0.5))))
 
 
-@pytest.mark.parametrize(("name", "momentum"), [("sgd", 0.0), ("adamw", 0.9), ("adam", 0.9)])
-def test_nesterov_without_momentum(name, momentum):
+def test_nesterov_without_momentum():
     groups = parameter_groups(nn.Linear(1, 1), lr=1.0, weight_decay=0.0)
     with pytest.raises(BadInput, match="optim.nesterov is true.*expected"):
-        build_optimizer(name, groups, momentum=momentum, nesterov=True)
+        build_optimizer("sgd", groups, momentum=0.0, nesterov=True)
+    build_optimizer("adamw", groups, momentum=0.0, nesterov=True)  # Faster R-CNN's default; it is of SGD alone
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_betas(name):
+    groups = parameter_groups(nn.Linear(1, 1), lr=1.0, weight_decay=0.0)
+    assert build_optimizer(name, groups, betas=[0.8, 0.95]).param_groups[0]["betas"] == (0.8, 0.95)
+    for wrong in ([0.9], [0.9, 1.0], [-0.1, 0.9]):
+        with pytest.raises(BadInput, match="optim.betas is .*two numbers"):
+            build_optimizer(name, groups, betas=wrong)
 
 
 def test_an_unknown_optimizer():

@@ -8,6 +8,8 @@ import torch
 
 from toolkit.data.sampling import accumulation_at
 from toolkit.errors import BadInput
+from toolkit.runs.settings import ScheduleConfig
+from toolkit.step.build_schedule import schedule_of_settings
 from toolkit.step.length import StepBudget, is_time, steps_from
 from toolkit.step.plateau import PlateauSchedule
 from toolkit.step.schedules import SHAPES, Schedule, lr_factor
@@ -316,3 +318,18 @@ def test_a_rate_that_changes_once_an_epoch_is_that_of_the_epochs_first_step(name
 def test_a_milestone_in_the_warm_up_does_not_wait_for_the_next_epoch():
     options = {"warmup_steps": 8, "milestones": [5], "warmup_factor": 1.0}
     assert [lr_factor(step, "multistep", every=4, **options) for step in (4, 5, 7)] == [1.0, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("name", ["cosine", "plateau"])
+def test_a_warm_up_in_epochs(name):
+    """GluonCV's --warmup-epochs 2, with 30 steps an epoch."""
+    rates = []
+    for warm in ("2 epochs", 60):
+        settings = ScheduleConfig(name=name, warmup_steps=warm, warmup_factor=0.0)
+        plan = schedule_of_settings(settings, optimizer(1.0), 300, 30)
+        for step in (0, 30, 59, 60, 100):
+            plan.set(step)
+            rates.append(*plan.rates().values())
+    assert rates[:5] == rates[5:] and rates[1] == 0.5 and rates[3] == 1.0
+    with pytest.raises(BadInput, match="'-5' is no time"):
+        schedule_of_settings(ScheduleConfig(warmup_steps="-5"), optimizer(1.0), 300, 30)

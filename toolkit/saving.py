@@ -100,7 +100,7 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
 
 
 # Of a parameter group, what the settings say of its updates.
-_OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov")
+_OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas")
 
 
 def _take_up_schedule(t, state: Mapping) -> None:

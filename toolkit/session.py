@@ -212,7 +212,8 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
     per_epoch = max(1, round(all_steps / run.epochs))  # on average
     total_steps = min(all_steps, run.max_steps or all_steps)
-    for warning in length_warnings(total_steps, c.schedule.warmup_steps, per_epoch) if not run.eval_only else []:
+    pace = _pace(c, per_epoch)
+    for warning in length_warnings(total_steps, pace.warmup_steps, per_epoch) if not run.eval_only else []:
         s.say(warning)
 
     ema = Ema(detector, optim.ema_decay, optim.ema_warmup) if optim.ema_decay else None
@@ -224,7 +225,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
         schedule=schedule_of_settings(c.schedule, optimizer, total_steps, per_epoch), sampler=sampler, loader=loader,
         validation=Validation(val_table, val_loader, evaluator, c.eval.score_threshold, c.eval.pictures),
         guard=NanGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor),
-        best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience), pace=_pace(c, per_epoch),
+        best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience), pace=pace,
         log=Log(s.is_main, run.meters, per_epoch, run.log_every), signals=s.signals, folder=s.folder, seed=run.seed,
         budget=StepBudget(run.max_minutes) if run.max_minutes else None, total_steps=total_steps,
         max_norm=optim.max_norm, eval_only=run.eval_only,
@@ -331,18 +332,18 @@ def _optimizer(s: Session, detector: Detector, weights: LossWeights):
     groups += weights.parameter_groups(c.lr)
     for group in groups:
         group["lr"] *= scale
-    return build_optimizer(c.name, groups, momentum=c.momentum, nesterov=c.nesterov)
+    return build_optimizer(c.name, groups, momentum=c.momentum, nesterov=c.nesterov, betas=c.betas)
 
 
 def _pace(c: Any, per_epoch: int) -> Pace:
-    settles = c.optim.bn_momentum_final is not None
+    settles, warmup_steps = c.optim.bn_momentum_final is not None, steps_from(c.schedule.warmup_steps, per_epoch)
     return Pace(
         eval_every=steps_from(c.run.eval_every, per_epoch), save_every=steps_from(c.run.save_every, per_epoch),
         keep=c.run.keep, keep_every=steps_from(c.run.keep_every, per_epoch),
         gradient_table_every=c.optim.gradient_table_every, accumulation_steps=c.optim.accumulation_steps,
         accumulate_after_epoch=c.optim.accumulate_after_epoch, denominators=c.loss.denominators,
-        bn_momentum=(c.optim.bn_momentum_final, c.schedule.warmup_steps) if settles else None,
-        plain_epochs=c.data.plain_epochs, warmup_steps=c.schedule.warmup_steps,
+        bn_momentum=(c.optim.bn_momentum_final, warmup_steps) if settles else None,
+        plain_epochs=c.data.plain_epochs, warmup_steps=warmup_steps,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ _LENGTH = {"run.epochs", "run.max_steps", "run.max_minutes"}
 _SAVED = {f"optim.{key}" for key in (
     "lr", "backbone_lr", "scale_lr_by_images", "lr_multipliers", "layer_decay", "bias_lr_factor", "weight_decay",
     "bias_weight_decay", "no_weight_decay_on_norm_and_bias", "momentum", "nesterov",
+    "betas",
 )}  # fmt: skip
 _SEED = {"run.seed"}
 _BEGINNING = {f"model.{key}" for key in ("pretrained", "pretrained_backbone", "detector", "word_vectors")}

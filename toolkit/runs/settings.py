@@ -232,6 +232,8 @@ class OptimConfig:
     """Momentum of SGD."""
     nesterov: bool = False
     """Use Nesterov's form of the momentum of SGD."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decays of the two moving averages of Adam and AdamW, of gradients and of their squares."""
     max_norm: NonNegativeFloat = 0.1
     """Norm that the gradients of all parameters together are clipped to; 0 clips nothing."""
     accumulation_steps: PositiveInt = 1
@@ -263,8 +265,8 @@ class ScheduleConfig:
     ] = "constant"
     """Shape of the learning rate after the warm-up; plateau lets it fall when `eval.metric_for_best` stops
     improving."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the learning rate rises linearly."""
+    warmup_steps: int | str = 0
+    """Optimizer steps, or "N epochs", over which the learning rate rises linearly."""
     warmup_factor: NonNegativeFloat = 0.001
     """Factor on the learning rate at the first step of the warm-up."""
     per: Literal["step", "epoch"] = "step"

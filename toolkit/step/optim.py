@@ -115,27 +115,27 @@ def build_optimizer(
     *,
     momentum: float = 0.9,
     nesterov: bool = False,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Sequence[float] = (0.9, 0.999),
     eps: float = 1e-8,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
     """"adamw", "adam" (L2 penalty in the gradient) or "sgd" over `parameter_groups`.
 
     Args:
+        betas: of adamw and adam.
         momentum, nesterov: of sgd; with nesterov the update looks one step of the momentum ahead.
         fused: one kernel for the whole update; None: on CPU and CUDA, else torch's own choice. On a CPU it is five
             times faster than that; on CUDA it is one launch where foreach has dozens. All are deterministic.
 
     Raises:
-        BadInput: an unknown name, nesterov without momentum or with another optimizer than sgd.
+        BadInput: an unknown name, nesterov without momentum, betas that are not two numbers from 0 to below 1.
     """
-    if nesterov and name in ("adamw", "adam"):
-        raise BadInput(f"optim.nesterov is true, but optim.name is {name}, which has none: expected sgd, or "
-                       "optim.nesterov false")  # fmt: skip
-    if nesterov and momentum <= 0:
+    if name == "sgd" and nesterov and momentum <= 0:
         raise BadInput(f"optim.nesterov is true, but optim.momentum is {momentum}: expected a momentum above 0, such "
                        "as 0.9, or optim.nesterov false")  # fmt: skip
-    groups = list(groups)
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise BadInput(f"optim.betas is {list(betas)}; expected two numbers from 0 to below 1, such as [0.9, 0.999]")
+    groups, betas = list(groups), tuple(betas)
     if fused is None:
         fused = {p.device.type for group in groups for p in group["params"]} <= {"cpu", "cuda"} or None
     if name == "adamw":
