@@ -427,4 +427,43 @@ def test_the_two_stages_have_all_settings_of_torchvision_with_its_values(cls):
         for name, parameter in inspect.signature(faster_rcnn.FasterRCNN).parameters.items()
         if name.startswith(("rpn_", "box_")) and parameter.default is not None
     }
-    assert torchvision_settings(cls()) == of_torchvision
+    assert torchvision_settings(cls()) == of_torchvision | {"bbox_reg_weights": [10.0, 10.0, 5.0, 5.0]}
+
+
+def test_seamless_settings_of_the_two_stages_are_used():
+    """min_size, void_threshold, neg_threshold_lo, bbx_reg_weights and sigma of its configuration."""
+    targets = [target([[8, 8, 40, 40], [0, 0, 64, 48]], iscrowd=[0, 1]), target([[20, 20, 50, 60]])]
+    images, sizes = images_of(2)
+
+    def outputs_of(**options):
+        detector = tiny(**options).train()
+        torch.manual_seed(1)
+        return detector, detector(images, sizes, targets)
+
+    plain, before = outputs_of(rpn_batch_size_per_image=4096, box_batch_size_per_image=4096)
+    everything = {"rpn_batch_size_per_image": 4096, "box_batch_size_per_image": 4096}
+    ignored = {name: (before[f"{name}_weights"] == 0).sum() for name in ("rpn", "roi")}
+    detector, found = outputs_of(**everything, rpn_crowd_overlap=0.3, box_crowd_overlap=0.3)
+    assert all((found[f"{name}_weights"] == 0).sum() > ignored[name] for name in ignored)
+    detector, found = outputs_of(**everything, box_bg_iou_from=0.2)
+    assert (found["roi_weights"] == 0).sum() > ignored["roi"]
+    detector, found = outputs_of(**everything, bbox_reg_weights=[1.0, 2.0, 3.0, 4.0])
+    torch.testing.assert_close(found["roi_targets"] * torch.tensor([10, 5, 5 / 3, 5 / 4]), before["roi_targets"])
+    detector, found = outputs_of(**everything, rpn_min_size=24.0)
+    sides = [boxes[:, 2:] - boxes[:, :2] for boxes in detector.proposals(*detector.features(images, sizes))]
+    assert all(len(each) and each.min() >= 24 for each in sides)
+    losses = plain.criterion(before, targets, {"images": 2.0})[0]
+    detector, found = outputs_of(**everything, rpn_smooth_l1_beta=1.0, box_smooth_l1_beta=0.5)
+    for stage, beta in (("rpn", 1.0), ("box", 0.5)):
+        name = "loss_rpn_box_reg" if stage == "rpn" else "loss_box_reg"
+        others = {"rpn_smooth_l1_beta": 1 / 9, "box_smooth_l1_beta": 1 / 9, f"{stage}_smooth_l1_beta": beta}
+        alone = outputs_of(**everything, **others)
+        changed = alone[0].criterion(alone[1], targets, {"images": 2.0})[0]
+        assert [key for key in losses if changed[key] != losses[key]] == [name] and changed[name] < losses[name]
+
+
+def test_without_objects_all_is_background_however_low_its_iou():
+    candidates = torch.tensor([[0.0, 0, 4, 4], [8, 8, 12, 12]])
+    boxes = torch.tensor([[[0.0, 0, 4, 3]], [[0.0, 0, 4, 3]]])
+    match = match_boxes(candidates, boxes, None, 0.9, 0.8, lowest=0.1, padding=torch.tensor([[False], [True]]))
+    assert match.tolist() == [[BACKGROUND, IGNORED], [BACKGROUND, BACKGROUND]]

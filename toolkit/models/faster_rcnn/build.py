@@ -38,6 +38,11 @@ TORCHVISION_NAMES = {
     "nms_threshold": "box_nms_thresh",
     "detections_per_image": "box_detections_per_img",
 }
+# Settings that torchvision has no keyword for; `FasterRCNN` takes them itself.
+OWN_SETTINGS = {
+    "rpn_crowd_overlap", "rpn_min_size", "rpn_smooth_l1_beta", "box_bg_iou_from", "box_crowd_overlap",
+    "box_smooth_l1_beta",
+}  # fmt: skip
 
 
 class FeaturePyramid(nn.Module):
@@ -125,7 +130,7 @@ class FasterRCNNOnTimm(FasterRCNN):
         )
         own_mean, own_std = image_statistics(o.backbone)
         statistics = o.mean or own_mean, o.std or own_std
-        super().__init__(model.backbone, model.rpn, model.roi_heads, o.strides, *statistics)
+        super().__init__(model.backbone, model.rpn, model.roi_heads, o.strides, *statistics, o)
         self.leaves_unused = leaves_stages(body)
         if o.whole_pixels:
             self.roi_heads.box_roi_pool = WholePixelPool(self.roi_heads.box_roi_pool)
@@ -162,7 +167,7 @@ class FasterRCNNResNet50(FasterRCNN):
         _set_norm_eps(backbone.body, options.norm_eps)
         model = faster_rcnn.FasterRCNN(backbone, 1 + len(class_names), **torchvision_settings(options))
         statistics = model.transform.image_mean, model.transform.image_std
-        super().__init__(model.backbone, model.rpn, model.roi_heads, (4, 8, 16, 32), *statistics)
+        super().__init__(model.backbone, model.rpn, model.roi_heads, (4, 8, 16, 32), *statistics, options)
 
 
 class FasterRCNNResNet50V2(FasterRCNN):
@@ -191,7 +196,7 @@ class FasterRCNNResNet50V2(FasterRCNN):
             for module in (body.conv1, body.bn1, body.layer1):
                 module.requires_grad_(False)
         statistics = model.transform.image_mean, model.transform.image_std
-        super().__init__(model.backbone, model.rpn, model.roi_heads, (4, 8, 16, 32), *statistics)
+        super().__init__(model.backbone, model.rpn, model.roi_heads, (4, 8, 16, 32), *statistics, options)
         self._freeze = freeze
 
     def resolved_options(self) -> dict:
@@ -199,8 +204,9 @@ class FasterRCNNResNet50V2(FasterRCNN):
 
 
 def torchvision_settings(options: TwoStageOptions) -> dict:
-    """The settings of the two stages as keywords of torchvision's `FasterRCNN`."""
+    """The settings of the two stages as keywords of torchvision's `FasterRCNN`, as far as it has them."""
     own = {each.name for each in fields(TwoStageOptions)} - {each.name for each in fields(DetectorOptions)}
+    own -= OWN_SETTINGS
     return {TORCHVISION_NAMES.get(name, name): getattr(options, name) for name in sorted(own)}
 
 

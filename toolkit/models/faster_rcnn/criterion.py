@@ -21,6 +21,7 @@ def match_boxes(
     *,
     best_of_each_box: bool = False,
     crowd_overlap: float = 0.7,
+    lowest: float = 0.0,
     padding: Tensor | None = None,
 ) -> Tensor:
     """Which object each anchor or proposal of an image, or of each of several, is to learn.
@@ -32,6 +33,7 @@ def match_boxes(
         high, low: IoU from which a candidate takes its best object, and below which it is background; ignored between.
         best_of_each_box: the candidates that overlap an object best take their own best object, however low the IoU.
         crowd_overlap: a candidate with this share of its area in a crowd region is ignored, whatever it overlaps.
+        lowest: candidates with a lower IoU are ignored, where there is an object in their image.
         padding: (..., T), rows that are no boxes.
 
     Returns:
@@ -41,10 +43,14 @@ def match_boxes(
         shape = (*boxes_xyxy.shape[:-2], candidates_xyxy.shape[-2])
         return candidates_xyxy.new_full(shape, BACKGROUND, dtype=torch.int64)
     iou = pairwise_iou(boxes_xyxy, candidates_xyxy)
+    is_object = torch.ones_like(boxes_xyxy[..., 0], dtype=torch.bool)
     for never in (iscrowd, padding):
-        iou = iou if never is None else iou.masked_fill(never.bool()[..., None], 0)
+        if never is not None:
+            is_object = is_object & ~never.bool()
+    iou = iou.masked_fill(~is_object[..., None], 0)
     value, best = iou.max(dim=-2)
-    match = torch.where(value < low, BACKGROUND, IGNORED)
+    too_far = (value < lowest) & is_object.any(dim=-1, keepdim=True)
+    match = torch.where((value < low) & ~too_far, BACKGROUND, IGNORED)
     positive = value >= high
     if best_of_each_box:
         best_iou = iou.amax(dim=-1, keepdim=True)

@@ -19,8 +19,9 @@ from torchvision.ops.poolers import LevelMapper
 from toolkit.batch import normalize_images, on_host, sizes_on_host, to_host
 from toolkit.models.detector import Detector
 from toolkit.models.faster_rcnn.criterion import roi_losses, rpn_losses
+from toolkit.models.faster_rcnn.options import TwoStageOptions
 from toolkit.models.faster_rcnn.pooling import LevelPool
-from toolkit.models.faster_rcnn.samples import padded_truths, sampled_anchors, sampled_boxes
+from toolkit.models.faster_rcnn.samples import Sampler, padded_truths, sampled_anchors, sampled_boxes
 from toolkit.models.faster_rcnn.suppression import (
     best_detections,
     best_of_each_proposal,
@@ -41,6 +42,7 @@ class FasterRCNN(Detector):
         rpn, roi_heads: torchvision's modules.
         strides: of the maps that boxes are pooled from, each twice the one before; the first of all maps.
         mean, std: of RGB values in [0, 1].
+        stages: of these, what torchvision's modules have no place for, such as `rpn_crowd_overlap`; None: its defaults.
 
     `features`, `map_channels`, `proposals`, `box_pool`, `box_head`, `class_logits`, `representation_size` and
     `detect_with_logits` are for models built on top, such as scene graphs.
@@ -64,9 +66,12 @@ class FasterRCNN(Detector):
         strides: Sequence[int],
         mean: Sequence[float],
         std: Sequence[float],
+        stages: TwoStageOptions | None = None,
     ):
         super().__init__()
         self.backbone, self.rpn, self.roi_heads = backbone, rpn, roi_heads
+        self.stages = stages or TwoStageOptions()
+        rpn.min_size = self.stages.rpn_min_size
         self.mean, self.std, self.strides = tuple(mean), tuple(std), tuple(strides)
         # torchvision guesses the scales from the first batch it sees, and wrongly from small padded images.
         first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
@@ -159,9 +164,12 @@ class FasterRCNN(Detector):
             logits, deltas = self.detect(features, boxes, images_hw, known)
             return {"boxes": boxes, "logits": logits, "deltas": deltas}
         with torch.no_grad():
-            truths = padded_truths(targets)
-            index, rpn_parts = sampled_anchors(anchors, truths, self.rpn, self._draw)
-            chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, self.roi_heads, self._draw)
+            truths, o = padded_truths(targets), self.stages
+            of_rpn = Sampler.of(self.rpn, o.rpn_crowd_overlap)
+            index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, self.rpn.box_coder.weights, self._draw)
+            of_box = Sampler.of(self.roi_heads, o.box_crowd_overlap, o.box_bg_iou_from)
+            weights = self.roi_heads.box_coder.weights
+            chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, weights, self._draw)
         outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
         outputs |= {"rpn_logits": logits.gather(1, index)}
         outputs |= {"rpn_deltas": deltas.gather(1, index[..., None].expand(-1, -1, 4))}
@@ -190,7 +198,8 @@ class FasterRCNN(Detector):
         """
         rpn = (outputs[f"rpn_{name}"].flatten(0, 1) for name in ("logits", "deltas", "match", "targets", "weights"))
         roi = (outputs[f"roi_{name}"] for name in ("logits", "deltas", "classes", "targets", "weights"))
-        values = (*rpn_losses(*rpn), *roi_losses(*roi))
+        betas = self.stages.rpn_smooth_l1_beta, self.stages.box_smooth_l1_beta
+        values = (*rpn_losses(*rpn, betas[0]), *roi_losses(*roi, betas[1]))
         losses = {name: v / denominators["images"] for name, v in zip(self.loss_names, values, strict=True)}
         positive = outputs["roi_classes"] > 0
         wrong = (outputs["roi_logits"].argmax(dim=1) != outputs["roi_classes"]) & positive

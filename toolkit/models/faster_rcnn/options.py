@@ -35,6 +35,12 @@ class TwoStageOptions(DetectorOptions):
     """Anchors of an image that are trained."""
     rpn_positive_fraction: float = 0.5
     """Largest share of the trained anchors that may have an object."""
+    rpn_crowd_overlap: float = 0.7
+    """Share of its area in a crowd region from which an anchor is not trained."""
+    rpn_min_size: float = 1e-3
+    """Proposals with a side below this many pixels are left out."""
+    rpn_smooth_l1_beta: float = 1 / 9
+    """Error of a proposal's box, in its deltas, from which the loss is linear: 1 / sigma^2 of other programs."""
     rpn_score_thresh: float = 0.0
     """Proposals with a probability of an object below this are left out."""
     score_threshold: float = 0.05
@@ -47,6 +53,15 @@ class TwoStageOptions(DetectorOptions):
     """IoU from which a proposal is trained to be classified as its object."""
     box_bg_iou_thresh: float = 0.5
     """IoU below which a proposal is trained as background."""
+    box_bg_iou_from: float = 0.0
+    """IoU from which a proposal is trained as background, up to `box_bg_iou_thresh`; below it, it is not trained."""
+    box_crowd_overlap: float = 0.7
+    """Share of its area in a crowd region from which a proposal is not trained."""
+    bbox_reg_weights: list[float] = field(default_factory=lambda: [10.0, 10.0, 5.0, 5.0])
+    """Factors on the deltas x, y, width and height that the box head predicts."""
+    box_smooth_l1_beta: float = 1 / 9
+    """Error of a detection's box, in its deltas times their factors, from which the loss is linear: 1 / sigma^2 of other
+    programs."""
     box_batch_size_per_image: int = 512
     """Proposals of an image that are trained."""
     box_positive_fraction: float = 0.25

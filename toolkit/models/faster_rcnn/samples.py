@@ -31,19 +31,22 @@ class Truths(NamedTuple):
 
 
 class Sampler(NamedTuple):
-    """How a stage chooses: IoU from which a candidate has an object, and below which it is background; how many."""
+    """How a stage chooses: IoU from which a candidate has an object, and below which it is background, from `lowest`
+    on; how many; which share of a candidate in a crowd region leaves it out."""
 
     high: float
     low: float
     size: int
     positive_fraction: float
+    crowd_overlap: float = 0.7
+    lowest: float = 0.0
 
     @classmethod
-    def of(cls, stage: torch.nn.Module) -> "Sampler":
-        """Of torchvision's RPN or RoIHeads."""
+    def of(cls, stage: torch.nn.Module, crowd_overlap: float, lowest: float = 0.0) -> "Sampler":
+        """Of torchvision's RPN or RoIHeads, which have no place for the last two."""
         matcher, sampler = stage.proposal_matcher, stage.fg_bg_sampler
         return cls(matcher.high_threshold, matcher.low_threshold, sampler.batch_size_per_image,
-                   sampler.positive_fraction)  # fmt: skip
+                   sampler.positive_fraction, crowd_overlap, lowest)  # fmt: skip
 
 
 def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
@@ -73,36 +76,46 @@ def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, be
         candidates = candidates_xyxy if candidates_xyxy.dim() == 2 else candidates_xyxy[part]
         crowd = None if truths.is_crowd is None else truths.is_crowd[part, :widest]
         options = {"best_of_each_box": best_of_each_box, "padding": truths.is_padding[part, :widest]}
+        options |= {"crowd_overlap": thresholds.crowd_overlap, "lowest": thresholds.lowest}
         boxes = truths.boxes[part, :widest]
         found.append(match_boxes(candidates, boxes, crowd, thresholds.high, thresholds.low, **options))
     return torch.cat(found)
 
 
 def sampled_anchors(
-    anchors_xyxy: Tensor, truths: Truths, stage: torch.nn.Module, draw: Callable[[Sequence[int]], Tensor]
+    anchors_xyxy: Tensor,
+    truths: Truths,
+    settings: Sampler,
+    delta_weights: Sequence[float],
+    draw: Callable[[Sequence[int]], Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Rows (B, K) of the anchors (A, 4) that are trained, and `match`, `targets`, `weights` of them.
 
-    draw: lengths -> (their sum,) random numbers in [0, 1), those of each image in a row.
+    delta_weights: factors on the deltas of boxes. draw: lengths -> (their sum,) random numbers in [0, 1), those of each image in a row.
     """
-    settings, images = Sampler.of(stage), len(truths.counts)
+    images = len(truths.counts)
     match = match_batch(anchors_xyxy, truths, settings, best_of_each_box=True)
     keys = draw([len(anchors_xyxy)] * images).view(match.shape)
     index, match = sample(match, settings.size, settings.positive_fraction, keys)
-    wanted = box_targets(anchors_xyxy[index], match, truths, stage.box_coder.weights)
+    wanted = box_targets(anchors_xyxy[index], match, truths, delta_weights)
     return index, {"match": match, "targets": wanted, "weights": shares(match)}
 
 
 def sampled_boxes(
-    proposals: Sequence[Tensor], truths: Truths, stage: torch.nn.Module, draw: Callable[[Sequence[int]], Tensor]
+    proposals: Sequence[Tensor],
+    truths: Truths,
+    settings: Sampler,
+    delta_weights: Sequence[float],
+    draw: Callable[[Sequence[int]], Tensor],
 ) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:
-    """Of the proposals (P_i, 4) of each image and its objects behind them, image after image, those that are trained.
+    """Of the proposals (P_i, 4) of each image and its objects behind them, image after image, those that are trained;
+    `delta_weights` and `draw` as for `sampled_anchors`.
 
     Returns:
         their rows (R,); their boxes (R, 4); how many each image has; `classes` (R,), 0 is background, `targets` (R, 4),
         `weights` (R,).
     """
-    settings, device = Sampler.of(stage), truths.boxes.device
+    device = truths.boxes.device
     own = [len(boxes) for boxes in proposals]
     counts = [proposed + objects for proposed, objects in zip(own, truths.counts, strict=True)]
     sizes = [min(settings.size, count) for count in counts]
@@ -116,7 +129,7 @@ def sampled_boxes(
     index, match = sample(match, settings.size, settings.positive_fraction, keys)
     chosen = boxes.gather(1, index[..., None].expand(-1, -1, 4))
     classes = truths.labels.gather(1, match.clamp(min=0)).where(match >= 0, 0)
-    wanted = box_targets(chosen, match, truths, stage.box_coder.weights)
+    wanted = box_targets(chosen, match, truths, delta_weights)
     parts = {"classes": classes, "targets": wanted, "weights": shares(match)}
     rows = facts["rows"]  # without what pads images of few candidates
     parts = {name: part.flatten(0, 1)[rows] for name, part in parts.items()}
