@@ -58,10 +58,10 @@ class TwoStageOptions(DetectorOptions):
     box_crowd_overlap: float = 0.7
     """Share of its area in a crowd region from which a proposal is not trained."""
     bbox_reg_weights: list[float] = field(default_factory=lambda: [10.0, 10.0, 5.0, 5.0])
-    """Factors on the deltas x, y, width and height that the box head predicts."""
+    """Factors on the four deltas of a box (x, y, width, height) that the box head predicts."""
     box_smooth_l1_beta: float = 1 / 9
-    """Error of a detection's box, in its deltas times their factors, from which the loss is linear: 1 / sigma^2 of other
-    programs."""
+    """Error of a detection's box, in its deltas times `bbox_reg_weights`, from which the loss is linear: 1 / sigma^2 of
+    other programs."""
     box_batch_size_per_image: int = 512
     """Proposals of an image that are trained."""
     box_positive_fraction: float = 0.25

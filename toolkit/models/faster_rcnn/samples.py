@@ -91,7 +91,8 @@ def sampled_anchors(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Rows (B, K) of the anchors (A, 4) that are trained, and `match`, `targets`, `weights` of them.
 
-    delta_weights: factors on the deltas of boxes. draw: lengths -> (their sum,) random numbers in [0, 1), those of each image in a row.
+    delta_weights: factors on the deltas of boxes.
+    draw: lengths -> (their sum,) random numbers in [0, 1), those of each image in a row.
     """
     images = len(truths.counts)
     match = match_batch(anchors_xyxy, truths, settings, best_of_each_box=True)
