@@ -23,7 +23,7 @@ from toolkit.data.alike import Looks, alike_pairs, groups, held_out, looks_of
 from toolkit.data.formats import open_dataset
 from toolkit.data.inspection import near_boxes
 from toolkit.data.shapes import draw_scene, make_shapes
-from toolkit.data.splits import hold_out, open_split, open_splits, share_of
+from toolkit.data.splits import hold_out, open_split, open_splits, share_of, share_that_came_out
 from toolkit.errors import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -257,6 +257,27 @@ def test_what_looks_alike_is_held_out_together():
     assert all(held[i] == held[j] for i, j in alike_pairs(looks(images))) and 0.1 < held.mean() < 0.5
 
 
+def test_large_groups_are_not_held_out_more_often_than_small_ones():
+    """20 scenes of 30 frames each: an unlucky scene is 5 % of the images, not all scenes."""
+    rng = np.random.default_rng(0)
+    thumbnails = np.repeat(rng.integers(9, 240, (20, 16, 16), np.uint8), 30, axis=0)
+    digests = [hashlib.blake2b(b"%d" % number, digest_size=16).hexdigest() for number in range(600)]
+    frames = Looks(np.array(digests, "S32"), thumbnails)
+    assert len(set(groups(600, alike_pairs(frames)).tolist())) == 20
+    for share in (0.05, 0.1, 0.2, 0.3):
+        assert abs(held_out(frames, share).mean() - share) <= 0.15
+    assert "warning" not in share_that_came_out(45, 200, 0.2)
+    assert "75 of these 100 images (75%, asked for: 20%)" in share_that_came_out(75, 100, 0.2)
+    assert "\nwarning: " in share_that_came_out(75, 100, 0.2) and "\nwarning: " in share_that_came_out(5, 100, 0.2)
+
+
+def test_signs_say_which_cells_are_brighter_than_the_next_in_their_row():
+    rising = np.repeat(np.arange(8, dtype=np.uint8), 2)  # the last cell of a row is followed by its first
+    thumbnails = np.stack([np.tile(rising, (16, 1)), np.tile(rising[:, None], (1, 16))])
+    bits = np.unpackbits(alike._signs(thumbnails).view(np.uint8)).reshape(2, 8, 8)
+    assert not bits[0, :, :7].any() and bits[0, :, 7].all() and not bits[1].any()
+
+
 def test_a_share_of_training_data_is_validation_data(clean, tmp_path):
     reading = {"path": clean, "cache_dir": tmp_path / "cache"}
     said = []
@@ -273,7 +294,8 @@ def test_a_share_of_training_data_is_validation_data(clean, tmp_path):
             assert row["objects"]["bbox"].tolist() == by_id[row["image_id"]]["objects"]["bbox"].tolist()
             assert row["relations"]["subject"].tolist() == by_id[row["image_id"]]["relations"]["subject"].tolist()
     assert hold_out(whole, 0.25, tmp_path / "cache")[0].fingerprint == train.fingerprint
-    for wrong in ("1.5", "0", "-0.1", "nan"):
+    assert share_of("25%") == share_of(" 25 % ") == share_of(0.25) == 0.25
+    for wrong in ("1.5", "0", "-0.1", "nan", "150%", "0%"):
         with pytest.raises(BadInput, match=r"data\.val"):
             share_of(wrong)
     assert share_of("val") is None

@@ -30,7 +30,7 @@ CORRELATION = 0.97
 BANDS = 7  # of the signs
 ALL_PAIRS = 20_000  # images
 MOST_PAIRS = 1_000_000
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,9 @@ def groups(count: int, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
 def held_out(looks: Looks, share: float) -> np.ndarray:
     """(N,) bool: which images are held out, about `share` of them, a function of the images' bytes alone.
 
-    Each group of images that look alike is held out or not as a whole, by the smallest digest in it. So the answer for
-    an image stays when others are added, unless one is added to its own group.
+    Each group of images that look alike is held out or not as a whole, by a digest of the smallest digest in it: the
+    smallest of n is small itself, and large groups would nearly all be held out. So the answer for an image stays when
+    others are added, unless one is added to its own group.
 
     Raises BadInput: nothing would be held out, or nothing left.
     """
@@ -190,13 +191,18 @@ def held_out(looks: Looks, share: float) -> np.ndarray:
     if len(least) < 2:
         raise BadInput(f"data.val {share}: all {len(looks)} images look alike, so no share of them says anything about "
                        "other images; give validation data of its own")  # fmt: skip
-    place = {group: int(digest[:13], 16) / 16**13 for group, digest in least.items()}
+    place = {group: _fraction(digest) for group, digest in least.items()}
     chosen = {group for group, at in place.items() if at < share}
     if not chosen:
         chosen = {min(place, key=place.get)}
     if len(chosen) == len(place):
         chosen.remove(max(place, key=place.get))
     return np.array([group in chosen for group in member.tolist()])
+
+
+def _fraction(digest: bytes) -> float:
+    """A number in [0, 1) that a digest decides, evenly spread whatever digests are given."""
+    return int.from_bytes(hashlib.blake2b(digest, digest_size=6).digest()) / 2**48
 
 
 def _digest_and_look(source: Path | Stored | bytes) -> tuple[str, bytes]:

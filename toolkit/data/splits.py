@@ -64,7 +64,7 @@ def open_splits(
     if share := share_of(val):
         first_on_each_machine(lambda: hold_out(table, share, **_cache(reading)))
         pair = hold_out(table, share, **_cache(reading))
-        say(f"validation: {len(pair[1])} of these images, held out by their content; training: {len(pair[0])}")
+        say(share_that_came_out(len(pair[1]), len(table), share))
         table, val_table = pair
     else:
         val_table = open_split(val, say=say, listing=listings[1], **reading)
@@ -76,16 +76,26 @@ def open_splits(
 
 
 def share_of(source: str | float) -> float | None:
-    """The share that `data.val` says, as a number or in words; None: it names a split or a file."""
+    """The share that `data.val` says, as a number or in percent; None: it names a split or a file."""
+    number = str(source).strip().removesuffix("%")
     try:
-        share = float(source)
+        share = float(number) / (100 if number != str(source).strip() else 1)
     except ValueError:
         return None
     if not 0 < share < 1:
-        raise BadInput(
-            f"data.val is {source}; expected a split, a file, or a share of the training data between 0 and 1"
-        )
+        raise BadInput(f"data.val is {source}; expected a split, a file, or a share of the training data between 0 and "
+                       "1 (0.2 or 20%)")  # fmt: skip
     return share
+
+
+def share_that_came_out(held: int, images: int, share: float) -> str:
+    """Says how many of the images were held out, with a warning where that is far from the share that was asked for."""
+    text = f"validation: {held} of these {images} images ({held / images:.0%}, asked for: {share:.0%}), held out by "
+    text += f"their content; training: {images - held}"
+    if not 2 / 3 < held / (images * share) < 1.5 and abs(held - images * share) >= 2:
+        text += ("\nwarning: this is far from the share that was asked for, because images that look alike are held "
+                 "out together, or there are few; try another data.val, or give a split of its own")  # fmt: skip
+    return text
 
 
 def hold_out(

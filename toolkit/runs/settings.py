@@ -108,8 +108,8 @@ class DataConfig:
     train: str = "train"
     """Training data: an annotation file, a folder, or the name of a split."""
     val: str | float = "val"
-    """Validation data: an annotation file, a folder, the name of a split, or a share of the training data between 0 and
-    1 that is held out of it by the content of its images."""
+    """Validation data: an annotation file, a folder, the name of a split, or a share of the training data (0.2 or 20%)
+    that is held out of it by the content of its images."""
     image_dir: str | list[str] | None = None
     """Where the images are: a folder, a .zip or .tar (or a folder in it), a URL that fsspec knows (s3://bucket/folder),
     or a list of these; without a value a folder is looked for beside the annotation file."""
