@@ -159,6 +159,8 @@ def test_voc_layouts(tmp_path):
         ("c", ".", "."),
         ("d", "train/images", "train/annotations"),
         ("e", "images/train", "annotations/train"),
+        ("f", "images", "annots"),
+        ("g", "train/images", "train/boxes"),
     ):
         root = tmp_path / folder
         picture(root / images / "1.png")
@@ -177,6 +179,61 @@ def test_voc_of_the_challenges_counts_from_one(tmp_path):
     (place / "1.xml").write_text(xml("1.png", extra="<source><database>The VOC2007 Database</database></source>"))
     table = open_dataset("train", path=tmp_path, cache_dir=tmp_path / "c")
     assert table.row(0)["objects"]["bbox"].tolist() == [[3, 4, 20, 25]]
+
+
+def voc_year(folder, splits, label):
+    """A year of a VOCdevkit with one image in each split, whose name is that of year and split."""
+    for split in splits:
+        name = f"{folder.name}_{split}"
+        picture(folder / "JPEGImages" / f"{name}.png")
+        (folder / "Annotations").mkdir(exist_ok=True)
+        (folder / "Annotations" / f"{name}.xml").write_text(xml(f"{name}.png", label=label))
+        (folder / "ImageSets" / "Main").mkdir(parents=True, exist_ok=True)
+        (folder / "ImageSets" / "Main" / f"{split}.txt").write_text(f"{name}\n")
+
+
+def test_years_of_a_devkit_are_one_data_set(tmp_path):
+    """As Pascal VOC is trained on: both trainvals, and the one test split."""
+    voc_year(tmp_path / "VOCdevkit" / "VOC2007", ("trainval", "test"), "cat")
+    voc_year(tmp_path / "VOCdevkit" / "VOC2012", ("train", "trainval"), "dog")
+    for path in (tmp_path, tmp_path / "VOCdevkit"):
+        found = recognise(path)
+        assert found.splits == ("train", "test", "trainval")
+        assert "VOC2007, " in str(found) and "VOC2012 together" in str(found)
+    both = open_dataset("trainval", path=tmp_path, cache_dir=tmp_path / "c")
+    assert [row["file_name"] for row in map(both.row, range(2))] == ["VOC2007_trainval.png", "VOC2012_trainval.png"]
+    assert all(both.image_source(both.row(i)).read_bytes() for i in range(2)) and not both.problems
+    test = open_dataset("test", path=tmp_path, cache_dir=tmp_path / "c")
+    assert len(test) == 1 and test.class_names == both.class_names == ["cat", "dog"]
+    one = open_dataset("trainval", path=tmp_path / "VOCdevkit" / "VOC2012", cache_dir=tmp_path / "c")
+    assert len(one) == 1 and one.class_names == ["dog"]
+    shutil.rmtree(tmp_path / "VOCdevkit" / "VOC2012" / "ImageSets")
+    with pytest.raises(BadInput, match=r"only some .* are split: .*VOC2012 \(not split\); choose one"):
+        recognise(tmp_path)
+
+
+def test_where_voc_annotations_lie_is_said(tmp_path):
+    for name in ("one", "two"):
+        picture(tmp_path / "sets" / name / "images" / "1.png")
+        (tmp_path / "sets" / name / "boxes").mkdir()
+        (tmp_path / "sets" / name / "boxes" / "1.xml").write_text(xml("1.png"))
+    with pytest.raises(BadInput, match=r"lie in \S+/one/boxes, \S+/two/boxes: give the folder of one data set"):
+        recognise(tmp_path)
+    assert len(open_dataset("train", path=tmp_path / "sets" / "two", cache_dir=tmp_path / "c")) == 1
+
+
+def test_a_list_of_other_classes_is_said(tmp_path):
+    picture(tmp_path / "images" / "1.png")
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations" / "1.xml").write_text(xml("1.png"))
+    (tmp_path / "labels.txt").write_text("dog\nhorse\n")
+    table = open_dataset("train", path=tmp_path, cache_dir=tmp_path / "c")
+    (problem,) = table.problems
+    assert table.class_names == ["cat"] and problem.severity == "warning" and problem.file == "labels.txt"
+    assert "lists 2 classes, but not cat" in problem.message
+    (tmp_path / "labels.txt").write_text("dog\ncat\n")  # the table in the cache is not used
+    table = open_dataset("train", path=tmp_path, cache_dir=tmp_path / "c")
+    assert table.class_names == ["dog", "cat"] and not table.problems
 
 
 def test_voc_defects_are_named(tmp_path):

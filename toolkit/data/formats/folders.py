@@ -33,7 +33,8 @@ class Found:
     def __str__(self) -> str:
         splits = "not split" if self.splits == (ALL,) else f"splits {', '.join(self.splits)}"
         also = f"; it can be read as {', '.join(self.others)} too (data.format)" if self.others else ""
-        return f"{self.path}: {FOLDERS[self.format].TITLE}, {splits}{also}"
+        years = voc.together(self.path) if self.format == "voc" else ""
+        return f"{self.path}: {FOLDERS[self.format].TITLE}{years}, {splits}{also}"
 
 
 def recognise(path: str | Path, format: str = "auto") -> Found:
@@ -54,9 +55,13 @@ def recognise(path: str | Path, format: str = "auto") -> Found:
         known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
         known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
         wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
+        below = [str(place) for place in voc.folders_with_annotations(path)] if format in ("auto", "voc") else []
+        more = f", {len(below)} in all" if len(below) > 5 else ""
         raise BadInput(
             f"{path}: {wanted} was found in this folder" + ("" if format == "auto" else f"; known are {known}")
-        )
+            + (f"; annotations of Pascal VOC lie in {', '.join(below[:5])}{more}: give the folder of one data set, "
+               "which has these and its images (data.path)" if below else "")
+        )  # fmt: skip
     name, *others = found
     return Found(path, name, found[name], tuple(others))
 

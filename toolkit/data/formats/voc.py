@@ -19,7 +19,7 @@ from toolkit.data.formats.annotated import (
     sorted_classes,
     split_of,
 )
-from toolkit.data.places import Places, watched_of
+from toolkit.data.places import Places, open_places, watched_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.errors import BadInput
 
@@ -27,6 +27,7 @@ TITLE = "Pascal VOC"
 CLASS_FILES = ("labels.txt", "classes.txt", "labelmap.txt", "predefined_classes.txt")
 ANNOTATION_FOLDERS = ("Annotations", "annotations", "labels", "xmls", "")
 IMAGE_FOLDERS = ("JPEGImages", "images", "Images", "imgs", "")
+NO_OBJECT = ("background", "__background__", "_background_")
 CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
@@ -34,17 +35,31 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     """Names of the splits of a folder of VOC annotations; None: it is none.
 
     Known are `ImageSets/Main/<split>.txt` beside `Annotations` and `JPEGImages`, a folder for each split with the XML
-    files in it or in a folder of their own, and one folder without splits.
+    files in it or in a folder of their own, one folder without splits, and several years below `VOCdevkit`.
+
+    Raises BadInput: some of several years are split and some are not.
     """
-    folder = _devkit(folder)
-    if _image_sets(folder):
-        return ordered(_image_sets(folder))
-    splits = {name: place for place in _folders(folder) if (name := split_of(place.name)) and _annotations(place)}
-    splits |= {name: place for under in ("Annotations", "annotations") for place in _folders(folder / under)
-               if (name := split_of(place.name)) and _has_xml(place)}
-    if splits:
-        return ordered(splits)
-    return (ALL,) if _annotations(folder) else None
+    found = {year: splits for year in _data_sets(folder) if (splits := _splits(year))}
+    if (ALL,) in found.values() and len(set(found.values())) > 1:
+        years = ", ".join(f"{year} ({'not split' if splits == (ALL,) else 'split'})" for year, splits in found.items())
+        raise BadInput(f"{folder}: only some of its data sets are split: {years}; choose one of them (data.path)")
+    return ordered({split for splits in found.values() for split in splits}) or None
+
+
+def together(folder: Path) -> str:
+    """Which years below `folder` are read as one data set, in words; "": there is one."""
+    years = [year for year in _data_sets(folder) if _splits(year)]
+    names = ", ".join(str(year.relative_to(folder)) for year in years)
+    return f", {names} together (data.path chooses one)" if len(years) > 1 else ""
+
+
+def folders_with_annotations(folder: Path) -> list[Path]:
+    """Folders, up to four below `folder`, whose XML files are VOC annotations."""
+    found, level = [], [folder]
+    for _ in range(5):
+        found += [place for place in level if _has_xml(place)]
+        level = [inner for place in level for inner in _folders(place)][:1000]
+    return found
 
 
 def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
@@ -53,10 +68,11 @@ def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **
     Boxes are taken as they stand, xmin to xmax and ymin to ymax, as annotation tools write them; in files of the VOC
     challenges themselves (`<database>The VOC...`) pixels count from 1 and xmax belongs to the box, so that xmin and
     ymin are lowered by 1. `difficult` objects are ignored in evaluation, like COCO's crowds. Classes are the names of
-    all splits in alphabetical order, or those of `labels.txt`.
+    all splits in alphabetical order, or those of `labels.txt`. A split of several years is that of all that have it.
     """
-    folder = _devkit(folder)
-    return open_annotated("voc", folder, split, lambda: _listing(folder, split, image_dir), **options)
+    data_sets = _data_sets(folder)
+    place = data_sets[0] if len(data_sets) == 1 else folder
+    return open_annotated("voc", place, split, lambda: _listing(place, data_sets, split, image_dir), **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
@@ -102,15 +118,13 @@ def _xml(table: DetectionTable, row: dict, name: str) -> ElementTree.ElementTree
     return ElementTree.ElementTree(root)
 
 
-def _devkit(folder: Path) -> Path:
-    """The year's folder of a `VOCdevkit`, where there is only one."""
-    years = [place for place in _folders(folder) if place.name.startswith("VOC") and place.name != "VOCdevkit"]
-    if len(years) == 1 and not _has_xml(folder / "Annotations"):
-        return years[0]
-    if folder.name.startswith("VOC") and not folder.name == "VOCdevkit":
-        return folder
-    inner = [place for place in _folders(folder) if place.name == "VOCdevkit"]
-    return _devkit(inner[0]) if len(inner) == 1 else folder
+def _data_sets(folder: Path) -> list[Path]:
+    """The folders of the years of a `VOCdevkit`, wherever it lies; `folder` itself where there are none."""
+    inner = [place for place in _folders(folder) if place.name.startswith("VOC")]
+    if not inner or _has_xml(folder / "Annotations"):
+        return [folder]
+    years = [year for place in inner for year in _data_sets(place)]
+    return [year for year in years if _splits(year)] or [folder]
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -135,8 +149,25 @@ def _xml_files(folder: Path) -> Iterator[Path]:
 
 
 def _annotations(folder: Path) -> Path | None:
-    """The folder of the XML files of a data set or a split."""
-    return next((folder / name for name in ANNOTATION_FOLDERS if _has_xml(folder / name)), None)
+    """The folder of the XML files of a data set or a split: one of the usual names, else the only one that has any."""
+    for name in ANNOTATION_FOLDERS:
+        if _has_xml(folder / name):
+            return folder / name
+    others = [place for place in _folders(folder) if split_of(place.name) is None and _has_xml(place)]
+    return others[0] if len(others) == 1 else None
+
+
+def _splits(folder: Path) -> tuple[str, ...] | None:
+    """Names of the splits of one data set."""
+    splits = _image_sets(folder) or _split_folders(folder)
+    return ordered(splits) if splits else (ALL,) if _annotations(folder) else None
+
+
+def _split_folders(folder: Path) -> dict[str, Path]:
+    """The folder of the XML files of each split that has a folder of its own."""
+    under = [place for top in ("", "Annotations", "annotations") for place in _folders(folder / top)
+             if split_of(place.name)]  # fmt: skip
+    return {split_of(place.name): found for place in under if (found := _annotations(place))}
 
 
 def _image_sets(folder: Path) -> dict[str, Path]:
@@ -151,43 +182,39 @@ def _image_sets(folder: Path) -> dict[str, Path]:
     return {}
 
 
-def _places(folder: Path, split: str) -> tuple[Path, list[Path], list[str] | None]:
-    """(folder of this split's XML files, those of all splits, stems of the split where a list names them)."""
-    sets = _image_sets(folder)
-    if sets:
-        if split not in sets:
-            raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(sets)}")
-        lines = sets[split].read_text(encoding="utf-8-sig").splitlines()
-        return folder / "Annotations", [folder / "Annotations"], [line.strip() for line in lines if line.strip()]
-    if split == ALL:
-        return _annotations(folder), [_annotations(folder)], None
-    under = [place for top in ("", "Annotations", "annotations") for place in _folders(folder / top)
-             if split_of(place.name)]  # fmt: skip
-    places = {split_of(place.name): _annotations(place) for place in under if _annotations(place)}
-    if split not in places:
-        raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(places)}")
-    return places[split], list(places.values()), None
+def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | Places | None) -> Listing:
+    """A split of all data sets that have it; classes are those of all of them."""
+    parsed: dict[Path, dict[Path, dict]] = {}
+    for each in data_sets:
+        places = [each / "Annotations"] if _image_sets(each) else _split_folders(each).values() or [_annotations(each)]
+        parsed[each] = {place: _parse_all(place) for place in places}
+    of_split = [each for each in data_sets if split in (_splits(each) or ())]
+    if not of_split:
+        raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
+    parts = [_part(each, split, parsed[each], image_dir) for each in of_split]
+    names = {box.name for places in parsed.values() for found in places.values() for image in found.values()
+             if isinstance(image, Annotated) for box in image.boxes}  # fmt: skip
+    class_files = [file for each in dict.fromkeys((folder, *data_sets)) for name in CLASS_FILES
+                   if (file := each / name).is_file()]  # fmt: skip
+    classes, problems = _classes(class_files, names)
+    annotated = [place for places in parsed.values() for place in places]
+    return Listing(
+        parts[0].image_root if len(parts) == 1 else image_dir or open_places([part.image_root for part in parts]),
+        [image for part in parts for image in part.images], classes,
+        [*annotated, *class_files, *(place for part in parts for place in part.watched)],
+        {name for part in parts for name in part.listed}, problems + [p for part in parts for p in part.problems],
+    )  # fmt: skip
 
 
-def _listing(folder: Path, split: str, image_dir: Path | Places | None) -> Listing:
-    place, everywhere, stems = _places(folder, split)
-    problems: list[Problem] = []
-    parsed = {place: _parse_all(place) for place in everywhere}
+def _part(folder: Path, split: str, parsed: dict[Path, dict], image_dir: Path | Places | None) -> Listing:
+    """The split of one data set, without classes; parsed: its folders of XML files and what stands in them."""
+    sets, problems = _image_sets(folder), []
+    place = folder / "Annotations" if sets else _annotations(folder) if split == ALL else _split_folders(folder)[split]
     found = parsed[place]
-    if stems is not None:
-        chosen = {}
-        for line in stems:
-            stem = line if line in found else line.rsplit(None, 1)[0]  # the lists of a class have 1 or -1 behind
-            if stem in found:
-                chosen[stem] = found[stem]
-            else:
-                message = f"no annotation {place.name}/{stem}.xml, which the list of {split} names"
-                problems.append(Problem("error", stem, None, None, message))
-        found = chosen
-    names = {box.name for each in parsed.values() for image in each.values() if isinstance(image, Annotated)
-             for box in image.boxes}  # fmt: skip
+    if sets:
+        found, problems = _chosen(found, sets[split], place.name, split)
     root = image_dir or _image_root(folder, place, split)
-    present = {name: name for name in images_in(root)}
+    present = set(images_in(root))
     stems_of = {os.path.splitext(name)[0]: name for name in present}
     images = []
     for stem, image in found.items():
@@ -197,11 +224,21 @@ def _listing(folder: Path, split: str, image_dir: Path | Places | None) -> Listi
         if image.file_name not in present:  # a tool that renamed the files, or left the suffix away
             image.file_name = stems_of.get(stem, stems_of.get(os.path.splitext(image.file_name)[0], image.file_name))
         images.append(image)
-    watched = [*everywhere, *watched_of(root), *(folder / name for name in CLASS_FILES if (folder / name).is_file())]
-    if _image_sets(folder):
-        watched.append(_image_sets(folder)[split])
-    every = set(present) if stems is not None else set()  # the other lists have the rest
-    return Listing(root, images, _classes(folder, names), watched, every, problems)
+    watched = [*watched_of(root), *([sets[split]] if sets else [])]
+    return Listing(root, images, [], watched, present if sets else set(), problems)  # the other lists have the rest
+
+
+def _chosen(found: dict, file: Path, place: str, split: str) -> tuple[dict, list[Problem]]:
+    """What a list of stems names, and what it names that is not there."""
+    chosen, problems = {}, []
+    for line in filter(None, map(str.strip, file.read_text(encoding="utf-8-sig").splitlines())):
+        stem = line if line in found else line.rsplit(None, 1)[0]  # the lists of a class have 1 or -1 behind
+        if stem in found:
+            chosen[stem] = found[stem]
+        else:
+            message = f"no annotation {place}/{stem}.xml, which the list of {split} names"
+            problems.append(Problem("error", stem, None, None, message))
+    return chosen, problems
 
 
 def _parse_all(place: Path) -> dict[str, "Annotated | str"]:
@@ -254,14 +291,18 @@ def _image_root(folder: Path, place: Path, split: str) -> Path:
     raise BadInput(f"{folder}: no images found; tried {tried}; set their folder (--data.image_dir)")
 
 
-def _classes(folder: Path, names: set[str]) -> list[tuple[int, str]]:
-    for file in CLASS_FILES:
-        if (folder / file).is_file():
-            lines = (folder / file).read_text(encoding="utf-8-sig").splitlines()
-            # CVAT's labelmap.txt: "name:colour:parts:actions", with a comment and a class for what is no object
-            listed = [line.split(":")[0].strip() if file == "labelmap.txt" else line.strip() for line in lines]
-            listed = [name for name in dict.fromkeys(listed)
-                      if name and not name.startswith("#") and not (name in ("background", "__background__", "_background_") and name not in names)]  # noqa: E501  # fmt: skip
-            if names <= set(listed):
-                return list(enumerate(listed, start=1))
-    return sorted_classes(names)
+def _classes(files: list[Path], names: set[str]) -> tuple[list[tuple[int, str]], list[Problem]]:
+    """The classes of the first file that lists all names, else the names, sorted; a warning for each that does not."""
+    problems = []
+    for file in files:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        # CVAT's labelmap.txt: "name:colour:parts:actions", with a comment and a class for what is no object
+        listed = [line.split(":")[0].strip() if file.name == "labelmap.txt" else line.strip() for line in lines]
+        listed = [name for name in dict.fromkeys(listed)
+                  if name and not name.startswith("#") and (name in names or name not in NO_OBJECT)]  # fmt: skip
+        if names <= set(listed):
+            return list(enumerate(listed, start=1)), problems
+        message = (f"lists {len(listed)} classes, but not {', '.join(sorted(names - set(listed))[:10])}, which the "
+                   "annotations name; the file is not used")  # fmt: skip
+        problems.append(Problem("warning", file.name, None, None, message))
+    return sorted_classes(names), problems
