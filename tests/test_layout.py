@@ -45,7 +45,8 @@ ROOMS = {
     "models": {"step", "runs", "data.table"},
     "use": {"step", "runs", "data", "evaluation", "models"},
 }
-TOP = ["command_line", "log", "saving", "recovery", "validation", "at_end", "training", "memory_probe", "session"]
+TOP = ["command_line", "log", "saving", "recovery", "validation", "at_start", "at_end", "training", "memory_probe"]
+TOP += ["session"]
 
 
 def imported(path: Path) -> set[str]:

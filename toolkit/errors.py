@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
+from typing import Any
 
 
 class BadInput(Exception):
@@ -17,6 +18,19 @@ class BadInput(Exception):
     def __init__(self, problems: str | Iterable[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+def all_faults(*calls: Callable[[], Any]) -> list:
+    """Calls each, also after one has failed, and returns what they return. Raises BadInput with the problems of all."""
+    made, problems = [], []
+    for call in calls:
+        try:
+            made.append(call())
+        except BadInput as error:
+            problems += error.problems
+    if problems:
+        raise BadInput(dict.fromkeys(problems))
+    return made
 
 
 class StoppedByGuard(Exception):

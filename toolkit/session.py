@@ -23,10 +23,11 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from toolkit.at_end import evaluate_test_split
+from toolkit.at_start import open_what_it_needs
 from toolkit.data import pipeline
 from toolkit.data.batches import collate
 from toolkit.data.sampling import EpochSampler
-from toolkit.data.splits import READING, check_same_classes, open_split, open_splits, share_of
+from toolkit.data.splits import READING, open_split, share_of
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import agree_max, run_on_main, seed_step, state_from_main
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
@@ -159,13 +160,11 @@ def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
         table = val_table = open_split(c.val, say=s.say, listing=listing, **reading)
     else:
         overfit = (c.overfit_batches or 0) * c.batch_size_per_device * s.accelerator.num_processes
-        table, val_table = open_splits(
-            c.train, c.val, s.drafts, say=s.say, max_train_images=c.max_train_images, overfit_images=overfit, **reading
-        )
-    if s.config.eval.test_split is not None and not s.config.run.eval_only:
-        listing = s.drafts / "data_problems_test.txt"
-        s.test_table = open_split(s.config.eval.test_split, say=s.say, listing=listing, part_of=c.train, **reading)
-        check_same_classes(table, s.test_table, "the test split")
+        table, val_table, s.test_table = open_what_it_needs(
+            c.train, c.val, None if s.config.run.eval_only else s.config.eval.test_split,
+            None if s.checkpoint else s.config.model, s.drafts, say=s.say, max_train_images=c.max_train_images,
+            overfit_images=overfit, **reading,
+        )  # fmt: skip
     for note in check_ground_truth(val_table):
         s.say(note)
     stop_if_asked(s, "while the data was read")

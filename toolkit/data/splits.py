@@ -2,16 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from toolkit.data.alike import VERSION, held_out, looks_of
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.folders import recognise
+from toolkit.data.formats.folders import recognise, split_in
 from toolkit.data.table import DetectionTable, cache_root, open_table, write_selection
 from toolkit.distributed import first_on_each_machine, run_on_main
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, all_faults
 
 Say = Callable[[str], None]
 # Settings of the group `data` that are options of `open_dataset` under the same names.
@@ -36,6 +37,26 @@ def open_split(
     return _opened(lambda: open_dataset(source, **reading), source, say, listing)
 
 
+def check_splits(
+    *sources: str | float | None, path: str | Path | None = None, format: str = "auto", name: str | None = None, **_
+) -> None:
+    """Whether there are such splits, before any annotation or image is read.
+
+    Args:
+        sources: as of `open_split`; None is none. Options are those of `open_dataset`.
+
+    Raises BadInput naming all that are not there.
+    """
+    named = [str(source) for source in sources if source is not None and not share_of(source)]
+    if path is not None:
+        found = recognise(path, _folder_format(format))
+        all_faults(*(partial(split_in, found, source) for source in named))
+    elif name is None:
+        files = [Path(source).expanduser() for source in named if source.lower().endswith(".json")]
+        if missing := [file for file in files if not file.exists()]:
+            raise BadInput(f"{file}: no such annotation file" for file in missing)
+
+
 def open_splits(
     train: str,
     val: str | float,
@@ -55,19 +76,21 @@ def open_splits(
         overfit_images: train on the first so many, and evaluate on them; 0: all, and `val`.
         reading: options of `open_dataset`.
 
-    Raises BadInput: the data cannot be read, or the two do not have the same classes in the same order.
+    Raises BadInput: the data cannot be read, with the faults of both; or the two do not have the same classes in the
+        same order.
     """
     if reading.get("path") is not None:
         say(str(recognise(reading["path"], _folder_format(reading.get("format", "auto")))))
     listings = [folder / f"data_problems_{name}.txt" for name in ("train", "val")]
-    table = open_split(train, say=say, listing=listings[0], **reading)
+    opening = partial(open_split, train, say=say, listing=listings[0], **reading)
     if share := share_of(val):
+        table = opening()
         first_on_each_machine(lambda: hold_out(table, share, **_cache(reading)))
         pair = hold_out(table, share, **_cache(reading))
         say(share_that_came_out(len(pair[1]), len(table), share))
         table, val_table = pair
     else:
-        val_table = open_split(val, say=say, listing=listings[1], **reading)
+        table, val_table = all_faults(opening, partial(open_split, val, say=say, listing=listings[1], **reading))
     check_same_classes(table, val_table)
     table = table.head(max_train_images or len(table))
     if overfit_images:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch import Tensor, nn
 
@@ -72,6 +73,22 @@ def start_detector(
             (folder / "pretrained.txt").write_text(f"weights of {name}\n{table.table()}\n")
     freeze_prefixes(detector, options.freeze_prefixes)
     return detector
+
+
+def check_weights(options: DetectorOptions) -> None:
+    """Whether the trained weights that the settings name can be had and fit, before the data are known.
+
+    A detector is built on them for a class of no data. Weights of scene graphs depend on the data: of these only the
+    backbone's are looked at.
+
+    Raises BadInput as `start_detector`.
+    """
+    is_graph = hasattr(options, "detector_options")
+    if is_graph and (options.pretrained or options.detector) or not (options.pretrained or options.pretrained_backbone):
+        return
+    with TemporaryDirectory() as folder:
+        start_detector(options, ["object"], Path(folder), resumed_from=None, say=lambda text: None,
+                       known={"predicates": ["relation"], "attributes": []} if is_graph else None)  # fmt: skip
 
 
 def load_pretrained(

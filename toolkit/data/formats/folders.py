@@ -66,6 +66,17 @@ def recognise(path: str | Path, format: str = "auto") -> Found:
     return Found(path, name, found[name], tuple(others))
 
 
+def split_in(found: Found, split: str) -> str:
+    """The name that a folder has for a split. Raises BadInput: it has none."""
+    wanted = split_of(split) or split
+    if wanted not in found.splits and wanted == "train":
+        wanted = next((name for name in ("trainval", ALL) if name in found.splits), wanted)
+    if wanted not in found.splits:
+        advice = "; hold a share of the training data out with --data.val 0.2" if wanted == "val" else ""
+        raise BadInput(f"{found}; there is no split {split!r}{advice}")
+    return wanted
+
+
 def open_folder(
     path: str | Path, split: str, *, format: str = "auto", image_dir: str | Path | Sequence[str] | None = None,
     **options
@@ -77,12 +88,7 @@ def open_folder(
     Raises BadInput: as `recognise`, or there is no such split.
     """
     found = recognise(path, format)
-    wanted = split_of(split) or split
-    if wanted not in found.splits and wanted == "train":
-        wanted = next((name for name in ("trainval", ALL) if name in found.splits), wanted)
-    if wanted not in found.splits:
-        advice = "; hold a share of the training data out with --data.val 0.2" if wanted == "val" else ""
-        raise BadInput(f"{found}; there is no split {split!r}{advice}")
+    wanted = split_in(found, split)
     if options.get("streaming", False) and found.format != "hub":
         raise BadInput(f"{found}; {NOT_STREAMED}")
     return FOLDERS[found.format].read(found.path, wanted, image_dir=open_places(image_dir), **options)
