@@ -329,6 +329,28 @@ def test_a_predictions_file_comes_back(tmp_path):
     assert CocoEvaluator(table).evaluate(read.by_image) == pytest.approx(before, abs=1e-12)
 
 
+def test_predictions_of_another_program_are_matched_by_file_name(tmp_path):
+    table, predictions = random_case(tmp_path)
+    file = write_predictions(tmp_path / "found.json", predictions, table)
+    expected, entries = read_predictions(file, table).by_image, json.loads(file.read_text())
+    about_file(file).unlink()
+    names = dict(zip(table.image_ids().tolist(), table.rows["file_name"].to_pylist(), strict=True))
+    new = {image_id: number for number, image_id in enumerate(reversed(names), start=10)}  # some are ids of others
+    named = [{**entry, "image_id": new[entry["image_id"]], "file_name": f"C:\\out\\{names[entry['image_id']]}"}
+             for entry in entries]  # fmt: skip
+    images = [{"id": new[image_id], "file_name": name} for image_id, name in names.items()]
+    document = {"images": images, "annotations": [{**e, "image_id": new[e["image_id"]]} for e in entries]}
+    stems = [{**entry, "image_id": Path(names[entry["image_id"]]).stem} for entry in entries]
+    for content in (named, document, stems):
+        file.write_text(json.dumps(content))
+        read = read_predictions(file, table).by_image
+        for image_id, theirs in expected.items():
+            assert all(read[image_id][key].tolist() == theirs[key].tolist() for key in theirs)
+    file.write_text(json.dumps([{**stems[0], "image_id": "elsewhere"}]))
+    with pytest.raises(BadInput, match=r"image ids \['elsewhere'\] .* no names of its files say"):
+        read_predictions(file, table)
+
+
 def test_predictions_of_other_data_are_refused_by_name(tmp_path):
     table, predictions = random_case(tmp_path / "a")
     other, _ = random_case(tmp_path / "b", seed=5)

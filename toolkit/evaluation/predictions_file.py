@@ -6,13 +6,14 @@ in the ids of the annotation file: pycocotools and every other program read it a
 - `FILE.about.json`: which data it was made on (their fingerprint), by which weights, and the numbers that were printed;
 - `FILE.graphs.npz`: of scene graphs, the relations of each image as the detector gave them.
 
-A results file of another program has neither and is read as well.
+A results file of another program has neither and is read as well. Where it names files (`file_name` of a detection, or
+of `images` in a whole COCO document, or as `image_id`), images are matched by them, with or without folder and ending.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
@@ -106,7 +107,8 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
     An image that a file of another program does not name has no detections.
 
     Raises:
-        BadInput: no such file, no list of COCO results, made on other data, or ids that the table does not have.
+        BadInput: no such file, no list of COCO results, made on other data, or ids and file names that the table does
+            not have.
     """
     path = Path(path).expanduser()
     about = read_about(path)
@@ -160,30 +162,64 @@ def _entries(path: Path) -> list[dict]:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: no COCO results file ({error}); expected a JSON list of detections") from error
-    if isinstance(entries, dict) and isinstance(entries.get("annotations"), list):
-        entries = entries["annotations"]  # some programs write a whole COCO document
+    named = {}
+    if isinstance(entries, dict) and isinstance(entries.get("annotations"), list):  # some write a whole COCO document
+        images = [each for each in entries.get("images") or () if isinstance(each, dict) and "file_name" in each]
+        named = {str(each.get("id")): each["file_name"] for each in images}
+        entries = entries["annotations"]
     if not isinstance(entries, list):
         raise BadInput(f"{path}: no COCO results file: a JSON {type(entries).__name__}; expected a list of detections")
     wanted = {"image_id", "category_id", "bbox", "score"}
     for number, entry in enumerate(entries):
-        if not isinstance(entry, dict) or not wanted <= entry.keys() or len(entry["bbox"]) != 4:
+        if (
+            not isinstance(entry, dict)
+            or not wanted <= entry.keys()
+            or not isinstance(entry["bbox"], list)
+            or len(entry["bbox"]) != 4
+            or not all(isinstance(entry[key], int | float | str) for key in ("image_id", "category_id"))
+        ):
             raise BadInput(
                 f"{path}, detection {number}: {str(entry)[:120]}; expected image_id, category_id, score and "
                 "bbox [x, y, width, height]"
             )
+        if str(entry["image_id"]) in named:
+            entry.setdefault("file_name", named[str(entry["image_id"])])
     return entries
+
+
+def _named_by_file(entries: list[dict], table) -> bool:
+    """Gives detections the table's image ids by the names of their files; False, and no change: some do not fit."""
+    ids = table.image_ids().tolist()
+    of_name: dict[str, list] = {}
+    for image_id, name in zip(ids, table.rows["file_name"].to_pylist(), strict=True):
+        path = PurePosixPath(name)
+        for key in {name, path.name, path.stem}:
+            of_name.setdefault(key, []).append(image_id)
+    found = []
+    for entry in entries:
+        path = PurePosixPath(str(entry.get("file_name", entry["image_id"])).replace("\\", "/"))
+        fitting = next((of_name[key] for key in (str(path), path.name, path.stem) if key in of_name), [])
+        if len(fitting) != 1:
+            return False
+        found.append(fitting[0])
+    for entry, image_id in zip(entries, found, strict=True):
+        entry["image_id"] = image_id
+    return True
 
 
 def _by_image(path: Path, entries: list[dict], table) -> dict:
     image_ids = table.image_ids().tolist()
     position = {image_id: i for i, image_id in enumerate(image_ids)}
+    if any("file_name" in entry or entry["image_id"] not in position for entry in entries):
+        _named_by_file(entries, table)
     label_of = {category.id: label for label, category in enumerate(table.categories)}
     problems = []
     for what, known, key in (("image ids", position, "image_id"), ("category ids", label_of, "category_id")):
         unknown = list(dict.fromkeys(entry[key] for entry in entries if entry[key] not in known))
         if unknown:
+            files = ", and no names of its files say which images are meant" if key == "image_id" else ""
             problems.append(
-                f"{path}: {what} {unknown[:5]} are not in {table.name}, whose {what} are {list(known)[:5]}; "
+                f"{path}: {what} {unknown[:5]} are not in {table.name}, whose {what} are {list(known)[:5]}{files}; "
                 "give the data the file was made on (--split FILE)"
             )
     if problems:
