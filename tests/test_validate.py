@@ -292,6 +292,12 @@ def test_images_are_checked_where_the_system_names_no_cores_of_a_process(monkeyp
     assert parallel(lambda row: [row], [1, 2], "checking") == [1, 2]
 
 
+def test_progress_without_a_terminal_is_plain_lines(monkeypatch, capsys):
+    monkeypatch.setattr("toolkit.data.check_files.AT_ONCE", 4)
+    assert parallel(lambda row: [row], range(10), "checking images") == list(range(10))
+    assert capsys.readouterr().err == "checking images: 4 of 10\nchecking images: 8 of 10\n"
+
+
 def test_millions_of_rows_are_not_handed_to_threads_at_once(monkeypatch):
     given, submit = [0], ThreadPoolExecutor.submit
     monkeypatch.setattr("toolkit.data.check_files.AT_ONCE", 8)

@@ -1,6 +1,7 @@
 """The image files of a data set against its records: there, safe, whole, of the size the annotations were made for."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -134,11 +135,17 @@ def check_image(
 def parallel(
     check: Callable[[Any], list[Problem]], rows: Sequence, what: str, threads: int | None = None
 ) -> list[Problem]:
-    """`check` of every row, in order, by `threads`, else one for each core; a progress bar when it takes long."""
+    """`check` of every row, in order, by `threads`, else one for each core; a progress bar when it takes long. Where
+    there is no terminal, it is a line for every `AT_ONCE` rows."""
+
+    def found(pool: ThreadPoolExecutor) -> Iterator[list[Problem]]:
+        for start in range(0, len(rows), AT_ONCE):  # the pool keeps an object for each row that it was given
+            if start and not sys.stderr.isatty():
+                print(f"{what}: {start} of {len(rows)}", file=sys.stderr, flush=True)
+            yield from pool.map(check, rows[start : start + AT_ONCE])
+
     with ThreadPoolExecutor(max_workers=threads or min(32, usable_cores())) as pool:
-        starts = range(0, len(rows), AT_ONCE)  # the pool keeps an object for each row that it was given
-        found = (problems for start in starts for problems in pool.map(check, rows[start : start + AT_ONCE]))
-        bar = tqdm(found, what, len(rows), delay=2, unit="image", leave=False, disable=None)
+        bar = tqdm(found(pool), what, len(rows), delay=2, unit="image", leave=False, disable=None)
         return [problem for problems in bar for problem in problems]
 
 
