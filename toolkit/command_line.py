@@ -5,8 +5,10 @@ architecture that was chosen.
 """
 
 import difflib
+import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields, make_dataclass
@@ -106,7 +108,8 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     Args:
         cls: dataclass whose fields are dataclasses, one per group; `model` is a `DetectorOptions`, whose class follows
             from `--model.architecture`.
-        argv: arguments; None: those of the process.
+        argv: arguments; None: those of the process. With `--data.path` a settings file's `data.train`, `data.val` (but
+            no share), `data.image_dir`, `data.format` and `data.name` do not count: they are of another data set.
         default_config: YAML file that applies where no `--config` is given, without its `model` and `loss` where
             another architecture is chosen, or trained weights say what the model is.
 
@@ -133,7 +136,7 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     if "--help" not in argv:
         _check_keys(parser, {name: kind for name, kind, _ in groups}, argv, files)
     try:
-        parsed = parser.parse_args(argv)
+        parsed = parser.parse_args(_with_other_data(argv, files))
     except ArgumentError as error:
         read = ", ".join([*files, "the command line"])
         raise BadInput(f"the settings cannot be used: {error}. Read were {read}, in this order; `--help` lists every "
@@ -148,6 +151,37 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     if "model" in made:
         made["model"].only_given(_given_keys("model", argv, files))
     return cls(**made)
+
+
+# Settings that say which data set it is. A share of the training data as `val` goes with any.
+OF_ONE_DATA_SET = ("train", "val", "image_dir", "format", "name")
+
+
+def _with_other_data(argv: list[str], files: dict[str, dict]) -> list[str]:
+    """The arguments; where they have `--data.path`, their settings files are without what is of another data set."""
+    if not any(flag == "--data.path" for flag, _ in _flags(argv)):
+        return argv
+    replaced = {}
+    for path, content in files.items():
+        data = content.get("data", {})
+        dropped = [key for key in OF_ONE_DATA_SET if key in data and not (key == "val" and _is_share(data[key]))]
+        if dropped:
+            rest = {key: value for key, value in data.items() if key not in dropped}
+            replaced[path] = json.dumps({**content, "data": rest})
+            if len(dropped) > 1 and os.environ.get("RANK", "0") == "0":
+                names = ", ".join(f"data.{key}" for key in dropped)
+                print(f"{path}: {names} are of its own data set, and not used with --data.path", file=sys.stderr)
+    words = []
+    for before, word in zip(["", *argv], argv, strict=False):
+        flag, equals, value = word.partition("=")
+        if flag == "--config" and equals:
+            word = f"--config={replaced.get(value, value)}"
+        words.append(replaced.get(word, word) if before == "--config" else word)
+    return words
+
+
+def _is_share(val: object) -> bool:
+    return re.fullmatch(r"0?\.\d+|[\d.]+ ?%", str(val)) is not None
 
 
 def _groups(cls: type, architecture: str | None) -> list[tuple[str, type, Callable]]:
