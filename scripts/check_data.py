@@ -5,6 +5,7 @@
     python scripts/check_data.py DIR --json found/report.json --fix found/cleaned
     python scripts/check_data.py train val --name HUB_NAME_OR_FOLDER
     python scripts/check_data.py val --format shapes
+    python scripts/check_data.py DIR --script train_ssd       # ends with the command that trains this detector on it
 
 A folder is read with all its splits, which are compared: the same images, or ones that look alike, in two splits are
 leakage. Exit code 0 when all is clean, 1 with warnings, 2 with errors, with which training would not start.
@@ -16,13 +17,15 @@ import importlib
 import logging
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import yaml
 
+from toolkit.data.check_files import depth
 from toolkit.data.formats import FORMATS, open_dataset
-from toolkit.data.formats.annotated import split_of
+from toolkit.data.formats.annotated import ALL, split_of
 from toolkit.data.formats.folders import recognise
 from toolkit.data.inspection import Inspection, clean_copy, inspect_tables
 from toolkit.data.table import DetectionTable
@@ -30,6 +33,7 @@ from toolkit.errors import BadInput, says_bad_input
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
 LISTED = 50
+CHECK_IMAGES = {"auto": True, "none": False}  # as readers have it
 
 
 def open_all(options: argparse.Namespace) -> dict[str, DetectionTable]:
@@ -39,7 +43,7 @@ def open_all(options: argparse.Namespace) -> dict[str, DetectionTable]:
         "format": options.format,
         "name": options.name,
         "on_error": "drop",
-        "check_images": {"auto": True, "none": False}.get(options.check_images, options.check_images),
+        "check_images": CHECK_IMAGES.get(options.check_images, options.check_images),
     }
     tables = {}
     for source in options.source:
@@ -132,6 +136,56 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
     return draw_batch(next(iter(loader)), table.class_names, file)
 
 
+def training_command(options: argparse.Namespace, tables: dict[str, DetectionTable], found: Inspection) -> str:
+    """The command that trains on these data, on this machine; or why there is none."""
+    if any(each.severity == "error" and each.kind != "record" for each in found.findings):
+        return "no training starts on these data before the errors are mended"
+    settings, folder = {}, Path(options.source[0]).expanduser()
+    if options.name is None and folder.is_dir():
+        if len(options.source) > 1:
+            return "to train on them, give one folder"
+        settings["path"] = str(folder)
+        splits = {name: name for name in tables}
+    else:
+        sources = dict(zip(tables, options.source, strict=True))
+        splits = {split_of(source) or name: source for name, source in sources.items()}
+        train = splits.get("train") or next((splits[name] for name in splits if name not in ("val", "test")), None)
+        settings["train"] = train
+    if not {"train", "trainval", ALL} & splits.keys() and not settings.get("train"):
+        return f"no training data: there is only {', '.join(splits)}"
+    settings["val"] = splits.get("val", "0.2")
+    settings |= {"format": options.format, "name": options.name, "on_error": options.on_error,
+                 "image_dir": options.image_dir and f"[{', '.join(options.image_dir)}]",
+                 "image_size": options.image_size}  # fmt: skip
+    if any(each.severity == "error" for each in found.findings):
+        settings["on_error"] = "drop"
+    usual = {"val": "val", "format": "auto", "name": None, "on_error": "raise", "image_dir": None, "image_size": None}
+    script, recipe, why = _recipe(options.script or "train_detr")
+    words = ["accelerate", "launch", script, "--config", recipe]
+    for key, value in settings.items():
+        words += [] if value == usual.get(key, ...) else [f"--data.{key}", str(value)]
+    name = re.sub(r"[^\w.-]+", "_", folder.resolve().stem if options.name is None else options.name) or "mine"
+    return f"to train on them{why}:\n{shlex.join([*words, '--run.name', name])}"
+
+
+def _recipe(script: str) -> tuple[str, str, str]:
+    """(training script, its settings file for this machine, why that one), the files as seen from where we are."""
+    import torch  # here: `--help` does without
+
+    from toolkit.offline import hub_answers
+
+    root, here = Path(__file__).resolve().parent.parent, Path.cwd()
+    kind, why = script.removeprefix("train_"), ""
+    small = root / "configs" / kind / "own_data_cpu.yaml"
+    config = small.with_name("own_data.yaml")
+    if small.is_file() and not torch.cuda.is_available():
+        config, why = small, " (there is no GPU: a small detector, from random weights)"
+    elif small.is_file() and not hub_answers():
+        config, why = small, " (no network for trained weights: a small detector, from random ones)"
+    files = root / "scripts" / f"{script}.py", config
+    return *(str(file.relative_to(here) if file.is_relative_to(here) else file) for file in files), why
+
+
 @says_bad_input
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
@@ -140,17 +194,20 @@ def main(arguments: list[str] | None = None) -> int:
     if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
         raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")
     tables = open_all(options)
-    found = inspect_tables(tables, options.image_size, compare=options.check_images != "none")
+    size = options.image_size or 640
+    check = CHECK_IMAGES.get(options.check_images, options.check_images)
+    decoded = all(depth(check, len(table), table.name)[0] for table in tables.values())
+    found = inspect_tables(tables, size, compare=decoded)
     print(report(tables, found))
     if options.anchors:
-        print(fitting_anchors(next(iter(tables.values())), options.image_size))
+        print(fitting_anchors(next(iter(tables.values())), size))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(found.to_json(), encoding="utf-8")
     if options.pictures:
         from toolkit.use.data_pictures import draw_data  # here: it imports matplotlib
 
-        print(f"pictures: {len(draw_data(tables, options.image_size, options.pictures))} in {options.pictures}")
+        print(f"pictures: {len(draw_data(tables, size, options.pictures))} in {options.pictures}")
     if options.augment:
         place = options.pictures or Path("found")
         table = next(iter(tables.values()))
@@ -158,6 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.fix:
         log = clean_copy(tables, found, options.fix)
         print(f"{options.fix}: written, with {len(log)} changes, listed in {options.fix / 'changes.txt'}")
+    print(f"\n{training_command(options, tables, found)}")
     records = any(each.severity == "error" and each.kind != "record" for each in found.findings)
     return 1 if found.exit_code == 2 and options.on_error == "drop" and not records else found.exit_code
 
@@ -188,9 +246,12 @@ def _parser() -> argparse.ArgumentParser:
         "--check-images",
         choices=("auto", "full", "header", "none"),
         default="auto",
-        help="full decodes every image; auto does so up to 20,000 images; none compares no images",
+        help="full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "
+        "header reads sizes and ends of files; none opens no image",
     )
-    parser.add_argument("--image-size", type=int, default=640, help="side in pixels that images are trained at")
+    parser.add_argument(
+        "--image-size", type=int, help="side in pixels that images are trained at (default: 640 for the sizes of boxes)"
+    )
     parser.add_argument("--json", type=Path, help="file for the findings, for programs")
     parser.add_argument(
         "--pictures", type=Path, help="folder for pictures: samples of classes, positions, sizes, shapes"
@@ -202,7 +263,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--script",
         choices=("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg"),
-        help="training script that the settings file is for, where it does not name it",
+        help="training script: of the settings file, where it does not name it, and of the command at the end "
+        "(default: train_detr)",
     )
     parser.add_argument("--fix", type=Path, metavar="OUT", help="new folder for a cleaned copy (COCO) and changes.txt")
     return parser

@@ -113,6 +113,13 @@ def test_the_copy_of_the_dirty_set_is_clean(check, tmp_path):
     assert (tmp_path / "fixed" / "instances" / "png_bytes.png").is_file()  # the ending of its content
 
 
+def test_headers_alone_decode_nothing(clean, check, tmp_path, capsys):
+    assert check(clean, "--check-images", "header", "--image-size", 64) == 0
+    assert "not compared with each other" in capsys.readouterr().out and not (tmp_path / "cache" / "looks").exists()
+    assert check(clean, "--image-size", 64) == 0
+    assert "not compared" not in capsys.readouterr().out and (tmp_path / "cache" / "looks").exists()
+
+
 def test_splits_with_other_classes_are_an_error(clean, check, tmp_path):
     folder = tmp_path / "d"
     shutil.copytree(clean, folder)

@@ -17,14 +17,15 @@ def cached_when_offline() -> Iterator[None]:
     Left to themselves they try every file six times, half a minute each, with a warning every time.
     """
     before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not _hub_answers()
+    constants.HF_HUB_OFFLINE = before or not hub_answers()
     try:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
 
 
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
+    """Whether the hub can be reached."""
     try:
         urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=PROBE_S).close()
     except urllib.error.HTTPError:  # an answer, if not the wanted one

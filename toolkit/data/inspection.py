@@ -86,6 +86,9 @@ def inspect_tables(
     result.findings += _classes(tables, result.splits)
     if compare:
         _compare(tables, cache_dir, result)
+    else:
+        message = "images are not compared with each other, which decodes each of them; --check-images full does"
+        result.findings.append(Finding("note", "not compared", message))
     for split, summary in result.splits.items():
         result.findings += _advice(split, summary)
     return result

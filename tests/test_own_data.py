@@ -1,0 +1,126 @@
+"""Data of one's own on the first try: what is wrong is said at once, and the printed command trains.
+
+    python -m pytest tests/test_own_data.py
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from scripts import check_data
+from scripts.train_detr import DEFAULT_CONFIG, Config
+from toolkit.at_start import open_what_it_needs
+from toolkit.command_line import parse_config
+from toolkit.data.shapes import make_shapes
+from toolkit.errors import BadInput
+from toolkit.models import build_detector
+from toolkit.models.detr.options import RTDetrV2Options
+from toolkit.models.relation.options import SceneGraphOptions
+
+ROOT = Path(__file__).resolve().parent.parent
+DETECTORS = ("detr", "faster_rcnn", "ssd", "yolov3")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A COCO folder without splits, of 12 images, one of which is cut off."""
+    folder = tmp_path_factory.mktemp("own") / "my data"
+    make_shapes(folder, 12, 1, 64)
+    shutil.rmtree(folder / "val")
+    (folder / "annotations" / "val.json").unlink()
+    (folder / "annotations" / "train.json").rename(folder / "annotations" / "all.json")
+    (folder / "train").rename(folder / "images")
+    picture = sorted((folder / "images").iterdir())[3]
+    picture.write_bytes(picture.read_bytes()[:-300])
+    return folder
+
+
+@pytest.mark.parametrize("kind", [RTDetrV2Options, SceneGraphOptions])
+def test_no_split_no_weights_and_a_cut_image_are_one_message(whole, tmp_path, kind):
+    said = []
+    options = kind(pretrained_backbone=str(tmp_path / "none.safetensors"))
+    with pytest.raises(BadInput) as caught:
+        open_what_it_needs("train", "val", "test", options, tmp_path, say=said.append, path=whole, cache_dir=tmp_path)
+    early, all_of_it = said[0], str(caught.value)
+    for words in ("no split 'val'; hold a share", "no split 'test'", "pretrained_backbone: there is no file"):
+        assert words in early and all_of_it.count(words) == 1
+    assert "000003" in all_of_it and "000003" not in early
+    table, val_table, test_table = open_what_it_needs(
+        "train", "25%", None, RTDetrV2Options(), tmp_path, say=said.append, path=whole, cache_dir=tmp_path,
+        on_error="drop",
+    )  # fmt: skip
+    assert len(table) + len(val_table) == 11 and test_table is None
+
+
+def test_missing_files_of_two_splits_are_one_message(tmp_path):
+    with pytest.raises(BadInput) as caught:
+        open_what_it_needs(str(tmp_path / "a.json"), str(tmp_path / "b.json"), None, None, tmp_path, say=print)
+    assert [problem[-30:] for problem in caught.value.problems] == [
+        f"{name}.json: no such annotation file"[-30:] for name in "ab"
+    ]
+
+
+def test_the_printed_command_trains(whole, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert check_data.main([str(whole), "--image-size", "96"]) == 2
+    said, command = capsys.readouterr().out.strip().splitlines()[-2:]
+    words = shlex.split(command)
+    assert said.startswith("to train on them") and words[:2] == ["accelerate", "launch"]
+    given = dict(zip(words[3::2], words[4::2], strict=True))
+    assert given["--data.path"] == str(whole) and given["--data.val"] == "0.2" and given["--data.on_error"] == "drop"
+    assert "--data.train" not in given and given["--data.image_size"] == "96"
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(f"{command} --run.max_steps 2", shell=True, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    status = json.loads((tmp_path / "runs" / given["--run.name"] / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("done", 2)
+
+
+def test_other_data_have_other_commands(whole, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
+    make_shapes(tmp_path / "d", 3, 2, 48)
+    files = [str(tmp_path / "d" / "annotations" / f"{split}.json") for split in ("train", "val")]
+
+    def printed(*arguments):
+        check_data.main([*arguments])
+        return capsys.readouterr().out.strip().splitlines()[-1]
+
+    folder = printed(str(tmp_path / "d"), "--script", "train_ssd")
+    assert "train_ssd.py" in folder and "--data.val" not in folder and "--data.on_error" not in folder
+    assert f"--data.train {files[0]} --data.val {files[1]} " in printed(*files)
+    assert "there is only val" in printed(files[1])
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_the_recipe_without_gpu_and_network_needs_neither(name):
+    module = __import__(f"scripts.train_{name}", fromlist=["Config"])
+    config = parse_config(module.Config, ["--config", str(ROOT / "configs" / name / "own_data_cpu.yaml")])
+    assert config.data.augment is None and not config.model.pretrained and not config.model.pretrained_backbone
+    assert config.data.format == "auto" and config.data.image_dir is None
+    build_detector(**config.model.given | {"architecture": config.model.architecture}, class_names=["a", "b"])
+
+
+def test_a_path_takes_the_place_of_the_data_set_of_a_settings_file(tmp_path, capsys):
+    file = str(ROOT / "configs" / "detr" / "bccd.yaml")
+    usual, theirs = Config().data, parse_config(Config, ["--config", file])
+    for words in (["--config", file], [f"--config={file}"]):
+        ours = parse_config(Config, [*words, "--data.path", "other"])
+        for key in ("train", "val", "image_dir", "format"):
+            assert getattr(ours.data, key) == getattr(usual, key) != getattr(theirs.data, key)
+        assert ours.model.given == theirs.model.given and asdict(ours.optim) == asdict(theirs.optim)
+        assert ours.data.augment == theirs.data.augment
+    assert "bccd.yaml: data.train, data.val, data.image_dir, data.format are of its own" in capsys.readouterr().err
+    ours = parse_config(Config, ["--config", file, "--data.path", "other", "--data.train", "trainval"])
+    assert ours.data.train == "trainval"
+    share = tmp_path / "share.yaml"
+    share.write_text("data: {val: 20%}\n")
+    assert parse_config(Config, ["--config", str(share), "--data.path", "other"]).data.val == "20%"
+    assert parse_config(Config, ["--data.path", "other"], default_config=DEFAULT_CONFIG).data.format == "auto"
