@@ -81,6 +81,15 @@ def test_each_kind_smooths_as_its_original():
         make_meters("median", 2)
 
 
+@pytest.mark.parametrize("kind", ["epoch_median", "momentum"])
+def test_class_error_is_shown_as_its_last_value(kind):
+    """As DETR does, whose averages of the epoch have its mean."""
+    meters = make_meters(kind, 10)
+    for value in (50.0, 20.0, 40.0):
+        meters.update(class_error=value)
+    assert str(meters) == "class_error: 40.00"
+
+
 def test_averages_are_exact_over_a_resume_and_skip_what_was_not_there():
     whole, first, second = Averages(), Averages(), Averages()
     steps = [{"loss": 1 / (i + 3)} | ({"class_error": float(i)} if i % 3 else {}) for i in range(10)]

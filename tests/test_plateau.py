@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from toolkit.errors import BadInput
-from toolkit.step.plateau import PlateauSchedule, warmup_factor
-from toolkit.step.schedules import Schedule
+from toolkit.step.plateau import PlateauSchedule
+from toolkit.step.schedules import Schedule, warm_up
 
 
 def schedule(**options) -> PlateauSchedule:
@@ -19,7 +19,7 @@ def test_no_validation_changes_nothing():
     plan = schedule(warmup_steps=10, warmup_start=0.1)
     for step in (0, 5, 10, 10**6):
         plan.set(step)
-        assert list(plan.rates().values()) == pytest.approx([lr * warmup_factor(step, 10) for lr in (0.5, 0.05)])
+        assert list(plan.rates().values()) == pytest.approx([lr * warm_up(step, 10) for lr in (0.5, 0.05)])
     assert plan.best is None and not plan.finished
 
 

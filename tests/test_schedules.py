@@ -97,6 +97,18 @@ def test_a_milestone_inside_the_warm_up_counts_from_there_on():
     assert lr_factor(4, "cyclic", milestones=[2], **cycle) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("name", ["constant", "multistep", "plateau"])
+def test_constant_warm_up_by_its_setting(name):
+    """WARMUP_METHOD constant of Scene-Graph-Benchmark: the first factor all through the warm-up, then the schedule."""
+    settings = ScheduleConfig(name=name, warmup_steps=3, warmup_factor=0.25, warmup_method="constant", milestones=[2])
+    schedule, rates = schedule_of_settings(settings, optimizer(1.0), 10, per_epoch=5), []
+    for step in range(5):
+        schedule.set(step)
+        rates += schedule.rates().values()
+    fallen = 0.1 if name == "multistep" else 1.0
+    assert rates == pytest.approx([0.25, 0.25, 0.25 * fallen, fallen, fallen])
+
+
 def test_accumulation_starts_with_the_epoch_that_is_named():
     assert [accumulation_at(epoch, 4, after_epoch=2) for epoch in range(4)] == [1, 1, 4, 4]
     assert accumulation_at(0, 4, after_epoch=0) == 4, "from the start on"

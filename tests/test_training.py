@@ -5,6 +5,7 @@ pytest tests/test_training.py
 
 import math
 import os
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -99,6 +100,23 @@ def test_a_refused_window_leaves_a_scaler_that_goes_on(policy, updates_left, tmp
             assert action is Action(policy) and t.weights.log_variances["loss_ce"].grad is None
     assert scaler.get_scale() == 8.0
     assert t.detector.weight.item() == pytest.approx(1 - 0.1 * updates_left)
+
+
+def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
+    """As in DETR; rows, and the lines between, come every `log_every` steps."""
+    t, rows = make_training(tmp_path), []
+    t.accelerator.num_processes, t.total_steps = 1, 11
+    t.log = Log(True, steps_per_epoch=4, log_every=5)
+    t.log.start(SimpleNamespace(log=rows.append), {}, 0, t.total_steps)
+    t.optimizer.param_groups[0]["name"] = "main"
+    for t.step in range(1, 12):
+        t.sampler.advance_batches(1)
+        t.note_step([], {"loss": 1.0, "loss_ce": 1.0, "loss_ce_unscaled": 1.0, "grad_norm": 1.0})
+        if t.epoch_is_over:
+            t.end_epoch()
+    lines = re.findall(r"step (\d+)/11", capsys.readouterr().out)
+    assert lines == ["1", "4", "5", "8", "9", "10", "11"]
+    assert [row["step"] for row in rows if "train/loss" in row] == [5, 10, 11]
 
 
 def test_a_metric_that_is_nan_is_never_the_best(tmp_path):

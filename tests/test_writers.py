@@ -21,7 +21,7 @@ from PIL import Image
 from tracked import offline_history, offline_records
 
 from toolkit.errors import BadInput
-from toolkit.runs.console import Place, averages_line, console_line, length_warnings, progress
+from toolkit.runs.console import Place, averages_line, console_line, length_warnings, progress, total_line
 from toolkit.runs.metrics_log import GrowingMetrics, MetricsLog, mend_rows, read_metrics
 from toolkit.runs.trackers import tracker_names, weights_and_biases
 from toolkit.runs.trackers.tracker import About, DataFacts
@@ -479,7 +479,7 @@ def test_console_line():
         meters.update({key.removeprefix("train/"): factor * row[key] for key in row if "/lr/" not in key})
     assert console_line(row, meters, Place(120, 4000, 3, 40, 61.2)) == (
         "epoch 4/100  step 120/4000  elapsed 0:01:01  eta 1:02:05  loss 2.3457 (3.5185)  "
-        "[ce 1.2000 (1.8000)  bbox 0.5000 (0.7500)]  class_error 12.0000 (18.0000)  lr main 0.0001 backbone 1e-05  "
+        "[ce 1.2000 (1.8000)  bbox 0.5000 (0.7500)]  class_error 24.00  lr main 0.0001 backbone 1e-05  "
         "grad_norm 0.123  data 0.012 s  step 0.457 s  mem 1234 MiB"
     )
 
@@ -494,6 +494,10 @@ def test_console_line_of_torchvision_names_and_missing_values():
 def test_averages_of_an_epoch_leave_auxiliary_layers_out():
     line = averages_line(1, {"loss": 2.0, "loss_ce": 1.5, "loss_ce_0": 9.0, "loss_ce_unscaled": 9.0}, 90.0, 60)
     assert line == "Averaged stats of epoch 2: loss: 2.0000  loss_ce: 1.5000  time 0:01:30 (1.500 s / step)"
+
+
+def test_the_last_line_says_what_training_took():
+    assert total_line(3725.4, 100) == "Training time 1:02:05 (37.254 s / step)"
 
 
 def test_progress_is_silent_without_a_terminal(capsys):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from toolkit.errors import BadInput
-from toolkit.runs.console import Place, averages_line, console_line, progress
+from toolkit.runs.console import Place, averages_line, console_line, progress, total_line
 from toolkit.runs.failures import attempt
 from toolkit.runs.writer import RunWriter
 from toolkit.step.compiling import GraphCount
@@ -50,8 +50,11 @@ class Log:
         """Seconds since the run began, those before a resume included."""
         return self._elapsed_before + time.monotonic() - self._began
 
-    def note_step(self, step: int, total_steps: int, epoch: int, row: Mapping[str, float], images: int) -> None:
-        """After an update over `images` images of all ranks: meters, bar, and the row of metrics when it is time."""
+    def note_step(
+        self, step: int, total_steps: int, epoch: int, row: Mapping[str, float], images: int, ends_epoch: bool = False
+    ) -> None:
+        """After an update over `images` images of all ranks: meters, bar, the row of metrics when it is time; a line
+        then, and for the first and the last step of an epoch, as DETR's."""
         self.epoch_s += self.timer.step_done(images)
         self.epoch_steps += 1
         values = {name.removeprefix("train/"): value for name, value in row.items() if "/lr/" not in name}
@@ -60,11 +63,13 @@ class Log:
         self.status["step"] = step
         place = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s, self.recut)
         self._show_on_bar(place)
-        if self.is_due(step, total_steps):
+        is_due = self.is_due(step, total_steps)
+        if is_due or self.epoch_steps == 1 or ends_epoch:
             losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
             means = {f"train/mean/{k}": m.mean for k, m in losses.items() if isinstance(m, MomentumMeter)}
             full = {**row, **means, **self.timer.row(total_steps - step)}
-            self.write(step, epoch, full)
+            if is_due:
+                self.write(step, epoch, full)
             self.say(console_line(full, self.meters, place))
             if news := self.graphs.news(step):
                 self.say(news)
@@ -81,6 +86,10 @@ class Log:
         seconds = {"time/epoch_s": self.epoch_s, "time/epoch_step_s": self.epoch_s / self.epoch_steps}
         self.write(step, epoch, {f"epoch/{name}": mean for name, mean in means.items()} | seconds)
         self.say(averages_line(epoch, means, self.epoch_s, self.epoch_steps))
+
+    def say_total(self, step: int) -> None:
+        """When training has ended after `step` steps: its whole time, as the original programs print it."""
+        self.say(total_line(self.elapsed_s, step))
 
     def end_epoch(self) -> dict[str, float]:
         """The averages of the epoch that is over; the next one begins anew, as the meters of an epoch do."""

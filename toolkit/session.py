@@ -243,6 +243,7 @@ def end(s: Session, t: Training) -> None:
     """
     if not s.config.run.eval_only:
         finish(t)
+        t.log.say_total(t.step)
         stop_if_asked(s, "after the last evaluation")
         run_on_main(lambda: _write_final(s, t))
         facts = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}

@@ -236,14 +236,15 @@ class Training:
         """After an update: meters, rows, the bar, the budget of minutes; then the rates of the next update."""
         seen = self.sampler.next_batch  # the window included
         images = sum(self.sampler.samples_in_batch(i) for i in range(seen - len(window), seen))
-        self.log.note_step(self.step, self.total_steps, self.sampler.epoch, training_row(self, reduced), images)
+        row, epoch = training_row(self, reduced), self.sampler.epoch
+        self.log.note_step(self.step, self.total_steps, epoch, row, images, ends_epoch=self.epoch_is_over)
         if self.budget is not None and not self.budget.settled:
             self.budget.add(reduced["time_s"])
             if (planned := self.budget.propose()) is not None:
                 self.budget.fix(planned)
                 self.set_length(min(self.longest, planned))
         if self.epoch_is_over or self.step >= self.total_steps:
-            self.log.note_epoch(self.step, self.sampler.epoch)
+            self.log.note_epoch(self.step, epoch)
         self.set_rates()
 
     def set_rates(self) -> None:

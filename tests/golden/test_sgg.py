@@ -39,8 +39,8 @@ from toolkit.models.relation.layers import label_embedding
 from toolkit.models.weights.mapping import map_weights
 from toolkit.step.gradients import gradient_norm, gradient_table
 from toolkit.step.optim import parameter_groups
-from toolkit.step.plateau import PlateauSchedule, warmup_factor
-from toolkit.step.schedules import lr_factor
+from toolkit.step.plateau import PlateauSchedule
+from toolkit.step.schedules import lr_factor, warm_up
 
 
 def pytest_generate_tests(metafunc):
@@ -306,8 +306,8 @@ def test_schedule(golden, schedule_case):
 def check_multistep(case: dict) -> None:
     params = CODE_DEFAULTS | {"gamma": 0.1} | case["params"]
     for step, expected in enumerate(case["lr_used"]):
-        warm = warmup_factor(step, params["warmup_iters"], params["warmup_factor"], params["warmup_method"])
-        factor = warm * lr_factor(step, "multistep", milestones=params["milestones"], gamma=params["gamma"])
+        warm = {"warmup_steps": params["warmup_iters"]} | {k: params[k] for k in ("warmup_factor", "warmup_method")}
+        factor = lr_factor(step, "multistep", milestones=params["milestones"], gamma=params["gamma"], **warm)
         np.testing.assert_allclose([lr * factor for lr in case["base_lrs"]], expected, rtol=1e-9)
 
 
@@ -327,7 +327,7 @@ def check_plateau(case: dict) -> None:
         rates = list(schedule.rates().values())
         if step == 0:  # the original starts counting at 1 and so uses the second rate twice
             assert expected == case["lr_after_init"]
-            warm = warmup_factor(0, *warmup_options(case)) / warmup_factor(1, *warmup_options(case))
+            warm = warm_up(0, *warmup_options(case)) / warm_up(1, *warmup_options(case))
             expected = [lr * warm for lr in expected]
         np.testing.assert_allclose(rates, expected, rtol=1e-9, err_msg=f"step {step}")
         if case["val_seen"][step] is not None:

@@ -45,6 +45,7 @@ def test_run_folder_says_what_was_run(script, launched):
     folder, text = launched
     assert "processes: 1" in text
     assert "Traceback" not in text
+    assert text.count("Training time 0:0") == 1 and " s / step)" in text
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 4)
     environment = json.loads((folder / "environment.json").read_text())

@@ -84,6 +84,11 @@ def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, steps:
     return f"Averaged stats of epoch {epoch + 1}: {shown}  time {time}"
 
 
+def total_line(elapsed_s: float, steps: int) -> str:
+    """The time of a whole run as one line, evaluations and checkpoints included, as DETR and Scene-Graph-Benchmark."""
+    return f"Training time {timedelta(seconds=round(elapsed_s))} ({elapsed_s / max(steps, 1):.3f} s / step)"
+
+
 def progress(total: int, initial: int = 0, enabled: bool = True) -> tqdm:
     """A bar over optimizer steps with the time left, on a terminal; elsewhere it stays silent.
 

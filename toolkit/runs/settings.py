@@ -269,6 +269,8 @@ class ScheduleConfig:
     """Optimizer steps, or "N epochs", over which the learning rate rises linearly."""
     warmup_factor: NonNegativeFloat = 0.001
     """Factor on the learning rate at the first step of the warm-up."""
+    warmup_method: Literal["linear", "constant"] = "linear"
+    """Whether the learning rate rises during the warm-up (linear) or keeps the factor of the first step (constant)."""
     per: Literal["step", "epoch"] = "step"
     """Whether the learning rate changes at every optimizer step after the warm-up, or only when an epoch begins."""
     milestones: list[int | str] = field(default_factory=list)

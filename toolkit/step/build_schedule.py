@@ -19,11 +19,11 @@ def schedule_of_settings(c: Any, optimizer: Optimizer, total_steps: int, per_epo
         return PlateauSchedule(
             optimizer, gamma=c.gamma, patience=c.plateau_patience, threshold=c.plateau_threshold,
             cooldown=c.plateau_cooldown, max_decays=c.max_decays, warmup_steps=warmup_steps,
-            warmup_start=c.warmup_factor,
+            warmup_start=c.warmup_factor, warmup_method=c.warmup_method,
         )  # fmt: skip
     return Schedule(
         optimizer, c.name, total_steps, warmup_steps=warmup_steps, warmup_factor=c.warmup_factor, gamma=c.gamma,
         power=c.power, milestones=[steps_from(milestone, per_epoch) for milestone in c.milestones],
         step_size=steps_from(c.step_size, per_epoch), final_factor=c.final_factor, stairs=c.stairs, cycles=c.cycles,
-        last_cycle=c.last_cycle, every=per_epoch if c.per == "epoch" else 1,
+        last_cycle=c.last_cycle, warmup_method=c.warmup_method, every=per_epoch if c.per == "epoch" else 1,
     )  # fmt: skip

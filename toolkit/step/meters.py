@@ -115,6 +115,8 @@ class MomentumMeter:
 class Meters(dict[str, SmoothedValue | MomentumMeter]):
     """Meters by name, made on first use; `str` joins them as DETR's `MetricLogger` does.
 
+    `class_error` is shown as its last value, as there.
+
     new: what makes another one; an attribute, see `make_meters`.
     """
 
@@ -124,7 +126,7 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         """Adds one value to the meter of each name."""
         for name, value in {**(values or {}), **more}.items():
             if name not in self:
-                self[name] = self.new()
+                self[name] = SmoothedValue(1, "{value:.2f}") if name == "class_error" else self.new()
             self[name].update(value)
 
     def averages(self) -> dict[str, float]:

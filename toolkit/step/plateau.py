@@ -8,14 +8,7 @@ import math
 import torch
 
 from toolkit.errors import BadInput
-from toolkit.step.schedules import GroupRates
-
-
-def warmup_factor(step: int, warmup_steps: int, start: float = 0.1, method: str = "linear") -> float:
-    """Factor of update number `step` (from 0): `start` to 1 over the warm-up, or `start` all through ("constant")."""
-    if step >= warmup_steps:
-        return 1.0
-    return start if method == "constant" else start + (1.0 - start) * step / warmup_steps
+from toolkit.step.schedules import GroupRates, warm_up
 
 
 class PlateauSchedule(GroupRates):
@@ -27,7 +20,7 @@ class PlateauSchedule(GroupRates):
             result must exceed the best one by (absolute; larger is better) to be an improvement.
         cooldown: validations after a decay, and at the start, that cannot count as bad.
         max_decays: `finished` after that many.
-        warmup_steps, warmup_start, warmup_method: see `warmup_factor`. A decay can happen during warm-up.
+        warmup_steps, warmup_start, warmup_method: see `warm_up`. A decay can happen during warm-up.
 
     Raises BadInput: patience or max_decays below 1, an unknown warm-up.
     """
@@ -89,5 +82,5 @@ class PlateauSchedule(GroupRates):
     def factors(self, step: int) -> tuple[float, ...]:
         """Those of the warm-up, the decays so far and the scale."""
         options = self.options
-        warm = warmup_factor(step, options["warmup_steps"], options["warmup_start"], options["warmup_method"])
+        warm = warm_up(step, options["warmup_steps"], options["warmup_start"], options["warmup_method"])
         return warm, options["gamma"] ** self.decays, self.scale

@@ -16,6 +16,15 @@ from toolkit.errors import BadInput
 SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic")
 
 
+def warm_up(step: int, warmup_steps: int, warmup_factor: float = 0.1, warmup_method: str = "linear") -> float:
+    """Factor of update number `step`: from `warmup_factor` in a straight line to 1, which it reaches at `warmup_steps`,
+    or with "constant" `warmup_factor` until there."""
+    if step >= warmup_steps:
+        return 1.0
+    risen = 0.0 if warmup_method == "constant" else step / warmup_steps
+    return warmup_factor + (1.0 - warmup_factor) * risen
+
+
 def lr_factor(
     step: int,
     name: str = "constant",
@@ -23,6 +32,7 @@ def lr_factor(
     total_steps: int | None = None,
     warmup_steps: int = 0,
     warmup_factor: float = 0.001,
+    warmup_method: str = "linear",
     milestones: Sequence[int] = (),
     step_size: int = 0,
     gamma: float = 0.1,
@@ -44,13 +54,13 @@ def lr_factor(
             last update, whose rate is thus not 0. Without `total_steps` (not known yet) they stay at p = 0. cyclic: see
             `cyclic_factor`.
         decayed: (step, p there) from which on p goes to 1 in a straight line, if later than the warm-up.
-        warmup_steps: over these the factor is multiplied by warmup_factor + (1 - warmup_factor) step / warmup_steps,
-            which meets the schedule at `warmup_steps` without a jump.
+        warmup_steps, warmup_factor, warmup_method: see `warm_up`, by which the factor is multiplied; a linear one meets
+            the schedule at `warmup_steps` without a jump.
         milestones, step_size: in steps, counted from step 0. A milestone inside the warm-up counts from there on, one
             given twice counts twice. Those after the cycles of "cyclic" do not count.
         every: steps from one change of the rate to the next, after the warm-up; those of an epoch, say.
     """
-    warm = warmup_factor + (1.0 - warmup_factor) * step / warmup_steps if step < warmup_steps else 1.0
+    warm = warm_up(step, warmup_steps, warmup_factor, warmup_method)
     if step >= warmup_steps and every > 1:
         step -= step % every
     if name == "constant":
