@@ -12,8 +12,7 @@ from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector
 from toolkit.models.final import load_detector_folder
-from toolkit.models.relation.detector_below import distribution_logits, scores_of
-from toolkit.models.relation.objects import MATCH_IOU
+from toolkit.models.relation.detector_below import FOUND_IOU, distribution_logits, scores_of
 from toolkit.models.relation.start import count_table
 
 TRANSFORMER = {"backbone": "resnet10t", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2,
@@ -140,7 +139,7 @@ def test_annotated_boxes_that_were_not_found_are_objects_in_training(table):
         found = model.detector.detect_with_logits(maps, images_hw, top_k=500, further_boxes=boxes)
         plain = model.detector.detect_with_logits(maps, images_hw, top_k=500)
     for image, alone, given in zip(found, plain, boxes, strict=True):
-        missed = ~(pairwise_iou(given, alone["boxes"]) >= MATCH_IOU).any(1)
+        missed = ~(pairwise_iou(given, alone["boxes"]) >= FOUND_IOU).any(1)
         assert len(image["boxes"]) == len(alone["boxes"]) + int(missed.sum())
 
 

@@ -197,10 +197,11 @@ def test_pairs_are_as_many_as_counted_beforehand(rows, count, per_image, trainin
 def test_detections_learn_the_label_of_what_they_overlap():
     truth = {"boxes": torch.tensor([[0.0, 0, 50, 50], [60, 60, 90, 90]]), "labels": torch.tensor([3, 0])}
     boxes = torch.tensor([[0.0, 0, 50, 40], [61, 60, 90, 90], [0, 60, 30, 90]])
-    rows, labels = match_labels(boxes, truth)
+    rows, labels = match_labels(boxes, truth, 0.5)
     assert rows.tolist() == [0, 1, -1] and labels.tolist() == [4, 1, 0]
+    assert match_labels(boxes, truth, 0.9)[0].tolist() == [-1, 1, -1]
     nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
-    assert match_labels(boxes, nothing)[1].tolist() == [0, 0, 0]
+    assert match_labels(boxes, nothing, 0.5)[1].tolist() == [0, 0, 0]
 
 
 def test_annotated_boxes_are_proposals_too_in_training_only(table, batch, monkeypatch):
@@ -216,6 +217,22 @@ def test_annotated_boxes_are_proposals_too_in_training_only(table, batch, monkey
     assert not any(found[False]) and sum(found[True]) > 0
     assert all(count <= min(5, there) for count, there in zip(found[True], annotated, strict=True))
     assert [count > 0 for count in found[True]] == [there > 0 for there in annotated]
+    alone = model_of(table, "sgdet", freeze="detector", add_annotated_boxes=False).train()
+    monkeypatch.setattr(alone.detector, "_proposals", lambda *_: (nothing, nothing))
+    assert not any(alone(batch.images, batch.sizes, batch.targets)["batch"].num_objects), "not where it is switched off"
+
+
+@pytest.mark.parametrize("per_relation, match_iou, expected", [(4, 0.5, 4), (1, 0.5, 1), (4, 0.95, 1), (9, 0.5, 6)])
+def test_pairs_of_detections_for_a_relation_are_as_many_as_asked(per_relation, match_iou, expected):
+    """NUM_SAMPLE_PER_GT_REL and FG_IOU_THRESHOLD of Scene-Graph-Benchmark: three detections on the subject, two on the
+    object, one of each exact."""
+    true = torch.tensor([[0.0, 0, 99, 99], [200, 0, 299, 99]])
+    truth = {"boxes": true, "labels": torch.tensor([0, 1]), "relations": torch.tensor([[0, 1, 2]])}
+    boxes = torch.cat([true, true - torch.tensor([0, 0, 0, 20.0]), true[:1] - torch.tensor([0, 0, 0, 30.0])])
+    model = SimpleNamespace(training=True, given_boxes=False, require_overlap=False, pairs_per_image=64,
+                            positive_fraction=0.5, pairs_per_relation=per_relation, match_iou=match_iou)  # fmt: skip
+    labels = sampled_pairs(model, [boxes], [truth], torch.tensor([1, 2, 1, 2, 1]))["relation_labels"].tolist()
+    assert labels.count(3) == expected
 
 
 def test_where_overlap_is_required_relations_between_boxes_apart_are_not_trained():
@@ -224,7 +241,7 @@ def test_where_overlap_is_required_relations_between_boxes_apart_are_not_trained
     labels = {}
     for overlap in (False, True):
         model = SimpleNamespace(training=True, given_boxes=False, require_overlap=overlap, pairs_per_image=16,
-                                positive_fraction=0.5)  # fmt: skip
+                                positive_fraction=0.5, pairs_per_relation=4, match_iou=0.5)  # fmt: skip
         found = sampled_pairs(model, [boxes], [truth], truth["labels"] + 1)
         rows = zip(found["pairs"].tolist(), found["relation_labels"].tolist(), strict=True)
         labels[overlap] = {tuple(pair): label for pair, label in rows}
@@ -385,6 +402,8 @@ def test_mistakes_are_explained(table, batch):
         build_detector("scene_graph", class_names=["a"], mode="sgdett", head="motif", freeze="all")
     for word in ("sgdett", "'motif'", "'all'", "predicates"):
         assert word in str(caught.value)
+    with pytest.raises(BadInput, match=r"(?s)pairs_per_relation is 0.*match_iou is 50"):
+        model_of(table, pairs_per_relation=0, match_iou=50.0)
     with pytest.raises(BadInput, match="model.detector_options: .*did you mean model.strides"):
         model_of(table, detector_options=INNER | {"stride": [8]})
     apart = {"architecture": "ssd", "strides": [8, 32], "channels": [8, 8], "aspect_ratios": [[2.0], [2.0]]}

@@ -18,8 +18,6 @@ from toolkit.models.relation.sampling import (
 )
 from toolkit.modes import eval_mode
 
-MATCH_IOU = 0.5  # of a detection with the object whose label it is to learn
-
 
 def annotated_graph(target: Mapping) -> dict[str, Tensor]:
     """`boxes (N, 4)`, `labels (N,)` and `relations (R, 3)` of a target, without crowd regions; all from 0. Where the
@@ -67,9 +65,10 @@ def detected_objects(
     what each overlaps, on the host too; these with truths only, see `given_objects`. outputs: what the detector says of
     the maps in evaluation, where that is known.
 
-    In training the annotated boxes are proposals too: a weak detector finds few of the objects that have relations.
+    In training the annotated boxes are proposals too, unless the settings say otherwise: a weak detector finds few of
+    the objects that have relations.
     """
-    annotated = [truth["boxes"] for truth in truths] if model.training else None
+    annotated = [truth["boxes"] for truth in truths] if model.training and model.add_annotated_boxes else None
     with eval_mode(model.detector):
         found = model.detector.detect_with_logits(
             maps, images_hw, top_k=model.detections_per_image, further_boxes=annotated, outputs=outputs
@@ -85,7 +84,7 @@ def detected_objects(
     }
     learned = {}
     if known is not None:
-        matched = (match_labels(own, truth) for own, truth in zip(boxes_on_host, known, strict=True))
+        matched = (match_labels(own, truth, model.match_iou) for own, truth in zip(boxes_on_host, known, strict=True))
         rows, labels = zip(*matched, strict=True)
         learned["labels"] = torch.cat(labels)
         if "attributes" in known[0]:
@@ -94,13 +93,14 @@ def detected_objects(
     return fields, boxes_on_host, learned
 
 
-def match_labels(boxes_xyxy: Tensor, truth: Mapping) -> tuple[Tensor, Tensor]:
-    """(K,) row of the annotated object that each detection overlaps most (-1: none enough), and its label from 1."""
+def match_labels(boxes_xyxy: Tensor, truth: Mapping, match_iou: float) -> tuple[Tensor, Tensor]:
+    """(K,) row of the annotated object that each detection overlaps most (-1: none by `match_iou`), and its label from
+    1."""
     count = len(boxes_xyxy)
     if not len(truth["boxes"]) or not count:
         return boxes_xyxy.new_full((count,), -1, dtype=torch.int64), boxes_xyxy.new_zeros(count, dtype=torch.int64)
     value, best = iou_plus_one(truth["boxes"][:, None], boxes_xyxy[None]).max(0)
-    enough = value >= MATCH_IOU
+    enough = value >= match_iou
     return torch.where(enough, best, -1), torch.where(enough, truth["labels"][best] + 1, 0)
 
 
@@ -123,6 +123,7 @@ def sampled_pairs(
     matrices = [relation_matrix(_from_one(truth), len(truth["boxes"])) for truth in truths]
     if model.given_boxes:
         return join_samples([sample_given_boxes(matrix, **size) for matrix in matrices], counts)
+    size |= {"fg_iou": model.match_iou, "per_relation": model.pairs_per_relation}
     samples = []
     for b, own, truth, matrix in zip(boxes, labels.split(counts), truths, matrices, strict=True):
         seen = (b, own, truth["boxes"], truth["labels"] + 1, matrix)
@@ -145,7 +146,7 @@ def _asked(model: nn.Module, boxes: Tensor, truth: Mapping | None, require_overl
         if model.given_boxes:
             labels = matrix[pairs[:, 0], pairs[:, 1]]
         else:
-            ends = match_labels(boxes, truth)[0][pairs]
+            ends = match_labels(boxes, truth, model.match_iou)[0][pairs]
             labels = torch.where((ends >= 0).all(1), matrix[ends[:, 0], ends[:, 1]], 0)
     related = torch.zeros(len(boxes), len(boxes), dtype=torch.bool, device=boxes.device)
     return SampledPairs(pairs, labels, related)

@@ -61,8 +61,14 @@ class SceneGraphOptions(DetectorOptions):
     """Pairs of objects of an image that are sampled in training."""
     positive_fraction: float = 0.25
     """Largest share of the sampled pairs that may have a relation."""
+    pairs_per_relation: int = 4
+    """In sgdet, largest number of pairs of detections that are sampled in training for one annotated relation."""
+    match_iou: float = 0.5
+    """In sgdet, IoU with an annotated object from which a detection stands for it in training."""
+    add_annotated_boxes: bool = True
+    """In sgdet, give the detector the annotated boxes in training, beside those that it proposes."""
     require_overlap: bool = False
-    """In sgdet, look at pairs of overlapping boxes only."""
+    """In sgdet, look at pairs of overlapping boxes only, in training and in evaluation."""
     detections_per_image: int = 80
     """In sgdet, largest number of detected objects of an image."""
     score_threshold: float = 0.05

@@ -79,6 +79,8 @@ class SceneGraph(GraphDetector):
         _check(o, freeze, predicates)
         self.predicates, self.mode, self.given_boxes = tuple(predicates), o.mode, o.mode != "sgdet"
         self.pairs_per_image, self.positive_fraction = o.pairs_per_image, o.positive_fraction
+        self.pairs_per_relation, self.match_iou = o.pairs_per_relation, o.match_iou
+        self.add_annotated_boxes = o.add_annotated_boxes
         self.require_overlap, self.label_smoothing = o.require_overlap, o.label_smoothing
         self.detections_per_image, self.nms_threshold = o.detections_per_image, o.nms_threshold
         self.rare_predicate_power, self.class_balanced_beta = o.rare_predicate_power, o.class_balanced_beta
@@ -343,6 +345,10 @@ def _check(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None
     if not 0 <= o.class_balanced_beta < 1 or o.class_balanced_beta and o.rare_predicate_power:
         faults.append(f"model.class_balanced_beta is {o.class_balanced_beta}; expected 0 to below 1, and 0 where "
                       "model.rare_predicate_power is set")  # fmt: skip
+    if o.pairs_per_relation < 1:
+        faults.append(f"model.pairs_per_relation is {o.pairs_per_relation}; expected at least 1")
+    if not 0 < o.match_iou <= 1:
+        faults.append(f"model.match_iou is {o.match_iou}; expected above 0 to 1")
     if o.separate_spatial and o.head != "causal":
         faults.append(f"model.separate_spatial is for the head causal, not {o.head}")
     if not predicates:
