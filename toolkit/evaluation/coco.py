@@ -134,9 +134,12 @@ class CocoEvaluator:
         return coco
 
     def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
-        """`per_class_table` of what `evaluate` returned, and why an AP is 0; `step` as in `explain_zero_ap`."""
+        """`per_class_table` of what `evaluate` returned, the twelve numbers of COCO, and why an AP is 0; `step` as in
+        `explain_zero_ap`."""
+        twelve = "  ".join(f"{name.removeprefix('bbox_')} {_number(value)}" for name, value in scores.items()
+                           if name.startswith("bbox_"))  # fmt: skip
         reasons = [] if scores["bbox_AP"] else explain_zero_ap(predictions, self.table, step)
-        return "\n".join([per_class_table(scores, self.table), *(f"AP is 0: {reason}" for reason in reasons)])
+        return "\n".join([per_class_table(scores, self.table), twelve, *(f"AP is 0: {reason}" for reason in reasons)])
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
         """A picture of `count` images, predictions beside the annotated boxes."""

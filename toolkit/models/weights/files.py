@@ -1,6 +1,7 @@
 """A file of published weights: read without unpickling, and recognised by the names of its tensors."""
 
 import pickle
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -77,7 +78,8 @@ def read(path: Path) -> dict[str, Tensor]:
     if kind == ".weights" or ".conv." in path.name:
         return darknet.read(path)
     try:
-        document = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([Namespace]):  # a record of flags: DETR and its relatives save theirs
+            document = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadInput(
             f"model.pretrained {path}: it holds objects beside tensors, which would run their program when loaded. "
