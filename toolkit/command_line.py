@@ -22,6 +22,7 @@ from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
 from toolkit.models import ARCHITECTURES, options_class
 from toolkit.models.options import DetectorOptions
 from toolkit.runs.failures import as_sentences
+from toolkit.runs.launcher import find_launch, refuse
 from toolkit.text import print_every_letter
 
 Config = TypeVar("Config")
@@ -36,7 +37,7 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
     print_every_letter()
     try:
         config = parse_config(cls, argv, default_config)
-        refuse_other_trainers(os.environ)
+        refuse(find_launch(), os.environ)
         with as_sentences():
             main(config)
     except (BadInput, StoppedByGuard, Preempted, FailedElsewhere) as error:
@@ -45,43 +46,6 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
         print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
-
-
-# What `accelerate config` and `accelerate launch` can ask for, by their environment variables, and these scripts do not
-# do: Accelerate alone would divide gradients, or shard nothing, without a word.
-OTHER_TRAINERS = {
-    "ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config", "ACCELERATE_USE_SAGEMAKER": "SageMaker",
-    "PJRT_DEVICE": "TPU", "XRT_TPU_CONFIG": "TPU", "TPU_WORKER_ID": "TPU",
-}  # fmt: skip
-
-
-def refuse_other_trainers(environment: Mapping[str, str]) -> None:
-    """Raises BadInput for settings of `accelerate launch` that these scripts do not take."""
-    on = {"true", "1", "yes", "on", "y", "t"}
-    asked = {
-        name: what
-        for name, what in OTHER_TRAINERS.items()
-        if (environment.get(name, "").lower() in on if name.startswith("ACCELERATE") else _is_tpu(environment, name))
-    }
-    problems = [
-        f"{name} asks for {what}, which these scripts do not use: they run on one device, or with one process for each "
-        "(DDP). Unset it, or choose another `accelerate config`."
-        for name, what in asked.items()
-    ]
-    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if steps not in ("", "1"):
-        problems.append(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {steps}, which would divide the gradients a second "
-                        f"time: unset it, and give --optim.accumulation_steps {steps}.")  # fmt: skip
-    if environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() not in ("", "no", "fp16", "bf16"):
-        problems.append(f"ACCELERATE_MIXED_PRECISION is {environment['ACCELERATE_MIXED_PRECISION']}; expected no, fp16 "
-                        "or bf16.")  # fmt: skip
-    if problems:
-        raise BadInput(problems)
-
-
-def _is_tpu(environment: Mapping[str, str], name: str) -> bool:
-    return name in environment and (name != "PJRT_DEVICE" or environment[name].upper() == "TPU")
 
 
 def _check_finite(made: Mapping[str, object]) -> None:

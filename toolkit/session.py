@@ -11,6 +11,7 @@
 Each of these can be replaced in a script by a call of one's own.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -43,12 +44,14 @@ from toolkit.runs.checkpoint import Checkpoint, resolve_resume
 from toolkit.runs.console import length_warnings
 from toolkit.runs.failures import as_sentences
 from toolkit.runs.folder import drafts, keep_drafts, prepare_run_folder, write_environment
+from toolkit.runs.launcher import asked_settings
 from toolkit.runs.lifeline import lifeline
 from toolkit.runs.lock import FolderLock
 from toolkit.runs.metrics_log import mend_rows
 from toolkit.runs.open_run import settings_beside
 from toolkit.runs.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
 from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
+from toolkit.runs.settled import settle
 from toolkit.runs.status import RunStatus, run_status
 from toolkit.runs.trackers import agent_run_id, tracker_names
 from toolkit.runs.trackers.tracker import About, data_facts
@@ -63,7 +66,7 @@ from toolkit.step.guard import NanGuard
 from toolkit.step.length import StepBudget, is_settled, is_time, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
-from toolkit.step.precision import cpu_computes_in_bf16, faster_precision, measure_precisions
+from toolkit.step.precision import cpu_computes_in_bf16, precision_of_device
 from toolkit.training import Pace, Training, raise_trouble
 from toolkit.use.export import check_exportable, export_final
 from toolkit.use.publish import check_push, push, report_and_card
@@ -203,11 +206,11 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
 
     evaluator: what measures predictions on `val_table`, such as `CocoEvaluator`.
     """
-    c, run, optim, device = s.config, s.config.run, s.config.optim, s.accelerator.device
-    weights = LossWeights(detector.loss_names, c.loss.weights, detector.default_weights).to(device)
+    weights = LossWeights(detector.loss_names, s.config.loss.weights, detector.default_weights)
+    weights = weights.to(s.accelerator.device)
     sampler, loader, val_loader = _loaders(s, detector, table, val_table)
-    if run.precision == "auto":
-        _settle_precision(s, detector, weights, sampler, loader)
+    _settle(s, detector, weights, sampler, loader)
+    c, run, optim = s.config, s.config.run, s.config.optim
     all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
     per_epoch = max(1, round(all_steps / run.epochs))  # on average
     total_steps = min(all_steps, run.max_steps or all_steps)
@@ -296,25 +299,25 @@ def _loaders(
     return sampler, loader, _evaluation_loader(s, detector, val_table)
 
 
-def _settle_precision(s: Session, detector: Detector, weights: LossWeights, sampler: EpochSampler, loader) -> None:
-    """Puts in the place of `run.precision` auto what the run began with, or what its first batch trains faster in."""
-    run, chosen = s.config.run, s.accelerator.mixed_precision
-    on_able_cpu = s.accelerator.device.type == "cpu" and cpu_computes_in_bf16()
-    earlier = s.stored or (settings_beside(s.folder) if (s.folder / CONFIG).is_file() else {})  # killed before it saved
-    if earlier:
-        chosen = earlier["run"].get("precision") or chosen
-        if chosen == "bf16" and s.accelerator.device.type == "cpu" and not on_able_cpu:
-            s.say("run.precision: the run began in bf16, for which this CPU has no instructions. It goes on in it, but "
-                  "slowly; --run.precision no is faster here")  # fmt: skip
-    elif chosen == "no" and on_able_cpu and not run.eval_only:
-        batch = collate([loader.dataset.dataset[key] for key in next(iter(sampler))], detector.stride)
-        s.measured["precision_seconds"] = seconds = run_on_main(lambda: measure_precisions(detector, weights, batch))
-        chosen = faster_precision(seconds)
-        s.say(f"run.precision auto: {chosen}; forward and backward of a batch take {seconds['bf16']:.3f} s in "
-              f"bfloat16, {seconds['no']:.3f} s in float32")  # fmt: skip
-    if chosen != s.accelerator.mixed_precision:
-        s.accelerator = start_accelerator(chosen)
-    s.config = replace(s.config, run=replace(run, precision=chosen))
+def _settle(s: Session, detector: Detector, weights: LossWeights, sampler: EpochSampler, loader: DataLoader) -> None:
+    """Puts what is used in the place of `run.precision`, `run.tf32` and `optim.compile`, and says who decided it."""
+    run, optim, device = s.config.run, s.config.optim, s.accelerator.device
+    stored = s.stored or (settings_beside(s.folder) if (s.folder / CONFIG).is_file() else {})  # killed before it saved
+    began = {**stored.get("run", {}), **stored.get("optim", {})}
+    asked = None if run.eval_only and run.precision == "auto" else run.precision
+    settled = settle(
+        {"precision": asked, "tf32": run.tf32, "compile": optim.compile}, asked_settings(os.environ), began,
+        auto=lambda: precision_of_device(device, detector, weights, lambda: collate(
+            [loader.dataset.dataset[key] for key in next(iter(sampler))], detector.stride)),
+    )  # fmt: skip
+    if settled.precision != s.accelerator.mixed_precision:
+        s.accelerator = start_accelerator(settled.precision)
+        settled = replace(settled, precision=s.accelerator.mixed_precision)  # fp16 is not used on a CPU
+    slow = settled.precision == "bf16" and device.type == "cpu" and not cpu_computes_in_bf16()
+    s.say(f"{settled}{', for which this CPU has no instructions: --run.precision no is faster' if slow else ''}")
+    s.measured["settled"] = asdict(settled)
+    s.config = replace(s.config, run=replace(run, precision=settled.precision, tf32=settled.tf32),
+                       optim=replace(optim, compile=settled.compile))  # fmt: skip
 
 
 def _optimizer(s: Session, detector: Detector, weights: LossWeights):

@@ -1,4 +1,5 @@
-"""run.precision auto: measured once, written down, kept by whoever goes on.
+"""Precision and compilation: decided once, by the settings, the launcher or `run.precision: auto`, written down, and
+kept by whoever goes on.
 
     python -m pytest tests/scripts/test_precision.py
 """
@@ -10,7 +11,8 @@ import pytest
 import yaml
 from launching import training_rows
 
-from toolkit.step.precision import cpu_computes_in_bf16, faster_precision
+from toolkit.runs.settled import settle
+from toolkit.step.precision import cpu_computes_in_bf16, faster_precision, precision_of_gpu
 
 
 def test_what_is_not_clearly_faster_stays_in_float32():
@@ -26,9 +28,9 @@ def losses(run) -> list[dict]:
 def test_the_choice_is_measured_recorded_and_kept(server, script, settings, tmp_path):
     args = settings("--run.output_dir", tmp_path, "--run.max_steps", 2, "--run.resume", "latest", "--run.eval_every", 0)
     first = server.run(script, [*args, "--run.precision", "auto", "--run.name", "auto"]).ok()
-    chosen = re.search(r"run.precision auto: (\w+); forward and backward of a batch take", first.text)[1]
-    seconds = json.loads((first.folder / "environment.json").read_text())["precision_seconds"]
-    assert chosen == faster_precision(seconds) and min(seconds.values()) > 0
+    chosen, bf16, no = re.search(r"precision: (\w+) \(run.precision auto: forward and backward of a batch take "
+                                 r"(\S+) s in bfloat16, (\S+) s in float32\)", first.text).groups()  # fmt: skip
+    assert chosen == faster_precision({"bf16": float(bf16), "no": float(no)}) and min(float(bf16), float(no)) > 0
     config = yaml.safe_load((first.folder / "config.yaml").read_text())
     assert config["run"]["precision"] == chosen
 
@@ -40,5 +42,71 @@ def test_the_choice_is_measured_recorded_and_kept(server, script, settings, tmp_
     (first.folder / "config.yaml").write_text(yaml.safe_dump(config))
     more = ["--run.precision", "auto", "--run.name", "auto", "--run.max_steps", 3, "--run.resume_schedule", "new"]
     resumed = server.run(script, [*args, *map(str, more)]).ok()
-    assert "run.precision" not in resumed.text
+    assert f"precision: {other} (the run so far)" in resumed.text and "run.precision" not in resumed.text
     assert yaml.safe_load((first.folder / "config_2.yaml").read_text())["run"]["precision"] == other
+
+
+NOTHING = dict.fromkeys(("precision", "tf32", "compile"))
+
+
+def never():
+    raise AssertionError("somebody else has decided")
+
+
+def settled(auto=never, launched=NOTHING, began=NOTHING, **given) -> tuple:
+    found = settle(NOTHING | given, NOTHING | launched, NOTHING | began, auto)
+    return found.precision, found.precision_by, found.tf32, found.compile, found.compile_by
+
+
+def test_the_first_that_has_a_word_decides():
+    assert settled() == ("no", "default", None, False, "default")
+    began = {"precision": "bf16", "tf32": True, "compile": "eager"}
+    for given in ({}, {"precision": "auto"}):
+        assert settled(**given, began=began) == ("bf16", "the run so far", True, "eager", "the run so far")
+        launched = {"precision": "fp16", "compile": "inductor"}
+        asked = ("fp16", "accelerate launch", None, "inductor", "accelerate launch")
+        assert settled(**given, launched=launched, began=began) == asked
+    told = settled(precision="no", compile=True, launched=launched, began=began)
+    assert told == ("no", "run.precision, not accelerate launch, which says fp16", None, True,
+                    "optim.compile, not accelerate launch, which says inductor")  # fmt: skip
+    assert settled(precision="no", compile=False, began=began)[:4] == ("no", "run.precision", None, False)
+
+
+def test_auto_on_a_gpu_is_what_it_has():
+    """By the capability alone: not checked on a GPU."""
+    assert precision_of_gpu((8, 0), None) == precision_of_gpu((12, 0), None) == ("bf16", True)
+    assert precision_of_gpu((7, 5), None) == ("no", None)
+    assert precision_of_gpu((9, 4), "6.4") == ("bf16", None)
+
+    def a100():
+        return *precision_of_gpu((8, 0), None), "this GPU"
+
+    assert settled(a100, precision="auto")[:3] == ("bf16", "run.precision auto: this GPU", True)
+    assert settled(a100, precision="auto", tf32=False)[2] is False
+
+
+def test_what_the_launcher_decided_is_recorded_and_kept(server, script, settings, tmp_path):
+    """By the variables that `accelerate launch --mixed_precision bf16 --dynamo_backend eager` sets."""
+    asked = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}
+    args = settings("--run.output_dir", tmp_path, "--run.resume", "latest", "--run.eval_every", 0,
+                    "--run.resume_schedule", "new")  # fmt: skip
+
+    def start(steps, *more, env=None):
+        run = server.run(script, [*args, "--run.max_steps", steps, *more], env=env).ok()
+        config = yaml.safe_load(sorted(run.folder.glob("config*.yaml"))[-1].read_text())
+        environment = json.loads((run.folder / "environment.json").read_text())["settled"]
+        assert config["run"]["precision"] == environment["precision"]
+        return run, (config["run"]["precision"], config["optim"]["compile"]), environment
+
+    first, used, environment = start(1, env=asked)
+    assert used == ("bf16", "eager") and "precision: bf16 (accelerate launch)" in first.text
+    assert environment["precision_by"] == environment["compile_by"] == "accelerate launch"
+
+    kept, used, environment = start(2, env={"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"})
+    assert used == ("bf16", "eager") and environment["precision_by"] == "the run so far"
+    assert "run.precision bf16" not in kept.text and "torch.compile: eager (the run so far)" in kept.text
+
+    changed, used, _ = start(3, "--run.precision", "no", "--optim.compile", "false", env=asked)
+    assert used == ("no", False)
+    assert "precision: no (run.precision, not accelerate launch, which says bf16)" in changed.text
+    assert "run.precision bf16 -> no: used" in changed.text and "optim.compile eager -> false: used" in changed.text

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from toolkit.distributed import all_reduce
 from toolkit.errors import BadInput
+from toolkit.runs.launcher import asked_precision, find_launch
 
 # How long processes wait for each other at the very start. Under torchrun, whose agent ends all when one dies, a slow
 # file system may delay some; without it nobody says that one will never come.
@@ -32,7 +33,8 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
     Raises:
         BadInput: the other processes do not come, or the devices that were asked for are not there.
     """
-    precision = launched_precision() if precision in (None, "auto") else precision
+    if precision in (None, "auto"):
+        precision = asked_precision(find_launch(), os.environ) or "no"
     if precision == "fp16" and not _has_accelerator():
         precision = "no"  # Accelerate would say fp16 and compute in float32
         if os.environ.get("RANK", "0") == "0":
@@ -46,7 +48,8 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
     if AcceleratorState._shared_state:
         AcceleratorState._reset_state()  # it holds the precision of the first call
     try:
-        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, **kwargs)
+        # `optim.compile` compiles, by the launcher's word too: Accelerate would once more
+        accelerator = Accelerator(mixed_precision=precision, dynamo_backend="no", kwargs_handlers=handlers, **kwargs)
         if dist.is_initialized():
             all_reduce(torch.zeros(1, device=accelerator.device))  # the first message, still with the short timeout
             wait_at_most(PREPARE_MIN)
@@ -59,11 +62,6 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
             f"({torch.accelerator.device_count()} here): start fewer, or set ACCELERATE_USE_CPU=true."
         ) from error
     return accelerator
-
-
-def launched_precision() -> str:
-    """What `accelerate launch` was told: no, fp16 or bf16."""
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
 
 
 def _refuse_absent_gpus() -> None:
@@ -99,10 +97,11 @@ def _first_line(error: Exception) -> str:
 
 
 def set_threads(threads: int | None, device: torch.device) -> None:
-    """CPU threads of this process: as told, or all cores where the launcher, not the user, allowed only one."""
+    """CPU threads of this process: as told, or all cores where `accelerate launch`, not the user, allowed only one."""
     if threads is None:
-        launched = "ACCELERATE_MIXED_PRECISION" in os.environ  # `accelerate launch` sets it, and OMP_NUM_THREADS to 1
-        if device.type != "cpu" or not launched or os.environ.get("OMP_NUM_THREADS") != "1":
+        launch = find_launch()
+        alone = launch is not None and not launch.chose_threads and os.environ.get("OMP_NUM_THREADS") == "1"
+        if device.type != "cpu" or not alone:
             return
         threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(threads)

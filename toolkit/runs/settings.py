@@ -76,17 +76,18 @@ class RunConfig:
     rollback_lr_factor: PositiveFloat = 1.0
     """Factor on every learning rate after each rollback."""
     precision: Literal["no", "fp16", "bf16", "auto"] | None = None
-    """Precision of the forward pass under autocast; without a value, what `accelerate launch` was told. auto is that
-    too, but on a CPU with instructions for bfloat16 it is bf16 if the first batch is then trained on faster; what was
-    chosen stands in config.yaml, and a resumed run keeps it. Losses are always computed in float32."""
+    """Precision of the forward pass under autocast. Without a value it is what `accelerate launch` was told, then that
+    of the run that is resumed, then float32. auto is the same, but in place of float32 it chooses: on a GPU that has
+    them, bf16 with `run.tf32`; on a CPU with instructions for bfloat16, bf16 if the first batch is then trained on
+    faster. What is used stands in config.yaml. Losses are always computed in float32."""
     tf32: bool | None = None
     """Round the inputs of float32 products on a GPU to TensorFloat-32, which is several times as fast; without a value
     PyTorch's choice, which is to round those of convolutions only."""
     deterministic: bool = False
     """Use deterministic algorithms, and name each operation that has none in one warning."""
     threads: PositiveInt | None = None
-    """CPU threads of one process. Without a value OMP_NUM_THREADS decides, or all cores are shared among the processes
-    where `accelerate launch` has set it to 1."""
+    """CPU threads of one process. Without a value OMP_NUM_THREADS decides; where `accelerate launch`, not you, has set
+    it to 1, all cores are shared among the processes."""
     hang_minutes: PositiveFloat = 30.0
     """Minutes that one process waits for another one, once training has begun, before the run ends. It must be more
     than an evaluation takes, and than the report at the end."""
@@ -251,9 +252,10 @@ class OptimConfig:
     it stays as it is."""
     gradient_table_every: NonNegativeInt = 0
     """Optimizer steps between two tables of the largest gradients on the console; 0 shows none."""
-    compile: bool | str = False
+    compile: bool | str | None = None
     """Compile the model's repeated blocks with torch.compile, which needs a C++ compiler and a minute or two at the
-    start, less when they are in its cache on disk; a name chooses its backend."""
+    start, less when they are in its cache on disk; a name chooses its backend. Without a value it is `--dynamo_backend`
+    of `accelerate launch`, then that of the run that is resumed, then not."""
 
 
 @dataclass

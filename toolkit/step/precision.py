@@ -1,13 +1,14 @@
-"""Whether a CPU trains a detector faster in bfloat16: a few steps of it say so."""
+"""What `run.precision: auto` chooses: a GPU's formats, or what a few steps on a CPU are faster in."""
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from toolkit.batch import Batch
+from toolkit.distributed import run_on_main
 from toolkit.step.nan_report import rerun_window
 
 PRECISIONS = ("no", "bf16")
@@ -18,6 +19,36 @@ def cpu_computes_in_bf16() -> bool:
     """Whether this CPU has instructions that multiply in bfloat16 (AVX512-BF16 or AMX); without, bfloat16 is slower."""
     able = torch.cpu.get_capabilities()
     return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
+
+
+def precision_of_device(
+    device: torch.device, detector: nn.Module, weights: nn.Module, first_batch: Callable[[], Batch]
+) -> tuple[str, bool | None, str]:
+    """(precision, TF32, why) of `run.precision: auto`; a collective, by what the main process has and measures.
+
+    detector, weights, first_batch(): as for `measure_precisions`.
+    """
+    if device.type == "cuda":
+        return *run_on_main(lambda: precision_of_gpu(torch.cuda.get_device_capability(), torch.version.hip)), "this GPU"
+    if device.type != "cpu":
+        return "no", None, "nothing is known of this device"
+    if not run_on_main(cpu_computes_in_bf16):
+        return "no", None, "this CPU has no instructions for bfloat16"
+    batch = first_batch()
+    seconds = run_on_main(lambda: measure_precisions(detector, weights, batch))
+    why = "forward and backward of a batch take {bf16:.3f} s in bfloat16, {no:.3f} s in float32".format_map(seconds)
+    return faster_precision(seconds), None, why
+
+
+def precision_of_gpu(capability: tuple[int, int], rocm: str | None) -> tuple[str, bool | None]:
+    """("bf16", True) where the GPU computes in bfloat16 and in TensorFloat-32: NVIDIA's since Ampere, capability 8.0.
+    AMD's have bfloat16 only, ("bf16", None); others are left in float32, ("no", None). Not checked on a GPU.
+
+    rocm: its version where torch was built for AMD's GPUs, else None.
+    """
+    if rocm is not None:
+        return "bf16", None
+    return ("bf16", True) if tuple(capability) >= (8, 0) else ("no", None)
 
 
 def measure_precisions(detector: nn.Module, weights: nn.Module, batch: Batch, rounds: int = 3) -> dict[str, float]:

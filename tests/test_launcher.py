@@ -1,0 +1,77 @@
+"""What `accelerate launch` was told, through the real one: used, refused or said, as the table in docs/scaling.md has it.
+
+    python -m pytest tests/test_launcher.py
+"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
+
+from toolkit.errors import BadInput
+from toolkit.runs.launcher import Launch, _launch_arguments, asked_precision, find_launch, refuse
+
+ROOT = Path(__file__).resolve().parents[1]
+CHILD = """
+import json, os, sys
+import torch
+from toolkit.errors import BadInput
+from toolkit.runs.launcher import asked_settings, find_launch, refuse
+from toolkit.runs.processes import set_threads
+problems = ""
+launch = find_launch()
+try:
+    refuse(launch, os.environ)
+except BadInput as error:
+    problems = str(error)
+set_threads(None, torch.device("cpu"))
+print("FOUND " + json.dumps({"problems": problems, "flags": sorted(launch.flags), "file": str(launch.file),
+      "threads": torch.get_num_threads(), "asked": asked_settings(os.environ), "argv": sys.argv[1:]}))
+"""
+
+
+def launched(tmp_path: Path, *flags: str, **environment: str) -> dict:
+    """What a script sees that the real launcher starts with these flags, and without settings of this machine."""
+    (tmp_path / "child.py").write_text(CHILD)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_") and k != "OMP_NUM_THREADS"}
+    env = kept | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path)} | environment
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *flags, "child.py", "--cpu"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(re.search(r"^FOUND (.*)$", ended.stdout, re.MULTILINE)[1])
+
+
+def test_what_is_not_done_is_refused_all_at_once_and_an_exported_one_thread_counts(tmp_path):
+    found = launched(
+        tmp_path, "--cpu", "--use_megatron_lm", "--gradient_accumulation_steps", "4", "--gradient-clipping=0.5",
+        "--fsdp_offload_params", "true", "--zero_stage", "3", "--parallelism_config_tp_size", "2", "--fp8_margin", "1",
+        "--tpu_use_sudo", "--aws_access_key_id", "x", "--dynamo_mode", "max-autotune", "--mixed_precision", "no",
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    for words in ("--use_megatron_lm: asks for Megatron-LM", "--optim.accumulation_steps 4", "--optim.max_norm 0.5",
+                  "--fsdp_offload_params: asks for FSDP", "--zero_stage: asks for DeepSpeed", "a parallelism config",
+                  "--fp8_margin", "TPU", "SageMaker", "--dynamo_mode"):  # fmt: skip
+        assert words in found["problems"], words
+    assert found["asked"] == {"precision": "no", "compile": None} and "mixed_precision" in found["flags"]
+    assert found["threads"] == 1 and found["argv"] == ["--cpu"], "the script's own flags are not the launcher's"
+
+
+def test_its_settings_file_is_read_and_its_own_one_thread_does_not_count(tmp_path):
+    (tmp_path / "accelerate").mkdir()
+    file = tmp_path / "accelerate" / "default_config.yaml"  # where `accelerate config` writes it
+    file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n"
+                    "num_processes: 1\nnum_machines: 1\nmachine_rank: 0\nuse_cpu: false\ndowncast_bf16: 'no'\n"
+                    "main_training_function: main\ntpu_env: []\ntpu_use_sudo: false\nfsdp_config: {fsdp_version: 2}\n"
+                    "dynamo_config: {dynamo_backend: INDUCTOR}\n")  # fmt: skip
+    found = launched(tmp_path, ACCELERATE_USE_CPU="true")
+    assert found["file"] == str(file)
+    assert found["problems"].startswith(f"fsdp_config in {file}: asks for FSDP") and "TPU" not in found["problems"]
+    assert found["asked"] == {"precision": None, "compile": None}, "that the file names no precision decides nothing"
+    assert found["threads"] == os.cpu_count()

@@ -1,0 +1,173 @@
+"""What `accelerate launch` was told: which of it decides something here, and which of it is refused.
+
+Of most of its flags no variable of the environment tells, so its own command line and settings file are read.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import yaml
+
+from toolkit.errors import BadInput
+from toolkit.modes import uncollected
+
+# What these scripts do not do, by how a flag, or a key of the settings file, begins. Accelerate would shard nothing, or
+# drop what was asked for, without a word.
+OTHER_TRAINERS = {
+    "use_deepspeed": "DeepSpeed", "deepspeed": "DeepSpeed", "zero": "DeepSpeed", "offload_": "DeepSpeed",
+    "use_fsdp": "FSDP", "fsdp": "FSDP", "use_megatron_lm": "Megatron-LM",
+    "megatron_lm": "Megatron-LM", "use_parallelism_config": "a parallelism config",
+    "parallelism_config": "a parallelism config", "fp8": "fp8", "aws_": "SageMaker", "tpu": "TPU", "vm": "TPU",
+    "env": "TPU", "main_training_function": "TPU", "downcast_bf16": "TPU", "command": "TPU",
+}  # fmt: skip
+VARIABLES = {
+    "ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config", "ACCELERATE_USE_SAGEMAKER": "SageMaker",
+    "PJRT_DEVICE": "TPU", "XRT_TPU_CONFIG": "TPU", "TPU_WORKER_ID": "TPU",
+}  # fmt: skip
+TYPES = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "MEGATRON_LM": "Megatron-LM", "TPU": "TPU", "XLA": "TPU"}
+INSTEAD = {"gradient_accumulation_steps": "--optim.accumulation_steps", "gradient_clipping": "--optim.max_norm"}
+# Variables that every launch sets, with what they are where nothing was asked for.
+COMPILING = {"MODE": "default", "USE_FULLGRAPH": "false", "USE_DYNAMIC": "false"}
+_ON = {"true", "1", "yes", "on", "y", "t"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One `accelerate launch`, as it was started.
+
+    flags: those that are not at their default, by their names with underscores. file: its settings file, if it read
+    one, with the keys in settings. environment: the variables that it found.
+    """
+
+    flags: Mapping[str, object] = field(default_factory=dict)
+    file: Path | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def chose_threads(self) -> bool:
+        """Whether OMP_NUM_THREADS of the scripts is the user's word, not the launcher's own."""
+        return "OMP_NUM_THREADS" in self.environment or "num_cpu_threads_per_process" in self.flags
+
+
+def find_launch() -> Launch | None:
+    """The `accelerate launch` that started this process, from any distance; None: there is none, or it cannot be seen,
+    as from another container or machine."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # every launch sets it
+        return None
+    try:
+        for process in psutil.Process().parents():
+            arguments = _launch_arguments(process.cmdline())
+            if arguments is not None:
+                return _read(arguments, process.environ(), Path(process.cwd()))
+    except psutil.Error:
+        return None
+    return None
+
+
+def _launch_arguments(words: list[str]) -> list[str] | None:
+    """What follows `accelerate launch` in a command line, however it was called; None: it is another program."""
+    for i, word in enumerate(words[:8]):
+        name = Path(word).name.removesuffix(".exe").removesuffix(".py")
+        if name in ("accelerate", "accelerate.commands.accelerate_cli", "accelerate_cli"):
+            return words[i + 2 :] if words[i + 1 : i + 2] == ["launch"] else None
+        if name in ("accelerate-launch", "accelerate.commands.launch"):
+            return words[i + 1 :]
+    return None
+
+
+def _read(arguments: list[str], environment: Mapping[str, str], folder: Path) -> Launch:
+    with uncollected():  # here: a second of imports
+        from accelerate.commands.config.config_args import default_config_file
+        from accelerate.commands.launch import launch_command_parser
+    parser = launch_command_parser()
+    parsed, unasked = (vars(parser.parse_args(words)) for words in (arguments, ["script"]))
+    own = unasked.keys() - {"training_script", "training_script_args", "nondefault"}
+    flags = {name: parsed[name] for name in sorted(own) if parsed[name] != unasked[name]}
+    file = flags.get("config_file") or (None if "cpu" in flags else default_config_file)
+    path = None if file is None else folder / file
+    if path is None or not path.is_file():
+        return Launch(flags, None, {}, environment)
+    settings = yaml.safe_load(path.read_text())  # JSON too
+    return Launch(flags, path, settings if isinstance(settings, dict) else {}, environment)
+
+
+def asked_precision(launch: Launch | None, environment: Mapping[str, str]) -> str | None:
+    """no, fp16 or bf16 if the launcher was told so; None: it says no only because nobody told it anything, or its
+    settings file does, which has to name one."""
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "").lower()
+    told = launch is not None and "mixed_precision" in launch.flags
+    return precision if precision in ("fp16", "bf16") or precision == "no" and told else None
+
+
+def asked_settings(environment: Mapping[str, str]) -> dict[str, str | None]:
+    """What the launcher was told of `precision`, as `asked_precision`, and of `compile`, a backend of torch."""
+    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    compile = None if backend in ("", "no") else backend
+    return {"precision": asked_precision(find_launch(), environment), "compile": compile}
+
+
+def refuse(launch: Launch | None, environment: Mapping[str, str]) -> None:
+    """Raises BadInput for all that the launcher was asked for and these scripts do not do."""
+    asked: dict[str, list[str]] = {}
+    for what, place in (*(_of_launch(launch) if launch is not None else ()), *_of_variables(environment)):
+        asked.setdefault(what, []).append(place)
+    problems = [f"{', '.join(places)}: asks for {what}, which these scripts do not use: they run on one device, or "
+                "with one process for each (DDP). Leave it out, or choose another `accelerate config`."
+                for what, places in asked.items()]  # fmt: skip
+    problems += [*_counted_twice(launch, environment), *_other_values(environment)]
+    if problems:
+        raise BadInput(problems)
+
+
+def _of_launch(launch: Launch) -> Iterator[tuple[str, str]]:
+    """(what is asked for, where) of flags and of the settings file, over which `--cpu` and `--multi_gpu` win."""
+    for name in launch.flags.keys() - INSTEAD.keys():
+        if what := _other(name):
+            yield what, f"--{name}"
+    if launch.flags.keys() & {"cpu", "multi_gpu"}:
+        return
+    if what := TYPES.get(str(launch.settings.get("distributed_type")).upper()):
+        yield what, f"distributed_type in {launch.file}"
+    for name, value in launch.settings.items():
+        if value and str(value).lower() not in ("no", "none", "false", "main") and (what := _other(name)):
+            yield what, f"{name} in {launch.file}"
+
+
+def _other(name: str) -> str | None:
+    return next((what for begins, what in OTHER_TRAINERS.items() if name.startswith(begins)), None)
+
+
+def _of_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name, what in VARIABLES.items():
+        value = environment.get(name)
+        if value is not None and (
+            value.lower() in _ON if name.startswith("ACCELERATE") else name != "PJRT_DEVICE" or value.upper() == "TPU"
+        ):
+            yield what, name
+
+
+def _counted_twice(launch: Launch | None, environment: Mapping[str, str]) -> Iterable[str]:
+    for name, flag in INSTEAD.items():
+        value = launch.flags.get(name) if launch is not None else None
+        if value is not None and (name, value) != ("gradient_accumulation_steps", 1):
+            yield f"--{name} {value} of `accelerate launch` is for DeepSpeed alone: give the script {flag} {value}."
+    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps not in ("", "1"):
+        yield (f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {steps}, which would divide the gradients a second time: "
+               f"unset it, and give --optim.accumulation_steps {steps}.")  # fmt: skip
+
+
+def _other_values(environment: Mapping[str, str]) -> Iterable[str]:
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("", "no", "fp16", "bf16"):
+        yield f"ACCELERATE_MIXED_PRECISION is {precision}; expected no, fp16 or bf16."
+    for name, usual in COMPILING.items():
+        value = environment.get(f"ACCELERATE_DYNAMO_{name}", usual)
+        if value.lower() != usual:
+            yield (f"--dynamo_{name.lower()} of `accelerate launch` (ACCELERATE_DYNAMO_{name} is {value}): the scripts "
+                   "compile in torch's default mode; leave it out.")  # fmt: skip
