@@ -17,7 +17,7 @@ from test_until_done import RUN
 ROOT = Path(__file__).resolve().parents[1]
 STAND_INS = {
     "scontrol": '#!/bin/sh\necho "$@" >> "$LOG"\n[ "$1" = show ] && printf "node7\\nnode8\\n"\nexit 0\n',
-    "srun": '#!/bin/sh\nexec "$@"\n',
+    "srun": '#!/bin/sh\necho "srun with ${SRUN_CPUS_PER_TASK-no} CPUs" >> "$LOG"\nexec "$@"\n',
     # what of its arguments are torchrun's own is written down; the rest is the program
     "torchrun": f'#!/bin/sh\necho "torchrun $*" >> "$LOG"\nshift 10\nexec "{sys.executable}" "$@"\n',
 }
@@ -40,7 +40,7 @@ def slurm(tmp_path):
     env = os.environ | {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "LOG": str(tmp_path / "log"), "SLURM_JOB_ID": "42",
         "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_PER_TASK": "64",
     }  # fmt: skip
 
     def start(plan: str) -> subprocess.Popen:
@@ -66,6 +66,7 @@ def test_before_the_time_limit_the_run_saves_and_the_job_is_requeued(slurm, tmp_
     log = (tmp_path / "log").read_text()
     assert ("requeue 42\n" in log) == requeued
     assert "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 42 --rdzv_backend c10d --rdzv_endpoint node7:29500" in log
+    assert "srun with 64 CPUs\n" in log
 
 
 @pytest.mark.parametrize(("plan", "code"), [("failed 1 step_1,done 0", 0), ("bad_input 1", 2)])
@@ -77,6 +78,7 @@ def test_a_job_that_ends_by_itself_is_not_requeued(slurm, tmp_path, plan, code):
 def test_slurm_is_asked_for_the_signal_that_the_script_waits_for():
     text = (ROOT / "scripts" / "runs" / "slurm.sh").read_text()
     assert "#SBATCH --signal=B:USR1@120" in text and "trap 'ask USR1' USR1" in text
+    assert "#SBATCH --cpus-per-task=" in text
 
 
 def test_the_kubernetes_job_starts_a_script_and_fails_where_a_restart_would_not_help():

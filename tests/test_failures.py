@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.command_line import parse_config, refuse_other_trainers, run_script
+from toolkit.command_line import parse_config, run_script
 from toolkit.errors import BadInput, FailedElsewhere
 from toolkit.runs import processes
 from toolkit.runs.failures import as_sentences, attempt
+from toolkit.runs.launcher import refuse
 from toolkit.runs.settings import OptimConfig, RunConfig
 from toolkit.runs.writer import RunWriter
 
@@ -64,15 +65,15 @@ def test_a_script_ends_with_2_on_a_full_disk_and_1_when_another_process_failed(c
 ])  # fmt: skip
 def test_what_the_launcher_asks_for_and_scripts_do_not_do_is_refused(name, value, word, capsys, monkeypatch):
     with pytest.raises(BadInput, match=word):
-        refuse_other_trainers({name: value})
+        refuse(None, {name: value})
     monkeypatch.setenv(name, value)
     assert run_script(no_space, Config, argv=[]) == 2
     assert name in capsys.readouterr().err
 
 
 def test_what_a_launcher_always_sets_is_fine():
-    refuse_other_trainers({"ACCELERATE_USE_FSDP": "false", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
-                           "ACCELERATE_MIXED_PRECISION": "bf16", "PJRT_DEVICE": "CPU"})  # fmt: skip
+    refuse(None, {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+                  "ACCELERATE_MIXED_PRECISION": "bf16", "PJRT_DEVICE": "CPU"})  # fmt: skip
 
 
 @pytest.mark.parametrize("argv", [["--optim.lr", "inf"], ["--optim.lr", "1e400"], ["--optim.max_norm", "nan"],

@@ -1,4 +1,4 @@
-"""What `accelerate launch` was told, through the real one: used, refused or said, as the table in docs/scaling.md has it.
+"""What `accelerate launch` was told, through the real one, is used or refused as the table in docs/scaling.md has it.
 
     python -m pytest tests/test_launcher.py
 """
@@ -73,5 +73,77 @@ def test_its_settings_file_is_read_and_its_own_one_thread_does_not_count(tmp_pat
     found = launched(tmp_path, ACCELERATE_USE_CPU="true")
     assert found["file"] == str(file)
     assert found["problems"].startswith(f"fsdp_config in {file}: asks for FSDP") and "TPU" not in found["problems"]
-    assert found["asked"] == {"precision": None, "compile": None}, "that the file names no precision decides nothing"
+    assert found["asked"] == {"precision": None, "compile": "inductor"}, "a file has to name a precision: no word on it"
     assert found["threads"] == os.cpu_count()
+
+
+SAMPLES = {int: 7, float: 0.5, str: "x", None: "x", bool: True}
+
+
+def refused(name: str, sample: object) -> bool:
+    by_variable = {f"ACCELERATE_{name.upper()}": str(sample)} if name.startswith("dynamo_") else {}
+    try:
+        refuse(Launch({name: sample}), by_variable)
+    except BadInput:
+        return True
+    return False
+
+
+def table() -> dict[str, str]:
+    """Name, or the beginning of names, of a flag or key -> its verdict, as docs/scaling.md has them."""
+    page = (ROOT / "docs" / "scaling.md").read_text().partition("## What `accelerate launch` is told")[2]
+    rows = re.findall(r"^\| (`.*?) \| (used|refused) \|", page, re.MULTILINE)
+    return {name: verdict for names, verdict in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
+def verdict_of(name: str) -> str | None:
+    rows = table()
+    begun = [each for each in rows if each.endswith("*") and name.startswith(each[:-1])]
+    return rows.get(name) or (rows[max(begun, key=len)] if begun else None)
+
+
+def test_every_flag_of_the_launcher_has_its_verdict_in_the_docs():
+    actions = {action.dest: action for action in launch_command_parser()._actions}
+    assert len(actions) > 100
+    said = {name: verdict_of(name) for name in actions}
+    assert not [name for name, verdict in said.items() if verdict is None], "flags without a row in docs/scaling.md"
+    for name, action in actions.items():
+        sample = True if action.nargs == 0 else SAMPLES.get(action.type, "x")
+        assert refused(name, sample) == (said[name] == "refused"), name
+    refuse(Launch({"gradient_accumulation_steps": 1}), {})
+
+
+def test_every_key_of_its_settings_file_has_its_verdict_in_the_docs():
+    keys = {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert not [name for name in keys if verdict_of(name) is None], "keys without a row in docs/scaling.md"
+    for name in keys:
+        try:
+            refuse(Launch({}, Path("f.yaml"), {name: "x" if name not in ("mpirun_config",) else {"a": 1}}), {})
+            found = "used"
+        except BadInput:
+            found = "refused"
+        assert found == verdict_of(name), name
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
+        with pytest.raises(BadInput, match="distributed_type in f.yaml"):
+            refuse(Launch({}, Path("f.yaml"), {"distributed_type": name}), {})
+        refuse(Launch({"cpu": True}, Path("f.yaml"), {"distributed_type": name}), {})  # the flag wins
+    refuse(Launch({}, Path("f.yaml"), {"distributed_type": "MULTI_GPU", "fsdp_config": {}, "tpu_env": []}), {})
+
+
+@pytest.mark.parametrize("words", [
+    "python /env/bin/accelerate launch --cpu a.py", "/env/bin/accelerate-launch --cpu a.py",
+    "python -m accelerate.commands.launch --cpu a.py",
+    "python -u -m accelerate.commands.accelerate_cli launch --cpu a.py",
+    "/env/python /env/lib/accelerate/commands/accelerate_cli.py launch --cpu a.py",
+])  # fmt: skip
+def test_the_launcher_is_known_however_it_was_called(words):
+    assert _launch_arguments(words.split()) == ["--cpu", "a.py"]
+
+
+def test_other_programs_are_no_launcher(monkeypatch):
+    assert _launch_arguments(["python", "train.py", "--name", "accelerate"]) is None
+    assert _launch_arguments(["/env/bin/accelerate", "config"]) is None
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    assert find_launch() is None
+    assert asked_precision(None, {"ACCELERATE_MIXED_PRECISION": "no"}) is None, "every launch says no"
+    assert asked_precision(None, {"ACCELERATE_MIXED_PRECISION": "bf16"}) == "bf16"

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from toolkit.distributed import all_reduce, world
 from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
-from toolkit.runs.lifeline import lifeline
+from toolkit.runs import lifeline as lifeline_module
+from toolkit.runs.lifeline import PORT, lifeline
 from toolkit.runs.processes import start_accelerator, wait_at_most
 
 multiprocessing.set_forkserver_preload(["torch", "accelerate", "toolkit.runs.processes", "toolkit.runs.lifeline"])
@@ -35,11 +36,11 @@ def fail(how):
            "signal": Preempted("SIGTERM")}[how]  # fmt: skip
 
 
-def rank_of(rank, size, port, failing, how, others, folder, grace_s):
+def rank_of(rank, size, port, failing, how, others, folder, grace_s, lifeline_port):
     """One process of a run: the failing one fails, the others wait in a collective or are busy elsewhere."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
                    "LOCAL_WORLD_SIZE": str(size), "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-                   "OMP_NUM_THREADS": "1"}  # fmt: skip
+                   "OMP_NUM_THREADS": "1", PORT: lifeline_port}  # fmt: skip
     torch.set_num_threads(1)
     accelerator = start_accelerator(None)
     if how == "hangs":
@@ -69,10 +70,8 @@ def rank_of(rank, size, port, failing, how, others, folder, grace_s):
 def ended(folder, failing, how, others, size=2, grace_s=2.0):
     """(exit codes, what each rank recorded)."""
     context = multiprocessing.get_context("forkserver")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [context.Process(target=rank_of, args=(r, size, port, failing, how, others, folder, grace_s))
+    port, lifeline_port = free_port(), os.environ.get(PORT, "")  # the fork server has the variables of its own start
+    ranks = [context.Process(target=rank_of, args=(r, size, port, failing, how, others, folder, grace_s, lifeline_port))
              for r in range(size)]  # fmt: skip
     began = time.monotonic()
     for process in ranks:
@@ -125,6 +124,27 @@ def test_a_process_that_hangs_is_ended_and_shows_where(tmp_path, hanging):
 def test_processes_that_are_done_leave_in_peace(tmp_path):
     codes, words = ended(tmp_path, None, "done", "waiting", size=3)
     assert codes == [0, 0, 0] and {word[0] for word in words.values()} == {"done"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_the_port_is_the_one_that_is_given(tmp_path, monkeypatch):
+    """Where a firewall lets through what it was told. One that is taken ends all processes with one sentence."""
+    port = free_port()
+    monkeypatch.setenv(PORT, str(port))
+    server = lifeline_module._server(str(port), 1)
+    assert server.getsockname()[1] == port
+    codes, words = ended(tmp_path, None, "done", "waiting")
+    server.close()
+    assert codes == [2, 2] and {word[0] for word in words.values()} == {"BadInput"}
+    assert all(f"{PORT} is {port}" in word[1] and "already in use" in word[1] for word in words.values())
+    for wrong in ("http", "65536", "-1"):
+        with pytest.raises(BadInput, match=f"{PORT} is {wrong}.*from 1 to 65535"):
+            lifeline_module._server(wrong, 1)
 
 
 def test_one_process_needs_none():

@@ -21,7 +21,8 @@ OTHER_TRAINERS = {
     "use_fsdp": "FSDP", "fsdp": "FSDP", "use_megatron_lm": "Megatron-LM",
     "megatron_lm": "Megatron-LM", "use_parallelism_config": "a parallelism config",
     "parallelism_config": "a parallelism config", "fp8": "fp8", "aws_": "SageMaker", "tpu": "TPU", "vm": "TPU",
-    "env": "TPU", "main_training_function": "TPU", "downcast_bf16": "TPU", "command": "TPU",
+    "env": "TPU", "main_training_function": "TPU", "downcast_bf16": "TPU", "command": "TPU", "no_tpu": "TPU",
+    "mpirun": "MPI",
 }  # fmt: skip
 VARIABLES = {
     "ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",

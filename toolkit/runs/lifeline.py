@@ -21,9 +21,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from toolkit.distributed import broadcast_object, world
+from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
 
+PORT = "DETECTION_TOOLKIT_LIFELINE_PORT"  # variable: of the main machine, where the others connect; else any free one
 GRACE_S = 20.0  # for a process to end by itself, before it is ended, once another one has failed
 CONNECT_S = 30.0
 LEAVE_S = 40.0
@@ -81,11 +82,14 @@ class _Watch:
 
     def connect(self) -> None:
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # where the others have found the main process already
-        listener = token = None
-        if self.rank == 0:
-            token = secrets.token_hex(16)
-            listener = socket.create_server(("", 0), backlog=self.world_size)
-        port, token = broadcast_object((listener.getsockname()[1], token) if listener else None)
+        listener = None
+
+        def listen() -> tuple[int, str]:
+            nonlocal listener
+            listener = _server(os.environ.get(PORT) or "0", backlog=self.world_size)
+            return listener.getsockname()[1], secrets.token_hex(16)
+
+        port, token = run_on_main(listen)
         try:
             if listener:
                 self._accept(listener, token)
@@ -190,6 +194,18 @@ class _Watch:
         print(f"stopped{where}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(error.exit_code)
+
+
+def _server(port: str, backlog: int) -> socket.socket:
+    """Raises BadInput when the port cannot be used."""
+    why = "expected a number from 1 to 65535"
+    if port.isdecimal() and int(port) < 1 << 16:
+        try:
+            return socket.create_server(("", int(port)), backlog=backlog)
+        except OSError as error:
+            why = error.strerror
+    raise BadInput(f"{PORT} is {port}: the main process cannot listen there ({why}). Choose another port, or unset it: "
+                   "a free one is then taken.")  # fmt: skip
 
 
 def _as_error(word: dict) -> Exception:
