@@ -67,8 +67,8 @@ def make_training(folder, policy="stop", scaler=None, metric="bbox_AP", evaluato
         accelerator=accelerator, model=detector, detector=detector, optimizer=optimizer,
         weights=LossWeights(Detector.loss_names, {}, {"loss_ce": 1.0}), schedule=Schedule(optimizer),
         guard=NanGuard(policy), sampler=EpochSampler(4, 1), loader=None, folder=folder, seed=0, total_steps=10, log=log,
-        validation=Validation(table, val_loader, evaluator), best=Best(metric), pace=Pace(keep=keep),
-        **({"signals": None} | options),
+        validation=Validation(table, val_loader, evaluator), best=Best(metric),
+        **({"signals": None, "pace": Pace(keep=keep)} | options),
     )  # fmt: skip
 
 
@@ -117,6 +117,18 @@ def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
     lines = re.findall(r"step (\d+)/11", capsys.readouterr().out)
     assert lines == ["1", "4", "5", "8", "9", "10", "11"]
     assert [row["step"] for row in rows if "train/loss" in row] == [5, 10, 11]
+
+
+def test_what_the_run_never_gets_to_is_said_once(tmp_path, capsys):
+    """`run.max_minutes` plans the length three times and more."""
+    t = make_training(tmp_path, pace=Pace(warmup_steps=50))
+    t.log.steps_per_epoch = 30
+    t.warn_of_length()
+    for steps in (40, 20, 15):
+        t.set_length(steps)
+    said = capsys.readouterr().out
+    assert said.count("training takes") == 3
+    assert said.count("warning: training ends inside the warm-up") == 1 == said.count("steps of an epoch")
 
 
 def test_a_metric_that_is_nan_is_never_the_best(tmp_path):

@@ -41,7 +41,6 @@ from toolkit.models.start import start_detector
 from toolkit.runs.best import Best
 from toolkit.runs.changes import Change, changes, in_force, refuse
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
-from toolkit.runs.console import length_warnings
 from toolkit.runs.failures import as_sentences
 from toolkit.runs.folder import drafts, keep_drafts, prepare_run_folder, write_environment
 from toolkit.runs.launcher import asked_settings
@@ -215,9 +214,6 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     per_epoch = max(1, round(all_steps / run.epochs))  # on average
     total_steps = min(all_steps, run.max_steps or all_steps)
     pace = _pace(c, per_epoch)
-    for warning in length_warnings(total_steps, pace.warmup_steps, per_epoch) if not run.eval_only else []:
-        s.say(warning)
-
     ema = Ema(detector, optim.ema_decay, optim.ema_warmup) if optim.ema_decay else None
     compile_in_place(detector, optim.compile)
     one_size = detector.fixed_size and not c.data.multi_scale and not run.deterministic
@@ -232,6 +228,8 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
         budget=StepBudget(run.max_minutes) if run.max_minutes else None, total_steps=total_steps,
         max_norm=optim.max_norm, eval_only=run.eval_only,
     )  # fmt: skip
+    if not run.eval_only:
+        t.warn_of_length()
     _begin(s, t, table)
     wait_at_most(run.hang_minutes)
     return t

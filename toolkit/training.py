@@ -103,6 +103,7 @@ class Training:
         self.infinite = infinite_buffers(self.detector)
         self.guard.watch(self.detector)
         self._broken: list[str] = []
+        self._warned: set[str] = set()
         self._ahead = SentAhead(self.accelerator.device)
         self._part = 0  # of the state, the one to look at next
         self._sums: dict[str, Tensor] = {}
@@ -262,8 +263,14 @@ class Training:
         self.total_steps = total_steps
         self.schedule.set_total(total_steps, self.step)
         self.log.set_length(total_steps)
-        for warning in length_warnings(total_steps, self.pace.warmup_steps, self.log.steps_per_epoch):
-            self.log.say(warning)
+        self.warn_of_length()
+
+    def warn_of_length(self) -> None:
+        """Says what the run never gets to, each of it once: `run.max_minutes` plans the length several times."""
+        found = length_warnings(self.total_steps, self.pace.warmup_steps, self.log.steps_per_epoch)
+        for kind in found.keys() - self._warned:
+            self.log.say(found[kind])
+        self._warned |= found.keys()
 
     def evaluate_and_save(self, signal: float) -> None:
         """What is due after this step.

@@ -64,16 +64,21 @@ def console_line(row: Mapping, smoothed: Mapping[str, object], place: Place) -> 
     return "  ".join(parts)
 
 
-def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -> list[str]:
-    """What a run of `total_steps` optimizer steps never gets to, in words: the end of the warm-up, all of the data."""
-    warnings = []
+def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -> dict[str, str]:
+    """What a run of `total_steps` optimizer steps never gets to, in words: the end of the "warm-up", all of an
+    "epoch"."""
+    warnings = {}
     if total_steps <= warmup_steps:
-        warnings.append(f"warning: training ends inside the warm-up, after {total_steps} of its {warmup_steps} steps "
-                        "(schedule.warmup_steps), and never reaches its learning rate: make it shorter, or the run "
-                        "longer (run.max_minutes, run.max_steps, run.epochs)")  # fmt: skip
+        warnings["warm-up"] = (
+            f"warning: training ends inside the warm-up, after {total_steps} of its {warmup_steps} steps "
+            "(schedule.warmup_steps), and never reaches its learning rate: make it shorter, or the run longer "
+            "(run.max_minutes, run.max_steps, run.epochs)"
+        )
     if total_steps < steps_per_epoch:
-        warnings.append(f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch, "
-                        "before it has seen all images once: make the run longer (run.max_minutes, run.max_steps)")
+        warnings["epoch"] = (
+            f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch, before it has "
+            "seen all images once: make the run longer (run.max_minutes, run.max_steps)"
+        )
     return warnings
 
 
