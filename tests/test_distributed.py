@@ -3,6 +3,7 @@
 import os
 import random
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -243,6 +244,7 @@ def as_prepared() -> list:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "ACCELERATE_USE_CPU": "true"}
     found, accelerator = [], start_accelerator("no")
+    warnings.simplefilter("error", FutureWarning)  # every process would print it
     for leaves_unused in (True, False):
         detector = Tiny(leaves_unused, buffers_steer_training=leaves_unused)
         model, _ = prepare(accelerator, detector, torch.optim.SGD(detector.parameters(), 0.1), None, True)

@@ -4,6 +4,7 @@
 """
 
 import errno
+import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -55,6 +56,15 @@ def test_a_script_ends_with_2_on_a_full_disk_and_1_when_another_process_failed(c
 
     assert run_script(elsewhere, Config, argv=[]) == 1
     assert capsys.readouterr().err == "stopped: rank 1 failed: killed\n"
+
+
+def test_what_torch_warns_of_is_said_by_the_first_process_alone(monkeypatch):
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "WARNING")  # restored at the end
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+    for rank, level in (("0", None), ("1", "ERROR")):
+        monkeypatch.setenv("RANK", rank)
+        assert run_script(lambda config: None, Config, argv=[]) == 0
+        assert os.environ.get("TORCH_CPP_LOG_LEVEL") == level
 
 
 @pytest.mark.parametrize(("name", "value", "word"), [

@@ -35,6 +35,8 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
     the program and keeps its traceback.
     """
     print_every_letter()
+    if os.environ.get("RANK", "0") != "0":  # what torch itself warns of, every process would; read when it is imported
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         config = parse_config(cls, argv, default_config)
         refuse(find_launch(), os.environ)

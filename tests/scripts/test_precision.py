@@ -9,7 +9,7 @@ import re
 
 import pytest
 import yaml
-from launching import training_rows
+from launching import ROOT, training_rows
 
 from toolkit.runs.settled import settle
 from toolkit.step.precision import cpu_computes_in_bf16, faster_precision, precision_of_gpu
@@ -83,6 +83,13 @@ def test_auto_on_a_gpu_is_what_it_has():
 
     assert settled(a100, precision="auto")[:3] == ("bf16", "run.precision auto: this GPU", True)
     assert settled(a100, precision="auto", tf32=False)[2] is False
+
+
+def test_recipes_of_papers_say_their_precision():
+    recipes = sorted((ROOT / "configs").glob("*/*coco*.yaml"))
+    runs = {path.name: yaml.safe_load(path.read_text())["run"] for path in recipes}
+    assert len(runs) > 10 and {run.get("precision") for run in runs.values()} == {"no", "bf16", "fp16"}
+    assert {run.get("tf32") for run in runs.values()} == {True}
 
 
 def test_what_the_launcher_decided_is_recorded_and_kept(server, script, settings, tmp_path):

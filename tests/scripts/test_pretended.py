@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from launching import CPU, ROOT, Script, training_rows
 
 # Largest numbers of waits. Of a step: one is the read of everything that it must know, one the matcher's; Faster R-CNN
@@ -112,6 +113,14 @@ def test_the_whole_family_runs_on_a_device(settings, script, tmp_path):
         cases.append((script.name, [part for pair in chosen for part in pair]))
     for each in pretended(tmp_path, cases):
         assert_few_waits(each, STEP[script.name], EVALUATED[script.name], 4)
+
+
+@pytest.mark.slow
+def test_auto_is_bf16_and_tf32_on_a_device_that_has_both(settings, script, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--run.name", "auto", *SHORT, "--run.precision", "auto")
+    pretended(tmp_path, [(script.name, args)])
+    run = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["run"]
+    assert (run["precision"], run["tf32"]) == ("bf16", True)
 
 
 @pytest.mark.slow

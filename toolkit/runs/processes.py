@@ -125,7 +125,9 @@ def prepare(
     # three and more numbers hang on that order, and on a CPU a resumed run equals the uninterrupted one to the bit.
     order_counts = accelerator.device.type == "cpu" and accelerator.num_processes > 2
     accelerator.ddp_handler.find_unused_parameters = detector.leaves_unused or order_counts
-    return accelerator.prepare(detector, optimizer)
+    with warnings.catch_warnings():  # Accelerate knows DDP's `broadcast_buffers` by no newer name
+        warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+        return accelerator.prepare(detector, optimizer)
 
 
 def announce(world_size: int, folder: Path, messages: Iterable[str]) -> None:
