@@ -28,6 +28,7 @@ from toolkit.models.relation.trees import grow_trees
 from toolkit.models.relation.union import UnionFeatures
 from toolkit.models.relation.vctree import drawn_columns
 from toolkit.models.weights.mapping import map_weights
+from toolkit.step.precision import describe_float32_layers, has_lstm_kernel
 
 CLASSES, PREDICATES = 6, 5
 SIZES = HeadSizes(CLASSES, PREDICATES, roi_dim=8, union_dim=10, hidden_dim=8, pooling_dim=10, embed_dim=4)
@@ -127,6 +128,15 @@ def test_every_batch_trains(name, precision):
             total.backward()
             assert all(p.grad.isfinite().all() for p in head.parameters() if p.grad is not None)
         assert all(buffer.isfinite().all() for buffer in head.buffers())
+
+
+def test_lstms_in_float32_are_told_of_where_they_are():
+    """Those of Motifs (two), on a CPU that has no kernel of them for halves; other heads have matrix products."""
+    motifs, tree = head_of("motifs", "predcls"), head_of("vctree", "predcls")
+    told = describe_float32_layers(motifs, "cpu", "bf16")
+    assert ("the 2 of the detector go in float32" in told) == (not has_lstm_kernel("cpu", torch.bfloat16))
+    assert not any(describe_float32_layers(*case) for case in (
+        (motifs, "cpu", "no"), (motifs, "cuda", "bf16"), (tree, "cpu", "bf16")))  # fmt: skip
 
 
 def test_heads_learn():

@@ -65,7 +65,7 @@ from toolkit.step.guard import NanGuard
 from toolkit.step.length import StepBudget, is_settled, is_time, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
-from toolkit.step.precision import cpu_computes_in_bf16, precision_of_device
+from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers, precision_of_device
 from toolkit.training import Pace, Training, raise_trouble
 from toolkit.use.export import check_exportable, export_final
 from toolkit.use.publish import check_push, push, report_and_card
@@ -313,6 +313,8 @@ def _settle(s: Session, detector: Detector, weights: LossWeights, sampler: Epoch
         settled = replace(settled, precision=s.accelerator.mixed_precision)  # fp16 is not used on a CPU
     slow = settled.precision == "bf16" and device.type == "cpu" and not cpu_computes_in_bf16()
     s.say(f"{settled}{', for which this CPU has no instructions: --run.precision no is faster' if slow else ''}")
+    if note := describe_float32_layers(detector, device.type, settled.precision):
+        s.say(note)
     s.measured["settled"] = asdict(settled)
     s.config = replace(s.config, run=replace(run, precision=settled.precision, tf32=settled.tf32),
                        optim=replace(optim, compile=settled.compile))  # fmt: skip

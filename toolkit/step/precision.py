@@ -1,8 +1,9 @@
-"""What `run.precision: auto` chooses: a GPU's formats, or what a few steps on a CPU are faster in."""
+"""What `run.precision: auto` chooses: a GPU's formats, or what a few steps on a CPU are faster in; and what a CPU lacks."""
 
 import copy
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 from torch import nn
@@ -49,6 +50,29 @@ def precision_of_gpu(capability: tuple[int, int], rocm: str | None) -> tuple[str
     if rocm is not None:
         return "bf16", None
     return ("bf16", True) if tuple(capability) >= (8, 0) else ("no", None)
+
+
+@cache
+def has_lstm_kernel(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether an LSTM runs there under autocast to `dtype`. On a CPU it is tried: oneDNN has none for halves without
+    AVX-512, and fails where all sequences are equally long; sequences of several lengths go another way."""
+    if device_type != "cpu":
+        return True
+    rows, bias, weight = torch.zeros(1, 1, 1), torch.zeros(4), torch.zeros(4, 1)
+    try:
+        with torch.autocast(device_type, dtype):
+            torch.lstm(rows, (rows, rows), [weight, weight, bias, bias], True, 1, 0.0, True, False, False)
+    except RuntimeError:
+        return False
+    return True
+
+
+def describe_float32_layers(detector: nn.Module, device_type: str, precision: str) -> str:
+    """What to say of LSTMs that are computed in float32 in a run in bf16, see `has_lstm_kernel`; else empty."""
+    count = sum(isinstance(module, nn.LSTM) for module in detector.modules())
+    if not count or precision != "bf16" or has_lstm_kernel(device_type, torch.bfloat16):
+        return ""
+    return f"precision bf16: this CPU has no bfloat16 kernel for LSTMs; the {count} of the detector go in float32"
 
 
 def measure_precisions(detector: nn.Module, weights: nn.Module, batch: Batch, rounds: int = 3) -> dict[str, float]:

@@ -25,6 +25,7 @@ from toolkit.models.relation.layers import (
     xavier_linear,
 )
 from toolkit.models.relation.postprocess import late_labels
+from toolkit.step.precision import has_lstm_kernel
 
 
 class LabelDecoder(nn.Module):
@@ -150,6 +151,10 @@ class MotifsContext(nn.Module):
 
 
 def _run(lstm: nn.LSTM, packed: Tensor, batch_sizes: Tensor) -> Tensor:
+    device = packed.device.type
+    if torch.is_autocast_enabled(device) and not has_lstm_kernel(device, torch.get_autocast_dtype(device)):
+        with torch.autocast(device, enabled=False):
+            return lstm(PackedSequence(packed.float(), batch_sizes))[0].data
     return lstm(PackedSequence(packed, batch_sizes))[0].data
 
 
