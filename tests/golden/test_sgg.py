@@ -741,9 +741,9 @@ def test_head_training(golden, head):
                 within(output.object_logits, data[f"{case}.obj_dists"], 1e-5, case)
                 check_first_gradients(head, case, data, norms)
             values["total_grad_norm"] = sum(norm**2 for norm in norms.values()) ** 0.5
-            tolerance = 1e-4 if step == 0 else 1e-3
             ours = [float(torch.as_tensor(values[name]).detach()) for name in names]
-            np.testing.assert_allclose(ours, expected, rtol=tolerance, atol=1e-6, err_msg=f"{case} step {step}")
+            # at most 6e-7 more than the 1e-6 in any step, on kernels for SSE and for AVX2
+            np.testing.assert_allclose(ours, expected, rtol=5e-6, atol=1e-6, err_msg=f"{case} step {step}")
             optimizer.step()
         buffers = dict(module.named_buffers())
         for name, total in zip(data[f"{case}.buffer_names"].tolist(), data[f"{case}.final_buffers_sum"], strict=True):

@@ -674,6 +674,12 @@ def check_end(run: SimpleNamespace) -> None:
     close(decode_boxes(predictions, grid), g["final_boxes"], atol=1e-2)
 
 
+SMALL_ROUNDING = 2e-5  # relative, of losses in each of 5 steps; 4e-6 was measured, on kernels for SSE and for AVX2
+# Of the whole Darknet before updates 0 to 4, whose norms pass on what those before them have rounded. Measured were
+# 1.5e-5, 2.1e-4, 5.4e-4, 1.0e-3, 2.2e-3, the larger of SSE and AVX2.
+FULL_ROUNDING = (5e-5, 6e-4, 1.6e-3, 3e-3, 6e-3)
+
+
 def test_train_one_epoch_follows_the_original_step_by_step(golden, trajectory, tmp_path):
     """The loop of scripts/train_yolov3.py: rates and losses of every step, first gradients, final parameters and
     predictions, with the rate inside the momentum. At a constant rate that is torch.optim.SGD itself.
@@ -681,10 +687,11 @@ def test_train_one_epoch_follows_the_original_step_by_step(golden, trajectory, t
     run = run_trajectory(golden, trajectory, tmp_path, rate_in_momentum=True)
     assert len(run.rows) == len(run.losses) == len(run.g["losses"])
     for step, (ours, theirs) in enumerate(zip(run.losses, run.g["losses"], strict=True)):
-        close(ours, theirs, rtol=1e-4, message=f"losses before update {step}")
+        close(ours, theirs, rtol=SMALL_ROUNDING, message=f"losses before update {step}")
         for name, value in zip(LOSSES, theirs.double().mean(dim=1).tolist(), strict=True):
-            assert run.rows[step][f"train/{name}"] == pytest.approx(value, rel=1e-4), (step, name)
-        assert run.rows[step]["train/loss"] == pytest.approx(theirs.double().mean(dim=1).sum().item(), rel=1e-4)
+            assert run.rows[step][f"train/{name}"] == pytest.approx(value, rel=SMALL_ROUNDING), (step, name)
+        total = theirs.double().mean(dim=1).sum().item()
+        assert run.rows[step]["train/loss"] == pytest.approx(total, rel=SMALL_ROUNDING)
     rates = [{v for k, v in row.items() if k.startswith("train/lr/")} for row in run.rows]
     assert all(len(values) == 1 for values in rates)
     np.testing.assert_allclose([min(values) for values in rates], run.g["lr"], rtol=1e-6)
@@ -713,7 +720,7 @@ def test_trajectory_of_torch_sgd(golden, trajectory, tmp_path):
     rates = run.g["lr"].tolist()
     same = next((i for i in range(1, len(rates)) if rates[i] != rates[i - 1]), len(rates)) + 1
     error = ((run.losses - run.g["losses"]).abs() / run.g["losses"].abs()).amax(dim=(1, 2))
-    assert (error[:same] < 1e-4).all()
+    assert (error[:same] < SMALL_ROUNDING).all()
     assert (error[same:] > 1e-2).all()
     if same > len(rates):
         check_end(run)
@@ -737,8 +744,9 @@ def test_trajectory_of_the_full_darknet(golden, network_json, tmp_path):
     boxes, ids, pixels = (torch.from_numpy(g[key]) for key in ("gt_boxes", "gt_ids", "input"))
     targets = targets_of(boxes, ids, torch.from_numpy(g["gt_mixratio"]) if config["mixed"] else None)
     _, losses, noting = train(detector, [(pixels, targets)] * len(g["losses"]), config, tmp_path)
-    for step, (ours, theirs) in enumerate(zip(losses, torch.from_numpy(g["losses"]), strict=True)):
-        close(ours, theirs, rtol=1e-4 if step == 0 else 3e-3, message=f"losses before update {step}")
+    expected = torch.from_numpy(g["losses"])
+    for step, (ours, theirs, rtol) in enumerate(zip(losses, expected, FULL_ROUNDING, strict=True)):
+        close(ours, theirs, rtol=rtol, message=f"losses before update {step}")
 
     for name, norm in zip(originals, g["grad_norm_step1"].tolist(), strict=True):
         if not np.isnan(norm):
