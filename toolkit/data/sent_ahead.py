@@ -13,7 +13,7 @@ class SentAhead:
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._sent: dict[int, tuple[Batch, Batch]] = {}
+        self._sent: dict[int, tuple[Batch, Batch, torch.cuda.Event]] = {}
 
     def through(self, windows: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
         """The same windows, each after the next one is on its way."""
@@ -23,7 +23,9 @@ class SentAhead:
         waiting, self._sent = None, {}
         for window in windows:
             with torch.cuda.stream(self.stream):
-                self._sent |= {id(batch): (batch, batch.to(self.device, non_blocking=True)) for batch in window}
+                moved = [batch.to(self.device, non_blocking=True) for batch in window]
+                copied = self.stream.record_event()  # of this window: waiting for the stream is waiting for the next
+            self._sent |= {id(b): (b, on_device, copied) for b, on_device in zip(window, moved, strict=True)}
             if waiting is not None:
                 yield waiting
             waiting = window
@@ -34,9 +36,9 @@ class SentAhead:
         """The batch on the device, ready for the stream that computes."""
         if id(batch) not in self._sent:
             return batch.to(self.device, non_blocking=True)
-        moved = self._sent.pop(id(batch))[1]
+        _, moved, copied = self._sent.pop(id(batch))
         computing = torch.cuda.current_stream(self.device)
-        computing.wait_stream(self.stream)
+        computing.wait_event(copied)
         for tensor in (moved.images, moved.sizes):  # the targets lie in the memory of the sizes
             tensor.record_stream(computing)
         return moved

@@ -1,0 +1,62 @@
+"""Copies ahead of the computation, in the order that their streams are told.
+
+python -m pytest tests/test_sent_ahead.py
+"""
+
+from contextlib import nullcontext
+
+import torch
+
+from toolkit.data.sent_ahead import SentAhead
+
+
+class Stream:
+    """Writes down what it is told."""
+
+    def __init__(self, name: str, said: list):
+        self.name, self.said = name, said
+
+    def record_event(self) -> str:
+        event = f"event {sum(entry[1] == 'record' for entry in self.said)}"
+        self.said.append((self.name, "record", event))
+        return event
+
+    def wait_event(self, event: str) -> None:
+        self.said.append((self.name, "wait", event))
+
+
+class Sent:
+    """A batch that notes its copy."""
+
+    images = sizes = torch.zeros(0)
+
+    def __init__(self, name: str, said: list):
+        self.name, self.said = name, said
+
+    def to(self, device, non_blocking):
+        self.said.append(("copies", "copy", self.name))
+        return self
+
+
+def test_a_step_waits_for_its_own_window_and_not_for_the_next(monkeypatch):
+    said = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("computes", said))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    ahead = SentAhead("cpu")
+    ahead.device, ahead.stream = torch.device("cuda"), Stream("copies", said)
+    windows = [[Sent(f"{window}{micro}", said) for micro in "ab"] for window in "012"]
+    for window in ahead.through(windows):
+        for batch in window:
+            assert ahead.arrived(batch).name == batch.name
+            said.append(("computes", "step", batch.name))
+
+    for index, window in enumerate(windows):
+        for batch in window:
+            step = said.index(("computes", "step", batch.name))
+            assert said[step - 1] == ("computes", "wait", f"event {index}")
+            assert said.index(("copies", "copy", batch.name)) < said.index(("copies", "record", f"event {index}"))
+        if index < 2:  # the next window is under way before this one is computed, and nobody waits for it
+            begins = said.index(("computes", "wait", f"event {index}"))
+            assert said.index(("copies", "record", f"event {index + 1}")) < begins
+    assert not ahead._sent
