@@ -1,7 +1,11 @@
 """Out of memory before step 0 or never: the largest batch and one evaluation batch are run beforehand."""
 
+import copy
+from collections import defaultdict
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from toolkit.data.batches import collate
 from toolkit.data.sampling import SampleKey
@@ -24,8 +28,28 @@ def largest_samples(sizes_hw: np.ndarray, num_boxes: np.ndarray, count: int) -> 
     return list(dict.fromkeys([*by_boxes, *by_pixels]))[:count]
 
 
+def state_stand_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Tensors as large as the state (Adam's moments, momentum) that the optimizer lacks before its first update.
+
+    A copy of it updates one number, which tells how many tensors it keeps per parameter; itself it stays as it is.
+    """
+    tensors = []
+    for group in optimizer.param_groups:
+        number = torch.zeros(1, requires_grad=True)
+        number.grad = torch.zeros(1)
+        other = copy.copy(optimizer)
+        other.state, other.param_groups = defaultdict(dict), [{**group, "params": [number]}]
+        type(optimizer).step(other)
+        kept = sum(isinstance(v, Tensor) and v.shape == number.shape for v in other.state[number].values())
+        # written, for a CPU gives memory only then
+        lacking = [p for p in group["params"] if p.requires_grad and p not in optimizer.state]
+        tensors += [torch.empty_like(p).fill_(0) for p in lacking for _ in range(kept)]
+    return tensors
+
+
 def probe_memory(t: Training, count: int) -> None:
-    """Forward and backward of the batch that needs most memory, and one evaluation batch; changes nothing.
+    """Forward and backward of the batch that needs most memory beside the optimizer's state, and one evaluation batch;
+    changes nothing.
 
     The images are the largest and the most crowded of the training data, as the augmentation of epoch 0 makes them.
 
@@ -43,9 +67,11 @@ def probe_memory(t: Training, count: int) -> None:
     t.guard.snapshot(t.detector)
     t.detector.train()
     with naming_the_batch([worst]):
+        state = state_stand_in(getattr(t.optimizer, "optimizer", t.optimizer))
         ones = [dict.fromkeys(t.detector.denominator_names, 1.0)]
         rerun_window(t.detector, t.weights, [worst], ones, step=t.step, seed=t.seed, rank=0,
                      precision=t.accelerator.mixed_precision)  # fmt: skip
+    del state
     drop_gradients(t.detector)
     drop_gradients(t.weights)
     t.guard.restore(t.detector)
