@@ -4,7 +4,8 @@ A process that waits in a collective is not told that another one is gone: NCCL 
 where nobody happens to send. So every process keeps a connection to the main one. Closed without a good-bye it says
 that its process is gone, which the kernel tells at once, whatever the process was doing; no clock is involved that a
 long evaluation could run out of. Who fails says so first, and the main process passes it on. A process that hangs
-is known by the others' patience alone: their collective times out (`run.hang_minutes`), and all end.
+is known by the others' patience alone: their collective times out (`run.hang_minutes`), and all end. With gloo that is
+an error, which is passed on; NCCL's watchdog aborts the process, which the others see as one that was killed.
 """
 
 import faulthandler
