@@ -182,6 +182,7 @@ def training_loader(
     repeat_factor: float = 0.0,
     predicate_repeat_factor: float = 0.0,
     mirrored: Mapping[str, str] | None = None,
+    pin: bool = False,
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
     """This rank's sampler and loader of the training data.
 
@@ -192,7 +193,7 @@ def training_loader(
             `loader.dataset.dataset`; tell its `plan` of every epoch.
         repeat_factor: threshold of `repeat_factors`; 0: every image once. predicate_repeat_factor: the same of
             predicates; an image has the larger of both factors.
-        mirrored: as `mirrored_predicates`, for transforms that mirror.
+        mirrored: as `mirrored_predicates`, for transforms that mirror. pin: as in `make_loader`.
 
     Raises BadInput: a mosaic without `sizes`, or groups of aspect ratios with a number of images that follows the size.
     """
@@ -212,13 +213,13 @@ def training_loader(
                                mirrored=mirrored)  # fmt: skip
     else:
         dataset = DetectionDataset(table, transform, seed, cache_images, mirrored)
-    return sampler, make_loader(dataset, sampler, workers, stride, pin=torch.cuda.is_available())
+    return sampler, make_loader(dataset, sampler, workers, stride, pin=pin)
 
 
 def loader_of_settings(
-    table: DetectionTable, c: Any, *, seed: int, stride: int
+    table: DetectionTable, c: Any, *, seed: int, stride: int, pin: bool = False
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
-    """`training_loader` by settings with the names of `toolkit.runs.settings.DataConfig`."""
+    """`training_loader` by settings with the names of `toolkit.runs.settings.DataConfig`; `pin` as in `make_loader`."""
     sizes = {"recipe": c.recipe, "image_size": c.image_size, "scales": c.scales}
     parts = ("max_size", "random_crop", "flip", "photometric", "zoom_out", "iou_crop", "augment")
     options = {**sizes, **{name: getattr(c, name) for name in parts}}
@@ -256,12 +257,12 @@ def _check_streamed(chosen: Mapping[str, object]) -> None:
 
 
 def evaluation_loader_of_settings(
-    table: DetectionTable, c: Any, batch_size_per_device: int, stride: int
+    table: DetectionTable, c: Any, batch_size_per_device: int, stride: int, pin: bool = False
 ) -> torch.utils.data.DataLoader:
     """`validation_loader` by settings with the names of `toolkit.runs.settings.DataConfig`."""
     transform = val_transform(c.image_size, c.scales, c.max_size)
     return validation_loader(
-        table, transform, batch_size_per_device=batch_size_per_device, workers=c.workers, stride=stride
+        table, transform, batch_size_per_device=batch_size_per_device, workers=c.workers, stride=stride, pin=pin
     )
 
 
@@ -279,11 +280,12 @@ def _repeats(table: DetectionTable, of_classes: float, of_predicates: float) -> 
 
 
 def validation_loader(
-    table: DetectionTable, transform: Transform, *, batch_size_per_device: int, workers: int, stride: int
+    table: DetectionTable, transform: Transform, *, batch_size_per_device: int, workers: int, stride: int,
+    pin: bool = False,
 ) -> torch.utils.data.DataLoader:
-    """This rank's loader of the validation data."""
+    """This rank's loader of the validation data; `pin` as in `make_loader`."""
     sampler = EvalSampler(len(table), batch_size_per_device, *world())
-    return make_loader(DetectionDataset(table, transform), sampler, workers, stride, pin=torch.cuda.is_available())
+    return make_loader(DetectionDataset(table, transform), sampler, workers, stride, pin=pin)
 
 
 def _check_transform(recipe: str, scales: Sequence[int], random_crop: bool, zoom_out: float) -> None:

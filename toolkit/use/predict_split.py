@@ -118,6 +118,7 @@ def predict_run(
     loader = validation_loader(
         table, val_transform(data["image_size"], data["scales"], data["max_size"]), workers=data["workers"],
         batch_size_per_device=evaluation["batch_size_per_device"], stride=detector.stride,
+        pin=accelerator.device.type == "cuda",
     )  # fmt: skip
     measured = same and bool(table.num_boxes().any())  # a test split without annotations has no loss
     found = predict_dataset(
