@@ -209,8 +209,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
 
     evaluator: what measures predictions on `val_table`, such as `CocoEvaluator`.
     """
-    weights = LossWeights(detector.loss_names, s.config.loss.weights, detector.default_weights)
-    weights = weights.to(s.accelerator.device)
+    weights = LossWeights(detector.loss_names, s.config.loss.weights, detector.default_weights).to(s.accelerator.device)
     sampler, loader, val_loader = _loaders(s, detector, table, val_table)
     _settle(s, detector, weights, sampler, loader)
     c, run, optim = s.config, s.config.run, s.config.optim
@@ -356,10 +355,7 @@ def _pace(c: Any, per_epoch: int) -> Pace:
 
 
 def _begin(s: Session, t: Training, table: DetectionTable) -> None:
-    """Takes up the checkpoint, writes down what is run, and evaluates where that is due before the first step.
-
-    Everything that may refuse the start comes before anything is written to the run folder.
-    """
+    """Takes up the checkpoint, writes down what is run, and evaluates where that is due. Refuses before it writes."""
     run, checkpoint = s.config.run, s.checkpoint
     settings, changed = _settings(s, t)
     refuse(changed)

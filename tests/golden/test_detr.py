@@ -385,7 +385,7 @@ def trajectory(request, golden) -> dict[str, np.ndarray]:
 
 
 # Relative, of losses and gradient norms, at each of the 30 steps. From the formula's weights float32 rounds them by at
-# most 6e-7 (measured on kernels for SSE, AVX and AVX2, on one and two threads). From random weights it multiplies what
+# most 6e-7 (measured with AVX2 and without vector instructions, on one thread). From random weights it multiplies what
 # rounding does by ten every two or three steps, and no bound on the late ones says anything: the gradient norm of step
 # 24 is off by 1e-6 (SSE, or two threads), 4e-4 (AVX2) or 2e-1 (torch without vector instructions). So that one is run
 # in float64, where nothing is left but the original's own rounding, the same on every machine: 8e-7, and 7e-8 of what

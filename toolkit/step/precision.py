@@ -1,4 +1,4 @@
-"""What `run.precision: auto` chooses: a GPU's formats, or what a few steps on a CPU are faster in; and what a CPU lacks."""
+"""What `run.precision: auto` chooses: a GPU's formats, or what a few steps on a CPU are faster in; what a CPU lacks."""
 
 import copy
 import time
