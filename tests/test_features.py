@@ -7,6 +7,7 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 
 from toolkit.errors import BadInput
+from toolkit.models import build_detector
 from toolkit.models.timm_features import group_norms, number_of_groups, timm_features
 from toolkit.step.norms import FrozenBatchNorm2d
 
@@ -79,11 +80,55 @@ def test_weights_from_a_file(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(source.parameters(), features.parameters(), strict=True))
 
 
-def test_a_file_of_other_weights_is_refused(tmp_path):
-    model = timm.create_model("resnet10t")
-    torch.save({f"encoder.{key}": value for key, value in model.state_dict().items()}, tmp_path / "renamed.pth")
-    with pytest.raises(BadInput, match="0 of the .* weights of 'resnet10t'"):
-        timm_features("resnet10t", strides=(8,), pretrained_backbone=str(tmp_path / "renamed.pth"))
+def test_what_a_file_gives_is_said_and_without_a_whole_part_it_is_refused(tmp_path, capsys):
+    state, file = timm.create_model("resnet10t").state_dict(), tmp_path / "weights.pth"
+
+    def taken_from(tensors):
+        torch.save({"state_dict_ema": {f"module.{key}": value for key, value in tensors.items()}}, file)
+        features, _ = timm_features("resnet10t", strides=(8,), pretrained_backbone=str(file))
+        return features.state_dict(), capsys.readouterr().out
+
+    kept, said = taken_from(state)
+    assert all(torch.equal(kept[key], state[key]) for key in kept)
+    assert "taken 40 of 40 tensors\n" in said  # the classifier and the stages behind the map are no fault
+
+    renamed = {key.replace("layer2.0.conv1", "layer2.0.first"): value for key, value in state.items()}
+    renamed["layer1.0.conv1.weight"] = torch.zeros(5, 3, 3, 3)
+    kept, said = taken_from(renamed)
+    assert torch.equal(kept["layer2.0.conv2.weight"], state["layer2.0.conv2.weight"])
+    assert "taken 38 of 40 tensors; 1 missing: layer2.0.conv1.weight; 1 unused: layer2.0.first.weight" in said
+    assert "1 of another shape: layer1.0.conv1.weight (5, 3, 3, 3) instead of (64, 64, 3, 3)" in said
+
+    for tensors, words in [
+        ({key.replace("layer2", "stage2"): value for key, value in state.items()}, r"no weight of layer2\.0 of"),
+        ({f"encoder.{key}": value for key, value in state.items()}, "no weight of conv1.0.*taken 0 of 40.*unused: enc"),
+    ]:
+        with pytest.raises(BadInput, match=words):
+            taken_from(tensors)
+    torch.save({"features.0.weight": torch.zeros(2, 2)}, file)
+    with pytest.raises(BadInput, match="not those of timm's 'test_convnext'|no weight of stem"):
+        timm_features("test_convnext", strides=(8,), pretrained_backbone=str(file))
+    with pytest.raises(BadInput, match="no weight of conv1.*of \"torchvision's resnet50\""):
+        build_detector("fasterrcnn_resnet50_fpn", class_names=["a"], pretrained_backbone=str(file))
+
+
+def test_a_file_that_holds_no_weights_is_one_sentence(tmp_path):
+    torch.save({"weight": torch.zeros(100)}, tmp_path / "cut.pth")
+    whole = (tmp_path / "cut.pth").read_bytes()
+    torch.save([1, 2], tmp_path / "list.pth")
+    torch.save(nn.Linear(1, 1), tmp_path / "module.pth")
+    junk = {"cut.pth": whole[:-200], "empty.pth": b"", "dot.pth": b".", "stop.pth": b"\x80\x02.",
+            "text.pth": b"hello world\n", "page.pth": b"<html>404</html>", "bytes.pth": bytes(range(256)),
+            "head.safetensors": b"hi"}  # fmt: skip
+    for name, content in junk.items():
+        (tmp_path / name).write_bytes(content)
+    words = {"list.pth": "there are no tensors", "module.pth": "holds objects beside tensors",
+             "head.safetensors": "no safetensors file"}  # fmt: skip
+    for name in [*junk, "list.pth", "module.pth"]:
+        with pytest.raises(BadInput, match=words.get(name, "cannot be read as weights of PyTorch")) as refused:
+            timm_features("resnet10t", strides=(8,), pretrained_backbone=str(tmp_path / name))
+        assert str(refused.value).startswith(f"model.pretrained_backbone {tmp_path / name}: ")
+        assert "network" not in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Files written whole or not at all, JSON that keeps every float, and the cores that may read them."""
 
+import difflib
 import json
 import math
 import os
@@ -11,6 +12,22 @@ import numpy as np
 
 MAX_IMAGE_PIXELS = 100_000_000  # default of data.max_image_pixels: 300 MB decoded
 _NONFINITE = "__nonfinite__"  # key of the encoded form of a float that strict JSON lacks
+
+
+def near_names(path: Path) -> str:
+    """For the message that a path is not there: "; did you mean ...?", or a few names of the folder that is."""
+    path = Path(path).expanduser()
+    folder = next(each for each in path.absolute().parents if each.is_dir())
+    name = path.absolute().relative_to(folder).parts[0]
+    shown = Path(*path.parts[: len(path.parts) - len(path.absolute().relative_to(folder).parts)])  # as it was given
+    try:
+        names = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(name, names, n=3)
+    if near:
+        return f"; did you mean {' or '.join(str(shown / each) for each in near)}?"
+    return f"; {shown}{os.sep} has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
 
 
 def fsync_folder(folder: Path) -> None:

@@ -8,17 +8,16 @@ replacement, which keeps them, and travels in `config.json`, so the saved model 
 import difflib
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import timm
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import load_state_dict
 from timm.utils.model import unfreeze_batch_norm_2d
 from torch import nn
 
 from toolkit.errors import BadInput
+from toolkit.models.weights.backbone_file import timm_model_from_file
 from toolkit.offline import cached_when_offline
 
 if TYPE_CHECKING:
@@ -85,36 +84,19 @@ def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
         options: more keywords of `timm.create_model`.
 
     Raises:
-        BadInput: the weights cannot be fetched, or the file is missing or does not fit.
+        BadInput: the weights cannot be fetched; those of a file, see `timm_model_from_file`.
     """
     if isinstance(pretrained, str):
-        if not Path(pretrained).is_file():
-            raise BadInput(f"model.pretrained_backbone: there is no file {pretrained}; give a file, true or false.")
-        options["pretrained_cfg_overlay"] = {"file": pretrained}
+        return timm_model_from_file(name, pretrained, **options)
     try:
-        with cached_when_offline() if pretrained is True else nullcontext():
-            model = timm.create_model(name, pretrained=bool(pretrained), **options)
+        with cached_when_offline() if pretrained else nullcontext():
+            return timm.create_model(name, pretrained=pretrained, **options)
     except (OSError, RuntimeError) as error:
-        first_line = str(error).strip().splitlines()[0]
+        first_line = str(error).strip().partition("\n")[0]
         raise BadInput(
             f"model.pretrained_backbone: no pretrained weights for {name!r} ({first_line}); connect to the network "
             "once, set it to a file of weights, or to false to start from random ones."
         ) from error
-    if isinstance(pretrained, str):
-        _check_taken(model, name, pretrained)
-    return model
-
-
-def _check_taken(model: nn.Module, name: str, file: str) -> None:
-    """timm leaves weights random, in silence, for which a file has no tensor of that name: most must come from it."""
-    known = {(value.shape, float(value.double().sum())) for value in load_state_dict(file).values()}
-    weights = [parameter.detach() for parameter in model.parameters() if parameter.ndim > 1]
-    taken = sum((value.shape, float(value.double().sum())) in known for value in weights)
-    if 2 * taken < len(weights):
-        raise BadInput(
-            f"model.pretrained_backbone: {file} has {taken} of the {len(weights)} weights of {name!r} under timm's "
-            "names; give a file of timm's weights for this backbone."
-        )
 
 
 def wake_frozen_norms(backbone: nn.Module) -> None:

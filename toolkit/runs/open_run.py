@@ -1,11 +1,13 @@
 """A finished or unfinished run, taken up again from its folder alone: for evaluation, prediction, export and replay."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
+from toolkit.files import near_names
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
 from toolkit.runs.settings_file import load_config_dict, newest_config, read_settings
 
@@ -35,7 +37,7 @@ def open_run(path: Path) -> Run:
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise BadInput(f"{path}: there is no such folder. Give a run folder or a checkpoint inside one.")
+        raise BadInput(f"{path}: there is no such run or checkpoint{near_names(path)}")
     folder = run_folder_of(path)
     if path == folder:
         path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
@@ -43,6 +45,18 @@ def open_run(path: Path) -> Run:
     checkpoint, _ = resolve_resume(str(_evaluated_run(folder, path, config)), folder)
     categories = [Category(**category) for category in checkpoint.state["categories"]]
     return Run(folder, config, checkpoint, categories)
+
+
+def check_there(source: str | Path) -> None:
+    """Raises BadInput, with the names nearest to it, for a path that is not there and is no name of the hub."""
+    path = Path(source).expanduser()
+    if not path.exists() and not may_be_of_hub(str(source)):
+        raise BadInput(f"{source}: there is no such run, checkpoint, model or file{near_names(path)}")
+
+
+def may_be_of_hub(name: str) -> bool:
+    """Whether it is `owner/model`, and no folder here is called `owner`: then a path was meant."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).parent.is_dir()
 
 
 def _evaluated_run(folder: Path, path: Path, config: Mapping) -> Path:

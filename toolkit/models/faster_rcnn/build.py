@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 
 import torch
 from timm.layers.norm_act import FrozenBatchNormAct2d
@@ -25,6 +24,7 @@ from toolkit.models.faster_rcnn.model import FasterRCNN
 from toolkit.models.faster_rcnn.options import FasterRcnnOptions, ResNet50Options, ResNet50V2Options, TwoStageOptions
 from toolkit.models.options import DetectorOptions
 from toolkit.models.timm_features import leaves_stages, number_of_groups, timm_features
+from toolkit.models.weights.backbone_file import read_backbone_file, take
 
 HEAD_NORMS = {
     "none": None,
@@ -159,9 +159,7 @@ class FasterRCNNResNet50(FasterRCNN):
         )  # fmt: skip
         weights = options.pretrained_backbone
         if weights:
-            found = _resnet50_weights(weights, ResNet50_Weights.IMAGENET1K_V1)
-            kept = {k: v for k, v in found.items() if k[:3] != "fc." and not k.endswith("num_batches_tracked")}
-            backbone.body.load_state_dict(kept)
+            _take_resnet50(backbone.body, weights, ResNet50_Weights.IMAGENET1K_V1)
         else:
             wake_frozen_norms(backbone.body)
         _set_norm_eps(backbone.body, options.norm_eps)
@@ -191,7 +189,7 @@ class FasterRCNNResNet50V2(FasterRCNN):
         )
         body = model.backbone.body
         if weights:
-            body.load_state_dict({k: v for k, v in _resnet50_weights(weights).items() if k[:3] != "fc."})
+            _take_resnet50(body, weights, ResNet50_Weights.DEFAULT)
         if freeze == "paper":
             for module in (body.conv1, body.bn1, body.layer1):
                 module.requires_grad_(False)
@@ -234,14 +232,19 @@ def _box_head(o: FasterRcnnOptions) -> nn.Module:
     return FastRCNNConvFCHead(size, convs, [o.representation_size], HEAD_NORMS[o.head_norm])
 
 
-def _resnet50_weights(source: bool | str, published=ResNet50_Weights.DEFAULT) -> dict[str, Tensor]:
+def _take_resnet50(body: nn.Module, source: bool | str, published: ResNet50_Weights) -> None:
+    wanted = body.state_dict(keep_vars=True)
+    if isinstance(source, str):
+        found = read_backbone_file(source)
+        kept = {k: v for k, v in found.items() if k[:3] != "fc." and not k.endswith("num_batches_tracked")}
+        take(wanted, kept, "torchvision's resnet50", source)
+        return
     try:
-        if isinstance(source, str):
-            return torch.load(Path(source), map_location="cpu", weights_only=True)
-        return published.get_state_dict(check_hash=True, progress=False)
+        found = published.get_state_dict(check_hash=True, progress=False)
     except (OSError, RuntimeError) as error:
         message = f"model.pretrained_backbone: no weights of ResNet-50 ({error}); give a file, or false."
         raise BadInput(message) from error
+    body.load_state_dict({name: tensor for name, tensor in found.items() if name in wanted})
 
 
 def _check(o: FasterRcnnOptions) -> None:

@@ -1,6 +1,7 @@
 """A file of published weights: read without unpickling, and recognised by the names of its tensors."""
 
 import pickle
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from toolkit.models.weights.description import Description
 PUBLISHERS = (torchvision, maskrcnn_benchmark, detr, conditional_detr, dab_detr, deformable_detr, d_fine, rt_detr,
               darknet, gluoncv)  # fmt: skip
 # Where programs keep the weights in what they save; averaged ones go first.
-INSIDE = (("ema", "module"), ("ema",), ("ema_model",), ("model_ema",), ("model",), ("state_dict",))
+INSIDE = (("ema", "module"), ("ema",), ("ema_model",), ("model_ema",), ("state_dict_ema",), ("model",), ("state_dict",))
 KNOWN = ("torchvision (fasterrcnn_resnet50_fpn, its _v2, ssd300_vgg16, ssdlite320_mobilenet_v3_large), "
          "facebookresearch/detr, Conditional, DAB and Deformable DETR, lyuwenyu/RT-DETR, Peterande/D-FINE, "
          "maskrcnn-benchmark, Scene-Graph-Benchmark, Darknet's and GluonCV's YOLOv3")  # fmt: skip
@@ -67,37 +68,50 @@ def read(path: Path) -> dict[str, Tensor]:
     Raises:
         BadInput: it is of no kind that is known, broken, or holds objects beside tensors.
     """
-    kind = path.suffix.lower()
-    if kind == ".safetensors":
+    if path.suffix.lower() == ".params":
+        return gluoncv.read(path)
+    if path.suffix.lower() == ".weights" or ".conv." in path.name:
+        return darknet.read(path)
+    return read_tensors(path, "model.pretrained")
+
+
+def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
+    """`read`, of a file of safetensors or PyTorch alone. setting: that named the file, for messages."""
+    if path.suffix.lower() == ".safetensors":
         try:
             return load_file(path)
         except (SafetensorError, OSError) as error:
-            raise BadInput(f"model.pretrained {path}: no safetensors file: {error}") from error
-    if kind == ".params":
-        return gluoncv.read(path)
-    if kind == ".weights" or ".conv." in path.name:
-        return darknet.read(path)
+            raise BadInput(f"{setting} {path}: no safetensors file: {error}") from error
     try:
         with torch.serialization.safe_globals([Namespace]):  # a record of flags: DETR and its relatives save theirs
             document = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError) as error:
+        reason = (str(error).splitlines() or ["it is empty"])[0][:120]
+        if isinstance(error, pickle.UnpicklingError) and _looks_like_a_save(path):
+            raise BadInput(
+                f"{setting} {path}: it holds objects beside tensors, which would run their program when loaded. "
+                "Save its tensors alone, with the program that wrote it: torch.save(model.state_dict(), 'file.pth') "
+                f"({reason})"
+            ) from error
         raise BadInput(
-            f"model.pretrained {path}: it holds objects beside tensors, which would run their program when loaded. "
-            f"Save its tensors alone, with the program that wrote it: torch.save(model.state_dict(), 'file.pth') "
-            f"({str(error).splitlines()[0][:120]})"
+            f"{setting} {path}: cannot be read as weights of PyTorch ({reason}); give a file that torch.save or "
+            "safetensors wrote"
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise BadInput(f"model.pretrained {path}: cannot be read as weights of PyTorch: {error}") from error
-    return _tensors(document, path)
+    return _tensors(document, path, setting)
 
 
-def _tensors(document: object, path: Path) -> dict[str, Tensor]:
+def _looks_like_a_save(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) in (b"PK", b"\x80\x02")  # of zip archives, and of the pickles that torch.save wrote before
+
+
+def _tensors(document: object, path: Path, setting: str) -> dict[str, Tensor]:
     for keys in (*INSIDE, ()):
         found = document
         for key in keys:
             found = found.get(key) if isinstance(found, Mapping) else None
         if isinstance(found, Mapping) and any(isinstance(value, Tensor) for value in found.values()):
             tensors = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
-            prefix = "module."  # of DistributedDataParallel
-            return {name.removeprefix(prefix): value for name, value in tensors.items()}
-    raise BadInput(f"model.pretrained {path}: there are no tensors by name in it")
+            wrappers = re.compile(r"^(module\.|_orig_mod\.)*")  # of DistributedDataParallel and torch.compile
+            return {wrappers.sub("", name): value for name, value in tensors.items()}
+    raise BadInput(f"{setting} {path}: there are no tensors by name in it")

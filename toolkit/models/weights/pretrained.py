@@ -29,7 +29,6 @@ What a detector has to offer:
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,9 +36,10 @@ from pathlib import Path
 from torch import Tensor
 
 from toolkit.errors import BadInput
+from toolkit.files import near_names
 from toolkit.models.old_names import renamed
 from toolkit.offline import cached_when_offline
-from toolkit.runs.open_run import chosen_weights, open_run
+from toolkit.runs.open_run import chosen_weights, may_be_of_hub, open_run
 from toolkit.runs.settings_file import ABOUT_STARTING
 
 
@@ -67,8 +67,9 @@ def open_pretrained(name: str) -> Pretrained:
     """
     path = Path(name).expanduser()
     if not path.exists():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-            raise BadInput(f"model.pretrained: there is no {path}; give a folder, or a hub name such as owner/model.")
+        if not may_be_of_hub(name):
+            raise BadInput(f"model.pretrained: there is no {path}; give a folder, or a hub name such as owner/model"
+                           f"{near_names(path)}")  # fmt: skip
         return _from_transformers(name, name)
     if path.is_file():
         return _from_file(name, path)

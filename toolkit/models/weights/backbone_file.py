@@ -1,0 +1,116 @@
+"""A file of weights for a backbone: which of the backbone's tensors took what, said, and refused where a part took
+nothing."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from unittest import mock
+
+import timm
+import torch
+from timm.models import _builder
+from torch import Tensor, nn
+
+from toolkit.distributed import world
+from toolkit.errors import BadInput
+from toolkit.models.weights.files import read_tensors
+
+SETTING = "model.pretrained_backbone"
+SHOWN = 4  # names of a list
+
+
+def read_backbone_file(file: str) -> dict[str, Tensor]:
+    """The tensors of a file by name. Raises BadInput for a file that is not there, or holds no tensors."""
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise BadInput(f"{SETTING}: there is no file {file}; give a file of weights, true or false.")
+    return read_tensors(path, SETTING)
+
+
+def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
+    """`timm.create_model(name, **options)` with the weights of a file under timm's names, present or past ones.
+
+    Raises:
+        BadInput: as `read_backbone_file` and `take`.
+    """
+    offered, wanted = read_backbone_file(file), {}
+
+    def load(model: nn.Module, *_, filter_fn=None, **__) -> None:  # in place of timm's, which passes over what it lacks
+        nonlocal offered
+        wanted.update(model.state_dict(keep_vars=True))
+        if filter_fn is not None:  # timm's own renaming of published files
+            offered = _filtered(filter_fn, offered, model, name, file)
+
+    with mock.patch.object(_builder, "load_pretrained", load):
+        model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": file}, **options)
+    kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    dropped = {key for key, tensor in wanted.items() if id(tensor) not in kept}  # the classifier, stages without a map
+    take(
+        {key: tensor for key, tensor in wanted.items() if key not in dropped},
+        {key: tensor for key, tensor in offered.items() if key not in dropped}, name, file,
+    )  # fmt: skip
+    return model
+
+
+def _filtered(filter_fn, offered: dict, model: nn.Module, name: str, file: str) -> dict[str, Tensor]:
+    try:
+        try:
+            return filter_fn(dict(offered), model)
+        except TypeError:  # older ones take the tensors alone
+            return filter_fn(dict(offered))
+    except (LookupError, RuntimeError, ValueError, AttributeError, TypeError) as error:
+        some = ", ".join(list(offered)[:SHOWN])
+        raise BadInput(
+            f"{SETTING} {file}: its {len(offered)} tensors ({some}, ...) are not those of timm's {name!r}; give a file "
+            "of timm's weights for this backbone."
+        ) from error
+
+
+@torch.no_grad()
+def take(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], name: str, file: str) -> None:
+    """Copies what a file offers into the tensors of the same names and shapes, and prints what did not fit.
+
+    Args:
+        wanted: tensors of the backbone by name.
+        name, file: of the backbone and of the file, for messages.
+
+    Raises:
+        BadInput: a part of the backbone (`layer1.0`, `blocks.3`, `stem`) took none of its weights, or less than half of
+            all weights were taken.
+    """
+    taken = {key for key in wanted if key in offered and offered[key].shape == wanted[key].shape}
+    told = _told(wanted, offered, taken)
+    weights = [key for key, tensor in wanted.items() if tensor.ndim > 1]
+    fresh = [part for part in dict.fromkeys(map(_part, weights))
+             if not any(key in taken for key in weights if _part(key) == part)]  # fmt: skip
+    if fresh or 2 * len(taken.intersection(weights)) < len(weights):
+        what = f"no weight of {_listed(fresh)}" if fresh else "less than half of the weights"
+        raise BadInput(
+            f"{SETTING} {file}: it has {what} of {name!r} ({told}); give a file of weights for this backbone, under "
+            "the names of the library that builds it."
+        )
+    for key in taken:
+        wanted[key].copy_(offered[key])
+    if world()[0] == 0:
+        print(f"{SETTING} {file}: {told}")
+
+
+def _told(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], taken: set[str]) -> str:
+    """How many were taken, and the names of those that were not."""
+    counted = [key for key in wanted if not key.endswith("num_batches_tracked")]  # a count, which older files lack
+    words = [f"taken {len(taken.intersection(counted))} of {len(counted)} tensors"]
+    others = {
+        "missing": [key for key in counted if key not in offered],
+        "unused": [key for key in offered if key not in wanted],
+        "of another shape": [f"{key} {tuple(offered[key].shape)} instead of {tuple(wanted[key].shape)}"
+                             for key in counted if key in offered and key not in taken],
+    }  # fmt: skip
+    return "; ".join(words + [f"{len(keys)} {what}: {_listed(keys)}" for what, keys in others.items() if keys])
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+
+
+def _part(name: str) -> str:
+    return re.match(r"[^.]+(\.\d+)?", name)[0]
