@@ -29,6 +29,7 @@ from benches.table import bench_table
 from benches.yolov3 import bench_yolov3_export, bench_yolov3_losses
 
 from toolkit.runs.folder import PACKAGES, hardware
+from toolkit.text import ShortUsage
 
 # name, function, arguments of --quick
 BENCHES: tuple[tuple[str, Callable[..., list[dict]], dict], ...] = (
@@ -76,7 +77,7 @@ REQUIREMENTS = {
 
 def main(argv: Sequence[str] | None = None) -> list[dict]:
     """Runs the benches that `argv` names (default: the process's arguments), prints and returns their rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     names = [name for name, _, _ in BENCHES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")

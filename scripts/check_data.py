@@ -30,6 +30,7 @@ from toolkit.data.formats.folders import recognise
 from toolkit.data.inspection import Inspection, clean_copy, inspect_tables
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput, says_bad_input
+from toolkit.text import ShortUsage
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
 LISTED = 50
@@ -227,7 +228,7 @@ def _item(item: object) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("source", nargs="+", help="folder, annotation files, or names of splits, as --data.train")
     parser.add_argument(
         "--image-dir",

@@ -19,6 +19,7 @@ from toolkit.data.formats.folders import losses, recognise, write_folder
 from toolkit.data.splits import hold_out, share_of
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput, says_bad_input
+from toolkit.text import ShortUsage
 
 WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet": "hub"}
 
@@ -38,7 +39,7 @@ def open_splits(source: str, format: str, image_dir: list[str] | None, on_error:
 
 @says_bad_input
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("source", metavar="SRC", help="folder of a data set, or an annotation file")
     parser.add_argument("target", metavar="DST", type=Path, help="new or empty folder")
     parser.add_argument("--to", required=True, choices=WRITTEN, help="format to write")

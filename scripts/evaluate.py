@@ -30,6 +30,7 @@ from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.models.inference_settings import inference_flags
 from toolkit.runs.open_run import open_run
+from toolkit.text import ShortUsage
 from toolkit.use.predict_split import Predicted, SplitOptions, is_run, open_any, predict_run
 from toolkit.use.rebuild import with_settings
 
@@ -95,7 +96,7 @@ def _number(value: float | None) -> str:
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("run", type=Path, help="run folder, checkpoint, exported model, or predictions file")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights")
     parser.add_argument("--split", help="annotation file or split instead of the run's validation data")

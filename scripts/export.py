@@ -31,8 +31,10 @@ from toolkit.data.splits import READING, open_split
 from toolkit.data.transforms.geometry import resize
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.runs.open_run import run_folder_of
+from toolkit.runs.open_run import check_there, run_folder_of
 from toolkit.runs.settings_file import load_config_dict
+from toolkit.signals import interrupt_ends_at_once
+from toolkit.text import ShortUsage
 from toolkit.use.export import check_exportable, export_detector
 from toolkit.use.export.about import trace_hw
 from toolkit.use.export.check import Difference, batches_agree, run_in_pytorch, speed
@@ -64,6 +66,7 @@ def export(arguments: argparse.Namespace) -> bool:
 
 def opened(arguments: argparse.Namespace) -> OwnDetector:
     """The detector to export. Raises BadInput for one that cannot be."""
+    check_there(arguments.model)
     path = Path(arguments.model).expanduser()
     own = open_own_detector(path, arguments.weights)
     if own is None and (path.parent / "config.yaml").is_file():  # the folder for transformers inside a run
@@ -96,6 +99,7 @@ def write_and_check(
     expected = Predictor("PyTorch", own.categories, predict_with(run, about))
     lines, problems = [Line("PyTorch", ap_of(expected, table), **speed(run, images))], {}
     for name, path in written.items():
+        print(f"comparing {path} with PyTorch")
         row, problem = check(name, path, graph, images, lines[0].AP, table, arguments)
         lines.append(row)
         if problem:
@@ -195,7 +199,7 @@ def as_table(lines: list[Line]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("model", help="run folder, checkpoint or final/ folder")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["onnx", "torch"], help="default: onnx torch")
@@ -213,7 +217,9 @@ def parser() -> argparse.ArgumentParser:
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> int:
-    return 0 if export(parser().parse_args(argv)) else 1
+    arguments = parser().parse_args(argv)
+    with interrupt_ends_at_once():
+        return 0 if export(arguments) else 1
 
 
 if __name__ == "__main__":

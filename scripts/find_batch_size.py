@@ -26,6 +26,7 @@ from accelerate.utils import find_executable_batch_size
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
 from toolkit.runs.watch import WatchedRun
+from toolkit.text import ShortUsage
 
 TOO_FEW_IMAGES = "data.batch_size_per_device of at most"  # of toolkit/data/sampling.py
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "MemoryError")
@@ -100,7 +101,7 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage,
                                      allow_abbrev=False)  # fmt: skip
     parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")
     parser.add_argument("--out", type=Path, default=Path("batch.yaml"), help="file to write (default batch.yaml)")

@@ -23,6 +23,7 @@ from pathlib import Path
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
 from toolkit.runs.watch import WatchedRun
+from toolkit.text import ShortUsage
 
 SMOOTHING = 0.9
 DIVERGED = 4.0  # times the smallest smoothed loss
@@ -105,7 +106,7 @@ def _until(rows: Iterable[dict], low: float, high: float, steps: int) -> Iterabl
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage,
                                      allow_abbrev=False)  # fmt: skip
     parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")
     parser.add_argument("--out", type=Path, default=Path("rate.yaml"), help="file to write (default rate.yaml)")

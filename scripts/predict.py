@@ -42,6 +42,7 @@ from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.detections import detections_as_json, relations_as_json, without_graph_constraint
 from toolkit.evaluation.graph_formats import SUFFIXES
 from toolkit.models.inference_settings import inference_flags
+from toolkit.text import ShortUsage
 from toolkit.use.drawing import draw_found
 from toolkit.use.given_boxes import given_boxes
 from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
@@ -213,7 +214,7 @@ def score_or_auto(text: str) -> float | str:
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("model", help="run, checkpoint, final/ folder, .onnx, .pt2, .xml, or model of transformers")
     parser.add_argument("images", nargs="*", help="files, folders, quoted patterns, addresses, videos; - is a list")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
@@ -227,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
     parser.add_argument("--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD,
                         help="smallest score (default 0.3), or auto: what the report recommends")  # fmt: skip
-    parser.add_argument("--classes", nargs="+", metavar="NAME", help="tell of these classes only")
+    parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep only these classes")
     parser.add_argument("--tile", type=int, metavar="PIXELS", help="look at images in squares of this side")
     parser.add_argument("--overlap", type=float, default=0.2, help="share that tiles have in common (default 0.2)")
     parser.add_argument("--flip", action="store_true", help="look at every image mirrored, too")

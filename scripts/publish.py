@@ -11,6 +11,7 @@ import sys
 
 from toolkit.errors import says_bad_input
 from toolkit.models.card import LICENCE
+from toolkit.text import ShortUsage
 from toolkit.use.publish import push, write_run_card
 
 
@@ -23,7 +24,7 @@ def publish(arguments: argparse.Namespace) -> None:
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("run", help="run folder or its final/ folder")
     parser.add_argument("--hub.push", dest="name", metavar="USER/NAME", help="upload it under this name")
     parser.add_argument("--hub.private", dest="private", action="store_true", help="for yourself only")

@@ -13,12 +13,13 @@ from toolkit.errors import says_bad_input
 from toolkit.runs.settings_file import load_config_dict, newest_config
 from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import describe_finding, load_report, replay
+from toolkit.text import ShortUsage
 from toolkit.use.rebuild import rebuild_detector
 
 
 @says_bad_input
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("folder", type=Path, help="folder of one rank's report, <run>/nan/step_*/rank*")
     folder = parser.parse_args(arguments).folder
     report, batches, state = load_report(folder)

@@ -22,6 +22,7 @@ from toolkit.evaluation.report.comparison import settings_without_seed
 from toolkit.evaluation.report.facts import RunFacts, run_facts
 from toolkit.evaluation.report.judgement import Judgement, judge
 from toolkit.evaluation.report.write import write_comparison, write_page
+from toolkit.text import ShortUsage
 from toolkit.use.predict_split import Predicted, SplitOptions, open_any
 
 
@@ -63,7 +64,7 @@ def _names(sources: list[str]) -> list[str]:
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("sources", nargs="+", metavar="RUN_OR_PREDICTIONS",
                         help="run folder, checkpoint, exported model, or COCO results file")  # fmt: skip
     parser.add_argument("--split", help="annotation file or split instead of the validation data of the run")

@@ -30,6 +30,7 @@ from toolkit.runs.lock import LOCK
 from toolkit.runs.sweep_file import Parameter, Sweep, read_sweep
 from toolkit.runs.watch import POLL_S, WatchedRun
 from toolkit.signals import StopSignals
+from toolkit.text import ShortUsage
 
 HOPELESS = 3  # trials that failed before any did not
 STORAGE = "sqlite:///{}/study.db"
@@ -195,7 +196,7 @@ def run_sweep(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("sweep", type=Path, help="file of a sweep, as W&B has it: configs/sweeps/*.yaml")
     parser.add_argument("--out", type=Path, required=True, help="folder of the study and of its runs")
     parser.add_argument("--trials", type=int, help="trials in all, those of earlier starts and other workers included")

@@ -5,13 +5,18 @@
 """
 
 import importlib.util
+import itertools
 import json
+from pathlib import Path
 
 import onnx
 import pytest
 import torch
 from PIL import Image
 from report_data import SIZE, table_of
+from timm.layers import Conv2dSame
+from timm.layers.padding import get_same_padding
+from timm.layers.pool2d_same import MaxPool2dSame
 from torch.nn.functional import pad
 
 from scripts import export
@@ -22,7 +27,7 @@ from toolkit.use.export import check_exportable, export_detector, export_final
 from toolkit.use.export.about import KEY, About, trace_hw
 from toolkit.use.export.check import batches_agree, check_outputs, difference
 from toolkit.use.export.files import OUTPUTS, open_file
-from toolkit.use.export.graph import make_graph, traceable
+from toolkit.use.export.graph import PixelsToBoxes, make_graph, same_padding, trace, traceable
 from toolkit.use.prediction import OwnDetector, open_predictor, own_predict
 
 CLASSES = ["a", "b", "c"]
@@ -53,6 +58,7 @@ SMALL = {
 LARGE = {
     "fasterrcnn_resnet50_fpn": TWO_STAGE,
     "fasterrcnn_resnet50_fpn_v2": TWO_STAGE,
+    "faster_rcnn, same padding": SMALL["faster_rcnn"] | {"backbone": "tf_mobilenetv3_small_minimal_100"},
     "ssd300_vgg16": {},
     "ssdlite320_mobilenet_v3_large": {},
     "scene_graph": {"predicates": ["on"], "mode": "sgdet", "head": "motifs", "backbone": "resnet10t", "hidden_dim": 16,
@@ -158,6 +164,66 @@ def test_files_predict_on_images_of_any_size_as_the_detector(ssd, detectors, tmp
             assert count and difference(*parts, max(image.shape)).is_rounding
     with pytest.raises(BadInput, match="--weights ema"):
         open_predictor(files["onnx"], "ema")
+
+
+class SamePadded(torch.nn.Module):
+    """A backbone with TensorFlow's "same" padding, as timm has it."""
+
+    def __init__(self, stride: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stride = stride
+        convs = [Conv2dSame(3 if i == 0 else 4, 4, kernel, stride=2) for i, kernel in enumerate((3, 5, 2))]
+        self.layers = torch.nn.Sequential(*convs, MaxPool2dSame(3, 2), Conv2dSame(4, 5, 1, stride=2, bias=False))
+
+    def forward(self, images):
+        return self.layers(images.float() / 255).flatten(2).transpose(1, 2)
+
+
+class CellsAsBoxes(PixelsToBoxes):
+    def candidates(self, images, sizes):
+        cells = self.detector(images)
+        return cells[..., :4], cells[..., 4].exp(), torch.zeros_like(cells[..., 4], dtype=torch.int64)
+
+
+@pytest.mark.parametrize("stride", [1, 32])
+def test_same_padding_leaves_no_maximum_in_the_sizes(stride):
+    """Nested ones of a real backbone keep SymPy busy for many minutes."""
+    graph = CellsAsBoxes(SamePadded(stride), 5).eval()
+    program = trace(graph, (96, 128))
+    found = [node.meta["val"].shape for node in program.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    sizes = {str(side) for shape in found[: -3 * 8] for side in shape}
+    assert any("s" in side for side in sizes) and not [side for side in sizes if "Max" in side or "Min" in side]
+    for hw in [(96, 128), (95, 129), (65, 70)]:
+        images = images_of(3, *hw)
+        for one, other in zip(graph(images), program.module()(images), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_same_padding_is_that_of_timm():
+    cases = list(itertools.product(range(1, 40), (1, 2, 3, 5, 7), (1, 2, 3, 4), (1, 2)))
+    assert [same_padding(*case) for case in cases] == [get_same_padding(*case) for case in cases]
+
+
+@pytest.mark.parametrize("size", [{"height": 64, "width": 64}, {"shortest_edge": 64, "longest_edge": 100}, None])
+def test_the_lines_of_the_documentation_give_what_the_toolkit_gives(ssd, tmp_path, monkeypatch, capsys, size):
+    model, side = onnx.load(ssd[0]["onnx"]), 64 if size is None else 128
+    entry = next(each for each in model.metadata_props if each.key == KEY)
+    entry.value = json.dumps(json.loads(entry.value) | {"size": size, "score_threshold": 0.1})
+    (tmp_path / "exported").mkdir()
+    onnx.save(model, tmp_path / "exported" / "model.onnx")
+    picture = Image.fromarray(images_of(1, side, side)[0].permute(1, 2, 0).numpy())
+    picture.save(tmp_path / "photo.jpg")
+    monkeypatch.chdir(tmp_path)
+    page = Path(export.__file__).parent.parent / "docs" / "export.md"
+    exec(page.read_text().split("```python\n")[1].split("```")[0], {})
+    printed = [line.split(" ", 2) for line in capsys.readouterr().out.splitlines()]
+    expected = open_predictor("exported/model.onnx")(Image.open("photo.jpg"))
+    assert len(printed) == len(expected["scores"]) > 3
+    for (name, score, box), at, label, boxes in zip(printed, *(expected[key] for key in ("scores", "labels", "boxes")),
+                                                    strict=True):  # fmt: skip
+        assert name == CLASSES[label] and abs(float(score) - at) < 2e-3
+        torch.testing.assert_close(torch.tensor(json.loads(box)), boxes, rtol=0, atol=0.2)
 
 
 @pytest.mark.parametrize("fault", ["boxes", "scores", "labels", "order"])

@@ -111,6 +111,12 @@ def test_help_lists_every_script_with_what_it_does(capsys):
     assert "detect train detr " in text and "detect check " in text and "detect predict " in text
 
 
+def test_the_version_is_that_of_the_package(capsys):
+    assert detect.main(["--version"]) == 0
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"detection-toolkit {version}\n"
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["trian"], "did you mean train?"), (["train", "detrr"], "did you mean detr?"),
     (["train"], "needs one of detr, faster_rcnn"), (["where", "configs/detr/bcd.yaml"], "mean configs/detr/bccd.yaml?"),

@@ -6,6 +6,7 @@
 import importlib.util
 import io
 import json
+import os
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,8 +25,10 @@ from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json
 from toolkit.evaluation.draw import COLOURS, draw_detections, picture_with_boxes
+from toolkit.runs.open_run import check_there, open_run
 from toolkit.use.image_files import find_images, find_or_fetch, predict_files
 from toolkit.use.outputs import check_outputs, clear_outputs, image_ids_of, named_once, write_outputs
+from toolkit.use.predict_split import SplitOptions, open_any
 from toolkit.use.prediction import Predictor, as_image, open_predictor
 from toolkit.use.selection import from_report, of_classes
 from toolkit.use.sizes import input_hw
@@ -139,6 +142,22 @@ def test_what_holds_no_detector_is_bad_input(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(BadInput, match="neither a run folder"):
         open_predictor(tmp_path)
+
+
+def test_a_mistyped_path_is_answered_with_the_names_near_it(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "detr" / "final").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    options = SplitOptions()
+    for typed, near in {
+        "runs/dter": "did you mean runs/detr?", "rnus/detr/final": "did you mean runs?",
+        "runs/detr/fnal": "did you mean runs/detr/final?",
+        "runs/else.onnx": f"runs{os.sep} has detr", str(tmp_path / "run"): f"did you mean {tmp_path / 'runs'}?",
+    }.items():  # fmt: skip
+        for opened in (open_predictor, open_run, check_there, lambda typed: open_any(typed, None, options, None)):
+            with pytest.raises(BadInput, match="there is no such run") as refused:
+                opened(typed)
+            assert str(refused.value).startswith(typed) and near in str(refused.value)
+    check_there("facebook/detr-resnet-50")  # of the hub
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------

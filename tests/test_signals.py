@@ -72,6 +72,24 @@ def test_outside_the_main_thread_nothing_is_caught():
     assert inside == [(before, 0)] and signal.getsignal(signal.SIGTERM) is before
 
 
+def test_ctrl_c_ends_a_process_that_would_swallow_it():
+    code = """
+import signal
+from toolkit.signals import interrupt_ends_at_once
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with interrupt_ends_at_once():
+    pass
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+with interrupt_ends_at_once():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        print("swallowed")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_names():
     assert [signal_name(n) for n in (0, 15, 10_000)] == ["", "SIGTERM", "signal 10000"]
 

@@ -1,5 +1,6 @@
 """Names of every nasty kind, wherever they are shown.   Run: pytest tests/test_text.py"""
 
+import argparse
 import io
 import re
 import sys
@@ -18,6 +19,7 @@ from toolkit.evaluation.scene_graph_draw import _panel
 from toolkit.text import (
     END_ISOLATE,
     ISOLATE,
+    ShortUsage,
     as_code,
     columns,
     escaped,
@@ -120,3 +122,14 @@ def test_a_console_without_the_letters(monkeypatch):
     print_every_letter()
     print("na\xefve", "\u6771", flush=True)
     assert sys.stdout.buffer.getvalue() == rb"na\xefve \u6771" + b"\n"
+
+
+def test_the_usage_of_a_script_is_one_line():
+    parser = argparse.ArgumentParser("predict.py", formatter_class=ShortUsage)
+    parser.add_argument("model")
+    parser.add_argument("images", nargs="*")
+    parser.add_argument("--out", required=True)
+    for number in range(30):
+        parser.add_argument(f"--flag-{number}")
+    assert parser.format_usage() == "usage: predict.py --out OUT model [images ...] [options]\n"
+    assert "--flag-29 FLAG_29" in parser.format_help()

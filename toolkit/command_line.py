@@ -93,7 +93,8 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     files = {value: _read_yaml(value) for flag, value in _flags(argv) if flag == "--config" and value is not None}
     of_default = (bundled or {}).get("model", {}).get("architecture")
     groups = _groups(cls, _chosen_architecture(argv, files) or of_default)
-    parser = ArgumentParser(exit_on_error=False, description=cls.__doc__, allow_abbrev=False)
+    parser = ArgumentParser(exit_on_error=False, description=cls.__doc__, allow_abbrev=False,
+                            usage="%(prog)s [--config FILE.yaml] [--group.key value ...]")
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below; may be repeated.")
     parser.add_class_arguments(make_dataclass(cls.__name__, [(n, t, field(default_factory=d)) for n, t, d in groups]))
     if bundled is not None:  # made for another model: what it says of data and run serves this one too

@@ -3,6 +3,7 @@
     detect train detr --run.name mine          # what `python scripts/train_detr.py --run.name mine` does
     detect predict runs/mine photo.jpg --out found
     detect where configs/detr/bccd.yaml        # the path of a file of this project, for a launcher or --config
+    detect --version
     eval "$(detect completion bash)"           # the Tab key knows commands, detectors and settings
 
 `detect` runs the very file of the script, as `python` would, so there is one program and one set of flags. On several
@@ -13,8 +14,10 @@ Nothing heavy is imported here: help and completion answer at once.
 
 import ast
 import difflib
+import importlib.metadata
 import runpy
 import sys
+import tomllib
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -46,6 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(usage())
+        return 0
+    if words == ["--version"]:
+        print(f"detection-toolkit {version()}")
         return 0
     name, *rest = words
     own = {"where": where, "completion": completion, "complete": complete}
@@ -88,6 +94,14 @@ def usage() -> str:
     lines.append(f"  detect {'where':{width}}The path of a script or a configuration; alone: all of them.")
     lines.append(f"  detect {'completion':{width}}For the Tab key of a shell: {', '.join(COMPLETION)}.")
     return "\n".join(["usage: detect COMMAND [ARGUMENTS]   (each explains itself with --help)", "", *lines])
+
+
+def version() -> str:
+    """Of the checkout that this is, else of the installed package."""
+    project = ROOT / "pyproject.toml"
+    if project.is_file():
+        return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
+    return importlib.metadata.version("detection-toolkit")
 
 
 def first_line(script: Path) -> str:

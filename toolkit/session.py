@@ -277,7 +277,7 @@ def _write_final(s: Session, t: Training) -> None:
     with as_sentences():
         t.detector.save_final(folder, t.validation.table.categories, size)
         if s.config.run.export:
-            t.log.say(export_final(t.detector, folder, next(iter(t.validation.loader)).images[:4]))
+            t.log.say(export_final(t.detector, folder, next(iter(t.validation.loader)).images[:4], t.log.say))
 
 
 def _evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> DataLoader:

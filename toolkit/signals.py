@@ -1,10 +1,12 @@
 """Signals that ask a run to stop: noted, agreed between the ranks by the caller, answered with a checkpoint."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")  # those that this platform has are caught
 # Some launchers hand one Ctrl-C on although the terminal has sent it to the whole group already.
@@ -56,6 +58,21 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._interrupted_at = self._interrupted_at or now
         self.received = self.received or number
+
+
+@contextlib.contextmanager
+def interrupt_ends_at_once() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process as the system does it, and not by a KeyboardInterrupt, for which long calls of
+    compiled code make one wait. In the main thread, where nobody else handles the signal."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def signal_name(number: int) -> str:

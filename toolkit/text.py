@@ -1,5 +1,6 @@
 """Text of others (names of classes and files, messages) where people see it: nothing in it acts on what shows it."""
 
+import argparse
 import re
 import sys
 import unicodedata
@@ -51,6 +52,15 @@ def in_plot(text: object, limit: int = 40) -> str:
     """`shown`, for a label of matplotlib, which reads `$` as mathematics and leaves out labels that begin with `_`."""
     text = shown(text, limit).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
+
+
+class ShortUsage(argparse.RawDescriptionHelpFormatter):
+    """Help whose first line has what must be given, and "[options]" for all that may be; they are listed below."""
+
+    def add_usage(self, usage, actions, groups, prefix=None) -> None:
+        must = [each for each in actions if each.required or not each.option_strings]
+        options = argparse.Action([], "options", metavar="[options]")
+        super().add_usage(usage, [*must, options] if len(must) < len(actions) else must, (), prefix)
 
 
 def columns(text: str) -> int:

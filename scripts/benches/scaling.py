@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.data.shapes import ensure_shapes
+from toolkit.text import ShortUsage
 
 PARTS = ("wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard",
          "optimizer", "averaged weights", "meters and rows", "the rest")  # fmt: skip
@@ -209,7 +210,7 @@ def main() -> None:
         return
     from benchmark import markdown
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps that are counted (default 40)")
     arguments, options = parser.parse_known_args()  # the others go to scripts/train_detr.py

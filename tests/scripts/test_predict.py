@@ -187,7 +187,7 @@ def test_an_old_prediction_is_replaced_only_when_told(server, run, photos, tmp_p
 
 
 BAD = {
-    "no model": (["{tmp}/none", "{photos}"], ["{tmp}/none", "neither a run folder"]),
+    "no model": (["{tmp}/none", "{photos}"], ["{tmp}/none", "there is no such run"]),
     "no run": (["{photos}", "{photos}"], ["no run folder"]),
     "no images": (["{run}", "{tmp}/none.jpg", "{photos}/*.gif", "{empty}"], ["none.jpg", "*.gif", "{empty}: holds no"]),
     "weights of a final folder": (["{run}/final", "{photos}", "--weights", "ema"], ["--weights ema"]),

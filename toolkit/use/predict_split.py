@@ -13,7 +13,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import read_about, read_predictions
-from toolkit.runs.open_run import Run, chosen_weights, open_run, run_folder_of
+from toolkit.runs.open_run import Run, check_there, chosen_weights, open_run, run_folder_of
 from toolkit.runs.settings_file import load_config_dict
 from toolkit.use.prediction import open_predictor
 from toolkit.use.rebuild import load_detector, rebuild_evaluator, rebuild_loss_weights
@@ -169,6 +169,7 @@ def is_predictions_file(source: str | Path) -> bool:
 
 def open_any(source: str | Path, weights: str | None, options: SplitOptions, accelerator) -> Predicted:
     """By what `source` is. Raises BadInput when there is nothing."""
+    check_there(source)
     path = Path(source).expanduser()
     if is_predictions_file(path):
         return read_file(path, options, accelerator.print)

@@ -18,9 +18,10 @@ from toolkit.data.table import Category
 from toolkit.data.transforms.geometry import resize
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import best_first
+from toolkit.files import near_names
 from toolkit.models.final import load_detector_folder
 from toolkit.offline import cached_when_offline
-from toolkit.runs.open_run import chosen_weights, open_run
+from toolkit.runs.open_run import check_there, chosen_weights, open_run
 from toolkit.use.export.files import SUFFIXES, open_file
 from toolkit.use.exported import predict_with
 from toolkit.use.rebuild import load_detector, with_settings
@@ -92,6 +93,7 @@ def open_predictor(
     Raises:
         BadInput: nothing of all this is there, or it cannot be loaded.
     """
+    check_there(source)
     path = Path(source).expanduser()
     if path.suffix in SUFFIXES:
         if weights is not None:
@@ -241,7 +243,8 @@ def _open_transformers(source: str | Path, device: torch.device | str) -> Predic
         reason = str(error).strip().partition("\n")[0]
         raise BadInput(
             f"{source}: neither a run folder, a checkpoint, a final/ folder nor a detection model that transformers "
-            f"loads ({reason}); give a folder that exists, or the hub name of a model and a connection to fetch it."
+            f"loads ({reason}); give a folder that exists, or the hub name of a model and a connection to fetch it"
+            + ("" if path.exists() else near_names(path))
         ) from error
     names, ids = model.config.id2label, path / "categories.json"
     categories = [Category(label, names.get(label, f"label {label}")) for label in range(max(names) + 1)]

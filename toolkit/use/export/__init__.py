@@ -6,7 +6,7 @@ says of itself. files, openvino: how a file is written and run. check: files hel
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ def export_detector(
     source: str,
     score_threshold: float = 0.3,
     top_k: int = 300,
+    say: Callable[[str], None] = print,
 ) -> tuple[dict[str, Path], nn.Module]:
     """Writes `model.onnx` and `model.pt2` of a detector, which stays as it is.
 
@@ -43,6 +44,7 @@ def export_detector(
         formats: of "onnx", "torch".
         size: what images are resized to before, as `toolkit.data.pipeline.processor_size`.
         source: where the detector comes from, in words.
+        say: is told each stage, which may take a minute.
 
     Returns:
         the files by format, and the function that was exported, a `PixelsToBoxes` on the CPU.
@@ -57,6 +59,7 @@ def export_detector(
     check_exportable(detector)
     graph = make_graph(copy.deepcopy(detector).cpu().float().eval(), top_k)
     architecture, stride = detector.options["architecture"], graph.detector.stride
+    say(f"tracing {architecture} with torch.export")
     program = trace(graph, trace_hw(graph.sides, stride, size, architecture))
     about = About(architecture, categories, size, graph.sides, stride, score_threshold, top_k, source)
     folder = Path(folder)
@@ -65,12 +68,15 @@ def export_detector(
     written = {}
     for name in formats:  # the program first: writing ONNX changes it
         writer, file = writers[name]
+        say(f"writing {folder / file}")
         writer(program, folder / file, about)
         written[name] = folder / file
     return written, graph
 
 
-def export_final(detector: nn.Module, folder: Path, images: Tensor) -> str:
+def export_final(
+    detector: nn.Module, folder: Path, images: Tensor, say: Callable[[str], None] = print
+) -> str:
     """Writes ONNX and torch.export beside the final weights in `folder`, and says how far they are from PyTorch.
 
     images: uint8 (B, 3, H, W), real ones that both are held to. Raises BadInput as `export_detector`, RuntimeError for
@@ -82,7 +88,7 @@ def export_final(detector: nn.Module, folder: Path, images: Tensor) -> str:
     categories = [Category(each["id"], each["name"]) for each in classes]
     size = size_of_final(folder) or dict(zip(("height", "width"), images.shape[-2:], strict=True))
     written, graph = export_detector(
-        detector, folder, ("torch", "onnx"), categories=categories, size=size, source=str(folder)
+        detector, folder, ("torch", "onnx"), categories=categories, size=size, source=str(folder), say=say
     )
     images = images.cpu().contiguous()
     found = [f"{path.name} {check_outputs(graph, path, images)}" for path in written.values()]

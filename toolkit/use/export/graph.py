@@ -118,16 +118,21 @@ def traceable(detector: nn.Module) -> Iterator[None]:
     """Takes away what stops torch.export in the code of detectors, as long as it lasts.
 
     transformers checks the shapes of every deformable attention in a way that exporters to ONNX cannot translate
-    (`aten._is_all_true`; huggingface/transformers issue 44265); it has a switch for that. And `len(tensor)`, which must
-    be a plain number in Python, would tie the program to the batch that it is traced with.
+    (`aten._is_all_true`; huggingface/transformers issue 44265); it has a switch for that. `len(tensor)`, which must be
+    a plain number in Python, would tie the program to the batch that it is traced with. And timm computes TensorFlow's
+    "same" padding in floating point, of which SymPy simplifies nothing: the expressions of one layer are inside those
+    of the next, and tracing such a backbone does not end.
     """
     import sys
+
+    from timm.layers import padding
 
     cores = [detector, getattr(detector, "model", None), getattr(getattr(detector, "model", None), "model", None)]
     names = {cls.__module__ for core in cores if core is not None for cls in type(core).__mro__}
     modules = [sys.modules[name] for name in names if name.startswith(("toolkit.models", "transformers.models"))]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"))
+        stack.enter_context(mock.patch.object(padding, "get_same_padding", same_padding))
         for module in modules:
             stack.enter_context(mock.patch.object(module, "len", _symbolic_len, create=True))
         yield
@@ -135,3 +140,12 @@ def traceable(detector: nn.Module) -> Iterator[None]:
 
 def _symbolic_len(of):
     return of.shape[0] if isinstance(of, Tensor) else len(of)
+
+
+def same_padding(side: int, kernel_size: int, stride: int, dilation: int) -> int:
+    """`timm.layers.padding.get_same_padding` in whole numbers, without a maximum where none is needed."""
+    reach = dilation * (kernel_size - 1) + 1
+    missing = -(-side // stride) * stride - side + reach - stride  # from reach - stride to reach - 1
+    if reach == 1:
+        return 0
+    return missing if reach >= stride else max(missing, 0)
