@@ -26,6 +26,7 @@ from toolkit.data.formats import FORMATS
 from toolkit.distributed import run_on_main
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.evaluation.matches import match
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.models.inference_settings import inference_flags
@@ -78,14 +79,14 @@ def _predicted(arguments: argparse.Namespace, accelerator: Accelerator) -> Predi
 
 def _measured(found: Predicted, backend: str | None) -> dict:
     """All numbers, and `table` for a person."""
-    evaluator = found.evaluator or CocoEvaluator(found.table, backend or "faster")
+    evaluator = found.evaluator or CocoEvaluator(found.table, backend or "toolkit")
     scores = evaluator.evaluate(found.by_image)
     if not found.table.num_boxes().any():
         return scores | {"table": "no annotated boxes: nothing can be measured; the predictions can be saved (--save)"}
     table = evaluator.describe(scores, found.by_image)
     voc = {}
     if "bbox_AP" in scores:  # of each class too
-        voc = voc_metrics(found.by_image, found.table)
+        voc = voc_metrics(match(found.by_image, found.table))
         table += f"\nVOC07 mAP {_number(voc['voc07_mAP'])}, VOC12 mAP {_number(voc['voc12_mAP'])} (IoU 0.5)"
     return {**scores, **found.losses, **voc, "table": table}
 
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=FORMATS, help="how to read other data than the run's (default auto)")
     parser.add_argument("--path", help="folder or hub name of another data set, of which --split is a split")
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
-    parser.add_argument("--backend", choices=("faster", "pycocotools"), help="default: that of the run")
+    parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far below --expect.METRIC may be")
     arguments, rest = parser.parse_known_args(argv)
     arguments.settings, rest = inference_flags(rest)

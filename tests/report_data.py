@@ -1,6 +1,7 @@
 """Small data sets with predictions for the tests of the report."""
 
 import numpy as np
+import torch
 from PIL import Image
 
 from toolkit.data.table import Category, write_table
@@ -64,3 +65,13 @@ def random_case(folder, images=30, classes=4, seed=0, crowd=0.1, scores=1000, de
         found.append(detections)
     table = table_of(folder, truth, [f"class {k}" for k in range(classes)], draw=False)
     return table, predictions_of(table, found)
+
+
+def ground_truth_as_predictions(table):
+    """The table's boxes, crowds left out, as predictions with score 1: what a perfect detector would say."""
+    truth = table.boxes()
+    truth = truth[~truth.iscrowd]
+    rows = [truth.of_image(i) for i in range(truth.num_images)]
+    return {image_id: {"boxes": torch.from_numpy(truth.xyxy[r]), "scores": torch.ones(r.stop - r.start),
+                       "labels": torch.from_numpy(truth.labels[r])}
+            for image_id, r in zip(table.image_ids().tolist(), rows, strict=True)}  # fmt: skip

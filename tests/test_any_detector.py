@@ -4,7 +4,7 @@ import pytest
 import torch
 from contract import assert_resolved_options_build_it_again
 
-from toolkit.boxes import pairwise_iou
+from toolkit.box_ops import pairwise_iou
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import training_loader, val_transform
 from toolkit.data.shapes import make_shapes

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from toolkit.boxes import (
+from toolkit.box_ops import (
     box_iou,
     cxcywh_to_xyxy,
     denormalize_boxes,

@@ -24,7 +24,7 @@ from transformers import AutoImageProcessor, AutoModelForObjectDetection, ResNet
 from transformers.loss.loss_lw_detr import LwDetrHungarianMatcher, LwDetrImageLoss
 
 from toolkit.batch import normalize_images, pixel_mask
-from toolkit.boxes import normalize_boxes, xyxy_to_cxcywh
+from toolkit.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.data.batches import collate
 from toolkit.errors import BadInput
 from toolkit.models import build_detector, options_class

@@ -16,7 +16,7 @@ from numpy import load
 from test_any_detector import FAST, HYBRID, TRANSFORMER
 from transformers import DeformableDetrConfig, DeformableDetrModel
 
-from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import training_loader, val_transform
 from toolkit.data.shapes import make_shapes

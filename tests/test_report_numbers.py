@@ -8,19 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from report_data import predictions_of, random_case, table_of
+from report_data import ground_truth_as_predictions, predictions_of, random_case, table_of
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import write_coco
 from toolkit.errors import BadInput
-from toolkit.evaluation.coco import CocoEvaluator, ground_truth_as_predictions
+from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
+from toolkit.evaluation.matches import match
 from toolkit.evaluation.predictions_file import about_file, read_about, read_predictions, write_predictions
 from toolkit.evaluation.report.annotations import suspects
-from toolkit.evaluation.report.bootstrap import TWELVE, exact_numbers, interval, resample, weighted_numbers
+from toolkit.evaluation.report.bootstrap import interval, resample, weighted_numbers
 from toolkit.evaluation.report.comparison import compare
 from toolkit.evaluation.report.errors import KINDS, tide_errors
 from toolkit.evaluation.report.judgement import as_json, judge
-from toolkit.evaluation.report.matches import match
 from toolkit.evaluation.report.thresholds import calibration, confusion_matrix, sweep
 
 BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")

@@ -9,9 +9,8 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from report_data import predictions_of, random_case, table_of
+from report_data import ground_truth_as_predictions, predictions_of, random_case, table_of
 
-from toolkit.evaluation.coco import ground_truth_as_predictions
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.report import PREDICTIONS, sections, write_report
 from toolkit.evaluation.report.advice import advise

@@ -14,7 +14,7 @@ from processes import run_on_ranks
 from torch import nn
 from torchvision.ops import box_iou
 
-from toolkit.boxes import cxcywh_to_xyxy
+from toolkit.box_ops import cxcywh_to_xyxy
 from toolkit.data.table import Category
 from toolkit.distributed import all_reduce, world
 from toolkit.errors import BadInput

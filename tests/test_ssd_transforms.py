@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.boxes import pairwise_iou
+from toolkit.box_ops import pairwise_iou
 from toolkit.data.transforms.geometry import recheck_boxes
 from toolkit.data.transforms.ssd import FILL_RGB, SsdTransform, draw_iou_crop, draw_zoom_out, keep_seen, view
 

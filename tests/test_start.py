@@ -141,12 +141,12 @@ def test_scene_graphs_start_from_a_detector_and_their_folder_builds_them_again(t
 
 def test_a_detector_is_measured_by_what_it_finds(table):
     of_boxes = build_detector("ssdlite", class_names=table.class_names, **SSD)
-    assert isinstance(make_evaluator(of_boxes, table, "faster"), CocoEvaluator)
+    assert isinstance(make_evaluator(of_boxes, table, "toolkit"), CocoEvaluator)
     of_boxes.make_evaluator = lambda table, backend: ("own", backend)
-    assert make_evaluator(of_boxes, table, "faster") == ("own", "faster")
+    assert make_evaluator(of_boxes, table, "toolkit") == ("own", "toolkit")
     graphs = build_detector("scene_graph", class_names=table.class_names, predicates=list(table.predicates),
                             backbone="resnet10t", detector_options=INNER, **GRAPH)  # fmt: skip
-    evaluator = make_evaluator(graphs, table, "faster", "strict")
+    evaluator = make_evaluator(graphs, table, "toolkit", "strict")
     assert isinstance(evaluator, SceneGraphEvaluator) and evaluator.protocol == "strict"
 
 

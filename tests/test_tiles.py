@@ -14,13 +14,13 @@ import pytest
 import torch
 from report_data import table_of
 
-from toolkit.boxes import pairwise_iou
+from toolkit.box_ops import pairwise_iou
 from toolkit.data.shapes import CLASSES as SHAPES
 from toolkit.data.shapes import draw_scene
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
+from toolkit.evaluation.matches import match
 from toolkit.evaluation.report.errors import tide_errors
-from toolkit.evaluation.report.matches import match
 from toolkit.use.prediction import Predictor, open_predictor
 from toolkit.use.tiles import flipped, merged, starts, tiled
 

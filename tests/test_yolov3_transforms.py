@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms.v2 import functional as F
 
-from toolkit.boxes import pairwise_iou
+from toolkit.box_ops import pairwise_iou
 from toolkit.data.transforms.geometry import recheck_boxes
 from toolkit.data.transforms.yolov3 import (
     FILL_RGB,

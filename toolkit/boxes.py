@@ -1,105 +1,95 @@
-"""Box geometry shared by detectors, losses and transforms.
+"""Boxes of many images as columns: their one form from the file to the report, on the host."""
 
-Boxes are tensors `(..., 4)`; the format is in the name: `xyxy` = left, top, right, bottom; `cxcywh` = centre and size.
-Functions of boxes keep dtype and device, work on zero boxes, and are differentiable.
-"""
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from collections.abc import Sequence
+import numpy as np
 
-import torch
-from torch import Tensor
-
-
-def widest_float(device: torch.device) -> torch.dtype:
-    """float64; float32 on Apple's MPS, which has no wider one."""
-    return torch.float32 if device.type == "mps" else torch.float64
+COLUMNS = ("xyxy", "labels", "scores", "area", "iscrowd", "ids")
 
 
-def cxcywh_to_xyxy(boxes_cxcywh: Tensor) -> Tensor:
-    """Corners `(..., 4)` of boxes given by centre and size `(..., 4)`."""
-    cx, cy, width, height = boxes_cxcywh.unbind(-1)
-    return torch.stack((cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2), dim=-1)
+@dataclass(frozen=True)
+class Boxes:
+    """N boxes of I images, flat. Image i has the rows offsets[i]:offsets[i + 1].
 
-
-def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
-    """Centre and size `(..., 4)` of boxes given by corners `(..., 4)`."""
-    x0, y0, x1, y1 = boxes_xyxy.unbind(-1)
-    return torch.stack(((x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0), dim=-1)
-
-
-def moved_ends(boxes_xyxy: Tensor, pixels: float) -> Tensor:
-    """Boxes `(..., 4)` whose right and lower ends are moved."""
-    return torch.cat([boxes_xyxy[..., :2], boxes_xyxy[..., 2:] + pixels], dim=-1)
-
-
-def normalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
-    """Pixels to fractions of the image, for either format.
-
-    Args:
-        boxes: `(..., N, 4)` pixels.
-        sizes_hw: `(..., 2)` height and width in pixels, one per set of N boxes.
+    offsets: (I + 1,) int64, from 0 to N.
+    xyxy: (N, 4) float64, left, top, right, bottom in pixels of the original image.
+    labels: (N,) int64 from 0.
+    scores: (N,) float64; None: the boxes are annotated.
+    area: (N,) float64, square pixels; of the mask where the file has one.
+    iscrowd: (N,) bool.
+    ids: (N,) int64, as in the file; None: they have none.
+    extra: further columns (N, ...) by name, such as `attributes`.
     """
-    return boxes / _scale(boxes, sizes_hw)
+
+    offsets: np.ndarray
+    xyxy: np.ndarray
+    labels: np.ndarray
+    scores: np.ndarray | None
+    area: np.ndarray
+    iscrowd: np.ndarray
+    ids: np.ndarray | None = None
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def found(cls, counts: Sequence[int], xyxy: np.ndarray, scores: np.ndarray, labels: np.ndarray) -> "Boxes":
+        """Detections: `counts` (I,) for each image, then their boxes (N, 4), scores (N,) and labels (N,)."""
+        xyxy = np.asarray(xyxy, np.float64).reshape(-1, 4)
+        return cls(
+            offsets_of(counts), xyxy, np.asarray(labels, np.int64), np.asarray(scores, np.float64),
+            area=(xyxy[:, 2:] - xyxy[:, :2]).prod(axis=1), iscrowd=np.zeros(len(xyxy), bool),
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_images(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def image_index(self) -> np.ndarray:
+        """(N,) int64 position of each box's image."""
+        return np.repeat(np.arange(self.num_images), np.diff(self.offsets))
+
+    @property
+    def xywh(self) -> np.ndarray:
+        """(N, 4) float64: left, top, width, height."""
+        return np.concatenate([self.xyxy[:, :2], self.xyxy[:, 2:] - self.xyxy[:, :2]], axis=1)
+
+    def __getitem__(self, rows: np.ndarray) -> "Boxes":
+        """The boxes that a mask (N,) or row numbers choose; of these the images must not descend."""
+        return self.take(rows, self.image_index[rows])
+
+    def take(self, rows: np.ndarray, images: np.ndarray) -> "Boxes":
+        """Some rows as boxes of the images at these positions, which must not descend."""
+        columns = {name: None if (column := getattr(self, name)) is None else column[rows] for name in COLUMNS}
+        offsets = np.searchsorted(images, np.arange(self.num_images + 1))
+        return Boxes(offsets, **columns, extra={name: column[rows] for name, column in self.extra.items()})
+
+    def of_image(self, index: int) -> slice:
+        """The rows of one image."""
+        return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
 
 
-def denormalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
-    """The inverse of `normalize_boxes`: fractions of the image `(..., N, 4)` to pixels."""
-    return boxes * _scale(boxes, sizes_hw)
+@dataclass(frozen=True)
+class Relations:
+    """R relations of I images, flat. Image i has the rows offsets[i]:offsets[i + 1].
 
-
-def _scale(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
-    height, width = sizes_hw.to(device=boxes.device, dtype=boxes.dtype).unbind(-1)
-    return torch.stack((width, height, width, height), dim=-1).unsqueeze(-2)  # (..., 1, 4)
-
-
-def box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """Intersection over union, element by element, of shapes that broadcast: `(..., 4)`, `(..., 4)` -> `(...)`.
-
-    Two boxes without area have IoU 0 (torchvision: NaN), so that padding rows cannot poison a gradient.
-    For all pairs use `pairwise_iou`.
+    offsets: (I + 1,) int64. subject, object: (R,) int64, positions among the boxes of their image.
+    predicate: (R,) int64 from 0.
     """
-    return _ratio(*intersection_and_union(boxes1_xyxy, boxes2_xyxy))
+
+    offsets: np.ndarray
+    subject: np.ndarray
+    object: np.ndarray
+    predicate: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.predicate)
 
 
-def generalized_box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """GIoU in [-1, 1], element by element: `(..., 4)`, `(..., 4)` -> `(...)`. Rezatofighi et al., CVPR 2019, eq. 3.
-
-    The boxes must be ordered (x0 <= x1, y0 <= y1); boxes without area do not give NaN.
-    """
-    planes1, planes2 = boxes1_xyxy.unbind(-1), boxes2_xyxy.unbind(-1)
-    intersection, union = _intersection_and_union(planes1, planes2)
-    (left1, top1, right1, bottom1), (left2, top2, right2, bottom2) = planes1, planes2
-    hull_width = torch.maximum(right1, right2) - torch.minimum(left1, left2)
-    hull = hull_width * (torch.maximum(bottom1, bottom2) - torch.minimum(top1, top2))
-    return _ratio(intersection, union) - _ratio(hull - union, hull)
-
-
-def intersection_and_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> tuple[Tensor, Tensor]:
-    """Areas of what two boxes share and of what they cover, element by element, of shapes that broadcast."""
-    return _intersection_and_union(boxes1_xyxy.unbind(-1), boxes2_xyxy.unbind(-1))
-
-
-def _intersection_and_union(planes1: Sequence[Tensor], planes2: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    # One coordinate at a time: contiguous planes are several times faster than slices [..., :2] of the last axis.
-    (left1, top1, right1, bottom1), (left2, top2, right2, bottom2) = planes1, planes2
-    width = (torch.minimum(right1, right2) - torch.maximum(left1, left2)).clamp(min=0)
-    height = (torch.minimum(bottom1, bottom2) - torch.maximum(top1, top2)).clamp(min=0)
-    intersection = width * height
-    union = (right1 - left1) * (bottom1 - top1) + (right2 - left2) * (bottom2 - top2) - intersection
-    return intersection, union
-
-
-def pairwise_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """IoU of all pairs within each leading index: `(..., N, 4)`, `(..., M, 4)` -> `(..., N, M)`."""
-    return box_iou(boxes1_xyxy[..., :, None, :], boxes2_xyxy[..., None, :, :])
-
-
-def pairwise_generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """GIoU of all pairs within each leading index: `(..., N, 4)`, `(..., M, 4)` -> `(..., N, M)`."""
-    return generalized_box_iou(boxes1_xyxy[..., :, None, :], boxes2_xyxy[..., None, :, :])
-
-
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator / denominator, and 0 with a zero gradient where the denominator is exactly 0; NaN stays NaN."""
-    empty = denominator == 0
-    return (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)
+def offsets_of(counts: Sequence[int]) -> np.ndarray:
+    """(I + 1,) int64: where the rows of each of I images begin, and the end."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])

@@ -13,6 +13,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.errors import Preempted, StoppedByGuard
 from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.evaluation.matches import match
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.report import PREDICTIONS
@@ -181,5 +182,6 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
         t.validation.evaluator.draw(predictions, t.validation.pictures, path)
     if t.log.writer.shows and _are_boxes(predictions):
         grid = Image.open(path).convert("RGB") if t.validation.pictures else None
-        shown = shown_evaluation(t.validation.table, predictions, scores, t.validation.pictures, grid)
+        matches = getattr(t.validation.evaluator, "matches", None) or match(predictions, t.validation.table)
+        shown = shown_evaluation(t.validation.table, predictions, matches, scores, t.validation.pictures, grid)
         t.log.writer.show(shown, t.step)

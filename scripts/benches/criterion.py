@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
-from toolkit.boxes import cxcywh_to_xyxy
+from toolkit.box_ops import cxcywh_to_xyxy
 from toolkit.models.detr.detr_criterion import DetrCriterion
 
 NUM_CLASSES = 91

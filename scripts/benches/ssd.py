@@ -11,7 +11,7 @@ from torchvision.models.detection import _utils as detection
 from torchvision.models.detection.ssd import SSD
 from torchvision.ops import box_iou
 
-from toolkit.boxes import cxcywh_to_xyxy
+from toolkit.box_ops import cxcywh_to_xyxy
 from toolkit.models.ssd.criterion import SsdCriterion, anchor_scales, level_anchors
 
 STRIDES = (8, 16, 32, 64, 128)

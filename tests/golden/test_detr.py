@@ -19,7 +19,7 @@ from processes import run_on_ranks
 from torch import nn
 
 from scripts import train_detr
-from toolkit.boxes import cxcywh_to_xyxy
+from toolkit.box_ops import cxcywh_to_xyxy
 from toolkit.data.batches import collate
 from toolkit.distributed import reduce_dict
 from toolkit.models import build_detector

@@ -17,7 +17,7 @@ from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.ops import nms
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.boxes import pairwise_iou
+from toolkit.box_ops import pairwise_iou
 from toolkit.models.faster_rcnn.criterion import (
     BACKGROUND,
     IGNORED,

@@ -20,7 +20,7 @@ from wandb.sdk.data_types._private import MEDIA_TMP
 PRELOAD = (
     "torch", "accelerate", "accelerate.tracking", "timm", "transformers.models.rt_detr_v2.modeling_rt_detr_v2",
     "transformers.models.detr.modeling_detr", "toolkit.session", "toolkit.models.detr.detr",
-    "toolkit.models.detr.rt_detr", "toolkit.evaluation.report", "faster_coco_eval",
+    "toolkit.models.detr.rt_detr", "toolkit.evaluation.report", "toolkit.evaluation.coco",
     "scipy.optimize", "torch.distributed.algorithms.join", "torch.nn.parallel.distributed",
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from PIL import Image
 from test_box_formats import CONVERTED, convert
 from test_text import NASTY_NAMES
 
-from toolkit.evaluation.coco import metric_keys
+from toolkit.evaluation.class_keys import metric_keys
 
 SHORT = ("--run.epochs", 1, "--run.max_steps", 1)
 CONTROL = ("\x1b", "\x07", "\x08", "\x00", "\u202e", "\u2028")

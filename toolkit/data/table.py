@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from toolkit.boxes import Boxes, offsets_of
 from toolkit.data.places import Places, Stored, open_places
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS, write_json
@@ -132,6 +134,24 @@ class DetectionTable:
         """(len,) int64: objects per image, crowd regions included."""
         counts = [np.diff(batch.objects["id"][0]).astype(np.int64) for batch in self._batches]
         return np.concatenate(counts or [np.zeros(0, np.int64)])
+
+    def boxes(self) -> Boxes:
+        """All annotated boxes, straight from Arrow: no Python object for a box."""
+        objects = self.rows.column("objects").combine_chunks()
+        lists = dict(zip((field.name for field in objects.type), objects.flatten(), strict=True))
+
+        def flat(name: str, dtype: type) -> np.ndarray:
+            values = lists[name].flatten()
+            shape = (len(values), values.type.list_size) if pa.types.is_fixed_size_list(values.type) else len(values)
+            values = values.flatten() if isinstance(shape, tuple) else values
+            return np.from_dlpack(values).astype(dtype).reshape(shape)
+
+        return Boxes(
+            offsets=offsets_of(np.from_dlpack(pc.list_value_length(lists["id"]))), xyxy=flat("bbox", np.float64),
+            labels=flat("category", np.int64), scores=None, area=flat("area", np.float64),
+            iscrowd=flat("iscrowd", np.int64) > 0, ids=flat("id", np.int64),
+            extra={"attributes": flat("attributes", np.int64)} if self.attributes else {},
+        )  # fmt: skip
 
     @property
     def class_names(self) -> list[str]:

@@ -1,75 +1,50 @@
-"""COCO detection metrics of predictions kept by image id; numbers equal pycocotools', speed is faster-coco-eval's.
+"""COCO detection metrics of predictions kept by image id; the numbers are pycocotools' to 1e-12.
 
 The definition is that of COCO (Lin et al. 2014, https://cocodataset.org/#detection-eval), crowds and the area ranges of
-`area` included. `max_dets` counts detections per image *and class*, highest scores first, as pycocotools does.
+`area` included. `max_detections` counts detections per image *and class*, highest scores first, as pycocotools does.
 Of equal scores the one that comes first wins: images in the order of the table, detections as the detector gave them.
 """
 
-import contextlib
-import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from faster_coco_eval import COCO as FasterCOCO
-from faster_coco_eval import COCOeval_faster
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
+from toolkit.boxes import Boxes
 from toolkit.errors import BadInput
-from toolkit.evaluation.arrays import (
-    BoxArrays,
-    class_keys,
-    drop_unusable,
-    ground_truth_arrays,
-    metric_keys,
-    prediction_arrays,
-)
+from toolkit.evaluation.class_keys import class_keys
+from toolkit.evaluation.coco_numbers import exact_numbers
 from toolkit.evaluation.draw import draw_predictions
 from toolkit.evaluation.explain import explain_zero_ap
-from toolkit.evaluation.voc import voc_metrics_of_arrays
-from toolkit.modes import uncollected
+from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, match
+from toolkit.evaluation.voc import voc_metrics
 from toolkit.text import columns, shown
 
-__all__ = [
-    "CocoEvaluator",
-    "check_ground_truth",
-    "class_keys",
-    "explain_zero_ap",
-    "ground_truth_as_predictions",
-    "metric_keys",
-    "per_class_table",
-]
-
-# Both packages hold Python objects for each box, 2 kB of them; classes do not know of each other.
-DETECTIONS_AT_ONCE = 100_000
-BACKENDS = {"faster": (FasterCOCO, COCOeval_faster), "pycocotools": (COCO, COCOeval)}
+BACKENDS = ("toolkit", "pycocotools")
 
 
 class CocoEvaluator:
     """The twelve COCO box metrics and those of each class, for one dataset.
 
     Args:
-        table: the `DetectionTable` with the ground truth; read once, here.
-        backend: "faster" (faster-coco-eval) or "pycocotools"; both give the same numbers.
-        max_dets: detections per image and class that count, ascending; AP uses the last one.
+        table: the `DetectionTable` with the ground truth.
+        backend: "toolkit", or "pycocotools", the reference that it is held to.
+        max_detections: detections per image and class that count, ascending; AP uses the last one.
 
     Raises:
         BadInput: unknown backend.
     """
 
-    def __init__(self, table, backend: str = "faster", max_dets: Sequence[int] = (1, 10, 100)):
+    def __init__(self, table, backend: str = "toolkit", max_detections: Sequence[int] = MAX_DETECTIONS):
         if backend not in BACKENDS:
             raise BadInput(f"eval.backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
-        self.table, self.image_ids = table, table.image_ids().tolist()
-        self.class_keys = class_keys(table)
-        self.max_dets = sorted(max_dets)
-        self._coco, self._eval = BACKENDS[backend]
-        self._ground_truth, self._loaded = ground_truth_arrays(table), None
+        self.table, self.backend, self.max_detections = table, backend, tuple(sorted(max_detections))
+        self.image_ids, self.class_keys = table.image_ids().tolist(), class_keys(table)
+        self.matches: Matches | None = None  # of the last evaluation
 
     def evaluate(self, predictions: Mapping) -> dict[str, float | None]:
-        """Metrics of a full set of predictions.
+        """Metrics of a full set of predictions; afterwards `matches` has what they were counted from.
 
         Args:
             predictions: for every image id of the table `boxes (K, 4)` xyxy in original pixels, `scores (K,)`,
@@ -77,61 +52,22 @@ class CocoEvaluator:
 
         Returns:
             `bbox_AP, bbox_AP50, bbox_AP75, bbox_APs, bbox_APm, bbox_APl, bbox_AR1, bbox_AR10, bbox_AR100, bbox_ARs,
-            bbox_ARm, bbox_ARl` (the AR numbers follow `max_dets`) and `AP/<class>`, `AP50/<class>`, `AR100/<class>`;
-            from 0 to 1. None where there is no ground truth to find (pycocotools says -1): undefined is not 0. Beside
-            them `voc07_mAP` and `voc12_mAP`, see `voc_metrics`: a twentieth of COCO's time.
+            bbox_ARm, bbox_ARl` (the AR numbers follow `max_detections`) and `AP/<class>`, `AP50/<class>`,
+            `AR100/<class>`; from 0 to 1. None where there is no ground truth to find (pycocotools says -1): undefined
+            is not 0. Beside them `voc07_mAP` and `voc12_mAP`, see `voc_metrics`.
 
         Raises:
             BadInput: image ids of predictions and table differ.
         """
-        detections = prediction_arrays(predictions, self.image_ids)
-        detections = drop_unusable(detections, len(self.class_keys), self.image_ids)
-        voc = voc_metrics_of_arrays(detections, self._ground_truth, self.class_keys)
-        detections = detections[_among_the_best(detections, self.max_dets[-1])]
-        parts = class_groups(np.bincount(detections.labels, minlength=len(self.class_keys)), DETECTIONS_AT_ONCE)
-        found = [self._evaluate_classes(detections, part) for part in parts]
-        precision, recall = (np.concatenate([each[k] for each in found], axis=2 - k) for k in range(2))
-        means = {name: voc[name] for name in ("voc07_mAP", "voc12_mAP")}
-        return self._summary(precision, recall, found[0][2]) | means
+        self.matches = match(predictions, self.table, self.max_detections)
+        if self.backend == "pycocotools":
+            from toolkit.evaluation.pycocotools_numbers import pycocotools_numbers
 
-    def _evaluate_classes(self, detections: BoxArrays, part: np.ndarray) -> tuple:
-        """`precision` (T, R, K, A, M) and `recall` (T, K, A, M) of some classes, and the parameters they are for."""
-        with contextlib.redirect_stdout(io.StringIO()), uncollected():  # pycocotools prints its progress
-            truth = self._truth_of(part)
-            found = self._loadable(detections[np.isin(detections.labels, part)])
-            run = self._eval(truth, found, iouType="bbox")
-            run.params.maxDets, run.params.catIds = list(self.max_dets), part.tolist()
-            run.evaluate()
-            run.accumulate()
-        return np.array(run.eval["precision"]), np.asarray(run.eval["recall"]), run.params
-
-    def _truth_of(self, part: np.ndarray):
-        """The ground truth of some classes; that of all of them is kept."""
-        if len(part) < len(self.class_keys):
-            return self._loadable(self._ground_truth[np.isin(self._ground_truth.labels, part)])
-        self._loaded = self._loaded or self._loadable(self._ground_truth)
-        return self._loaded
-
-    def _loadable(self, boxes: BoxArrays):
-        """A COCO object of either package; image ids are positions in the table, so that strings are fine too.
-
-        Annotation ids count from 1: the evaluation marks "not matched" with 0, so the box with id 0 would never be
-        found.
-        """
-        columns = (boxes.image_index, boxes.labels, boxes.xywh(), boxes.area, boxes.iscrowd, boxes.scores)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        coco = self._coco()
-        coco.dataset = {
-            "images": [{"id": i} for i in range(len(self.image_ids))],
-            "categories": [{"id": k} for k in range(len(self.class_keys))],
-            "annotations": [
-                {"id": n, "image_id": i, "category_id": k, "bbox": b, "area": a, "iscrowd": c, "score": s}
-                for n, (i, k, b, a, c, s) in enumerate(rows, start=1)
-            ],
-        }
-        with contextlib.redirect_stdout(io.StringIO()):
-            coco.createIndex()
-        return coco
+            row = pycocotools_numbers(self.matches)
+        else:
+            row = coco_row(self.matches)
+        voc = voc_metrics(self.matches)
+        return row | {name: voc[name] for name in ("voc07_mAP", "voc12_mAP")}
 
     def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
         """`per_class_table` of what `evaluate` returned, the twelve numbers of COCO, and why an AP is 0; `step` as in
@@ -145,74 +81,19 @@ class CocoEvaluator:
         """A picture of `count` images, predictions beside the annotated boxes."""
         return draw_predictions(self.table, predictions, count, path)
 
-    def _summary(self, precision: np.ndarray, recall: np.ndarray, params) -> dict[str, float | None]:
-        """COCOeval.summarize() without its printing and with the classes; changes `precision`."""
-        # pycocotools adds an epsilon to what it divides by, so that one detection out of one is 1 - 2e-16, not 1;
-        # faster-coco-eval does not. Both become 1.
-        precision[precision > 1 - 1e-15] = 1
-        half, three_quarters = (int(np.argmin(abs(params.iouThrs - t))) for t in (0.5, 0.75))
-        areas = {"s": 1, "m": 2, "l": 3}  # small, medium, large; 0 is all
-        result = {
-            "bbox_AP": _mean(precision[:, :, :, 0, -1]),
-            "bbox_AP50": _mean(precision[half, :, :, 0, -1]),
-            "bbox_AP75": _mean(precision[three_quarters, :, :, 0, -1]),
-        }
-        result |= {f"bbox_AP{a}": _mean(precision[:, :, :, i, -1]) for a, i in areas.items()}
-        result |= {f"bbox_AR{m}": _mean(recall[:, :, 0, i]) for i, m in enumerate(self.max_dets)}
-        result |= {f"bbox_AR{a}": _mean(recall[:, :, i, -1]) for a, i in areas.items()}
-        most = self.max_dets[-1]
-        for k, name in enumerate(self.class_keys):
-            result[f"AP/{name}"] = _mean(precision[:, :, k, 0, -1])
-            result[f"AP50/{name}"] = _mean(precision[half, :, k, 0, -1])
-            result[f"AR{most}/{name}"] = _mean(recall[:, k, 0, -1])
-        return result
+
+def coco_row(matches: Matches) -> dict[str, float | None]:
+    """The metrics of `CocoEvaluator.evaluate`."""
+    exact, most = exact_numbers(matches), matches.max_detections[-1]
+    row = {f"bbox_{name}": _defined(values[0]) for name, values in exact.numbers.items()}
+    of_classes = (exact.of_class[0], exact.half_of_class[0], exact.recall_of_class[0])
+    for name, ap, half, recall in zip(matches.class_names, *of_classes, strict=True):
+        row |= {f"AP/{name}": _defined(ap), f"AP50/{name}": _defined(half), f"AR{most}/{name}": _defined(recall)}
+    return row
 
 
-def _among_the_best(boxes: BoxArrays, most: int) -> np.ndarray:
-    """(G,) bool: is a detection among the `most` best of its image and class, of equal scores the first ones."""
-    order = np.lexsort((-boxes.scores, boxes.labels, boxes.image_index))
-    change = np.diff(boxes.image_index[order], prepend=-1) | np.diff(boxes.labels[order], prepend=-1)
-    places = np.arange(len(order))
-    rank = places - np.maximum.accumulate(np.where(change != 0, places, 0))
-    keep = np.empty(len(order), bool)
-    keep[order] = rank < most
-    return keep
-
-
-def class_groups(counts: np.ndarray, most: int) -> list[np.ndarray]:
-    """Classes that are evaluated together, in their order: as many as have `most` detections, at least one.
-
-    counts: (C,) detections of each class.
-    """
-    groups, held = [[]], 0
-    for each, count in enumerate(counts):
-        if groups[-1] and held + count > most:
-            groups.append([])
-            held = 0
-        groups[-1].append(each)
-        held += count
-    return [np.asarray(group, np.int64) for group in groups]
-
-
-def _mean(values: np.ndarray) -> float | None:
-    defined = values[values > -1]
-    return float(defined.mean()) if defined.size else None
-
-
-def ground_truth_as_predictions(table) -> dict:
-    """The table's boxes, crowds left out, as predictions with score 1: what a perfect detector would say."""
-    truth = ground_truth_arrays(table)
-    truth = truth[truth.iscrowd == 0]
-    ends = np.searchsorted(truth.image_index, np.arange(len(table.rows)), side="right")
-    starts = np.concatenate([[0], ends[:-1]])
-    return {
-        image_id: {
-            "boxes": torch.from_numpy(truth.boxes_xyxy[a:b]),
-            "scores": torch.ones(b - a),
-            "labels": torch.from_numpy(truth.labels[a:b]),
-        }
-        for image_id, a, b in zip(table.image_ids().tolist(), starts.tolist(), ends.tolist(), strict=True)
-    }
+def _defined(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 def check_ground_truth(table, name: str = "the validation data") -> list[str]:
@@ -225,11 +106,13 @@ def check_ground_truth(table, name: str = "the validation data") -> list[str]:
         BadInput: AP is below 1.0, or boxes without width, height, area or class hide in it (COCO passes over them);
             names the classes and the boxes.
     """
-    truth = ground_truth_arrays(table)
-    if not (truth.iscrowd == 0).any():
+    truth = table.boxes()
+    wanted = truth[~truth.iscrowd]
+    if not len(wanted):
         return [f"{name}: no boxes to find in {len(table.rows)} images; every AP will be undefined (null)"]
     most = _most_per_image_and_class(truth, len(table.categories))
-    result = CocoEvaluator(table, max_dets=(1, 10, max(100, most))).evaluate(ground_truth_as_predictions(table))
+    limits = (*MAX_DETECTIONS[:-1], max(MAX_DETECTIONS[-1], most))
+    result = coco_row(match(replace(wanted, scores=np.ones(len(wanted))), table, limits))
     values = {key: result[f"AP/{key}"] for key in class_keys(table)}
     impossible = _impossible_boxes(truth, table)
     lost = {key: value for key, value in values.items() if value is not None and value < 1 - 1e-6}
@@ -250,17 +133,17 @@ def check_ground_truth(table, name: str = "the validation data") -> list[str]:
     return notes
 
 
-def _most_per_image_and_class(truth: BoxArrays, num_classes: int) -> int:
+def _most_per_image_and_class(truth: Boxes, num_classes: int) -> int:
     return int(np.unique(truth.image_index * num_classes + truth.labels, return_counts=True)[1].max())
 
 
-def _impossible_boxes(truth: BoxArrays, table) -> list[str]:
+def _impossible_boxes(truth: Boxes, table) -> list[str]:
     """Annotations without width, height, area or class, in words (at most ten)."""
     ids, classes = table.image_ids().tolist(), len(table.categories)
-    sides = truth.boxes_xyxy[:, 2:] - truth.boxes_xyxy[:, :2]
+    sides = truth.xyxy[:, 2:] - truth.xyxy[:, :2]
     bad = ~(sides > 0).all(axis=1) | ~(truth.area >= 0) | (truth.labels < 0) | (truth.labels >= classes)
     return [
-        f"image {ids[truth.image_index[i]]!r}: box {truth.boxes_xyxy[i].tolist()} (x1, y1, x2, y2) of class "
+        f"image {ids[truth.image_index[i]]!r}: box {truth.xyxy[i].tolist()} (x1, y1, x2, y2) of class "
         f"{truth.labels[i]}, area {truth.area[i]:g}; expected x2 > x1, y2 > y1, a class in 0..{classes - 1}, area >= 0"
         for i in np.flatnonzero(bad)[:10]
     ]
@@ -268,8 +151,8 @@ def _impossible_boxes(truth: BoxArrays, table) -> list[str]:
 
 def per_class_table(result: Mapping, table) -> str:
     """Text table, one line a class: images and boxes (crowds left out) it has, AP, AP50 and AR; `-` is undefined."""
-    truth = ground_truth_arrays(table)
-    truth = truth[truth.iscrowd == 0]
+    truth = table.boxes()
+    truth = truth[~truth.iscrowd]
     recall = next((k.split("/")[0] for k in result if k.startswith("AR") and "/" in k), "AR100")
     rows = [("class", "images", "boxes", "AP", "AP50", recall)]
     for k, name in enumerate(class_keys(table)):

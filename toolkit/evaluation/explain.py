@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torchvision.ops import box_iou
 
-from toolkit.evaluation.arrays import BoxArrays, ground_truth_arrays, prediction_arrays
+from toolkit.boxes import Boxes
+from toolkit.evaluation.predictions import boxes_of
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +40,15 @@ def explain_zero_ap(predictions: Mapping, table, step: int | None = None) -> lis
     Returns:
         One sentence per cause with the numbers behind it, or that it is too early to tell.
     """
-    truth = ground_truth_arrays(table)
-    truth = truth[truth.iscrowd == 0]
+    truth = table.boxes()
+    truth = truth[~truth.iscrowd]
     if not len(truth):
         return ["the data have no ground-truth boxes (crowds do not count), so AP is undefined"]
-    found = prediction_arrays(predictions, table.image_ids().tolist())
+    found = boxes_of(predictions, table.image_ids().tolist())
     if not len(found):
         return ["no image has a single prediction: score threshold too high, or post-processing keeps nothing"]
     causes = _about_numbers(found, len(table.categories))
-    usable = found[np.isfinite(found.boxes_xyxy).all(axis=1) & np.isfinite(found.scores)]
+    usable = found[np.isfinite(found.xyxy).all(axis=1) & np.isfinite(found.scores)]
     if too_early := _too_early(usable, truth, step):
         return [*causes, f"too early to tell: {too_early}"]
     best = _best(usable, truth)
@@ -58,7 +59,7 @@ def explain_zero_ap(predictions: Mapping, table, step: int | None = None) -> lis
     return causes or [_nothing_wrong(usable, truth, _with_both(usable, truth))]
 
 
-def _too_early(found: BoxArrays, truth: BoxArrays, step: int | None) -> str:
+def _too_early(found: Boxes, truth: Boxes, step: int | None) -> str:
     """Why there is no evidence yet; "" when there is."""
     if step is not None and step < MIN_STEPS:
         return f"{step} optimizer steps are not enough to learn from (at least {MIN_STEPS})"
@@ -69,20 +70,18 @@ def _too_early(found: BoxArrays, truth: BoxArrays, step: int | None) -> str:
     return ""
 
 
-def _best(found: BoxArrays, truth: BoxArrays) -> BoxArrays:
+def _best(found: Boxes, truth: Boxes) -> Boxes:
     """The best detections of each image, twice as many as it has objects, in the order of the images."""
     order = np.lexsort((-found.scores, found.image_index))
     found = found[order]
-    rank = np.arange(len(found)) - np.searchsorted(found.image_index, found.image_index)
-    objects = np.searchsorted(truth.image_index, found.image_index, side="right")
-    objects -= np.searchsorted(truth.image_index, found.image_index)
-    return found[rank < BEST * objects]
+    rank = np.arange(len(found)) - found.offsets[found.image_index]
+    return found[rank < BEST * np.diff(truth.offsets)[found.image_index]]
 
 
-def _about_numbers(found: BoxArrays, num_classes: int) -> list[str]:
+def _about_numbers(found: Boxes, num_classes: int) -> list[str]:
     """Mistakes that the numbers show by themselves, however few."""
     causes = []
-    unfinite = ~(np.isfinite(found.boxes_xyxy).all(axis=1) & np.isfinite(found.scores))
+    unfinite = ~(np.isfinite(found.xyxy).all(axis=1) & np.isfinite(found.scores))
     if unfinite.any():
         causes.append(f"{unfinite.sum()} of {len(found)} predictions have a box or score that is not finite")
     found = found[~unfinite]
@@ -99,12 +98,12 @@ def _about_numbers(found: BoxArrays, num_classes: int) -> list[str]:
     return causes
 
 
-def _about_all(found: BoxArrays, truth: BoxArrays) -> list[str]:
+def _about_all(found: Boxes, truth: Boxes) -> list[str]:
     """Causes that all predictions have in common."""
     if not len(found):
         return []
     causes = []
-    sides = found.boxes_xyxy[:, 2:] - found.boxes_xyxy[:, :2]
+    sides = found.xyxy[:, 2:] - found.xyxy[:, :2]
     degenerate = ~(sides > 0).all(axis=1)
     if degenerate.mean() > 0.5:
         causes.append(f"{degenerate.mean():.0%} of the boxes have no width or height (x2 <= x1 or y2 <= y1)")
@@ -114,7 +113,7 @@ def _about_all(found: BoxArrays, truth: BoxArrays) -> list[str]:
     return causes
 
 
-def _about_boxes(found: BoxArrays, truth: BoxArrays, sizes_hw: np.ndarray, chosen: np.ndarray) -> list[str]:
+def _about_boxes(found: Boxes, truth: Boxes, sizes_hw: np.ndarray, chosen: np.ndarray) -> list[str]:
     """Other readings of the boxes: formats, units and scales. Labels are ignored here."""
     as_is = _recall(found, truth, chosen)
     if as_is >= FOUND:
@@ -123,19 +122,19 @@ def _about_boxes(found: BoxArrays, truth: BoxArrays, sizes_hw: np.ndarray, chose
     inside = _clipped_area(found, sizes_hw)
     if (inside <= 0).mean() > 0.5 and found.area.max() > 0:
         causes.append(f"{(inside <= 0).mean():.0%} of the boxes lie outside their image or are empty")
-    readings = [(_recall(replace(found, boxes_xyxy=boxes), truth, chosen), words, boxes)
+    readings = [(_recall(replace(found, xyxy=boxes), truth, chosen), words, boxes)
                 for boxes, words in _readings(found, sizes_hw)]
     recall, words, boxes = max(readings, key=lambda reading: reading[0])
-    if _is_evidence(recall, as_is, replace(found, boxes_xyxy=boxes), truth, chosen):
+    if _is_evidence(recall, as_is, replace(found, xyxy=boxes), truth, chosen):
         return [f"{words}: read that way they find {recall:.0%} of the objects at IoU 0.5, as they are {as_is:.0%}"]
-    scales = [(_recall(replace(found, boxes_xyxy=boxes), truth, chosen[:16]), words, boxes)
+    scales = [(_recall(replace(found, xyxy=boxes), truth, chosen[:16]), words, boxes)
               for boxes, words in _scales(found, sizes_hw)]
     recall, words, boxes = max(scales, key=lambda scale: scale[0])
-    if _is_evidence(recall, as_is, replace(found, boxes_xyxy=boxes), truth, chosen[:16]):
+    if _is_evidence(recall, as_is, replace(found, xyxy=boxes), truth, chosen[:16]):
         return [f"boxes are in another scale than the original image: {words} they find {recall:.0%} of the objects "
                 f"at IoU 0.5, as they are {as_is:.0%} (size given to the model mistaken for the original size?)"]
     ratio = np.median(np.maximum(found.area, 0)) / np.median(truth.area)
-    if abs(found.boxes_xyxy).max() <= 2:
+    if abs(found.xyxy).max() <= 2:
         causes.append("no coordinate is above 2: normalised boxes (0..1) where pixels are expected?")
     elif ratio < 0.01:
         causes.append(f"boxes are tiny: their median area is {ratio:.2g} of that of the objects")
@@ -144,7 +143,7 @@ def _about_boxes(found: BoxArrays, truth: BoxArrays, sizes_hw: np.ndarray, chose
     return causes
 
 
-def _is_evidence(recall: float, as_is: float, changed: BoxArrays, truth: BoxArrays, chosen: np.ndarray) -> bool:
+def _is_evidence(recall: float, as_is: float, changed: Boxes, truth: Boxes, chosen: np.ndarray) -> bool:
     """Whether a change finds enough objects, more than the boxes as they are, and more than by chance: than the boxes
     of each image find in the next one, as boxes do that are the same in every image."""
     if recall < max(FOUND, 2 * as_is):
@@ -152,20 +151,20 @@ def _is_evidence(recall: float, as_is: float, changed: BoxArrays, truth: BoxArra
     return recall >= CHANCE * _recall(_moved_on(changed, chosen), truth, chosen)
 
 
-def _moved_on(found: BoxArrays, chosen: np.ndarray) -> BoxArrays:
+def _moved_on(found: Boxes, chosen: np.ndarray) -> Boxes:
     """The detections of each chosen image as if they were those of the next one."""
     found = found[np.isin(found.image_index, chosen)]
     following = np.roll(chosen, -1)[np.searchsorted(chosen, found.image_index)]
     order = np.argsort(following, kind="stable")
-    return replace(found, image_index=following)[order]
+    return found.take(order, following[order])
 
 
-def _readings(found: BoxArrays, sizes_hw: np.ndarray):
+def _readings(found: Boxes, sizes_hw: np.ndarray):
     """(boxes as xyxy pixels, in words) for each format that the numbers could be in."""
-    a, b, c, d = found.boxes_xyxy.T
+    a, b, c, d = found.xyxy.T
     size = sizes_hw[found.image_index][:, [1, 0, 1, 0]]  # width, height, width, height
     formats = {
-        "xyxy": found.boxes_xyxy,
+        "xyxy": found.xyxy,
         "xywh (left, top, width, height)": np.stack([a, b, a + c, b + d], axis=1),
         "cxcywh (centre, width, height)": np.stack([a - c / 2, b - d / 2, a + c / 2, b + d / 2], axis=1),
         "yxyx (y before x)": np.stack([b, a, d, c], axis=1),
@@ -176,18 +175,18 @@ def _readings(found: BoxArrays, sizes_hw: np.ndarray):
         yield boxes * size, f"boxes look normalised (0..1, {name}), expected pixels of the original image, xyxy"
 
 
-def _scales(found: BoxArrays, sizes_hw: np.ndarray):
+def _scales(found: Boxes, sizes_hw: np.ndarray):
     """(boxes rescaled, in words) for constant factors and for boxes left in the size given to the model."""
     height_width = sizes_hw[found.image_index].astype(float)
     for factor in 2.0 ** (np.arange(-48, 49) / 16):
-        yield found.boxes_xyxy * factor, f"multiplied by {factor:.2f}"
+        yield found.xyxy * factor, f"multiplied by {factor:.2f}"
     for side in range(64, 1345, 32):
-        yield found.boxes_xyxy * (height_width[:, [1, 0, 1, 0]] / side), f"taken as pixels of a {side} x {side} image"
+        yield found.xyxy * (height_width[:, [1, 0, 1, 0]] / side), f"taken as pixels of a {side} x {side} image"
         shorter = height_width.min(axis=1, keepdims=True)
-        yield found.boxes_xyxy * (shorter / side), f"taken as pixels of an image with shorter side {side}"
+        yield found.xyxy * (shorter / side), f"taken as pixels of an image with shorter side {side}"
 
 
-def _about_labels(found: BoxArrays, truth: BoxArrays, chosen: np.ndarray) -> list[str]:
+def _about_labels(found: Boxes, truth: Boxes, chosen: np.ndarray) -> list[str]:
     """Boxes are found, their labels are not those of the objects: moved by one, or mixed up."""
     any_class, same_class = _recall(found, truth, chosen), _recall(found, truth, chosen, labels=True)
     if same_class > any_class / 2 or not _is_evidence(any_class, 0, found, truth, chosen):
@@ -201,33 +200,32 @@ def _about_labels(found: BoxArrays, truth: BoxArrays, chosen: np.ndarray) -> lis
             "classes are in another order than in the ground truth, or the classifier has not learned"]
 
 
-def _nothing_wrong(found: BoxArrays, truth: BoxArrays, chosen: np.ndarray) -> str:
+def _nothing_wrong(found: Boxes, truth: Boxes, chosen: np.ndarray) -> str:
     recall = _recall(found, truth, chosen) if len(chosen) else 0.0
     return (f"no known mistake: boxes find {recall:.0%} of the objects at IoU 0.5 whatever their class; "
             f"{len(found)} predictions, highest score {found.scores.max() if len(found) else 0:.3g}; "
             "most likely the detector has not been trained long enough")
 
 
-def _with_both(found: BoxArrays, truth: BoxArrays) -> np.ndarray:
+def _with_both(found: Boxes, truth: Boxes) -> np.ndarray:
     """Positions of at most MAX_IMAGES images, evenly spread, that have objects and predictions."""
     both = np.intersect1d(found.image_index, truth.image_index)
     return both[np.linspace(0, len(both) - 1, min(len(both), MAX_IMAGES)).astype(int)] if len(both) else both
 
 
-def _recall(found: BoxArrays, truth: BoxArrays, images: np.ndarray, labels: bool = False) -> float:
+def _recall(found: Boxes, truth: Boxes, images: np.ndarray, labels: bool = False) -> float:
     """Share of the objects in `images` that some prediction overlaps with IoU >= 0.5 (and has the label of)."""
     hits = total = 0
     for image in images.tolist():
-        f = slice(*np.searchsorted(found.image_index, [image, image + 1]))
-        t = slice(*np.searchsorted(truth.image_index, [image, image + 1]))
-        iou = box_iou(torch.from_numpy(truth.boxes_xyxy[t]), torch.from_numpy(found.boxes_xyxy[f])).nan_to_num(0)
+        f, t = found.of_image(image), truth.of_image(image)
+        iou = box_iou(torch.from_numpy(truth.xyxy[t]), torch.from_numpy(found.xyxy[f])).nan_to_num(0)
         if labels:
             iou = iou * torch.from_numpy(truth.labels[t, None] == found.labels[None, f])
         hits, total = hits + int((iou.amax(dim=1) >= 0.5).sum()), total + len(iou)
     return hits / total
 
 
-def _clipped_area(found: BoxArrays, sizes_hw: np.ndarray) -> np.ndarray:
+def _clipped_area(found: Boxes, sizes_hw: np.ndarray) -> np.ndarray:
     size = sizes_hw[found.image_index][:, [1, 0]]  # width, height
-    low, high = np.clip(found.boxes_xyxy[:, :2], 0, size), np.clip(found.boxes_xyxy[:, 2:], 0, size)
+    low, high = np.clip(found.xyxy[:, :2], 0, size), np.clip(found.xyxy[:, 2:], 0, size)
     return np.prod(np.maximum(high - low, 0), axis=1)

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from toolkit.errors import BadInput
-from toolkit.evaluation.arrays import check_image_ids
+from toolkit.evaluation.predictions import check_image_ids
 from toolkit.files import write_json, write_text_atomic
 
 VERSION = 1

@@ -9,8 +9,10 @@ import torch
 from toolkit.attributes import attribute_targets
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
-from toolkit.evaluation.arrays import check_image_ids
-from toolkit.evaluation.coco import CocoEvaluator, align, metric_keys
+from toolkit.evaluation.class_keys import metric_keys
+from toolkit.evaluation.coco import CocoEvaluator, align
+from toolkit.evaluation.matches import Matches
+from toolkit.evaluation.predictions import check_image_ids
 from toolkit.evaluation.scene_graph import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
 from toolkit.text import shown
 
@@ -39,7 +41,7 @@ class SceneGraphEvaluator:
         *,
         zero_shot: np.ndarray | None = None,
         protocol: str = "original",
-        backend: str = "faster",
+        backend: str = "toolkit",
         trained_relations: np.ndarray | None = None,
     ):
         if protocol not in PROTOCOLS:
@@ -83,8 +85,13 @@ class SceneGraphEvaluator:
         if self.mode != "sgdet" and self.table.attributes and all(each is not None for each in scores):
             row["attribute_R_precision"] = attribute_r_precision([truth["attributes"] for truth in truths], scores)
         if self._boxes is not None:
-            row |= self._boxes.evaluate({image_id: _with_class(p) for image_id, p in predictions.items()})
+            row |= self._boxes.evaluate(predictions)
         return row
+
+    @property
+    def matches(self) -> Matches | None:
+        """Of the boxes of the last evaluation; None where they are given."""
+        return self._boxes and self._boxes.matches
 
     def truth(self, image_id: int | str, prediction: Mapping) -> dict[str, np.ndarray]:
         """The graph that a prediction is compared with: `boxes`, `labels`, `relations` and, if any, `attributes`."""
@@ -178,11 +185,6 @@ def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray
         return found | {"pairs": pairs} | {k: np.asarray(prediction[k]) for k in ("predicates", "combinations")}
     scores = np.asarray(prediction.get("predicate_scores", torch.zeros(0, num_predicates)))
     return found | {"pairs": pairs, "predicate_scores": scores}
-
-
-def _with_class(prediction: Mapping) -> dict:
-    keep = prediction["labels"] >= 0
-    return {key: prediction[key][keep] for key in ("boxes", "labels", "scores")}
 
 
 def _number(value: float | None) -> str:

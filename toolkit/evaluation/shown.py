@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from toolkit.evaluation.coco import class_keys
 from toolkit.evaluation.draw import choose_images, grid_samples
-from toolkit.evaluation.report.matches import match
+from toolkit.evaluation.matches import Matches
 from toolkit.evaluation.report.thresholds import Sweep, confusion_matrix, sweep
 
 LONGEST_SIDE = 640  # of a picture, in pixels
@@ -52,16 +51,16 @@ class Shown:
     threshold: float
 
 
-def shown_evaluation(table, predictions: Mapping, scores: Mapping, pictures: int, grid: Image.Image | None) -> Shown:
+def shown_evaluation(
+    table, predictions: Mapping, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None
+) -> Shown:
     """What is to be shown of predictions by image id.
 
     Args:
-        scores: as `CocoEvaluator.evaluate` returned them. pictures: images, the same ones at every evaluation.
-
-    Raises:
-        BadInput: image ids of predictions and table differ.
+        matches: of these predictions. scores: as `CocoEvaluator.evaluate` returned them. pictures: images, the same
+            ones at every evaluation.
     """
-    names, matches = class_keys(table), match(predictions, table)
+    names = matches.class_names
     chosen = np.sort(np.argsort(-matches.num_truth, kind="stable")[:MOST_CLASSES])
     overall = sweep(matches)
     curves = {ALL: overall} | {names[k]: sweep(matches, k) for k in chosen if matches.num_truth[k]}

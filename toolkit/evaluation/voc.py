@@ -5,49 +5,36 @@ too (+ 1), only IoU 0.5 counts, a second prediction of a box is wrong. Boxes mar
 need not be found, and what finds them does not count. VOC07 means precision over 11 recalls, VOC12 over all of them.
 """
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
-from toolkit.evaluation.arrays import BoxArrays, class_keys, drop_unusable, ground_truth_arrays, prediction_arrays
+from toolkit.boxes import Boxes
+from toolkit.evaluation.matches import Matches
 
 RECALLS_07 = np.arange(0.0, 1.1, 0.1)  # with its rounding: 0.3 is 0.30000000000000004, as in the programs of the field
 _BLOCK = 2**20  # pairs of boxes at once
 
 
-def voc_metrics(predictions: Mapping, table, iou: float = 0.5) -> dict[str, float | None]:
-    """`voc07_mAP`, `voc12_mAP` and `voc07/<class>`, `voc12/<class>` of a full set of predictions; from 0 to 1.
+def voc_metrics(matches: Matches, iou: float = 0.5) -> dict[str, float | None]:
+    """`voc07_mAP`, `voc12_mAP` and `voc07/<class>`, `voc12/<class>` of matched boxes; from 0 to 1.
 
     Args:
-        predictions: as for `CocoEvaluator.evaluate`.
+        matches: of each image and class its best predictions, as COCO counts them; VOC itself counts all.
         iou: least IoU of a prediction that is right.
 
     Returns:
         None where a class has no boxes to find; such classes are left out of the means.
-
-    Raises:
-        BadInput: image ids of predictions and table differ.
     """
-    image_ids, names = table.image_ids().tolist(), class_keys(table)
-    found = drop_unusable(prediction_arrays(predictions, image_ids), len(names), image_ids)
-    return voc_metrics_of_arrays(found, ground_truth_arrays(table), names, iou)
-
-
-def voc_metrics_of_arrays(
-    found: BoxArrays, truth: BoxArrays, names: Sequence[str], iou: float = 0.5
-) -> dict[str, float | None]:
-    """`voc_metrics` of predictions and annotated boxes of classes with these names."""
+    names, found, truth = matches.class_names, matches.found, matches.truth
     best_iou, best_box = _most_overlapped(found, truth, len(names))
     result: dict[str, float | None] = {}
     for label, name in enumerate(names):
-        total = int(((truth.labels == label) & (truth.iscrowd == 0)).sum())
+        total = int(matches.num_truth[label])
         rows = np.flatnonzero(found.labels == label)
-        rows = rows[np.lexsort((-found.scores[rows], found.image_index[rows]))]  # which one of a box's is first
         hit = best_iou[rows] >= iou
-        first = np.zeros(len(rows), bool)
+        first = np.zeros(len(rows), bool)  # of the predictions of a box; within an image the best comes first
         boxes, place = np.unique(best_box[rows[hit]], return_index=True)
         first[np.flatnonzero(hit)[place]] = True
-        difficult = hit & (truth.iscrowd[best_box[rows]] > 0) if len(truth) else np.zeros(len(rows), bool)
+        difficult = hit & (truth.iscrowd[best_box[rows]]) if len(truth) else np.zeros(len(rows), bool)
         order = np.argsort(-found.scores[rows], kind="stable")
         right, wrong = (first & ~difficult)[order], (~difficult & ~first)[order]
         result[f"voc07/{name}"] = _average_precision(right, wrong, total, _eleven_points)
@@ -59,7 +46,7 @@ def voc_metrics_of_arrays(
     return means | result
 
 
-def _most_overlapped(found: BoxArrays, truth: BoxArrays, classes: int) -> tuple[np.ndarray, np.ndarray]:
+def _most_overlapped(found: Boxes, truth: Boxes, classes: int) -> tuple[np.ndarray, np.ndarray]:
     """(D,) largest IoU with a box of the same image and class, and its row in `truth` (0 where there is none)."""
     groups = [boxes.image_index * classes + boxes.labels for boxes in (found, truth)]
     order = np.argsort(groups[1], kind="stable")
@@ -76,7 +63,7 @@ def _most_overlapped(found: BoxArrays, truth: BoxArrays, classes: int) -> tuple[
         first = np.cumsum(count) - count
         within = np.arange(count.sum()) - np.repeat(first, count)
         gt = order[np.repeat(starts[groups[0][some]], count) + within]
-        values = _iou(found.boxes_xyxy[np.repeat(some, count)], truth.boxes_xyxy[gt])
+        values = _iou(found.xyxy[np.repeat(some, count)], truth.xyxy[gt])
         best = np.maximum.reduceat(values, first)
         place = np.where(values == np.repeat(best, count), np.arange(len(values)), len(values))
         iou[some], box[some] = best, gt[np.minimum.reduceat(place, first)]  # of equal ones the first

@@ -25,7 +25,7 @@ from toolkit.runs.status import _now, holds_a_run
 
 DRAFTS = ".tmp-start"
 PACKAGES = ("torch", "torchvision", "accelerate", "transformers", "timm", "datasets", "wandb", "pycocotools",
-            "faster-coco-eval", "jsonargparse", "safetensors", "scipy", "numpy", "tensorboard")  # fmt: skip
+            "jsonargparse", "safetensors", "scipy", "numpy", "tensorboard")  # fmt: skip
 
 
 def prepare_run_folder(

@@ -317,8 +317,9 @@ class LossConfig:
 class EvalConfig:
     """Evaluation."""
 
-    backend: Literal["faster", "pycocotools"] = "faster"
-    """Package that computes the COCO numbers; both give the same ones."""
+    backend: Literal["toolkit", "pycocotools"] = "toolkit"
+    """Program that computes the COCO numbers: this toolkit, or pycocotools, the slower reference; both give the same
+    ones."""
     metric_for_best: str = "bbox_AP"
     """Metric that `best` and early stopping go by; ema/bbox_AP is that of the averaged weights."""
     early_stopping_patience: PositiveInt | None = None

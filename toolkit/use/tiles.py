@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import batched_nms
 
-from toolkit.boxes import pairwise_iou
+from toolkit.box_ops import pairwise_iou
 from toolkit.errors import BadInput
 from toolkit.use.prediction import Found, Predictor
 

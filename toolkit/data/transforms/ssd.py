@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit.batch import Target
-from toolkit.boxes import pairwise_iou
+from toolkit.box_ops import pairwise_iou
 from toolkit.data.transforms.geometry import crop, flip, keep_boxes, resize
 from toolkit.data.transforms.photometric import PhotometricDistortion
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from toolkit.batch import Target
-from toolkit.boxes import pairwise_iou
+from toolkit.box_ops import pairwise_iou
 from toolkit.data.transforms.geometry import (
     Compose,
     RandomFlip,

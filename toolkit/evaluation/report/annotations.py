@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.evaluation.report.matches import BACKGROUND_IOU, Matches
+from toolkit.evaluation.matches import BACKGROUND_IOU, Matches
 from toolkit.evaluation.report.thresholds import sweep
 
 KINDS = {
@@ -87,7 +87,7 @@ def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
         alike.setdefault((m.truth.image_index[gt], m.truth.labels[gt]), []).append(gt)
     both = [(det, gt) for det in dets for gt in alike.get((m.found.image_index[det], m.found.labels[det]), ())]
     det, gt = np.array(both, int).reshape(-1, 2).T
-    ours, theirs = m.found.boxes_xyxy[det], m.truth.boxes_xyxy[gt]
+    ours, theirs = m.found.xyxy[det], m.truth.xyxy[gt]
     sides, their_sides = ours[:, 2:] - ours[:, :2], np.maximum(theirs[:, 2:] - theirs[:, :2], 1e-9)
     way = (np.abs(ours[:, 2:] + ours[:, :2] - theirs[:, 2:] - theirs[:, :2]) / 2 / their_sides).max(axis=1)
     larger = np.maximum(sides / their_sides, their_sides / np.maximum(sides, 1e-9)).max(axis=1)
@@ -107,7 +107,7 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
     cuts = np.flatnonzero(np.diff(images, prepend=-1, append=-1))
     for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
         some = rows[start:stop]  # best first
-        b = m.found.boxes_xyxy[some]
+        b = m.found.xyxy[some]
         low, high = np.maximum(b[:, None, :2], b[None, :, :2]), np.minimum(b[:, None, 2:], b[None, :, 2:])
         common = (high - low).clip(min=0).prod(axis=2)
         area = (b[:, 2:] - b[:, :2]).prod(axis=1)

@@ -2,13 +2,14 @@
 
 import numpy as np
 
+from toolkit.evaluation.coco_numbers import TWELVE
+from toolkit.evaluation.matches import IOUS
 from toolkit.evaluation.report import charts as chart
-from toolkit.evaluation.report.bootstrap import DRAWS, TWELVE, interval
+from toolkit.evaluation.report.bootstrap import DRAWS, interval
 from toolkit.evaluation.report.comparison import Comparison
 from toolkit.evaluation.report.errors import KINDS
 from toolkit.evaluation.report.gallery import LEGEND, whole_image
 from toolkit.evaluation.report.judgement import Judgement
-from toolkit.evaluation.report.matches import IOUS
 from toolkit.evaluation.report.page import Html, charts, number, paragraph, pictures, table, with_interval
 from toolkit.evaluation.report.pictures import Pictures
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.evaluation.report.bootstrap import exact_average_precision
-from toolkit.evaluation.report.matches import BACKGROUND_IOU, Matches
+from toolkit.evaluation.coco_numbers import exact_average_precision
+from toolkit.evaluation.matches import BACKGROUND_IOU, Matches
 
 KINDS = ("class", "localisation", "both", "duplicate", "background", "missed")
 MEANING = {

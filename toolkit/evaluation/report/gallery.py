@@ -42,7 +42,7 @@ def whole_image(judged: Judgement, maker: Pictures, image: int, name: str = "") 
     truth = np.flatnonzero((m.truth.image_index == image) & ~m.crowd)
     found = np.flatnonzero((m.found.image_index == image) & (m.found.scores > judged.threshold) & m.counts)
     right, wrong, missed = judged.image_counts[image].tolist()
-    marks = [Mark(m.truth.boxes_xyxy[row], TRUTH, dashed=True) for row in truth]
+    marks = [Mark(m.truth.xyxy[row], TRUTH, dashed=True) for row in truth]
     marks += [_predicted(judged, row, RIGHT if m.right[row] else WRONG) for row in found[::-1]]
     if len(found) > 5:  # names on everything would hide the image
         marks = [mark if mark.colour == WRONG else replace(mark, text="") for mark in marks]
@@ -70,18 +70,18 @@ def _mistake(judged: Judgement, maker: Pictures, row: int, kind: str) -> str:
     m = judged.matches
     image = int(m.found.image_index[row])
     near = m.gt[(m.det == row) & ~m.crowd[m.gt]]
-    marks = [Mark(m.truth.boxes_xyxy[g], TRUTH, m.class_names[m.truth.labels[g]], dashed=True) for g in near]
+    marks = [Mark(m.truth.xyxy[g], TRUTH, m.class_names[m.truth.labels[g]], dashed=True) for g in near]
     marks.append(_predicted(judged, row, WRONG))
     caption = f"{m.image_ids[image]}: {m.class_names[m.found.labels[row]]}, score {m.found.scores[row]:.2f}"
     overlap = m.iou[(m.det == row) & ~m.crowd[m.gt]]
     caption += f", largest IoU {overlap.max():.2f}" if len(overlap) else ", overlaps no box"
-    return maker.of(image, marks, caption, focus=m.found.boxes_xyxy[row])
+    return maker.of(image, marks, caption, focus=m.found.xyxy[row])
 
 
 def _missed(judged: Judgement, maker: Pictures, row: int) -> str:
     m = judged.matches
     image, name = int(m.truth.image_index[row]), m.class_names[m.truth.labels[row]]
-    box = m.truth.boxes_xyxy[row]
+    box = m.truth.xyxy[row]
     return maker.of(image, [Mark(box, TRUTH, name, dashed=True)], f"{m.image_ids[image]}: {name}", focus=box)
 
 
@@ -120,18 +120,18 @@ def _what(judged: Judgement, s: Suspect) -> tuple[str, str]:
 def _suspect(judged: Judgement, maker: Pictures, s: Suspect) -> str:
     m, marks = judged.matches, []
     if s.gt >= 0:
-        marks.append(Mark(m.truth.boxes_xyxy[s.gt], TRUTH, m.class_names[m.truth.labels[s.gt]], dashed=True))
+        marks.append(Mark(m.truth.xyxy[s.gt], TRUTH, m.class_names[m.truth.labels[s.gt]], dashed=True))
     if s.det >= 0:
         marks.append(_predicted(judged, s.det, RIGHT))
     predicted, annotated = _what(judged, s)
-    focus = m.found.boxes_xyxy[s.det] if s.det >= 0 else m.truth.boxes_xyxy[s.gt]
+    focus = m.found.xyxy[s.det] if s.det >= 0 else m.truth.xyxy[s.gt]
     caption = f"{m.image_ids[s.image]}: {s.kind}; predicted {predicted}, annotated {annotated}"
     return maker.of(s.image, marks, caption, focus=focus)
 
 
 def _predicted(judged: Judgement, row: int, colour: str) -> Mark:
     m = judged.matches
-    return Mark(m.found.boxes_xyxy[row], colour, f"{m.class_names[m.found.labels[row]]} {m.found.scores[row]:.2f}")
+    return Mark(m.found.xyxy[row], colour, f"{m.class_names[m.found.labels[row]]} {m.found.scores[row]:.2f}")
 
 
 def graph_pictures(judged: Judgement, maker: Pictures, count: int = 4) -> str:

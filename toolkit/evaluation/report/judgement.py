@@ -6,11 +6,12 @@ from functools import cached_property
 
 import numpy as np
 
+from toolkit.evaluation.coco_numbers import CocoNumbers, exact_numbers
+from toolkit.evaluation.matches import IOUS, Matches, match
 from toolkit.evaluation.report import bootstrap
 from toolkit.evaluation.report.annotations import Suspect, suspects
 from toolkit.evaluation.report.errors import Errors, tide_errors
 from toolkit.evaluation.report.graphs import GraphReport, judge_graphs
-from toolkit.evaluation.report.matches import IOUS, Matches, match
 from toolkit.evaluation.report.strata import Stratum, strata
 from toolkit.evaluation.report.thresholds import (
     WANTED_PRECISION,
@@ -43,7 +44,7 @@ class Judgement:
     class_ap: np.ndarray
     class_recall: np.ndarray
     ap_by_iou: np.ndarray
-    draws: bootstrap.Resampled
+    draws: CocoNumbers
     overall: Sweep
     sweeps: list[Sweep]
     calibration: Calibration
@@ -92,7 +93,7 @@ def judge(
         BadInput: image ids of predictions and table differ.
     """
     matches = match(predictions, table)
-    exact = bootstrap.exact_numbers(matches)
+    exact = exact_numbers(matches)
     drawn = bootstrap.resample(matches, draws)
     numbers = {key: float(values[0]) if np.isfinite(values[0]) else None for key, values in exact.numbers.items()}
     intervals = {}
@@ -102,14 +103,13 @@ def judge(
     overall = sweep(matches)
     threshold = 0.5 if overall.best is None else overall.best.threshold
     matrix, paired = confusion_matrix(matches, threshold)
-    boxes = {i: {k: p[k] for k in ("boxes", "scores", "labels")} for i, p in predictions.items()}
     return Judgement(
         name=name, table=table, predictions=predictions, about=about or {}, matches=matches, numbers=numbers,
         intervals=intervals, class_ap=exact.of_class[0], class_recall=exact.recall_of_class[0],
         ap_by_iou=exact.by_iou[:, 0], draws=drawn, overall=overall,
         sweeps=[sweep(matches, label) for label in range(matches.num_classes)], calibration=calibration(matches),
         matrix=matrix, paired=paired, errors=tide_errors(matches), strata=strata(matches, threshold),
-        suspects=suspects(matches), voc=voc_metrics(_with_class(boxes), table),
+        suspects=suspects(matches), voc=voc_metrics(matches),
         graphs=judge_graphs(predictions, table, about or {}),
     )  # fmt: skip
 
@@ -153,10 +153,5 @@ def _suspect(judged: Judgement, each: Suspect) -> dict:
     for what, boxes, at in (("predicted", m.found, each.det), ("annotated", m.truth, each.gt)):
         if at >= 0:
             name = m.class_names[boxes.labels[at]]
-            row[what] = {"class": name, "bbox": [round(v, 2) for v in boxes[at : at + 1].xywh()[0].tolist()]}
+            row[what] = {"class": name, "bbox": [round(v, 2) for v in boxes.xywh[at].tolist()]}
     return row
-
-
-def _with_class(predictions: Mapping) -> dict:
-    """Without the boxes of scene graphs that lost every class (label -1)."""
-    return {i: {k: np.asarray(v)[np.asarray(p["labels"]) >= 0] for k, v in p.items()} for i, p in predictions.items()}

@@ -5,12 +5,13 @@ from html import escape
 
 import numpy as np
 
+from toolkit.evaluation.coco_numbers import TWELVE
+from toolkit.evaluation.matches import IOUS
 from toolkit.evaluation.report import charts as chart
 from toolkit.evaluation.report.advice import Advice
-from toolkit.evaluation.report.bootstrap import DRAWS, TWELVE
+from toolkit.evaluation.report.bootstrap import DRAWS
 from toolkit.evaluation.report.errors import KINDS, MEANING
 from toolkit.evaluation.report.judgement import Judgement
-from toolkit.evaluation.report.matches import IOUS
 from toolkit.evaluation.report.page import Html, charts, folded, number, paragraph, table
 from toolkit.evaluation.report.thresholds import WANTED_PRECISION
 

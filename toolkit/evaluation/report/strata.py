@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.evaluation.report.matches import AREAS, Matches
+from toolkit.evaluation.matches import AREAS, Matches
 
 EDGE = 1.0  # a box closer than this to the edge of the image, in pixels, is cut off by it
 TOUCHING = 0.05  # IoU from which two annotated boxes count as neighbours
@@ -37,7 +37,7 @@ def strata(matches: Matches, threshold: float) -> list[Stratum]:
 
 
 def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-    boxes, area = m.truth.boxes_xyxy[rows], m.truth.area[rows]
+    boxes, area = m.truth.xyxy[rows], m.truth.area[rows]
     height, width = m.sizes_hw[m.truth.image_index[rows]].T
     cut = (boxes[:, :2] <= EDGE).any(axis=1) | (boxes[:, 2] >= width - EDGE) | (boxes[:, 3] >= height - EDGE)
     near = neighbours(m)[rows]
@@ -63,7 +63,7 @@ def neighbours(m: Matches) -> np.ndarray:
     counts = np.zeros(len(m.truth), np.int64)
     cuts = np.searchsorted(m.truth.image_index, np.arange(m.num_images + 1))
     for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-        b = m.truth.boxes_xyxy[start:stop]
+        b = m.truth.xyxy[start:stop]
         low, high = np.maximum(b[:, None, :2], b[None, :, :2]), np.minimum(b[:, None, 2:], b[None, :, 2:])
         common = (high - low).clip(min=0).prod(axis=2)
         area = (b[:, 2:] - b[:, :2]).prod(axis=1)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.evaluation.report.matches import Matches
+from toolkit.evaluation.matches import Matches
 
 WANTED_PRECISION = (0.5, 0.75, 0.9, 0.95, 0.99)
 

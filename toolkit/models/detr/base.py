@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.detr.configuration import from_entries
 from toolkit.models.detr.encoder_layers import clamp_unasked_

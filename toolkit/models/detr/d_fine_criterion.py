@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_d_fine import weighting_function
 
-from toolkit.boxes import box_iou, cxcywh_to_xyxy, generalized_box_iou
+from toolkit.box_ops import box_iou, cxcywh_to_xyxy, generalized_box_iou
 from toolkit.models.detr.detr_criterion import Matches, PaddedTargets, pad_targets
 from toolkit.models.detr.rt_detr_criterion import VARIFOCAL_ALPHA, denoising_matches, full_precision, match_focal
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DetrConfig, DetrForObjectDetection, DetrImageProcessor
 
 from toolkit.batch import kept_rows, normalize_images, pixel_mask
-from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.errors import BadInput
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.detr.base import TransformersDetector, projection_tap

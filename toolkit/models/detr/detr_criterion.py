@@ -15,7 +15,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from toolkit.batch import on_host, send
-from toolkit.boxes import (
+from toolkit.box_ops import (
     cxcywh_to_xyxy,
     generalized_box_iou,
     normalize_boxes,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import sigmoid_focal_loss
 
-from toolkit.boxes import box_iou, cxcywh_to_xyxy, generalized_box_iou
+from toolkit.box_ops import box_iou, cxcywh_to_xyxy, generalized_box_iou
 from toolkit.models.detr.detr_criterion import Matches, MatchingCosts, PaddedTargets, match, pad_targets
 
 ALPHA, GAMMA = 0.25, 2.0  # of the focal loss, in all these papers

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import ConditionalDetrImageProcessor
 
 from toolkit.batch import kept_rows
-from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.models.detr.base import TransformersDetector
 from toolkit.models.detr.detr_criterion import count_objects
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForObjectDetection, PreTrainedConfig, RTDetrIm
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from toolkit.batch import normalize_images, on_host, send
-from toolkit.boxes import normalize_boxes, xyxy_to_cxcywh
+from toolkit.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.errors import BadInput
 from toolkit.models.backbones import freeze_backbone, image_statistics, load_backbone_weights
 from toolkit.models.detector import MapTap

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.batch import send
-from toolkit.boxes import box_iou, cxcywh_to_xyxy, generalized_box_iou
+from toolkit.box_ops import box_iou, cxcywh_to_xyxy, generalized_box_iou
 from toolkit.models.detr import focal_criterion
 from toolkit.models.detr.detr_criterion import Matches, MatchingCosts, PaddedTargets, pad_targets
 

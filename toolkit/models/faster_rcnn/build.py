@@ -17,7 +17,7 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
-from toolkit.boxes import moved_ends
+from toolkit.box_ops import moved_ends
 from toolkit.errors import BadInput
 from toolkit.models.backbones import FREEZE_CHOICES, freeze_backbone, image_statistics, wake_frozen_norms
 from toolkit.models.faster_rcnn.model import FasterRCNN

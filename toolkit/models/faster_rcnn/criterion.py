@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, smooth_l1_loss
 
-from toolkit.boxes import pairwise_iou
+from toolkit.box_ops import pairwise_iou
 
 BACKGROUND, IGNORED = -1, -2
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.batch import first_rows, pad_rows, rows_of, send, to_host
-from toolkit.boxes import intersection_and_union
+from toolkit.box_ops import intersection_and_union
 
 ROUNDS = 16  # before the host asks whether they were enough
 USUAL_GROUP, LARGEST_GROUP = 1024, 4096  # boxes, whose pairs fill 4 and 64 MB of float32

@@ -9,7 +9,7 @@ from torchvision.models.detection.faster_rcnn import TwoMLPHead
 from torchvision.ops.poolers import LevelMapper
 
 from toolkit.batch import rows_of, send, sizes_on_host, to_host
-from toolkit.boxes import pairwise_iou
+from toolkit.box_ops import pairwise_iou
 from toolkit.errors import BadInput
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.faster_rcnn.model import of_one_class_each, with_boxes_on_host

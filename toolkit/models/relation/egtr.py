@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.batch import rows_of, to_host
-from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector, denominator_of

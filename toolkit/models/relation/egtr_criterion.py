@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.batch import on_host, send
-from toolkit.boxes import cxcywh_to_xyxy, generalized_box_iou
+from toolkit.box_ops import cxcywh_to_xyxy, generalized_box_iou
 from toolkit.models.detr.detr_criterion import Matches, MatchingCosts, PaddedTargets
 from toolkit.models.detr.focal_criterion import ALPHA, focal_costs, match_focal
 

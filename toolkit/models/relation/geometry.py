@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from toolkit.batch import send
-from toolkit.boxes import widest_float
+from toolkit.box_ops import widest_float
 
 OVERLAP_SCALE = 1024 * 1024  # square pixels that VCTree's areas are divided by
 

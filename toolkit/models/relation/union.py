@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchvision.ops import roi_align
 
 from toolkit.batch import image_of_each
-from toolkit.boxes import moved_ends
+from toolkit.box_ops import moved_ends
 from toolkit.models.relation.geometry import rectangle_masks, union_boxes
 from toolkit.models.relation.layers import fc
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.batch import send
-from toolkit.boxes import cxcywh_to_xyxy, normalize_boxes, widest_float, xyxy_to_cxcywh
+from toolkit.box_ops import cxcywh_to_xyxy, normalize_boxes, widest_float, xyxy_to_cxcywh
 
 IGNORED = -1  # label of an anchor in a crowd region; 0 is the background, class c of the data is c + 1
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torchvision.ops import batched_nms
 
 from toolkit.batch import normalize_images, send
-from toolkit.boxes import denormalize_boxes
+from toolkit.box_ops import denormalize_boxes
 from toolkit.errors import BadInput
 from toolkit.models.backbones import feature_strides, image_statistics
 from toolkit.models.detector import Detector, MapTap

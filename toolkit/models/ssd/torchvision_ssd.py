@@ -8,7 +8,7 @@ from torchvision.models.detection import ssd300_vgg16, ssdlite320_mobilenet_v3_l
 from torchvision.models.detection.image_list import ImageList
 
 from toolkit.batch import normalize_images, send
-from toolkit.boxes import xyxy_to_cxcywh
+from toolkit.box_ops import xyxy_to_cxcywh
 from toolkit.errors import BadInput
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.ssd.criterion import SsdCriterion

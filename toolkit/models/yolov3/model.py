@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from toolkit.batch import kept_rows, normalize_images
-from toolkit.boxes import box_iou, pairwise_iou
+from toolkit.box_ops import box_iou, pairwise_iou
 from toolkit.errors import BadInput
 from toolkit.models.backbones import image_statistics
 from toolkit.models.detector import Detector, MapTap

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from toolkit.batch import send
-from toolkit.boxes import widest_float
+from toolkit.box_ops import widest_float
 
 STRIDES = (32, 16, 8)
 # Pairs of prediction and box compared at once; on a CPU so few that they stay in its cache. Does not change the result.

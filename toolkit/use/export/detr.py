@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from toolkit.boxes import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.models.detr.deformable_detr import DeformableDetr
 from toolkit.models.detr.detr import Detr
 from toolkit.use.export.graph import PixelsToBoxes, best

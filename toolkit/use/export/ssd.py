@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from toolkit.boxes import denormalize_boxes
+from toolkit.box_ops import denormalize_boxes
 from toolkit.models.ssd.criterion import decode_offsets
 from toolkit.use.export.graph import PixelsToBoxes, clip
 from toolkit.use.export.operators import nms_keep

@@ -1,4 +1,4 @@
-"""Which prediction overlaps which annotated box, once for a whole data set; everything in a report is counted from it.
+"""Which prediction overlaps which annotated box, once for a whole data set: all numbers of detections come from it.
 
 The greedy matching is COCO's (Lin et al. 2014), for all images, classes, IoU thresholds and areas at once: in round r
 the r-th best prediction of every image and class chooses. No two of one round can want the same box.
@@ -10,13 +10,14 @@ from functools import cached_property
 
 import numpy as np
 
-from toolkit.evaluation.arrays import BoxArrays, drop_unusable, ground_truth_arrays, prediction_arrays
-from toolkit.evaluation.coco import class_keys
+from toolkit.boxes import Boxes
+from toolkit.evaluation.class_keys import class_keys
+from toolkit.evaluation.predictions import boxes_of, usable
 
 IOUS = np.linspace(0.5, 0.95, 10)
 AREAS = {"all": (0.0, 1e10), "s": (0.0, 32.0**2), "m": (32.0**2, 96.0**2), "l": (96.0**2, 1e10)}
 BACKGROUND_IOU = 0.1  # a prediction that overlaps nothing by more lies on the background (Bolya et al. 2020)
-MAX_PER_CLASS = 100  # predictions of an image and class that count
+MAX_DETECTIONS = (1, 10, 100)  # of an image and class that count for recall; the last number for precision too
 PAIRS_AT_ONCE = 2**20
 
 
@@ -24,9 +25,9 @@ PAIRS_AT_ONCE = 2**20
 class Matches:
     """Predictions and annotated boxes of I images with what overlaps; D predictions, G boxes, P pairs.
 
-    truth: all boxes, crowds too, in the order of the table. found: at most 100 of each image and class, by image, best
-        first. rank: (D,) place of a prediction among those of its image and class. order: (D,) rows of `found`, best
-        first over all images; of equal scores the one that comes first.
+    truth: all boxes, crowds too, in the order of the table. found: at most `max_detections[-1]` of each image and
+        class, by image, best first. rank: (D,) place of a prediction among those of its image and class. order: (D,)
+        rows of `found`, best first over all images; of equal scores the one that comes first.
     det, gt, iou: (P,) rows of `found` and `truth` of one image, whatever their classes, with an IoU of at least 0.1;
         for a crowd the share of the prediction that lies in it. Sorted by `det`, then `gt`.
     sizes_hw: (I, 2) pixels.
@@ -35,13 +36,14 @@ class Matches:
     image_ids: Sequence
     class_names: Sequence[str]
     sizes_hw: np.ndarray
-    truth: BoxArrays
-    found: BoxArrays
+    truth: Boxes
+    found: Boxes
     rank: np.ndarray
     order: np.ndarray
     det: np.ndarray
     gt: np.ndarray
     iou: np.ndarray
+    max_detections: tuple[int, ...] = MAX_DETECTIONS
 
     @property
     def num_images(self) -> int:
@@ -54,7 +56,7 @@ class Matches:
     @cached_property
     def crowd(self) -> np.ndarray:
         """(G,) bool."""
-        return self.truth.iscrowd > 0
+        return self.truth.iscrowd
 
     @cached_property
     def same_class(self) -> np.ndarray:
@@ -110,25 +112,34 @@ class CocoMatches:
         return rows
 
 
-def match(predictions: Mapping, table) -> Matches:
-    """Matches of a full set of predictions by image id with a table.
+def match(predictions: Mapping | Boxes, table, max_detections: Sequence[int] = MAX_DETECTIONS) -> Matches:
+    """Matches of a full set of predictions with a table.
+
+    Args:
+        predictions: by image id as `boxes_of` takes them, or as columns in the order of the table.
+        max_detections: of an image and class, ascending.
 
     Raises:
         BadInput: image ids of predictions and table differ.
     """
-    image_ids = table.image_ids().tolist()
-    names = class_keys(table)
-    with_class = {i: {k: np.asarray(p[k])[np.asarray(p["labels"]) >= 0] for k in ("boxes", "scores", "labels")}
-                  for i, p in predictions.items()}  # fmt: skip
-    found = drop_unusable(prediction_arrays(with_class, image_ids), len(names), image_ids)
-    found, rank = _best_of_each_class(found)
-    truth = ground_truth_arrays(table)
-    det, gt, iou = _overlaps(found, truth, len(image_ids))
+    image_ids, names = table.image_ids().tolist(), class_keys(table)
+    found = predictions if isinstance(predictions, Boxes) else boxes_of(predictions, image_ids)
+    found = usable(found, len(names), image_ids)
+    return match_boxes(table.boxes(), found, image_ids, names, table.sizes_hw(), max_detections)
+
+
+def match_boxes(
+    truth: Boxes, found: Boxes, image_ids: Sequence, class_names: Sequence[str], sizes_hw: np.ndarray,
+    max_detections: Sequence[int] = MAX_DETECTIONS,
+) -> Matches:
+    """Matches of two sets of boxes of the same images; `found` with finite numbers and labels of known classes."""
+    found, rank = _best_of_each_class(found, max_detections[-1])
+    det, gt, iou = _overlaps(found, truth)
     order = np.argsort(-found.scores, kind="stable")
-    return Matches(image_ids, names, table.sizes_hw(), truth, found, rank, order, det, gt, iou)
+    return Matches(image_ids, class_names, sizes_hw, truth, found, rank, order, det, gt, iou, tuple(max_detections))
 
 
-def _best_of_each_class(found: BoxArrays) -> tuple[BoxArrays, np.ndarray]:
+def _best_of_each_class(found: Boxes, most: int) -> tuple[Boxes, np.ndarray]:
     """By image, then best first; with the place of each among those of its image and class."""
     found = found[np.lexsort((-found.scores, found.image_index))]
     group = np.lexsort((found.labels, found.image_index))  # stable: best first within image and class
@@ -138,24 +149,22 @@ def _best_of_each_class(found: BoxArrays) -> tuple[BoxArrays, np.ndarray]:
     start = np.maximum.accumulate(np.where(new, np.arange(len(group)), 0))
     rank = np.empty(len(group), np.int64)
     rank[group] = np.arange(len(group)) - start
-    keep = rank < MAX_PER_CLASS
+    keep = rank < most
     return found[keep], rank[keep]
 
 
-def _overlaps(found: BoxArrays, truth: BoxArrays, images: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _overlaps(found: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(det, gt, iou) of all pairs in one image that overlap by 0.1, computed as pycocotools does."""
-    boxes_of = np.bincount(truth.image_index, minlength=images)
-    first_of = np.cumsum(boxes_of) - boxes_of
-    repeats = boxes_of[found.image_index]
+    repeats = np.diff(truth.offsets)[found.image_index]
     ends = np.cumsum(repeats)
-    xywh_found, xywh_truth, crowd = found.xywh(), truth.xywh(), truth.iscrowd > 0
+    xywh_found, xywh_truth, crowd = found.xywh, truth.xywh, truth.iscrowd
     parts, start = [], 0
     while start < len(found):
         stop = max(start + 1, int(np.searchsorted(ends, (ends[start - 1] if start else 0) + PAIRS_AT_ONCE)))
         some = repeats[start:stop]
         det = np.repeat(np.arange(start, start + len(some)), some)
         within = np.arange(len(det)) - np.repeat(np.cumsum(some) - some, some)
-        gt = first_of[found.image_index[det]] + within
+        gt = truth.offsets[found.image_index[det]] + within
         iou = _iou(xywh_found[det], xywh_truth[gt], crowd[gt])
         keep = iou >= BACKGROUND_IOU
         parts.append((det[keep], gt[keep], iou[keep]))

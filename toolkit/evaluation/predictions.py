@@ -1,0 +1,84 @@
+"""Predictions by image id as columns, and what of them can be used."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from toolkit.boxes import Boxes
+from toolkit.errors import BadInput
+
+log = logging.getLogger(__name__)
+
+
+def boxes_of(predictions: Mapping, image_ids: Sequence) -> Boxes:
+    """Predictions in the order of `image_ids`; within an image they keep the order they came in.
+
+    Args:
+        predictions: by image id, `boxes (K, 4)` xyxy in original pixels, `scores (K,)`, `labels (K,)` from 0;
+            tensors on any device, or arrays. Of a scene graph, boxes that lost every class (-1) are left out.
+        image_ids: of the table, each exactly once in `predictions`.
+
+    Raises:
+        BadInput: an image without prediction, a prediction without image, or parts of different length.
+    """
+    check_image_ids(predictions, image_ids)
+    ordered = [predictions[image_id] for image_id in image_ids]
+    boxes = [_numpy(p["boxes"]).reshape(-1, 4) for p in ordered]
+    scores = [_numpy(p["scores"]).reshape(-1) for p in ordered]
+    labels = [_numpy(p["labels"]).reshape(-1) for p in ordered]
+    uneven = [
+        f"prediction of image {image_id!r}: {len(b)} boxes, {len(s)} scores, {len(c)} labels; expected as many of each"
+        for image_id, b, s, c in zip(image_ids, boxes, scores, labels, strict=True)
+        if not len(b) == len(s) == len(c)
+    ]
+    if uneven:
+        raise BadInput(uneven[:10])
+    found = Boxes.found(
+        [len(each) for each in boxes],
+        np.concatenate([np.zeros((0, 4)), *boxes]),
+        np.concatenate([np.zeros(0), *scores]),
+        np.concatenate([np.zeros(0, np.int64), *labels]),
+    )
+    of_graph = np.array(["pairs" in p for p in ordered], bool)
+    return found[(found.labels != -1) | ~of_graph[found.image_index]] if of_graph.any() else found
+
+
+def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
+    """Every image of the table has one prediction and the other way round, else BadInput naming some."""
+    known = set(image_ids)
+    missing = [i for i in image_ids if i not in predictions]
+    unknown = [i for i in predictions if i not in known]
+    problems = []
+    if missing:
+        problems.append(
+            f"{len(missing)} of {len(image_ids)} images have no prediction, among them {_some(missing)}; "
+            "an image in which nothing was found still needs its (empty) prediction"
+        )
+    if unknown:
+        problems.append(
+            f"{len(unknown)} predictions belong to no image of this dataset, among them {_some(unknown)}; "
+            f"its image ids look like {_some(list(image_ids))}"
+        )
+    if problems:
+        raise BadInput(problems)
+
+
+def usable(found: Boxes, num_classes: int, image_ids: Sequence) -> Boxes:
+    """Without what no metric can use: non-finite numbers, labels of no class. A warning says how many and where."""
+    finite = np.isfinite(found.xyxy).all(axis=1) & np.isfinite(found.scores)
+    known = (found.labels >= 0) & (found.labels < num_classes)
+    for kept, what in ((finite, "a box or score that is not finite"), (known, f"a label outside 0..{num_classes - 1}")):
+        if not kept.all():
+            images = [image_ids[i] for i in np.unique(found.image_index[~kept])]
+            log.warning("%d predictions have %s and are left out; images: %s", (~kept).sum(), what, _some(images))
+    keep = finite & known
+    return found if keep.all() else found[keep]
+
+
+def _some(values: list) -> str:
+    return ", ".join(repr(v) for v in values[:5]) + (", ..." if len(values) > 5 else "")
+
+
+def _numpy(values) -> np.ndarray:
+    return values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
