@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from toolkit.data.table import Category, write_table
+from toolkit.data.table import Category
+from toolkit.data.table_cache import write_rows
 
 SIZE = (120, 160)  # height, width
 
@@ -26,7 +27,7 @@ def table_of(folder, images, classes=("cat", "dog"), draw=True, predicates=()):
         rows.append({"image_id": 10 + i, "file_name": f"{i}.png", "width": SIZE[1], "height": SIZE[0],
                      "objects": columns,
                      "relations": ends})  # fmt: skip
-    return write_table(rows, cache_file=folder / "table.json", image_root=folder, name=str(folder / "annotations.json"),
+    return write_rows(rows, cache_file=folder / "table.json", image_root=folder, name=str(folder / "annotations.json"),
                        categories=[Category(3 * k + 1, name) for k, name in enumerate(classes)],
                        predicates=predicates)  # fmt: skip
 

@@ -17,7 +17,8 @@ from toolkit.data.formats.visual_genome import read_visual_genome
 from toolkit.data.formats.visual_genome_writer import write_visual_genome
 from toolkit.data.pipeline import training_loader, val_transform
 from toolkit.data.shapes import ATTRIBUTES, draw_scene, make_shapes
-from toolkit.data.table import Category, write_table
+from toolkit.data.table import Category
+from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import crop, flip, recheck_boxes
 from toolkit.data.transforms.mixup import mixup
 from toolkit.data.transforms.mosaic import mosaic
@@ -54,8 +55,8 @@ def table_of(folder, attributes, columns=3, names=NAMES):
         relations = {"subject": [0] * (n > 1), "object": [1] * (n > 1), "predicate": [0] * (n > 1)}
         row = {"image_id": i + 1, "file_name": f"{i + 1}.jpg", "width": 1024, "height": 512}
         rows.append(row | {"objects": objects, "relations": relations})
-    return write_table(rows, cache_file=folder / "made.json", categories=[Category(1, "cat")], predicates=("on",),
-                       attributes=names if columns else (), attribute_columns=columns)  # fmt: skip
+    return write_rows(rows, cache_file=folder / "made.json", categories=[Category(1, "cat")], predicates=("on",),
+                       attributes=names if columns else ())  # fmt: skip
 
 
 def ids_of(table) -> list[list[list[int]]]:

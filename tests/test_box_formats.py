@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from documents import checked, columns_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.box_formats import EVIDENCE, BoxFormats
-from toolkit.data.checks import validate_document
+from toolkit.data.box_formats import EVIDENCE, format_fault
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 
@@ -52,9 +52,8 @@ def convert(document, change):
 
 
 def verdict(document):
-    formats = BoxFormats()
-    formats.add(document["annotations"], {image["id"]: image for image in document["images"]})
-    return formats.fault()
+    columns = columns_of(document)
+    return format_fault(columns, {image.image_id: image for image in columns.images})
 
 
 def random_document(seed, count, smallest, largest):
@@ -133,17 +132,6 @@ def test_slips_crowds_and_broken_records_do_not_hide_it(format):
     assert verdict(document) is not None
 
 
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32), parts=st.integers(2, 9), format=st.sampled_from([None, *sorted(CONVERTED)]))
-def test_parts_of_a_file_are_judged_together(seed, parts, format):
-    document = random_document(seed, 100, 0.05, 0.6)
-    document = convert(document, CONVERTED[format]) if format else document
-    formats, images = BoxFormats(), {image["id"]: image for image in document["images"]}
-    for part in range(parts):
-        formats.add(document["annotations"][part::parts], images)
-    assert formats.fault() == verdict(document) and (formats.fault() is None) == (format is None)
-
-
 def real_files(folder):
     make_shapes(folder, train_images=40, val_images=20, image_size=64)
     files = [folder / "annotations" / "train.json", DIRTY / "annotations" / "instances.json"]
@@ -153,9 +141,9 @@ def real_files(folder):
 def test_real_files_and_the_same_in_other_formats(tmp_path):
     for file in real_files(tmp_path):
         document = json.loads(file.read_text())
-        validate_document(document, str(file))
+        checked(document, str(file))
         if file.parent.parent != DIRTY:
             for change in CONVERTED.values():
                 with pytest.raises(BadInput, match="write every bbox as") as caught:
-                    validate_document(convert(document, change), str(file))
+                    checked(convert(document, change), str(file))
                 assert len(caught.value.problems) == 1 and str(file) in str(caught.value)

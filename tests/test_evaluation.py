@@ -18,7 +18,8 @@ from torch import nn
 
 from toolkit.batch import Batch
 from toolkit.data.sampling import EvalSampler
-from toolkit.data.table import Category, write_table
+from toolkit.data.table import Category
+from toolkit.data.table_cache import write_rows
 from toolkit.errors import BadInput
 from toolkit.evaluation.class_keys import class_keys
 from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth, per_class_table
@@ -55,7 +56,7 @@ def make_table(folder, images, num_classes=3, string_ids=False):
         })
         boxes_so_far += len(boxes)
     categories = [Category(2 * k + 1, f"class{k}") for k in range(num_classes)]
-    return write_table(rows, cache_file=folder / f"{len(list(folder.iterdir()))}.json", categories=categories)
+    return write_rows(rows, cache_file=folder / f"{len(list(folder.iterdir()))}.json", categories=categories)
 
 
 def random_boxes(rng, count):

@@ -19,7 +19,8 @@ from PIL import Image
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import FOLDERS, losses, recognise, write_folder
 from toolkit.data.shapes import make_shapes
-from toolkit.data.table import Category, write_table
+from toolkit.data.table import Category
+from toolkit.data.table_cache import write_rows
 from toolkit.errors import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,7 +123,7 @@ def test_nothing_is_lost_that_the_format_can_hold(tmp_path_factory, images, name
     used = {k % len(names) for of_image in images for k in range(len(of_image))}
     names = names[: len(used)] if format == "csv" else names
     categories = [Category(n, name) for n, name in enumerate(names, start=1)]
-    table = write_table(rows, cache_file=folder / "t.json", categories=categories, image_root=folder / "p")
+    table = write_rows(rows, cache_file=folder / "t.json", categories=categories, image_root=folder / "p")
     write_folder(table, folder / "d", "train", format)
     again = open_dataset("train", path=folder / "d", cache_dir=folder / "c", format=format)
     assert again.class_names == names

@@ -15,7 +15,8 @@ from toolkit.batch import Batch, normalize_images, pixel_mask
 from toolkit.data.batches import collate, make_loader, windows
 from toolkit.data.dataset import DetectionDataset, sample_generator
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
-from toolkit.data.table import Category, write_table
+from toolkit.data.table import Category
+from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import detr_train_transform, eval_transform, square_transform
 from toolkit.errors import BadInput
 
@@ -43,7 +44,7 @@ def write_images(folder, count=COUNT, seed=0):
         rows.append({"image_id": 100 + i, "file_name": f"{i}.jpg", "width": width, "height": height,
                      "objects": objects, "relations": relations})  # fmt: skip
     categories = [Category(i, f"class {i}") for i in range(3)]
-    return write_table(rows, cache_file=folder / "table.json", categories=categories, image_root=folder)
+    return write_rows(rows, cache_file=folder / "table.json", categories=categories, image_root=folder)
 
 
 @pytest.fixture(scope="module")

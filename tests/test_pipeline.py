@@ -17,7 +17,8 @@ from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.pipeline import RECIPES, train_transform, training_loader, training_sizes, val_transform
 from toolkit.data.sampling import SampleKey
 from toolkit.data.shapes import make_shapes
-from toolkit.data.table import Category, write_table
+from toolkit.data.table import Category
+from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms import ssd
 from toolkit.data.transforms.geometry import (
     Compose,
@@ -288,10 +289,9 @@ def table(tmp_path_factory):
                      "predicate": [100 * labels[s] + labels[o] for s, o in pairs]}  # fmt: skip
         rows.append({"image_id": i, "file_name": f"{i}.png", "width": width, "height": height, "objects": objects,
                      "relations": relations})  # fmt: skip
-    return write_table(
-        rows, cache_file=folder / "table.json", image_root=folder, categories=[Category(i, str(i)) for i in range(80)],
-        attributes=[str(i) for i in range(80)], attribute_columns=2,
-    )  # fmt: skip
+    categories = [Category(i, str(i)) for i in range(80)]
+    return write_rows(rows, cache_file=folder / "table.json", image_root=folder, categories=categories,
+                      attributes=[str(i) for i in range(80)])  # fmt: skip
 
 
 def loader_of(table, name, mixup=True, mosaic=0.5, **options):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from toolkit.data.table import Category, write_table
+from toolkit.data.table import Category
+from toolkit.data.table_cache import write_rows
 from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions
 from toolkit.evaluation.report import plot_curves, series, smoothed, write_report
 from toolkit.text import in_markdown
@@ -177,7 +178,7 @@ def test_the_same_images_every_time(tmp_path):
                    "iscrowd": [0] * len(boxes)}  # fmt: skip
         rows.append({"image_id": i, "file_name": f"{i}.png", "width": 40, "height": 30, "objects": objects,
                      "relations": {"subject": [], "object": [], "predicate": []}})  # fmt: skip
-    table = write_table(rows, cache_file=tmp_path / "c/t.json", categories=[Category(1, "thing")], image_root=tmp_path)
+    table = write_rows(rows, cache_file=tmp_path / "c/t.json", categories=[Category(1, "thing")], image_root=tmp_path)
     assert choose_images(table, 3) == [1, 5, 9]  # those with boxes
     assert choose_images(table, 50) == [1, 3, 5, 7, 9]
     nothing = {i: prediction([], [], []) for i in range(10)}

@@ -148,7 +148,7 @@ def test_rare_classes_come_more_often_and_a_loader_gives_the_images(table):
 
 @pytest.mark.parametrize(("change", "words"), [
     (lambda rows: rows.remove_columns("width"), "column 'width'"),
-    (lambda rows: rows.map(lambda row: {"image_id": 1}), "1 image ids are used more than once"),
+    (lambda rows: rows.map(lambda row: {"image_id": 1}), "image id 1 used twice"),
     (lambda rows: rows.map(lambda row: {"width": 2}), "outside"),
 ])  # fmt: skip
 def test_what_cannot_be_streamed_is_said(folder, tmp_path, change, words):

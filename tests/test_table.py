@@ -19,7 +19,8 @@ from PIL import Image
 from toolkit.data.decoding import decode_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco, write_coco
-from toolkit.data.table import Category, open_table, write_table
+from toolkit.data.table import Category
+from toolkit.data.table_cache import open_table, write_rows
 from toolkit.errors import BadInput
 
 BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")
@@ -42,7 +43,7 @@ CATEGORIES = (Category(7, "a"), Category("x", "b"))
 @pytest.mark.parametrize("ids", [[5, 3, 9], ["a", "b", "ü"]])
 def test_rows_come_back_and_may_be_written_to(tmp_path, ids):
     rows = [row(image_id, count) for image_id, count in zip(ids, (0, 3, 1), strict=True)]
-    table = write_table(rows, cache_file=tmp_path / "t.json", categories=CATEGORIES, predicates=("p", "q", "r"))
+    table = write_rows(rows, cache_file=tmp_path / "t.json", categories=CATEGORIES, predicates=("p", "q", "r"))
     for seen in (table, pickle.loads(pickle.dumps(table)), open_table(tmp_path / "t.json")[0]):  # noqa: S301
         assert seen.image_ids().tolist() == ids and seen.num_boxes().tolist() == [0, 3, 1]
         assert seen.sizes_hw().tolist() == [[30, 40], [33, 40], [31, 40]]
@@ -63,14 +64,14 @@ def test_rows_come_back_and_may_be_written_to(tmp_path, ids):
 
 
 def test_others_may_read_a_shared_cache(tmp_path):
-    write_table([row(1, 1)], cache_file=tmp_path / "t.json", categories=CATEGORIES)
+    write_rows([row(1, 1)], cache_file=tmp_path / "t.json", categories=CATEGORIES)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
 
 
 def test_several_batches_selections_and_embedded_images(tmp_path, monkeypatch):
-    monkeypatch.setattr("toolkit.data.table.BATCH_ROWS", 3)
+    monkeypatch.setattr("toolkit.data.table_cache.BATCH_ROWS", 3)
     rows = [row(number, number % 4, image=bytes([number])) for number in range(10)]
-    table = write_table(rows, cache_file=tmp_path / "t.json", categories=CATEGORIES)
+    table = write_rows(rows, cache_file=tmp_path / "t.json", categories=CATEGORIES)
     assert [table.row(i)["image"] for i in range(10)] == [bytes([i]) for i in range(10)]
     assert table.image_source(table.row(4)) == bytes([4])
     head = table.head(5)
@@ -83,7 +84,7 @@ def test_several_batches_selections_and_embedded_images(tmp_path, monkeypatch):
 
 
 def test_fingerprint_is_of_the_content(tmp_path):
-    make = lambda name, rows, categories=CATEGORIES: write_table(  # noqa: E731
+    make = lambda name, rows, categories=CATEGORIES: write_rows(  # noqa: E731
         rows, cache_file=tmp_path / name, categories=categories).fingerprint
     same = make("a.json", [row(1, 2)])
     assert same == make("b.json", [row(1, 2)])
@@ -91,13 +92,13 @@ def test_fingerprint_is_of_the_content(tmp_path):
 
 
 def test_an_empty_table(tmp_path):
-    table = write_table([], cache_file=tmp_path / "t.json", categories=CATEGORIES)
+    table = write_rows([], cache_file=tmp_path / "t.json", categories=CATEGORIES)
     assert len(table) == 0 and table.image_ids().shape == (0,) and table.sizes_hw().shape == (0, 2)
 
 
 def test_writers_at_once_leave_one_whole_table(tmp_path):
     def write(_):
-        return write_table([row(n, 2) for n in range(50)], cache_file=tmp_path / "t.json", categories=CATEGORIES)
+        return write_rows([row(n, 2) for n in range(50)], cache_file=tmp_path / "t.json", categories=CATEGORIES)
 
     with ThreadPoolExecutor(8) as pool:
         assert len({table.fingerprint for table in pool.map(write, range(16))}) == 1
@@ -217,8 +218,8 @@ def _walk(table, queue):
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads resident memory from Linux's /proc")
 def test_worker_memory_is_flat(tmp_path):
-    rows = (row(number, 7) for number in range(5_000))
-    table = write_table(rows, cache_file=tmp_path / "t.json", categories=CATEGORIES)
+    rows = [row(number, 7) for number in range(5_000)]
+    table = write_rows(rows, cache_file=tmp_path / "t.json", categories=CATEGORIES)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     worker = context.Process(target=_walk, args=(table, queue))

@@ -8,10 +8,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+from documents import checked
 
 from toolkit.data.check_files import parallel
-from toolkit.data.checks import unsafe_file_name, validate_document
+from toolkit.data.checks import unsafe_file_name
 from toolkit.data.formats.coco import read_coco
 from toolkit.errors import BadInput
 
@@ -154,7 +156,7 @@ def image(**changes):
     (document(categories=[{"id": 0, "name": "cell"}, {"name": "b"}]), "`id` missing"),
 ])  # fmt: skip
 def test_malformed_records_are_errors(content, words):
-    problems = validate_document(content, "f.json").problems
+    problems = checked(content, "f.json").problems
     assert any(words in p.message and p.severity == "error" for p in problems), problems
 
 
@@ -165,24 +167,28 @@ def test_malformed_records_are_errors(content, words):
     (document(images=[{"id": 1}, {"id": "a"}]), "expected one kind"),
     (None, "found a null"),
 ])  # fmt: skip
-def test_unusable_documents_are_refused(content, words):
+def test_unusable_documents_are_refused(tmp_path, content, words):
     with pytest.raises(BadInput, match=words):
-        validate_document(content, "f.json")
+        read_coco(write(tmp_path, content), tmp_path, cache_dir=tmp_path / "cache", check_images=False)
 
 
 def test_two_faults_of_one_annotation_are_both_listed():
-    problems = validate_document(annotation(category_id=5, bbox=[1, 1, -2, 5]), "f.json").problems
+    problems = checked(annotation(category_id=5, bbox=[1, 1, -2, 5]), "f.json").problems
     assert [p.severity for p in problems] == ["error", "error", "warning"]
 
 
 def test_rounding_past_the_edge_is_not_worth_a_warning():
-    valid = validate_document(annotation(bbox=[15, 1, 5.004, 5]), "f.json")
-    assert not valid.problems and valid.rows[0]["objects"]["bbox"] == [(15, 1, 20, 6)]
+    valid = checked(annotation(bbox=[15, 1, 5.004, 5]), "f.json")
+    assert not valid.problems and valid.boxes.xyxy.tolist() == [[15, 1, 20, 6]]
 
 
 def test_repeated_class_names_stay_apart():
-    valid = validate_document(document(categories=[{"id": 9, "name": "cell"}, {"id": 0, "name": "cell"}]), "f.json")
+    valid = checked(document(categories=[{"id": 9, "name": "cell"}, {"id": 0, "name": "cell"}]), "f.json")
     assert [c.name for c in valid.categories] == ["cell", "cell (9)"] and valid.problems[0].severity == "warning"
+
+
+def triplets(valid):
+    return np.stack([valid.relations.subject, valid.relations.object, valid.relations.predicate], 1).tolist()
 
 
 def test_relations_follow_their_annotations():
@@ -194,9 +200,9 @@ def test_relations_follow_their_annotations():
                {"id": 3, "image_id": 1, "subject_id": 77, "object_id": 1, "predicate_id": 6},
                {"id": 4, "image_id": 1, "subject_id": 1, "object_id": 1, "predicate_id": 5},
                {"id": 5, "image_id": 1, "subject_id": 9, "object_id": 10, "predicate_id": 5}]  # both are dropped
-    valid = validate_document(document(annotations=two, rel_categories=[{"id": 5, "name": "on"}],
+    valid = checked(document(annotations=two, rel_categories=[{"id": 5, "name": "on"}],
                                        rel_annotations=related), "f.json")
-    assert valid.rows[0]["relations"] == {"subject": [1], "object": [0], "predicate": [0]}
+    assert triplets(valid) == [[1, 0, 0]]
     messages = [p.message for p in valid.problems if "relation" in p.message]
     assert messages == ["relation 3: annotation 77 does not exist", "relation 3: predicate 6 is not defined",
                         "relation 4: subject and object are one annotation"]
@@ -256,10 +262,10 @@ def test_check_data_script(tmp_path, extra, code):
 def test_relations_as_triplets():
     """The second spelling, with the same checks: unknown predicate, unknown box, self relation, a repeated one."""
     boxes = [{"id": i, "image_id": 1, "category_id": 0, "bbox": [9, 1, 5, 5]} for i in (1, 2)]
-    triplets = [[1, 2, 5], [1, 2, 5], [2, 1, 6], [2, 9, 5], [2, 2, 5], [1, 2], "1 on 2"]
-    given = document(annotations=boxes, relations=triplets, rel_categories=[{"id": 5, "name": "on"}])
-    valid = validate_document(given, "f.json")
-    assert valid.rows[0]["relations"] == {"subject": [0, 0], "object": [1, 1], "predicate": [0, 0]}
+    listed = [[1, 2, 5], [1, 2, 5], [2, 1, 6], [2, 9, 5], [2, 2, 5], [1, 2], "1 on 2"]
+    given = document(annotations=boxes, relations=listed, rel_categories=[{"id": 5, "name": "on"}])
+    valid = checked(given, "f.json")
+    assert triplets(valid) == [[0, 1, 0], [0, 1, 0]]
     messages = [f"{p.severity} {p.message}" for p in valid.problems]
     assert len(messages) == 6
     wanted = ("warning relation [1, 2, 5]", "predicate 6", "annotation 9", "one annotation", "[1, 2] is nei", "'1 on")
@@ -273,9 +279,9 @@ def test_ids_beyond_64_bits_are_reported(tmp_path):
     box = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 5, 5]}
     document = {"images": [image, image | {"id": 2**63, "file_name": "b.jpg"}], "categories": [{"id": 1, "name": "a"}],
                 "annotations": [box, box | {"id": 2**64 - 1}, box | {"id": 2**63 - 1}]}  # fmt: skip
-    valid = validate_document(document, "x.json")
-    assert [row["image_id"] for row in valid.rows] == [1]
-    assert valid.rows[0]["objects"]["id"] == [1, 2**63 - 1]
+    valid = checked(document, "x.json")
+    assert [row.image_id for row in valid.images] == [1]
+    assert valid.boxes.ids.tolist() == [1, 2**63 - 1]
     messages = [problem.message for problem in valid.problems if problem.severity == "error"]
     assert len(messages) == 2 and all("64 bits" in message for message in messages)
 
@@ -284,7 +290,7 @@ def test_an_area_beyond_float32_is_replaced_by_that_of_the_box():
     document = {"images": [{"id": 1, "file_name": "a.jpg", "width": 9, "height": 9}],
                 "categories": [{"id": 1, "name": "a"}],
                 "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 5, 4], "area": 1e39}]}
-    assert validate_document(document, "x.json").rows[0]["objects"]["area"] == [20.0]
+    assert checked(document, "x.json").boxes.area.tolist() == [20.0]
 
 
 def test_images_are_checked_where_the_system_names_no_cores_of_a_process(monkeypatch):

@@ -13,7 +13,8 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.formats.psg import read_psg
 from toolkit.data.formats.visual_genome import load_graphs, load_image_list, load_names, read_visual_genome
 from toolkit.data.formats.visual_genome_writer import write_visual_genome
-from toolkit.data.table import Category, DetectionTable, write_table
+from toolkit.data.table import Category, DetectionTable
+from toolkit.data.table_cache import write_rows
 from toolkit.errors import BadInput
 from toolkit.evaluation.choose import load_triplets
 from toolkit.models.relation.frequency import (
@@ -49,9 +50,7 @@ def synthetic_table(folder: Path, count: int, first_id: int = 1, seed: int = 0) 
         relations["predicate"] = rng.integers(0, len(PREDICATES), r).tolist()
         row = {"image_id": first_id + i, "file_name": f"{first_id + i}.jpg", "width": 1024, "height": 768}
         rows.append(row | {"objects": objects, "relations": relations})
-    return write_table(
-        rows,
-        cache_file=folder / f"table_{first_id}.json",
+    return write_rows(rows, cache_file=folder / f"table_{first_id}.json",
         categories=[Category(i + 1, name) for i, name in enumerate(CLASSES)],
         predicates=PREDICATES,
         image_root=folder,

@@ -1,7 +1,7 @@
 """Boxes of many images as columns: their one form from the file to the report, on the host."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -68,6 +68,11 @@ class Boxes:
         offsets = np.searchsorted(images, np.arange(self.num_images + 1))
         return Boxes(offsets, **columns, extra={name: column[rows] for name, column in self.extra.items()})
 
+    def of_images(self, kept: np.ndarray) -> "Boxes":
+        """The boxes of some images only, by a mask (I,); the others are gone."""
+        chosen = self[np.repeat(kept, np.diff(self.offsets))]
+        return replace(chosen, offsets=offsets_of(np.diff(self.offsets)[kept]))
+
     def of_image(self, index: int) -> slice:
         """The rows of one image."""
         return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
@@ -88,6 +93,18 @@ class Relations:
 
     def __len__(self) -> int:
         return len(self.predicate)
+
+    @classmethod
+    def none(cls, images: int) -> "Relations":
+        """No relations in so many images."""
+        empty = np.zeros(0, np.int64)
+        return cls(np.zeros(images + 1, np.int64), empty, empty, empty)
+
+    def of_images(self, kept: np.ndarray) -> "Relations":
+        """The relations of some images only, by a mask (I,)."""
+        counts = np.diff(self.offsets)
+        rows = np.repeat(kept, counts)
+        return Relations(offsets_of(counts[kept]), self.subject[rows], self.object[rows], self.predicate[rows])
 
 
 def offsets_of(counts: Sequence[int]) -> np.ndarray:

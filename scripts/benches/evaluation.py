@@ -16,7 +16,8 @@ import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from toolkit.data.table import Category, DetectionTable, write_table
+from toolkit.data.table import Category, DetectionTable
+from toolkit.data.table_cache import write_rows
 from toolkit.evaluation.coco import CocoEvaluator
 
 NAMES = ("bbox_AP", "bbox_AP50", "bbox_AP75", "bbox_APs", "bbox_APm", "bbox_APl",
@@ -78,7 +79,7 @@ def random_detections(
             "labels": torch.from_numpy(classes),
         }
     categories = [Category(k + 1, f"class{k}") for k in range(num_classes)]
-    return write_table(rows, cache_file=folder / "table.json", categories=categories), predictions
+    return write_rows(rows, cache_file=folder / "table.json", categories=categories), predictions
 
 
 def plain_pycocotools(truth: COCO, predictions: Mapping[int, Mapping]) -> dict[str, float]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from toolkit.data.table import Category, DetectionTable, write_table
+from toolkit.data.table import Category, DetectionTable
+from toolkit.data.table_cache import write_rows
 from toolkit.evaluation.predict_dataset import without_all_scores
 from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.step.timer import peak_memory_mb
@@ -57,7 +58,7 @@ def _random_table(folder: Path, images: int, rng: np.random.Generator) -> Detect
         about = {"image_id": index + 1, "file_name": f"{index + 1}.jpg", "width": 1024, "height": 768}
         return about | {"objects": objects, "relations": relations}
 
-    return write_table(
+    return write_rows(
         [row(index) for index in range(images)],
         cache_file=folder / "table.json",
         categories=[Category(i + 1, f"class {i}") for i in range(CLASSES)],

@@ -22,7 +22,8 @@ from toolkit.batch import Batch, normalize_images
 from toolkit.data.batches import collate
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.sampling import SampleKey
-from toolkit.data.table import Category, DetectionTable, write_table
+from toolkit.data.table import Category, DetectionTable
+from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import DETR_SCALES, detr_train_transform, shorter_side_size
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -92,7 +93,7 @@ def write_photographs(folder: Path, count: int, seed: int) -> DetectionTable:
         relations = {"subject": [], "object": [], "predicate": []}
         rows.append({"image_id": i, "file_name": f"{i}.jpg", "width": 640, "height": 480, "objects": objects,
                      "relations": relations})  # fmt: skip
-    return write_table(rows, cache_file=folder / "table.json", categories=[Category(1, "thing")], image_root=folder)
+    return write_rows(rows, cache_file=folder / "table.json", categories=[Category(1, "thing")], image_root=folder)
 
 
 def _write_photograph(path: Path, rng: np.random.Generator) -> np.ndarray:

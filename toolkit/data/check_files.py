@@ -2,14 +2,16 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from toolkit.data.checks import unsafe_file_name
+from toolkit.data.annotations import ImageRow
+from toolkit.data.checks import Checked, unsafe_file_name
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_file
 from toolkit.data.places import Places, Stored, digest_of, is_there, names_in, parts_of, size_of, watched_of
 from toolkit.data.table import Problem
@@ -26,7 +28,7 @@ TAIL = {"JPEG": (b"\xff\xd9", 1024), "PNG": (b"IEND", 64)}  # end marker, and ho
 
 
 def check_image_files(
-    rows: Sequence[Mapping],
+    rows: Sequence[ImageRow],
     listed: Set[str],
     image_root: Path | Places,
     check_images: bool | str,
@@ -39,13 +41,13 @@ def check_image_files(
     Returns the problems and {place: digest_of} of the places read, by which a cache knows that it still holds.
     Raises BadInput when not one of the files exists: the folder is then the wrong one.
     """
-    if not any(is_there(image_root / row["file_name"]) for row in rows):
-        named = f"; the first is {shown(rows[0]['file_name'])!r}" if rows else ""
+    if not any(is_there(image_root / row.file_name) for row in rows):
+        named = f"; the first is {shown(rows[0].file_name)!r}" if rows else ""
         raise BadInput(f"{image_root}: none of the {len(rows)} listed images is in this folder{named}; set the image "
                        "folder (--data.image_dir)")
     full, problems = depth(check_images, len(rows), image_root)
     check = image_checker(image_root, full, max_pixels)
-    folders = sorted({os.path.dirname(row["file_name"]) for row in rows})
+    folders = sorted({os.path.dirname(row.file_name) for row in rows})
     problems += parallel(check, rows, "checking images", waits_for(image_root))
     problems += unlisted_files(image_root, folders, listed)
     return problems, {place: digest_of(place) for place in watched_of(image_root, folders)}
@@ -60,23 +62,23 @@ def depth(check_images: bool | str, count: int, image_root: Path | Places) -> tu
 
 def image_checker(
     image_root: Path | Places, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
-) -> Callable[[Mapping], list[Problem]]:
+) -> Callable[[ImageRow], list[Problem]]:
     """What gives the problems of a row's file: there, once, inside its folder, and what `check_image` finds."""
     parts = parts_of(image_root)
 
-    def check(row: Mapping) -> list[Problem]:
-        name, problems = row["file_name"], []
+    def check(row: ImageRow) -> list[Problem]:
+        name, problems = row.file_name, []
         holders = parts if len(parts) == 1 else [part for part in parts if part.holds(name)]
         if len(holders) > 1:
             where = " and in ".join(map(str, holders))
             if len({size_of(holder.source(name)) for holder in holders}) > 1:
                 message = f"different files of this name are in {where}; give the place that is meant (data.image_dir)"
-                return [Problem("error", name, row["image_id"], None, message)]
+                return [Problem("error", name, row.image_id, None, message)]
             message = f"this file is in {where}; the first one is used"
-            problems.append(Problem("warning", name, row["image_id"], None, message))
+            problems.append(Problem("warning", name, row.image_id, None, message))
         if holders and holders[0].escapes(name):
             message = "unsafe file_name: a symbolic link leaves the image folder; refused before opening"
-            return [*problems, Problem("error", name, row["image_id"], None, message)]
+            return [*problems, Problem("error", name, row.image_id, None, message)]
         return problems + check_image(row, image_root / name, full, max_pixels)
 
     return check
@@ -87,29 +89,33 @@ def waits_for(image_root: Path | Places) -> int | None:
     return REMOTE_THREADS if any(part.remote for part in parts_of(image_root)) else None
 
 
-def rows_of_good_files(
-    rows: Sequence[Mapping],
-    listed: Set[str],
+def with_good_files(
+    checked: Checked,
     image_root: Path | Places,
     check_images: bool | str,
     max_pixels: int = MAX_IMAGE_PIXELS,
-) -> tuple[Sequence[Mapping], list[Problem], dict[str, str]]:
-    """The rows whose image files are without errors; with the two answers of `check_image_files`, whose arguments these
-    are. Nothing is checked if `check_images` is False or there are no rows."""
-    if not check_images or not rows:
-        return rows, [], {}
-    problems, checked = check_image_files(rows, listed, image_root, check_images, max_pixels)
+    listed: Set[str] = frozenset(),
+) -> tuple[Checked, dict[str, str]]:
+    """Without the images whose files have errors, and with the problems of the files; and what a cache of the table
+    depends on, as `check_image_files` gives it. Nothing is looked at if `check_images` is False or there are no images.
+
+    listed: further file names that are known.
+    """
+    if not check_images or not checked.images:
+        return checked, {}
+    names = checked.listed | listed
+    problems, digests = check_image_files(checked.images, names, image_root, check_images, max_pixels)
     bad = {problem.image_id for problem in problems if problem.severity == "error"}
-    return [row for row in rows if row["image_id"] not in bad], problems, checked
+    return replace(checked.without(bad), problems=checked.problems + problems), digests
 
 
 def check_image(
-    row: Mapping, source: Path | bytes | Stored, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
+    row: ImageRow, source: Path | bytes | Stored, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> list[Problem]:
     """Problems of one image: readable, whole, upright size as recorded, content as its name says."""
 
     def problem(severity: str, message: str) -> Problem:
-        return Problem(severity, row["file_name"], row["image_id"], None, message)
+        return Problem(severity, row.file_name, row.image_id, None, message)
 
     try:
         if isinstance(source, Stored):
@@ -121,14 +127,14 @@ def check_image(
     except ImageError as error:
         return [problem("error", error.reason)]
     problems = [problem("note", note) for note in probe.notes]
-    suffix = os.path.splitext(row["file_name"])[1].lower()
+    suffix = os.path.splitext(row.file_name)[1].lower()
     if suffix in IMAGE_SUFFIXES and suffix not in EXTENSIONS.get(probe.format, {suffix}):
         problems.append(problem("warning", f"content is {probe.format}, which does not match the extension {suffix}; "
                                            "read by its content"))
     height, width = probe.size_hw
-    if (width, height) != (row["width"], row["height"]):
+    if (width, height) != (row.width, row.height):
         message = f"size differs from the JSON: the upright image is {width} x {height} (width x height), "
-        problems.append(problem("error", message + f"the JSON says {row['width']} x {row['height']}"))
+        problems.append(problem("error", message + f"the JSON says {row.width} x {row.height}"))
     return problems
 
 

@@ -14,7 +14,8 @@ from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.decoding import EXTENSIONS, probe_image
 from toolkit.data.formats.folders import write_folder
 from toolkit.data.places import Stored
-from toolkit.data.table import DetectionTable, Problem, cache_root, write_table
+from toolkit.data.table import DetectionTable, Problem
+from toolkit.data.table_cache import cache_root, write_rows
 
 NEAR_BOX_IOU = 0.9
 SMALL_PX = 4  # shorter side of a box, at the input size
@@ -284,25 +285,13 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
         labels = {label: row for row, label in enumerate(kept)}
         rows = list(_cleaned(split, table, inspection, labels, log))
         name = "train" if split == "all" else split
-        cleaned = write_table(
-            rows,
-            cache_file=cache_root() / "tables" / f"{table.fingerprint}-clean.json",
-            categories=[table.categories[i] for i in kept],
-            predicates=table.predicates,
-            attributes=table.attributes,
-            attribute_columns=len(rows[0]["objects"]["attributes"][0])
-            if _has_attributes(rows)
-            else int(bool(table.attributes)),
-            image_root=table.image_root,
-            name=name,
-        )
+        cleaned = write_rows(rows, cache_file=cache_root() / "tables" / f"{table.fingerprint}-clean.json",
+            categories=[table.categories[i] for i in kept], predicates=table.predicates, attributes=table.attributes,
+            image_root=table.image_root, name=name,
+        )  # fmt: skip
         write_folder(_rename(cleaned), out, name, "coco")
     (out / "changes.txt").write_text("".join(f"{line}\n" for line in log), encoding="utf-8")
     return log
-
-
-def _has_attributes(rows: Sequence[dict]) -> bool:
-    return bool(rows) and "attributes" in rows[0]["objects"] and any(row["objects"]["attributes"] for row in rows)
 
 
 def _cleaned(

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from toolkit.data.table import cache_root
+from toolkit.data.table_cache import cache_root
 from toolkit.errors import BadInput, says_bad_input
 
 VERSION = 4  # part of the cache folder's name: raise it when pictures or annotations change

@@ -10,7 +10,8 @@ import numpy as np
 from toolkit.data.alike import VERSION, held_out, looks_of
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import recognise, split_in
-from toolkit.data.table import DetectionTable, cache_root, open_table, write_selection
+from toolkit.data.table import DetectionTable
+from toolkit.data.table_cache import cache_root, open_table, write_selection
 from toolkit.distributed import first_on_each_machine, run_on_main
 from toolkit.errors import BadInput, all_faults
 

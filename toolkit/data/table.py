@@ -2,14 +2,9 @@
 
 import dataclasses
 import functools
-import hashlib
-import json
-import os
-import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from toolkit.boxes import Boxes, offsets_of
-from toolkit.data.places import Places, Stored, open_places
-from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS, write_json
+from toolkit.data.places import Places, Stored
+from toolkit.files import MAX_IMAGE_PIXELS
 from toolkit.text import shown
-
-TABLE_VERSION = 2  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
 
 OBJECT_TYPES = {
     "id": pa.int64(),
@@ -33,8 +25,6 @@ OBJECT_TYPES = {
 }
 ATTRIBUTE_ID = pa.int32()  # of `objects` where the data name attributes: a fixed number for each object
 RELATION_TYPES = {"subject": pa.int64(), "object": pa.int64(), "predicate": pa.int64()}  # rows of this image's objects
-BATCH_ROWS = 16384
-BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
 
 
 @dataclass(frozen=True)
@@ -225,162 +215,3 @@ def _cut(views: Mapping[str, tuple[np.ndarray, np.ndarray]], index: int) -> dict
         # astype and copy both give an array of our own: one that a transform may write to, and that maps no file
         cut[name] = part.copy() if part.dtype == np.float32 else part.astype(np.int64)
     return cut
-
-
-def cache_root(cache_dir: str | Path | None = None) -> Path:
-    """`cache_dir`, else $DETECTION_TOOLKIT_CACHE, else ~/.cache/detection-toolkit."""
-    chosen = cache_dir or os.environ.get("DETECTION_TOOLKIT_CACHE") or "~/.cache/detection-toolkit"
-    return Path(chosen).expanduser()
-
-
-def write_table(
-    rows: Iterable[Mapping],
-    *,
-    cache_file: Path,
-    categories: Sequence[Category],
-    predicates: Sequence[str] = (),
-    attributes: Sequence[str] = (),
-    attribute_columns: int = 0,
-    image_root: Path | Places | None = None,
-    problems: Sequence[Problem] = (),
-    name: str = "",
-    checked: Mapping[str, str] | None = None,
-) -> DetectionTable:
-    """Writes `rows` (dicts with the columns of DetectionTable) and opens them again, memory-mapped.
-
-    Two files: an Arrow stream named after its content, and `cache_file` (JSON: classes, problems, name of the Arrow
-    file), which is put in place last and in one step. A reader never meets half a table; of two writers one wins.
-    attribute_columns: ids that `objects["attributes"]` has for each object, padding included; needed with `attributes`.
-    checked: whatever the caller wants back from `open_table` to decide whether the cache still holds.
-    """
-    try:
-        cache_file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=cache_file.parent, suffix=".tmp")
-    except OSError as error:
-        raise BadInput(
-            f"{cache_file.parent}: cannot be written ({error.strerror}); set DETECTION_TOOLKIT_CACHE to a "
-            "folder that can"
-        ) from error
-    os.close(descriptor)
-    try:
-        _write_stream(rows, Path(temporary), attribute_columns)
-        info = {
-            "version": TABLE_VERSION,
-            "categories": [[category.id, category.name] for category in categories],
-            "predicates": list(predicates),
-            "attributes": list(attributes),
-            "image_root": _root_as_json(image_root),
-            "problems": [dataclasses.astuple(problem) for problem in problems],
-            "name": name,
-            "checked": dict(checked or {}),
-        }
-        return _publish(Path(temporary), cache_file, info)
-    except OSError as error:
-        raise BadInput(
-            f"{cache_file.parent}: the table could not be written ({error.strerror or error}); free space "
-            "or set DETECTION_TOOLKIT_CACHE to another folder"
-        ) from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: Path, name: str) -> DetectionTable:
-    """Some rows of a table, ascending, as a cached table of their own. Raises BadInput as `write_table`."""
-    import datasets  # here: once for a selection, and every start would wait for it
-
-    chosen = np.asarray(indices, dtype=np.int64)
-    # with what `datasets` notes about the columns: the fingerprint is of the whole file, and known to earlier runs
-    schema = datasets.Dataset.from_file(str(table.arrow_file)).with_format("arrow")[:0].schema
-    try:
-        cache_file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=cache_file.parent, suffix=".tmp")
-        os.close(descriptor)
-        with pa.OSFile(temporary, "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-            for start, batch in zip(table._starts, table._batches, strict=True):
-                inside = chosen[(chosen >= start) & (chosen < start + batch.num_rows)] - start
-                if len(inside):
-                    writer.write_batch(batch.batch.take(pa.array(inside)).cast(schema))
-    except OSError as error:
-        raise BadInput(
-            f"{cache_file.parent}: cannot be written ({error.strerror}); set DETECTION_TOOLKIT_CACHE to a "
-            "folder that can"
-        ) from error
-    info = {
-        "version": TABLE_VERSION, "categories": [[category.id, category.name] for category in table.categories],
-        "predicates": list(table.predicates), "attributes": list(table.attributes),
-        "image_root": _root_as_json(table.image_root), "problems": [], "name": name,
-        "checked": {},
-    }  # fmt: skip
-    return _publish(Path(temporary), cache_file, info)
-
-
-def _publish(temporary: Path, cache_file: Path, info: dict) -> DetectionTable:
-    names = [info["categories"], info["predicates"], *([info["attributes"]] if info["attributes"] else [])]
-    with open(temporary, "rb") as stream:
-        digest = hashlib.file_digest(stream, hashlib.blake2b)
-    digest.update(json.dumps(names).encode())
-    fingerprint = digest.hexdigest()[:32]
-    arrow_file = cache_file.with_name(f"{fingerprint}.arrow")
-    os.chmod(temporary, 0o644)  # mkstemp makes 0600; a cache may be shared
-    os.replace(temporary, arrow_file)
-    info |= {"arrow": arrow_file.name, "fingerprint": fingerprint}
-    write_json(cache_file, info)
-    return _from_info(cache_file, info)
-
-
-def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None:
-    """The cached table and its `checked`, or None when there is none of this version."""
-    try:
-        info = json.loads(cache_file.read_text())
-    except (OSError, ValueError):  # none, or nothing we wrote: the caller reads anew, and says so if it cannot write
-        return None
-    if info.get("version") != TABLE_VERSION or not cache_file.with_name(info["arrow"]).exists():
-        return None
-    return _from_info(cache_file, info), info["checked"]
-
-
-def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
-    return DetectionTable(
-        arrow_file=cache_file.with_name(info["arrow"]),
-        categories=tuple(Category(*category) for category in info["categories"]),
-        predicates=tuple(info["predicates"]),
-        attributes=tuple(info["attributes"]),
-        image_root=open_places(root) if isinstance(root := info["image_root"], list) else root and Path(root),
-        problems=[Problem(*problem) for problem in info["problems"]],
-        name=info["name"],
-        fingerprint=info["fingerprint"],
-    )
-
-
-def _root_as_json(root: Path | Places | None) -> str | list[str] | None:
-    return root.specs() if isinstance(root, Places) else root and str(root)
-
-
-def _schema(first: Mapping | None, attribute_columns: int) -> pa.Schema:
-    string_ids = first is not None and isinstance(first["image_id"], str)
-    fields = {"image_id": pa.string() if string_ids else pa.int64(), "file_name": pa.string()}
-    if first is not None and "image" in first:
-        fields["image"] = pa.binary()
-    fields |= {"width": pa.int64(), "height": pa.int64()}
-    of_objects = OBJECT_TYPES
-    if attribute_columns:
-        of_objects = of_objects | {"attributes": pa.list_(ATTRIBUTE_ID, attribute_columns)}
-    for name, types in (("objects", of_objects), ("relations", RELATION_TYPES)):
-        fields[name] = pa.struct({key: pa.list_(type_) for key, type_ in types.items()})
-    return pa.schema(fields)
-
-
-def _write_stream(rows: Iterable[Mapping], path: Path, attribute_columns: int) -> None:
-    rows = iter(rows)
-    first = next(rows, None)
-    schema = _schema(first, attribute_columns)
-    batch, size = [], 0
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for row in chain([] if first is None else [first], rows):
-            batch.append(row)
-            size += len(row.get("image") or b"")
-            if len(batch) >= BATCH_ROWS or size >= BATCH_BYTES:
-                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
-                batch, size = [], 0
-        if batch:
-            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))

@@ -4,19 +4,19 @@ Each of those formats is a module with three functions: `recognise(folder)` give
 it is another format; `read(folder, split, ...)` a table; `write(table, folder, split)` the same boxes as files again.
 """
 
-import dataclasses
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.data.annotations import Annotations, ImageRow
 from toolkit.data.check_files import check_image_files, image_names, parallel, waits_for
-from toolkit.data.checks import settle, validate_document
+from toolkit.data.checks import check
 from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, probe_image, read_file
 from toolkit.data.places import Places, Stored, digest_of
-from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
+from toolkit.data.table import DetectionTable, Problem
+from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
 
@@ -101,23 +101,15 @@ def open_annotated(
 ) -> DetectionTable:
     """The table of a split, from the cache while the files it was made of stay as they are; else by `listing()`.
 
-    The same validation, problems and options as `read_coco`; but a box without width or height, which a click in an
+    The same checks, problems and options as of `read_coco`; but a box without width or height, which a click in an
     annotation tool leaves behind, is left out with a warning. Raises BadInput.
     """
     name = f"{folder} ({split})"
-    what = f"{kind} {TABLE_VERSION} {split} {check_images} {max_image_pixels} {folder.resolve()}"
-    key = hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    cache_file = cache_root(cache_dir) / "tables" / f"{key}.json"
-    cached = open_table(cache_file)
-    if cached and all(digest_of(path) == digest for path, digest in cached[1].items()):
-        table = dataclasses.replace(cached[0], name=name)
-    else:
-        table = _make(listing(), name, check_images, max_image_pixels, cache_file)
-    table.max_image_pixels = max_image_pixels
-    settle(table.problems, on_error if len(table) else "raise", name)
-    if not len(table):
-        raise BadInput(f"{name}: not one usable image")
-    return table
+    return cached_table(
+        [kind, split, check_images, folder.resolve()],
+        lambda cache_file: _make(listing(), name, check_images, max_image_pixels, cache_file),
+        name=name, cache_dir=cache_dir, on_error=on_error, max_image_pixels=max_image_pixels,
+    )  # fmt: skip
 
 
 def _make(
@@ -126,21 +118,20 @@ def _make(
     if not found.images:
         raise BadInput(f"{name}: no images")
     problems = found.problems + _fill_sizes(found)
-    document, more = _document(found)
-    valid = validate_document(document, name, max_image_pixels)
+    annotations, more = _annotations(found)
+    valid = check(annotations, name, max_image_pixels)
     problems += more + valid.problems
     unreadable = {problem.image_id for problem in problems if problem.severity == "error" and problem.image_id}
-    rows = valid.rows
     checked = {str(path): digest_of(path) for path in found.watched}
-    if check_images and rows:
+    if check_images and valid.images:
         listed = valid.listed | found.listed
-        seen, digests = check_image_files(rows, listed, found.image_root, check_images, max_image_pixels)
+        seen, digests = check_image_files(valid.images, listed, found.image_root, check_images, max_image_pixels)
         problems = [p for p in problems if p.annotation_id or p.image_id not in unreadable or p.severity != "error"]
         problems += seen
         checked |= digests
-    bad = {p.image_id for p in problems if p.severity == "error" and p.annotation_id is None}
+    good = valid.without({p.image_id for p in problems if p.severity == "error" and p.annotation_id is None})
     return write_table(
-        (row for row in rows if row["image_id"] not in bad), cache_file=cache_file, categories=valid.categories,
+        good.images, good.boxes, cache_file=cache_file, categories=good.categories,
         image_root=found.image_root.resolve(), problems=problems, name=name, checked=checked,
     )  # fmt: skip
 
@@ -163,12 +154,12 @@ def _fill_sizes(found: Listing) -> list[Problem]:
     return parallel(fill, images, "reading sizes", waits_for(found.image_root))
 
 
-def _document(found: Listing) -> tuple[dict, list[Problem]]:
-    """A COCO document, so that all formats go through one validation."""
-    images, annotations, problems = [], [], []
-    rows = {name: id_ for id_, name in found.classes}
+def _annotations(found: Listing) -> tuple[Annotations, list[Problem]]:
+    problems: list[Problem] = []
+    annotations = Annotations([{"id": id_, "name": name} for id_, name in found.classes])
+    ids = {name: id_ for id_, name in found.classes}
     for number, image in enumerate(found.images, start=1):
-        images.append({"id": number, "file_name": image.file_name, "width": image.width, "height": image.height})
+        annotations.images.append(ImageRow(number, image.file_name, image.width, image.height))
         boxes = image.boxes
         if callable(boxes):
             boxes = [] if image.width == UNKNOWN_SIZE else boxes(image.width, image.height)
@@ -178,12 +169,9 @@ def _document(found: Listing) -> tuple[dict, list[Problem]]:
                 message = f"box {list(box.xyxy)} ({box.name}) in {image.source} has no area; left out"
                 problems.append(Problem("warning", image.file_name, number, None, message))
                 continue
-            annotations.append({"id": len(annotations) + 1, "image_id": number, "category_id": rows.get(box.name),
-                                "bbox": [x1, y1, x2 - x1, y2 - y1], "iscrowd": int(box.ignored)})
-            if box.name not in rows:
-                annotations[-1]["category_id"] = box.name
-    categories = [{"id": id_, "name": name} for id_, name in found.classes]
-    return {"images": images, "annotations": annotations, "categories": categories}, problems
+            xywh = (x1, y1, x2 - x1, y2 - y1)
+            annotations.add_box(len(annotations) + 1, number, ids.get(box.name, box.name), xywh, box.ignored)
+    return annotations, problems
 
 
 def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:

@@ -1,21 +1,25 @@
-"""COCO annotation files (also with relations) to the Arrow table, and back."""
+"""COCO annotation files (also with relations): read item by item into columns, whatever their size, and written."""
 
 import dataclasses
-import hashlib
 import json
-import os
-import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
-from toolkit.data.check_files import find_image_root, rows_of_good_files
-from toolkit.data.checks import settle, validate_document
-from toolkit.data.formats.coco_stream import STREAMED_BYTES, listed_names, read_streamed
-from toolkit.data.places import Places, digest_of, open_places
-from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
+from toolkit.data.annotations import Annotations, RelationColumns
+from toolkit.data.check_files import find_image_root, with_good_files
+from toolkit.data.checks import check
+from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
+from toolkit.data.places import Places, open_places
+from toolkit.data.table import DetectionTable, Problem
+from toolkit.data.table_cache import cached_table, file_digest, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
 from toolkit.modes import uncollected
+
+LISTS = ("images", "annotations", "categories")
+OTHER_LISTS = ("rel_categories", "rel_annotations", "relations", "attribute_categories")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_coco(
@@ -36,29 +40,50 @@ def read_coco(
     max_image_pixels: an image with more of them cannot be used, and is refused before it is decoded.
     siblings: annotation files of other splits, whose images may lie in the same folder.
     The table and the verdict are cached by the content of the JSON, the options, and the names, sizes and times of
-    the images, so that a second start reads neither. A file of 64 MiB or more is read item by item, with memory for a
-    few thousand images (`toolkit.data.formats.coco_stream`). `rel_categories` and `rel_annotations`, or triplets
-    `relations` (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids`
-    of annotations, ids of `attribute_categories`, become `attributes`.
+    the images, so that a second start reads neither. `rel_categories` and `rel_annotations`, or triplets `relations`
+    (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids` of
+    annotations, ids of `attribute_categories`, become `attributes`.
     """
     if on_error not in ("raise", "drop"):
         raise BadInput(f"on_error is {on_error!r}; expected 'raise' or 'drop'")
     if check_images not in (True, False, "full", "header"):
         raise BadInput(f"check_images is {check_images!r}; expected True, False, 'full' or 'header'")
-    annotation_file = Path(annotation_file).expanduser()
+    file = Path(annotation_file).expanduser()
     image_dir = open_places(image_dir)
-    options = f"{check_images} {max_image_pixels}"
-    cache_file = _cache_file(annotation_file, image_dir, options, cache_root(cache_dir))
-    cached = open_table(cache_file)
-    if cached and all(digest_of(place) == digest for place, digest in cached[1].items()):
-        table = dataclasses.replace(cached[0], name=str(annotation_file))
-    else:
-        table = _read(annotation_file, image_dir, check_images, max_image_pixels, cache_file, siblings)
-    table.max_image_pixels = max_image_pixels
-    settle(table.problems, on_error if len(table) else "raise", str(annotation_file))
-    if not len(table):
-        raise BadInput(f"{annotation_file}: not one usable image")
-    return table
+    place = f"in {image_dir.resolve()}" if image_dir else f"near {file.resolve()}"
+    return cached_table(
+        ["coco", check_images, place, file_digest(file)],
+        lambda cache_file: _read(file, image_dir, check_images, max_image_pixels, cache_file, siblings),
+        name=str(file), cache_dir=cache_dir, on_error=on_error, max_image_pixels=max_image_pixels,
+    )  # fmt: skip
+
+
+def read_annotations(file: Path) -> Annotations:
+    """What a COCO file says, in columns: 66 bytes for each box. Raises BadInput for what is no such file."""
+    lists: dict[str, object] = {}
+    found, triplets = Annotations(), RelationColumns()
+    add = {"images": found.add_image, "annotations": found.add, "rel_annotations": found.relations.add,
+           "relations": triplets.add_triplet, "categories": found.categories.append,
+           "rel_categories": found.predicates.append, "attribute_categories": found.attributes.append}  # fmt: skip
+    for key, item in stream_lists(file):
+        if isinstance(item, Whole):
+            lists[key] = item.value
+        elif key in add:
+            lists.setdefault(key, [item])  # not empty
+            add[key](item)
+    _check_lists(lists, str(file))
+    found.relations.extend(triplets)
+    return found
+
+
+def listed_names(annotation_file: Path) -> Iterator[str]:
+    """File names of the images of a COCO file; what is no name, or no COCO file, is passed over."""
+    try:
+        for _, item in items_of(annotation_file, ("images",)):
+            if isinstance(item, dict) and isinstance(item.get("file_name"), str):
+                yield item["file_name"]
+    except (BadInput, OSError):  # said where that split is read
+        return
 
 
 def write_coco(table: DetectionTable, path: str | Path, file_names: Sequence[str] | None = None) -> None:
@@ -93,69 +118,34 @@ def write_coco(table: DetectionTable, path: str | Path, file_names: Sequence[str
     Path(path).write_text(json.dumps(document))
 
 
-def _cache_file(annotation_file: Path, image_dir: Path | Places | None, options: str, cache: Path) -> Path:
-    try:
-        mode = os.stat(annotation_file).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would be waited for, a device read without end
-            raise BadInput(f"{annotation_file}: no file, but a pipe or a device; it is read twice, so give a file")
-        with open(annotation_file, "rb") as file:
-            digest = hashlib.file_digest(file, hashlib.blake2b)
-    except FileNotFoundError as error:
-        raise BadInput(f"{annotation_file}: no such annotation file") from error
-    except OSError as error:
-        raise BadInput(f"{annotation_file}: cannot be read: {error.strerror}") from error
-    place = f"in {image_dir.resolve()}" if image_dir else f"near {annotation_file.resolve()}"
-    digest.update(f"coco {TABLE_VERSION} {options} {place}".encode())
-    return cache / "tables" / f"{digest.hexdigest()[:32]}.json"
-
-
 def _read(
-    annotation_file: Path, image_dir: Path | Places | None, check_images: bool | str, max_pixels: int, cache_file: Path,
+    file: Path, image_dir: Places | None, check_images: bool | str, max_pixels: int, cache_file: Path,
     siblings: Sequence[Path],
 ) -> DetectionTable:
-    if annotation_file.stat().st_size >= STREAMED_BYTES:
-        with uncollected():
-            return read_streamed(annotation_file, image_dir, check_images, max_pixels, cache_file, siblings)
     with uncollected():
-        document, notes = _parse(annotation_file)
-        valid = validate_document(document, str(annotation_file), max_pixels)
-        del document
-    image_root = image_dir or find_image_root(annotation_file, [row["file_name"] for row in valid.rows])
+        checked = check(read_annotations(file), str(file), max_pixels)
+    root = image_dir or find_image_root(file, [row.file_name for row in checked.images])
     # The siblings are read only where the images are checked.
-    listed = valid.listed.union(*map(listed_names, siblings)) if check_images and valid.rows else valid.listed
-    rows, found, checked = rows_of_good_files(valid.rows, listed, image_root, check_images, max_pixels)
-    problems = notes + valid.problems + found
+    others = set(chain.from_iterable(map(listed_names, siblings))) if check_images and checked.images else set()
+    good, digests = with_good_files(checked, root, check_images, max_pixels, others)
+    problems = [*_notes(file), *good.problems]
     return write_table(
-        rows,
-        cache_file=cache_file,
-        categories=valid.categories,
-        predicates=valid.predicates,
-        attributes=valid.attributes,
-        attribute_columns=valid.attribute_columns,
-        image_root=image_root.resolve(),
-        problems=problems,
-        name=str(annotation_file),
-        checked=checked,
-    )
+        good.images, good.boxes, good.relations, cache_file=cache_file, categories=good.categories,
+        predicates=good.predicates, attributes=good.attributes, image_root=root.resolve(), problems=problems,
+        name=str(file), checked=digests,
+    )  # fmt: skip
 
 
-def _parse(annotation_file: Path) -> tuple[object, list[Problem]]:
-    data = annotation_file.read_bytes()
-    notes = []
-    if data.startswith(b"\xef\xbb\xbf"):
-        data = data[3:]
-        notes.append(Problem("warning", str(annotation_file), None, None, "byte order mark skipped"))
-    if not data.strip():
-        raise BadInput(f"{annotation_file}: empty file")
-    try:
-        # Python's own reader also takes NaN, as json.dump writes it; the annotation that holds it is reported
-        return json.loads(data.decode()), notes
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{annotation_file}: not UTF-8 text (byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise BadInput(f"{annotation_file}: invalid JSON at {where}: {error.msg}") from error
-    except ValueError as error:  # a number of thousands of digits
-        raise BadInput(f"{annotation_file}: invalid JSON: {error}") from error
-    except RecursionError as error:
-        raise BadInput(f"{annotation_file}: invalid JSON: nested too deep") from error
+def _notes(file: Path) -> list[Problem]:
+    with open(file, "rb") as stream:
+        marked = stream.read(3) == BYTE_ORDER_MARK
+    return [Problem("warning", str(file), None, None, "byte order mark skipped")] if marked else []
+
+
+def _check_lists(lists: dict[str, object], file: str) -> None:
+    faults = [f"{file}: key `{key}` missing" for key in LISTS if key not in lists]
+    faults += [f"{file}: `{key}` is a {type(lists[key]).__name__}; expected a list"
+               for key in (*LISTS, *OTHER_LISTS) if key in lists and not isinstance(lists[key], list)]  # fmt: skip
+    faults += [f"{file}: `{key}` is empty" for key in ("images", "categories") if lists.get(key) == []]
+    if faults:
+        raise BadInput(faults)

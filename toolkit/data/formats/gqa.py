@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.data.formats.graph_document import Document, read_graph_document, read_json
+from toolkit.data.formats.graph_document import add_graph, empty_graphs, read_graphs, read_json
 from toolkit.data.table import DetectionTable
 
 CLASSES, PREDICATES = 200, 100  # GQA200 (Dong et al., CVPR 2022)
@@ -22,10 +22,10 @@ def read_gqa(
     folder = Path(folder)
     files = [folder / "train_sceneGraphs.json", *([folder / "val_sceneGraphs.json"] if split == "test" else [])]
     what = f"gqa {split} {num_val_images}"
-    return read_graph_document(files, lambda _: as_coco(files, split, num_val_images), image_dir, what, **options)
+    return read_graphs(files, lambda _: annotations_of(files, split, num_val_images), image_dir, what, **options)
 
 
-def as_coco(files: list[Path], split: str, num_val: int) -> dict:
+def annotations_of(files: list[Path], split: str, num_val: int) -> dict:
     """A COCO document with relations; classes and predicates in the order of how often training has them."""
     training = read_json(files[0], dict)
     classes, predicates = vocabulary(training)
@@ -33,7 +33,7 @@ def as_coco(files: list[Path], split: str, num_val: int) -> dict:
     names = list(graphs)
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
     labels, kinds = ({name: number for number, name in enumerate(each)} for each in (classes, predicates))
-    document = Document(classes, predicates)
+    document = empty_graphs(classes, predicates)
     for name in chosen:
         graph = graphs[name]
         kept = {key: each for key, each in graph["objects"].items() if each["name"] in labels}
@@ -47,8 +47,8 @@ def as_coco(files: list[Path], split: str, num_val: int) -> dict:
         if relations:
             boxes = [(labels[each["name"]], (each["x"], each["y"], each["w"], each["h"])) for each in kept.values()]
             image = {"id": name, "file_name": f"{name}.jpg", "width": graph["width"], "height": graph["height"]}
-            document.add(image, boxes, relations)
-    return document.as_coco()
+            add_graph(document, image, boxes, relations)
+    return document
 
 
 def vocabulary(training: dict) -> tuple[list[str], list[str]]:

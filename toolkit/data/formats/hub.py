@@ -1,18 +1,19 @@
 """Data sets of the `datasets` library, from the hub or a local folder, with the usual `objects` column."""
 
 import dataclasses
-import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import datasets
 from datasets.exceptions import DatasetsError
 
+from toolkit.data.annotations import Annotations
 from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
-from toolkit.data.checks import settle, validate_document
+from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, probe_image, read_file
-from toolkit.data.table import TABLE_VERSION, DetectionTable, Problem, cache_root, open_table, write_table
+from toolkit.data.table import DetectionTable, Problem
+from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
 
@@ -50,14 +51,14 @@ def read_hub(
     columns = columns_of(split_rows.features, name)
     split_rows = split_rows.cast_column(columns.image, datasets.Image(decode=False))
     source = f"{name} ({split})"
-    cache_file = _cache_file(split_rows, f"{source} {check_images} {max_image_pixels}", cache_root(cache_dir))
-    cached = open_table(cache_file)
-    table = cached[0] if cached else _read(split_rows, columns, source, (check_images, max_image_pixels), cache_file)
-    table.max_image_pixels = max_image_pixels
-    settle(table.problems, on_error if len(table) else "raise", source)
-    if not len(table):
-        raise BadInput(f"{source}: the split has no images")
-    return table
+    states = [os.stat(file["filename"]) for file in split_rows.cache_files]
+    states = [(state.st_size, state.st_mtime_ns) for state in states]
+    return cached_table(
+        ["hub", source, check_images, split_rows._fingerprint, split_rows.cache_files, states],
+        lambda cache_file: _read(split_rows, columns, source, (check_images, max_image_pixels), cache_file),
+        name=source, cache_dir=cache_dir, on_error=on_error, max_image_pixels=max_image_pixels,
+        empty="the split has no images",
+    )  # fmt: skip
 
 
 def _load(name: str, split: str) -> datasets.Dataset:
@@ -110,69 +111,55 @@ def columns_of(features: datasets.Features, name: str) -> Columns:
     return Columns(image, category, next((key for key in ID_KEYS if key in keys), None), names)
 
 
-def _cache_file(rows: datasets.Dataset, what: str, cache: Path) -> Path:
-    digest = hashlib.blake2b(f"hub {TABLE_VERSION} {what} {rows._fingerprint}".encode())
-    for file in rows.cache_files:
-        status = os.stat(file["filename"])
-        digest.update(f"{file['filename']} {status.st_size} {status.st_mtime_ns}".encode())
-    return cache / "tables" / f"{digest.hexdigest()[:32]}.json"
-
-
 def _read(
     rows: datasets.Dataset, columns: Columns, source: str, checking: tuple[bool | str, int], cache_file: Path
 ) -> DetectionTable:
     check_images, max_pixels = checking
-    document, problems = _document(rows, columns, source)
+    annotations, problems = _annotations(rows, columns, source)
     full = check_images == "full" or (check_images is True and len(rows) <= FULL_CHECK_LIMIT)
-    entries = list(enumerate(document["images"]))
 
-    def check(entry: tuple[int, dict]) -> list[Problem]:
-        index, image = entry
+    def look(index: int) -> list[Problem]:
+        image = annotations.images[index]
         try:
             data = _encoded(rows[index][columns.image], max_pixels)
             height, width = probe_image(data, max_pixels).size_hw
         except ImageError as error:
             # reported once, as the file's fault: neither the missing size nor a box outside it is another
-            image.update(width=image["width"] or UNKNOWN_SIZE, height=image["height"] or UNKNOWN_SIZE)
-            return [Problem("error", image["file_name"], image["id"], None, error.reason)]
-        image.update(width=image["width"] or width, height=image["height"] or height)
-        return check_image({**image, "image_id": image["id"]}, data, full, max_pixels) if check_images else []
+            height = width = UNKNOWN_SIZE
+            fault = [Problem("error", image.file_name, image.image_id, None, error.reason)]
+        else:
+            fault = []
+        image = image._replace(width=image.width or width, height=image.height or height)
+        annotations.images[index] = image
+        return fault or (check_image(image, data, full, max_pixels) if check_images else [])
 
-    problems += parallel(check, entries, "checking images")
-    bad = {problem.image_id for problem in problems if problem.severity == "error"}
-    valid = validate_document(document, source)
-    places = {image["id"]: index for index, image in entries}
-
-    def embedded() -> Iterator[dict]:
-        for row in valid.rows:
-            if row["image_id"] not in bad:
-                yield {**row, "image": _encoded(rows[places[row["image_id"]]][columns.image], max_pixels)}
-
+    problems += parallel(look, range(len(rows)), "checking images")
+    places = {image.image_id: index for index, image in enumerate(annotations.images)}
+    checked = check(annotations, source)
+    good = checked.without({problem.image_id for problem in problems if problem.severity == "error"})
     return write_table(
-        embedded(),
-        cache_file=cache_file,
-        categories=valid.categories,
-        problems=problems + valid.problems,
-        name=source,
-    )
+        good.images, good.boxes, cache_file=cache_file, categories=good.categories,
+        encoded=(_encoded(rows[places[row.image_id]][columns.image], max_pixels) for row in good.images),
+        problems=problems + checked.problems, name=source,
+    )  # fmt: skip
 
 
-def _document(rows: datasets.Dataset, columns: Columns, source: str) -> tuple[dict, list[Problem]]:
-    """The split as a COCO document, so that both go through one validation. Sizes that it lacks are None."""
-    images, annotations = [], []
-    plain = rows.remove_columns(columns.image)  # no image bytes in this pass
-    for index, row in enumerate(plain):
+def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple[Annotations, list[Problem]]:
+    """The split in columns. Sizes that it lacks are None."""
+    found = Annotations()
+    for index, row in enumerate(rows.remove_columns(columns.image)):  # no image bytes in this pass
         image_id = index if row.get("image_id") is None else row["image_id"]
-        images.append({"id": image_id, "file_name": f"row {index}", "width": row.get("width"),
-                       "height": row.get("height")})
-        annotations += annotations_of(row["objects"], columns, image_id, len(annotations) + 1)
+        found.add_image({"id": image_id, "file_name": f"row {index}", "width": row.get("width"),
+                         "height": row.get("height")})  # fmt: skip
+        for annotation in annotations_of(row["objects"], columns, image_id, len(found) + 1):
+            found.add(annotation)
     if columns.class_names is not None:
-        categories = [{"id": label, "name": name} for label, name in enumerate(columns.class_names)]
-        return {"images": images, "annotations": annotations, "categories": categories}, []
-    values = {annotation["category_id"] for annotation in annotations if "category_id" in annotation}
-    categories = [{"id": value, "name": str(value)} for value in values]
+        found.categories = [{"id": label, "name": name} for label, name in enumerate(columns.class_names)]
+        return found, []
+    values = [value for value in found.category_ids.values if value is not None]
+    found.categories = [{"id": value, "name": str(value)} for value in values]
     note = Problem("warning", source, None, None, "the labels are no ClassLabel; classes are called by their values")
-    return {"images": images, "annotations": annotations, "categories": categories}, [note]
+    return found, [note]
 
 
 def annotations_of(objects: object, columns: Columns, image_id: int | str, first: int) -> list[dict]:

@@ -1,20 +1,19 @@
 """Parquet files of the `datasets` library whose images stay where they are: only the other columns are read before."""
 
-import hashlib
 import os
 from collections.abc import Iterator
 
 import datasets
 import fsspec
-import numpy as np
 from datasets.exceptions import DatasetsError
 
-from toolkit.data.box_formats import BoxFormats
-from toolkit.data.checks import settle, validate_document
+from toolkit.data.annotations import Annotations
+from toolkit.data.checks import check
 from toolkit.data.formats.hub import Columns, annotations_of, columns_of, read_hub, unreachable
 from toolkit.data.places import Places
 from toolkit.data.shards import Shards, open_shard
-from toolkit.data.table import TABLE_VERSION, DetectionTable, cache_root, open_table, write_table
+from toolkit.data.table import DetectionTable
+from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
 
@@ -35,10 +34,10 @@ def read_shards(
 ) -> DetectionTable:
     """As `read_hub`, of a folder or hub data set of Parquet files; the images are read when they are asked for.
 
-    Columns `width` and `height` and class names (ClassLabel) are needed, as no image is looked at before. Memory is
-    that for the annotations of a row group, and 8 bytes for each image and box. check_images: has no effect.
+    Columns `width` and `height` and class names (ClassLabel) are needed, as no image is looked at before.
+    check_images: has no effect.
 
-    Raises BadInput: as `read_hub`; no Parquet files; one of those columns is missing; an id that is used twice.
+    Raises BadInput: as `read_hub`; no Parquet files; one of those columns is missing.
     """
     files = _files(name, split)
     root = os.path.commonpath([os.path.dirname(file) for file in files]) if "://" not in files[0] else _shared(files)
@@ -53,14 +52,12 @@ def read_shards(
                        "training; leave data.streaming out, or write the data by scripts/convert.py --to "
                        "parquet")  # fmt: skip
     source = f"{name} ({split})"
-    cache_file = _cache_file(files, f"{source} {max_image_pixels}", cache_root(cache_dir))
-    cached = open_table(cache_file)
-    table = cached[0] if cached else _read(files, root, columns, source, max_image_pixels, cache_file)
-    table.max_image_pixels = max_image_pixels
-    settle(table.problems, on_error if len(table) else "raise", source)
-    if not len(table):
-        raise BadInput(f"{source}: the split has no images")
-    return table
+    return cached_table(
+        ["shards", source, *map(_state, files)],
+        lambda cache_file: _read(files, root, columns, source, max_image_pixels, cache_file),
+        name=source, cache_dir=cache_dir, on_error=on_error, max_image_pixels=max_image_pixels,
+        empty="the split has no images",
+    )  # fmt: skip
 
 
 def _files(name: str, split: str) -> list[str]:
@@ -85,36 +82,29 @@ def _shared(urls: list[str]) -> str:
     return os.path.commonprefix([f"{url.rpartition('/')[0]}/" for url in urls]).rpartition("/")[0]
 
 
-def _cache_file(files: list[str], what: str, cache) -> os.PathLike:
-    digest = hashlib.blake2b(f"shards {TABLE_VERSION} {what}".encode())
-    for file in files:
-        system, path = fsspec.core.url_to_fs(file)
-        info = system.info(path)
-        digest.update(f"{file} {info.get('size')} {info.get('mtime')} {info.get('ETag', info.get('etag'))}".encode())
-    return cache / "tables" / f"{digest.hexdigest()[:32]}.json"
+def _state(file: str) -> str:
+    """What changes when a file does."""
+    system, path = fsspec.core.url_to_fs(file)
+    info = system.info(path)
+    return f"{file} {info.get('size')} {info.get('mtime')} {info.get('ETag', info.get('etag'))}"
 
 
 def _read(
     files: list[str], root: str, columns: Columns, source: str, max_pixels: int, cache_file: os.PathLike
 ) -> DetectionTable:
-    classes = [{"id": label, "name": name} for label, name in enumerate(columns.class_names)]
-    one_image = {"images": [{"id": 0, "file_name": "x", "width": 1, "height": 1}], "annotations": []}
-    base = validate_document(one_image | {"categories": classes}, source)
-    problems, formats, ids = list(base.problems), BoxFormats(), {"image": [], "annotation": []}
-
-    def rows() -> Iterator[dict]:
-        for place, entries in _parts(files, root, columns):
-            document = _document(place, entries, columns, ids) | {"categories": classes}
-            valid = validate_document(document, source, max_pixels, formats)
-            problems.extend(problem for problem in valid.problems if problem not in base.problems)
-            yield from valid.rows
-        if wrong := formats.fault():
-            raise BadInput(f"{source}: {wrong}")
-        for what, parts in ids.items():
-            _check_ids(np.concatenate([part for part in parts if len(part)] or [np.zeros(0)]), what, source)
-
-    return write_table(rows(), cache_file=cache_file, categories=base.categories, problems=problems, name=source,
-                       image_root=Places([Shards(columns.image, root)]))  # fmt: skip
+    found = Annotations([{"id": label, "name": name} for label, name in enumerate(columns.class_names)])
+    for place, entries in _parts(files, root, columns):
+        for row, entry in enumerate(entries):
+            image_id = len(found.images) if entry.get("image_id") is None else entry["image_id"]
+            found.add_image({"id": image_id, "file_name": f"{place}/{row}", "width": entry["width"],
+                             "height": entry["height"]})  # fmt: skip
+            for annotation in annotations_of(entry["objects"], columns, image_id, len(found) + 1):
+                found.add(annotation)
+    good = check(found, source, max_pixels)
+    return write_table(
+        good.images, good.boxes, cache_file=cache_file, categories=good.categories, problems=good.problems,
+        name=source, image_root=Places([Shards(columns.image, root)]),
+    )  # fmt: skip
 
 
 def _parts(files: list[str], root: str, columns: Columns) -> Iterator[tuple[str, list[dict]]]:
@@ -125,24 +115,3 @@ def _parts(files: list[str], root: str, columns: Columns) -> Iterator[tuple[str,
             for group in range(file.num_row_groups):
                 rows = file.read_row_group(group, columns=kept).to_pylist()
                 yield f"{url[len(root) + 1 :]}/{group}", rows
-
-
-def _document(place: str, entries: list[dict], columns: Columns, ids: dict[str, list[np.ndarray]]) -> dict:
-    """A row group as a COCO document. ids: all that were used before, to which these are added."""
-    before = {what: sum(map(len, parts)) for what, parts in ids.items()}
-    images, annotations = [], []
-    for row, entry in enumerate(entries):
-        image_id = before["image"] + row if entry.get("image_id") is None else entry["image_id"]
-        images.append({"id": image_id, "file_name": f"{place}/{row}", "width": entry["width"],
-                       "height": entry["height"]})  # fmt: skip
-        annotations += annotations_of(entry["objects"], columns, image_id, before["annotation"] + len(annotations) + 1)
-    ids["image"].append(np.asarray([image["id"] for image in images]))
-    ids["annotation"].append(np.asarray([annotation["id"] for annotation in annotations]))
-    return {"images": images, "annotations": annotations}
-
-
-def _check_ids(ids: np.ndarray, what: str, source: str) -> None:
-    values, counts = np.unique(ids, return_counts=True)
-    if (counts > 1).any():
-        some = ", ".join(map(str, values[counts > 1][:5].tolist()))
-        raise BadInput(f"{source}: {int((counts > 1).sum())} {what} ids are used more than once, such as {some}")

@@ -16,6 +16,7 @@ WINDOW = 2**20  # characters
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NEXT = re.compile(r"[ \t\r\n]*,[ \t\r\n]*(?=[{\[\"\d-])")  # up to the first sign of another item
 _DECODER = json.JSONDecoder()
+KINDS = {list: "list", str: "string", int: "number", float: "number", bool: "truth value"}
 
 
 def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object]]:
@@ -26,8 +27,13 @@ def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object
     """
     with open(path, "rb") as file:
         text = _Text(path, file, window)
+        if text.is_empty():
+            raise BadInput(f"{path}: empty file")
         if text.next_sign() != "{":
-            raise text.error("expected an object")
+            kind = KINDS.get(type(text.value()), "null")
+            hint = " (a list is the form of a results file)" if kind == "list" else ""
+            expected = "expected an object with `images`, `annotations`, `categories`"
+            raise BadInput(f"{path}: {expected}; found a {kind}{hint}")
         text.at += 1
         if text.next_sign() == "}":
             return
@@ -81,6 +87,13 @@ class _Text:
         self.path, self.file, self.window = path, file, window
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self.text, self.at, self.lines, self.column, self.ended, self.read = "", 0, 1, 1, False, 0
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing but white space."""
+        while True:
+            self.at = _SPACE.match(self.text, self.at).end()
+            if self.at < len(self.text) or not self.more():
+                return self.at == len(self.text)
 
     def next_sign(self) -> str:
         """The next character that is no white space, not taken."""

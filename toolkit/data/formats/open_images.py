@@ -5,7 +5,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.data.formats.graph_document import Document, read_graph_document, read_json
+from toolkit.data.annotations import Annotations
+from toolkit.data.formats.graph_document import add_graph, empty_graphs, read_graphs, read_json
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 
@@ -18,21 +19,21 @@ def read_open_images(
     folder = Path(folder)
     options.pop("num_val_images", None)
     files = [folder / f"vrd-{split}-anno.json", folder / "categories_dict.json"]
-    return read_graph_document(files, lambda _: as_coco(files), image_dir, f"open_images {split}", **options)
+    return read_graphs(files, lambda _: annotations_of(files), image_dir, f"open_images {split}", **options)
 
 
-def as_coco(files: list[Path]) -> dict:
-    """A COCO document with relations."""
+def annotations_of(files: list[Path]) -> Annotations:
+    """Images, boxes and relations."""
     entries, names = read_json(files[0], list), read_json(files[1], dict)
-    document = Document(names["obj"], names["rel"])
+    document = empty_graphs(names["obj"], names["rel"])
     for number, entry in enumerate(entries):
         try:
             width, height = entry["img_size"]
             boxes = [(label, (x1, y1, x2 - x1, y2 - y1))
                      for label, (x1, y1, x2, y2) in zip(entry["det_labels"], entry["bbox"], strict=True)]  # fmt: skip
             image = {"id": entry["img_fn"], "file_name": f"{entry['img_fn']}.jpg", "width": width, "height": height}
-            document.add(image, boxes, [tuple(row) for row in entry["rel"]])
+            add_graph(document, image, boxes, [tuple(row) for row in entry["rel"]])
         except (KeyError, TypeError, ValueError) as error:
             raise BadInput(f"{files[0]}, entry {number}: expected img_fn, img_size, bbox, det_labels and rel "
                            f"({error!r})") from error  # fmt: skip
-    return document.as_coco()
+    return document

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.data.formats.graph_document import read_graph_document, read_json
+from toolkit.data.annotations import Annotations
+from toolkit.data.formats.graph_document import empty_graphs, read_graphs, read_json
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 
@@ -24,8 +25,8 @@ def read_psg(
     if split not in ("train", "val", "test"):
         raise BadInput(f"{file}: split is {split!r}; expected train, val or test")
     what = f"psg {split} {num_val_images}"
-    return read_graph_document(
-        [file], lambda _: as_coco(_checked(file), split, num_val_images), image_dir, what, **options
+    return read_graphs(
+        [file], lambda _: annotations_of(_checked(file), split, num_val_images), image_dir, what, **options
     )
 
 
@@ -38,8 +39,8 @@ def _checked(file: Path) -> dict:
     return document
 
 
-def as_coco(document: dict, split: str, num_val_images: int) -> dict:
-    """The images of one split as a COCO document with relations; category ids stay 0-based, as in the file."""
+def annotations_of(document: dict, split: str, num_val_images: int) -> Annotations:
+    """The images of one split with their relations; category ids stay 0-based, as in the file."""
     test = {str(image_id) for image_id in document["test_image_ids"]}
     others = [entry for entry in document["data"] if str(entry["image_id"]) not in test]
     chosen = {"train": others[num_val_images:], "val": others[:num_val_images]}.get(split)
@@ -49,22 +50,21 @@ def as_coco(document: dict, split: str, num_val_images: int) -> dict:
     if not names:  # some files name their classes elsewhere
         highest = max((a["category_id"] for e in document["data"] for a in e["annotations"]), default=-1)
         names = [f"class {number}" for number in range(highest + 1)]
-    coco = {"images": [], "annotations": [], "rel_annotations": []}
+    found = empty_graphs(names, document["predicate_classes"])
     for entry in chosen:
         image_id, annotations = entry["image_id"], entry["annotations"]
-        coco["images"].append({"id": image_id} | {k: entry.get(k) for k in ("file_name", "width", "height")})
-        first, count = len(coco["annotations"]) + 1, len(annotations)
-        coco["annotations"] += [_annotation(a, image_id, first + i) for i, a in enumerate(annotations)]
+        found.add_image({"id": image_id} | {k: entry.get(k) for k in ("file_name", "width", "height")})
+        first, count = len(found) + 1, len(annotations)
+        for place, annotation in enumerate(annotations):
+            found.add(_annotation(annotation, image_id, first + place))
         for subject, object_, predicate in entry["relations"]:
-            ends = [  # a position that is not there becomes an id that is not there, which validation then quotes
+            ends = [  # a position that is not there becomes an id that is not there, which the check then quotes
                 first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"
                 for end in (subject, object_)
             ]
-            relation = {"image_id": image_id, "subject_id": ends[0], "object_id": ends[1]}
-            coco["rel_annotations"].append(relation | {"predicate_id": predicate})
-    coco["categories"] = [{"id": number, "name": name} for number, name in enumerate(names)]
-    predicates = document["predicate_classes"]
-    return coco | {"rel_categories": [{"id": number, "name": name} for number, name in enumerate(predicates)]}
+            found.relations.add({"image_id": image_id, "subject_id": ends[0], "object_id": ends[1],
+                                 "predicate_id": predicate})  # fmt: skip
+    return found
 
 
 def _entry_faults(entry: object, number: int) -> list[str]:

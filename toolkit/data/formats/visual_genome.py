@@ -5,20 +5,20 @@ sizes. Classes, predicates and attributes are counted from 1 in the files; the a
 classes and predicates from 0. Where no attributes are named, none are read.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import h5py
 import numpy as np
 
-from toolkit.data.check_files import rows_of_good_files
-from toolkit.data.checks import settle
-from toolkit.data.places import Places, digest_of, is_there, open_places
-from toolkit.data.table import TABLE_VERSION, Category, DetectionTable, Problem, cache_root, open_table, write_table
+from toolkit.data.check_files import with_good_files
+from toolkit.data.checks import Checked
+from toolkit.data.places import Places, is_there, open_places
+from toolkit.data.table import Category, DetectionTable, Problem
+from toolkit.data.table_cache import cached_table, columns_of_rows, file_digest, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
 
@@ -176,18 +176,17 @@ def read_visual_genome(
     image_dir = open_places(image_dir, must_exist=bool(check_images))
     files = [Path(folder) / name for name in (h5_name, dicts_name, image_data_name)]
     options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]
-    checking = (check_images, max_image_pixels)
-    cache_file = _cache_file(files, [*options, *checking, str(image_dir.resolve())], cache_dir)
-    cached = open_table(cache_file)
-    name = f"{files[0]} {split}"
-    if cached and all(digest_of(place) == digest for place, digest in cached[1].items()):
-        table = replace(cached[0], name=name)
-    else:
-        graphs = load_graphs(files[0], *options)
-        table = _write(graphs, files, image_dir, split, checking, cache_file, name)
-    table.max_image_pixels = max_image_pixels
-    settle(table.problems, on_error, str(files[0]))
-    return table
+    if missing := [f"{file}: no such file" for file in files if not file.is_file()]:
+        raise BadInput(missing)
+    name, checking = f"{files[0]} {split}", (check_images, max_image_pixels)
+
+    def make(cache_file: Path) -> DetectionTable:
+        return _write(load_graphs(files[0], *options), files, image_dir, split, checking, cache_file, name)
+
+    return cached_table(
+        ["visual_genome", *options, check_images, image_dir.resolve(), *map(file_digest, files)], make, name=name,
+        cache_dir=cache_dir, on_error=on_error, max_image_pixels=max_image_pixels,
+    )  # fmt: skip
 
 
 def _write(
@@ -196,7 +195,6 @@ def _write(
     classes, predicates, attributes = load_names(files[1])
     with h5py.File(files[0], "r") as h5:
         images = load_image_list(files[2], image_dir, len(h5["split"]))
-        columns = h5["attributes"].shape[1] if "attributes" in h5 else NUM_ATTRIBUTE_COLUMNS
     rows, problems = [], []
     for place, image in enumerate(graphs.index):
         faults = _faults(graphs, place, len(classes), len(predicates), len(attributes))
@@ -205,20 +203,13 @@ def _write(
         if not any(severity == "error" for severity, _ in faults):
             rows.append(_row(graphs, place, images[image], drop=split == "train", attributes=bool(attributes)))
     listed = {f"{entry['image_id']}.jpg" for entry in images}
-    rows, found, checked = rows_of_good_files(rows, listed, image_dir, *checking)
-    problems += found
+    categories = tuple(Category(number + 1, class_name) for number, class_name in enumerate(classes))
+    found = Checked(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
+    good, digests = with_good_files(found, image_dir, *checking)
     return write_table(
-        rows,
-        cache_file=cache_file,
-        categories=[Category(number + 1, class_name) for number, class_name in enumerate(classes)],
-        predicates=predicates,
-        attributes=attributes,
-        attribute_columns=columns if attributes else 0,
-        image_root=image_dir.resolve(),
-        problems=problems,
-        name=name,
-        checked=checked,
-    )
+        good.images, good.boxes, good.relations, cache_file=cache_file, categories=categories, predicates=predicates,
+        attributes=attributes, image_root=image_dir.resolve(), problems=good.problems, name=name, checked=digests,
+    )  # fmt: skip
 
 
 def _faults(
@@ -325,13 +316,3 @@ def _read_json(path: Path):
         raise BadInput(f"{path}: no such file") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: invalid JSON: {error}") from error
-
-
-def _cache_file(files: Sequence[Path], options: list, cache_dir) -> Path:
-    digest = hashlib.blake2b(f"visual_genome {TABLE_VERSION} {options}".encode())
-    for path in files:
-        if not path.is_file():
-            raise BadInput(f"{path}: no such file")
-        with open(path, "rb") as stream:
-            digest.update(hashlib.file_digest(stream, hashlib.blake2b).digest())
-    return cache_root(cache_dir) / "tables" / f"{digest.hexdigest()[:32]}.json"

@@ -4,8 +4,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from toolkit.data.annotations import Annotations
 from toolkit.data.decoding import ImageError, probe_image
-from toolkit.data.formats.graph_document import Document, read_graph_document, read_json
+from toolkit.data.formats.graph_document import add_graph, empty_graphs, read_graphs, read_json
 from toolkit.data.places import Places
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
@@ -23,18 +24,18 @@ def read_vrd(
     file = folder / f"annotations_{'test' if split == 'test' else 'train'}.json"
     files = [file, folder / "objects.json", folder / "predicates.json"]
     what = f"vrd {split} {num_val_images}"
-    return read_graph_document(
-        files, lambda images: as_coco(files, images, split, num_val_images), image_dir, what, **options
+    return read_graphs(
+        files, lambda images: annotations_of(files, images, split, num_val_images), image_dir, what, **options
     )
 
 
-def as_coco(files: list[Path], images: Path | Places, split: str, num_val: int) -> dict:
-    """A COCO document with relations. An object that several relations name, by box and class, is one."""
+def annotations_of(files: list[Path], images: Path | Places, split: str, num_val: int) -> Annotations:
+    """Images, boxes and relations. An object that several relations name, by box and class, is one."""
     annotations, classes, predicates = (read_json(file, kind) for file, kind in zip(files, (dict, list, list),
                                                                                     strict=True))  # fmt: skip
     names = list(annotations)
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
-    document = Document(classes, predicates)
+    document = empty_graphs(classes, predicates)
     for number, name in enumerate(chosen):
         objects: dict[tuple, int] = {}
         relations = []
@@ -53,8 +54,8 @@ def as_coco(files: list[Path], images: Path | Places, split: str, num_val: int) 
             height, width = 1, 1
         boxes = [(label, (x1, y1, x2 - x1, y2 - y1)) for label, y1, y2, x1, x2 in objects]
         image = {"id": number + 1, "file_name": name, "width": width, "height": height}
-        document.add(image, boxes, relations)
-    return document.as_coco()
+        add_graph(document, image, boxes, relations)
+    return document
 
 
 def _object(entry: dict) -> tuple:

@@ -1,0 +1,210 @@
+"""What a reader yields: images, boxes and relations as their file has them, in columns, before any check.
+
+A column holds numbers only. An entry that does not fit (a string for a number, a box of three numbers) is kept whole in
+`odd`, with a row of zeros in its place, and is judged by itself.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+FLOATS, NUMBERS = {float}, {int, float}
+MOST = 2**53  # whole numbers below it have a float64
+NO_ID, LARGEST_ID = -(2**63), 2**63 - 1
+LARGEST_AREA = 3e38  # the table's are float32
+
+
+class ImageRow(NamedTuple):
+    """An image as a file lists it; what is wrong or missing there is as in the file."""
+
+    image_id: int | str
+    file_name: str
+    width: int
+    height: int
+
+
+class Codes:
+    """Numbers from 0 for ids of any kind, in the order in which they come."""
+
+    def __init__(self):
+        self.values: list[int | str] = []
+        self._code: dict[int | str, int] = {}
+
+    def __call__(self, value: int | str) -> int:
+        code = self._code.setdefault(value, len(self.values))
+        if code == len(self.values):
+            self.values.append(value)
+        return code
+
+    def find(self, wanted: Mapping) -> np.ndarray:
+        """(codes,) int64: what `wanted` has for each id; -1: nothing."""
+        return np.array([wanted.get(value, -1) for value in self.values], np.int64).reshape(-1)
+
+
+class Annotations:
+    """Columns that grow entry by entry.
+
+    images: `ImageRow` each, in order; odd_images: entries without a usable id, by their number.
+    id: int64; image, category: numbers of `image_ids` and `category_ids`; xywh: four float64 each, `whole` with a bit
+    for each of them that the file writes without a point; area: NaN where there is none; crowd. attribute_ids: of
+    entries that have any. odd: by number, as the file has them.
+    """
+
+    def __init__(self, categories: list | None = None):
+        self.categories: list = categories or []
+        self.predicates: list = []
+        self.attributes: list = []
+        self.images: list[ImageRow] = []
+        self.odd_images: dict[int, object] = {}
+        self.image_ids, self.category_ids = Codes(), Codes()
+        self.id, self.image, self.category = array("q"), array("i"), array("i")
+        self.xywh, self.whole, self.area, self.crowd = array("d"), array("B"), array("d"), array("b")
+        self.attribute_ids: dict[int, list] = {}
+        self.odd: dict[int, object] = {}
+        self.relations = RelationColumns()
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+    def add_image(self, entry: object) -> None:
+        """An entry of COCO's `images`."""
+        if isinstance(entry, dict) and is_id(entry.get("id")):
+            row = ImageRow(*(entry.get(key) for key in ("id", "file_name", "width", "height")))
+        else:
+            self.odd_images[len(self.images)] = entry
+            row = ImageRow(None, entry.get("file_name") if isinstance(entry, dict) else None, None, None)
+        self.images.append(row)
+
+    def add_box(
+        self, id_: int, image_id: int | str, category_id: int | str, xywh: Sequence[float], crowd: bool = False,
+        area: float = np.nan,
+    ) -> None:
+        """A box of four numbers, of an image and a category with usable ids."""
+        self.id.append(id_)
+        self.image.append(self.image_ids(image_id))
+        self.category.append(self.category_ids(category_id))
+        self.xywh.extend(xywh)
+        a, b, c, d = map(type, xywh)
+        self.whole.append((a is int) | (b is int) << 1 | (c is int) << 2 | (d is int) << 3)
+        self.area.append(area)
+        self.crowd.append(crowd)
+
+    def add(self, entry: object) -> None:
+        """An entry of COCO's `annotations`."""
+        if not _fits(entry):
+            self.odd[len(self)] = entry
+            self.add_box(0, None, None, (0.0, 0.0, 1.0, 1.0))
+            return
+        if "attribute_ids" in entry:
+            self.attribute_ids[len(self)] = entry["attribute_ids"]
+        area = entry.get("area")
+        known = type(area) in NUMBERS and 0 < area < LARGEST_AREA
+        self.add_box(entry["id"], entry["image_id"], entry["category_id"], entry["bbox"], entry.get("iscrowd", 0),
+                     area if known else np.nan)  # fmt: skip
+
+    def entry(self, number: int) -> object:
+        """The entry of a row as the file has it; without keys that nobody looks at."""
+        if number in self.odd:
+            return self.odd[number]
+        bits = self.whole[number]
+        numbers = self.xywh[4 * number : 4 * number + 4]
+        entry = {
+            "id": self.id[number], "image_id": self.image_ids.values[self.image[number]],
+            "category_id": self.category_ids.values[self.category[number]],
+            "bbox": [int(value) if bits >> place & 1 else value for place, value in enumerate(numbers)],
+            "iscrowd": self.crowd[number], "area": self.area[number],
+        }  # fmt: skip
+        return entry | ({"attribute_ids": self.attribute_ids[number]} if number in self.attribute_ids else {})
+
+
+class RelationColumns:
+    """Relations of a file. id: NO_ID where the entry has none; subject, object: ids of annotations; predicate, image:
+    numbers of `predicate_ids` and `image_ids`, the latter -1 where the entry names none; odd as in `Annotations`."""
+
+    def __init__(self):
+        self.predicate_ids, self.image_ids = Codes(), Codes()
+        self.id, self.subject, self.object = array("q"), array("q"), array("q")
+        self.predicate, self.image = array("i"), array("i")
+        self.odd: dict[int, object] = {}
+
+    def __len__(self) -> int:
+        return len(self.subject)
+
+    def add(self, entry: object) -> None:
+        """An entry of `rel_annotations`."""
+        plain = isinstance(entry, dict)
+        fits = plain and ("id" not in entry or _is_number(entry["id"]))
+        fits = fits and ("image_id" not in entry or is_id(entry["image_id"]))
+        ends = plain and all(_is_number(entry.get(key)) for key in ("subject_id", "object_id"))
+        ends = ends and is_id(entry.get("predicate_id"))
+        if not (fits and ends):
+            self.odd[len(self)] = entry
+            kept = ("subject_id", "object_id", "predicate_id") if ends else ()
+            entry = {"subject_id": NO_ID, "object_id": NO_ID, "predicate_id": None} | {key: entry[key] for key in kept}
+        self.id.append(entry.get("id", NO_ID))
+        self.subject.append(entry["subject_id"])
+        self.object.append(entry["object_id"])
+        self.predicate.append(self.predicate_ids(entry["predicate_id"]))
+        self.image.append(self.image_ids(entry["image_id"]) if "image_id" in entry else -1)
+
+    def add_triplet(self, entry: object) -> None:
+        """An entry of `relations`: a row [subject id, object id, predicate id]."""
+        named = isinstance(entry, list) and len(entry) == 3
+        self.add(dict(zip(("subject_id", "object_id", "predicate_id"), entry, strict=True)) if named else entry)
+
+    def extend(self, other: "RelationColumns") -> None:
+        """Adds those of another list behind these."""
+        self.odd |= {number + len(self): entry for number, entry in other.odd.items()}
+        for codes, theirs, column, rows in (
+            (self.predicate_ids, other.predicate_ids, self.predicate, other.predicate),
+            (self.image_ids, other.image_ids, self.image, other.image),
+        ):
+            new = [codes(value) for value in theirs.values]
+            column.extend(new[code] if code >= 0 else -1 for code in rows)
+        for name in ("id", "subject", "object"):
+            getattr(self, name).extend(getattr(other, name))
+
+    def entry(self, number: int) -> object:
+        """The entry of a row as the file has it."""
+        if number in self.odd:
+            return self.odd[number]
+        entry = {"subject_id": self.subject[number], "object_id": self.object[number],
+                 "predicate_id": self.predicate_ids.values[self.predicate[number]]}  # fmt: skip
+        if self.id[number] != NO_ID:
+            entry["id"] = self.id[number]
+        return entry if self.image[number] < 0 else entry | {"image_id": self.image_ids.values[self.image[number]]}
+
+
+def is_id(value: object) -> bool:
+    """Whether a value can be the id of an image or a class: a whole number, or text that a file can hold."""
+    if type(value) is str:
+        return value != "" and is_unicode(value)
+    return type(value) is int
+
+
+def is_unicode(text: str) -> bool:
+    """False for text with halves of surrogate pairs, which no file and no table can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a whole number of 64 bits; the smallest of them stands for "none"."""
+    return type(value) is int and NO_ID < value <= LARGEST_ID
+
+
+def _fits(entry: object) -> bool:
+    if type(entry) is not dict or not _is_number(entry.get("id")):
+        return False
+    bbox, crowd = entry.get("bbox"), entry.get("iscrowd", 0)
+    if type(bbox) is not list or len(bbox) != 4 or type(crowd) is not int or not 0 <= crowd <= 1:
+        return False
+    if not is_id(entry.get("image_id")) or not is_id(entry.get("category_id")):
+        return False
+    types = set(map(type, bbox))
+    return types == FLOATS or types <= NUMBERS and all(-MOST < value < MOST for value in bbox if type(value) is int)

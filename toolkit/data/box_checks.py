@@ -1,0 +1,332 @@
+"""What is wrong with boxes and relations: all of them at once by masks, the suspicious ones again by words.
+
+An entry without fault costs a few operations on columns. Only those that a mask catches are taken up as the file has
+them, so that each message repeats what stands there.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.boxes import Boxes, Relations, offsets_of
+from toolkit.data.annotations import LARGEST_AREA, Annotations, ImageRow, RelationColumns, is_id
+from toolkit.data.table import Problem
+
+CLIP_TOLERANCE = 0.01  # pixels; COCO rounds coordinates to two places, which alone can put an edge this far outside
+LARGEST_SIDE = 2**31  # pixels
+LARGEST_COORDINATE = 1e15  # pixels; sums and products of such ones stay finite
+
+
+@dataclass
+class Places:
+    """Where annotations went: kept ones by `id` (ascending), with the position of their image among `images` and their
+    `row` among its boxes; dropped ones with the id of their image."""
+
+    images: list[int | str]
+    id: np.ndarray
+    image: np.ndarray
+    row: np.ndarray
+    dropped: dict[int, object]
+
+    def rows_of(self, ids: np.ndarray) -> np.ndarray:
+        """(N,) place in `id` of each; -1: not kept."""
+        if not len(self.id):
+            return np.full(len(ids), -1)
+        at = np.searchsorted(self.id, ids).clip(max=len(self.id) - 1)
+        return np.where(self.id[at] == ids, at, -1)
+
+    def at(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(images, rows) of kept annotations."""
+        rows = self.rows_of(np.array(ids, np.int64))
+        return self.image[rows], self.row[rows]
+
+    def of(self, id_: object) -> tuple[object, int] | None:
+        """(image id, row among its boxes) of an annotation, -1 for a dropped one; None: there is none."""
+        if not isinstance(id_, int):
+            return None
+        if id_ in self.dropped:
+            return self.dropped[id_], -1
+        at = self.rows_of(np.array([id_]))[0] if fits_int64(id_) else -1
+        return None if at < 0 else (self.images[self.image[at]], int(self.row[at]))
+
+
+def check_boxes(
+    annotations: Annotations, file: str, rows: Mapping[int | str, ImageRow], labels: Mapping, attributes: Mapping,
+    problems: list[Problem],
+) -> tuple[Boxes, Places]:
+    """Boxes of all `rows`, in their order, and where each annotation went.
+
+    labels, attributes: label of each category id, row of each attribute id; no attributes: `attribute_ids` is an
+    unknown key.
+    """
+    a, images = annotations, list(rows)
+    position = {image_id: at for at, image_id in enumerate(images)}
+    image, label = a.image_ids.find(position)[_of(a.image, np.int32)], a.category_ids.find(labels)[
+        _of(a.category, np.int32)]  # fmt: skip
+    xywh, ids = _of(a.xywh, np.float64).reshape(-1, 4), _of(a.id, np.int64)
+    xyxy, suspicious = _inside(xywh, image, list(rows.values()))
+    odd = np.zeros(len(a), bool)
+    odd[list(a.odd)] = True
+    times = _times(ids[~odd], a.odd)
+    repeated = np.array([id_ for id_ in times if fits_int64(id_)], np.int64)
+    suspicious |= odd | (image < 0) | (label < 0) | np.isin(ids, repeated)
+    suspicious[[n for n, of in a.attribute_ids.items() if _attribute_faults({"attribute_ids": of}, attributes)]] = True
+    area = _of(a.area, np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):  # of suspicious ones
+        area = np.where(np.isnan(area), (xyxy[:, 2] - xyxy[:, 0]) * (xyxy[:, 3] - xyxy[:, 1]), area)
+    crowd = _of(a.crowd, np.int8) > 0
+    kept, dropped, bereft = np.ones(len(a), bool), {}, Counter()
+    for number in np.flatnonzero(suspicious).tolist():
+        entry = a.entry(number)
+        found = _judge(entry, number, rows, times, labels, attributes, file, problems)
+        if isinstance(found, Problem):
+            kept[number] = False
+        elif found is None:
+            kept[number] = False
+            if isinstance(entry.get("id"), int):
+                dropped[entry["id"]] = entry.get("image_id")
+            if is_id(entry.get("image_id")) and entry["image_id"] in rows:
+                bereft[entry["image_id"]] += 1
+        else:
+            (xyxy[number], area[number]), label[number] = found, labels[entry["category_id"]]
+            ids[number], image[number] = entry["id"], position[entry["image_id"]]
+            crowd[number] = entry.get("iscrowd", 0)
+    filled = np.bincount(image[kept], minlength=len(images))
+    for image_id, count in bereft.items():
+        if not filled[position[image_id]]:
+            message = f"none of its {count} annotations is usable; with on_error drop it becomes a background image"
+            problems.append(Problem("warning", str(rows[image_id].file_name), image_id, None, message))
+    order = np.flatnonzero(kept)[np.argsort(image[kept], kind="stable")]
+    offsets = offsets_of(filled)
+    extra = {"attributes": _attributes(a, order, attributes)} if attributes else {}
+    boxes = Boxes(offsets, xyxy[order], label[order], None, area[order], crowd[order], ids[order], extra)
+    by_id = np.argsort(boxes.ids, kind="stable")
+    row = (np.arange(len(order)) - np.repeat(offsets[:-1], filled))[by_id]
+    return boxes, Places(images, boxes.ids[by_id], boxes.image_index[by_id], row, dropped)
+
+
+def _of(column, dtype: type) -> np.ndarray:
+    return np.array(column, dtype)
+
+
+def _inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[np.ndarray, np.ndarray]:
+    """(boxes xyxy inside their images, those that `_box` has a word to say of)."""
+    sizes = np.array([[row.width, row.height] if has_size(row) else [math.inf] * 2 for row in rows] or [[0, 0]], float)
+    size = sizes[image]
+    low, high = xywh[:, :2], xywh[:, :2] + xywh[:, 2:]
+    inner = np.concatenate([np.where(low < 0, 0, low), np.where(high > size, size, high)], axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        over = np.maximum(inner[:, :2] - low, high - inner[:, 2:]).max(axis=1) > CLIP_TOLERANCE
+    wrong = ~(np.abs(xywh) < LARGEST_COORDINATE).all(axis=1) | (xywh[:, 2:] <= 0).any(axis=1)
+    return inner, wrong | over | (inner[:, 2:] <= inner[:, :2]).any(axis=1)
+
+
+def _times(ids: np.ndarray, odd: Mapping[int, object]) -> dict[int, int]:
+    """How often the ids are used that are used more than once, or by an odd entry."""
+    given = (entry.get("id") for entry in odd.values() if isinstance(entry, dict))
+    of_odd = Counter(id_ for id_ in given if isinstance(id_, int))
+    ordered = np.sort(ids)
+    repeated = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist()) | {id_ for id_ in of_odd if fits_int64(id_)}
+    left, right = (np.searchsorted(ordered, np.array(list(repeated), np.int64), side) for side in ("left", "right"))
+    return of_odd + Counter(dict(zip(repeated, (right - left).tolist(), strict=True)))
+
+
+def _judge(
+    entry: object, number: int, rows: Mapping, times: Mapping, labels: Mapping, attributes: Mapping, file: str,
+    problems: list[Problem],
+) -> tuple[tuple, float] | Problem | None:
+    """(box xyxy, area) of a suspicious entry that can be used; None, or the problem of what is no object: it cannot."""
+    if not isinstance(entry, dict):
+        problems.append(Problem("error", file, None, None, f"annotation entry {number}: {entry!r} is no object"))
+        return problems[-1]
+    id_, image_id = entry.get("id"), entry.get("image_id")
+    row = rows.get(image_id) if is_id(image_id) else None
+    box, faults, repairs = _box(entry.get("bbox"), row) if "bbox" in entry else (None, ["`bbox` missing"], [])
+    faults += _annotation_faults(entry, number, times, labels, row is not None)
+    faults += _attribute_faults(entry, attributes)
+    shown = row.file_name if row and isinstance(row.file_name, str) else file
+    for severity, messages in (("error", faults), ("warning", repairs)):
+        problems.extend(Problem(severity, shown, image_id, id_, message) for message in messages)
+    return None if faults else (box, _area(entry, box, bool(repairs)))
+
+
+def _annotation_faults(entry: Mapping, number: int, times: Mapping, labels: Mapping, has_image: bool) -> list[str]:
+    """What is wrong with an annotation, its box apart. times: of the ids that are used more than once."""
+    faults = []
+    id_, image_id, category = entry.get("id"), entry.get("image_id"), entry.get("category_id")
+    if not isinstance(id_, int) or isinstance(id_, bool):
+        faults.append(f"annotation entry {number}: {wrong_id(entry, 'id').replace(' or a string', '')}")
+    elif not fits_int64(id_):
+        faults.append(f"annotation id {id_} does not fit into 64 bits")
+    elif times.get(id_, 1) > 1:
+        often = "twice" if times[id_] == 2 else f"{times[id_]} times"
+        faults.append(f"annotation id {id_} used {often}; this one has bbox {entry.get('bbox')}")
+    if not has_image:
+        faults.append(f"image {image_id!r} does not exist" if is_id(image_id) else wrong_id(entry, "image_id"))
+    if not is_id(category):
+        faults.append(wrong_id(entry, "category_id"))
+    elif category not in labels:
+        faults.append(f"category {category!r} is not defined")
+    if entry.get("iscrowd", 0) not in (0, 1):
+        faults.append(f"`iscrowd` is {entry['iscrowd']!r}; expected 0 or 1")
+    return faults
+
+
+def _attribute_faults(entry: Mapping, attributes: Mapping) -> list[str]:
+    """attributes: row of each id; none: the document has no attributes, and `attribute_ids` is an unknown key."""
+    ids = entry.get("attribute_ids", [])
+    if not attributes:
+        return []
+    if not isinstance(ids, list):
+        return [f"`attribute_ids` is {ids!r}; expected a list of ids of `attribute_categories`"]
+    return [f"attribute {id_!r} is not defined" for id_ in ids if not is_id(id_) or id_ not in attributes]
+
+
+def _attributes(annotations: Annotations, order: np.ndarray, attributes: Mapping) -> np.ndarray:
+    """(N, A) int64 ids from 1 of the boxes in this order, filled up with 0 to one length of at least 1."""
+    given = annotations.attribute_ids | {n: e.get("attribute_ids", ()) for n, e in annotations.odd.items()
+                                         if isinstance(e, dict)}  # fmt: skip
+    lists = [list(dict.fromkeys(given.get(number, ()))) for number in order.tolist()]
+    filled = np.zeros((len(lists), max(map(len, lists), default=0) or 1), np.int64)
+    for row, ids in zip(filled, lists, strict=True):
+        row[: len(ids)] = [attributes[id_] + 1 for id_ in ids]
+    return filled
+
+
+def _box(bbox: object, row: ImageRow | None) -> tuple[tuple[float, ...] | None, list[str], list[str]]:
+    """(xyxy inside the image, faults, repairs) of a COCO [x, y, width, height]."""
+    if not isinstance(bbox, list | tuple):
+        return None, [f"bbox is {bbox!r}; expected 4 numbers"], []
+    if len(bbox) != 4:
+        return None, [f"bbox needs 4 numbers, it has {len(bbox)}"], []
+    for value in bbox:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None, [f"bbox {bbox!r} holds something that is no number"], []
+    x, y, w, h = bbox
+    largest = LARGEST_COORDINATE  # compared, not converted: a number of 400 digits has no float
+    if not (-largest < x < largest and -largest < y < largest and -largest < w < largest and -largest < h < largest):
+        return None, [f"non-finite coordinate in bbox {list(bbox)}"], []
+    if w < 0 or h < 0:
+        return None, [f"negative {'width' if w < 0 else 'height'} in bbox {list(bbox)}"], []
+    if w == 0 or h == 0:
+        return None, [f"zero area: bbox {list(bbox)}"], []
+    if row is None or not has_size(row):
+        return (x, y, x + w, y + h), [], []
+    width, height = row.width, row.height
+    if x >= 0 and y >= 0 and x + w <= width and y + h <= height:
+        return (x, y, x + w, y + h), [], []
+    x1, y1, x2, y2 = max(x, 0), max(y, 0), min(x + w, width), min(y + h, height)
+    if x2 <= x1 or y2 <= y1:
+        return None, [f"bbox {list(bbox)} lies outside the image of {width} x {height}"], []
+    if max(x1 - x, y1 - y, x + w - x2, y + h - y2) <= CLIP_TOLERANCE:
+        return (x1, y1, x2, y2), [], []
+    clipped = [x1, y1, x2 - x1, y2 - y1]
+    return (x1, y1, x2, y2), [], [f"bbox {list(bbox)} exceeds the image of {width} x {height}; clipped to {clipped}"]
+
+
+def has_size(row: ImageRow) -> bool:
+    """Whether an image has a width and a height that can be used."""
+    return is_side(row.width) and is_side(row.height)
+
+
+def is_side(value: object) -> bool:
+    """Whether `value` is a number of pixels, as large as a 32-bit one at most."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= LARGEST_SIDE and not value % 1
+
+
+def _area(entry: Mapping, box: tuple[float, ...], clipped: bool) -> float:
+    """The annotation's own area (of the mask, in COCO); the box's where there is none or it was the clipped box's."""
+    area = entry.get("area")
+    own = isinstance(area, int | float) and not isinstance(area, bool) and 0 < area < LARGEST_AREA
+    if own and not (clipped and math.isclose(area, entry["bbox"][2] * entry["bbox"][3], rel_tol=1e-6)):
+        return float(area)
+    return float((box[2] - box[0]) * (box[3] - box[1]))
+
+
+def wrong_id(record: Mapping, key: str) -> str:
+    if key not in record:
+        return f"`{key}` missing"
+    return f"`{key}` is {record[key]!r}; expected an integer or a string"
+
+
+def fits_int64(id_: int | str) -> bool:
+    return isinstance(id_, str) or -(2**63) <= id_ < 2**63
+
+
+def check_relations(
+    relations: RelationColumns, file: str, places: Places, predicates: Mapping, problems: list[Problem]
+) -> Relations:
+    """Relations between kept boxes. One whose subject or object was dropped goes with it: that error is listed already.
+
+    predicates: label of each predicate id.
+    """
+    r, count = relations, len(places.images)
+    subject_ids, object_ids = np.array(r.subject, np.int64), np.array(r.object, np.int64)
+    label = r.predicate_ids.find(predicates)[np.array(r.predicate, np.int32)]
+    said = r.image_ids.find({id_: at for at, id_ in enumerate(places.images)})
+    said = np.append(said, -2)[np.array(r.image, np.int32)]  # -2: the entry names no image
+    ends = np.stack([places.rows_of(subject_ids), places.rows_of(object_ids)])
+    image, row = np.append(places.image, -1)[ends], np.append(places.row, -1)[ends]
+    odd = np.zeros(len(r), bool)
+    odd[list(r.odd)] = True
+    good = (ends >= 0).all(axis=0) & (label >= 0) & (image[0] == image[1]) & (row[0] != row[1])
+    good &= odd | (said == -2) | (said == image[0])
+    triplets = np.stack([subject_ids, object_ids, label])[:, good]
+    _, first, group = np.unique(triplets, axis=1, return_index=True, return_inverse=True)
+    first_of = np.full(len(r), -1)
+    first_of[good] = np.flatnonzero(good)[first[group.reshape(-1)]]
+    suspicious = odd | ~good | (first_of != np.arange(len(r)))
+    kept, seen = ~suspicious, set()
+    for number in np.flatnonzero(suspicious).tolist():
+        entry = r.entry(number)
+        ends_of = _relation_faults(entry, number, file, places, predicates, problems)
+        if ends_of is None:
+            continue
+        triplet = (entry["subject_id"], entry["object_id"], entry["predicate_id"])
+        if triplet in seen or 0 <= first_of[number] < number and kept[first_of[number]]:
+            message = f"relation {list(triplet)} (subject, object, predicate) is listed again; kept"
+            problems.append(Problem("warning", file, ends_of, None, message))
+        kept[number] = True
+        (image[:, number], row[:, number]), label[number] = places.at(triplet[:2]), predicates[triplet[2]]
+        seen.add(triplet)
+    order = np.flatnonzero(kept)[np.argsort(image[0][kept], kind="stable")]
+    offsets = offsets_of(np.bincount(image[0][order], minlength=count))
+    return Relations(offsets, row[0][order], row[1][order], label[order])
+
+
+def _relation_faults(
+    entry: object, number: int, file: str, places: Places, predicates: Mapping, problems: list[Problem]
+) -> object:
+    """The image id of a relation that can be used; None: it has faults, or lost an end with a dropped box."""
+    if not isinstance(entry, dict):
+        fault = f"{entry!r} is neither an object nor [subject id, object id, predicate id]"
+        problems.append(Problem("error", file, None, None, f"relation entry {number}: {fault}"))
+        return None
+    faults = []
+    ends = {}
+    for key in ("subject_id", "object_id"):
+        id_ = entry.get(key)
+        ends[key] = places.of(id_)
+        if ends[key] is None:
+            faults.append(f"annotation {id_!r} does not exist" if key in entry else f"`{key}` missing")
+    predicate = entry.get("predicate_id")
+    if not is_id(predicate) or predicate not in predicates:
+        faults.append(f"predicate {predicate!r} is not defined" if "predicate_id" in entry
+                      else "`predicate_id` missing")  # fmt: skip
+    if not faults:
+        (subject_image, subject), (object_image, object_) = ends["subject_id"], ends["object_id"]
+        if subject_image != object_image:
+            faults.append(f"subject is in image {subject_image}, object in image {object_image}")
+        elif entry.get("image_id", subject_image) != subject_image:
+            faults.append(f"`image_id` is {entry['image_id']!r}, subject and object are in image {subject_image}")
+        elif subject == object_ != -1:
+            faults.append("subject and object are one annotation")
+        elif subject >= 0 and object_ >= 0:
+            return subject_image
+    name = f"relation {entry.get('id', f'entry {number}')}"
+    problems.extend(Problem("error", file, entry.get("image_id"), None, f"{name}: {fault}") for fault in faults)
+    return None

@@ -1,0 +1,313 @@
+"""Tables in the cache: written once from columns, opened again while what they were made of stays as it is."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from toolkit.boxes import Boxes, Relations, offsets_of
+from toolkit.data.annotations import ImageRow
+from toolkit.data.places import Places, digest_of, open_places
+from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Category, DetectionTable, Problem
+from toolkit.errors import BadInput
+from toolkit.files import MAX_IMAGE_PIXELS, write_json
+
+logger = logging.getLogger(__name__)
+
+LISTED_ERRORS = 200
+TABLE_VERSION = 3  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
+BATCH_ROWS = 16384
+BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
+
+
+def cache_root(cache_dir: str | Path | None = None) -> Path:
+    """`cache_dir`, else $DETECTION_TOOLKIT_CACHE, else ~/.cache/detection-toolkit."""
+    chosen = cache_dir or os.environ.get("DETECTION_TOOLKIT_CACHE") or "~/.cache/detection-toolkit"
+    return Path(chosen).expanduser()
+
+
+def cached_table(
+    key: Iterable[object], make: Callable[[Path], DetectionTable], *, name: str, cache_dir: str | Path | None,
+    on_error: str = "raise", max_image_pixels: int = MAX_IMAGE_PIXELS, empty: str = "not one usable image",
+) -> DetectionTable:
+    """The table of what `key` names, from the cache while the files it was made of stay as they are; else made anew.
+
+    Args:
+        key: format, options and places in words, and bytes such as digests of files.
+        make: writes the table (`write_table`) to the cache file that it is given.
+        name: of the table, and the file that messages name.
+        empty: what to say of a table without images.
+
+    Raises:
+        BadInput: errors in the data with `on_error` "raise"; no images; what `make` raises.
+    """
+    digest = hashlib.blake2b(f"{TABLE_VERSION} {max_image_pixels}".encode(), digest_size=16)
+    for part in key:
+        digest.update(part if isinstance(part, bytes) else f" {part}".encode(errors="surrogateescape"))
+    cache_file = cache_root(cache_dir) / "tables" / f"{digest.hexdigest()}.json"
+    cached = open_table(cache_file)
+    if cached and all(digest_of(place) == digest for place, digest in cached[1].items()):
+        table = dataclasses.replace(cached[0], name=name)
+    else:
+        table = make(cache_file)
+    table.max_image_pixels = max_image_pixels
+    settle(table.problems, on_error if len(table) else "raise", name)
+    if not len(table):
+        raise BadInput(f"{name}: {empty}")
+    return table
+
+
+def file_digest(file: Path) -> bytes:
+    """Hash of the content of an annotation file. Raises BadInput."""
+    try:
+        mode = os.stat(file).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would be waited for, a device read without end
+            raise BadInput(f"{file}: no file, but a pipe or a device; it is read twice, so give a file")
+        with open(file, "rb") as stream:
+            return hashlib.file_digest(stream, hashlib.blake2b).digest()
+    except FileNotFoundError as error:
+        raise BadInput(f"{file}: no such annotation file") from error
+    except OSError as error:
+        raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def settle(problems: list[Problem], on_error: str, file: str) -> None:
+    """Raises BadInput listing every error when `on_error` is "raise"; logs how many there were when it is "drop"."""
+    errors = [problem for problem in problems if problem.severity == "error"]
+    warned = sum(problem.severity == "warning" for problem in problems)
+    if errors and on_error == "raise":
+        listed = [str(problem) for problem in errors[:LISTED_ERRORS]]
+        if len(errors) > len(listed):
+            listed.append(f"... and {len(errors) - len(listed)} more; scripts/check_data.py lists them all")
+        raise BadInput(
+            [f"{file}: {len(errors)} errors (--data.on_error drop leaves these records out):", *listed]
+        )
+    if errors or warned:
+        logger.info("%s: %d unusable records dropped, %d warnings", file, len(errors), warned)
+
+
+def write_table(
+    images: Sequence[ImageRow],
+    boxes: Boxes,
+    relations: Relations | None = None,
+    *,
+    cache_file: Path,
+    categories: Sequence[Category],
+    predicates: Sequence[str] = (),
+    attributes: Sequence[str] = (),
+    encoded: Iterable[bytes] | None = None,
+    image_root: Path | Places | None = None,
+    problems: Sequence[Problem] = (),
+    name: str = "",
+    checked: Mapping[str, str] | None = None,
+) -> DetectionTable:
+    """Writes columns as an Arrow stream and opens it again, memory-mapped.
+
+    Two files: an Arrow stream named after its content, and `cache_file` (JSON: classes, problems, name of the Arrow
+    file), which is put in place last and in one step. A reader never meets half a table; of two writers one wins.
+
+    Args:
+        boxes, relations: of the images, in their order; `boxes.extra["attributes"]` (N, A) with `attributes`.
+        encoded: the images themselves, where the table is to hold them.
+        checked: digests of places (`toolkit.data.places.digest_of`) by which the cache is known to hold still.
+    """
+    if attributes and "attributes" not in boxes.extra:
+        boxes = dataclasses.replace(boxes, extra={"attributes": np.zeros((len(boxes), 1), np.int64)})
+    with _temporary(cache_file) as temporary:
+        _write_stream(images, boxes, relations or Relations.none(len(images)), encoded, temporary)
+        info = {
+            "categories": [[category.id, category.name] for category in categories],
+            "predicates": list(predicates),
+            "attributes": list(attributes),
+            "image_root": _root_as_json(image_root),
+            "problems": [dataclasses.astuple(problem) for problem in problems],
+            "name": name,
+            "checked": dict(checked or {}),
+        }
+        return _publish(temporary, cache_file, info)
+
+
+@contextlib.contextmanager
+def _temporary(cache_file: Path) -> Iterator[Path]:
+    """A file beside `cache_file` that is gone afterwards; a disk that cannot be written is BadInput."""
+    temporary = None
+    try:
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=cache_file.parent, suffix=".tmp")
+        os.close(descriptor)
+        yield Path(temporary)
+    except OSError as error:
+        raise BadInput(
+            f"{cache_file.parent}: the table could not be written ({error.strerror or error}); free space "
+            "or set DETECTION_TOOLKIT_CACHE to another folder"
+        ) from error
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: Path, name: str) -> DetectionTable:
+    """Some rows of a table, ascending, as a cached table of their own. Raises BadInput as `write_table`."""
+    import datasets  # here: once for a selection, and every start would wait for it
+
+    chosen = np.asarray(indices, dtype=np.int64)
+    # with what `datasets` notes about the columns: the fingerprint is of the whole file, and known to earlier runs
+    schema = datasets.Dataset.from_file(str(table.arrow_file)).with_format("arrow")[:0].schema
+    with _temporary(cache_file) as temporary:
+        with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            for start, batch in zip(table._starts, table._batches, strict=True):
+                inside = chosen[(chosen >= start) & (chosen < start + batch.num_rows)] - start
+                if len(inside):
+                    writer.write_batch(batch.batch.take(pa.array(inside)).cast(schema))
+        info = {
+            "categories": [[category.id, category.name] for category in table.categories],
+            "predicates": list(table.predicates), "attributes": list(table.attributes),
+            "image_root": _root_as_json(table.image_root), "problems": [], "name": name, "checked": {},
+        }  # fmt: skip
+        return _publish(temporary, cache_file, info)
+
+
+def _publish(temporary: Path, cache_file: Path, info: dict) -> DetectionTable:
+    names = [info["categories"], info["predicates"], *([info["attributes"]] if info["attributes"] else [])]
+    with open(temporary, "rb") as stream:
+        digest = hashlib.file_digest(stream, hashlib.blake2b)
+    digest.update(json.dumps(names).encode())
+    fingerprint = digest.hexdigest()[:32]
+    arrow_file = cache_file.with_name(f"{fingerprint}.arrow")
+    os.chmod(temporary, 0o644)  # mkstemp makes 0600; a cache may be shared
+    os.replace(temporary, arrow_file)
+    info |= {"version": TABLE_VERSION, "arrow": arrow_file.name, "fingerprint": fingerprint}
+    write_json(cache_file, info)
+    return _from_info(cache_file, info)
+
+
+def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None:
+    """The cached table and its `checked`, or None when there is none of this version."""
+    try:
+        info = json.loads(cache_file.read_text())
+    except (OSError, ValueError):  # none, or nothing we wrote: the caller reads anew, and says so if it cannot write
+        return None
+    if info.get("version") != TABLE_VERSION or not cache_file.with_name(info["arrow"]).exists():
+        return None
+    return _from_info(cache_file, info), info["checked"]
+
+
+def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
+    return DetectionTable(
+        arrow_file=cache_file.with_name(info["arrow"]),
+        categories=tuple(Category(*category) for category in info["categories"]),
+        predicates=tuple(info["predicates"]),
+        attributes=tuple(info["attributes"]),
+        image_root=open_places(root) if isinstance(root := info["image_root"], list) else root and Path(root),
+        problems=[Problem(*problem) for problem in info["problems"]],
+        name=info["name"],
+        fingerprint=info["fingerprint"],
+    )
+
+
+def _root_as_json(root: Path | Places | None) -> str | list[str] | None:
+    return root.specs() if isinstance(root, Places) else root and str(root)
+
+
+def _schema(string_ids: bool, embedded: bool, attribute_columns: int) -> pa.Schema:
+    fields = {"image_id": pa.string() if string_ids else pa.int64(), "file_name": pa.string()}
+    if embedded:
+        fields["image"] = pa.binary()
+    fields |= {"width": pa.int64(), "height": pa.int64()}
+    of_objects = OBJECT_TYPES
+    if attribute_columns:
+        of_objects = of_objects | {"attributes": pa.list_(ATTRIBUTE_ID, attribute_columns)}
+    for name, types in (("objects", of_objects), ("relations", RELATION_TYPES)):
+        fields[name] = pa.struct({key: pa.list_(type_) for key, type_ in types.items()})
+    return pa.schema(fields)
+
+
+def _write_stream(
+    images: Sequence[ImageRow], boxes: Boxes, relations: Relations, encoded: Iterable[bytes] | None, path: Path
+) -> None:
+    columns = boxes.extra.get("attributes")
+    schema = _schema(
+        bool(images) and isinstance(images[0].image_id, str), encoded is not None,
+        0 if columns is None else columns.shape[1],
+    )  # fmt: skip
+    encoded = iter(encoded) if encoded is not None else None
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        start = 0
+        while start < len(images):
+            held = None if encoded is None else _some(encoded)
+            stop = min(start + (BATCH_ROWS if held is None else len(held)), len(images))
+            rows = images[start:stop]
+            batch = {name: [getattr(row, name) for row in rows] for name in ImageRow._fields}
+            if held is not None:
+                batch["image"] = held
+            batch["objects"] = _lists(schema.field("objects").type, boxes.offsets[start : stop + 1], {
+                "id": boxes.ids, "bbox": boxes.xyxy, "category": boxes.labels, "area": boxes.area,
+                "iscrowd": boxes.iscrowd, "attributes": columns,
+            })  # fmt: skip
+            batch["relations"] = _lists(schema.field("relations").type, relations.offsets[start : stop + 1], {
+                "subject": relations.subject, "object": relations.object, "predicate": relations.predicate,
+            })  # fmt: skip
+            arrays = [each if isinstance(each := batch[column.name], pa.Array) else pa.array(each, column.type)
+                      for column in schema]  # fmt: skip
+            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+            start = stop
+
+
+def _some(encoded: Iterator[bytes]) -> list[bytes]:
+    """The next images of one record batch."""
+    held, size = [], 0
+    for image in encoded:
+        held.append(image)
+        size += len(image)
+        if len(held) >= BATCH_ROWS or size >= BATCH_BYTES:
+            break
+    return held
+
+
+def _lists(struct: pa.StructType, offsets: np.ndarray, columns: Mapping[str, np.ndarray]) -> pa.StructArray:
+    """Rows offsets[0]:offsets[-1] of the columns, as lists of each image."""
+    rows, within = slice(int(offsets[0]), int(offsets[-1])), pa.array(offsets - offsets[0], pa.int32())
+    lists = []
+    for each in struct:
+        values, kind = columns[each.name][rows], each.type.value_type
+        if pa.types.is_fixed_size_list(kind):
+            flat = values.astype(kind.value_type.to_pandas_dtype()).reshape(-1)
+            inner = pa.FixedSizeListArray.from_arrays(pa.array(flat, kind.value_type), type=kind)
+        else:
+            inner = pa.array(values.astype(kind.to_pandas_dtype()), kind)
+        lists.append(pa.ListArray.from_arrays(within, inner, type=each.type))
+    return pa.StructArray.from_arrays(lists, fields=list(struct))
+
+
+def columns_of_rows(rows: Sequence[Mapping]) -> tuple[list[ImageRow], Boxes, Relations]:
+    """Images, boxes and relations of rows as `DetectionTable.row` gives them, for `write_table`."""
+    def joined(group: str, name: str, dtype: type, *shape: int) -> np.ndarray:
+        parts = [np.asarray(row[group][name], dtype).reshape(-1, *shape) for row in rows]
+        return np.concatenate([np.zeros((0, *shape), dtype), *parts])
+
+    images = [ImageRow(*(row[name] for name in ImageRow._fields)) for row in rows]
+    attributed = [np.asarray(row["objects"]["attributes"]) for row in rows if len(row["objects"].get("attributes", ()))]
+    wide = joined("objects", "attributes", np.int64, attributed[0].shape[1]) if attributed else None
+    boxes = Boxes(
+        offsets_of([len(row["objects"]["id"]) for row in rows]), joined("objects", "bbox", np.float64, 4),
+        joined("objects", "category", np.int64), None, joined("objects", "area", np.float64),
+        joined("objects", "iscrowd", bool), joined("objects", "id", np.int64),
+        {} if wide is None else {"attributes": wide},
+    )  # fmt: skip
+    ends = (joined("relations", name, np.int64) for name in ("subject", "object", "predicate"))
+    return images, boxes, Relations(offsets_of([len(row["relations"]["subject"]) for row in rows]), *ends)
+
+
+def write_rows(rows: Sequence[Mapping], **options) -> DetectionTable:
+    """`write_table` of rows; those with `image`, its encoded bytes, are embedded."""
+    encoded = [row["image"] for row in rows] if rows and "image" in rows[0] else None
+    return write_table(*columns_of_rows(rows), encoded=encoded, **options)
