@@ -286,7 +286,7 @@ def test_it_learns_and_the_metric_says_so(table, tmp_path):
     """Six images by heart, from the features of a random backbone."""
     model = model_of(table, detector_options=INNER | {"representation_size": 64})
     batch = next(iter(loader_of(table)))
-    evaluator = make_evaluator(model, table, "faster")
+    evaluator = make_evaluator(model, table, "toolkit")
     before = evaluator.evaluate(predictions_of(model.eval(), table))
     learning = [*model.attribute_predictor.parameters(), *model.box_features.parameters()]
     optimizer = torch.optim.Adam(learning, 3e-3)
@@ -318,10 +318,10 @@ def test_evaluation_without_boxes_or_with_other_attributes(table):
     assert not any("attribute_scores" in p for p in predictions_of(model, table).values()), "1.6 GB of VG150, unused"
     predictions = predict_dataset(model, loader_of(table), "cpu", score_threshold=0.2).by_image
     assert all(len(p["attribute_scores"]) == len(p["boxes"]) for p in predictions.values()), "as predict.py asks"
-    assert "attribute_R_precision" not in make_evaluator(model, table, "faster").evaluate(predictions)
+    assert "attribute_R_precision" not in make_evaluator(model, table, "toolkit").evaluate(predictions)
     with pytest.raises(BadInput, match="attributes.*'rings'.*training data.*'red'"):
-        make_evaluator(model_of(table, attributes=NAMES), table, "faster")
-    make_evaluator(model_of(table, attributes=()), table, "faster")
+        make_evaluator(model_of(table, attributes=NAMES), table, "toolkit")
+    make_evaluator(model_of(table, attributes=()), table, "toolkit")
 
 
 def test_r_precision_counts_the_k_best_of_each_object():

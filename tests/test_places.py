@@ -173,8 +173,7 @@ def big(folder: Path) -> Path:
     return folder / "big.zip"
 
 
-def test_the_limit_of_pixels_holds_for_large_files_too(shapes, monkeypatch):
-    monkeypatch.setattr("toolkit.data.formats.coco.STREAMED_BYTES", 0)
+def test_the_limit_of_pixels_holds(shapes):
     with pytest.raises(BadInput, match="48 x 48 pixels are more than data.max_image_pixels 100"):
         open_dataset(shapes[0], image_dir=shapes[1], max_image_pixels=100)
 
