@@ -4,8 +4,10 @@ A column holds numbers only. An entry that does not fit (a string for a number, 
 `odd`, with a row of zeros in its place, and is judged by itself.
 """
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -90,6 +92,27 @@ class Annotations:
         self.whole.append((a is int) | (b is int) << 1 | (c is int) << 2 | (d is int) << 3)
         self.area.append(area)
         self.crowd.append(crowd)
+
+    def add_all(self, entries: list) -> None:
+        """Entries of COCO's `annotations`: all at once where each fits, as in most files; else one by one."""
+        try:
+            columns = _columns(entries)
+        except (KeyError, TypeError, AttributeError, OverflowError):
+            columns = None
+        if columns is None:
+            for entry in entries:
+                self.add(entry)
+            return
+        ids, image_ids, category_ids, boxes, areas, crowds = columns
+        flat = list(chain.from_iterable(boxes))
+        self.id.extend(ids)
+        self.image.extend(map(self.image_ids, image_ids))
+        self.category.extend(map(self.category_ids, category_ids))
+        self.xywh.extend(flat)
+        whole = np.array([kind is int for kind in map(type, flat)]).reshape(-1, 4)
+        self.whole.frombytes((whole @ np.array([1, 2, 4, 8], np.uint8)).astype(np.uint8).tobytes())
+        self.area.frombytes(np.where((areas > 0) & (areas < LARGEST_AREA), areas, np.nan).tobytes())
+        self.crowd.extend(crowds)
 
     def add(self, entry: object) -> None:
         """An entry of COCO's `annotations`."""
@@ -196,6 +219,25 @@ def is_unicode(text: str) -> bool:
 def _is_number(value: object) -> bool:
     """Whether a value is a whole number of 64 bits; the smallest of them stands for "none"."""
     return type(value) is int and NO_ID < value <= LARGEST_ID
+
+
+def _columns(entries: list[dict]) -> tuple | None:
+    """(ids, image ids, category ids, boxes, areas, crowds) of entries that all fit; None: some may not.
+
+    Raises KeyError, TypeError, AttributeError or OverflowError for some that do not.
+    """
+    ids, image_ids, category_ids, boxes = ([entry[key] for entry in entries]
+                                           for key in ("id", "image_id", "category_id", "bbox"))  # fmt: skip
+    crowds, areas = [entry.get("iscrowd", 0) for entry in entries], [entry.get("area", math.nan) for entry in entries]
+    numbers = list(chain.from_iterable(boxes))
+    fits = (
+        all(set(map(type, column)) == {int} for column in (ids, image_ids, category_ids, crowds))
+        and NO_ID < min(ids) and max(ids) <= LARGEST_ID and 0 <= min(crowds) and max(crowds) <= 1
+        and set(map(type, boxes)) == {list} and set(map(len, boxes)) == {4} and NUMBERS.issuperset(map(type, numbers))
+        and all(-MOST < value < MOST for value in numbers if type(value) is int)
+        and NUMBERS.issuperset(map(type, areas)) and not any("attribute_ids" in entry for entry in entries)
+    )  # fmt: skip
+    return (ids, image_ids, category_ids, boxes, np.array(areas, np.float64), crowds) if fits else None
 
 
 def _fits(entry: object) -> bool:

@@ -17,6 +17,7 @@ from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
 from toolkit.modes import uncollected
 
+AT_ONCE = 2048  # annotations that wait for their columns
 LISTS = ("images", "annotations", "categories")
 OTHER_LISTS = ("rel_categories", "rel_annotations", "relations", "attribute_categories")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -62,15 +63,24 @@ def read_annotations(file: Path) -> Annotations:
     """What a COCO file says, in columns: 66 bytes for each box. Raises BadInput for what is no such file."""
     lists: dict[str, object] = {}
     found, triplets = Annotations(), RelationColumns()
-    add = {"images": found.add_image, "annotations": found.add, "rel_annotations": found.relations.add,
+    add = {"images": found.add_image, "rel_annotations": found.relations.add,
            "relations": triplets.add_triplet, "categories": found.categories.append,
            "rel_categories": found.predicates.append, "attribute_categories": found.attributes.append}  # fmt: skip
+    waiting: list = []  # annotations
     for key, item in stream_lists(file):
         if isinstance(item, Whole):
             lists[key] = item.value
+        elif key == "annotations":
+            waiting.append(item)
+            if len(waiting) == AT_ONCE:
+                found.add_all(waiting)
+                waiting = []
         elif key in add:
             lists.setdefault(key, [item])  # not empty
             add[key](item)
+    if waiting or len(found):
+        lists["annotations"] = [None]
+    found.add_all(waiting)
     _check_lists(lists, str(file))
     found.relations.extend(triplets)
     return found
