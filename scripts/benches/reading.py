@@ -1,4 +1,4 @@
-"""Reading large COCO files, item by item and in one piece, and checking them: processor time and peak memory."""
+"""Reading large COCO files and checking them: processor time and peak memory."""
 
 import subprocess
 import sys
@@ -16,7 +16,6 @@ from toolkit.data.formats import coco
 from toolkit.data.inspection import inspect_tables
 def peak_mb():  # ru_maxrss would be that of the process before exec, too
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1e3
-coco.STREAMED_BYTES = float("inf") if sys.argv[3] == "whole" else 0
 before, began = peak_mb(), time.process_time()
 table = coco.read_coco(sys.argv[1], ".", check_images=False, cache_dir=sys.argv[2])
 if sys.argv[3] == "checked":
@@ -25,14 +24,11 @@ print(time.process_time() - began, peak_mb() - before, len(table))
 """
 
 
-def bench_reading(
-    sizes: Mapping[int, int] = MappingProxyType({118_000: 860_000, 1_700_000: 25_000_000}), whole: int = 118_000
-) -> list[dict]:
+def bench_reading(sizes: Mapping[int, int] = MappingProxyType({118_000: 860_000, 300_000: 2_190_000})) -> list[dict]:
     """Rows with `name`, `value` and `unit`.
 
-    sizes: images, and boxes, of the files that are read item by item; whole: of the one that is also read in one piece.
-    Memory is what reading adds to the peak of a process that has imported everything (Linux). Checked: as
-    scripts/check_data.py does it without a look at the images, opened from the cache.
+    sizes: images, and boxes, of the files. Memory is what reading adds to the peak of a process that has imported
+    everything (Linux). Checked: as scripts/check_data.py does it without a look at the images, opened from the cache.
     """
     rows = []
     for count, boxes in sizes.items():
@@ -40,20 +36,14 @@ def bench_reading(
             file = write_large(Path(folder) / "annotations.json", count, boxes)
             what = f"COCO file of {count:,} images"
             rows.append({"name": f"{what}, on disk", "value": file.stat().st_size / 1e6, "unit": "MB"})
-            found = {}
-            for way in ("streamed", "checked", *(("whole",) if count == whole else ())):
-                cache = f"{folder}/{'whole' if way == 'whole' else 'streamed'}"
-                command = [sys.executable, "-c", PROGRAM, str(file), cache, way]
+            for way in ("read", "checked"):
+                command = [sys.executable, "-c", PROGRAM, str(file), f"{folder}/cache", way]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
-                seconds, memory, images = found[way] = [float(word) for word in done.stdout.split()]
+                seconds, memory, images = (float(word) for word in done.stdout.split())
                 if images != count:
                     raise RuntimeError(f"{images:.0f} of {count} images were read")
                 rows.append({"name": f"{what}, {way}", "value": seconds, "unit": "s of processor time"})
                 rows.append({"name": f"{what}, {way}, memory", "value": memory, "unit": "MB"})
-            if count == whole:
-                for number, name in ((0, "time"), (1, "memory")):
-                    ratio = found["streamed"][number] / max(found["whole"][number], 1e-3)
-                    rows.append({"name": f"COCO file, {name}, streamed / whole", "value": ratio, "unit": "ratio"})
     return rows
 
 
