@@ -31,7 +31,8 @@ class RunConfig:
     """Optimizer steps after which training ends, if that is sooner than `run.epochs`."""
     max_minutes: PositiveFloat | None = None
     """Minutes of training, without evaluation and saving. They are turned into a number of steps by the measured speed
-    of the first steps. This is corrected as the speed changes, until half of the minutes are over."""
+    of the first steps. This is corrected as the speed changes, until half of the minutes are over. Minutes trained
+    before a resume count."""
     log_every: PositiveInt = 10
     """Optimizer steps between two rows of metrics.jsonl."""
     meters: Literal["epoch_median", "run_median", "epoch_mean", "run_mean", "momentum"] = "epoch_median"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.files import replace_nonfinite, write_json_atomic
+from toolkit.runs.ending import in_words
 
 # State of a run -> the exit code its script ends with (None: not ended).
 EXIT_CODES = {
@@ -82,7 +83,10 @@ STATES = {BadInput: "bad_input", StoppedByGuard: "stopped_by_guard", Preempted: 
 
 
 class RunStatus:
-    """`status.json` of a run that is going on; see `run_status`. details: stands in the file at its end, as `step`."""
+    """`status.json` of a run that is going on; see `run_status`.
+
+    details: stands in the file at its end, as `step` and `ended_by`, see `toolkit.runs.ending`.
+    """
 
     def __init__(self, folder: Path, is_main: bool):
         self.folder, self.is_main, self.details = folder, is_main, {}
@@ -116,4 +120,4 @@ def run_status(folder: Path, is_main: bool) -> Iterator[RunStatus]:
         except OSError as unwritable:  # a full disk must not hide the error that ended the run
             warnings.warn(f"status.json could not be written: {unwritable}", stacklevel=2)
         raise
-    status.write("done")
+    status.write("done", in_words(status.details.get("ended_by", ())))
