@@ -293,7 +293,7 @@ def test_minutes_of_a_run_that_is_extended_are_those_of_the_whole_run():
         if (planned := longer.propose()) is not None:
             longer.fix(planned)
             plans.append((longer.steps, planned))
-    assert plans == [(120 + 12, 180), (120 + 24, 180), (120 + 30, 180)], "by the speed of now, in the minutes that are left"
+    assert plans == [(120 + 12, 180), (120 + 24, 180), (120 + 30, 180)], "by the speed of now"
     assert not longer.propose() and longer.elapsed_s == 180
     anew = StepBudget(max_minutes=0.5)
     anew.count_on(120, None)  # of a run that had no limit of minutes
