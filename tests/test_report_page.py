@@ -186,6 +186,20 @@ def test_a_run_that_was_too_short_is_told_which_limit_ended_it_and_what_goes_on(
     assert "state done, reason training ended by run.max_minutes" in page
 
 
+def test_pictures_are_named_by_their_files(tmp_path):
+    box = [10, 10, 60, 70]
+    table = table_of(tmp_path, [[(box, 0)]] * 40)
+    found = [[([80, 10, 130, 70], 1, 0.9)] if i == 3 else [(box, 0, 0.8)] for i in range(40)]
+    judged = judge("x", predictions_of(table, found), table, draws=5)
+    page = write_page(tmp_path / "page", judged, RunFacts(), "x").read_text()
+    captions = re.findall("<figure class=picture>.*?<figcaption>(.*?)</figcaption>", page)
+    assert captions and all(re.match(r"\d+\.png \(id \d+\): ", caption) for caption in captions), captions
+    assert any(caption.startswith("3.png (id 13): F1 0.00") for caption in captions)
+    assert "<td class=text>3.png (id 13)</td>" in page, "the list of likely mistakes of the annotation"
+    numbers = json.loads((tmp_path / "page" / "report.json").read_text())
+    assert {(each["file_name"], each["image_id"]) for each in numbers["annotation_mistakes"]} == {("3.png", 13)}
+
+
 def test_twins_and_confusions_are_named_with_their_flag(tmp_path):
     rng = np.random.default_rng(0)
     truth, twins, wrong = [], [], []

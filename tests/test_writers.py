@@ -271,6 +271,20 @@ def test_tensorboard_gets_every_row_once(tmp_path):
     assert "_hparams_/session_end_info" in events.summary_metadata
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_losses_before_their_weights_go_to_trackers_only_when_asked_for(tmp_path, asked):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    unscaled = {f"{kind}/loss_ce_unscaled": 0.5 for kind in ("train", "epoch", "val")}
+    writer = RunWriter(tmp_path, trackers=["tensorboard"], track_unscaled=asked)
+    writer.log(train_row(1) | unscaled | {"train/loss_ce": 1.0})
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert "train/loss_ce" in events.Tags()["scalars"]
+    assert unscaled.keys() & set(events.Tags()["scalars"]) == (unscaled.keys() if asked else set())
+    assert unscaled.items() <= read_metrics(tmp_path / "metrics.jsonl")[0].items(), "the file has them always"
+
+
 def test_a_tracker_switched_on_later_gets_the_earlier_rows(tmp_path):
     writer = open_writer(tmp_path)
     for step in (1, 2):

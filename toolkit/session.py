@@ -373,6 +373,7 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
         s.folder, trackers=tracker_names(run.tracker), about=_about(run, settings, t.best.metric),
         data=data_facts({"train": table, "val": t.validation.table}), is_main=s.is_main,
         resume_state=checkpoint and checkpoint.state["writer"], eval_only=run.eval_only,
+        track_unscaled=run.track_unscaled,
     )  # fmt: skip
     t.log.start(writer, s.status.details, t.step, t.total_steps, t.recut)
     s.log = t.log

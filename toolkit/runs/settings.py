@@ -57,6 +57,8 @@ class RunConfig:
     tracker: list[str] | str = "none"
     """Programs that rows and pictures are also sent to: none, wandb, tensorboard, another that Accelerate knows, or a
     list of them."""
+    track_unscaled: bool = False
+    """Also send the losses before their weights, `..._unscaled`, to the trackers; metrics.jsonl has them always."""
     project: str = "detection-toolkit"
     """Name of the project that the run has in its trackers."""
     group: str | None = None
