@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.runs.ending import ENDINGS, command_that_goes_on, flags_that_go_on, in_words
+from toolkit.evaluation.report.going_on import command_that_goes_on, flags_that_go_on
+from toolkit.runs.ending import ENDINGS, in_words
 from toolkit.runs.settings import EvalConfig, RunConfig, ScheduleConfig
 
 CONFIG = {"run": {"epochs": 100, "max_steps": None, "max_minutes": 4.75}, "eval": {"early_stopping_patience": 3}}

@@ -19,6 +19,7 @@ from toolkit.evaluation.report.charts import MOST_POINTS, Line, line_chart
 from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import judge
 from toolkit.evaluation.report.write import write_comparison, write_page
+from toolkit.runs.status import RunStatus
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
                 if (found := shutil.which(name))), None)  # fmt: skip
@@ -176,7 +177,10 @@ def test_a_run_that_was_too_short_is_told_which_limit_ended_it_and_what_goes_on(
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (run / "config.yaml").write_text("model: {}\nrun: {epochs: 100, max_minutes: 4.75}\n")
     (run / "environment.json").write_text('{"command_line": ["scripts/train_detr.py", "--run.name", "mine"]}')
-    (run / "status.json").write_text('{"state": "running", "ended_by": ["run.max_minutes"]}')
+    (run / "status.json").write_text('{"state": "running"}')
+    status = RunStatus(run, is_main=True)
+    status.details["ended_by"] = ["run.max_minutes"]
+    status.begin()
     write_report(run, table, state="done")
     page = (run / "report" / "index.html").read_text()
     first = re.search("<div class=advice>(.*?)</div>", page)[1]

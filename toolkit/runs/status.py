@@ -100,6 +100,7 @@ class RunStatus:
 
     def write(self, state: str, reason: str = "") -> None:
         if self.is_main and self.begun:
+            reason = reason or in_words(self.details.get("ended_by", ()))
             write_status(self.folder, state, reason, **self.details)
 
 
@@ -120,4 +121,4 @@ def run_status(folder: Path, is_main: bool) -> Iterator[RunStatus]:
         except OSError as unwritable:  # a full disk must not hide the error that ended the run
             warnings.warn(f"status.json could not be written: {unwritable}", stacklevel=2)
         raise
-    status.write("done", in_words(status.details.get("ended_by", ())))
+    status.write("done")

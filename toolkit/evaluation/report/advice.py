@@ -11,7 +11,6 @@ import numpy as np
 from toolkit.evaluation.explain import explain_zero_ap
 from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import Judgement
-from toolkit.runs.ending import in_words
 
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
 SMALL_SHARE = 0.1  # of the boxes
@@ -80,11 +79,10 @@ def _too_short(facts: RunFacts) -> Advice | None:
     before = early[ap[early].argmax()]
     if ap[-1] - ap[before] < STILL_RISING:
         return None
-    ended = in_words(facts.ended_by)
     return Advice(
         "Trained too short",
         f"AP was still rising: {ap[before]:.3f} at step {steps[before]:.0f}, {ap[-1]:.3f} at "
-        f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations.{ended and f' The {ended}.'}",
+        f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations.{facts.ended and f' The {facts.ended}.'}",
         "Train longer; for as long again with:" if facts.go_on else "Train longer.",
         facts.go_on,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from toolkit.runs.ending import command_that_goes_on, flags_that_go_on, in_words
+from toolkit.evaluation.report.going_on import command_that_goes_on, flags_that_go_on
 from toolkit.runs.metrics_log import read_metrics
 from toolkit.runs.settings_file import newest_config
 
@@ -17,7 +17,7 @@ class RunFacts:
     """Rows of the metrics of a run, settings and surroundings, as text and read; all empty for a predictions file that
     belongs to no run.
 
-    ended_by: settings that ended the training, where `status.json` knows them, see `toolkit.runs.ending`.
+    ended: what ended the training, in words, where `status.json` knows it.
     go_on: the command that trains for as long again.
     """
 
@@ -27,7 +27,7 @@ class RunFacts:
     config_text: str = ""
     environment_text: str = ""
     state: str = ""
-    ended_by: Sequence[str] = ()
+    ended: str = ""
     go_on: str = ""
 
 
@@ -45,7 +45,7 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
     }
     status = json.loads(texts["status.json"] or "{}")
     ended_by = status.get("ended_by", [])
-    status |= {"state": state, "reason": in_words(ended_by)} if state else {}
+    status |= {"state": state, "reason": status.get("reason") if ended_by else ""} if state else {}
     words = ", ".join(f"{key} {status[key]}" for key in ("state", "reason") if status.get(key))
     rows, settings = read_metrics(run_folder / "metrics.jsonl"), yaml.safe_load(texts[config.name]) or {}
     trained = [row for row in rows if "train/loss" in row]
@@ -58,6 +58,6 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
         texts[config.name],
         texts["environment.json"],
         words,
-        ended_by,
+        status.get("reason", "") if ended_by else "",
         command_that_goes_on(flags, command_line, config) if flags else "",
     )
