@@ -51,7 +51,7 @@ from toolkit.runs.open_run import settings_beside
 from toolkit.runs.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
 from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
 from toolkit.runs.settled import settle
-from toolkit.runs.status import RunStatus, read_status, run_status
+from toolkit.runs.status import RunStatus, run_status
 from toolkit.runs.trackers import agent_run_id, tracker_names
 from toolkit.runs.trackers.tracker import About, data_facts
 from toolkit.runs.writer import RunWriter
@@ -447,6 +447,4 @@ def _record(s: Session, t: Training, table: DetectionTable, settings: dict, chan
         save_config(settings, place, remarks)
         extra = {"parameters": parameters, "data": data, **s.measured}
         write_environment(s.folder, s.config.run.seed, s.accelerator.num_processes, extra)
-        if s.config.run.eval_only:
-            s.status.details["ended_by"] = read_status(s.folder).get("ended_by", [])
-    s.status.begin()
+    s.status.begin(trains=not s.config.run.eval_only)

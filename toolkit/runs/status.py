@@ -93,9 +93,14 @@ class RunStatus:
         # A folder in which an earlier run left its word keeps it until this one has really begun.
         self.begun = not holds_a_run(folder)
 
-    def begin(self) -> None:
-        """Everything is there, and nothing was refused: the run goes on from here."""
+    def begin(self, trains: bool = True) -> None:
+        """Everything is there, and nothing was refused: the run goes on from here.
+
+        trains: False: an evaluation alone; what ended the training of before stays in the file.
+        """
         self.begun = True
+        if not trains:
+            self.details["ended_by"] = read_status(self.folder).get("ended_by", [])
         self.write("running")
 
     def write(self, state: str, reason: str = "") -> None:
