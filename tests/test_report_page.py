@@ -18,6 +18,7 @@ from toolkit.evaluation.report.charts import MOST_POINTS, Line, line_chart
 from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import judge
 from toolkit.evaluation.report.write import write_comparison, write_page
+from toolkit.runs.status import RunStatus
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
                 if (found := shutil.which(name))), None)  # fmt: skip
@@ -154,14 +155,52 @@ def test_each_advice_has_its_evidence(tmp_path):
     table, predictions = random_case(tmp_path, crowd=0)
     judged = judge("x", predictions, table, draws=5)
     rising = [{"step": s, "val/bbox_AP": 0.02 * s, "val/loss": 1.0} for s in range(1, 9)]
-    assert "Trained too short" in topics(judged, rising, {"run": {"epochs": 5}})
-    assert "Trained too short" not in topics(judged, [r | {"val/bbox_AP": 0.1} for r in rising])
+    for rows in (rising, rising[::7]):  # two evaluations are enough
+        assert "Trained too short" in topics(judged, RunFacts(rows))
+        assert "Trained too short" not in topics(judged, RunFacts([r | {"val/bbox_AP": 0.1} for r in rows]))
+    assert "Trained too short" not in topics(judged, RunFacts(rising[:1]))
     over = [{"step": s, "train/loss": 1 / s} for s in range(1, 60)]
     over += [{"step": 10 * s, "val/loss": 1 + abs(s - 2), "val/bbox_AP": 0.3 - 0.02 * abs(s - 2)} for s in range(1, 7)]
-    assert "Over-fitting" in topics(judged, over) and "Over-fitting" not in topics(judged, rising)
+    assert "Over-fitting" in topics(judged, RunFacts(over)) and "Over-fitting" not in topics(judged, RunFacts(rising))
     most = int(np.bincount(judged.matches.truth.image_index).max())
-    assert "Too few queries" in topics(judged, (), {"model": {"num_queries": most}})
-    assert "Too few queries" not in topics(judged, (), {"model": {"num_queries": 10 * most}})
+    assert "Too few queries" in topics(judged, RunFacts(config={"model": {"num_queries": most}}))
+    assert "Too few queries" not in topics(judged, RunFacts(config={"model": {"num_queries": 10 * most}}))
+
+
+def test_a_run_that_was_too_short_is_told_which_limit_ended_it_and_what_goes_on(tmp_path):
+    table, predictions = random_case(tmp_path / "data", crowd=0)
+    run = tmp_path / "runs" / "mine"
+    (run / "report").mkdir(parents=True)
+    write_predictions(run / "report" / PREDICTIONS, predictions, table)
+    rows = [{"step": s, "epoch": s // 20, kind: 0.01 * s} for s in (20, 40) for kind in ("train/loss", "val/bbox_AP")]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (run / "config.yaml").write_text("model: {}\nrun: {epochs: 100, max_minutes: 4.75}\n")
+    (run / "environment.json").write_text('{"command_line": ["scripts/train_detr.py", "--run.name", "mine"]}')
+    (run / "status.json").write_text('{"state": "running"}')
+    status = RunStatus(run, is_main=True)
+    status.details["ended_by"] = ["run.max_minutes"]
+    status.begin()
+    write_report(run, table, state="done")
+    page = (run / "report" / "index.html").read_text()
+    first = re.search("<div class=advice>(.*?)</div>", page)[1]
+    assert "0.200 at step 20, 0.400 at step 40" in first and "training ended by run.max_minutes (the minutes" in first
+    assert f"<pre>accelerate launch scripts/train_detr.py --config {run}/config.yaml --run.resume latest " in first
+    assert "--run.resume_schedule new --run.max_minutes 9.5</pre>" in first and "run.epochs" not in first
+    assert "state done, reason training ended by run.max_minutes" in page
+
+
+def test_pictures_are_named_by_their_files(tmp_path):
+    box = [10, 10, 60, 70]
+    table = table_of(tmp_path, [[(box, 0)]] * 40)
+    found = [[([80, 10, 130, 70], 1, 0.9)] if i == 3 else [(box, 0, 0.8)] for i in range(40)]
+    judged = judge("x", predictions_of(table, found), table, draws=5)
+    page = write_page(tmp_path / "page", judged, RunFacts(), "x").read_text()
+    captions = re.findall("<figure class=picture>.*?<figcaption>(.*?)</figcaption>", page)
+    assert captions and all(re.match(r"\d+\.png \(id \d+\): ", caption) for caption in captions), captions
+    assert any(caption.startswith("3.png (id 13): F1 0.00") for caption in captions)
+    assert "<td class=text>3.png (id 13)</td>" in page, "the list of likely mistakes of the annotation"
+    numbers = json.loads((tmp_path / "page" / "report.json").read_text())
+    assert {(each["file_name"], each["image_id"]) for each in numbers["annotation_mistakes"]} == {("3.png", 13)}
 
 
 def test_twins_and_confusions_are_named_with_their_flag(tmp_path):
@@ -177,7 +216,7 @@ def test_twins_and_confusions_are_named_with_their_flag(tmp_path):
         wrong.append([(box, 1 if i % 3 else i % 2, score)])
     table = table_of(tmp_path, truth, draw=False)
     judged = judge("x", predictions_of(table, twins), table, draws=5)
-    found = {a.topic: a for a in advise(judged, (), {"model": {"nms_threshold": 0.9}})}
+    found = {a.topic: a for a in advise(judged, RunFacts(config={"model": {"nms_threshold": 0.9}}))}
     assert "<code>--model.nms_threshold</code> (now 0.9)" in sections.advice([found["Duplicates"]])
     assert "--model.nms_threshold (now 0.9)" in found["Duplicates"].advice and "60" in found["Duplicates"].evidence
     assert "Confused classes" not in found

@@ -278,6 +278,30 @@ def test_the_plan_of_half_of_the_minutes_stands():
     assert budget.settled and budget.total_steps == 120 and budget.propose() is None
 
 
+def test_minutes_of_a_run_that_is_extended_are_those_of_the_whole_run():
+    budget = StepBudget(max_minutes=1.0)
+    while budget.total_steps is None or budget.steps < budget.total_steps:
+        budget.add(0.5)
+        if (planned := budget.propose()) is not None:
+            budget.fix(planned)
+    assert budget.elapsed_s == 60 and budget.is_used_up, "those after the last plan count too"
+    longer = StepBudget(max_minutes=3.0)
+    longer.count_on(120, budget.state_dict())
+    plans = []
+    while longer.total_steps is None or longer.steps < longer.total_steps:
+        longer.add(2.0)
+        if (planned := longer.propose()) is not None:
+            longer.fix(planned)
+            plans.append((longer.steps, planned))
+    assert plans == [(120 + 12, 180), (120 + 24, 180), (120 + 30, 180)], "by the speed of now"
+    assert not longer.propose() and longer.elapsed_s == 180
+    anew = StepBudget(max_minutes=0.5)
+    anew.count_on(120, None)  # of a run that had no limit of minutes
+    assert not anew.is_used_up
+    anew.count_on(120, budget.state_dict())
+    assert anew.is_used_up
+
+
 @pytest.mark.parametrize("name", ["cosine", "poly", "linear"])
 def test_a_corrected_length_lets_the_rate_go_on_without_a_jump(name):
     schedule = Schedule(optimizer(1.0), name, 100, warmup_steps=10)

@@ -111,7 +111,7 @@ def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
     t.optimizer.param_groups[0]["name"] = "main"
     for t.step in range(1, 12):
         t.sampler.advance_batches(1)
-        t.note_step([], {"loss": 1.0, "loss_ce": 1.0, "loss_ce_unscaled": 1.0, "grad_norm": 1.0})
+        t.note_step(["window"], {"loss": 1.0, "loss_ce": 1.0, "loss_ce_unscaled": 1.0, "grad_norm": 1.0})
         if t.epoch_is_over:
             t.end_epoch()
     lines = re.findall(r"step (\d+)/11", capsys.readouterr().out)
@@ -321,7 +321,7 @@ def test_a_step_has_the_images_of_its_window_over_all_ranks(tmp_path):
     t, noted = make_training(tmp_path), []
     t.sampler = EpochSampler(7, 2, world_size=2)
     t.optimizer.param_groups[0]["name"] = "main"
-    t.log.note_step = lambda step, total, epoch, row, images: noted.append(images)
+    t.log.note_step = lambda step, total, epoch, row, images, ends_epoch: noted.append(images)
     batch = Batch(torch.zeros(2, 3, 2, 2, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.int64), [{}, {}])
     reduced = {"loss": 1.0, "loss_ce": 1.0, "loss_ce_unscaled": 1.0, "grad_norm": 1.0}
     t.log.note_epoch = lambda step, epoch: None

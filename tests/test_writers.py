@@ -3,6 +3,7 @@
     python -m pytest tests/test_writers.py
 """
 
+import inspect
 import json
 import math
 import os
@@ -11,10 +12,14 @@ import signal
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -24,6 +29,7 @@ from toolkit.errors import BadInput
 from toolkit.runs.console import Place, averages_line, console_line, length_warnings, progress, total_line
 from toolkit.runs.metrics_log import GrowingMetrics, MetricsLog, mend_rows, read_metrics
 from toolkit.runs.trackers import tracker_names, weights_and_biases
+from toolkit.runs.trackers.of_accelerate import options
 from toolkit.runs.trackers.tracker import About, DataFacts
 from toolkit.runs.writer import RunWriter
 from toolkit.step.meters import Meters
@@ -265,6 +271,20 @@ def test_tensorboard_gets_every_row_once(tmp_path):
     assert "_hparams_/session_end_info" in events.summary_metadata
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_losses_before_their_weights_go_to_trackers_only_when_asked_for(tmp_path, asked):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    unscaled = {f"{kind}/loss_ce_unscaled": 0.5 for kind in ("train", "epoch", "val")}
+    writer = RunWriter(tmp_path, trackers=["tensorboard"], track_unscaled=asked)
+    writer.log(train_row(1) | unscaled | {"train/loss_ce": 1.0})
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert "train/loss_ce" in events.Tags()["scalars"]
+    assert unscaled.keys() & set(events.Tags()["scalars"]) == (unscaled.keys() if asked else set())
+    assert unscaled.items() <= read_metrics(tmp_path / "metrics.jsonl")[0].items(), "the file has them always"
+
+
 def test_a_tracker_switched_on_later_gets_the_earlier_rows(tmp_path):
     writer = open_writer(tmp_path)
     for step in (1, 2):
@@ -301,6 +321,51 @@ def test_a_failing_tracker_costs_one_warning(wandb_home, monkeypatch):
     assert len([w for w in caught if w.category is UserWarning]) == 1
     assert [row["step"] for row in read_metrics(wandb_home / "metrics.jsonl")] == [1, 2, 3]
     assert [step for _, step, _ in history(wandb_home)] == [1, 2, 3], "the other tracker goes on"
+
+
+ELSEWHERE = """
+runs = []
+class Run:
+    def __init__(self): self.rows, self.config = [], {}
+    def log(self, values, step): self.rows.append(step)
+    def finish(self): pass
+config = {}
+def init(**options):
+    runs.append(options)
+    return Run()
+"""
+
+
+def test_a_program_that_accelerate_knows_keeps_name_and_group_over_a_resume(tmp_path, monkeypatch):
+    """Trackio in its own words; it, and MLflow, are tried for real where they are installed, see docs/tracking.md."""
+    module = ModuleType("trackio")
+    exec(ELSEWHERE, module.__dict__)
+    module.config = SimpleNamespace(update=lambda values, allow_val_change: None)
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    PartialState()
+    about = About(project="p", name="mine", group="g", tags=["t"])
+    writer = RunWriter(tmp_path, trackers=["trackio"], about=about)
+    writer.log(train_row(1))
+    state = writer.state_dict()
+    writer.close("preempted")
+    assert state["run_ids"] == {"trackio": "mine"}
+    writer = RunWriter(tmp_path, trackers=["trackio"], about=replace(about, name="other"), resume_state=state)
+    writer.close()
+    assert module.runs == [
+        {"project": "p", "name": "mine", "group": "g", "resume": "never"},
+        {"project": "p", "name": "mine", "group": "g", "resume": "allow"},
+    ]
+
+
+@pytest.mark.parametrize("name", sorted({str(name) for name in LOGGER_TYPE_TO_CLASS} - {"wandb", "tensorboard"}))
+def test_accelerate_s_trackers_are_told_name_and_id(tmp_path, name):
+    about = About(project="p", name="mine", group="g", tags=["t"], notes="why")
+    fresh, later = (options(name, about, tmp_path, *known) for known in ((None, False), ("id7", True)))
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    place = {"logging_dir": "."} if kind.requires_logging_directory else {}
+    inspect.signature(kind).bind("p", **place, **later)  # a TypeError if Accelerate takes none of them
+    assert fresh != later and ("id7" in later.values() or later.get("resume")), "it goes on"
+    assert "mine" in fresh.values() or name in ("aim", "comet_ml"), "those are named when they have begun"
 
 
 def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path):

@@ -34,6 +34,7 @@ def save(t, best: bool = False) -> None:
         "sampler": t.sampler.state_dict(),
         "schedule": t.schedule.state_dict(),
         "total_steps": t.total_steps,
+        "limit": t.limit,
         "scaler": scaler.state_dict() if scaler is not None else None,
         "ema": t.ema.state_dict() if t.ema is not None else None,
         "guard": t.guard.state_dict(),
@@ -87,6 +88,10 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         else:
             for group, rates in zip(t.optimizer.param_groups, own, strict=True):
                 group.update(rates)
+            if t.budget is not None:
+                t.budget.count_on(t.step, state["budget"])
+                if t.budget.is_used_up:
+                    t.total_steps, t.limit = t.step, "run.max_minutes"
         notes += _retime(t, state, keep_schedule)
         t.guard.load_state_dict(state["guard"])
         t.log.load_state_dict(state)
@@ -106,6 +111,7 @@ _OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas")
 def _take_up_schedule(t, state: Mapping) -> None:
     t.schedule.load_state_dict(state["schedule"])
     t.total_steps = state["total_steps"]
+    t.limit = state.get("limit") or ("run.max_minutes" if state["budget"] else t.limit)  # of an earlier release
     if state["budget"] is None:
         t.budget = None  # the saved length is no matter of minutes
     elif t.budget is not None:

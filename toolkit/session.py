@@ -215,7 +215,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     c, run, optim = s.config, s.config.run, s.config.optim
     all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
     per_epoch = max(1, round(all_steps / run.epochs))  # on average
-    total_steps = min(all_steps, run.max_steps or all_steps)
+    total_steps, limit = min((all_steps, "run.epochs"), (run.max_steps or all_steps, "run.max_steps"))
     pace = _pace(c, per_epoch)
     ema = Ema(detector, optim.ema_decay, optim.ema_warmup) if optim.ema_decay else None
     compile_in_place(detector, optim.compile)
@@ -228,7 +228,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
         guard=NanGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor),
         best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience), pace=pace,
         log=Log(s.is_main, run.meters, per_epoch, run.log_every), signals=s.signals, folder=s.folder, seed=run.seed,
-        budget=StepBudget(run.max_minutes) if run.max_minutes else None, total_steps=total_steps,
+        budget=StepBudget(run.max_minutes) if run.max_minutes else None, total_steps=total_steps, limit=limit,
         max_norm=optim.max_norm, eval_only=run.eval_only,
     )  # fmt: skip
     if not run.eval_only:
@@ -248,6 +248,7 @@ def end(s: Session, t: Training) -> None:
     if not s.config.run.eval_only:
         finish(t)
         t.log.say_total(t.step)
+        s.status.write("running")  # with what ended the training, which the report reads there
         stop_if_asked(s, "after the last evaluation")
         run_on_main(lambda: _write_final(s, t))
         facts = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}
@@ -372,6 +373,7 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
         s.folder, trackers=tracker_names(run.tracker), about=_about(run, settings, t.best.metric),
         data=data_facts({"train": table, "val": t.validation.table}), is_main=s.is_main,
         resume_state=checkpoint and checkpoint.state["writer"], eval_only=run.eval_only,
+        track_unscaled=run.track_unscaled,
     )  # fmt: skip
     t.log.start(writer, s.status.details, t.step, t.total_steps, t.recut)
     s.log = t.log
@@ -445,4 +447,4 @@ def _record(s: Session, t: Training, table: DetectionTable, settings: dict, chan
         save_config(settings, place, remarks)
         extra = {"parameters": parameters, "data": data, **s.measured}
         write_environment(s.folder, s.config.run.seed, s.accelerator.num_processes, extra)
-    s.status.begin()
+    s.status.begin(trains=not s.config.run.eval_only)

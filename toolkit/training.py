@@ -68,6 +68,7 @@ class Pace:
 class Training:
     """The objects of one run. `model` is what Accelerate prepared, `detector` the same weights without wrappers.
 
+    limit: the setting that `total_steps` comes from.
     recut: added to `step`, the steps that the run would have made if it had always had batches of now.
     """
 
@@ -86,6 +87,7 @@ class Training:
     seed: int
     total_steps: int
     log: Log
+    limit: str = "run.epochs"
     max_norm: float = 0.0
     best: Best = field(default_factory=Best)
     pace: Pace = field(default_factory=Pace)
@@ -99,7 +101,7 @@ class Training:
     start: Checkpoint | None = None  # what the run begins with, until a checkpoint stands
 
     def __post_init__(self):
-        self.longest = self.total_steps  # whatever the minutes would allow
+        self.longest, self.longest_limit = self.total_steps, self.limit  # whatever the minutes would allow
         self.infinite = infinite_buffers(self.detector)
         self.guard.watch(self.detector)
         self._broken: list[str] = []
@@ -113,9 +115,18 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        """Whether the step budget is used up, or early stopping or the schedule has spoken."""
-        over = self.step >= self.total_steps or self.best.patience_is_over or self.schedule.finished
-        return self.eval_only or over
+        """Whether nothing is left to train."""
+        return self.eval_only or bool(self.ended_by)
+
+    @property
+    def ended_by(self) -> list[str]:
+        """The settings that end training at this step, see `toolkit.runs.ending`; empty while it goes on."""
+        limits = {
+            self.limit: self.step >= self.total_steps,
+            "eval.early_stopping_patience": self.best.patience_is_over,
+            "schedule.max_decays": self.schedule.finished,
+        }
+        return [setting for setting, is_reached in limits.items() if is_reached]
 
     @property
     def trained_parameters(self) -> list[nn.Parameter]:
@@ -239,10 +250,11 @@ class Training:
         images = sum(self.sampler.samples_in_batch(i) for i in range(seen - len(window), seen))
         row, epoch = training_row(self, reduced), self.sampler.epoch
         self.log.note_step(self.step, self.total_steps, epoch, row, images, ends_epoch=self.epoch_is_over)
-        if self.budget is not None and not self.budget.settled:
+        if self.budget is not None:
             self.budget.add(reduced["time_s"])
             if (planned := self.budget.propose()) is not None:
                 self.budget.fix(planned)
+                self.limit = "run.max_minutes" if planned < self.longest else self.longest_limit
                 self.set_length(min(self.longest, planned))
         if self.epoch_is_over or self.step >= self.total_steps:
             self.log.note_epoch(self.step, epoch)

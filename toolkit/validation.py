@@ -22,6 +22,7 @@ from toolkit.evaluation.shown import shown_evaluation
 from toolkit.recovery import state_is_sound
 from toolkit.runs.best import no_such_metric
 from toolkit.runs.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
+from toolkit.runs.ending import in_words
 from toolkit.saving import save
 from toolkit.step.state import nonfinite
 from toolkit.step.timer import machine_figures
@@ -114,6 +115,8 @@ def check_metric(t) -> None:
 def finish(t) -> None:
     """The last evaluation and checkpoint, if they are not there yet; then the detector holds the best weights.
 
+    Says what ended the training, and leaves it for `status.json`.
+
     Best goes by the metric for best: the averaged weights where that is one of "ema/...".
 
     Raises:
@@ -126,6 +129,8 @@ def finish(t) -> None:
     better = evaluates and validate(t)
     if evaluates or t.saved_step != t.step:  # a run that goes on from it is not evaluated again
         save(t, best=better)
+    t.log.status["ended_by"] = t.ended_by
+    t.log.say(f"{in_words(t.ended_by)}, at step {t.step}")
     step, weights, fault = state_from_main(lambda: _best(t))  # the main process alone need see the folder
     if weights is not None:
         t.detector.load_state_dict(weights)

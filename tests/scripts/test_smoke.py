@@ -13,6 +13,7 @@ from launching import ROOT, checkpoint_state, checkpoint_tensors, finish, nonfin
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracked import offline_history, offline_records
 
+from toolkit.evaluation.report.facts import run_facts
 from toolkit.models.final import load_detector_folder
 
 WEIGHTS = '{{"{}": "learned", "{}": [[0, 1.0], [2, 5.0]]}}'
@@ -48,6 +49,8 @@ def test_run_folder_says_what_was_run(script, launched):
     assert text.count("Training time 0:0") == 1 and " s / step)" in text
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 4)
+    assert status["ended_by"] == ["run.max_steps"] and f"{status['reason']}, at step 4" in text
+    assert f"state done, reason {status['reason']}" in (folder / "report" / "README.md").read_text()
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["processes"] == 1
     assert {"torch", "accelerate", "transformers"} <= environment["packages"].keys()
@@ -194,12 +197,28 @@ def test_minutes_become_steps_once_and_early_stopping_ends(server, script, setti
     assert state["total_steps"] == state["step"] == state["budget"]["total_steps"]
     assert training_rows(ended.folder)[-1]["step"] == state["step"]
     assert f"training takes {state['step']} steps" in ended.text
+    assert ended.status["ended_by"] == ["run.max_minutes"]
+
+    command = run_facts(ended.folder).go_on  # as the report gives it
+    assert "--run.max_minutes 0.04" in command and "run.epochs" not in command
+    extended = server.run(script, [*args, *command.partition("config.yaml ")[2].split()]).ok()
+    more = checkpoint_state(ended.folder / "checkpoints" / "latest")
+    assert more["step"] > state["step"] + 1 and extended.status["ended_by"] == ["run.max_minutes"], extended.text
+    assert more["budget"]["begun_steps"] == state["step"]
+    assert more["budget"]["begun_s"] == state["budget"]["elapsed_s"] < more["budget"]["elapsed_s"]
 
     args = settings("--run.output_dir", tmp_path, "--run.name", "patience", "--run.eval_every", 1, "--optim.lr", 0,
                     *script.still, "--run.epochs", 1000, "--eval.metric_for_best", "ema/bbox_AP",
                     "--eval.early_stopping_patience", 2)  # fmt: skip
     ended = server.run(script, args).ok()
-    assert ended.status["step"] <= 5
+    step = ended.status["step"]
+    assert step <= 5 and ended.status["ended_by"] == ["eval.early_stopping_patience"]
+    assert f"{ended.status['reason']}, at step {step}" in ended.text
+    again = server.run(script, [*args, "--run.resume", "latest", "--run.eval_only", "true"]).ok()
+    assert again.status["ended_by"] == ["eval.early_stopping_patience"], "an evaluation alone ended nothing"
+    assert "--eval.early_stopping_patience 4" in run_facts(ended.folder).go_on
+    again = server.run(script, [*args, *run_facts(ended.folder).go_on.partition("config.yaml ")[2].split()]).ok()
+    assert again.status["step"] == step + 2
 
 
 @pytest.mark.every_script

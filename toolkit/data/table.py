@@ -108,6 +108,18 @@ class DetectionTable:
         position = bisect_right(self._starts, index) - 1
         return self._batches[position].row(index - self._starts[position])
 
+    def file_name(self, index: int) -> str:
+        """Of one image, without reading all of its row. Where images lie in a table, its place there."""
+        return self._value("file_name", index)
+
+    def image_name(self, index: int) -> str:
+        """One image for people: "street/0001.jpg (id 17)"."""
+        return f"{self.file_name(index)} (id {self._value('image_id', index)})"
+
+    def _value(self, column: str, index: int):
+        position = bisect_right(self._starts, index) - 1
+        return self._batches[position].batch[column][int(index) - self._starts[position]].as_py()
+
     def image_source(self, row: Mapping) -> Path | Stored | bytes:
         """What `decode_image` takes for a row: the encoded bytes, or where the image file is."""
         return row["image"] if self.image_root is None else self.image_root / row["file_name"]

@@ -59,6 +59,7 @@ def grid_samples(table, predictions: Mapping, positions: Sequence[int]) -> list[
         objects = row["objects"]
         truth = {
             "image_id": row["image_id"],
+            "name": table.image_name(position),
             "boxes": torch.as_tensor(np.array(objects["bbox"], dtype=np.float32)).reshape(-1, 4),
             "labels": torch.as_tensor(np.array(objects["category"], dtype=np.int64)),
             "iscrowd": torch.as_tensor(np.array(objects["iscrowd"], dtype=np.int64)),
@@ -163,7 +164,7 @@ def _tile(image: Tensor, predictions: Mapping, truth: Mapping, class_names: Sequ
     tile.paste(right, (size[0] + 4, BAR))
     draw, font = ImageDraw.Draw(tile), text_font(14)
     objects, detections = len(truth["labels"]), len(order)
-    title = f"{drawable(truth.get('image_id', ''), 60)}:  {objects} object{'s' * (objects != 1)}"
+    title = f"{drawable(truth.get('name', truth.get('image_id', '')), 60)}:  {objects} object{'s' * (objects != 1)}"
     draw.text((2, 2), _shortened(title, size[0], draw, font), fill=TEXT, font=font)
     caption = f"{detections} prediction{'s' * (detections != 1)} ≥ {threshold:g}"
     draw.text((size[0] + 6, 2), _shortened(caption, size[0], draw, font), fill=TEXT, font=font)

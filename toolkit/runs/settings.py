@@ -31,7 +31,8 @@ class RunConfig:
     """Optimizer steps after which training ends, if that is sooner than `run.epochs`."""
     max_minutes: PositiveFloat | None = None
     """Minutes of training, without evaluation and saving. They are turned into a number of steps by the measured speed
-    of the first steps. This is corrected as the speed changes, until half of the minutes are over."""
+    of the first steps. This is corrected as the speed changes, until half of the minutes are over. Minutes trained
+    before a resume count."""
     log_every: PositiveInt = 10
     """Optimizer steps between two rows of metrics.jsonl."""
     meters: Literal["epoch_median", "run_median", "epoch_mean", "run_mean", "momentum"] = "epoch_median"
@@ -56,6 +57,8 @@ class RunConfig:
     tracker: list[str] | str = "none"
     """Programs that rows and pictures are also sent to: none, wandb, tensorboard, another that Accelerate knows, or a
     list of them."""
+    track_unscaled: bool = False
+    """Also send the losses before their weights, `..._unscaled`, to the trackers; metrics.jsonl has them always."""
     project: str = "detection-toolkit"
     """Name of the project that the run has in its trackers."""
     group: str | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.files import replace_nonfinite, write_json_atomic
+from toolkit.runs.ending import in_words
 
 # State of a run -> the exit code its script ends with (None: not ended).
 EXIT_CODES = {
@@ -82,20 +83,29 @@ STATES = {BadInput: "bad_input", StoppedByGuard: "stopped_by_guard", Preempted: 
 
 
 class RunStatus:
-    """`status.json` of a run that is going on; see `run_status`. details: stands in the file at its end, as `step`."""
+    """`status.json` of a run that is going on; see `run_status`.
+
+    details: stands in the file at its end, as `step` and `ended_by`, see `toolkit.runs.ending`.
+    """
 
     def __init__(self, folder: Path, is_main: bool):
         self.folder, self.is_main, self.details = folder, is_main, {}
         # A folder in which an earlier run left its word keeps it until this one has really begun.
         self.begun = not holds_a_run(folder)
 
-    def begin(self) -> None:
-        """Everything is there, and nothing was refused: the run goes on from here."""
+    def begin(self, trains: bool = True) -> None:
+        """Everything is there, and nothing was refused: the run goes on from here.
+
+        trains: False: an evaluation alone; what ended the training of before stays in the file.
+        """
         self.begun = True
+        if not trains:
+            self.details["ended_by"] = read_status(self.folder).get("ended_by", [])
         self.write("running")
 
     def write(self, state: str, reason: str = "") -> None:
         if self.is_main and self.begun:
+            reason = reason or in_words(self.details.get("ended_by", ()))
             write_status(self.folder, state, reason, **self.details)
 
 

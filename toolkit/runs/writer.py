@@ -32,6 +32,7 @@ class RunWriter:
         is_main: this is the main process.
         resume_state: `state_dict()` out of the checkpoint that is resumed; None for a fresh start.
         eval_only: nothing is trained from there on, so the rows of later steps stay.
+        track_unscaled: whether trackers are sent the losses before their weights too, `..._unscaled`.
 
     Run ids and the steps that were sent stand in `tracker.json`. A step is noted there before it is sent, so that a
     kill between the two cannot have it sent again; after a kill, W&B's server or offline files tell what it has.
@@ -48,9 +49,10 @@ class RunWriter:
         is_main: bool = True,
         resume_state: Mapping | None = None,
         eval_only: bool = False,
+        track_unscaled: bool = False,
     ):
         self.folder = Path(folder)
-        self._is_main = is_main
+        self._is_main, self._track_unscaled = is_main, track_unscaled
         self._feeds: list[_Feed] = []
         self._best = _BestNumbers((about or About()).metric)
         if not is_main:
@@ -116,6 +118,8 @@ class RunWriter:
         step = row["step"]
         values = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float | np.number)}
         values |= self._best.after(row)
+        if not self._track_unscaled:
+            values = {k: v for k, v in values.items() if not k.endswith("_unscaled")}
         kinds = [kind for kind in ("train", "epoch", "val") if any(k.startswith(f"{kind}/") for k in values)]
         for feed in self._feeds:
             if feed.note(kinds[0] if kinds else "val", step):

@@ -27,7 +27,8 @@ class StepBudget:
             rests on all steps since the plan before it, so what was slow at the start alone is forgotten.
     """
 
-    _STATE = ("total_steps", "steps", "elapsed_s", "measured_s", "planned_steps", "planned_s", "settled")
+    _STATE = ("total_steps", "steps", "elapsed_s", "measured_s", "planned_steps", "planned_s", "begun_steps", "begun_s",
+              "settled")  # fmt: skip
 
     def __init__(self, max_minutes: float, skip_steps: int = 3, measure_steps: int = 20):
         self.max_minutes, self.skip_steps, self.measure_steps = max_minutes, skip_steps, measure_steps
@@ -35,34 +36,46 @@ class StepBudget:
         self.steps, self.elapsed_s = 0, 0.0
         self.measured_s: list[float] = []  # before the first plan
         self.planned_steps, self.planned_s = 0, 0.0  # steps and seconds at the newest plan
+        self.begun_steps, self.begun_s = 0, 0.0  # of a run that ended before and is now extended
         self.settled = False  # whether the plan stands for good
 
     def add(self, step_s: float) -> None:
         """One more step took `step_s` seconds."""
         self.steps += 1
         self.elapsed_s += step_s
-        if self.steps > self.skip_steps and self.total_steps is None:
+        if self.steps - self.begun_steps > self.skip_steps and self.total_steps is None:
             self.measured_s.append(step_s)
 
     def propose(self) -> int | None:
         """The number of steps that fit into the minutes, the ones made included; None while no plan is due."""
         if self.settled:
             return None
-        budget_s = 60.0 * self.max_minutes
         if self.total_steps is None:
-            step_s = self._first_speed(budget_s)
-        elif self.elapsed_s >= budget_s / 2 or self.steps >= 2 * self.planned_steps:
+            step_s = self._first_speed()
+        elif self._used >= 0.5 or self.steps - self.begun_steps >= 2 * (self.planned_steps - self.begun_steps):
             step_s = (self.elapsed_s - self.planned_s) / (self.steps - self.planned_steps)
         else:
             return None
-        return None if step_s is None else self.steps + max(0, int((budget_s - self.elapsed_s) / step_s))
+        left_s = 60.0 * self.max_minutes - self.elapsed_s
+        return None if step_s is None else self.steps + max(0, int(left_s / step_s))
 
-    def _first_speed(self, budget_s: float) -> float | None:
+    @property
+    def is_used_up(self) -> bool:
+        """Whether no minute is left."""
+        return self.elapsed_s >= 60.0 * self.max_minutes
+
+    @property
+    def _used(self) -> float:
+        """Share of the minutes, without those of a run that is extended."""
+        budget_s = 60.0 * self.max_minutes - self.begun_s
+        return (self.elapsed_s - self.begun_s) / budget_s if budget_s > 0 else math.inf
+
+    def _first_speed(self) -> float | None:
         """Seconds of a typical step; None while it is too early to say."""
         measured = len(self.measured_s)
         if measured < 1:
-            return math.inf if self.elapsed_s >= budget_s else None
-        if measured < self.measure_steps and self.elapsed_s < budget_s / 5:
+            return math.inf if self.is_used_up else None
+        if measured < self.measure_steps and self._used < 0.2:
             return None
         outside = -(-measured // 10) if measured > 2 else 0
         typical = sorted(self.measured_s)[outside : measured - outside]
@@ -72,7 +85,14 @@ class StepBudget:
         """Takes a plan; that of the second half of the minutes stands for good."""
         self.total_steps, self.measured_s = total_steps, []
         self.planned_steps, self.planned_s = self.steps, self.elapsed_s
-        self.settled = self.elapsed_s >= 30.0 * self.max_minutes
+        self.settled = self._used >= 0.5
+
+    def count_on(self, step: int, earlier: Mapping | None) -> None:
+        """Plans anew for a run that has made `step` steps: their seconds count, where the state `earlier` knows them.
+
+        """
+        self.steps = self.begun_steps = self.planned_steps = step
+        self.elapsed_s = self.begun_s = self.planned_s = earlier["elapsed_s"] if earlier else 0.0
 
     def settle(self, total_steps: int) -> None:
         """Takes a length that is no matter of minutes any more."""
@@ -83,6 +103,7 @@ class StepBudget:
 
     def load_state_dict(self, state: Mapping) -> None:
         earlier = {"planned_steps": state["steps"], "planned_s": state["elapsed_s"], "settled": is_settled(state)}
+        earlier |= {"begun_steps": 0, "begun_s": 0.0}
         for name in self._STATE:
             setattr(self, name, copy.copy({**earlier, **state}[name]))
 

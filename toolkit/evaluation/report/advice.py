@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.evaluation.explain import explain_zero_ap
+from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import Judgement
 
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
@@ -21,20 +22,22 @@ FEW_PIXELS = 16  # median side of small objects at the network's input
 
 @dataclass(frozen=True)
 class Advice:
-    """topic in two or three words; evidence: the figures; advice: what to do, with the flag."""
+    """topic in two or three words; evidence: the figures; advice: what to do, with the flag; command: that does it."""
 
     topic: str
     evidence: str
     advice: str
+    command: str = ""
 
 
-def advise(judged: Judgement, rows: Sequence[Mapping] = (), config: Mapping | None = None) -> list[Advice]:
-    """All that the numbers of a detector, and the rows and settings of its run where there are any, give reason for."""
-    config = config or {}
+def advise(judged: Judgement, facts: RunFacts | None = None) -> list[Advice]:
+    """All that the numbers of a detector, and the rows and settings of its run where there is one, give reason for."""
+    facts = facts or RunFacts()
+    rows, config = facts.rows, facts.config
     if (judged.numbers["AP50"] or 0) < HARDLY_ANY:
-        return [each for each in (_hardly_anything(judged), _too_short(rows, config)) if each is not None]
+        return [each for each in (_hardly_anything(judged), _too_short(facts)) if each is not None]
     found = [
-        _too_short(rows, config),
+        _too_short(facts),
         _over_fitting(rows),
         _small_objects(judged, config),
         _duplicates(judged, config),
@@ -55,7 +58,7 @@ def _hardly_anything(judged) -> Advice | None:
     return Advice(
         "Hardly anything is found",
         f"AP50 is {judged.numbers['AP50']:.4f}. {'; '.join(causes)}.",
-        "Mend this before anything else; of a detector that has just begun to train (--run.epochs), it says only that.",
+        "Mend this before anything else; of a detector that has just begun to train, it says only that.",
     )
 
 
@@ -68,20 +71,20 @@ def _evaluations(rows: Sequence[Mapping], metric: str) -> tuple[np.ndarray, np.n
     return np.zeros(0), np.zeros(0)
 
 
-def _too_short(rows, config) -> Advice | None:
-    steps, ap = _evaluations(rows, "bbox_AP")
-    if len(ap) < 4 or ap.argmax() < len(ap) - 1:
+def _too_short(facts: RunFacts) -> Advice | None:
+    steps, ap = _evaluations(facts.rows, "bbox_AP")
+    if len(ap) < 2 or ap.argmax() < len(ap) - 1:
         return None
-    before = ap[steps <= steps[0] + 0.75 * (steps[-1] - steps[0])].max()
-    if ap[-1] - before < STILL_RISING:
+    early = np.flatnonzero(steps <= steps[0] + 0.75 * (steps[-1] - steps[0]))
+    before = early[ap[early].argmax()]
+    if ap[-1] - ap[before] < STILL_RISING:
         return None
-    epochs = config.get("run", {}).get("epochs")
-    more = f" from {epochs} to {2 * epochs}, say" if isinstance(epochs, int) else ""
     return Advice(
         "Trained too short",
-        f"AP was still rising: {before:.3f} three quarters of the way, {ap[-1]:.3f} at "
-        f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations.",
-        f"Train longer: raise --run.epochs{more}.",
+        f"AP was still rising: {ap[before]:.3f} at step {steps[before]:.0f}, {ap[-1]:.3f} at "
+        f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations.{facts.ended and f' The {facts.ended}.'}",
+        "Train longer; for as long again with:" if facts.go_on else "Train longer.",
+        facts.go_on,
     )
 
 
@@ -149,8 +152,7 @@ def _duplicates(judged, config) -> Advice | None:
         ending = f"Suppress more: lower {flag} (now {model['nms_threshold']})."
     elif model:
         ending = (
-            "This detector has no suppression of its own: it learns to tell twins apart late, so train longer "
-            "(--run.epochs)."
+            "This detector has no suppression of its own: it learns to tell twins apart late, so train longer."
         )
     else:
         ending = "Lower the IoU threshold of the detector's suppression (NMS)."

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from toolkit.evaluation.report.going_on import command_that_goes_on, flags_that_go_on
 from toolkit.runs.metrics_log import read_metrics
 from toolkit.runs.settings_file import newest_config
 
@@ -14,7 +15,11 @@ from toolkit.runs.settings_file import newest_config
 @dataclass
 class RunFacts:
     """Rows of the metrics of a run, settings and surroundings, as text and read; all empty for a predictions file that
-    belongs to no run."""
+    belongs to no run.
+
+    ended: what ended the training, in words, where `status.json` knows it.
+    go_on: the command that trains for as long again.
+    """
 
     rows: Sequence[Mapping] = ()
     config: dict = field(default_factory=dict)
@@ -22,6 +27,8 @@ class RunFacts:
     config_text: str = ""
     environment_text: str = ""
     state: str = ""
+    ended: str = ""
+    go_on: str = ""
 
 
 def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
@@ -36,13 +43,21 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
         name: (run_folder / name).read_text(encoding="utf-8") if (run_folder / name).exists() else ""
         for name in (config.name, "environment.json", "status.json")
     }
-    status = {"state": state} if state else json.loads(texts["status.json"] or "{}")
+    status = json.loads(texts["status.json"] or "{}")
+    ended_by = status.get("ended_by", [])
+    status |= {"state": state, "reason": status.get("reason") if ended_by else ""} if state else {}
     words = ", ".join(f"{key} {status[key]}" for key in ("state", "reason") if status.get(key))
+    rows, settings = read_metrics(run_folder / "metrics.jsonl"), yaml.safe_load(texts[config.name]) or {}
+    trained = [row for row in rows if "train/loss" in row]
+    flags = flags_that_go_on(ended_by, settings, trained[-1]["step"], trained[-1]["epoch"] + 1) if trained else []
+    command_line = json.loads(texts["environment.json"] or "{}").get("command_line", [])
     return RunFacts(
-        read_metrics(run_folder / "metrics.jsonl"),
-        yaml.safe_load(texts[config.name]) or {},
+        rows,
+        settings,
         config.name,
         texts[config.name],
         texts["environment.json"],
         words,
+        status.get("reason", "") if ended_by else "",
+        command_that_goes_on(flags, command_line, config) if flags else "",
     )

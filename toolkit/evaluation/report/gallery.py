@@ -46,9 +46,8 @@ def whole_image(judged: Judgement, maker: Pictures, image: int, name: str = "") 
     marks += [_predicted(judged, row, RIGHT if m.right[row] else WRONG) for row in found[::-1]]
     if len(found) > 5:  # names on everything would hide the image
         marks = [mark if mark.colour == WRONG else replace(mark, text="") for mark in marks]
-    caption = (
-        f"{name}{m.image_ids[image]}: F1 {judged.image_f1[image]:.2f}; {right} right, {wrong} wrong, {missed} missed"
-    )
+    counted = f"{right} right, {wrong} wrong, {missed} missed"
+    caption = f"{name}{judged.table.image_name(image)}: F1 {judged.image_f1[image]:.2f}; {counted}"
     return maker.of(image, marks, caption)
 
 
@@ -72,7 +71,7 @@ def _mistake(judged: Judgement, maker: Pictures, row: int, kind: str) -> str:
     near = m.gt[(m.det == row) & ~m.crowd[m.gt]]
     marks = [Mark(m.truth.xyxy[g], TRUTH, m.class_names[m.truth.labels[g]], dashed=True) for g in near]
     marks.append(_predicted(judged, row, WRONG))
-    caption = f"{m.image_ids[image]}: {m.class_names[m.found.labels[row]]}, score {m.found.scores[row]:.2f}"
+    caption = f"{judged.table.image_name(image)}: {m.class_names[m.found.labels[row]]}, score {m.found.scores[row]:.2f}"
     overlap = m.iou[(m.det == row) & ~m.crowd[m.gt]]
     caption += f", largest IoU {overlap.max():.2f}" if len(overlap) else ", overlaps no box"
     return maker.of(image, marks, caption, focus=m.found.xyxy[row])
@@ -82,19 +81,20 @@ def _missed(judged: Judgement, maker: Pictures, row: int) -> str:
     m = judged.matches
     image, name = int(m.truth.image_index[row]), m.class_names[m.truth.labels[row]]
     box = m.truth.xyxy[row]
-    return maker.of(image, [Mark(box, TRUTH, name, dashed=True)], f"{m.image_ids[image]}: {name}", focus=box)
+    caption = f"{judged.table.image_name(image)}: {name}"
+    return maker.of(image, [Mark(box, TRUTH, name, dashed=True)], caption, focus=box)
 
 
 def annotation_mistakes(judged: Judgement, maker: Pictures) -> str:
     if not judged.suspects:
         return ""
-    m = judged.matches
     counts = {kind: sum(each.kind == kind for each in judged.suspects) for kind in SUSPICIONS}
     rows = [(kind, counts[kind], words) for kind, words in SUSPICIONS.items()]
     chosen = [each for kind in SUSPICIONS for each in [s for s in judged.suspects if s.kind == kind][: SUSPECTS // 4]]
     shown = pictures([_suspect(judged, maker, each) for each in chosen])
     listed = [
-        (str(m.image_ids[s.image]), s.kind, f"{s.strength:.2f}", *_what(judged, s)) for s in judged.suspects[:LISTED]
+        (judged.table.image_name(s.image), s.kind, f"{s.strength:.2f}", *_what(judged, s))
+        for s in judged.suspects[:LISTED]
     ]
     head = ["image", "kind", "strength", "predicted", "annotated"]
     text = (
@@ -125,7 +125,7 @@ def _suspect(judged: Judgement, maker: Pictures, s: Suspect) -> str:
         marks.append(_predicted(judged, s.det, RIGHT))
     predicted, annotated = _what(judged, s)
     focus = m.found.xyxy[s.det] if s.det >= 0 else m.truth.xyxy[s.gt]
-    caption = f"{m.image_ids[s.image]}: {s.kind}; predicted {predicted}, annotated {annotated}"
+    caption = f"{judged.table.image_name(s.image)}: {s.kind}; predicted {predicted}, annotated {annotated}"
     return maker.of(s.image, marks, caption, focus=focus)
 
 
@@ -150,7 +150,7 @@ def graph_pictures(judged: Judgement, maker: Pictures, count: int = 4) -> str:
         except (ImageError, OSError):
             maker.unreadable += 1
             continue
-        caption = f"{row['image_id']}: {recall[i]:.0%} of the relations are found"
+        caption = f"{judged.table.image_name(i)}: {recall[i]:.0%} of the relations are found"
         parts.append(maker.figure(tile, caption, maker.link(row)))
     head = "<h3>Worst images: annotated graph left, predicted one right</h3>"
     return f"{head}<div class=graphs>{''.join(parts)}</div>" if parts else ""

@@ -149,7 +149,8 @@ def _point(point: Point | None) -> dict | None:
 
 def _suspect(judged: Judgement, each: Suspect) -> dict:
     m = judged.matches
-    row = {"kind": each.kind, "image_id": m.image_ids[each.image], "strength": round(each.strength, 4)}
+    row = {"kind": each.kind, "image_id": m.image_ids[each.image], "file_name": judged.table.file_name(each.image)}
+    row["strength"] = round(each.strength, 4)
     for what, boxes, at in (("predicted", m.found, each.det), ("annotated", m.truth, each.gt)):
         if at >= 0:
             name = m.class_names[boxes.labels[at]]

@@ -65,7 +65,8 @@ def advice(found: list[Advice]) -> str:
     if not found:
         return ""
     return "".join(
-        f"<div class=advice><p><b>{escape(a.topic)}.</b> {escape(a.evidence)}</p><p>{_flags(a.advice)}</p></div>"
+        f"<div class=advice><p><b>{escape(a.topic)}.</b> {escape(a.evidence)}</p><p>{_flags(a.advice)}</p>"
+        f"{f'<pre>{escape(a.command)}</pre>' if a.command else ''}</div>"
         for a in found
     )
 

@@ -47,7 +47,7 @@ def _sections(judged: Judgement, facts: RunFacts, folder: Path) -> list[tuple[st
     notes = "".join(paragraph(note, "dim") for note in maker.notes())
     return [
         ("summary", "Summary", sections.summary(judged)),
-        ("next", "What to try next", sections.advice(advise(judged, facts.rows, facts.config))),
+        ("next", "What to try next", sections.advice(advise(judged, facts))),
         ("numbers", "Numbers", sections.numbers(judged)),
         ("thresholds", "Thresholds", sections.thresholds(judged)),
         ("graphs", "Scene graphs", graphs),

@@ -1,7 +1,9 @@
-"""Trackers that only Accelerate knows: rows and settings, through its own class."""
+"""Trackers that only Accelerate knows: rows and settings through its own class, under one name and id over resumes."""
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -11,11 +13,16 @@ from toolkit.runs.trackers.tracker import About, Tracker, flat
 
 class AccelerateTracker(Tracker):
     def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
-        kind = LOGGER_TYPE_TO_CLASS[self.name]
+        kind, goes_on = LOGGER_TYPE_TO_CLASS[self.name], self.run_id is not None
         place = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
-        self._inner = kind(about.project, **place)
+        if self.name == "comet_ml" and not goes_on:
+            self.run_id = uuid.uuid4().hex
+        self._inner = kind(about.project, **place, **options(self.name, about, folder, self.run_id, goes_on))
         self._inner.start()
-        self._inner.store_init_configuration(flat(about.config))
+        self.run_id = self.run_id or run_id(self.name, self._inner.tracker, about)
+        _name_afterwards(self.name, self._inner.tracker, about)
+        if not (goes_on and self.name == "mlflow"):  # which refuses other values of what it has
+            self._inner.store_init_configuration(flat(about.config))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._inner.log(dict(values), step=step)
@@ -26,3 +33,52 @@ class AccelerateTracker(Tracker):
 
     def close(self, state: str) -> None:
         self._inner.finish()
+
+
+def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: bool) -> dict[str, Any]:
+    """What the program of that name takes for the name, id, group, tags and notes of a run.
+
+    run_id: None where the program itself chooses one. goes_on: there is such a run already.
+    """
+    tags, notes = list(about.tags), about.notes or None
+    if name == "mlflow":
+        marks = dict.fromkeys(tags, "") | ({"group": about.group} if about.group else {}) | {"job_type": about.job_type}
+        return {"run_name": about.name, "run_id": run_id, "tags": marks, "description": notes}
+    if name == "trackio":  # which knows a run by its name alone
+        return {"name": run_id or about.name, "group": about.group, "resume": "allow" if goes_on else "never"}
+    if name == "comet_ml":  # older releases make `Experiment`, which knows no mode
+        return {"experiment_key": run_id, "mode": "get_or_create" if goes_on else "create"}
+    if name == "clearml":
+        going_on = {"continue_last_task": run_id} if goes_on else {"reuse_last_task_id": False}
+        return {"project_name": about.project, "task_name": about.name, "tags": tags or None, **going_on}
+    if name == "swanlab":
+        going_on = {"id": run_id, "resume": "allow"} if goes_on else {}
+        return {"experiment_name": about.name, "group": about.group, "tags": tags or None, "description": notes,
+                "job_type": about.job_type, **going_on}  # fmt: skip
+    if name == "aim":
+        return {"run_hash": run_id, "experiment": about.project}
+    if name == "dvclive":
+        return {"dir": str(folder / "dvclive"), "exp_name": about.name, "exp_message": notes, "resume": goes_on}
+    return {}
+
+
+def run_id(name: str, inner: Any, about: About) -> str | None:
+    """By which the program finds the run again. inner: its own object, as Accelerate's `tracker` gives it."""
+    if name == "mlflow":
+        return inner.info.run_id
+    if name == "aim":
+        return inner.hash
+    if name in ("clearml", "swanlab"):
+        return inner.id
+    return about.name  # Trackio and DVCLive go by names and folders
+
+
+def _name_afterwards(name: str, inner: Any, about: About) -> None:
+    """Names and tags of programs that take them from a run that has begun."""
+    if name == "comet_ml":
+        inner.set_name(about.name)
+        inner.add_tags([*about.tags, *([about.group] if about.group else [])])
+    elif name == "aim":  # where Accelerate puts the project
+        inner.name, inner.description = about.name, about.notes
+        for tag in about.tags:
+            inner.add_tag(tag)
