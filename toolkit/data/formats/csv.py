@@ -12,7 +12,8 @@ from toolkit.data.formats.annotated import (
     Annotated,
     Box,
     Listing,
-    copy_image,
+    copy_images,
+    digits,
     file_names,
     images_in,
     open_annotated,
@@ -21,7 +22,7 @@ from toolkit.data.formats.annotated import (
     split_of,
 )
 from toolkit.data.places import Places, is_there
-from toolkit.data.table import DetectionTable, Problem
+from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.errors import BadInput
 
 TITLE = "CSV"
@@ -53,7 +54,8 @@ COLUMNS = {
     "ignored": ("iscrowd", "difficult", "ignore", "isgroupof"),
 }
 HEADERLESS = ("image", "x1", "y1", "x2", "y2", "label")  # as keras-retinanet has it
-WRITTEN = ("image", "x1", "y1", "x2", "y2", "label", "width", "height", "iscrowd")
+WRITTEN = (*HEADERLESS, "width", "height", "iscrowd")
+SCORED = ("score", "image_id", "category_id")  # further columns of predictions
 IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs")
 
 
@@ -91,20 +93,26 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
     Ignored are what the table cannot say: annotated areas, ids, relations and attributes.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{split}.csv", "w", newline="", encoding="utf-8") as file:
-        out = csv.writer(file)
-        out.writerow(WRITTEN)
-        for index, name in enumerate(file_names(table)):
-            row = table.row(index)
-            copy_image(table, row, folder / "images" / split / name, link)
-            objects, size = row["objects"], (row["width"], row["height"])
-            path = f"images/{split}/{name}"
-            if not len(objects["id"]):
-                out.writerow([path, "", "", "", "", "", *size, ""])
-            for box, label, crowd in zip(objects["bbox"], objects["category"], objects["iscrowd"], strict=True):
-                corners = [f"{value:.9g}" for value in box.tolist()]
-                out.writerow([path, *corners, table.categories[label].name, *size, int(crowd)])
+    names = [f"images/{split}/{name}" for name in file_names(table)]
+    copy_images(table, names, folder, link)
+    write_csv(table.labelled().renamed(names), folder / f"{split}.csv")
+
+
+def write_csv(labelled: LabelledImages, path: Path) -> None:
+    """A row for each box, with `SCORED` too where it has a score; an image without boxes is a row without numbers."""
+    header = WRITTEN if labelled.boxes.scores is None else (*WRITTEN, *SCORED)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, header, extrasaction="ignore")
+        out.writeheader()
+        for image, boxes in labelled.by_image():
+            about = {"image": image.file_name, "width": image.width, "height": image.height, "image_id": image.image_id}
+            for label, xyxy, score, crowd in boxes:
+                category, corners = labelled.categories[label], dict(zip(HEADERLESS[1:5], digits(xyxy), strict=True))
+                of_box = {"label": category.name, "iscrowd": int(crowd), "score": score, "category_id": category.id}
+                out.writerow(about | corners | of_box)
+            if not boxes:
+                out.writerow(about)
 
 
 def _tables(folder: Path) -> list[tuple[str | None, Path]]:

@@ -101,7 +101,7 @@ def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *
 
 def losses(table: DetectionTable, format: str) -> list[str]:
     """What of a table the format cannot say, in words."""
-    crowds = sum(int(table.row(index)["objects"]["iscrowd"].sum()) for index in range(len(table)))
+    crowds = int(table.boxes().iscrowd.sum())
     lost = []
     if format == "yolo" and crowds:
         lost.append(f"{crowds} crowd regions are left out")
