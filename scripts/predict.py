@@ -50,6 +50,7 @@ from toolkit.text import ShortUsage
 from toolkit.use.drawing import draw_found
 from toolkit.use.given_boxes import given_boxes
 from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
+from toolkit.use.open import open_predictor
 from toolkit.use.outputs import (
     FORMATS,
     categories_as_json,
@@ -58,11 +59,7 @@ from toolkit.use.outputs import (
     image_ids_of,
     write_outputs,
 )
-from toolkit.use.prediction import (
-    DEFAULT_THRESHOLD,
-    Predictor,
-    open_predictor,
-)
+from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor
 from toolkit.use.selection import from_report, of_classes, smallest_threshold
 from toolkit.use.tiles import flipped, tiled
 from toolkit.use.video import VIDEO_SUFFIXES, predict_video
