@@ -29,7 +29,7 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json
 from toolkit.evaluation.draw import COLOURS, draw_detections, picture_with_boxes
 from toolkit.files import distinct, without_suffix
-from toolkit.runs.open_run import check_there, open_run
+from toolkit.runs.open_run import check_there, kind_of, open_run
 from toolkit.use.image_files import find_images, find_or_fetch, predict_files
 from toolkit.use.open import open_predictor
 from toolkit.use.outputs import check_outputs, clear_outputs, image_ids_of, write_outputs
@@ -135,6 +135,24 @@ def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
         assert result.found["boxes"].tolist() == [[0, 0, width, height]]
     assert sum(map(len, recorder.batches)) == 5 and max(map(len, recorder.batches)) <= 2
     assert list(predict_files(recorder, [tmp_path / "broken.png"]))[0].image is None  # a batch without images
+
+
+def test_what_a_path_is(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    for name, config in {"final": "{}", "detr": '{"model_type": "detr"}', "broken": "{"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    for name in ("model.onnx", "results.json", "weights.pth"):
+        (tmp_path / name).write_text("")
+    kinds = {"run": "run", "run/checkpoints": "run", "final": "final", "detr": "transformers", "model.onnx": "exported"}
+    kinds |= {"results.json": "predictions", "weights.pth": "file"}
+    assert {name: kind_of(tmp_path / name) for name in kinds} == kinds
+    assert kind_of("facebook/detr-resnet-50") == "transformers"
+    with pytest.raises(BadInput, match="config.json: cannot be read"):
+        kind_of(tmp_path / "broken")
+    with pytest.raises(BadInput, match="did you mean .*final"):
+        kind_of(tmp_path / "finel")
 
 
 def test_what_holds_no_detector_is_bad_input(tmp_path):

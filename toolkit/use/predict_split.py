@@ -103,20 +103,31 @@ def predict_run(
     if not same and getattr(detector, "predicates", None):
         raise BadInput(f"the data has classes {table.class_names}, the run {[c.name for c in run.categories]}")
     loader = validation_loader(
-        table, val_transform(data["image_size"], data["scales"], data["max_size"]), workers=data["workers"],
-        batch_size_per_device=evaluation["batch_size_per_device"], stride=detector.stride,
+        table,
+        val_transform(data["image_size"], data["scales"], data["max_size"]),
+        workers=data["workers"],
+        batch_size_per_device=evaluation["batch_size_per_device"],
+        stride=detector.stride,
         pin=accelerator.device.type == "cuda",
-    )  # fmt: skip
+    )
     measured = same and bool(table.num_boxes().any())  # a test split without annotations has no loss
     found = predict_dataset(
-        detector.to(accelerator.device), loader, accelerator.device, step=run.checkpoint.step,
+        detector.to(accelerator.device),
+        loader,
+        accelerator.device,
+        step=run.checkpoint.step,
         loss_weights=rebuild_loss_weights(run, detector).to(accelerator.device) if measured else None,
-        score_threshold=evaluation["score_threshold"], say=accelerator.print,
-    )  # fmt: skip
+        score_threshold=evaluation["score_threshold"],
+        say=accelerator.print,
+    )
     by_image = found.by_image if same else {key: relabelled(each, labels) for key, each in found.by_image.items()}
     evaluator = rebuild_evaluator(run, detector, table, backend)
-    about = {"detector": f"{run.folder.name}, step {run.checkpoint.step} ({chosen} weights)", "data": settings,
-             "mode": getattr(detector, "mode", None), "protocol": evaluation.get("protocol", "original")}  # fmt: skip
+    about = {
+        "detector": f"{run.folder.name}, step {run.checkpoint.step} ({chosen} weights)",
+        "data": settings,
+        "mode": getattr(detector, "mode", None),
+        "protocol": evaluation.get("protocol", "original"),
+    }
     return Predicted(table, by_image, about, evaluator, found.losses, run.folder)
 
 

@@ -84,8 +84,10 @@ def as_image(image) -> Tensor:
     if isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim == 3 and image.shape[0] == 3:
         return image
     shape = f" {getattr(image, 'dtype', '')} {tuple(image.shape)}" if hasattr(image, "shape") else ""
-    raise BadInput(f"an image is a {type(image).__name__}{shape}; expected a PIL image, an array uint8 (H, W, 3) or "
-                   "(H, W), or a tensor uint8 (3, H, W), RGB")  # fmt: skip
+    raise BadInput(
+        f"an image is a {type(image).__name__}{shape}; expected a PIL image, an array uint8 (H, W, 3) or "
+        "(H, W), or a tensor uint8 (3, H, W), RGB"
+    )
 
 
 # ---- images -> found -------------------------------------------------------------------------------------------------

@@ -138,8 +138,8 @@ def _columns_of(path: Path) -> dict[str, int] | None:
     except (OSError, csv.Error):
         return None
     header = [word.strip().lower().replace(" ", "_") for word in first]
-    columns = {meaning: header.index(name) for meaning, names in COLUMNS.items() for name in names[::-1]
-               if name in header}  # fmt: skip
+    known = {meaning: [name for name in names if name in header] for meaning, names in COLUMNS.items()}
+    columns = {meaning: header.index(names[0]) for meaning, names in known.items() if names}
     if {"image", "label"} <= columns.keys():
         if {"x1", "y1", "x2", "y2"} <= columns.keys() or {"x", "y", "w", "h"} <= columns.keys():
             return columns
@@ -223,8 +223,8 @@ def _images(chosen: Sequence[tuple], root: Path | Places) -> tuple[list[Annotate
     images = []
     for name, found in boxes.items():
         width, height = sizes[name]
-        images.append(Annotated(name, _scaled(found) if fractions else found, width or None, height or None,
-                                chosen[0][0].name))  # fmt: skip
+        found = _scaled(found) if fractions else found
+        images.append(Annotated(name, found, width or None, height or None, chosen[0][0].name))
     return images, problems
 
 
@@ -262,8 +262,8 @@ def _image_root(folder: Path, split: str, beside: Path, names: Sequence[str]) ->
     tails = [*IMAGE_FOLDERS, *(f"{top}{name}" for top in ("", "images/") for name in SPLIT_NAMES.get(split, ()))]
     candidates = list(dict.fromkeys(base / tail for base in bases for tail in tails))
     for candidate in candidates:
-        if any((candidate / _found_name(candidate, name)).is_file() for name in names[:20]
-               if not os.path.isabs(_found_name(candidate, name))):  # fmt: skip
+        found = (_found_name(candidate, name) for name in names[:20])
+        if any((candidate / name).is_file() for name in found if not os.path.isabs(name)):
             return candidate
     tried = ", ".join(str(candidate) for candidate in candidates)
     raise BadInput(f"{folder}: no image folder found for {names[0]!r}; tried {tried}; set it with --data.image_dir")

@@ -166,9 +166,8 @@ def _splits(folder: Path) -> tuple[str, ...] | None:
 
 def _split_folders(folder: Path) -> dict[str, Path]:
     """The folder of the XML files of each split that has a folder of its own."""
-    under = [place for top in ("", "Annotations", "annotations") for place in _folders(folder / top)
-             if split_of(place.name)]  # fmt: skip
-    return {split_of(place.name): found for place in under if (found := _annotations(place))}
+    under = [place for top in ("", "Annotations", "annotations") for place in _folders(folder / top)]
+    return {split: found for place in under if (split := split_of(place.name)) and (found := _annotations(place))}
 
 
 def _image_sets(folder: Path) -> dict[str, Path]:
@@ -193,10 +192,10 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
     if not of_split:
         raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
     parts = [_part(each, split, parsed[each], image_dir) for each in of_split]
-    names = {box.name for places in parsed.values() for found in places.values() for image in found.values()
-             if isinstance(image, Annotated) for box in image.boxes}  # fmt: skip
-    class_files = [file for each in dict.fromkeys((folder, *data_sets)) for name in CLASS_FILES
-                   if (file := each / name).is_file()]  # fmt: skip
+    images = [image for places in parsed.values() for found in places.values() for image in found.values()]
+    names = {box.name for image in images if isinstance(image, Annotated) for box in image.boxes}
+    class_files = [each / name for each in dict.fromkeys((folder, *data_sets)) for name in CLASS_FILES]
+    class_files = [file for file in class_files if file.is_file()]
     classes, problems = _classes(class_files, names)
     annotated = [place for places in parsed.values() for place in places]
     return Listing(
@@ -272,8 +271,8 @@ def _parse(path: Path) -> Annotated:
         try:
             x1, y1, x2, y2 = map(float, corners)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"object {number} ({name}): expected numbers in <bndbox> xmin, ymin, xmax, ymax; found "
-                             f"{corners}") from error  # fmt: skip
+            expected = "expected numbers in <bndbox> xmin, ymin, xmax, ymax"
+            raise ValueError(f"object {number} ({name}): {expected}; found {corners}") from error
         ignored = (entry.findtext("difficult") or "0").strip() in ("1", "true", "True")
         boxes.append(Box(name.strip(), (x1 - lowered, y1 - lowered, x2, y2), ignored))
     name = (root.findtext("filename") or "").strip().replace("\\", "/").rsplit("/", 1)[-1]
@@ -299,11 +298,11 @@ def _classes(files: list[Path], names: set[str]) -> tuple[list[tuple[int, str]],
         lines = file.read_text(encoding="utf-8-sig").splitlines()
         # CVAT's labelmap.txt: "name:colour:parts:actions", with a comment and a class for what is no object
         listed = [line.split(":")[0].strip() if file.name == "labelmap.txt" else line.strip() for line in lines]
-        listed = [name for name in dict.fromkeys(listed)
-                  if name and not name.startswith("#") and (name in names or name not in NO_OBJECT)]  # fmt: skip
+        listed = [name for name in dict.fromkeys(listed) if name and not name.startswith("#")]
+        listed = [name for name in listed if name in names or name not in NO_OBJECT]
         if names <= set(listed):
             return list(enumerate(listed, start=1)), problems
-        message = (f"lists {len(listed)} classes, but not {', '.join(sorted(names - set(listed))[:10])}, which the "
-                   "annotations name; the file is not used")  # fmt: skip
+        missing = ", ".join(sorted(names - set(listed))[:10])
+        message = f"lists {len(listed)} classes, but not {missing}, which the annotations name; the file is not used"
         problems.append(Problem("warning", file.name, None, None, message))
     return sorted_classes(names), problems

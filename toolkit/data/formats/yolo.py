@@ -135,9 +135,8 @@ def _plain_folders(folder: Path, split: str) -> Path | None:
     """The folder of a split's images, where there is no YAML file but there are label files."""
     names = SPLIT_NAMES.get(split, ("",))
     for name in names:
-        for images, labels in ((folder / name / "images", folder / name / LABEL_FOLDER),
-                               (folder / "images" / name, folder / LABEL_FOLDER / name),
-                               (folder / name, folder / name)):  # fmt: skip
+        inside, beside = folder / name, (folder / "images" / name, folder / LABEL_FOLDER / name)
+        for images, labels in ((inside / "images", inside / LABEL_FOLDER), beside, (inside, inside)):
             if images_in(images) and _is_label_folder(labels):
                 return images
     return None
