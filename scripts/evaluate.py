@@ -30,10 +30,8 @@ from toolkit.evaluation.matches import match
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.models.inference_settings import inference_flags
-from toolkit.runs.open_run import open_run
 from toolkit.text import ShortUsage
-from toolkit.use.predict_split import Predicted, SplitOptions, is_run, open_any, predict_run
-from toolkit.use.rebuild import with_settings
+from toolkit.use.predict_split import Predicted, SplitOptions, open_any
 
 
 def expected_numbers(arguments: list[str]) -> dict[str, float]:
@@ -50,7 +48,8 @@ def expected_numbers(arguments: list[str]) -> dict[str, float]:
 def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     """Prints the table and returns whether every expected number was met."""
     accelerator = Accelerator()
-    found = _predicted(arguments, accelerator)
+    options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
+    found = open_any(arguments.run, arguments.weights, options, accelerator, arguments.settings, arguments.backend)
     result = run_on_main(lambda: _measured(found, arguments.backend))  # it alone has the predictions
     if accelerator.is_main_process:
         print(f"{found.about['detector']}, {len(found.table)} images\n{result.pop('table')}")
@@ -65,16 +64,6 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     for name, value in missed.items():
         accelerator.print(f"missed: {name} is {result[name]}, expected {value} - {arguments.tolerance}")
     return not missed
-
-
-def _predicted(arguments: argparse.Namespace, accelerator: Accelerator) -> Predicted:
-    options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
-    if is_run(arguments.run) or not arguments.run.exists():
-        run = with_settings(open_run(arguments.run), arguments.settings)
-        return predict_run(run, arguments.weights, options, accelerator, arguments.backend)
-    if arguments.settings:
-        raise BadInput(f"--model.{next(iter(arguments.settings))}: {arguments.run} is no run; its settings are fixed")
-    return open_any(arguments.run, arguments.weights, options, accelerator)
 
 
 def _measured(found: Predicted, backend: str | None) -> dict:

@@ -31,7 +31,7 @@ from toolkit.data.splits import READING, open_split
 from toolkit.data.transforms.geometry import resize
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.runs.open_run import check_there, run_folder_of
+from toolkit.runs.open_run import run_folder_of
 from toolkit.runs.settings_file import load_config_dict
 from toolkit.signals import interrupt_ends_at_once
 from toolkit.text import ShortUsage
@@ -40,10 +40,8 @@ from toolkit.use.export.about import trace_hw
 from toolkit.use.export.check import Difference, batches_agree, run_in_pytorch, speed
 from toolkit.use.export.files import open_file
 from toolkit.use.export.openvino import write_openvino
-from toolkit.use.exported import predict_with
-from toolkit.use.prediction import DEFAULT_THRESHOLD, OwnDetector, Predictor, open_own_detector, report_thresholds
-from toolkit.use.sizes import image_hw, input_hw
-from toolkit.use.table import predict_table
+from toolkit.use.open import OwnDetector, open_own_detector, report_thresholds
+from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor, image_hw, input_hw, predict_table, predict_with
 
 FORMATS = ("onnx", "torch", "openvino", "int8")
 SPEED_BATCH = 5
@@ -66,7 +64,6 @@ def export(arguments: argparse.Namespace) -> bool:
 
 def opened(arguments: argparse.Namespace) -> OwnDetector:
     """The detector to export. Raises BadInput for one that cannot be."""
-    check_there(arguments.model)
     path = Path(arguments.model).expanduser()
     own = open_own_detector(path, arguments.weights)
     if own is None and (path.parent / "config.yaml").is_file():  # the folder for transformers inside a run

@@ -38,28 +38,28 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from toolkit.data.annotations import ImageRow
+from toolkit.data.table import LabelledImages
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.detections import detections_as_json, relations_as_json, without_graph_constraint
 from toolkit.evaluation.graph_formats import SUFFIXES
+from toolkit.evaluation.predictions import joined
+from toolkit.files import distinct, without_suffix
 from toolkit.models.inference_settings import inference_flags
 from toolkit.text import ShortUsage
 from toolkit.use.drawing import draw_found
 from toolkit.use.given_boxes import given_boxes
 from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
+from toolkit.use.open import open_predictor
 from toolkit.use.outputs import (
     FORMATS,
     categories_as_json,
     check_outputs,
     clear_outputs,
     image_ids_of,
-    named_once,
     write_outputs,
 )
-from toolkit.use.prediction import (
-    DEFAULT_THRESHOLD,
-    Predictor,
-    open_predictor,
-)
+from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor
 from toolkit.use.selection import from_report, of_classes, smallest_threshold
 from toolkit.use.tiles import flipped, tiled
 from toolkit.use.video import VIDEO_SUFFIXES, predict_video
@@ -83,17 +83,17 @@ def predict(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise BadInput(f"--out {arguments.out}: cannot be written: {error.strerror}") from error
     errors = {path: {"file_name": str(path), "error": reason} for path, reason in errors.items()}
-    document, errors = predict_images(arguments, predictor, threshold, names, ids, errors, given)
+    document, found, errors = predict_images(arguments, predictor, threshold, names, ids, errors, given)
     for source in [*videos, *([arguments.camera] if arguments.camera is not None else [])]:
         error = one_video(arguments, predictor, threshold, source)
         if error:
             errors[source] = {"file_name": str(source), "error": error}
     if names or errors:
         document["errors"] = list(errors.values())
-        chosen = named_once(names)
-        found = {image["file_name"] for image in document["images"]}
-        kept = [chosen[path] for path in names if str(path) in found]
-        write_outputs(document, kept, arguments.format, arguments.out)
+        chosen = distinct((name.as_posix() for name in names.values()), without_suffix)
+        done = {row.file_name for row in found.images}
+        kept = [name for path, name in zip(names, chosen, strict=True) if str(path) in done]
+        write_outputs(document, found, kept, arguments.format, arguments.out)
         print(summary(document, arguments.out))
     return 1 if errors else 0
 
@@ -120,25 +120,30 @@ def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: lis
     if arguments.boxes and not predictor.given:
         raise BadInput(f"--boxes {arguments.boxes}: {predictor.source} finds boxes by itself; leave it out")
     graph_formats = [name for name in arguments.format if name in SUFFIXES]
-    for flag in [*(["--all-scores"] if arguments.all_scores else []), *(f"--format {name}" for name in graph_formats),
-                 *(["--no-graph-constraint"] if arguments.no_graph_constraint else [])]:  # fmt: skip
+    flags = ["--all-scores"] if arguments.all_scores else []
+    flags += [f"--format {name}" for name in graph_formats]
+    flags += ["--no-graph-constraint"] if arguments.no_graph_constraint else []
+    for flag in flags:
         if not predictor.predicates:
             raise BadInput(f"{flag} is for scene graphs, and {predictor.source} finds none; see scripts/train_sgg.py")
 
 
-def predict_images(arguments, predictor: Predictor, threshold: float, names, ids, errors, given) -> tuple[dict, dict]:
-    """The document for all image files, with their pictures drawn, and what could not be read."""
+def predict_images(
+    arguments, predictor: Predictor, threshold: float, names, ids, errors, given
+) -> tuple[dict, LabelledImages, dict]:
+    """The document for all image files, with their pictures drawn; their boxes as columns; what could not be read."""
     pictures = {} if arguments.no_pictures else picture_names(names)
     predictions = predict_files(
         predictor, list(names), batch_size=arguments.batch_size, score_threshold=threshold, given=given
     )
-    entries = {}
+    entries, found = {}, {}
     for prediction in tqdm(predictions, "prediction", len(names), unit="image", disable=None):
         if prediction.error is not None:
             tqdm.write(f"{prediction.path}: {prediction.error}", file=sys.stderr)
             errors[prediction.path] = {"file_name": str(prediction.path), "error": prediction.error}
             continue
         entries[prediction.path] = {"id": ids[prediction.path], **entry(prediction, predictor, arguments)}
+        found[prediction.path] = prediction.found
         if pictures:
             picture = pictures[prediction.path]
             entries[prediction.path]["picture"] = str(picture)
@@ -149,8 +154,10 @@ def predict_images(arguments, predictor: Predictor, threshold: float, names, ids
         "categories": categories_as_json(predictor.categories),
         "images": [entries[path] for path in names if path in entries],
     }
-    in_order = [path for path in names if path in errors]
-    return document, {path: errors[path] for path in [*(each for each in errors if each not in names), *in_order]}
+    rows = [ImageRow(*(each[key] for key in ("id", "file_name", "width", "height"))) for each in document["images"]]
+    boxes = joined([found[path] for path in names if path in found], [row.image_id for row in rows])
+    in_order = [*(each for each in errors if each not in names), *(path for path in names if path in errors)]
+    return document, LabelledImages(rows, boxes, predictor.categories), {path: errors[path] for path in in_order}
 
 
 def one_video(arguments, predictor: Predictor, threshold: float, source: Path | int) -> str | None:
@@ -162,27 +169,17 @@ def one_video(arguments, predictor: Predictor, threshold: float, source: Path | 
         lines = lines.with_name(f"{name}_{number}.jsonl")
     drawn = None if arguments.no_pictures else lines.with_suffix(".mp4")
     with tqdm(desc=name, unit="frame", disable=None) as bar:
-        frames, broken = predict_video(
-            predictor, source, lines, drawn, batch_size=arguments.batch_size, score_threshold=threshold,
-            max_frames=arguments.max_frames, on_frame=bar.update,
-        )  # fmt: skip
+        options = {"batch_size": arguments.batch_size, "max_frames": arguments.max_frames, "on_frame": bar.update}
+        frames, broken = predict_video(predictor, source, lines, drawn, score_threshold=threshold, **options)
     print(f"{name}: {frames} frames; written: {lines}" + (f", {drawn}" if drawn else ""))
     return broken
 
 
 def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
     """Where the picture of each file goes, below the output folder; files of one name get a number."""
-    chosen: dict[Path, Path] = {}
-    taken = set()
-    for path, name in names.items():
-        suffix = name.suffix if name.suffix.lower() in (".jpg", ".jpeg") else ".png"
-        picture, number = Path("pictures") / name.with_suffix(suffix), 1
-        while picture in taken:
-            number += 1
-            picture = picture.with_name(f"{name.stem}_{number}{suffix}")
-        taken.add(picture)
-        chosen[path] = picture
-    return chosen
+    suffixes = [name.suffix if name.suffix.lower() in (".jpg", ".jpeg") else ".png" for name in names.values()]
+    pictures = [name.with_suffix(suffix).as_posix() for name, suffix in zip(names.values(), suffixes, strict=True)]
+    return {path: Path("pictures") / name for path, name in zip(names, distinct(pictures), strict=True)}
 
 
 def entry(prediction: FilePrediction, predictor: Predictor, arguments: argparse.Namespace) -> dict:
@@ -222,12 +219,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=["json"], help="files to write (default json)")
     parser.add_argument("--boxes", type=Path, metavar="FILE", help="COCO file of the boxes that a graph is to describe")
     parser.add_argument("--all-scores", action="store_true", help="the scores of all predicates of each pair")
-    parser.add_argument("--no-graph-constraint", action="store_true",
-                        help="the 100 best of all (pair, predicate), not one predicate for each pair")  # fmt: skip
+    free = "the 100 best of all (pair, predicate), not one predicate for each pair"
+    parser.add_argument("--no-graph-constraint", action="store_true", help=free)
     parser.add_argument("--image-ids", type=Path, help="COCO file whose image ids are used (default: 1, 2, 3 on)")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
-    parser.add_argument("--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD,
-                        help="smallest score (default 0.3), or auto: what the report recommends")  # fmt: skip
+    smallest = "smallest score (default 0.3), or auto: what the report recommends"
+    parser.add_argument(
+        "--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD, help=smallest
+    )
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep only these classes")
     parser.add_argument("--tile", type=int, metavar="PIXELS", help="look at images in squares of this side")
     parser.add_argument("--overlap", type=float, default=0.2, help="share that tiles have in common (default 0.2)")

@@ -14,7 +14,7 @@ from toolkit.runs.settings_file import load_config_dict, newest_config
 from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import describe_finding, load_report, replay
 from toolkit.text import ShortUsage
-from toolkit.use.rebuild import rebuild_detector
+from toolkit.use.open import rebuild_detector
 
 
 @says_bad_input

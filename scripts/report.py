@@ -65,8 +65,8 @@ def _names(sources: list[str]) -> list[str]:
 @says_bad_input
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
-    parser.add_argument("sources", nargs="+", metavar="RUN_OR_PREDICTIONS",
-                        help="run folder, checkpoint, exported model, or COCO results file")  # fmt: skip
+    kinds = "run folder, checkpoint, exported model, or COCO results file"
+    parser.add_argument("sources", nargs="+", metavar="RUN_OR_PREDICTIONS", help=kinds)
     parser.add_argument("--split", help="annotation file or split instead of the validation data of the run")
     parser.add_argument(
         "--image-dir",

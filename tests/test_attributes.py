@@ -86,7 +86,7 @@ def test_the_table_keeps_them_and_costs_nothing_without(tmp_path):
 def test_files_of_both_layouts_are_read_as_written(tmp_path_factory, attributes):
     folder = tmp_path_factory.mktemp("files")
     table = table_of(folder, [[[1]], *attributes])
-    write_coco(table, folder / "coco.json")
+    write_coco(table.labelled(), folder / "coco.json")
     again = read_coco(folder / "coco.json", folder, cache_dir=folder, check_images=False)
     assert again.attributes == NAMES and ids_of(again) == ids_of(table)
     write_visual_genome([(table, 2)], folder)

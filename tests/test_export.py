@@ -28,7 +28,8 @@ from toolkit.use.export.about import KEY, About, trace_hw
 from toolkit.use.export.check import batches_agree, check_outputs, difference
 from toolkit.use.export.files import OUTPUTS, open_file
 from toolkit.use.export.graph import PixelsToBoxes, make_graph, same_padding, trace, traceable
-from toolkit.use.prediction import OwnDetector, open_predictor, own_predict
+from toolkit.use.open import OwnDetector, open_predictor
+from toolkit.use.prediction import own_predict
 
 CLASSES = ["a", "b", "c"]
 DETR = {"backbone": "resnet10t", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "ffn_dim": 32,

@@ -21,7 +21,7 @@ from toolkit.models.start import load_pretrained, start_detector
 from toolkit.models.weights.mapping import copy_class_rows, map_weights
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
 from toolkit.runs.settings_file import load_config_dict
-from toolkit.use.rebuild import rebuild_detector
+from toolkit.use.open import rebuild_detector
 
 SMALL = {"backbone": "resnet10t", "freeze": "none", "d_model": 16, "heads": 2, "ffn_dim": 16, "encoder_layers": 1,
          "decoder_layers": 1, "num_queries": 5}  # fmt: skip

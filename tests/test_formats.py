@@ -3,11 +3,14 @@
 Run with `pytest tests/test_formats.py -n 0`.
 """
 
+import csv
 import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -22,6 +25,9 @@ from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.errors import BadInput
+from toolkit.evaluation.predictions import boxes_of
+from toolkit.evaluation.predictions_file import read_predictions
+from toolkit.use.outputs import write_outputs
 
 ROOT = Path(__file__).resolve().parent.parent
 BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")
@@ -77,9 +83,9 @@ def test_shapes_are_the_same_in_every_format(shapes, tmp_path, format):
 
 @st.composite
 def boxes(draw):
-    """[x, y, w, h] inside 40 x 30, in float32 as tables hold them."""
+    """[x, y, w, h] inside 40 x 30, in float32 as tables hold them; larger than what CSV takes for fractions."""
     x, y = draw(st.floats(0, 38, width=32)), draw(st.floats(0, 28, width=32))
-    w, h = draw(st.floats(0.5, 40)), draw(st.floats(0.5, 30))
+    w, h = draw(st.floats(1.5, 40)), draw(st.floats(1.5, 30))
     return [x, y, min(x + w, 40), min(y + h, 30)]
 
 
@@ -87,36 +93,35 @@ NAME = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_siz
 PICTURE = (Path(__file__).parent / "data" / "dirty" / "images" / "control.jpg").read_bytes()
 
 
-@patient
-@given(
-    st.lists(st.lists(boxes(), max_size=4), min_size=1, max_size=3),
-    st.lists(NAME, min_size=1, max_size=3, unique=True),
-    st.sampled_from(sorted(FOLDERS)),
-)
-def test_nothing_is_lost_that_the_format_can_hold(tmp_path_factory, images, names, format):
-    folder = tmp_path_factory.mktemp("round")
-    (folder / "p").mkdir()
+def image_rows(folder: Path, images: list[list], classes: int, crowds: bool) -> list[dict]:
+    """A picture for each list of boxes, some below folders, and its row; every other box is a crowd."""
     rows = []
     for number, of_image in enumerate(images):
-        Image.new("RGB", (40, 30)).save(folder / "p" / f"{number}.png")
-        crowd = [int(k % 2 and format in ("voc", "coco", "csv", "hub")) for k in range(len(of_image))]
+        name, count = f"{'below/' * number}{number}.png", len(of_image)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30)).save(folder / name)
         objects = {
-            "id": [10 * number + k for k in range(len(of_image))],
+            "id": [10 * number + k for k in range(count)],
             "bbox": of_image,
-            "iscrowd": crowd,
-            "category": [k % len(names) for k in range(len(of_image))],
-            "area": [3.5] * len(of_image),
+            "iscrowd": [int(k % 2 and crowds) for k in range(count)],
+            "category": [k % classes for k in range(count)],
+            "area": [3.5] * count,
         }
-        rows.append(
-            {
-                "image_id": number,
-                "file_name": f"{number}.png",
-                "width": 40,
-                "height": 30,
-                "objects": objects,
-                "relations": {"subject": [], "object": [], "predicate": []},
-            }
-        )
+        no_relations = {"subject": [], "object": [], "predicate": []}
+        row = {"image_id": number, "file_name": name, "width": 40, "height": 30, "objects": objects}
+        rows.append(row | {"relations": no_relations})
+    return rows
+
+
+IMAGES = st.lists(st.lists(boxes(), max_size=4), min_size=1, max_size=3)
+NAMES = st.lists(NAME, min_size=1, max_size=3, unique=True)
+
+
+@patient
+@given(IMAGES, NAMES, st.sampled_from(sorted(FOLDERS)))
+def test_nothing_is_lost_that_the_format_can_hold(tmp_path_factory, images, names, format):
+    folder = tmp_path_factory.mktemp("round")
+    rows = image_rows(folder / "p", images, len(names), format in ("voc", "coco", "csv", "hub"))
     if not any(images):
         return  # a CSV file without a box names no class
     names = sorted(names)
@@ -151,6 +156,55 @@ def xml(name, box=(4, 5, 20, 25), label="cat", extra=""):
         f"<annotation><filename>{name}</filename>{extra}<size><width>40</width><height>30</height></size>"
         f"<object><name>{label}</name><difficult>1</difficult><bndbox>{corners}</bndbox></object></annotation>"
     )
+
+
+def scores_of(folder: Path, format: str, names: list[str]) -> list[list[float]]:
+    """The scores of each image, as its file has them."""
+    stems = [os.path.splitext(name)[0] for name in names]
+    if format == "yolo":
+        lines = [(folder / "labels" / f"{stem}.txt").read_text().splitlines() for stem in stems]
+        return [[float(line.split()[5]) for line in of_image] for of_image in lines]
+    if format == "voc":
+        roots = [ElementTree.parse(folder / "annotations" / f"{stem}.xml").getroot() for stem in stems]
+        return [[float(each.findtext("score")) for each in root.iter("object")] for root in roots]
+    with open(folder / "predictions.csv", newline="") as file:
+        rows = [(row["image"], row["score"]) for row in csv.DictReader(file)]
+    return [[float(score) for image, score in rows if image == name and score] for name in names]
+
+
+@patient
+@given(IMAGES, NAMES, st.randoms(use_true_random=False))
+def test_predictions_come_back(tmp_path_factory, images, names, random):
+    """What predict.py writes beside the images is a data set: to label images with a model. Scores are in it."""
+    folder, names = tmp_path_factory.mktemp("predictions"), sorted(names)
+    rows = image_rows(folder / "p" / "images", images, len(names), False)
+    for row in rows:
+        row["file_name"] = f"{row['image_id']}.png"
+        picture = next((folder / "p").rglob(row["file_name"]))
+        picture.rename(folder / "p" / "images" / row["file_name"])
+    categories = [Category(10 * n, name) for n, name in enumerate(names, start=1)]
+    options = {"categories": categories, "image_root": folder / "p" / "images"}
+    table = write_rows(rows, cache_file=folder / "t.json", **options)
+    truth, files = table.labelled(), [row["file_name"] for row in rows]
+    scores = np.array([random.random() for _ in range(len(truth.boxes))])
+    found = replace(truth, boxes=replace(truth.boxes, scores=scores, ids=None))
+    write_outputs({"images": [], "errors": []}, found, files, ["coco", "yolo", "voc", "csv"], folder / "p")
+    read = boxes_of(read_predictions(folder / "p" / "results.json", table).by_image, table.image_ids().tolist())
+    assert read.offsets.tolist() == found.boxes.offsets.tolist() and read.labels.tolist() == found.boxes.labels.tolist()
+    assert np.array_equal(read.scores, scores) and np.allclose(read.xyxy, found.boxes.xyxy, atol=1e-12, rtol=0)
+    if not any(images):
+        return  # files without a box tell of no format
+    for format in ("yolo", "voc", "csv"):
+        place = folder / "p" / "predictions.csv" if format == "csv" else folder / "p"
+        again = open_dataset("train", path=place, format=format, cache_dir=folder / "c")
+        assert again.class_names == names if format == "yolo" else set(again.class_names) <= set(names)
+        for number, of_image in enumerate(scores_of(folder / "p", format, files)):
+            ours, part = table.row(number)["objects"], truth.boxes.of_image(number)
+            found_rows = {Path(row["file_name"]).name: row for row in map(again.row, range(len(again)))}
+            theirs = found_rows[files[number]]["objects"]
+            assert of_image == scores[part].tolist()
+            assert [names[label] for label in ours["category"]] == [again.class_names[k] for k in theirs["category"]]
+            assert np.allclose(ours["bbox"], theirs["bbox"], atol=0 if format != "yolo" else 1e-5, rtol=0)
 
 
 def test_voc_layouts(tmp_path):

@@ -41,7 +41,7 @@ ROOMS = {
     "step": set(),
     "runs": {"data.table"},
     "data": set(),
-    "evaluation": {"data.table", "data.decoding", "runs.metrics_log", "runs.settings_file"},
+    "evaluation": {"data.table", "data.decoding", "data.formats.coco", "runs.metrics_log", "runs.settings_file"},
     "models": {"step", "runs", "data.table"},
     "use": {"step", "runs", "data", "evaluation", "models"},
 }

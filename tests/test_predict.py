@@ -3,6 +3,7 @@
     python -m pytest tests/test_predict.py
 """
 
+import csv
 import importlib.util
 import io
 import json
@@ -20,18 +21,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from toolkit.boxes import Boxes
+from toolkit.data.annotations import ImageRow
 from toolkit.data.pipeline import processor_size, val_transform
-from toolkit.data.table import Category
+from toolkit.data.table import Category, LabelledImages
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json
 from toolkit.evaluation.draw import COLOURS, draw_detections, picture_with_boxes
-from toolkit.runs.open_run import check_there, open_run
+from toolkit.files import distinct, without_suffix
+from toolkit.runs.open_run import check_there, kind_of, open_run
 from toolkit.use.image_files import find_images, find_or_fetch, predict_files
-from toolkit.use.outputs import check_outputs, clear_outputs, image_ids_of, named_once, write_outputs
+from toolkit.use.open import open_predictor
+from toolkit.use.outputs import check_outputs, clear_outputs, image_ids_of, write_outputs
 from toolkit.use.predict_split import SplitOptions, open_any
-from toolkit.use.prediction import Predictor, as_image, open_predictor
+from toolkit.use.prediction import Predictor, as_image, input_hw
 from toolkit.use.selection import from_report, of_classes
-from toolkit.use.sizes import input_hw
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("predict", ROOT / "scripts" / "predict.py")
@@ -131,6 +135,24 @@ def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
         assert result.found["boxes"].tolist() == [[0, 0, width, height]]
     assert sum(map(len, recorder.batches)) == 5 and max(map(len, recorder.batches)) <= 2
     assert list(predict_files(recorder, [tmp_path / "broken.png"]))[0].image is None  # a batch without images
+
+
+def test_what_a_path_is(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    for name, config in {"final": "{}", "detr": '{"model_type": "detr"}', "broken": "{"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    for name in ("model.onnx", "results.json", "weights.pth"):
+        (tmp_path / name).write_text("")
+    kinds = {"run": "run", "run/checkpoints": "run", "final": "final", "detr": "transformers", "model.onnx": "exported"}
+    kinds |= {"results.json": "predictions", "weights.pth": "file"}
+    assert {name: kind_of(tmp_path / name) for name in kinds} == kinds
+    assert kind_of("facebook/detr-resnet-50") == "transformers"
+    with pytest.raises(BadInput, match="config.json: cannot be read"):
+        kind_of(tmp_path / "broken")
+    with pytest.raises(BadInput, match="did you mean .*final"):
+        kind_of(tmp_path / "finel")
 
 
 def test_what_holds_no_detector_is_bad_input(tmp_path):
@@ -251,39 +273,49 @@ def test_relations_of_the_classes_that_are_left():
     assert left["pairs"].tolist() == [[1, 0]] and left["predicates"].tolist() == [4]
 
 
+DETECTION = {"category_id": 90, "category": "plate", "bbox": [1.0, 2.0, 4.0, 8.0], "score": 0.5}
 DOCUMENT = {
     "model": "test",
     "score_threshold": 0.3,
     "categories": [{"id": 7, "name": "cup"}, {"id": 90, "name": "plate"}],
     "images": [
-        {"id": 5, "file_name": "x/a.jpg", "width": 10, "height": 20,
-         "detections": [{"category_id": 90, "category": "plate", "bbox": [1.0, 2.0, 4.0, 8.0], "score": 0.5}]},
+        {"id": 5, "file_name": "x/a.jpg", "width": 10, "height": 20, "detections": [DETECTION]},
         {"id": 6, "file_name": "y/a.jpg", "width": 10, "height": 20, "detections": []},
     ],
     "errors": [],
-}  # fmt: skip
+}
+FOUND = LabelledImages(
+    [ImageRow(5, "x/a.jpg", 10, 20), ImageRow(6, "y/a.jpg", 10, 20)],
+    Boxes.found([1, 0], [[1.0, 2.0, 5.0, 10.0]], [0.5], [1]),
+    [Category(7, "cup"), Category(90, "plate")],
+)
 
 
 def test_every_format_has_the_same_boxes(tmp_path):
-    names = list(named_once({Path("x/a.jpg"): Path("a.jpg"), Path("y/a.jpg"): Path("a.jpg")}).values())
-    assert names == [Path("a.jpg"), Path("a_2.jpg")]
-    write_outputs(DOCUMENT, names, ["json", "jsonl", "coco", "yolo", "voc", "csv"], tmp_path)
+    names = distinct(["a.jpg", "a.jpg"], without_suffix)
+    assert names == ["a.jpg", "a_2.jpg"]
+    write_outputs(DOCUMENT, FOUND, names, ["json", "jsonl", "coco", "yolo", "voc", "csv"], tmp_path)
     assert json.loads((tmp_path / "predictions.json").read_text()) == DOCUMENT
     lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == DOCUMENT["images"]
     (result,) = json.loads((tmp_path / "results.json").read_text())
     assert result == {"image_id": 5, "category_id": 90, "bbox": [1.0, 2.0, 4.0, 8.0], "score": 0.5}
-    assert (tmp_path / "labels" / "a.txt").read_text() == "1 0.300000 0.300000 0.400000 0.400000 0.500000\n"
+    assert (tmp_path / "labels" / "a.txt").read_text() == "1 0.3 0.3 0.4 0.4 0.5\n"
     assert (tmp_path / "labels" / "a_2.txt").read_text() == ""
     assert (tmp_path / "labels" / "classes.txt").read_text() == "cup\nplate\n"
-    box = ElementTree.parse(tmp_path / "annotations" / "a.xml").find("object/bndbox")
-    assert [float(each.text) for each in box] == [2.0, 3.0, 5.0, 10.0]  # VOC counts pixels from 1, both included
-    assert (tmp_path / "predictions.csv").read_text().splitlines()[1] == "x/a.jpg,5,plate,90,0.5,1.0,2.0,4.0,8.0"
+    voc = ElementTree.parse(tmp_path / "annotations" / "a.xml")
+    assert [float(each.text) for each in voc.find("object/bndbox")] == [1.0, 2.0, 5.0, 10.0]  # as our reader takes them
+    assert voc.findtext("filename") == "a.jpg" and voc.findtext("object/score") == "0.5"
+    with open(tmp_path / "predictions.csv", newline="") as file:
+        first, second = csv.DictReader(file)
+    assert first["image"] == "x/a.jpg" and [first[key] for key in ("x1", "y1", "x2", "y2")] == ["1", "2", "5", "10"]
+    assert [first[key] for key in ("label", "score", "image_id", "category_id")] == ["plate", "0.5", "5", "90"]
+    assert second["image"] == "y/a.jpg" and second["label"] == second["score"] == ""
 
 
 def test_an_earlier_prediction_is_not_mixed_with_a_new_one(tmp_path):
     check_outputs(tmp_path / "out", [], overwrite=False)
-    write_outputs(DOCUMENT, [Path("a.jpg"), Path("b.jpg")], ["json", "yolo"], tmp_path / "out")
+    write_outputs(DOCUMENT, FOUND, ["a.jpg", "b.jpg"], ["json", "yolo"], tmp_path / "out")
     (tmp_path / "out" / "mine.txt").write_text("")
     with pytest.raises(BadInput, match="--overwrite"):
         check_outputs(tmp_path / "out", [], overwrite=False)

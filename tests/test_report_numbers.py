@@ -220,7 +220,7 @@ def test_tide_of_bccd_is_that_of_its_authors(tmp_path, monkeypatch):
     table = open_dataset(BCCD / "annotations" / "val.json", cache_dir=tmp_path)
     found = noisy(table)
     write_predictions(tmp_path / "found.json", found, table)
-    write_coco(table, tmp_path / "truth.json")
+    write_coco(table.labelled(), tmp_path / "truth.json")
     document = json.loads((tmp_path / "truth.json").read_text())
     for annotation in document["annotations"]:
         x, y, w, h = annotation["bbox"]
@@ -306,7 +306,7 @@ def test_plain_pycocotools_gives_the_printed_ap_of_a_saved_file(tmp_path):
     table, predictions = random_case(tmp_path)
     scores = CocoEvaluator(table).evaluate(predictions)
     write_predictions(tmp_path / "found.json", predictions, table, scores=scores)
-    write_coco(table, tmp_path / "truth.json")
+    write_coco(table.labelled(), tmp_path / "truth.json")
     truth = COCO(tmp_path / "truth.json")
     run = COCOeval(truth, truth.loadRes(str(tmp_path / "found.json")), "bbox")
     run.evaluate()

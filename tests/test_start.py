@@ -26,7 +26,7 @@ from toolkit.models.relation.options import SceneGraphOptions
 from toolkit.models.relation.start import start_scene_graph
 from toolkit.models.ssd.options import SsdliteOptions
 from toolkit.models.start import start_detector
-from toolkit.use.rebuild import rebuild_detector
+from toolkit.use.open import rebuild_detector
 
 CLASSES = ["a", "b"]
 SSD = {"backbone": "lcnet_035", "strides": [16, 32], "channels": [8, 8], "aspect_ratios": [[2.0], [2.0]]}

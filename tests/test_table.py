@@ -128,7 +128,7 @@ def test_coco_survives_reading_and_writing(tmp_path_factory, boxes, ids):
                 "categories": [{"id": id_, "name": f"class {id_}"} for id_ in ids]}
     (folder / "a.json").write_text(json.dumps(document))
     table = read_coco(folder / "a.json", folder, cache_dir=folder, check_images=False)
-    write_coco(table, folder / "b.json")
+    write_coco(table.labelled(), folder / "b.json")
     again = json.loads((folder / "b.json").read_text())
     assert [a | {"bbox": 0} for a in again["annotations"]] == [a | {"bbox": 0} for a in annotations]
     for old, new in zip(annotations, again["annotations"], strict=True):

@@ -21,7 +21,8 @@ from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.report.errors import tide_errors
-from toolkit.use.prediction import Predictor, open_predictor
+from toolkit.use.open import open_predictor
+from toolkit.use.prediction import Predictor
 from toolkit.use.tiles import flipped, merged, starts, tiled
 
 CLASSES = [Category(0, "red"), Category(1, "green"), Category(2, "blue")]

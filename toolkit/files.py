@@ -5,7 +5,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,25 @@ def near_names(path: Path) -> str:
     if near:
         return f"; did you mean {' or '.join(str(shown / each) for each in near)}?"
     return f"; {shown}{os.sep} has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
+
+
+def distinct(names: Iterable[str], same: Callable[[str], str] = str) -> list[str]:
+    """The names, of which no two are the `same`: further ones get a number before their suffix, a.jpg and a_2.jpg."""
+    taken, chosen = set(), []
+    for name in names:
+        stem, suffix = os.path.splitext(name)
+        number = 1
+        while same(name) in taken:
+            number += 1
+            name = f"{stem}_{number}{suffix}"
+        taken.add(same(name))
+        chosen.append(name)
+    return chosen
+
+
+def without_suffix(name: str) -> str:
+    """A path without the ending of its last part."""
+    return os.path.splitext(name)[0]
 
 
 def fsync_folder(folder: Path) -> None:

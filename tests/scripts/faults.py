@@ -47,7 +47,7 @@ def install(faults: list[dict], rank: int) -> None:
 
 def _wrap_build(wrap) -> None:
     """`build_detector` wherever the script, or scripts/replay.py, looks it up."""
-    for place in ("toolkit.models.start", "toolkit.use.rebuild"):
+    for place in ("toolkit.models.start", "toolkit.use.open"):
         module = importlib.import_module(place)
         module.build_detector = wrap(module.build_detector)
 

@@ -14,7 +14,7 @@ from launching import ROOT, rows
 from PIL import Image
 
 from toolkit.data.decoding import decode_image
-from toolkit.use.prediction import open_predictor
+from toolkit.use.open import open_predictor
 
 PREDICT, EVALUATE, EXPORT, REPORT = (
     ROOT / "scripts" / f"{name}.py" for name in ("predict", "evaluate", "export", "report")

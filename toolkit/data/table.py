@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from toolkit.boxes import Boxes, offsets_of
+from toolkit.boxes import Boxes, Relations, offsets_of
+from toolkit.data.annotations import ImageRow
 from toolkit.data.places import Places, Stored
 from toolkit.files import MAX_IMAGE_PIXELS
 from toolkit.text import shown
@@ -59,6 +60,36 @@ class Problem:
         file = shown(self.file, 300)
         where = f"{file} ({', '.join(ids)})" if ids else file
         return f"{self.severity}: {where}: {shown(self.message, 1000)}"
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """Images with their boxes, annotated or found, as columns: what the writer of a format takes.
+
+    boxes, relations: of the images, in their order; labels are rows of `categories`, predicates of `predicates`. With
+    `attributes` there is `boxes.extra["attributes"]`, ids from 1 and 0 after the last.
+    """
+
+    images: Sequence[ImageRow]
+    boxes: Boxes
+    categories: Sequence[Category]
+    relations: Relations | None = None
+    predicates: Sequence[str] = ()
+    attributes: Sequence[str] = ()
+
+    def renamed(self, file_names: Sequence[str]) -> "LabelledImages":
+        """The same with other names for the image files."""
+        images = [row._replace(file_name=name) for row, name in zip(self.images, file_names, strict=True)]
+        return dataclasses.replace(self, images=images)
+
+    def by_image(self) -> Iterator[tuple[ImageRow, list[tuple[int, list[float], float | None, bool]]]]:
+        """Every image with the label, xyxy, score (None: annotated) and crowd flag of each of its boxes."""
+        boxes = self.boxes
+        columns = boxes.labels, boxes.xyxy, boxes.scores, boxes.iscrowd
+        for index, row in enumerate(self.images):
+            part = boxes.of_image(index)
+            missing = [None] * (part.stop - part.start)
+            yield row, list(zip(*(missing if each is None else each[part].tolist() for each in columns), strict=True))
 
 
 @dataclass(eq=False)
@@ -139,21 +170,28 @@ class DetectionTable:
 
     def boxes(self) -> Boxes:
         """All annotated boxes, straight from Arrow: no Python object for a box."""
-        objects = self.rows.column("objects").combine_chunks()
-        lists = dict(zip((field.name for field in objects.type), objects.flatten(), strict=True))
-
-        def flat(name: str, dtype: type) -> np.ndarray:
-            values = lists[name].flatten()
-            shape = (len(values), values.type.list_size) if pa.types.is_fixed_size_list(values.type) else len(values)
-            values = values.flatten() if isinstance(shape, tuple) else values
-            return np.from_dlpack(values).astype(dtype).reshape(shape)
-
+        offsets, flat = _flat(self.rows.column("objects"))
         return Boxes(
-            offsets=offsets_of(np.from_dlpack(pc.list_value_length(lists["id"]))), xyxy=flat("bbox", np.float64),
-            labels=flat("category", np.int64), scores=None, area=flat("area", np.float64),
-            iscrowd=flat("iscrowd", np.int64) > 0, ids=flat("id", np.int64),
-            extra={"attributes": flat("attributes", np.int64)} if self.attributes else {},
-        )  # fmt: skip
+            offsets,
+            flat["bbox"].astype(np.float64),
+            flat["category"],
+            scores=None,
+            area=flat["area"].astype(np.float64),
+            iscrowd=flat["iscrowd"] > 0,
+            ids=flat["id"],
+            extra={"attributes": flat["attributes"]} if self.attributes else {},
+        )
+
+    def labelled(self) -> LabelledImages:
+        """All that the table holds but the images themselves, as columns."""
+        offsets, ends = _flat(self.rows.column("relations"))
+        images, relations = self.image_rows(), Relations(offsets, **ends)
+        return LabelledImages(images, self.boxes(), self.categories, relations, self.predicates, self.attributes)
+
+    def image_rows(self) -> list[ImageRow]:
+        """Id, file name and size of every image."""
+        columns = (self.rows.column(name).to_pylist() for name in ImageRow._fields)
+        return [ImageRow(*row) for row in zip(*columns, strict=True)]
 
     @property
     def class_names(self) -> list[str]:
@@ -206,6 +244,22 @@ class _Batch:
         row["objects"] = _cut(self.objects, index)
         row["relations"] = _cut(self.relations, index)
         return row
+
+
+def _flat(column: pa.ChunkedArray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(offsets (I + 1,), values by name) of a column of structs of lists; whole numbers as int64."""
+    lists = column.combine_chunks()
+    parts = dict(zip((field.name for field in lists.type), lists.flatten(), strict=True))
+    offsets = offsets_of(np.from_dlpack(pc.list_value_length(next(iter(parts.values())))))
+    values = {name: _values(part.flatten()) for name, part in parts.items()}
+    whole = {name: each if each.dtype.kind == "f" else each.astype(np.int64) for name, each in values.items()}
+    return offsets, whole
+
+
+def _values(flat: pa.Array) -> np.ndarray:
+    if not pa.types.is_fixed_size_list(flat.type):
+        return np.from_dlpack(flat)
+    return np.from_dlpack(flat.flatten()).reshape(-1, flat.type.list_size)
 
 
 def _list_views(column: pa.StructArray) -> dict[str, tuple[np.ndarray, np.ndarray]]:

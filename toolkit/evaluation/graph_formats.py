@@ -7,14 +7,15 @@ A graph is `{"file_name", "detections": [...], "relations": [...]}` as predictio
 import json
 from collections.abc import Mapping
 
+OF_OBJECT = ("category", "bbox", "score")
 SUFFIXES = {"dot": ".dot", "jsonld": ".jsonld", "networkx": ".json"}
 
 
 def graph_text(graph: Mapping, format: str) -> str:
     """The text of a file in the format dot, jsonld or networkx."""
-    return {"dot": as_dot, "jsonld": lambda g: _json(as_json_ld(g)), "networkx": lambda g: _json(as_node_link(g))}[
-        format
-    ](graph)
+    if format == "dot":
+        return as_dot(graph)
+    return json.dumps({"jsonld": as_json_ld, "networkx": as_node_link}[format](graph), indent=1) + "\n"
 
 
 def as_dot(graph: Mapping) -> str:
@@ -33,16 +34,19 @@ def as_json_ld(graph: Mapping) -> dict:
     """Linked data: a schema.org ImageObject whose objects are blank nodes; a relation is an rdf:Statement of them, so
     that it keeps its score. Predicates and classes are names of the training data, not of any ontology."""
     nodes = [
-        {"@id": f"_:object{number}", "@type": "DetectedObject", "category": each["category"], "bbox": each["bbox"],
-         "score": each["score"]}
+        {"@id": f"_:object{number}", "@type": "DetectedObject"} | {key: each[key] for key in OF_OBJECT}
         for number, each in enumerate(graph["detections"])
-    ]  # fmt: skip
+    ]
     statements = [
-        {"@type": "rdf:Statement", "rdf:subject": {"@id": f"_:object{each['subject']}"},
-         "rdf:predicate": each["predicate"], "rdf:object": {"@id": f"_:object{each['object']}"},
-         "score": each["score"]}
+        {
+            "@type": "rdf:Statement",
+            "rdf:subject": {"@id": f"_:object{each['subject']}"},
+            "rdf:predicate": each["predicate"],
+            "rdf:object": {"@id": f"_:object{each['object']}"},
+            "score": each["score"],
+        }
         for each in graph["relations"]
-    ]  # fmt: skip
+    ]
     context = {
         "@vocab": "urn:scene-graph:",
         "schema": "https://schema.org/",
@@ -55,17 +59,14 @@ def as_json_ld(graph: Mapping) -> dict:
 
 def as_node_link(graph: Mapping) -> dict:
     """NetworkX's node-link form; `networkx.node_link_graph(json.load(file), edges="edges")` reads it."""
-    nodes = [
-        {"id": number, **{key: each[key] for key in ("category", "bbox", "score")}}
-        for number, each in enumerate(graph["detections"])
-    ]
+    nodes = [{"id": n, **{key: each[key] for key in OF_OBJECT}} for n, each in enumerate(graph["detections"])]
     counts: dict[tuple, int] = {}
     edges = []
     for each in graph["relations"]:
         ends = each["subject"], each["object"]
         key = counts[ends] = counts.get(ends, -1) + 1  # several predicates between the same two
-        edges.append({"source": ends[0], "target": ends[1], "key": key, "predicate": each["predicate"],
-                      "score": each["score"]})  # fmt: skip
+        edge = {"source": ends[0], "target": ends[1], "key": key}
+        edges.append(edge | {name: each[name] for name in ("predicate", "score")})
     about = {"file_name": str(graph["file_name"])}
     return {"directed": True, "multigraph": True, "graph": about, "nodes": nodes, "edges": edges}
 
@@ -73,7 +74,3 @@ def as_node_link(graph: Mapping) -> dict:
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def _json(document: Mapping) -> str:
-    return json.dumps(document, indent=1) + "\n"

@@ -23,10 +23,13 @@ def boxes_of(predictions: Mapping, image_ids: Sequence) -> Boxes:
         BadInput: an image without prediction, a prediction without image, or parts of different length.
     """
     check_image_ids(predictions, image_ids)
-    ordered = [predictions[image_id] for image_id in image_ids]
-    boxes = [_numpy(p["boxes"]).reshape(-1, 4) for p in ordered]
-    scores = [_numpy(p["scores"]).reshape(-1) for p in ordered]
-    labels = [_numpy(p["labels"]).reshape(-1) for p in ordered]
+    return joined([predictions[image_id] for image_id in image_ids], image_ids)
+
+
+def joined(found: Sequence[Mapping], image_ids: Sequence) -> Boxes:
+    """Predictions of each image, as above, as columns. Raises BadInput for parts of different length."""
+    boxes = [_numpy(each["boxes"]).reshape(-1, 4) for each in found]
+    scores, labels = ([_numpy(each[key]).reshape(-1) for each in found] for key in ("scores", "labels"))
     uneven = [
         f"prediction of image {image_id!r}: {len(b)} boxes, {len(s)} scores, {len(c)} labels; expected as many of each"
         for image_id, b, s, c in zip(image_ids, boxes, scores, labels, strict=True)
@@ -34,14 +37,14 @@ def boxes_of(predictions: Mapping, image_ids: Sequence) -> Boxes:
     ]
     if uneven:
         raise BadInput(uneven[:10])
-    found = Boxes.found(
+    columns = Boxes.found(
         [len(each) for each in boxes],
         np.concatenate([np.zeros((0, 4)), *boxes]),
         np.concatenate([np.zeros(0), *scores]),
         np.concatenate([np.zeros(0, np.int64), *labels]),
     )
-    of_graph = np.array(["pairs" in p for p in ordered], bool)
-    return found[(found.labels != -1) | ~of_graph[found.image_index]] if of_graph.any() else found
+    of_graph = np.array(["pairs" in each for each in found], bool)
+    return columns[(columns.labels != -1) | ~of_graph[columns.image_index]] if of_graph.any() else columns
 
 
 def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:

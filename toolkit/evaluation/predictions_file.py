@@ -17,9 +17,11 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from toolkit.data.formats.coco import write_coco
+from toolkit.data.table import LabelledImages
 from toolkit.errors import BadInput
-from toolkit.evaluation.predictions import check_image_ids
-from toolkit.files import write_json, write_text_atomic
+from toolkit.evaluation.predictions import boxes_of
+from toolkit.files import write_json
 
 VERSION = 1
 _OF_GRAPHS = (
@@ -34,7 +36,6 @@ _OF_GRAPHS = (
     "true_labels",
     "true_relations",
 )
-_OF_OBJECTS = ("boxes", "labels", "scores")
 
 
 @dataclass
@@ -85,12 +86,13 @@ def write_predictions(path: str | Path, predictions: Mapping, table, **about) ->
     if path.suffix != ".json":
         raise BadInput(f"{path}: a predictions file is called NAME.json")
     image_ids = table.image_ids().tolist()
-    check_image_ids(predictions, image_ids)
+    found = boxes_of(predictions, image_ids)
     path.parent.mkdir(parents=True, exist_ok=True)
-    ids = [category.id for category in table.categories]
+    known = (found.labels >= 0) & (found.labels < len(table.categories))  # -1: of a graph, a box without a class
+    known &= np.isfinite(found.xyxy).all(axis=1) & np.isfinite(found.scores)
     graphs_file(path).unlink(missing_ok=True)  # of other predictions
     about_file(path).unlink(missing_ok=True)
-    write_text_atomic(path, _results_text(predictions, image_ids, ids))
+    write_coco(LabelledImages(table.image_rows(), found[known], table.categories), path)
     graphs = _graphs(predictions, image_ids)
     if graphs:
         with open(graphs_file(path), "wb") as file:
@@ -133,28 +135,6 @@ def read_about(path: str | Path) -> dict:
         return {}
     except (OSError, ValueError) as error:
         raise BadInput(f"{file}: cannot be read ({error}); remove it to read {path} without it") from error
-
-
-def _results_text(predictions: Mapping, image_ids: Sequence, ids: Sequence) -> str:
-    parts = []
-    for image_id in image_ids:
-        found = {key: np.asarray(predictions[image_id][key]) for key in _OF_OBJECTS}
-        keep = (found["labels"] >= 0) & (found["labels"] < len(ids))  # -1: a box of a scene graph that has no class
-        boxes = found["boxes"].reshape(-1, 4).astype(np.float64)[keep]
-        boxes[:, 2:] -= boxes[:, :2]
-        finite = np.isfinite(boxes).all(axis=1) & np.isfinite(found["scores"][keep])
-        rows = zip(
-            found["labels"][keep][finite].tolist(),
-            boxes[finite].tolist(),
-            found["scores"][keep][finite].tolist(),
-            strict=True,
-        )
-        some = [
-            {"image_id": image_id, "category_id": ids[label], "bbox": box, "score": score} for label, box, score in rows
-        ]
-        if some:
-            parts.append(json.dumps(some)[1:-1])
-    return "[" + ",\n".join(parts) + "]\n"
 
 
 def _entries(path: Path) -> list[dict]:

@@ -29,7 +29,7 @@ TOOLKIT_USAGE = """With the toolkit that trained it:
 
 ```python
 from PIL import Image
-from toolkit.use.prediction import open_predictor
+from toolkit.use.open import open_predictor
 
 found = open_predictor("PATH")(Image.open("photo.jpg"))
 print(found["boxes"], found["scores"], found["labels"])

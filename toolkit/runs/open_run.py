@@ -1,5 +1,6 @@
 """A finished or unfinished run, taken up again from its folder alone: for evaluation, prediction, export and replay."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from toolkit.errors import BadInput
 from toolkit.files import near_names
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
 from toolkit.runs.settings_file import load_config_dict, newest_config, read_settings
+
+EXPORTED = (".onnx", ".pt2", ".xml")  # what scripts/export.py writes
 
 
 @dataclass
@@ -45,6 +48,32 @@ def open_run(path: Path) -> Run:
     checkpoint, _ = resolve_resume(str(_evaluated_run(folder, path, config)), folder)
     categories = [Category(**category) for category in checkpoint.state["categories"]]
     return Run(folder, config, checkpoint, categories)
+
+
+def kind_of(source: str | Path) -> str:
+    """What a path or name is, the one place where it is found out.
+
+    "run" (a run folder or checkpoint), "final" (a model that this toolkit saved), "transformers" (a model of
+    transformers: its folder, or a name of the hub), "exported" (a file of scripts/export.py), "predictions" (a file of
+    predictions), "file" (any other).
+
+    Raises:
+        BadInput: a path that is not there, or a folder whose config.json cannot be read.
+    """
+    check_there(source)
+    path = Path(source).expanduser()
+    if path.suffix in EXPORTED:
+        return "exported"
+    if path.is_file():
+        return "predictions" if path.suffix == ".json" else "file"
+    if not path.exists():
+        return "transformers"
+    if not (path / "config.json").exists():
+        return "run"
+    try:
+        return "transformers" if "model_type" in json.loads((path / "config.json").read_text()) else "final"
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path / 'config.json'}: cannot be read: {error}") from error
 
 
 def check_there(source: str | Path) -> None:

@@ -1,25 +1,20 @@
 """Predictions on a split, from whatever makes or holds them: a run, a checkpoint, an exported model, a file."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
-import torch
-
-from toolkit.data.decoding import decode_image
 from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.splits import READING, open_split
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import read_about, read_predictions
-from toolkit.runs.open_run import Run, check_there, chosen_weights, open_run, run_folder_of
+from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
 from toolkit.runs.settings_file import load_config_dict
-from toolkit.use.prediction import open_predictor
-from toolkit.use.rebuild import load_detector, rebuild_evaluator, rebuild_loss_weights
-
-IMAGES_AT_ONCE = 8  # of an exported model
-TOP = 100  # predictions of an image that are kept, as in the evaluation of a run
+from toolkit.use.open import load_detector, open_predictor, rebuild_evaluator, rebuild_loss_weights, with_settings
+from toolkit.use.prediction import labels_in, predict_table, relabelled
 
 
 @dataclass
@@ -54,14 +49,6 @@ class Predicted:
     evaluator: object = None
     losses: dict = field(default_factory=dict)
     run_folder: Path | None = None
-
-
-def is_run(source: str | Path) -> bool:
-    """A run folder or checkpoint, not the model in `final/` and no file."""
-    path = Path(source).expanduser()
-    if not path.is_dir() or (path / "config.json").exists():
-        return False
-    return (path / "config.yaml").is_file() or (path / "MANIFEST.json").is_file() or path.is_symlink()
 
 
 def data_settings(config: Mapping, options: SplitOptions) -> dict:
@@ -110,26 +97,37 @@ def predict_run(
     data, evaluation = config["data"], config["eval"]
     settings = data_settings(config, options)
     table = open_data(settings, accelerator.print)
-    labels = _labels([c.name for c in run.categories], table, run.folder.name)
+    labels = labels_in(table, [c.name for c in run.categories], run.folder.name)
     same = labels.tolist() == list(range(len(table.categories)))
     detector = load_detector(run, chosen)
     if not same and getattr(detector, "predicates", None):
         raise BadInput(f"the data has classes {table.class_names}, the run {[c.name for c in run.categories]}")
     loader = validation_loader(
-        table, val_transform(data["image_size"], data["scales"], data["max_size"]), workers=data["workers"],
-        batch_size_per_device=evaluation["batch_size_per_device"], stride=detector.stride,
+        table,
+        val_transform(data["image_size"], data["scales"], data["max_size"]),
+        workers=data["workers"],
+        batch_size_per_device=evaluation["batch_size_per_device"],
+        stride=detector.stride,
         pin=accelerator.device.type == "cuda",
-    )  # fmt: skip
+    )
     measured = same and bool(table.num_boxes().any())  # a test split without annotations has no loss
     found = predict_dataset(
-        detector.to(accelerator.device), loader, accelerator.device, step=run.checkpoint.step,
+        detector.to(accelerator.device),
+        loader,
+        accelerator.device,
+        step=run.checkpoint.step,
         loss_weights=rebuild_loss_weights(run, detector).to(accelerator.device) if measured else None,
-        score_threshold=evaluation["score_threshold"], say=accelerator.print,
-    )  # fmt: skip
-    by_image = found.by_image if same else {key: _relabelled(each, labels) for key, each in found.by_image.items()}
+        score_threshold=evaluation["score_threshold"],
+        say=accelerator.print,
+    )
+    by_image = found.by_image if same else {key: relabelled(each, labels) for key, each in found.by_image.items()}
     evaluator = rebuild_evaluator(run, detector, table, backend)
-    about = {"detector": f"{run.folder.name}, step {run.checkpoint.step} ({chosen} weights)", "data": settings,
-             "mode": getattr(detector, "mode", None), "protocol": evaluation.get("protocol", "original")}  # fmt: skip
+    about = {
+        "detector": f"{run.folder.name}, step {run.checkpoint.step} ({chosen} weights)",
+        "data": settings,
+        "mode": getattr(detector, "mode", None),
+        "protocol": evaluation.get("protocol", "original"),
+    }
     return Predicted(table, by_image, about, evaluator, found.losses, run.folder)
 
 
@@ -144,14 +142,8 @@ def predict_model(source: str | Path, options: SplitOptions, say: Callable[[str]
     settings = _settings_of(folder, {}, options, source)
     table = open_data(settings, say)
     predictor = open_predictor(source)
-    labels = _labels(predictor.class_names, table, source)
-    by_image: dict = {}
-    for rows in _chunks(len(table)):
-        some = [table.row(i) for i in rows]
-        images = [decode_image(table.image_source(row)) for row in some]
-        for row, found in zip(some, predictor.predict(images, 0.0), strict=True):
-            by_image[row["image_id"]] = _relabelled(found, labels)
-    return Predicted(table, by_image, {"detector": predictor.source, "data": settings}, run_folder=folder)
+    about = {"detector": predictor.source, "data": settings}
+    return Predicted(table, predict_table(predictor, table), about, run_folder=folder)
 
 
 def read_file(path: str | Path, options: SplitOptions, say: Callable[[str], None]) -> Predicted:
@@ -163,18 +155,22 @@ def read_file(path: str | Path, options: SplitOptions, say: Callable[[str], None
     return Predicted(table, read.by_image, {"detector": str(path), "data": settings} | about, run_folder=folder)
 
 
-def is_predictions_file(source: str | Path) -> bool:
-    return Path(source).expanduser().is_file() and Path(source).suffix == ".json"
-
-
-def open_any(source: str | Path, weights: str | None, options: SplitOptions, accelerator) -> Predicted:
-    """By what `source` is. Raises BadInput when there is nothing."""
-    check_there(source)
-    path = Path(source).expanduser()
-    if is_predictions_file(path):
-        return read_file(path, options, accelerator.print)
-    if path.is_dir() and not (path / "config.json").exists():
-        return predict_run(open_run(path), weights, options, accelerator)
+def open_any(
+    source: str | Path,
+    weights: str | None,
+    options: SplitOptions,
+    accelerator,
+    settings: Mapping = MappingProxyType({}),
+    backend: str | None = None,
+) -> Predicted:
+    """By what `source` is; settings of the model and `backend` of the evaluator are of runs. Raises BadInput."""
+    kind = kind_of(source)
+    if kind == "run":
+        return predict_run(with_settings(open_run(source), settings), weights, options, accelerator, backend)
+    if settings:
+        raise BadInput(f"--model.{next(iter(settings))}: {source} is no run; its settings are fixed")
+    if kind == "predictions":
+        return read_file(source, options, accelerator.print)
     return predict_model(source, options, accelerator.print)
 
 
@@ -193,23 +189,3 @@ def _folder_above(path: Path) -> Path | None:
         return run_folder_of(path)
     except BadInput:
         return None
-
-
-def _labels(names: list[str], table: DetectionTable, source) -> torch.Tensor:
-    """(classes of the model,) label in the table of each; -1: the table has no such class."""
-    position = {name: label for label, name in enumerate(table.class_names)}
-    missing = [name for name in table.class_names if name not in names]
-    if missing:
-        raise BadInput(f"{source} does not know the classes {missing[:5]} of {table.name}; its own are {names[:5]}")
-    return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
-
-
-def _relabelled(found: Mapping, labels: torch.Tensor) -> dict:
-    """The best `TOP` detections of an image with the labels of a table; those of classes that it lacks are left out."""
-    known = labels[torch.as_tensor(found["labels"]).long()]
-    keep = (known >= 0).nonzero().flatten()[:TOP]
-    return {key: torch.as_tensor(found[key])[keep] for key in ("boxes", "scores")} | {"labels": known[keep]}
-
-
-def _chunks(count: int) -> Iterator[range]:
-    return (range(i, min(i + IMAGES_AT_ONCE, count)) for i in range(0, count, IMAGES_AT_ONCE))

@@ -1,35 +1,28 @@
-"""A detector from wherever it is kept, and what it finds in images: for scripts/predict.py and notebooks."""
+"""What a detector finds in images: those of this toolkit, exported ones and those of transformers, by one loop."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from toolkit.data.batches import collate
-from toolkit.data.pipeline import processor_size
-from toolkit.data.table import Category
-from toolkit.data.transforms.geometry import resize
+from toolkit.data.decoding import ImageError, decode_image
+from toolkit.data.table import Category, DetectionTable
+from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import best_first
-from toolkit.files import near_names
-from toolkit.models.final import load_detector_folder
-from toolkit.offline import cached_when_offline
-from toolkit.runs.open_run import check_there, chosen_weights, open_run
-from toolkit.use.export.files import SUFFIXES, open_file
-from toolkit.use.exported import predict_with
-from toolkit.use.rebuild import load_detector, with_settings
-from toolkit.use.sizes import image_hw, input_hw, of_one_shape
+from toolkit.use.export.about import About
+from toolkit.use.export.files import Runner
 
 MAX_DETECTIONS = 300  # of one image; the number of queries of the DETR family
+TOP_K = 100  # of one image of a data set, as in the evaluations of a run
+IMAGES_AT_ONCE = 8
 DEFAULT_THRESHOLD = 0.3
-REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 Found = dict[str, Tensor]
 
 
@@ -76,70 +69,6 @@ class Predictor:
         return found if several else found[0]
 
 
-def open_predictor(
-    source: str | Path,
-    weights: str | None = None,
-    device: torch.device | str = "cpu",
-    settings: Mapping = MappingProxyType({}),
-) -> Predictor:
-    """The detector of a run, a checkpoint, a `final/` folder, an exported file, or any detector of transformers.
-
-    Args:
-        source: run folder (its best checkpoint) or checkpoint; folder saved by `save_final`; `.onnx`, `.pt2` or `.xml`
-            of scripts/export.py, which run on the CPU; folder or hub name of a transformers model.
-        weights: "model" or "ema", of a run; None: those that the run's metric for best goes by, as in `final/`.
-        settings: of the model, in place of its own; see `with_inference_settings`.
-
-    Raises:
-        BadInput: nothing of all this is there, or it cannot be loaded.
-    """
-    check_there(source)
-    path = Path(source).expanduser()
-    if path.suffix in SUFFIXES:
-        if weights is not None:
-            raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
-        _refuse_settings(source, settings)
-        run, about = open_file(path)
-        thresholds = {"": about.score_threshold}
-        return Predictor(str(path), list(about.categories), predict_with(run, about), thresholds=thresholds)
-    own = open_own_detector(source, weights, settings)
-    if own is None:
-        _refuse_settings(source, settings)
-        predictor = _open_transformers(source, device)
-    else:
-        names = (getattr(own.detector, kind, ()) for kind in ("predicates", "attributes"))
-        predict = own_predict(own.detector.to(device), own.size)
-        given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(own.detector, "mode", ""))
-        predictor = Predictor(own.source, own.categories, predict, *names, given)
-    return replace(predictor, thresholds=report_thresholds(path))
-
-
-def _refuse_settings(source: str | Path, settings: Mapping) -> None:
-    if settings:
-        raise BadInput(f"--model.{next(iter(settings))}: {source} is no run of this project, its settings are fixed")
-
-
-def report_thresholds(path: Path) -> dict[str, float] | None:
-    """What the report of a run recommends, by class name and for all as ""; None: there is no report.
-
-    path: the run folder, or anything in it.
-
-    Raises:
-        BadInput: a file that cannot be read.
-    """
-    for folder in (path, *path.absolute().parents):
-        file = folder / "report" / REPORT
-        if file.is_file():
-            try:
-                entries = json.loads(file.read_text())
-                return {"": float(entries["threshold"])} | {k: float(v) for k, v in entries["thresholds"].items()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise BadInput(f"{file}: no list of thresholds: {error!r}; make the report again") from error
-        if (folder / "config.yaml").is_file():  # the run folder: what is above is none of its
-            break
-    return None
-
-
 def as_image(image) -> Tensor:
     """uint8 (3, H, W) RGB of a PIL image (turned upright), an array uint8 (H, W, 3) or (H, W), or such a tensor.
 
@@ -155,70 +84,55 @@ def as_image(image) -> Tensor:
     if isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim == 3 and image.shape[0] == 3:
         return image
     shape = f" {getattr(image, 'dtype', '')} {tuple(image.shape)}" if hasattr(image, "shape") else ""
-    raise BadInput(f"an image is a {type(image).__name__}{shape}; expected a PIL image, an array uint8 (H, W, 3) or "
-                   "(H, W), or a tensor uint8 (3, H, W), RGB")  # fmt: skip
+    raise BadInput(
+        f"an image is a {type(image).__name__}{shape}; expected a PIL image, an array uint8 (H, W, 3) or "
+        "(H, W), or a tensor uint8 (3, H, W), RGB"
+    )
 
 
-class OwnDetector(NamedTuple):
-    """detector: in evaluation mode, on the CPU; size: what images are resized to, as in `input_hw`."""
-
-    source: str
-    detector: nn.Module
-    categories: list[Category]
-    size: dict[str, int] | None
+# ---- images -> found -------------------------------------------------------------------------------------------------
 
 
-def open_own_detector(
-    source: str | Path, weights: str | None = None, settings: Mapping = MappingProxyType({})
-) -> OwnDetector | None:
-    """As `open_predictor`, for detectors built by this project; None: `source` is a model of transformers, if any."""
-    path = Path(source).expanduser()
-    config = _config_of(path)
-    if config is None and path.exists():
-        run = with_settings(open_run(path), settings)
-        name, data = chosen_weights(run, weights), run.config["data"]
-        size = processor_size(data["image_size"], data["scales"], data["max_size"])
-        return OwnDetector(f"{run.checkpoint.path} ({name} weights)", load_detector(run, name), run.categories, size)
-    if weights is not None:
-        raise BadInput(f"--weights {weights}: only a run has several; {source} is no run folder or checkpoint")
-    if config is not None and "model_type" not in config:
-        return OwnDetector(str(path), *load_detector_folder(path, settings))
-    return None
+def _loop(prepare: Callable, find: Callable):
+    """`Predictor.predict` of a detector.
 
-
-def _config_of(path: Path) -> dict | None:
-    """config.json of a folder with a whole model in it; None: there is none."""
-    try:
-        return json.loads((path / "config.json").read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path / 'config.json'}: cannot be read: {error}") from error
-
-
-# ---- the two kinds of detectors --------------------------------------------------------------------------------------
-
-
-def own_predict(detector: nn.Module, size: Mapping[str, int] | None):
-    """`Predictor.predict` of a detector of this toolkit; size: what images are resized to, as in `input_hw`."""
+    Args:
+        prepare: (image, its given boxes or None) -> (pixels as the detector wants them, what else belongs to them).
+        find: (these of images with pixels of one shape, sizes (B, 2) int64 of the images, score_threshold) -> `Found`
+            of each, in pixels of the image.
+    """
 
     @torch.no_grad()
     def predict(images: Sequence[Tensor], score_threshold: float, given: Sequence[Found] = ()) -> list[Found]:
-        device = next(detector.parameters()).device
-        targets = [_target(each) for each in given] or [_target({"boxes": torch.zeros(0, 4)})] * len(images)
-        resized = [resize(image, target, input_hw(image_hw(image), size))
-                   for image, target in zip(images, targets, strict=True)]  # fmt: skip
-        found = [{}] * len(images)
-        for group in of_one_shape([image for image, _ in resized]):
-            batch = collate([resized[i] for i in group], detector.stride).to(device)
-            orig_sizes = torch.tensor([image_hw(images[i]) for i in group], device=device)
-            outputs = detector(batch.images, batch.sizes, *([batch.targets] if given else []))
-            of_group = detector.postprocess(outputs, batch.sizes, orig_sizes, score_threshold, MAX_DETECTIONS)
+        prepared = [prepare(*each) for each in zip(images, given or [None] * len(images), strict=True)]
+        groups: dict[torch.Size, list[int]] = {}
+        for i, (pixels, _) in enumerate(prepared):
+            groups.setdefault(pixels.shape, []).append(i)
+        found: list[Found] = [{}] * len(images)
+        for group in groups.values():
+            sizes_hw = torch.tensor([image_hw(images[i]) for i in group])
+            of_group = find([prepared[i] for i in group], sizes_hw, score_threshold)
             for i, each in zip(group, of_group, strict=True):
                 found[i] = best_first(each)
         return found
 
     return predict
+
+
+def own_predict(detector: nn.Module, size: Mapping[str, int] | None):
+    """`Predictor.predict` of a detector of this toolkit; size: what images are resized to, as in `input_hw`."""
+
+    def prepare(image: Tensor, given: Found | None) -> tuple[Tensor, dict]:
+        return resize(image, _target(given or {"boxes": torch.zeros(0, 4)}), input_hw(image_hw(image), size))
+
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
+        device = next(detector.parameters()).device
+        batch = collate(prepared, detector.stride).to(device)
+        given = [batch.targets] if "labels" in batch.targets[0] else []
+        outputs = detector(batch.images, batch.sizes, *given)
+        return detector.postprocess(outputs, batch.sizes, sizes_hw.to(device), score_threshold, MAX_DETECTIONS)
+
+    return _loop(prepare, find)
 
 
 def _target(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -228,40 +142,99 @@ def _target(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(given) | nothing | {"relations": torch.zeros(0, 3, dtype=torch.int64)}
 
 
-def _open_transformers(source: str | Path, device: torch.device | str) -> Predictor:
-    from transformers import AutoImageProcessor, AutoModelForObjectDetection
-    from transformers.utils import logging as transformers_logging
+def predict_with(run: Runner, about: About):
+    """`Predictor.predict` of an exported detector."""
 
-    transformers_logging.disable_progress_bar()  # of reading the weights: a blink
-    path = Path(source).expanduser()
-    name = str(path) if path.exists() else str(source)
-    try:
-        with cached_when_offline():
-            processor = AutoImageProcessor.from_pretrained(name)
-            model = AutoModelForObjectDetection.from_pretrained(name).eval().to(device)
-    except (OSError, ValueError) as error:  # not there, offline, or no detector
-        reason = str(error).strip().partition("\n")[0]
-        raise BadInput(
-            f"{source}: neither a run folder, a checkpoint, a final/ folder nor a detection model that transformers "
-            f"loads ({reason}); give a folder that exists, or the hub name of a model and a connection to fetch it"
-            + ("" if path.exists() else near_names(path))
-        ) from error
-    names, ids = model.config.id2label, path / "categories.json"
-    categories = [Category(label, names.get(label, f"label {label}")) for label in range(max(names) + 1)]
-    if ids.is_file():  # a final/ folder of ours
-        categories = [Category(entry["id"], entry["name"]) for entry in json.loads(ids.read_text())]
+    def prepare(image: Tensor, _) -> tuple[Tensor, dict]:
+        no_boxes = {"boxes": torch.zeros(0, 4), "area": torch.zeros(0)}
+        return resize(image, no_boxes, input_hw(image_hw(image), about.size))
 
-    @torch.no_grad()
-    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
-        inputs = [processor(images=[image], return_tensors="pt", input_data_format="channels_first").to(device)
-                  for image in images]  # fmt: skip
-        found = [{}] * len(images)
-        for group in of_one_shape([each["pixel_values"] for each in inputs]):
-            joined = {key: torch.cat([inputs[i][key] for i in group]) for key in inputs[group[0]]}
-            sizes = torch.tensor([image_hw(images[i]) for i in group], device=device)
-            of_group = processor.post_process_object_detection(model(**joined), score_threshold, target_sizes=sizes)
-            for i, each in zip(group, of_group, strict=True):
-                found[i] = best_first(each)
-        return found
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Found]:
+        batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
+        outputs = (torch.from_numpy(np.array(each)) for each in run(batch))
+        for boxes, scores, labels, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
+            height, width = (new / old for new, old in zip(size_hw, batch.shape[-2:], strict=True))
+            keep = (labels >= 0) & (scores > score_threshold)
+            boxes = boxes[keep] * torch.tensor([width, height, width, height])
+            yield {"boxes": boxes, "scores": scores[keep], "labels": labels[keep].long()}
 
-    return Predictor(str(source), categories, predict)
+    return _loop(prepare, find)
+
+
+def transformers_predict(model: nn.Module, processor):
+    """`Predictor.predict` of a detector of transformers, whose processor prepares images one by one."""
+    device = next(model.parameters()).device
+
+    def prepare(image: Tensor, _) -> tuple[Tensor, Mapping]:
+        inputs = processor(images=[image], return_tensors="pt", input_data_format="channels_first").to(device)
+        return inputs["pixel_values"], inputs
+
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
+        joined = {key: torch.cat([inputs[key] for _, inputs in prepared]) for key in prepared[0][1]}
+        sizes_hw = sizes_hw.to(device)
+        return processor.post_process_object_detection(model(**joined), score_threshold, target_sizes=sizes_hw)
+
+    return _loop(prepare, find)
+
+
+def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[int, int]:
+    """The (h, w) that an image of `size_hw` is resized to; `size` as in `toolkit.data.pipeline.processor_size`."""
+    if size is None:
+        return size_hw
+    if "shortest_edge" in size:
+        return shorter_side_size(size_hw, size["shortest_edge"], size.get("longest_edge"))
+    return size["height"], size["width"]
+
+
+def image_hw(image: Tensor) -> tuple[int, int]:
+    """(h, w) of an image (..., H, W)."""
+    return tuple(image.shape[-2:])
+
+
+# ---- a data set -> found ---------------------------------------------------------------------------------------------
+
+
+def predict_table(predictor: Predictor, table: DetectionTable) -> dict[int | str, Found]:
+    """Predictions by image id, in the labels of the table, as evaluators take them (`CocoEvaluator.evaluate`).
+
+    Raises:
+        BadInput: the table has classes that the predictor does not know, or an image that cannot be read.
+    """
+    labels, by_image = labels_in(table, predictor.class_names, predictor.source), {}
+    with tqdm(total=len(table), desc=f"evaluation of {predictor.source}", delay=2, leave=False, disable=None) as bar:
+        for ids, images in _batches(table):
+            for image_id, found in zip(ids, predictor.predict(images, 0.0), strict=True):
+                by_image[image_id] = relabelled(found, labels)
+            bar.update(len(ids))
+    return by_image
+
+
+def _batches(table: DetectionTable) -> Iterator[tuple[list, list[Tensor]]]:
+    with ThreadPoolExecutor() as pool:
+        for start in range(0, len(table), IMAGES_AT_ONCE):
+            rows = [table.row(i) for i in range(start, min(start + IMAGES_AT_ONCE, len(table)))]
+            try:
+                images = list(pool.map(decode_image, map(table.image_source, rows)))
+            except ImageError as error:
+                raise BadInput(f"{table.name}: {error}") from error
+            yield [row["image_id"] for row in rows], images
+
+
+def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tensor:
+    """(classes of a model,) int64, the label in the table of each by its name; -1: the table has no such class.
+
+    Raises:
+        BadInput: the table has a class that the model, called `source`, does not know.
+    """
+    position = {name: label for label, name in enumerate(table.class_names)}
+    missing = [name for name in table.class_names if name not in names]
+    if missing:
+        raise BadInput(f"{source} does not know the classes {missing[:5]} of {table.name}; its own are {names[:5]}")
+    return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
+
+
+def relabelled(found: Mapping, labels: Tensor) -> Found:
+    """The best `TOP_K` detections of an image in the labels of a table, without those of classes that it lacks."""
+    known = labels[torch.as_tensor(found["labels"]).long()]
+    keep = (known >= 0).nonzero().flatten()[:TOP_K]
+    return {key: torch.as_tensor(found[key])[keep] for key in ("boxes", "scores")} | {"labels": known[keep]}

@@ -42,8 +42,8 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
         parts, cut = [], []
         for first in range(0, len(corners), batch_size):
             some = corners[first : first + batch_size]
-            for (x, y), found in zip(some, predictor.predict([image[:, y : y + tile, x : x + tile] for x, y in some],
-                                                             score_threshold), strict=True):  # fmt: skip
+            cuts = [image[:, y : y + tile, x : x + tile] for x, y in some]
+            for (x, y), found in zip(some, predictor.predict(cuts, score_threshold), strict=True):
                 boxes = found["boxes"]
                 right, bottom = min(width, x + tile), min(height, y + tile)
                 space = torch.cat([boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]], dim=1)

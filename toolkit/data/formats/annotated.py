@@ -2,6 +2,7 @@
 
 Each of those formats is a module with three functions: `recognise(folder)` gives the names of its splits, or None where
 it is another format; `read(folder, split, ...)` a table; `write(table, folder, split)` the same boxes as files again.
+The format's one writer is `write_<format>`: it takes `LabelledImages`, those of a data set or predictions.
 """
 
 import os
@@ -18,7 +19,7 @@ from toolkit.data.places import Places, Stored, digest_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS
+from toolkit.files import MAX_IMAGE_PIXELS, distinct
 
 # What folders and files of a split are called.
 SPLIT_NAMES = {
@@ -179,38 +180,38 @@ def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:
     return list(enumerate(sorted(set(names)), start=1))
 
 
-def copy_image(table: DetectionTable, row: dict, target: Path, link: bool = False) -> None:
-    """The encoded image of a row as `target`, whose folder is made; link: a hard link where the system can."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    source = table.image_source(row)
-    if not isinstance(source, Path):
-        target.write_bytes(read_file(source, table.max_image_pixels)[1])
-        return
-    if link:
-        try:
-            target.unlink(missing_ok=True)
-            os.link(source, target)
-            return
-        except OSError:  # another file system
-            pass
-    shutil.copyfile(source, target)
+def copy_images(table: DetectionTable, names: Sequence[str], folder: Path, link: bool) -> None:
+    """The encoded images of a table as files of these names in a folder; link: hard links where the system can."""
+    for index, name in enumerate(names):
+        source, target = table.image_source(table.row(index)), folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not isinstance(source, Path):
+            target.write_bytes(read_file(source, table.max_image_pixels)[1])
+        elif not (link and _linked(source, target)):
+            shutil.copyfile(source, target)
+
+
+def _linked(source: Path, target: Path) -> bool:
+    try:
+        target.unlink(missing_ok=True)
+        os.link(source, target)
+    except OSError:  # another file system
+        return False
+    return True
+
+
+def digits(numbers: Sequence[float]) -> list[str]:
+    """As many digits of each number as a float32 has."""
+    return [f"{number:.9g}" for number in numbers]
 
 
 def file_names(table: DetectionTable) -> list[str]:
     """A name for the image file of every row, all different, with the suffix of its content where it has none."""
-    names, used = [], set()
-    for index in range(len(table)):
-        row = table.row(index)
-        name = row["file_name"]
+    names = table.rows.column("file_name").to_pylist()
+    for index, name in enumerate(names):
         if os.path.splitext(name)[1].lower() not in IMAGE_SUFFIXES:  # "row 3" of a `datasets` data set
-            name = f"{name.replace(' ', '_')}.{_suffix(table.image_source(row))}"
-        stem, suffix = os.path.splitext(name)
-        number = 2
-        while name.lower() in used:
-            name, number = f"{stem}_{number}{suffix}", number + 1
-        used.add(name.lower())
-        names.append(name)
-    return names
+            names[index] = f"{name.replace(' ', '_')}.{_suffix(table.image_source(table.row(index)))}"
+    return distinct(names, str.lower)
 
 
 def _suffix(source: Path | Stored | bytes) -> str:

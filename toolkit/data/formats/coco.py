@@ -6,15 +6,18 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from toolkit.data.annotations import Annotations, RelationColumns
+import numpy as np
+
+from toolkit.boxes import Boxes, Relations
+from toolkit.data.annotations import Annotations, ImageRow, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
 from toolkit.data.places import Places, open_places
-from toolkit.data.table import DetectionTable, Problem
+from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.data.table_cache import cached_table, file_digest, write_table
 from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS
+from toolkit.files import MAX_IMAGE_PIXELS, write_text_atomic
 from toolkit.modes import uncollected
 
 AT_ONCE = 2048  # annotations that wait for their columns
@@ -96,36 +99,69 @@ def listed_names(annotation_file: Path) -> Iterator[str]:
         return
 
 
-def write_coco(table: DetectionTable, path: str | Path, file_names: Sequence[str] | None = None) -> None:
-    """Writes a table's images, boxes, relations and attributes as a COCO file, with the categories' original ids.
+def write_coco(labelled: LabelledImages, path: str | Path) -> None:
+    """Writes a COCO file with the original ids of images and categories, every number to its last bit.
 
-    file_names: other names for the image files, in the order of the rows.
+    Annotated boxes become a file of images, annotations, categories, relations and attributes; boxes with scores COCO's
+    list of results, `{image_id, category_id, bbox [x, y, width, height], score}`, a line for each image.
     """
-    images, annotations, relations = [], [], []
-    for index in range(len(table)):
-        row = table.row(index)
-        images.append({"id": row["image_id"], **{key: row[key] for key in ("file_name", "width", "height")}})
-        if file_names is not None:
-            images[-1]["file_name"] = file_names[index]
-        objects = {name: values.tolist() for name, values in row["objects"].items()}
-        named = objects.pop("attributes", [()] * len(objects["id"]))
-        for id_, (x1, y1, x2, y2), label, area, crowd, attributes in zip(*objects.values(), named, strict=True):
-            annotations.append({"id": id_, "image_id": row["image_id"], "category_id": table.categories[label].id,
-                                "bbox": [x1, y1, x2 - x1, y2 - y1], "area": area, "iscrowd": crowd})
-            if table.attributes:
-                annotations[-1]["attribute_ids"] = [attribute for attribute in attributes if attribute]
-        for subject, object_, predicate in zip(*(part.tolist() for part in row["relations"].values()), strict=True):
-            relations.append({"id": len(relations) + 1, "image_id": row["image_id"],
-                              "subject_id": objects["id"][subject], "object_id": objects["id"][object_],
-                              "predicate_id": predicate + 1})
-    document = {"images": images, "annotations": annotations,
-                "categories": [dataclasses.asdict(category) for category in table.categories]}
-    if table.predicates:
-        document["rel_categories"] = [{"id": row + 1, "name": name} for row, name in enumerate(table.predicates)]
-        document["rel_annotations"] = relations
-    if table.attributes:
-        document["attribute_categories"] = [{"id": row + 1, "name": name} for row, name in enumerate(table.attributes)]
-    Path(path).write_text(json.dumps(document))
+    text = json.dumps(_document(labelled)) if labelled.boxes.scores is None else _results(labelled)
+    write_text_atomic(Path(path), text)
+
+
+def _document(labelled: LabelledImages) -> dict:
+    boxes, image_ids = labelled.boxes, [row.image_id for row in labelled.images]
+    keys = "id", "image_id", "category_id", "bbox", "area", "iscrowd"
+    category_ids = [category.id for category in labelled.categories]
+    columns = (
+        boxes.ids.tolist(),
+        [image_ids[image] for image in boxes.image_index.tolist()],
+        [category_ids[label] for label in boxes.labels.tolist()],
+        boxes.xywh.tolist(),
+        boxes.area.tolist(),
+        boxes.iscrowd.astype(int).tolist(),
+    )
+    annotations = [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
+    document = {
+        "images": [dict(zip(("id", *ImageRow._fields[1:]), row, strict=True)) for row in labelled.images],
+        "annotations": annotations,
+        "categories": [dataclasses.asdict(category) for category in labelled.categories],
+    }
+    if labelled.predicates:
+        document["rel_categories"] = _numbered(labelled.predicates)
+        document["rel_annotations"] = _relations(boxes, labelled.relations, image_ids)
+    if labelled.attributes:
+        for annotation, attributes in zip(annotations, boxes.extra["attributes"].tolist(), strict=True):
+            annotation["attribute_ids"] = [attribute for attribute in attributes if attribute]
+        document["attribute_categories"] = _numbered(labelled.attributes)
+    return document
+
+
+def _relations(boxes: Boxes, relations: Relations, image_ids: Sequence) -> list[dict]:
+    images = np.arange(len(image_ids)).repeat(np.diff(relations.offsets))
+    first = boxes.offsets[images]
+    ends = boxes.ids[first + relations.subject], boxes.ids[first + relations.object]
+    columns = (column.tolist() for column in (images, *ends, relations.predicate + 1))
+    return [
+        {"id": number, "image_id": image_ids[image], "subject_id": subject, "object_id": other, "predicate_id": id_}
+        for number, (image, subject, other, id_) in enumerate(zip(*columns, strict=True), start=1)
+    ]
+
+
+def _numbered(names: Sequence[str]) -> list[dict]:
+    return [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
+
+
+def _results(labelled: LabelledImages) -> str:
+    ids, lines = [category.id for category in labelled.categories], []
+    for row, found in labelled.by_image():
+        entries = [
+            {"image_id": row.image_id, "category_id": ids[label], "bbox": [x1, y1, x2 - x1, y2 - y1], "score": score}
+            for label, (x1, y1, x2, y2), score, _ in found
+        ]
+        if entries:
+            lines.append(json.dumps(entries)[1:-1])
+    return "[" + ",\n".join(lines) + "]\n"
 
 
 def _read(

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from toolkit.data.formats.annotated import ALL, copy_image, file_names, ordered, split_of
+from toolkit.data.formats.annotated import ALL, copy_images, file_names, ordered, split_of
 from toolkit.data.formats.coco import read_coco, write_coco
 from toolkit.data.places import Places
 from toolkit.data.table import DetectionTable
@@ -33,9 +33,8 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
     """`annotations/<split>.json` and the images in `<split>/`; nothing that a table holds is lost."""
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
     names = file_names(table)
-    for index, name in enumerate(names):
-        copy_image(table, table.row(index), folder / split / name, link)
-    write_coco(table, folder / "annotations" / f"{split}.json", names)
+    copy_images(table, names, folder / split, link)
+    write_coco(table.labelled().renamed(names), folder / "annotations" / f"{split}.json")
 
 
 def annotation_file(folder: Path, split: str) -> Path:

@@ -12,7 +12,8 @@ from toolkit.data.formats.annotated import (
     Annotated,
     Box,
     Listing,
-    copy_image,
+    copy_images,
+    digits,
     file_names,
     images_in,
     open_annotated,
@@ -21,7 +22,7 @@ from toolkit.data.formats.annotated import (
     split_of,
 )
 from toolkit.data.places import Places, is_there
-from toolkit.data.table import DetectionTable, Problem
+from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.errors import BadInput
 
 TITLE = "CSV"
@@ -53,7 +54,8 @@ COLUMNS = {
     "ignored": ("iscrowd", "difficult", "ignore", "isgroupof"),
 }
 HEADERLESS = ("image", "x1", "y1", "x2", "y2", "label")  # as keras-retinanet has it
-WRITTEN = ("image", "x1", "y1", "x2", "y2", "label", "width", "height", "iscrowd")
+WRITTEN = (*HEADERLESS, "width", "height", "iscrowd")
+SCORED = ("score", "image_id", "category_id")  # further columns of predictions
 IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs")
 
 
@@ -91,20 +93,26 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
     Ignored are what the table cannot say: annotated areas, ids, relations and attributes.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{split}.csv", "w", newline="", encoding="utf-8") as file:
-        out = csv.writer(file)
-        out.writerow(WRITTEN)
-        for index, name in enumerate(file_names(table)):
-            row = table.row(index)
-            copy_image(table, row, folder / "images" / split / name, link)
-            objects, size = row["objects"], (row["width"], row["height"])
-            path = f"images/{split}/{name}"
-            if not len(objects["id"]):
-                out.writerow([path, "", "", "", "", "", *size, ""])
-            for box, label, crowd in zip(objects["bbox"], objects["category"], objects["iscrowd"], strict=True):
-                corners = [f"{value:.9g}" for value in box.tolist()]
-                out.writerow([path, *corners, table.categories[label].name, *size, int(crowd)])
+    names = [f"images/{split}/{name}" for name in file_names(table)]
+    copy_images(table, names, folder, link)
+    write_csv(table.labelled().renamed(names), folder / f"{split}.csv")
+
+
+def write_csv(labelled: LabelledImages, path: Path) -> None:
+    """A row for each box, with `SCORED` too where it has a score; an image without boxes is a row without numbers."""
+    header = WRITTEN if labelled.boxes.scores is None else (*WRITTEN, *SCORED)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, header, extrasaction="ignore")
+        out.writeheader()
+        for image, boxes in labelled.by_image():
+            about = {"image": image.file_name, "width": image.width, "height": image.height, "image_id": image.image_id}
+            for label, xyxy, score, crowd in boxes:
+                category, corners = labelled.categories[label], dict(zip(HEADERLESS[1:5], digits(xyxy), strict=True))
+                of_box = {"label": category.name, "iscrowd": int(crowd), "score": score, "category_id": category.id}
+                out.writerow(about | corners | of_box)
+            if not boxes:
+                out.writerow(about)
 
 
 def _tables(folder: Path) -> list[tuple[str | None, Path]]:
@@ -130,8 +138,8 @@ def _columns_of(path: Path) -> dict[str, int] | None:
     except (OSError, csv.Error):
         return None
     header = [word.strip().lower().replace(" ", "_") for word in first]
-    columns = {meaning: header.index(name) for meaning, names in COLUMNS.items() for name in names[::-1]
-               if name in header}  # fmt: skip
+    known = {meaning: [name for name in names if name in header] for meaning, names in COLUMNS.items()}
+    columns = {meaning: header.index(names[0]) for meaning, names in known.items() if names}
     if {"image", "label"} <= columns.keys():
         if {"x1", "y1", "x2", "y2"} <= columns.keys() or {"x", "y", "w", "h"} <= columns.keys():
             return columns
@@ -215,8 +223,8 @@ def _images(chosen: Sequence[tuple], root: Path | Places) -> tuple[list[Annotate
     images = []
     for name, found in boxes.items():
         width, height = sizes[name]
-        images.append(Annotated(name, _scaled(found) if fractions else found, width or None, height or None,
-                                chosen[0][0].name))  # fmt: skip
+        found = _scaled(found) if fractions else found
+        images.append(Annotated(name, found, width or None, height or None, chosen[0][0].name))
     return images, problems
 
 
@@ -254,8 +262,8 @@ def _image_root(folder: Path, split: str, beside: Path, names: Sequence[str]) ->
     tails = [*IMAGE_FOLDERS, *(f"{top}{name}" for top in ("", "images/") for name in SPLIT_NAMES.get(split, ()))]
     candidates = list(dict.fromkeys(base / tail for base in bases for tail in tails))
     for candidate in candidates:
-        if any((candidate / _found_name(candidate, name)).is_file() for name in names[:20]
-               if not os.path.isabs(_found_name(candidate, name))):  # fmt: skip
+        found = (_found_name(candidate, name) for name in names[:20])
+        if any((candidate / name).is_file() for name in found if not os.path.isabs(name)):
             return candidate
     tried = ", ".join(str(candidate) for candidate in candidates)
     raise BadInput(f"{folder}: no image folder found for {names[0]!r}; tried {tried}; set it with --data.image_dir")

@@ -12,9 +12,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 
 # In the order in which they are tried: the surest signs first. Names as `data.format` has them.
-FOLDERS: dict[str, ModuleType] = {
-    "hub": hub_folder, "voc": voc, "coco": coco_folder, "yolo": yolo, "csv": csv,
-}  # fmt: skip
+FOLDERS: dict[str, ModuleType] = {"hub": hub_folder, "voc": voc, "coco": coco_folder, "yolo": yolo, "csv": csv}
 NOT_STREAMED = (
     "data.streaming reads Parquet files of `datasets`; leave it out, or write the data by "
     "scripts/convert.py --to parquet"
@@ -57,11 +55,10 @@ def recognise(path: str | Path, format: str = "auto") -> Found:
         wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
         below = [str(place) for place in voc.folders_with_annotations(path)] if format in ("auto", "voc") else []
         more = f", {len(below)} in all" if len(below) > 5 else ""
-        raise BadInput(
-            f"{path}: {wanted} was found in this folder" + ("" if format == "auto" else f"; known are {known}")
-            + (f"; annotations of Pascal VOC lie in {', '.join(below[:5])}{more}: give the folder of one data set, "
-               "which has these and its images (data.path)" if below else "")
-        )  # fmt: skip
+        hint = f"; annotations of Pascal VOC lie in {', '.join(below[:5])}{more}: give the folder of one data set, "
+        hint += "which has these and its images (data.path)"
+        listed = "" if format == "auto" else f"; known are {known}"
+        raise BadInput(f"{path}: {wanted} was found in this folder{listed}{hint if below else ''}")
     name, *others = found
     return Found(path, name, found[name], tuple(others))
 
@@ -101,7 +98,7 @@ def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *
 
 def losses(table: DetectionTable, format: str) -> list[str]:
     """What of a table the format cannot say, in words."""
-    crowds = sum(int(table.row(index)["objects"]["iscrowd"].sum()) for index in range(len(table)))
+    crowds = int(table.boxes().iscrowd.sum())
     lost = []
     if format == "yolo" and crowds:
         lost.append(f"{crowds} crowd regions are left out")
@@ -110,6 +107,6 @@ def losses(table: DetectionTable, format: str) -> list[str]:
         first = 0 if format in ("yolo", "hub") else 1
         if ids != list(range(first, first + len(ids))):
             lost.append(f"category ids become {first} to {first + len(ids) - 1}")
-        lost += [f"{what} are left out" for what, given in (
-            ("relations", table.predicates), ("attributes", table.attributes)) if given]  # fmt: skip
+        named = {"relations": table.predicates, "attributes": table.attributes}
+        lost += [f"{what} are left out" for what, names in named.items() if names]
     return lost

@@ -2,8 +2,8 @@
 
 import os
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
@@ -11,7 +11,8 @@ from toolkit.data.formats.annotated import (
     Annotated,
     Box,
     Listing,
-    copy_image,
+    copy_images,
+    digits,
     file_names,
     images_in,
     open_annotated,
@@ -20,8 +21,9 @@ from toolkit.data.formats.annotated import (
     split_of,
 )
 from toolkit.data.places import Places, open_places, watched_of
-from toolkit.data.table import DetectionTable, Problem
+from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.errors import BadInput
+from toolkit.files import distinct, without_suffix
 
 TITLE = "Pascal VOC"
 CLASS_FILES = ("labels.txt", "classes.txt", "labelmap.txt", "predefined_classes.txt")
@@ -80,42 +82,41 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
     Ignored are what VOC cannot say: annotated areas, ids, relations and attributes. Corners keep every digit.
     """
-    names = file_names(table)
+    names = [name.replace("/", "_") for name in file_names(table)]
+    there = folder / "JPEGImages"
+    names = distinct((f"{split}_{name}" if (there / name).exists() else name for name in names), without_suffix)
+    copy_images(table, names, there, link)
+    write_voc(table.labelled().renamed([f"{there.name}/{name}" for name in names]), folder / "Annotations", names)
     sets = folder / "ImageSets" / "Main"
     sets.mkdir(parents=True, exist_ok=True)
-    stems = []
-    for index, name in enumerate(names):
-        row = table.row(index)
-        name = f"{split}_{name}" if (folder / "JPEGImages" / name).exists() else name
-        stem = os.path.splitext(name)[0]
-        stem = name.replace(".", "_") if stem in stems else stem
-        stems.append(stem)
-        copy_image(table, row, folder / "JPEGImages" / name, link)
-        target = folder / "Annotations" / f"{stem}.xml"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _xml(table, row, name).write(target, encoding="utf-8")
+    stems = map(without_suffix, names)
     (sets / f"{split}.txt").write_text("".join(f"{stem}\n" for stem in stems), encoding="utf-8")
     (folder / "labels.txt").write_text("".join(f"{name}\n" for name in table.class_names), encoding="utf-8")
 
 
-def _xml(table: DetectionTable, row: dict, name: str) -> ElementTree.ElementTree:
-    root = ElementTree.Element("annotation")
-    for tag, text in (("folder", "JPEGImages"), ("filename", name)):
-        ElementTree.SubElement(root, tag).text = text
-    size = ElementTree.SubElement(root, "size")
-    for tag in ("width", "height"):
-        ElementTree.SubElement(size, tag).text = str(row[tag])
-    ElementTree.SubElement(size, "depth").text = "3"
-    objects = row["objects"]
-    for box, label, crowd in zip(objects["bbox"], objects["category"], objects["iscrowd"], strict=True):
-        entry = ElementTree.SubElement(root, "object")
-        ElementTree.SubElement(entry, "name").text = table.categories[label].name
-        ElementTree.SubElement(entry, "difficult").text = str(int(crowd))
-        corners = ElementTree.SubElement(entry, "bndbox")
-        for tag, value in zip(CORNERS, box.tolist(), strict=True):
-            ElementTree.SubElement(corners, tag).text = f"{value:.9g}"
-    ElementTree.indent(root)
-    return ElementTree.ElementTree(root)
+def write_voc(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
+    """An XML file for each image, called as `names` are; an object with a score has it as `<score>`.
+
+    Corners are written as `read` takes them: pixels from 0.
+    """
+    for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
+        root, path = ElementTree.Element("annotation"), PurePosixPath(image.file_name)
+        _add(root, {"folder": path.parent.name, "filename": path.name})
+        _add(ElementTree.SubElement(root, "size"), {"width": image.width, "height": image.height, "depth": 3})
+        for label, xyxy, score, crowd in boxes:
+            entry = ElementTree.SubElement(root, "object")
+            _add(entry, {"name": labelled.categories[label].name} | ({} if score is None else {"score": score}))
+            _add(entry, {"difficult": int(crowd)})
+            _add(ElementTree.SubElement(entry, "bndbox"), dict(zip(CORNERS, digits(xyxy), strict=True)))
+        ElementTree.indent(root)
+        target = folder / f"{without_suffix(name)}.xml"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        ElementTree.ElementTree(root).write(target, encoding="utf-8")
+
+
+def _add(element: ElementTree.Element, texts: Mapping[str, object]) -> None:
+    for tag, text in texts.items():
+        ElementTree.SubElement(element, tag).text = str(text)
 
 
 def _data_sets(folder: Path) -> list[Path]:
@@ -165,9 +166,8 @@ def _splits(folder: Path) -> tuple[str, ...] | None:
 
 def _split_folders(folder: Path) -> dict[str, Path]:
     """The folder of the XML files of each split that has a folder of its own."""
-    under = [place for top in ("", "Annotations", "annotations") for place in _folders(folder / top)
-             if split_of(place.name)]  # fmt: skip
-    return {split_of(place.name): found for place in under if (found := _annotations(place))}
+    under = [place for top in ("", "Annotations", "annotations") for place in _folders(folder / top)]
+    return {split: found for place in under if (split := split_of(place.name)) and (found := _annotations(place))}
 
 
 def _image_sets(folder: Path) -> dict[str, Path]:
@@ -192,10 +192,10 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
     if not of_split:
         raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
     parts = [_part(each, split, parsed[each], image_dir) for each in of_split]
-    names = {box.name for places in parsed.values() for found in places.values() for image in found.values()
-             if isinstance(image, Annotated) for box in image.boxes}  # fmt: skip
-    class_files = [file for each in dict.fromkeys((folder, *data_sets)) for name in CLASS_FILES
-                   if (file := each / name).is_file()]  # fmt: skip
+    images = [image for places in parsed.values() for found in places.values() for image in found.values()]
+    names = {box.name for image in images if isinstance(image, Annotated) for box in image.boxes}
+    class_files = [each / name for each in dict.fromkeys((folder, *data_sets)) for name in CLASS_FILES]
+    class_files = [file for file in class_files if file.is_file()]
     classes, problems = _classes(class_files, names)
     annotated = [place for places in parsed.values() for place in places]
     return Listing(
@@ -271,8 +271,8 @@ def _parse(path: Path) -> Annotated:
         try:
             x1, y1, x2, y2 = map(float, corners)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"object {number} ({name}): expected numbers in <bndbox> xmin, ymin, xmax, ymax; found "
-                             f"{corners}") from error  # fmt: skip
+            expected = "expected numbers in <bndbox> xmin, ymin, xmax, ymax"
+            raise ValueError(f"object {number} ({name}): {expected}; found {corners}") from error
         ignored = (entry.findtext("difficult") or "0").strip() in ("1", "true", "True")
         boxes.append(Box(name.strip(), (x1 - lowered, y1 - lowered, x2, y2), ignored))
     name = (root.findtext("filename") or "").strip().replace("\\", "/").rsplit("/", 1)[-1]
@@ -298,11 +298,11 @@ def _classes(files: list[Path], names: set[str]) -> tuple[list[tuple[int, str]],
         lines = file.read_text(encoding="utf-8-sig").splitlines()
         # CVAT's labelmap.txt: "name:colour:parts:actions", with a comment and a class for what is no object
         listed = [line.split(":")[0].strip() if file.name == "labelmap.txt" else line.strip() for line in lines]
-        listed = [name for name in dict.fromkeys(listed)
-                  if name and not name.startswith("#") and (name in names or name not in NO_OBJECT)]  # fmt: skip
+        listed = [name for name in dict.fromkeys(listed) if name and not name.startswith("#")]
+        listed = [name for name in listed if name in names or name not in NO_OBJECT]
         if names <= set(listed):
             return list(enumerate(listed, start=1)), problems
-        message = (f"lists {len(listed)} classes, but not {', '.join(sorted(names - set(listed))[:10])}, which the "
-                   "annotations name; the file is not used")  # fmt: skip
+        missing = ", ".join(sorted(names - set(listed))[:10])
+        message = f"lists {len(listed)} classes, but not {missing}, which the annotations name; the file is not used"
         problems.append(Problem("warning", file.name, None, None, message))
     return sorted_classes(names), problems

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -13,15 +14,16 @@ from toolkit.data.formats.annotated import (
     Annotated,
     Box,
     Listing,
-    copy_image,
+    copy_images,
     file_names,
     images_in,
     open_annotated,
     ordered,
 )
 from toolkit.data.places import Places
-from toolkit.data.table import DetectionTable, Problem
+from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.errors import BadInput
+from toolkit.files import without_suffix
 
 TITLE = "YOLO"
 CLASS_FILES = ("classes.txt", "obj.names", "labels.txt")
@@ -61,23 +63,27 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
     Ignored are what YOLO cannot say: crowd regions (left out), annotated areas, ids, relations and attributes.
     """
-    for index, name in enumerate(file_names(table)):
-        row = table.row(index)
-        copy_image(table, row, folder / "images" / split / name, link)
-        objects, lines = row["objects"], []
-        for box, label, crowd in zip(objects["bbox"].tolist(), objects["category"], objects["iscrowd"], strict=True):
-            x1, y1, x2, y2 = box
-            width, height = row["width"], row["height"]
-            numbers = ((x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height)
-            if not crowd:
-                lines.append(f"{label} {' '.join(map(repr, numbers))}\n")
-        target = folder / LABEL_FOLDER / split / f"{os.path.splitext(name)[0]}.txt"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text("".join(lines))
+    names = file_names(table)
+    copy_images(table, names, folder / "images" / split, link)
+    write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
     written = _settings(folder)
     settings = written[1] if written else {}
     settings = {**settings, split: f"images/{split}", "names": dict(enumerate(table.class_names))}
     (folder / "data.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
+    """A text file for each image, called as `names` are; of boxes with scores a line ends with the score."""
+    for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
+        lines = []
+        for label, (x1, y1, x2, y2), score, crowd in boxes:
+            centre = (x1 + x2) / 2 / image.width, (y1 + y2) / 2 / image.height
+            numbers = *centre, (x2 - x1) / image.width, (y2 - y1) / image.height, *([] if score is None else [score])
+            if not crowd:
+                lines.append(f"{label} {' '.join(map(repr, numbers))}\n")
+        target = folder / f"{without_suffix(name)}.txt"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("".join(lines))
 
 
 def _settings(folder: Path) -> tuple[Path, dict] | None:
@@ -129,9 +135,8 @@ def _plain_folders(folder: Path, split: str) -> Path | None:
     """The folder of a split's images, where there is no YAML file but there are label files."""
     names = SPLIT_NAMES.get(split, ("",))
     for name in names:
-        for images, labels in ((folder / name / "images", folder / name / LABEL_FOLDER),
-                               (folder / "images" / name, folder / LABEL_FOLDER / name),
-                               (folder / name, folder / name)):  # fmt: skip
+        inside, beside = folder / name, (folder / "images" / name, folder / LABEL_FOLDER / name)
+        for images, labels in ((inside / "images", inside / LABEL_FOLDER), beside, (inside, inside)):
             if images_in(images) and _is_label_folder(labels):
                 return images
     return None
@@ -272,9 +277,9 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
             raise BadInput(f"{folder}: `names` of the YAML file: expected numbers from 0 with names") from error
     if given:
         return [str(name) for name in given], []
-    for file in CLASS_FILES:
-        if (folder / file).is_file():
-            listed = (folder / file).read_text(encoding="utf-8-sig").splitlines()
+    for file in (place / name for place in (folder, folder / LABEL_FOLDER) for name in CLASS_FILES):
+        if file.is_file():
+            listed = file.read_text(encoding="utf-8-sig").splitlines()
             return [name.strip() for name in listed if name.strip()], []
     everywhere = [path for path in folder.rglob("*.txt") if path.parent in _label_folders(folder)]
     others = (path.read_text(errors="replace").splitlines() for path in everywhere if path not in lines)

@@ -39,7 +39,7 @@ from toolkit.errors import BadInput
 from toolkit.files import near_names
 from toolkit.models.old_names import renamed
 from toolkit.offline import cached_when_offline
-from toolkit.runs.open_run import chosen_weights, may_be_of_hub, open_run
+from toolkit.runs.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
 from toolkit.runs.settings_file import ABOUT_STARTING
 
 
@@ -73,13 +73,11 @@ def open_pretrained(name: str) -> Pretrained:
         return _from_transformers(name, name)
     if path.is_file():
         return _from_file(name, path)
-    if not (path / "config.json").is_file():
-        return _from_run(name, path)
     try:
-        document = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"model.pretrained: {path / 'config.json'} cannot be read: {error}") from error
-    return _from_transformers(name, str(path)) if "model_type" in document else _from_our_folder(name, path)
+        kind = kind_of(path)
+    except BadInput as error:
+        raise BadInput(f"model.pretrained: {error}") from error
+    return {"run": _from_run, "final": _from_our_folder, "transformers": _from_transformers}[kind](name, str(path))
 
 
 def _from_file(name: str, path: Path) -> Pretrained:

@@ -17,7 +17,6 @@ from toolkit.use.export.about import KEY, About
 
 Runner = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
 OUTPUTS = ("boxes", "scores", "labels")
-SUFFIXES = (".onnx", ".pt2", ".xml")
 OPSET = 18
 
 

@@ -1,0 +1,185 @@
+"""The one door to trained detectors: whatever `toolkit.runs.open_run.kind_of` tells a path to be becomes a `Predictor`.
+
+Runs are rebuilt from their folder alone: the detector, what measures it, and its loss weights.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from toolkit.data.pipeline import processor_size
+from toolkit.data.table import Category, DetectionTable
+from toolkit.errors import BadInput
+from toolkit.evaluation.choose import make_evaluator
+from toolkit.files import near_names
+from toolkit.models import build_detector
+from toolkit.models.detector import Detector
+from toolkit.models.final import load_detector_folder
+from toolkit.models.inference_settings import with_inference_settings
+from toolkit.models.old_names import renamed
+from toolkit.offline import cached_when_offline
+from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run
+from toolkit.step.freezing import freeze_prefixes
+from toolkit.step.losses import LossWeights
+from toolkit.use.export.files import open_file
+from toolkit.use.prediction import Predictor, own_predict, predict_with, transformers_predict
+
+REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
+
+
+class OwnDetector(NamedTuple):
+    """detector: in evaluation mode, on the CPU; size: what images are resized to, as in `input_hw`."""
+
+    source: str
+    detector: nn.Module
+    categories: list[Category]
+    size: dict[str, int] | None
+
+
+def open_predictor(
+    source: str | Path,
+    weights: str | None = None,
+    device: torch.device | str = "cpu",
+    settings: Mapping = MappingProxyType({}),
+) -> Predictor:
+    """The detector of a run, a checkpoint, a `final/` folder, an exported file, or any detector of transformers.
+
+    Args:
+        source: run folder (its best checkpoint) or checkpoint; folder saved by `save_final`; `.onnx`, `.pt2` or `.xml`
+            of scripts/export.py, which run on the CPU; folder or hub name of a transformers model.
+        weights: "model" or "ema", of a run; None: those that the run's metric for best goes by, as in `final/`.
+        settings: of the model, in place of its own; see `with_inference_settings`.
+
+    Raises:
+        BadInput: nothing of all this is there, or it cannot be loaded.
+    """
+    path, kind = Path(source).expanduser(), kind_of(source)
+    if kind == "exported":
+        if weights is not None:
+            raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
+        _refuse_settings(source, settings)
+        run, about = open_file(path)
+        thresholds = {"": about.score_threshold}
+        return Predictor(str(path), list(about.categories), predict_with(run, about), thresholds=thresholds)
+    own = open_own_detector(source, weights, settings)
+    if own is None:
+        _refuse_settings(source, settings)
+        predictor = _open_transformers(source, device)
+    else:
+        names = (getattr(own.detector, kind, ()) for kind in ("predicates", "attributes"))
+        predict = own_predict(own.detector.to(device), own.size)
+        given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(own.detector, "mode", ""))
+        predictor = Predictor(own.source, own.categories, predict, *names, given)
+    return replace(predictor, thresholds=report_thresholds(path))
+
+
+def _refuse_settings(source: str | Path, settings: Mapping) -> None:
+    if settings:
+        raise BadInput(f"--model.{next(iter(settings))}: {source} is no run of this project, its settings are fixed")
+
+
+def open_own_detector(
+    source: str | Path, weights: str | None = None, settings: Mapping = MappingProxyType({})
+) -> OwnDetector | None:
+    """As `open_predictor`, for detectors built by this project; None: `source` is a model of transformers, if any."""
+    path, kind = Path(source).expanduser(), kind_of(source)
+    if kind not in ("final", "transformers"):
+        run = with_settings(open_run(path), settings)
+        name, data = chosen_weights(run, weights), run.config["data"]
+        size = processor_size(data["image_size"], data["scales"], data["max_size"])
+        return OwnDetector(f"{run.checkpoint.path} ({name} weights)", load_detector(run, name), run.categories, size)
+    if weights is not None:
+        raise BadInput(f"--weights {weights}: only a run has several; {source} is no run folder or checkpoint")
+    return OwnDetector(str(path), *load_detector_folder(path, settings)) if kind == "final" else None
+
+
+def _open_transformers(source: str | Path, device: torch.device | str) -> Predictor:
+    from transformers import AutoImageProcessor, AutoModelForObjectDetection
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # of reading the weights: a blink
+    path = Path(source).expanduser()
+    name = str(path) if path.exists() else str(source)
+    try:
+        with cached_when_offline():
+            processor = AutoImageProcessor.from_pretrained(name)
+            model = AutoModelForObjectDetection.from_pretrained(name).eval().to(device)
+    except (OSError, ValueError) as error:  # not there, offline, or no detector
+        reason = str(error).strip().partition("\n")[0]
+        raise BadInput(
+            f"{source}: neither a run folder, a checkpoint, a final/ folder nor a detection model that transformers "
+            f"loads ({reason}); give a folder that exists, or the hub name of a model and a connection to fetch it"
+            + ("" if path.exists() else near_names(path))
+        ) from error
+    names, ids = model.config.id2label, path / "categories.json"
+    categories = [Category(label, names.get(label, f"label {label}")) for label in range(max(names) + 1)]
+    if ids.is_file():  # a final/ folder of ours
+        categories = [Category(entry["id"], entry["name"]) for entry in json.loads(ids.read_text())]
+    return Predictor(str(source), categories, transformers_predict(model, processor))
+
+
+def report_thresholds(path: Path) -> dict[str, float] | None:
+    """What the report of a run recommends, by class name and for all as ""; None: there is no report.
+
+    path: the run folder, or anything in it.
+
+    Raises:
+        BadInput: a file that cannot be read.
+    """
+    for folder in (path, *path.absolute().parents):
+        file = folder / "report" / REPORT
+        if file.is_file():
+            try:
+                entries = json.loads(file.read_text())
+                return {"": float(entries["threshold"])} | {k: float(v) for k, v in entries["thresholds"].items()}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise BadInput(f"{file}: no list of thresholds: {error!r}; make the report again") from error
+        if (folder / "config.yaml").is_file():  # the run folder: what is above is none of its
+            break
+    return None
+
+
+# ---- a run, rebuilt from its folder ----------------------------------------------------------------------------------
+
+
+def with_settings(run: Run, asked: Mapping[str, Any]) -> Run:
+    """The run with other settings of its model; see `with_inference_settings`."""
+    return replace(run, config={**run.config, "model": with_inference_settings(run.config["model"], asked)})
+
+
+def load_detector(run: Run, weights: str) -> Detector:
+    """The run's detector in evaluation mode, with the weights of that name; see `chosen_weights`."""
+    detector = rebuild_detector(run.config, [category.name for category in run.categories])
+    detector.load_state_dict(run.checkpoint.tensors[weights])
+    return detector.eval()
+
+
+def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
+    """The detector that `config.yaml` describes, randomly initialised, frozen as told; nothing is downloaded.
+
+    config: of `load_config_dict`, of a run folder of any version.
+    """
+    settings = {**renamed(config["model"]["architecture"], config["model"]), "pretrained_backbone": False}
+    detector = build_detector(**settings, class_names=class_names)
+    freeze_prefixes(detector, settings.get("freeze_prefixes", ()))
+    return detector
+
+
+def rebuild_evaluator(run: Run, detector: Detector, table: DetectionTable, backend: str | None = None):
+    """What measures the run's detector on a table, as in training. backend: None: the run's."""
+    settings = run.config["eval"]
+    of_graphs = settings.get("protocol", "original"), settings.get("zero_shot")
+    return make_evaluator(detector, table, backend or settings["backend"], *of_graphs)
+
+
+def rebuild_loss_weights(run: Run, detector: Detector) -> LossWeights:
+    """The loss weights as the checkpoint holds them."""
+    weights = LossWeights(detector.loss_names, run.config["loss"]["weights"], detector.default_weights)
+    weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
+    return weights
