@@ -5,12 +5,13 @@
 
 from dataclasses import dataclass
 
-import torch
+from torch.nn.utils.rnn import pad_sequence
 from torchvision.models.detection import fcos
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 
 from toolkit.batch import normalize_images
+from toolkit.box_ops import resize_boxes
 from toolkit.models.backbones import image_statistics
 from toolkit.models.detector import Detector
 from toolkit.models.faster_rcnn.build import FeaturePyramid
@@ -69,15 +70,11 @@ class FCOS(Detector):
         losses = self.net.compute_loss(targets, heads, outputs["anchors"], outputs["points"])
         return {name: value * len(targets) / denominators["images"] for name, value in losses.items()}, {}
 
-    @torch.no_grad()
-    def postprocess(self, outputs, sizes, orig_sizes, score_threshold=0.0, top_k=100):
+    def decode(self, outputs, sizes, orig_sizes, score_threshold, top_k):
         names = ("cls_logits", "bbox_regression", "bbox_ctrness")
         heads = {name: list(outputs[name].float().split(outputs["points"], dim=1)) for name in names}
         anchors = [list(each.split(outputs["points"])) for each in outputs["anchors"]]
         found = self.net.postprocess_detections(heads, anchors, [tuple(size) for size in sizes.tolist()])
-        kept = []
-        for each, scale in zip(found, (orig_sizes / sizes).float().flip(1).repeat(1, 2), strict=True):
-            keep = each["scores"][:top_k] > score_threshold
-            kept.append({key: value[:top_k][keep] for key, value in each.items()})
-            kept[-1]["boxes"] = kept[-1]["boxes"] * scale
-        return kept
+        boxes, scores, labels = (pad_sequence([each[name] for each in found], batch_first=True, padding_value=-1)
+                                 for name in ("boxes", "scores", "labels"))  # fmt: skip
+        return resize_boxes(boxes, sizes, orig_sizes), scores, labels

@@ -182,7 +182,9 @@ class SamePadded(torch.nn.Module):
 
 
 class CellsAsBoxes(PixelsToBoxes):
-    def candidates(self, images, sizes):
+    sides = "any"
+
+    def found(self, images, sizes):
         cells = self.detector(images)
         return cells[..., :4], cells[..., 4].exp(), torch.zeros_like(cells[..., 4], dtype=torch.int64)
 

@@ -180,7 +180,7 @@ def _places_of_rows(counts: Sequence[int], device: torch.device | str) -> Tensor
 
 def rows_of(column: Tensor, rows: Tensor) -> Tensor:
     """(B, M, ...) of the column (B, N, ...) those rows (B, M) of each image."""
-    return column[torch.arange(len(rows), device=rows.device)[:, None], rows]
+    return column[torch.arange(rows.shape[0], device=rows.device)[:, None], rows]
 
 
 def first_rows(counts: Sequence[int], columns: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -188,11 +188,10 @@ def first_rows(counts: Sequence[int], columns: Mapping[str, Tensor]) -> list[dic
     return [{name: column[i, :count] for name, column in columns.items()} for i, count in enumerate(counts)]
 
 
-def kept_rows(keep: Tensor, **columns: Tensor) -> list[dict[str, Tensor]]:
-    """Per image, on the CPU, the rows of each column (B, K, ...) where `keep` (B, K) says so; see `to_host`."""
-    first = keep.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices  # those kept, in their order
-    counts, *kept = to_host([keep.sum(dim=1), *(rows_of(column, first) for column in columns.values())])
-    return first_rows(counts.tolist(), dict(zip(columns, kept, strict=True)))
+def kept_first(keep: Tensor, *columns: Tensor) -> list[Tensor]:
+    """How many rows `keep` (B, K) keeps of each image, (B,), and of each column (B, K, ...) those rows first."""
+    first = keep.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices  # in their order
+    return [keep.sum(dim=1), *(rows_of(column, first) for column in columns)]
 
 
 def _places(tensors: Sequence[Tensor]) -> list[slice]:

@@ -47,6 +47,16 @@ def denormalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
     return boxes * _scale(boxes, sizes_hw)
 
 
+def resize_boxes(boxes: Tensor, sizes_hw: Tensor, new_sizes_hw: Tensor) -> Tensor:
+    """Boxes `(..., N, 4)` in pixels of images of `sizes_hw (..., 2)`, in those of the same images at `new_sizes_hw`."""
+    return boxes * _scale(boxes, new_sizes_hw.to(boxes) / sizes_hw.to(boxes))
+
+
+def clip_boxes(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
+    """Boxes `(..., N, 4)` cut off at the borders of their images of `sizes_hw (..., 2)`."""
+    return boxes_xyxy.clamp(min=0).minimum(_scale(boxes_xyxy, sizes_hw))
+
+
 def _scale(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
     height, width = sizes_hw.to(device=boxes.device, dtype=boxes.dtype).unbind(-1)
     return torch.stack((width, height, width, height), dim=-1).unsqueeze(-2)  # (..., 1, 4)

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from toolkit.batch import first_rows, kept_first
 from toolkit.errors import BadInput
+from toolkit.models.nms import settled
 from toolkit.models.options import DetectorOptions
 
 
@@ -44,6 +47,8 @@ class Detector(nn.Module):
         class_tensors: tensors with rows per class, see `toolkit.models.weights.mapping`.
         slow_prefixes: prefixes of the parameters that the original program trains at a tenth of the learning rate.
         mean, std: of RGB values in [0, 1].
+        exported_sides: sides of images that an exported file takes: "any", "multiples" of `stride`, or "fixed", those
+            it was exported for; empty: `forward` and `decode` cannot be traced, and there is no such file.
     """
 
     Options: type[DetectorOptions] = DetectorOptions
@@ -57,6 +62,7 @@ class Detector(nn.Module):
     class_tensors: Mapping[str, tuple[int, int, int]] = {}
     slow_prefixes: Sequence[str] = ()
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    exported_sides = ""
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
         """Outputs, under autocast, of uint8 images (B, 3, H, W) with sizes (B, 2) h, w without padding."""
@@ -70,11 +76,33 @@ class Detector(nn.Module):
         """Unweighted losses in float32, each divided by its denominator, and metrics as (sum, count)."""
         raise NotImplementedError
 
+    def decode(
+        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Detections, those to be cut off last: boxes (B, K, 4) float32 xyxy in pixels of the original images, scores
+        (B, K), labels (B, K) int64 from 0, and -1 in rows without a detection; on the device, without reading from it.
+
+        Args:
+            sizes, orig_sizes: (B, 2) h, w of the images as the network saw them, without padding, and originally.
+            score_threshold, top_k: nobody looks at scores that are not above it, nor at more detections of an image;
+                they may be left out or not.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
     def postprocess(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
     ) -> list[dict[str, Tensor]]:
-        """Per image `boxes (K, 4)` xyxy in pixels of the original, `scores (K,)`, `labels (K,)` int64 from 0."""
-        raise NotImplementedError
+        """The first `top_k` detections of each image with scores above the threshold, on the CPU: `boxes (K, 4)`,
+        `scores (K,)` and `labels (K,)` of `decode`. The host waits for a device once."""
+
+        def found() -> tuple[list[Tensor], None]:
+            boxes, scores, labels = self.decode(outputs, sizes, orig_sizes, score_threshold, top_k)
+            keep = (labels >= 0) & (scores > score_threshold)
+            return kept_first(keep & (keep.cumsum(1) <= top_k), boxes, scores, labels), None
+
+        (counts, *columns), _ = settled(found)
+        return first_rows(counts.tolist(), dict(zip(("boxes", "scores", "labels"), columns, strict=True)))
 
     def map_taps(self) -> list[MapTap]:
         """Where models built on this one, such as scene graphs, find its feature maps; none: nothing is built on it."""
@@ -124,7 +152,8 @@ def check_contract(detector: nn.Module) -> None:
     name = f"{cls.__module__}:{cls.__qualname__}"
     if not isinstance(detector, Detector):
         raise BadInput(f"{name} is no detector: make it a subclass of toolkit.models.detector.Detector")
-    for method in ("forward", "denominators", "criterion", "postprocess"):
+    own_postprocess = cls.postprocess is not Detector.postprocess
+    for method in ("forward", "denominators", "criterion") + (() if own_postprocess else ("decode",)):
         if getattr(cls, method) is getattr(Detector, method):
             problems.append(f"{name} has no {method}(); {getattr(Detector, method).__doc__}")
     if not detector.loss_names:

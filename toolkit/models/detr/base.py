@@ -33,6 +33,10 @@ class TransformersDetector(Detector):
     averaged_denominators = ("boxes",)  # by rank, in the originals
     stride, buffers_steer_training = 1, False
 
+    @property
+    def exported_sides(self) -> str:
+        return "fixed" if self.fixed_size else "any"
+
     def _take(self, set_loss: nn.Module, statistics: tuple[tuple, tuple], used: Mapping[str, object]) -> None:
         """Takes the criterion, mean and std, and the options that the config does not tell, as they were used."""
         clamp_unasked_(self.model)
@@ -41,6 +45,16 @@ class TransformersDetector(Detector):
         self.set_loss, self.used, (self.mean, self.std) = set_loss, dict(used), statistics
         self.loss_names, self.metric_names = set_loss.loss_names, set_loss.metric_names
         self.divided_by = set_loss.divided_by
+
+    def decode(
+        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The `top_k` best pairs of query and class, best first; boxes are not clipped. As `PostProcess` of Deformable
+        DETR and its successors; see `Detector.decode`."""
+        boxes, scores = self.all_predictions(outputs, orig_sizes)
+        classes = scores.shape[2]
+        scores, chosen = scores.flatten(1).topk(min(top_k, scores.shape[1] * classes), dim=1)
+        return boxes.gather(1, (chosen // classes)[..., None].expand(-1, -1, 4)), scores, chosen % classes
 
     def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
         logits, boxes = self.last_layer(outputs)

@@ -46,6 +46,7 @@ class DeformableDetr(FocalDetector):
     config_class, processor_class = DeformableDetrConfig, DeformableDetrImageProcessor
     entries = {**ENCODER_DECODER, "num_queries": ["num_queries", "two_stage_num_proposals"]}
     default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    exported_sides = "fixed"  # its maps are cut by their sizes
     class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.decoder.class_embed.*": (0, 1, 0)}
 
     def __init__(

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DetrConfig, DetrForObjectDetection, DetrImageProcessor
 
-from toolkit.batch import kept_rows, normalize_images, pixel_mask
-from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.batch import normalize_images, pixel_mask
 from toolkit.errors import BadInput
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.detr.base import TransformersDetector, projection_tap
@@ -144,17 +143,17 @@ class Detr(TransformersDetector):
         """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `DetrCriterion.forward`."""
         return self.set_loss(outputs["logits"], outputs["boxes"], targets, denominators)
 
-    def postprocess(
-        self,
-        outputs: Mapping[str, Tensor],
-        sizes: Tensor,
-        orig_sizes: Tensor,
-        score_threshold: float = 0.0,
-        top_k: int = 100,
-    ) -> list[dict[str, Tensor]]:
-        """Detections of the last decoder layer, in pixels of the original images; see `detr_detections`."""
-        logits, boxes = outputs["logits"][-1], outputs["boxes"][-1]
-        return detr_detections(logits, boxes, orig_sizes, score_threshold, top_k)
+    def decode(
+        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One detection per query of the last decoder layer, its most probable class, no-object left out (DETR
+        `PostProcess`); the order of the queries is kept where there are no more than `top_k`. Boxes are not clipped."""
+        boxes, scores = self.all_predictions(outputs, orig_sizes)
+        scores, labels = scores.max(-1)
+        if top_k < scores.shape[1]:
+            scores, chosen = scores.topk(top_k, dim=1)
+            labels, boxes = labels.gather(1, chosen), boxes.gather(1, chosen[..., None].expand(-1, -1, 4))
+        return boxes, scores, labels
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
         """Writes a folder for transformers, see `TransformersDetector.save_final`; with `pre_norm` or `query_points`,
@@ -186,30 +185,6 @@ def precision(training: bool, device: torch.device):
     if device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         return sdpa_kernel(SDPBackend.MATH)  # torch's fused attention in bfloat16 takes two to four times as long
     return nullcontext()
-
-
-def detr_detections(
-    logits: Tensor, boxes_cxcywh: Tensor, sizes_hw: Tensor, score_threshold: float = 0.0, top_k: int = 100
-) -> list[dict[str, Tensor]]:
-    """One detection per query: its most probable class, no-object left out (DETR `PostProcess`).
-
-    Args:
-        logits: `(B, Q, C + 1)`, the last column is no-object.
-        boxes_cxcywh: `(B, Q, 4)` fractions of the image.
-        sizes_hw: `(B, 2)` pixels of the images that the boxes are wanted in.
-        score_threshold: keep scores above it; negative: keep all.
-        top_k: keep at most so many, the highest scores; the order of the queries is kept when none is dropped.
-
-    Returns:
-        per image `boxes (K, 4)` xyxy pixels, not clipped, float32; `scores (K,)` float32; `labels (K,)` int64.
-    """
-    scores, labels = logits.float().softmax(-1)[..., :-1].max(-1)
-    boxes = denormalize_boxes(cxcywh_to_xyxy(boxes_cxcywh.float()), sizes_hw)
-    if top_k < scores.shape[1]:
-        scores, chosen = scores.topk(top_k, dim=1)
-        labels = labels.gather(1, chosen)
-        boxes = boxes.gather(1, chosen[..., None].expand(-1, -1, 4))
-    return kept_rows(scores > score_threshold, boxes=boxes, scores=scores, labels=labels)
 
 
 @torch.no_grad()

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 from transformers import ConditionalDetrImageProcessor
 
-from toolkit.batch import kept_rows
-from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.models.detr.base import TransformersDetector
 from toolkit.models.detr.detr_criterion import count_objects
 
@@ -32,39 +30,6 @@ class FocalDetector(TransformersDetector):
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
         """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `FocalCriterion.forward`."""
         return self.set_loss(outputs, targets, denominators, self.groups)
-
-    def postprocess(
-        self,
-        outputs: Mapping[str, Tensor],
-        sizes: Tensor,
-        orig_sizes: Tensor,
-        score_threshold: float = 0.0,
-        top_k: int = 100,
-    ) -> list[dict[str, Tensor]]:
-        """Detections of the last decoder layer, in pixels of the original images; see `focal_detections`."""
-        logits, boxes = outputs["logits"][-1], outputs["boxes"][-1]
-        return focal_detections(logits, boxes, orig_sizes, score_threshold, top_k)
-
-
-def focal_detections(
-    logits: Tensor, boxes_cxcywh: Tensor, sizes_hw: Tensor, score_threshold: float = 0.0, top_k: int = 100
-) -> list[dict[str, Tensor]]:
-    """The `top_k` best pairs of query and class, best first (`PostProcess` of Deformable DETR and its successors).
-
-    Args:
-        logits: `(B, Q, C)`; `boxes_cxcywh`: `(B, Q, 4)` fractions of the image.
-        sizes_hw: `(B, 2)` pixels of the images that the boxes are wanted in.
-        score_threshold: keep scores above it; negative: keep all.
-
-    Returns:
-        per image `boxes (K, 4)` xyxy pixels, not clipped, float32; `scores (K,)` float32; `labels (K,)` int64.
-    """
-    probabilities = logits.float().sigmoid()
-    num_classes = probabilities.shape[-1]
-    scores, chosen = probabilities.flatten(1).topk(min(top_k, probabilities[0].numel()), dim=1)
-    queries = (chosen // num_classes)[..., None].expand(-1, -1, 4)
-    boxes = denormalize_boxes(cxcywh_to_xyxy(boxes_cxcywh.float()), sizes_hw).gather(1, queries)
-    return kept_rows(scores > score_threshold, boxes=boxes, scores=scores, labels=chosen % num_classes)
 
 
 @torch.no_grad()

@@ -23,7 +23,6 @@ from toolkit.models.detr.base import TransformersDetector
 from toolkit.models.detr.configuration import timm_name
 from toolkit.models.detr.detr import precision
 from toolkit.models.detr.detr_criterion import count_objects
-from toolkit.models.detr.focal_detector import focal_detections
 from toolkit.models.detr.options import RTDetrV2Options
 from toolkit.models.detr.rt_detr_build import family_config, initialise_as_published_
 from toolkit.models.detr.rt_detr_criterion import RTDetrCriterion
@@ -159,21 +158,6 @@ class RTDetrV2(TransformersDetector):
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
         """Losses of `forward`'s outputs, `(losses, {})`: there are no metrics; see `RTDetrCriterion.forward`."""
         return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators["boxes"]), {}
-
-    def postprocess(
-        self,
-        outputs: Mapping[str, Tensor],
-        sizes: Tensor,
-        orig_sizes: Tensor,
-        score_threshold: float = 0.0,
-        top_k: int = 100,
-    ) -> list[dict[str, Tensor]]:
-        """The `top_k` best pairs of query and class, best first, as transformers' RT-DETR image processor chooses them.
-
-        Returns, per image: `boxes (K, 4)` xyxy in pixels of the original image, float32, not clipped;
-        `scores (K,)`; `labels (K,)` int64. Only scores above `score_threshold`.
-        """
-        return focal_detections(outputs["logits"], outputs["boxes"], orig_sizes, score_threshold, top_k)
 
 
 def _own_statistics(config: PreTrainedConfig) -> tuple[Sequence[float], Sequence[float]]:

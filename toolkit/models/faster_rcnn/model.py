@@ -13,22 +13,20 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, concat_box_prediction_layers
-from torchvision.ops import MultiScaleRoIAlign, batched_nms, clip_boxes_to_image
+from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.batch import normalize_images, on_host, sizes_on_host, to_host
+from toolkit.batch import first_rows, normalize_images, on_host, pad_rows, rows_of, sizes_on_host, to_host
+from toolkit.box_ops import clip_boxes, resize_boxes
 from toolkit.models.detector import Detector
 from toolkit.models.faster_rcnn.criterion import roi_losses, rpn_losses
 from toolkit.models.faster_rcnn.options import TwoStageOptions
 from toolkit.models.faster_rcnn.pooling import LevelPool
 from toolkit.models.faster_rcnn.samples import Sampler, padded_truths, sampled_anchors, sampled_boxes
-from toolkit.models.faster_rcnn.suppression import (
-    best_detections,
-    best_of_each_proposal,
-    best_proposals,
-    decode_boxes,
-    limits_whwh,
-)
+from toolkit.models.faster_rcnn.suppression import best_proposals, clip, decode_boxes, limits_whwh
+from toolkit.models.nms import best_rows, class_wise_nms, settled
+
+SMALLEST_BOX = 1e-2  # side in pixels, torchvision's
 
 Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
 
@@ -52,7 +50,7 @@ class FasterRCNN(Detector):
     default_weights = dict.fromkeys(loss_names, 1.0)
     metric_names = ("class_error",)
     divided_by = "images"
-    buffers_steer_training = False
+    buffers_steer_training, exported_sides = False, "any"
     class_tensors = {  # background first
         "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
         "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
@@ -205,46 +203,30 @@ class FasterRCNN(Detector):
         wrong = (outputs["roi_logits"].argmax(dim=1) != outputs["roi_classes"]) & positive
         return losses, {"class_error": (100.0 * wrong.sum(), positive.sum())}
 
-    @torch.no_grad()
-    def postprocess(
-        self,
-        outputs: Mapping,
-        sizes: Tensor,
-        orig_sizes: Tensor,
-        score_threshold: float = 0.0,
-        top_k: int = 100,
-    ) -> list[dict[str, Tensor]]:
-        """Boxes after class-wise NMS, best first, in pixels of the original images and clipped to them.
+    def decode(
+        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Boxes after class-wise suppression, best first, clipped to the image; at most `detections_per_image` of the
+        settings, with scores above the `score_threshold` of the settings. See `Detector.decode`."""
+        counts, weights = [len(own) for own in outputs["boxes"]], self.roi_heads.box_coder.weights
+        boxes = decode_boxes(outputs["deltas"][:, 1:], torch.cat(outputs["boxes"])[:, None], weights)
+        scores = outputs["logits"].softmax(-1)[:, 1:]
+        scores = scores.where(scores > score_threshold, 0)
+        boxes, scores, labels = self.best_detections(pad_rows(boxes, counts), pad_rows(scores, counts), sizes)
+        return resize_boxes(boxes, sizes, orig_sizes), scores, labels
 
-        Per image boxes (K, 4) float32 xyxy, scores (K,), labels (K,) int64 from 0. K <= `detections_per_image` of
-        the settings and top_k; scores are above `score_threshold` of the settings and the one given here.
-        """
-        detections, scales = [], (orig_sizes / sizes).float().flip(1).repeat(1, 2)
-        for found in self._detections(outputs, sizes, scales):
-            rows = {name: row[:top_k] for name, row in found.items()}
-            rows["labels"] = rows["labels"] - 1
-            if score_threshold > self.roi_heads.score_thresh:
-                keep = rows["scores"] > score_threshold
-                rows = {name: row[keep] for name, row in rows.items()}
-            detections.append(rows)
-        return detections
-
-    def _detections(self, outputs: Mapping, sizes: Tensor, scales_whwh: Tensor) -> list[dict[str, Tensor]]:
-        """Per image `boxes` times its `scales_whwh` (B, 4), `scores` and `labels` from 1, best first."""
-        heads, logits, proposals = self.roi_heads, outputs["logits"], outputs["boxes"]
-        if logits.device.type != "cpu" and len(logits):
-            boxes = decode_boxes(outputs["deltas"], torch.cat(proposals)[:, None], heads.box_coder.weights)
-            found = best_detections(
-                logits, boxes, [len(own) for own in proposals], sizes.flip(1).repeat(1, 2).to(boxes), scales_whwh,
-                threshold=heads.nms_thresh, min_score=heads.score_thresh, most=heads.detections_per_img,
-            )  # fmt: skip
-            if found is not None:
-                return found
-        images_hw = [(height, width) for height, width in sizes.tolist()]
-        found = heads.postprocess_detections(logits, outputs["deltas"].flatten(1), proposals, images_hw)
-        boxes = [own * scale for own, scale in zip(found[0], scales_whwh, strict=True)]
-        images = zip(boxes, *found[1:], strict=True)
-        return [dict(zip(("boxes", "scores", "labels"), image, strict=True)) for image in images]
+    def best_detections(self, boxes: Tensor, scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The second half of `decode`, in pixels of the model's images, of boxes (B, P, C, 4) and scores (B, P, C) of
+        proposals and classes; a proposal with scores of 0 is none."""
+        heads, (proposals, classes) = self.roi_heads, scores.shape[1:]
+        boxes = clip_boxes(boxes.flatten(1, 2), sizes)
+        large = (boxes[..., 2:] - boxes[..., :2] >= SMALLEST_BOX).all(-1)
+        scores = scores.flatten(1).where(large, 0)
+        by_class = scores.where(scores > heads.score_thresh, 0).unflatten(1, (proposals, classes)).transpose(1, 2)
+        by_class_boxes = boxes.unflatten(1, (proposals, classes)).transpose(1, 2)
+        turns = class_wise_nms(by_class_boxes, by_class, heads.nms_thresh).transpose(1, 2).flatten(1)
+        turns, rows = best_rows(turns, heads.detections_per_img)
+        return rows_of(boxes, rows), scores.gather(1, rows), (rows % classes).where(turns > 0, -1)
 
     @torch.no_grad()
     def detect_with_logits(
@@ -339,36 +321,23 @@ def of_one_class_each(
     top_k: int,
 ) -> list[dict[str, object]]:
     """`FasterRCNN.detect_with_logits` of proposals, so many of each image: logits (P, 1 + C), boxes (P, 1 + C, 4)."""
-    if logits.device.type != "cpu" and len(logits):
-        limits, most = limits_whwh(images_hw, logits.device), {"min_score": score_threshold, "most": top_k}
-        found = best_of_each_proposal(logits, boxes, counts, limits, threshold=nms_threshold, **most)
-        if found is not None:
-            return found
-    images = zip(logits.split(counts), boxes.split(counts), images_hw, strict=True)
-    return with_boxes_on_host([
-        one_class_each(logits, clip_boxes_to_image(boxes, image_hw), score_threshold, nms_threshold, top_k)
-        for logits, boxes, image_hw in images
-    ])  # fmt: skip
+    limits = limits_whwh(images_hw, logits.device)[:, None, None]
 
+    def found() -> tuple[list[Tensor], dict[str, Tensor]]:
+        per_class = clip(pad_rows(boxes, counts), limits)  # (B, P, 1 + C, 4)
+        scores = pad_rows(logits.softmax(-1)[:, 1:], counts).transpose(1, 2)  # (B, C, P)
+        scores = scores.where(scores > score_threshold, 0)
+        turns = class_wise_nms(per_class[:, :, 1:].transpose(1, 2), scores, nms_threshold)
+        best, label = scores.where(turns > 0, 0).max(1)
+        best, rows = best_rows(best, top_k)
+        label, per_class = label.gather(1, rows), rows_of(per_class, rows)
+        own = per_class.gather(2, (label + 1)[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
+        columns = {"boxes": own, "labels": label, "scores": best, "logits": rows_of(pad_rows(logits, counts), rows)}
+        return [(best > 0).sum(1), own], columns | {"boxes_per_class": per_class}
 
-def one_class_each(
-    logits: Tensor, boxes: Tensor, score_threshold: float, nms_threshold: float, top_k: int
-) -> dict[str, Tensor]:
-    """`of_one_class_each` of one image, whose boxes (P, 1 + C, 4) are clipped."""
-    scores = logits.softmax(dim=1)
-    row, label = (scores[:, 1:] > score_threshold).nonzero().unbind(1)
-    kept = batched_nms(boxes[row, label + 1], scores[row, label + 1], label, nms_threshold)
-    left = torch.zeros_like(scores).index_put((row[kept], label[kept] + 1), scores[row[kept], label[kept] + 1])
-    best, label = left[:, 1:].max(dim=1)
-    rows = best.sort(descending=True, stable=True).indices[:top_k]
-    rows = rows[best[rows] > 0]
-    return {
-        "boxes": boxes[rows, label[rows] + 1],
-        "labels": label[rows],
-        "scores": best[rows],
-        "logits": logits[rows],
-        "boxes_per_class": boxes[rows],
-    }
+    (found_counts, known), columns = settled(found)
+    images = zip(*(first_rows(found_counts.tolist(), part) for part in (columns, {"boxes": known})), strict=True)
+    return [{**image, "on_host": host} for image, host in images]
 
 
 def with_boxes_on_host(found: Sequence[Mapping[str, Tensor]]) -> list[dict[str, object]]:

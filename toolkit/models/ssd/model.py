@@ -6,14 +6,13 @@ import torch
 from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.ops import batched_nms
 
-from toolkit.batch import normalize_images, send
-from toolkit.box_ops import denormalize_boxes
+from toolkit.batch import normalize_images, rows_of, send
+from toolkit.box_ops import clip_boxes, denormalize_boxes
 from toolkit.errors import BadInput
 from toolkit.models.backbones import feature_strides, image_statistics
 from toolkit.models.detector import Detector, MapTap
-from toolkit.models.faster_rcnn.suppression import LARGEST_GROUP, Suppression
+from toolkit.models.nms import best_rows, class_wise_nms
 from toolkit.models.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
 from toolkit.models.ssd.options import SsdliteOptions, SsdOptions
 from toolkit.models.timm_features import group_norms, leaves_stages, timm_features
@@ -38,7 +37,7 @@ class SSD(Detector):
     default_weights = {"loss_cls": 1.0, "loss_loc": 1.0}
     loss_names, metric_names = SsdCriterion.loss_names, SsdCriterion.metric_names
     divided_by = "positives"
-    fixed_size = True
+    fixed_size, exported_sides = True, "fixed"  # the backbone is asked for the sizes of the maps
     buffers_steer_training = False  # those of its weight are the same on all processes
 
     def __init__(self, class_names: Sequence[str], options: SsdOptions):
@@ -184,59 +183,20 @@ class SSD(Detector):
         parts = (outputs[name] for name in ("logits", "offsets", "anchors", "image_hw"))
         return self.multibox(*parts, targets, denominators)
 
-    def postprocess(
-        self,
-        outputs: Mapping[str, Tensor],
-        sizes: Tensor,
-        orig_sizes: Tensor,
-        score_threshold: float = 0.0,
-        top_k: int = 100,
-    ) -> list[dict[str, Tensor]]:
-        """Detections after class-wise suppression, in pixels of the original images, clipped to them, best first.
-
-        Args:
-            sizes: (B, 2) h, w of the images without padding. orig_sizes: (B, 2) of the images that boxes are wanted in.
-            score_threshold: at least the `score_threshold` of the settings counts.
-
-        Returns:
-            per image at most `top_k` of `boxes (K, 4)` xyxy float32, `scores (K,)`, `labels (K,)` int64.
-        """
+    def decode(
+        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Boxes after class-wise suppression, clipped to the original image, best first; scores are above the
+        `score_threshold` of the settings. See `Detector.decode`."""
         boxes = self._boxes(outputs, outputs["image_hw"] * orig_sizes / sizes)  # padding may be part of the image
-        limits = orig_sizes.flip(1).repeat(1, 2)[:, None].float()  # (B, 1, 4) w, h, w, h
-        boxes = boxes.clamp(min=0).minimum(limits)
         scores = outputs["logits"].float().softmax(dim=-1)[..., 1:].transpose(1, 2)  # (B, C, A)
         scores, anchor = scores.topk(min(self.candidates_per_class, scores.shape[2]), dim=2)
-        label = torch.arange(scores.shape[1], device=scores.device)[:, None].expand_as(scores[0])
-        scores, order = scores.flatten(1).sort(dim=1, descending=True)
-        anchor, label = anchor.flatten(1).gather(1, order), label.flatten()[order]
-        boxes = boxes.gather(1, anchor[..., None].expand(-1, -1, 4))
-        minimum = max(score_threshold, self.score_threshold)
-        counts = (scores > minimum).sum(dim=1).tolist()  # on a GPU one of two waits
-        together = boxes.device.type != "cpu" and max(counts) <= LARGEST_GROUP
-        suppressed = suppressed_together if together else suppressed_one_by_one
-        return suppressed(boxes, scores, label, counts, self.nms_threshold, top_k)
-
-
-def suppressed_one_by_one(
-    boxes: Tensor, scores: Tensor, labels: Tensor, counts: Sequence[int], threshold: float, top_k: int
-) -> list[dict[str, Tensor]]:
-    """What class-wise suppression leaves of the first `counts` boxes (B, K, 4) of each image, best first: per image at
-    most `top_k` of `boxes`, `scores`, `labels`."""
-    found = []
-    for b, s, c, count in zip(boxes, scores, labels, counts, strict=True):
-        keep = batched_nms(b[:count], s[:count], c[:count], threshold)[:top_k]
-        found.append({"boxes": b[keep], "scores": s[keep], "labels": c[keep]})
-    return found
-
-
-def suppressed_together(
-    boxes: Tensor, scores: Tensor, labels: Tensor, counts: Sequence[int], threshold: float, top_k: int
-) -> list[dict[str, Tensor]]:
-    """The same on the CPU, with one wait for the device."""
-    boxes, scores, labels = (part[:, : max(counts)] for part in (boxes, scores, labels))
-    valid = torch.arange(max(counts), device=boxes.device) < send(torch.tensor(counts), boxes.device)[:, None]
-    suppression = Suppression(boxes, valid, threshold, labels)
-    return suppression.best_on_host(scores, top_k, boxes=boxes, scores=scores, labels=labels)[0]
+        boxes = clip_boxes(boxes, orig_sizes).gather(1, anchor.flatten(1)[..., None].expand(-1, -1, 4))
+        order, count = scores.flatten(1).sort(dim=1, descending=True).indices, scores.shape[2]
+        wanted = scores.where(scores > max(score_threshold, self.score_threshold), 0)
+        turns = class_wise_nms(boxes.unflatten(1, scores.shape[1:]), wanted, self.nms_threshold, order)
+        turns, rows = best_rows(turns.flatten(1), top_k)
+        return rows_of(boxes, rows), scores.flatten(1).gather(1, rows), (rows // count).where(turns > 0, -1)
 
 
 class SSDLite(SSD):

@@ -12,12 +12,12 @@ from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from toolkit.batch import kept_rows, normalize_images
-from toolkit.box_ops import box_iou, pairwise_iou
+from toolkit.batch import normalize_images
+from toolkit.box_ops import box_iou, clip_boxes, resize_boxes
 from toolkit.errors import BadInput
 from toolkit.models.backbones import image_statistics
 from toolkit.models.detector import Detector, MapTap
-from toolkit.models.faster_rcnn.suppression import ROUNDS
+from toolkit.models.nms import best_rows, sorted_nms
 from toolkit.models.timm_features import group_norms, leaves_stages, timm_features
 from toolkit.models.yolov3.options import Yolov3Options
 from toolkit.models.yolov3.targets import (
@@ -78,6 +78,7 @@ class YOLOv3(Detector):
     class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see models/start.py
     fixed_size = True  # no mask is looked at: padding would be seen as black picture
     weighs_boxes, buffers_steer_training = True, False
+    exported_sides = "multiples"
 
     def __init__(self, class_names: Sequence[str], options: Yolov3Options, *, features: nn.Module | None = None):
         super().__init__()
@@ -185,30 +186,15 @@ class YOLOv3(Detector):
         sums = {"class_error": 100.0 * (wrong & assigned.kept).sum(), "box_iou": iou.where(assigned.kept, 0).sum()}
         return losses, {name: (value, assigned.kept.sum()) for name, value in sums.items()}
 
-    @torch.no_grad()
-    def postprocess(
-        self,
-        outputs: Mapping[str, Tensor],
-        sizes: Tensor,
-        orig_sizes: Tensor,
-        score_threshold: float = 0.0,
-        top_k: int = 100,
-    ) -> list[dict[str, Tensor]]:
-        """Boxes of each image after class-wise NMS, best first: boxes (K, 4) xyxy in pixels of the original image and
-        clipped to it, scores (K,), labels (K,). K <= top_k; scores are above max(score_threshold,
-        the `score_threshold` of the settings).
-
-        Args:
-            sizes, orig_sizes: (B, 2) h, w of the images as the network saw them, without padding, and originally.
-        """
+    def decode(
+        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Boxes after class-wise suppression, best first, clipped to the original image; scores are above the
+        `score_threshold` of the settings. See `Detector.decode`."""
         boxes, scores, grid = self._decoded(outputs, sizes)
-        sizes, orig_sizes = sizes.to(boxes), orig_sizes.to(boxes)
         minimum = max(score_threshold, self.score_threshold)
         boxes, scores, labels, keep = class_nms(boxes, scores, grid, self.nms_threshold, self.nms_topk, minimum)
-        scale_wh, limit_wh = (orig_sizes / sizes).flip(1), orig_sizes.flip(1)
-        boxes = (boxes * scale_wh.repeat(1, 2)[:, None]).clamp(min=0).minimum(limit_wh.repeat(1, 2)[:, None])
-        keep &= keep.cumsum(dim=1) <= top_k
-        return kept_rows(keep, boxes=boxes, scores=scores, labels=labels)
+        return clip_boxes(resize_boxes(boxes, sizes, orig_sizes), orig_sizes), scores, labels.where(keep, -1)
 
 
 def _checked_anchors(anchors: Sequence) -> Tensor:
@@ -241,18 +227,12 @@ def class_nms(
     `score_threshold` that no better one of their class overlaps by an IoU above `nms_threshold`. Equal scores come in
     GluonCV's order: level, class, cell, anchor.
     """
-    boxes, scores, labels = top_candidates(boxes, scores, grid, topk)
-    return boxes, scores, labels, (scores > score_threshold) & not_suppressed(boxes, labels, nms_threshold)
-
-
-def top_candidates(boxes: Tensor, scores: Tensor, grid: Grid, topk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `topk` best of all predictions and classes of each image, in order: boxes (B, K, 4), scores, labels."""
-    num_classes, k = scores.shape[2], min(topk, scores.shape[1] * scores.shape[2])
-    # Scores are not negative, so their bits sort like them: one top-k of unique integers is also stable.
-    keys = (scores.float().contiguous().view(torch.int32).long() << 32) - _class_major_order(grid, num_classes)
-    picked = keys.flatten(1).topk(k, dim=1).indices
-    candidates = boxes.gather(1, (picked // num_classes)[..., None].expand(-1, -1, 4))
-    return candidates, scores.flatten(1).gather(1, picked), picked % num_classes
+    num_classes = scores.shape[2]
+    place = None if torch.compiler.is_exporting() else _class_major_order(grid, num_classes).flatten()
+    scores, picked = best_rows(scores.flatten(1), topk, place)
+    labels = picked % num_classes
+    boxes = boxes.gather(1, (picked // num_classes)[..., None].expand(-1, -1, 4))
+    return boxes, scores, labels, sorted_nms(boxes, scores > score_threshold, nms_threshold, labels, num_classes)
 
 
 def _class_major_order(grid: Grid, num_classes: int) -> Tensor:
@@ -263,23 +243,6 @@ def _class_major_order(grid: Grid, num_classes: int) -> Tensor:
     within = torch.arange(len(level), device=level.device) - start
     classes = torch.arange(num_classes, device=level.device)
     return (start * num_classes + within)[:, None] + classes * per_level[level][:, None]
-
-
-def not_suppressed(boxes: Tensor, labels: Tensor, nms_threshold: float) -> Tensor:
-    """Greedy class-wise NMS of boxes (B, K, 4), best first, with labels (B, K), of a whole batch: keep (B, K) bool.
-
-    The greedy result is the one fixed point of "kept unless a kept better one overlaps"; each round settles at least
-    one more row, in practice all after a few. torchvision's batched_nms takes one image at a time and moves classes
-    apart by the largest coordinate, which is lossy for boxes that are not clipped to the image.
-    """
-    overlaps = (pairwise_iou(boxes, boxes) > nms_threshold) & (labels[:, :, None] == labels[:, None])
-    overlaps = overlaps.tril(diagonal=-1)  # [b, i, j]: the better j would suppress i
-    keep = settled = torch.ones_like(labels, dtype=torch.bool)
-    while True:
-        for _ in range(1 if labels.device.type == "cpu" else ROUNDS):  # before the host waits for the answer
-            keep, settled = settled, ~(overlaps & settled[:, None]).any(dim=2)
-        if torch.equal(settled, keep):
-            return keep
 
 
 def _timm_backbone(o: Yolov3Options) -> nn.Module:

@@ -1,6 +1,6 @@
 """Detectors outside PyTorch: from pixels to boxes in one file, and the proof that it finds the same.
 
-graph, detr, faster_rcnn, ssd, yolov3: a detector as one function. operators: two operators of it. about: what a file
+graph: a detector as one function; faster_rcnn: that of two stages. operators: two operators in ONNX. about: what a file
 says of itself. files, openvino: how a file is written and run. check: files held to PyTorch.
 """
 
@@ -17,9 +17,9 @@ from toolkit.errors import BadInput
 
 def check_exportable(detector: nn.Module) -> None:
     """Raises BadInput for a detector that cannot be exported, such as one of your own."""
-    from toolkit.use.export.graph import graph_of
+    from toolkit.use.export.graph import detector_meant
 
-    if graph_of(detector)[0] is None:
+    if not detector_meant(detector).exported_sides:
         raise BadInput(
             f"{detector.options['architecture']} cannot be exported (run.export false): only detectors of this toolkit "
             "have a function that exporters can trace, see toolkit/use/export/graph.py"

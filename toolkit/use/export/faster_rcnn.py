@@ -1,38 +1,31 @@
-"""Faster R-CNN as a function from pixels to boxes: what torchvision does image by image, here with fixed numbers of
-rows, in which a score of 0 means that there is none; see `FasterRCNN.postprocess`."""
+"""Faster R-CNN as a function from pixels to boxes: its first stage, which has as many rows as it finds, with fixed
+numbers of rows, in which a score of 0 means that there is none; its second stage is the detector's own."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from toolkit.use.export.graph import PixelsToBoxes, best, clip
-from toolkit.use.export.operators import nms_keep, roi_align_where
-
-SMALLEST_BOX = 1e-2  # side in pixels, torchvision's
+from toolkit.batch import normalize_images
+from toolkit.box_ops import clip_boxes
+from toolkit.models.faster_rcnn.suppression import decode_boxes
+from toolkit.models.nms import nms_keep
+from toolkit.use.export.graph import PixelsToBoxes, best
+from toolkit.use.export.operators import roi_align_where
 
 
 class FasterRcnnGraph(PixelsToBoxes):
     """For images of any size."""
 
-    def candidates(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         detector = self.detector
-        features = detector.backbone(self.pixels(images, sizes))
+        features = detector.backbone(normalize_images(images, sizes, detector.mean, detector.std))
         proposals, objectness = self._proposals(features, sizes)
-        count = proposals.shape[1]
-        pooled = self._pool(features, proposals, objectness > 0)
-        logits, deltas = detector.box_predictor(detector.box_head(pooled))
-        heads = detector.roi_heads
-        boxes = heads.box_coder.decode_single(deltas.float(), proposals.flatten(0, 1))
-        classes = logits.shape[1] - 1
-        boxes = boxes.reshape(-1, count, classes + 1, 4)[:, :, 1:].transpose(1, 2)  # (B, C, P, 4)
-        boxes = clip(boxes.flatten(1, 2), sizes)
-        scores = logits.float().softmax(-1).reshape(-1, count, classes + 1)[..., 1:].transpose(1, 2)
-        real = (objectness > 0)[:, None] & (scores > heads.score_thresh)
-        scores = scores.where(real, 0).flatten(1).where(_large(boxes, SMALLEST_BOX), 0)
-        keep = nms_keep(boxes.reshape(-1, count, 4), scores.reshape(-1, count), heads.nms_thresh)
-        scores = scores.where(keep.reshape(-1, classes * count), 0)
-        labels = torch.arange(classes, device=images.device)[:, None].expand(-1, count).flatten()
-        return best(boxes, scores, labels.expand(images.shape[0], -1), min(self.top_k, heads.detections_per_img))
+        logits, deltas = detector.box_predictor(detector.box_head(self._pool(features, proposals, objectness > 0)))
+        count, weights = proposals.shape[1], detector.roi_heads.box_coder.weights
+        deltas = deltas.float().unflatten(1, (-1, 4))[:, 1:]
+        boxes = decode_boxes(deltas, proposals.flatten(0, 1)[:, None], weights).unflatten(0, (-1, count))
+        scores = logits.float().softmax(-1)[:, 1:].unflatten(0, (-1, count))
+        return detector.best_detections(boxes, scores.where((objectness > 0)[..., None], 0), sizes)
 
     def _proposals(self, features, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Boxes (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 where there is none."""
@@ -47,7 +40,7 @@ class FasterRcnnGraph(PixelsToBoxes):
             rows = rows.clamp(max=number - 1)
             moved = deltas[:, of_level].gather(1, rows[..., None].expand(-1, -1, 4))
             boxes = rpn.box_coder.decode_single(moved.flatten(0, 1), anchors[of_level][rows].flatten(0, 1))
-            boxes = clip(boxes.reshape(-1, limit, 4), sizes)
+            boxes = clip_boxes(boxes.reshape(-1, limit, 4), sizes)
             scores = scores.sigmoid().where(_large(boxes, rpn.min_size), 0)
             scores = scores.where(scores >= rpn.score_thresh, 0)
             kept.append((boxes, scores.where(nms_keep(boxes, scores, rpn.nms_thresh), 0)))

@@ -1,4 +1,4 @@
-"""A detector as one function from pixels to boxes, which exporters can trace; each detector has its own beside this."""
+"""A detector as one function from pixels to boxes, which exporters can trace."""
 
 import contextlib
 import os
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from toolkit.batch import normalize_images
-
 MAX_BATCH, MAX_SIDE = 4096, 16384
 
 
@@ -18,24 +16,21 @@ class PixelsToBoxes(nn.Module):
     """A detector in evaluation mode with all that comes before and after its network.
 
     forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4) float32 xyxy in pixels of these images, scores (B, K),
-    labels (B, K) int64, best first; K = top_k. A row without a detection has score 0 and label -1.
-
-    A subclass says in `sides` which images its function takes: "any"; "multiples" of the detector's stride; or "fixed",
-    the one size that it was exported for.
+    labels (B, K) int64, best first; K = top_k. A row without a detection has score 0 and label -1. Images have the
+    sides that the detector's `exported_sides` says.
     """
-
-    sides = "any"
 
     def __init__(self, detector: nn.Module, top_k: int):
         super().__init__()
         self.detector, self.top_k = detector, top_k
 
-    def candidates(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Boxes (B, N, 4), scores (B, N), labels (B, N); no detection where the score is 0.
+    @property
+    def sides(self) -> str:
+        return self.detector.exported_sides
 
-        images: with sides that are multiples of the detector's stride, where `sides` is "any".
-        """
-        raise NotImplementedError
+    def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the detector's `decode` gives, of images whose sides are multiples of its stride."""
+        return self.detector.decode(self.detector(images, sizes), sizes, sizes, 0.0, self.top_k)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         height, width = images.shape[-2:]
@@ -43,13 +38,9 @@ class PixelsToBoxes(nn.Module):
         stride = self.detector.stride
         if self.sides == "any" and stride > 1:
             images = pad(images, (0, -width % stride, 0, -height % stride))
-        boxes, scores, labels = self.candidates(images, sizes)
-        boxes, scores, labels = best(boxes, scores, labels, self.top_k)
+        boxes, scores, labels = self.found(images, sizes)
+        boxes, scores, labels = best(boxes, scores.where(labels >= 0, 0), labels, self.top_k)
         return boxes, scores, labels.where(scores > 0, -1)
-
-    def pixels(self, images: Tensor, sizes: Tensor) -> Tensor:
-        """Normalised float32 images, 0 beyond `sizes`."""
-        return normalize_images(images, sizes, self.detector.mean, self.detector.std)
 
 
 def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,33 +54,23 @@ def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Ten
     return boxes.gather(1, order[..., None].expand(-1, -1, 4)), scores, labels.gather(1, order)
 
 
-def clip(boxes: Tensor, sizes: Tensor) -> Tensor:
-    """Boxes (B, N, 4) cut off at the borders of their images of sizes (B, 2) h, w."""
-    return boxes.clamp(min=0).minimum(sizes.flip(1).repeat(1, 2)[:, None].to(boxes))
-
-
 def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
-    """The function of this detector, on the detector itself, which is left in evaluation mode."""
-    graph_class, detector = graph_of(detector)
-    return graph_class(detector, top_k).eval()
-
-
-def graph_of(detector: nn.Module) -> tuple[type[PixelsToBoxes] | None, nn.Module]:
-    """The class of its function, None when there is none, and the detector meant: of a scene graph its own detector."""
-    from toolkit.models.detector import Detector
-    from toolkit.models.detr.base import TransformersDetector
+    """The function of this detector, or of the one below a scene graph, which is left in evaluation mode."""
     from toolkit.models.faster_rcnn.model import FasterRCNN
-    from toolkit.models.ssd.model import SSD
-    from toolkit.models.yolov3.model import YOLOv3
-    from toolkit.use.export import detr, faster_rcnn, ssd, yolov3
+    from toolkit.use.export.faster_rcnn import FasterRcnnGraph
 
-    of_graph = getattr(detector, "detector", None)
-    of_graph = getattr(of_graph, "inner", of_graph)
-    detector = of_graph if isinstance(of_graph, Detector) else detector
-    known = {TransformersDetector: detr.graph_class, FasterRCNN: lambda _: faster_rcnn.FasterRcnnGraph,
-             SSD: lambda _: ssd.SsdGraph, YOLOv3: lambda _: yolov3.Yolov3Graph}  # fmt: skip
-    found = next((choose(detector) for kind, choose in known.items() if isinstance(detector, kind)), None)
-    return found, detector
+    detector = detector_meant(detector)
+    kind = FasterRcnnGraph if isinstance(detector, FasterRCNN) else PixelsToBoxes
+    return kind(detector, top_k).eval()
+
+
+def detector_meant(detector: nn.Module) -> nn.Module:
+    """The detector itself; of a scene graph the one below."""
+    from toolkit.models.detector import Detector
+
+    below = getattr(detector, "detector", None)
+    below = getattr(below, "inner", below)
+    return below if isinstance(below, Detector) else detector
 
 
 def trace(graph: PixelsToBoxes, size_hw: tuple[int, int]) -> torch.export.ExportedProgram:

@@ -6,31 +6,14 @@ module must be imported before one is loaded.
 
 import torch
 from torch import Tensor
-from torchvision.ops import nms, roi_align
+from torchvision.ops import roi_align
 
 from toolkit.extras import import_extra
+from toolkit.models import nms  # noqa: F401 - the operator is registered there
 
 onnxscript = import_extra("onnxscript", "onnx", "exported files")
 op = onnxscript.opset18
 INT32, BOOL = onnxscript.INT32.dtype, onnxscript.BOOL.dtype
-
-
-@torch.library.custom_op("toolkit::nms_keep", mutates_args=())
-def nms_keep(boxes: Tensor, scores: Tensor, nms_iou: float) -> Tensor:
-    """What non-maximum suppression leaves of every group: bool (G, N) of boxes (G, N, 4) xyxy and scores (G, N).
-
-    A row of score 0 is none. Groups, such as the classes of an image, know nothing of each other.
-    """
-    keep = torch.zeros_like(scores, dtype=torch.bool)
-    for group in (scores > 0).any(1).nonzero()[:, 0].tolist():
-        rows = (scores[group] > 0).nonzero()[:, 0]
-        keep[group, rows[nms(boxes[group, rows], scores[group, rows], nms_iou)]] = True
-    return keep
-
-
-@nms_keep.register_fake
-def _(boxes: Tensor, scores: Tensor, nms_iou: float) -> Tensor:
-    return torch.empty_like(scores, dtype=torch.bool)
 
 
 def _onnx_nms_keep(boxes, scores, nms_iou: float):

@@ -1,0 +1,153 @@
+"""Greedy non-maximum suppression of a whole batch, class by class, wherever it runs.
+
+On a CPU it is torchvision's loop. Exported files hold that as one operator, `nms_keep`, which ONNX has too
+(`toolkit.use.export.operators`). On a device, where the loop waits in each image, it is a fixed point: a box is kept if
+no better one that is kept overlaps it too much. After n rounds the answer is right for the n best boxes at least, so
+that the rounds end at the greedy answer; as many are needed as the longest chain of boxes that suppress each other.
+Only the device knows whether they were enough, and `settled` asks it along with what is copied from there anyway.
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torchvision.ops import batched_nms, nms
+
+from toolkit.batch import rows_of, to_host
+from toolkit.box_ops import intersection_and_union
+
+ROUNDS = 16  # before it is asked whether they were enough
+USUAL_GROUP, LARGEST_GROUP = 1024, 4096  # boxes, whose pairs fill 4 and 64 MB of float32
+PAIRS_AT_ONCE = 2**27  # boxes compared with boxes: 512 MB of float32
+
+_doubts: ContextVar[list[Tensor] | None] = ContextVar("doubts", default=None)
+Rest = TypeVar("Rest")
+
+
+def class_wise_nms(boxes_xyxy: Tensor, scores: Tensor, threshold: float, order: Tensor | None = None) -> Tensor:
+    """What suppression leaves of boxes (B, C, N, 4) and scores (B, C, N), none where the score is 0.
+
+    threshold: IoU above which the better box of a class wins. order: (B, C * N), the row that comes first of equal
+        scores, on a CPU; None: the first one.
+
+    Returns (B, C, N) in the scores' dtype: 0 for what is left out, else the higher the earlier its turn in its image.
+    """
+    if torch.compiler.is_exporting():
+        keep = nms_keep(boxes_xyxy.flatten(0, 1), scores.flatten(0, 1), threshold).reshape(scores.shape)
+        return scores.where(keep, 0)
+    boxes, flat = boxes_xyxy.flatten(1, 2), scores.flatten(1)
+    if scores.device.type == "cpu":
+        return _image_by_image(boxes, flat, scores.shape[2], threshold, order).view(scores.shape)
+    ranked, order = flat.sort(dim=1, descending=True, stable=True)
+    width, doubts = USUAL_GROUP, _doubts.get()
+    if doubts is None:
+        width = int((ranked > 0).sum(1).amax()) if len(ranked) else 0
+        if width > LARGEST_GROUP:  # pairs would fill the memory
+            return _image_by_image(boxes, flat, scores.shape[2], threshold, order).view(scores.shape)
+    else:
+        doubts.append((ranked[:, width:] > 0).any())
+    rows, best = order[:, :width], ranked[:, :width]
+    keep = sorted_nms(rows_of(boxes, rows), best > 0, threshold, rows // scores.shape[2])
+    turns = torch.arange(rows.shape[1], 0, -1, device=rows.device).to(flat).where(keep, 0)
+    return torch.zeros_like(flat).scatter(1, rows, turns).view(scores.shape)
+
+
+def _image_by_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float, order: Tensor | None) -> Tensor:
+    turns = torch.zeros_like(scores)
+    for i, (own_boxes, own_scores) in enumerate(zip(boxes, scores, strict=True)):
+        turn = torch.arange(len(own_scores), device=scores.device) if order is None else order[i]
+        rows = turn[own_scores[turn] > 0]
+        kept = rows[batched_nms(own_boxes[rows], own_scores[rows], rows // in_class, threshold)]
+        turns[i, kept] = torch.arange(len(kept), 0, -1, device=turns.device).to(turns)
+    return turns
+
+
+def sorted_nms(
+    boxes_xyxy: Tensor, valid: Tensor, threshold: float, labels: Tensor | None = None, classes: int = 1
+) -> Tensor:
+    """What suppression leaves, by rounds on every device: (G, K) bool of boxes (G, K, 4), best first in each group.
+
+    valid: (G, K), False for padding. labels: (G, K), boxes of different labels leave each other alone; None: of one.
+    classes: how many labels there are, for exporters, which cannot trace the rounds.
+    """
+    if torch.compiler.is_exporting():
+        own = labels[:, None] == torch.arange(classes, device=labels.device)[:, None]  # (G, C, K)
+        turns = torch.arange(valid.shape[1], 0, -1, device=valid.device).to(boxes_xyxy).where(own & valid[:, None], 0)
+        return class_wise_nms(boxes_xyxy[:, None].expand(-1, classes, -1, -1), turns, threshold).any(1)
+    count, doubts = valid.shape[1], _doubts.get()
+    later = torch.ones(count, count, dtype=torch.bool, device=valid.device).triu(1)
+    over = []
+    for part in boxes_xyxy.split(max(1, PAIRS_AT_ONCE // max(1, count**2))):
+        common, union = intersection_and_union(part[:, :, None], part[:, None])
+        over.append((common / union > threshold) & later)
+    over = torch.cat(over) if len(valid) else later[None][:0]
+    if labels is not None:
+        over &= labels[:, :, None] == labels[:, None]
+    keep, settled = valid, False
+    while not settled:
+        for _ in range(ROUNDS):
+            before, keep = keep, valid > (over & keep[:, :, None]).any(1)  # valid and not worse, in one kernel
+        unsettled = (before != keep).any()
+        if doubts is not None:
+            doubts.append(unsettled)
+            break
+        settled = not unsettled
+    return keep
+
+
+def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[Tensor], Rest]:
+    """The tensors that `compute` gives first, on the CPU, in one copy for which the host waits once; and the rest.
+
+    The suppression inside trusts that few boxes and rounds were enough. The copy brings the proof; where it fails,
+    `compute` runs again and asks the device at each turn.
+    """
+    token = _doubts.set([])
+    try:
+        tensors, rest = compute()
+        doubts = _doubts.get()
+    finally:
+        _doubts.reset(token)
+    *found, doubt = to_host([*tensors, torch.stack(doubts).any()] if doubts else [*tensors, torch.tensor(False)])
+    if doubt:
+        tensors, rest = compute()
+        found = to_host(tensors)
+    return found, rest
+
+
+def best_rows(scores: Tensor, count: int, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The highest of each image: scores and rows (B, min(count, N)) of scores (B, N) >= 0, best first.
+
+    Equal ones come in their order, or by their `place` (N,), unique integers. Exporters know no stable order: there
+    it is the runtime's, and an image of fewer has `count` rows too, the rest with score 0.
+    """
+    if torch.compiler.is_exporting():
+        found, rows = pad(scores, (0, count)).topk(count, dim=1)
+        return found, rows.clamp(max=scores.shape[1] - 1)
+    if place is None:
+        place = torch.arange(scores.shape[1], device=scores.device)
+    # Scores are not negative, so their bits sort like them: one top-k of unique integers is also stable.
+    keys = (scores.float().contiguous().view(torch.int32).long() << 32) - place
+    rows = keys.topk(min(count, scores.shape[1]), dim=1).indices
+    return scores.gather(1, rows), rows
+
+
+@torch.library.custom_op("toolkit::nms_keep", mutates_args=())
+def nms_keep(boxes: Tensor, scores: Tensor, nms_iou: float) -> Tensor:
+    """What non-maximum suppression leaves of every group: bool (G, N) of boxes (G, N, 4) xyxy and scores (G, N).
+
+    A row of score 0 is none. Groups, such as the classes of an image, know nothing of each other.
+    """
+    keep = scores > 0
+    for group in (keep.sum(1) > 1).nonzero()[:, 0].tolist():
+        rows = keep[group].nonzero()[:, 0]
+        left = rows[nms(boxes[group, rows], scores[group, rows], nms_iou)]
+        keep[group] = torch.zeros_like(keep[group]).index_fill(0, left, True)
+    return keep
+
+
+@nms_keep.register_fake
+def _(boxes: Tensor, scores: Tensor, nms_iou: float) -> Tensor:
+    return torch.empty_like(scores, dtype=torch.bool)
