@@ -5,11 +5,15 @@ shape) and what they predicted for `pixels(...)` with `numbers(...)` as weights.
 """
 
 import json
+import re
 import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from toolkit.models.weights import darknet, detr
+from toolkit.models.weights.names import renamed
 
 FOLDER = Path(__file__).parent / "data" / "weights"
 
@@ -45,3 +49,30 @@ def published(name: str, constants=None) -> tuple[dict, dict]:
         alone = alone.replace("transformer.decoder.class_embed", "class_embed")  # heads that two modules share
         state[key] = constants[leaf].clone() if leaf in (constants or {}) else numbers(alone, shape)
     return state, arrays
+
+
+def not_taken(theirs: dict, ours: dict) -> list[str]:
+    """Names of the publisher's tensors whose numbers are not among ours. The numbers are random, so they tell which
+    tensor is which; queries, keys and values of one matrix are three of ours."""
+    taken = {tensor.numpy().tobytes() for tensor in ours.values()}
+    parts = {name: tensor.chunk(3) if ".in_proj_" in name else [tensor] for name, tensor in theirs.items()}
+    return [name for name, each in parts.items() if not all(part.numpy().tobytes() in taken for part in each)]
+
+
+def as_detr_saves_it(state: dict) -> dict:
+    """Tensors of our DETR as facebookresearch/detr names them."""
+    theirs = renamed(state, [(ours, name) for name, ours in detr.NAMES])
+    joint = {name for name in theirs if re.search(r"\.q_proj\.", name)}
+    for name in joint:
+        parts = [theirs.pop(name.replace(".q_proj.", f".{which}_proj.")) for which in "qkv"]
+        theirs[name.replace(".q_proj.", ".in_proj_")] = torch.cat(parts)
+    return theirs
+
+
+def as_darknet_writes_it(state: dict) -> np.ndarray:
+    """The numbers of our YOLOv3 in the order of Darknet's file."""
+    parts = []
+    for conv, norm, _ in [*darknet.backbone_layers(), *darknet.head_layers(len(state["predictions.0.bias"]) // 3 - 5)]:
+        parts += [state[f"{norm}.{leaf}"] for leaf in darknet.NORM] if norm else [state[f"{conv}.bias"]]
+        parts.append(state[f"{conv}.weight"].flatten())
+    return torch.cat(parts).numpy()

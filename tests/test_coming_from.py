@@ -9,6 +9,7 @@ from functools import reduce
 
 import pytest
 import torch
+from published import as_detr_saves_it
 from test_commands import COMMANDS, ROOT, split, training_module
 
 from toolkit.command_line import parse_config
@@ -18,7 +19,6 @@ from toolkit.data.shapes import make_shapes
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import build_detector
-from toolkit.models.weights import detr as weights_of_detr
 
 # facebookresearch/detr main.py, get_args_parser, and datasets/coco.py
 DETR = {
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_detrs_own_program_is_evaluated(tmp_path, monkeypatch):
         "detr", class_names=table.class_names, backbone="resnet18", pretrained_backbone=False, d_model=32, ffn_dim=32,
         encoder_layers=1, decoder_layers=2, num_queries=20,
     )  # fmt: skip
-    document = {"model": weights_of_detr.theirs_from(detector.state_dict()), "optimizer": {"param_groups": []},
+    document = {"model": as_detr_saves_it(detector.state_dict()), "optimizer": {"param_groups": []},
                 "lr_scheduler": {"step_size": 200}, "epoch": 299,
                 "args": argparse.Namespace(lr=1e-4, coco_path="coco", masks=False)}  # fmt: skip
     torch.save(document, tmp_path / "checkpoint.pth")

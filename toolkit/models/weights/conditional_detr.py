@@ -6,8 +6,7 @@ from torch import Tensor
 
 from toolkit.models.weights import detr
 from toolkit.models.weights.class_names import named
-from toolkit.models.weights.description import Description
-from toolkit.models.weights.names import Names, Pairs, join_attention, split_attention, without
+from toolkit.models.weights.names import Description, Pairs, renamed, split_attention, without
 
 PROJECTIONS: Pairs = [
     *((f"sa_{theirs}_proj", f"self_attn.{ours}_proj") for theirs, ours in
@@ -19,13 +18,13 @@ PROJECTIONS: Pairs = [
 DECODER_LAYER = [*PROJECTIONS, ("cross_attn.out_proj", "encoder_attn.o_proj"),
                  ("self_attn.out_proj", "self_attn.o_proj"), ("linear1", "mlp.fc1"), ("linear2", "mlp.fc2"),
                  *detr.DECODER_NORMS]  # fmt: skip
-NAMES = Names([
+NAMES: Pairs = [
     *detr.BACKBONE, *detr.ENCODER,
     *detr.below("transformer.decoder.layers.*", "model.model.decoder.layers.*", DECODER_LAYER),
     ("transformer.decoder.norm", "model.model.decoder.layernorm"), ("transformer.decoder", "model.model.decoder"),
     ("transformer.encoder", "model.model.encoder"), ("class_embed", "model.class_labels_classifier"),
     ("bbox_embed", "model.bbox_predictor"), ("query_embed", "model.model.query_position_embeddings"),
-])  # fmt: skip
+]  # fmt: skip
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
@@ -42,9 +41,4 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors under our names."""
-    return NAMES.ours_from(split_attention(without(state, r"num_batches_tracked$")))
-
-
-def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors under their names."""
-    return join_attention(NAMES.theirs_from(state))
+    return renamed(split_attention(without(state, r"num_batches_tracked$")), NAMES)

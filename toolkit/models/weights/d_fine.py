@@ -7,8 +7,7 @@ from torch import Tensor
 
 from toolkit.models.weights import rt_detr
 from toolkit.models.weights.class_names import named
-from toolkit.models.weights.description import Description
-from toolkit.models.weights.names import Names, Pairs, copied, count, join_attention, split_attention, without
+from toolkit.models.weights.names import Description, Pairs, copied, count, renamed, split_attention, without
 
 CONV: Pairs = [("conv", "convolution"), ("bn", "normalization")]
 BODY = "model.model.backbone.model"
@@ -23,7 +22,7 @@ def _layers(theirs: str, ours: str) -> Pairs:
 
 CSP: Pairs = [("cv1", "conv1"), ("cv4", "conv4"), ("cv2.0", "csp_rep1"), ("cv2.1", "conv2"), ("cv3.0", "csp_rep2"),
               ("cv3.1", "conv3")]  # fmt: skip
-NAMES = Names([
+NAMES: Pairs = [
     *(pair for stem in ("stem1", "stem2a", "stem2b", "stem3", "stem4")
       for pair in _layers(f"backbone.stem.{stem}", f"{BODY}.embedder.{stem}")),
     *_layers(f"backbone.{STAGE}.layers.*", f"{BODY}.encoder.{STAGE}.layers.*"),
@@ -37,7 +36,7 @@ NAMES = Names([
     ("decoder.pre_bbox_head", "model.model.decoder.pre_bbox_head"),
     ("decoder.decoder.lqe_layers", "model.model.decoder.lqe_layers"), ("decoder.up", "model.model.decoder.up"),
     ("decoder.reg_scale", "model.model.decoder.reg_scale"),
-])  # fmt: skip
+]  # fmt: skip
 CONSTANTS = (r"^decoder\.(anchors|valid_mask|decoder\.up|decoder\.reg_scale|decoder\.project)$",)
 
 
@@ -95,9 +94,4 @@ def _hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors under our names."""
     kept = split_attention(without(state, *CONSTANTS))
-    return copied(NAMES.ours_from(kept), rt_detr.COPIES)
-
-
-def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors under their names."""
-    return join_attention(NAMES.theirs_from(without(state, r"^model\.(class|bbox)_embed\.")))
+    return copied(renamed(kept, NAMES), rt_detr.COPIES)

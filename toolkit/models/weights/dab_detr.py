@@ -7,8 +7,7 @@ from torch import Tensor
 from toolkit.errors import BadInput
 from toolkit.models.weights import detr
 from toolkit.models.weights.class_names import named
-from toolkit.models.weights.description import Description
-from toolkit.models.weights.names import Names, Pairs, copied, join_attention, split_attention, without
+from toolkit.models.weights.names import Description, Pairs, renamed, split_attention, without
 
 WORDS = {"qcontent": "query_content", "qpos": "query_pos", "kcontent": "key_content", "kpos": "key_pos", "v": "value",
          "qpos_sine": "query_pos_sine"}  # fmt: skip
@@ -22,15 +21,14 @@ DECODER_LAYER: Pairs = [
 ]  # fmt: skip
 ENCODER_LAYER = [("self_attn", "self_attn"), ("linear1", "fc1"), ("linear2", "fc2"), ("activation", "activation_fn"),
                  *detr.ENCODER_NORMS]  # fmt: skip
-NAMES = Names([
+NAMES: Pairs = [
     ("backbone.0.body", "model.model.backbone.conv_encoder.model._backbone"), detr.BACKBONE[1],
     *detr.below("transformer.encoder.layers.*", "model.model.encoder.layers.*", ENCODER_LAYER),
     *detr.below("transformer.decoder.layers.*", "model.model.decoder.layers.*", DECODER_LAYER),
     ("transformer.decoder.norm", "model.model.decoder.layernorm"), ("transformer.decoder", "model.model.decoder"),
     ("transformer.encoder", "model.model.encoder"), ("class_embed", "model.class_embed"),
     ("bbox_embed", "model.bbox_predictor"), ("refpoint_embed", "model.model.query_refpoint_embeddings"),
-])  # fmt: skip
-COPIES = {"transformer.decoder.bbox_embed": "bbox_embed"}
+]  # fmt: skip
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
@@ -55,9 +53,4 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors under our names."""
-    return NAMES.ours_from(split_attention(without(state, r"num_batches_tracked$")))
-
-
-def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors under their names."""
-    return copied(join_attention(NAMES.theirs_from(state)), COPIES)
+    return renamed(split_attention(without(state, r"num_batches_tracked$")), NAMES)

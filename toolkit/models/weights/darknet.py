@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.models.weights.class_names import named
-from toolkit.models.weights.description import Description
+from toolkit.models.weights.names import Description
 
 BLOCKS = (1, 2, 8, 8, 4)  # residual blocks of each stage
 NORM = ("bias", "weight", "running_mean", "running_var")  # in the order of the file
@@ -109,13 +109,3 @@ def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if norm:
             ours[f"{norm}.num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
     return ours
-
-
-def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The numbers in Darknet's order."""
-    parts = []
-    heads = head_layers(len(state["predictions.0.bias"]) // 3 - 5) if "predictions.0.bias" in state else ()
-    for conv, norm, _ in [*backbone_layers(), *heads]:
-        parts += [state[f"{norm}.{leaf}"] for leaf in NORM] if norm else [state[f"{conv}.bias"]]
-        parts.append(state[f"{conv}.weight"].flatten())
-    return {"darknet": torch.cat(parts)}

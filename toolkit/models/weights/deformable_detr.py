@@ -7,20 +7,19 @@ from torch import Tensor
 from toolkit.errors import BadInput
 from toolkit.models.weights import detr
 from toolkit.models.weights.class_names import named
-from toolkit.models.weights.description import Description
-from toolkit.models.weights.names import Names, Pairs, join_attention, split_attention, without
+from toolkit.models.weights.names import Description, Pairs, renamed, split_attention, without
 
 LAYER: Pairs = [("linear1", "mlp.fc1"), ("linear2", "mlp.fc2"), ("self_attn.out_proj", "self_attn.o_proj"),
                 ("cross_attn", "encoder_attn")]  # fmt: skip
 # Its decoder layer attends to the image first, but `norm1` is the norm after that, `norm2` the one after the queries.
 DECODER_NORMS = [("norm1", "encoder_attn_layer_norm"), ("norm2", "self_attn_layer_norm"), ("norm3", "final_layer_norm")]
-NAMES = Names([
+NAMES: Pairs = [
     ("backbone.0.body", "model.model.backbone.model"), ("input_proj", "model.model.input_proj"),
     *detr.below("transformer.encoder.layers.*", "model.model.encoder.layers.*", [*LAYER, *detr.ENCODER_NORMS]),
     *detr.below("transformer.decoder.layers.*", "model.model.decoder.layers.*", [*LAYER, *DECODER_NORMS]),
     ("query_embed", "model.model.query_position_embeddings"), ("transformer", "model.model"),
     ("class_embed", "model.class_embed"), ("bbox_embed", "model.bbox_embed"),
-])  # fmt: skip
+]  # fmt: skip
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
@@ -49,9 +48,4 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors under our names."""
-    return NAMES.ours_from(split_attention(without(state, r"num_batches_tracked$")))
-
-
-def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors under their names."""
-    return join_attention(NAMES.theirs_from(state))
+    return renamed(split_attention(without(state, r"num_batches_tracked$")), NAMES)

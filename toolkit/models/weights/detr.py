@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from toolkit.models.weights.class_names import named
-from toolkit.models.weights.description import Description
-from toolkit.models.weights.names import Names, Pairs, count, join_attention, resnet_name, split_attention, without
+from toolkit.models.weights.names import Description, Pairs, count, renamed, resnet_name, split_attention, without
 
 BACKBONE: Pairs = [("backbone.0.body", "model.model.backbone.model"), ("input_proj", "model.model.input_projection")]
 LAYER = [("linear1", "mlp.fc1"), ("linear2", "mlp.fc2"), ("self_attn.out_proj", "self_attn.o_proj"),
@@ -25,14 +24,14 @@ def below(theirs: str, ours: str, pairs: Pairs) -> Pairs:
 
 
 ENCODER = below("transformer.encoder.layers.*", "model.model.encoder.layers.*", [*LAYER, *ENCODER_NORMS])
-NAMES = Names([
+NAMES: Pairs = [
     *BACKBONE, *ENCODER,
     *below("transformer.decoder.layers.*", "model.model.decoder.layers.*", [*LAYER, *DECODER_NORMS]),
     ("transformer.decoder.norm", "model.model.decoder.layernorm"),
     ("transformer.decoder", "model.model.decoder"), ("transformer.encoder", "model.model.encoder"),
     ("class_embed", "model.class_labels_classifier"), ("bbox_embed", "model.bbox_predictor"),
     ("query_embed", "model.model.query_position_embeddings"),
-])  # fmt: skip
+]  # fmt: skip
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
@@ -65,9 +64,4 @@ def sizes(state: Mapping[str, Tensor]) -> dict:
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors under our names."""
-    return NAMES.ours_from(split_attention(without(state, r"num_batches_tracked$")))
-
-
-def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors under their names."""
-    return join_attention(NAMES.theirs_from(state))
+    return renamed(split_attention(without(state, r"num_batches_tracked$")), NAMES)

@@ -24,7 +24,7 @@ from toolkit.models.weights import (
     rt_detr,
     torchvision,
 )
-from toolkit.models.weights.description import Description
+from toolkit.models.weights.names import Description
 
 PUBLISHERS = (torchvision, maskrcnn_benchmark, detr, conditional_detr, dab_detr, deformable_detr, d_fine, rt_detr,
               darknet, gluoncv)  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 from toolkit.errors import BadInput
 from toolkit.models.weights import darknet
 from toolkit.models.weights.class_names import named
-from toolkit.models.weights.description import Description
+from toolkit.models.weights.names import Description
 
 LIST, V1, V2, V3 = 0x112, 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 TYPES = {0: "<f4", 1: "<f8", 2: "<f2", 3: "<u1", 4: "<i4", 5: "<i1", 6: "<i8"}
@@ -113,7 +113,7 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     return Description("yolov3", options, named(rows))
 
 
-def _pairs(classes: int) -> Iterator[tuple[str, str]]:
+def tensor_names(classes: int) -> Iterator[tuple[str, str]]:
     """(our name, theirs) of every tensor."""
     for conv, theirs, norm, their_norm in layers(classes):
         yield f"{conv}.weight", f"{theirs}.weight"
@@ -126,12 +126,6 @@ def _pairs(classes: int) -> Iterator[tuple[str, str]]:
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors under our names; anchors and offsets are no weights."""
     classes = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
-    ours = {mine: state[theirs].float() for mine, theirs in _pairs(classes)}
+    ours = {mine: state[theirs].float() for mine, theirs in tensor_names(classes)}
     counted = [name.replace("running_var", "num_batches_tracked") for name in ours if name.endswith("running_var")]
     return ours | {name: torch.zeros((), dtype=torch.int64) for name in counted}
-
-
-def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors under their names."""
-    classes = len(state["predictions.0.bias"]) // 3 - 5
-    return {theirs: state[mine] for mine, theirs in _pairs(classes)}

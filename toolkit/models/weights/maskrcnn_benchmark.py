@@ -13,18 +13,17 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.models.weights.class_names import named
-from toolkit.models.weights.description import Description
-from toolkit.models.weights.names import Names, resnet_name, without
+from toolkit.models.weights.names import Description, Pairs, renamed, resnet_name, without
 
 STEM = "backbone.body.stem.conv1.weight"
-NAMES = Names([
+NAMES: Pairs = [
     *((f"backbone.body.stem.{part}", f"backbone.body.{part}") for part in ("conv1", "bn1")),
     *((f"backbone.fpn.fpn_inner{i + 1}", f"backbone.fpn.inner_blocks.{i}.0") for i in range(4)),
     *((f"backbone.fpn.fpn_layer{i + 1}", f"backbone.fpn.layer_blocks.{i}.0") for i in range(4)),
     ("rpn.head.conv", "rpn.head.conv.0.0"), ("roi_heads.box.feature_extractor.fc6", "roi_heads.box_head.fc6"),
     ("roi_heads.box.feature_extractor.fc7", "roi_heads.box_head.fc7"),
     ("roi_heads.box.predictor", "roi_heads.box_predictor"),
-])  # fmt: skip
+]  # fmt: skip
 PIXEL_MEAN = (122.7717, 115.9465, 102.9801)  # red, green, blue
 HEADS = r"^roi_heads\.(relation|attribute|mask|keypoint)\.|^rpn\.anchor_generator\.|num_batches_tracked$"
 
@@ -64,11 +63,5 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors under our names, the first convolution for RGB."""
-    ours = NAMES.ours_from(without(state, HEADS))
+    ours = renamed(without(state, HEADS), NAMES)
     return ours | {"backbone.body.conv1.weight": state[STEM].flip(1)}
-
-
-def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors under their names, without the anchors, which are no weights."""
-    theirs = NAMES.theirs_from(state)
-    return theirs | {STEM: theirs[STEM].flip(1)}

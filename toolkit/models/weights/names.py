@@ -1,33 +1,37 @@
-"""Tensors under other names: pairs of prefixes, read both ways, and the matrices that attention keeps in one."""
+"""Published weights under our names: what a file says, pairs of prefixes, and attention's joint matrices."""
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 Pairs = Sequence[tuple[str, str]]  # (theirs, ours); `*` is any number, the same one on both sides
 
 
-class Names:
-    """Two names of every tensor: the publisher's and ours.
+@dataclass
+class Description:
+    """What a file of published weights says of its detector.
+
+    architecture and options: of `build_detector`. class_names: in the order of the rows. notes: what a user should know
+    because the file itself cannot tell it, and the flag that says otherwise.
+    """
+
+    architecture: str
+    options: dict
+    class_names: list[str]
+    notes: list[str] = field(default_factory=list)
+
+
+def renamed(state: Mapping[str, Tensor], pairs: Pairs) -> dict[str, Tensor]:
+    """The tensors under our names; those that no pair is about keep theirs.
 
     Args:
         pairs: prefixes of names, (theirs, ours), in whole parts; the first that fits applies, and what comes after it
             is kept. `*` stands for a number.
     """
-
-    def __init__(self, pairs: Pairs):
-        self._forward = [(_pattern(theirs), ours.replace("*", "{}")) for theirs, ours in pairs]
-        self._back = [(_pattern(ours), theirs.replace("*", "{}")) for theirs, ours in pairs]
-
-    def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors under our names; those that no pair is about keep theirs."""
-        return {_renamed(name, self._forward): tensor for name, tensor in state.items()}
-
-    def theirs_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors under the publisher's names."""
-        return {_renamed(name, self._back): tensor for name, tensor in state.items()}
+    rules = [(_pattern(theirs), ours.replace("*", "{}")) for theirs, ours in pairs]
+    return {_renamed(name, rules): tensor for name, tensor in state.items()}
 
 
 def _pattern(prefix: str) -> re.Pattern:
@@ -52,19 +56,6 @@ def split_attention(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             result |= {f"{stem}.{which}_proj.{leaf}": part for which, part in zip("qkv", parts, strict=True)}
         else:
             result[name] = tensor
-    return result
-
-
-def join_attention(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The other way round, wherever there are all three."""
-    result = {}
-    for name, tensor in state.items():
-        match = re.fullmatch(r"(.*)\.([qkv])_proj\.(weight|bias)", name)
-        parts = [f"{match[1]}.{which}_proj.{match[3]}" for which in "qkv"] if match else []
-        if not parts or not all(part in state for part in parts):
-            result[name] = tensor
-        elif match[2] == "q":
-            result[f"{match[1]}.in_proj_{match[3]}"] = torch.cat([state[part] for part in parts])
     return result
 
 

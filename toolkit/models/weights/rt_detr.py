@@ -10,8 +10,7 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.models.weights.class_names import named
-from toolkit.models.weights.description import Description
-from toolkit.models.weights.names import Names, Pairs, copied, count, join_attention, split_attention, without
+from toolkit.models.weights.names import Description, Pairs, copied, count, renamed, split_attention, without
 
 BLOCK = "model.model.backbone.model.encoder.stages.*.layers.*"
 CONV: Pairs = [("conv", "convolution"), ("norm", "normalization")]
@@ -57,7 +56,7 @@ HEADS: Pairs = [
 ]  # fmt: skip
 POINTS = ("decoder.decoder.layers.*.cross_attn.num_points_scale",
           "model.model.decoder.layers.*.encoder_attn.n_points_scale")
-NAMES = Names([*BACKBONE, POINTS, *transformer(("mlp.fc1", "mlp.fc2")), *HEADS])
+NAMES: Pairs = [*BACKBONE, POINTS, *transformer(("mlp.fc1", "mlp.fc2")), *HEADS]
 COPIES = {"model.class_embed": "model.model.decoder.class_embed", "model.bbox_embed": "model.model.decoder.bbox_embed"}
 CONSTANTS = (r"^decoder\.(anchors|valid_mask)$",)  # which follow from the size of the images
 
@@ -136,9 +135,4 @@ def resnet_entries(state: Mapping[str, Tensor]) -> dict:
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors under our names."""
     kept = split_attention(without(state, *CONSTANTS))
-    return copied(NAMES.ours_from(kept), COPIES)
-
-
-def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors under their names."""
-    return join_attention(NAMES.theirs_from(without(state, r"^model\.(class|bbox)_embed\.")))
+    return copied(renamed(kept, NAMES), COPIES)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from toolkit.models.weights.class_names import named
-from toolkit.models.weights.description import Description
+from toolkit.models.weights.names import Description
 
 CLASSES = "head.classification_head.module_list"
 
@@ -51,10 +51,6 @@ def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     frozen = _architecture(state) == "fasterrcnn_resnet50_fpn"
     return {_new_name(n): t for n, t in state.items() if not (frozen and n.endswith("num_batches_tracked"))}
 
-
-def theirs_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors under torchvision's names, which are the same."""
-    return dict(state)
 
 
 def _new_name(name: str) -> str:
