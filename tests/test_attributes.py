@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from visual_genome_writer import write_visual_genome
 
 from toolkit.data.batches import collate
 from toolkit.data.dataset import row_target
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco, write_coco
 from toolkit.data.formats.visual_genome import read_visual_genome
-from toolkit.data.formats.visual_genome_writer import write_visual_genome
 from toolkit.data.pipeline import training_loader, val_transform
 from toolkit.data.shapes import ATTRIBUTES, draw_scene, make_shapes
 from toolkit.data.table import Category

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.errors import BadInput
-from toolkit.step.losses import LossWeights, global_denominators, window_denominators
+from toolkit.step.losses import LossWeights, window_denominators
 
 DETR = ("loss_ce", "loss_bbox", "loss_ce_0", "loss_bbox_0", "loss_ce_enc", "loss_ce_dn_0", "loss_ce_aux_1")
 DEFAULTS = {"loss_ce": 1.0, "loss_bbox": 5.0}
@@ -103,18 +103,18 @@ def test_arithmetic_is_float32_or_wider_also_under_autocast(dtype, total):
 
 def test_no_boxes_anywhere_divides_by_one():
     for mode in ("global", "original"):
-        given = global_denominators({"boxes": 0, "class_weight": 0.0}, "cpu", mode, averaged=("boxes",))
+        (given,) = window_denominators([{"boxes": 0, "class_weight": 0.0}], "cpu", mode, averaged=("boxes",))
         assert {k: v.item() for k, v in given.items()} == {"boxes": 1.0, "class_weight": 1.0}
         assert given["boxes"].dtype == torch.float32
 
 
 def test_a_sum_of_weights_below_one_is_a_denominator_like_any_other():
-    assert global_denominators({"class_weight": 0.25}, "cpu")["class_weight"].item() == 0.25
+    assert window_denominators([{"class_weight": 0.25}], "cpu")[0]["class_weight"].item() == 0.25
 
 
 def test_unknown_mode():
     with pytest.raises(BadInput, match="global or original"):
-        global_denominators({"boxes": 1}, "cpu", "local")
+        window_denominators([{"boxes": 1}], "cpu", "local")
 
 
 # ---- accumulation and ranks equal the one big batch

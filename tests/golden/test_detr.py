@@ -25,7 +25,7 @@ from toolkit.distributed import reduce_dict
 from toolkit.models import build_detector
 from toolkit.models.detr.detr_criterion import DetrCriterion, pad_targets
 from toolkit.runs.metrics_log import read_metrics
-from toolkit.step.losses import LossWeights, global_denominators
+from toolkit.step.losses import LossWeights, window_denominators
 from toolkit.step.meters import Meters, SmoothedValue
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.schedules import Schedule
@@ -72,7 +72,7 @@ def run_case(case: dict[str, np.ndarray], dtype: torch.dtype, denominators: str 
     criterion = DetrCriterion(int(case["num_classes"]), len(logits), float(case["eos_coef"]), costs)
     targets = targets_of(case["target_labels"], case["target_boxes"], case["num_targets"])
     local = criterion.denominators(targets, logits.shape[2])
-    shared = global_denominators(local, "cpu", denominators, averaged=("boxes",), dtype=dtype)
+    (shared,) = window_denominators([local], "cpu", denominators, averaged=("boxes",), dtype=dtype)
     losses, metrics = criterion(logits, boxes, targets, shared)
     weights = LossWeights(criterion.loss_names, {}, {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0})
     total = weights(losses, step=0).total
@@ -303,7 +303,7 @@ def test_auxiliary_outputs_follow_the_original_where_transformers_does_not(golde
     np.testing.assert_allclose(outputs["boxes"].detach(), norms["boxes"], atol=1e-4)
     assert np.abs(norms["transformers_aux_true_logits"] - norms["logits"][-1]).max() > 0.1
 
-    shared = global_denominators(detector.denominators(batch.targets), "cpu")
+    (shared,) = window_denominators([detector.denominators(batch.targets)], "cpu")
     losses, metrics = detector.criterion(outputs, batch.targets, shared)
     values = {**losses, **{name: value / count for name, (value, count) in metrics.items()}}
     for name, value in group(norms, "loss").items():

@@ -14,8 +14,8 @@ import torch
 from launching import REPORT, ROOT, Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
 from PIL import Image
 from test_visual_genome import synthetic_table
+from visual_genome_writer import write_visual_genome
 
-from toolkit.data.formats.visual_genome_writer import write_visual_genome
 from toolkit.models.final import load_detector_folder
 
 SGG = Script("train_sgg", slow_end=(REPORT,))

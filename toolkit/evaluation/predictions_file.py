@@ -52,10 +52,6 @@ class PredictionsFile:
     by_image: dict
     about: dict = field(default_factory=dict)
 
-    @property
-    def has_graphs(self) -> bool:
-        return any("pairs" in found for found in self.by_image.values())
-
 
 def about_file(path: str | Path) -> Path:
     """Where `FILE.json` says what it was made on."""

@@ -129,17 +129,6 @@ class LossWeights(nn.Module):
         return vector * torch.stack([torch.exp(-of_name[n]) if n in of_name else vector.new_ones(()) for n in names])
 
 
-def global_denominators(
-    local: Mapping[str, float],
-    device: torch.device | str,
-    mode: str = "global",
-    averaged: Collection[str] = (),
-    dtype: torch.dtype = torch.float32,
-) -> dict[str, Tensor]:
-    """`window_denominators` of one entry: `local` holds the sums of the whole window (or of its only micro-batch)."""
-    return window_denominators([local], device, mode, averaged, dtype)[0]
-
-
 def window_denominators(
     local: Sequence[Mapping[str, float]],
     device: torch.device | str,

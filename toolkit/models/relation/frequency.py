@@ -59,21 +59,6 @@ def table_graphs(table: DetectionTable, pairs_apart: bool = False) -> Iterator[d
             yield {"boxes": boxes, "labels": row["objects"]["category"] + 1, "relations": relations}
 
 
-def unseen_triplets(train: DetectionTable, other: DetectionTable) -> np.ndarray:
-    """(Z, 3) int64 subject class, object class, predicate, from 0, that occur in `other` but not in `train`."""
-    seen, found = (_triplets(table) for table in (train, other))
-    return np.asarray(sorted(found - seen), np.int64).reshape(-1, 3)
-
-
-def _triplets(table: DetectionTable) -> set[tuple[int, int, int]]:
-    triplets = set()
-    for i in range(len(table)):
-        row = table.row(i)
-        ends = (row["objects"]["category"][row["relations"][key]].tolist() for key in ("subject", "object"))
-        triplets.update(zip(*ends, row["relations"]["predicate"].tolist(), strict=True))
-    return triplets
-
-
 def log_frequencies(relations: np.ndarray, candidates: np.ndarray) -> Tensor:
     """(C, C, P) float32 log(share + 1e-3); predicate 0 is counted by the candidate pairs + 1."""
     counts = relations.copy()

@@ -1,4 +1,4 @@
-"""Writes a table in the layout of `toolkit.data.formats.visual_genome`, for tests and converters."""
+"""Writes a table in the layout of `toolkit.data.formats.visual_genome`."""
 
 import json
 from collections.abc import Sequence
