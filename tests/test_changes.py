@@ -11,7 +11,7 @@ from toolkit.runs.settings_file import config_files, newest_config, next_config,
 
 BEFORE = {
     "run": {"seed": 0, "max_steps": None, "max_minutes": 1.0, "name": "a", "keep": 2},
-    "model": {"architecture": "ssd", "pretrained": None, "d_model": 96, "old": None, "strides": [4, 8]},
+    "model": {"architecture": "ssd", "pretrained": None, "d_model": 96, "strides": [4, 8]},
     "optim": {"name": "adamw", "lr": 1e-3, "max_norm": 0.1}, "schedule": {"name": "cosine"},
 }  # fmt: skip
 
@@ -40,7 +40,7 @@ def test_each_setting_is_used_ignored_or_refused(after, saved, new):
 
 
 def test_what_is_no_change_is_not_said():
-    same = {"run": {"name": "b", "new": 1}, "model": {"old": 3, "strides": (4, 8)}, "optim": {"lr": 0.001}}
+    same = {"run": {"name": "b", "new": 1}, "model": {"strides": (4, 8)}, "optim": {"lr": 0.001}}
     assert verdicts(same) == {}
     assert verdicts({"run": {"max_minutes": 2.0}}, minutes_count=True) == {"run.max_minutes": "used"}
 

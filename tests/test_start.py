@@ -1,4 +1,4 @@
-"""What a run's detector begins as, and the same one from its folder, also of earlier versions.
+"""What a run's detector begins as, and the same one from its folder.
 
     python -m pytest tests/test_start.py
 """
@@ -19,9 +19,7 @@ from toolkit.evaluation.choose import make_evaluator
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.models import ARCHITECTURES, build_detector, options_class
-from toolkit.models.faster_rcnn.options import FasterRcnnOptions
 from toolkit.models.final import load_detector_folder
-from toolkit.models.old_names import renamed
 from toolkit.models.relation.options import SceneGraphOptions
 from toolkit.models.relation.start import start_scene_graph
 from toolkit.models.ssd.options import SsdliteOptions
@@ -150,53 +148,15 @@ def test_a_detector_is_measured_by_what_it_finds(table):
     assert isinstance(evaluator, SceneGraphEvaluator) and evaluator.protocol == "strict"
 
 
-# ---- folders of earlier versions -------------------------------------------------------------------------------------
-
-NOT_GIVEN = {"pretrained": None, "pretrained_backbone": False, "freeze_prefixes": []}
-# Sections `model` as earlier versions wrote them: every key, null where it was not given, under its old name.
-OLD = {
-    "ssd": {"architecture": "ssd", **NOT_GIVEN, **SSD, "min_scale": None, "max_scale": None, "iou_threshold": 0.4,
-            "negatives_per_positive": None, "label_smoothing": None, "self_weighting_steps": None,
-            "self_weighting_every": None, "min_score": 0.2, "nms_iou": 0.3, "norm": None},
-    "yolov3": {"architecture": "yolov3", **NOT_GIVEN, "backbone": "resnet10t", "leaky_slope": None,
-               "head_channels": [8, 8, 8], "anchors": None, "label_smoothing": None, "objectness_prior": None,
-               "nms_iou": 0.3, "min_score": 0.2},
-    "faster_rcnn": {"architecture": "faster_rcnn", **NOT_GIVEN, "backbone": "resnet10t", **INNER, "norm": None,
-                    "head_norm": None, "aspect_ratios": None, "rpn_convs": None, "box_convs": None,
-                    "rpn_nms_thresh": None, "box_score_thresh": 0.2, "box_nms_thresh": 0.3,
-                    "box_detections_per_img": 7},
-    "scene_graph": {"architecture": "scene_graph", **NOT_GIVEN, "mode": "sgdet", "head": "motifs", **GRAPH,
-                    "head_options": None, "detector": None, "backbone": "resnet10t", "freeze": None,
-                    "detector_options": {**INNER, "box_score_thresh": 0.2, "box_nms_thresh": 0.3},
-                    "word_vectors": None, "pairs_per_image": 16, "positive_fraction": None, "nms_threshold": None,
-                    "norm_momentum": None, "predicates": ["on", "in"]},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("architecture", OLD)
-def test_settings_of_earlier_versions_build_the_same_detector(architecture):
-    detector = rebuild_detector({"model": OLD[architecture]}, CLASSES)
-    if architecture in ("ssd", "yolov3"):
-        assert (detector.nms_threshold, detector.score_threshold) == (0.3, 0.2)
-    else:
-        heads = detector.roi_heads if architecture == "faster_rcnn" else detector.detector.roi_heads
-        limit = 7 if architecture == "faster_rcnn" else 100
-        assert (heads.nms_thresh, heads.score_thresh, heads.detections_per_img) == (0.3, 0.2, limit)
-    resolved = detector.resolved_options()
-    assert renamed(architecture, resolved) == {k: v for k, v in resolved.items() if v is not None}
-    assert rebuild_detector({"model": resolved}, CLASSES).resolved_options() == resolved
-    assert resolved.keys() - {"predicates", "attributes"} == vars(options_class(architecture)()).keys() - {"_given"}
-
-
-def test_a_final_folder_of_an_earlier_version_is_loaded(tmp_path):
-    detector = rebuild_detector({"model": OLD["faster_rcnn"]}, CLASSES)
+def test_a_final_folder_of_another_version_is_said_to_be_that(tmp_path):
+    detector = build_detector("faster_rcnn", class_names=CLASSES, **INNER, backbone="resnet10t")
     detector.save_final(tmp_path, [Category(i, name) for i, name in enumerate(CLASSES)])
-    given = {key: value for key, value in OLD["faster_rcnn"].items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps({"model": given, "processor_size": None}))
-    again = load_detector_folder(tmp_path)[0]
-    assert again.resolved_options() == detector.resolved_options()
-    tuned = begin(FasterRcnnOptions(pretrained=str(tmp_path)), tmp_path / "run")
-    assert tuned.roi_heads.detections_per_img == 7
+    assert load_detector_folder(tmp_path)[0].resolved_options() == detector.resolved_options()
+    written = json.loads((tmp_path / "config.json").read_text())
+    old = written["model"] | {"box_nms_thresh": written["model"].pop("nms_threshold")}
+    (tmp_path / "config.json").write_text(json.dumps({"model": old, "processor_size": None}))
+    with pytest.raises(BadInput, match=r"was written by another version .* \(format 1; this one reads 2.*again"):
+        load_detector_folder(tmp_path)
 
 
 OPTIONS_FILES = sorted(Path(__file__).parents[1].glob("toolkit/models/*/options.py"))

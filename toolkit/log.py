@@ -154,9 +154,9 @@ class Log:
         }
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Goes on from a checkpoint; one of an earlier release has no averages of its epoch."""
+        """Goes on from a checkpoint."""
         self.meters.load_state_dict(state["meters"])
-        self.averages.load_state_dict(state.get("averages", {}))
+        self.averages.load_state_dict(state["averages"])
         self._elapsed_before, self._began = state["elapsed_s"], time.monotonic()
-        self.epoch_s, self.epoch_steps = state.get("epoch_s", 0.0), state.get("epoch_steps", 0)
-        self.logged_epoch = state.get("logged_epoch", -1)
+        self.epoch_s, self.epoch_steps = state["epoch_s"], state["epoch_steps"]
+        self.logged_epoch = state["logged_epoch"]

@@ -168,11 +168,11 @@ def _retime(t, state: Mapping, keep_schedule: bool) -> list[str]:
     """Where an optimizer step sees other images than before: a length and a schedule by which the run sees the data
     that it was to see. What it did is returned in words."""
     sampler, saved = t.sampler, state["sampler"]
-    before, now = state.get("accumulation", _accumulation(t)), _accumulation(t)
+    before, now = state["accumulation"], _accumulation(t)
     same = _images_of_a_step(saved["world_size"] * saved["batch_size"], *before) == _images_of_a_step(
         sampler.world_size * sampler.batch_size, *now
     )
-    t.recut = state.get("recut", 0)
+    t.recut = state["recut"]
     if same and (keep_schedule or not t.recut):
         return []
     length, old = t.total_steps, sampler.cut_as(saved["world_size"], saved["batch_size"])

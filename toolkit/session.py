@@ -36,7 +36,6 @@ from toolkit.evaluation.coco import check_ground_truth
 from toolkit.log import Log
 from toolkit.memory_probe import probe_memory
 from toolkit.models.detector import Detector
-from toolkit.models.old_names import renamed
 from toolkit.models.start import start_detector
 from toolkit.runs.best import Best
 from toolkit.runs.changes import Change, changes, in_force, refuse
@@ -62,7 +61,7 @@ from toolkit.step.compiling import compile_in_place
 from toolkit.step.determinism import be_deterministic
 from toolkit.step.ema import Ema
 from toolkit.step.guard import NanGuard
-from toolkit.step.length import StepBudget, is_settled, is_time, steps_from
+from toolkit.step.length import StepBudget, is_time, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers, precision_of_device
@@ -398,10 +397,9 @@ def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
     if not s.stored:
         return settings, []
     budget = s.checkpoint.state["budget"]
-    stored = s.stored | {"model": {**s.stored["model"], **renamed(s.config.model.architecture, s.stored["model"])}}
     asked = settings | {"run": settings["run"] | {"seed": s.asked_seed}}
-    found = changes(stored, asked, s.config.run.resume_schedule == "saved",
-                    minutes_count=budget is not None and not is_settled(budget))  # fmt: skip
+    found = changes(s.stored, asked, s.config.run.resume_schedule == "saved",
+                    minutes_count=budget is not None and not budget["settled"])  # fmt: skip
     if s.config.run.eval_only:  # no update will be made
         found = [change for change in found if change.key.partition(".")[0] not in ("optim", "schedule")]
     return in_force(asked, found), found

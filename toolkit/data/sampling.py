@@ -256,7 +256,7 @@ class EpochSampler:
         The same ranks and batch size go on exactly. Others go on with the same remaining samples in the same order
         (with groups: regrouped), cut into the new batches. Raises BadInput when the state is of another dataset.
         """
-        saved_samples = state.get("num_samples", self.num_samples)
+        saved_samples = state["num_samples"]
         if saved_samples != self.num_samples or not 0 <= state["offset"] <= self.num_samples:
             raise BadInput(
                 f"the checkpoint stopped at sample {state['offset']} of {saved_samples}, but the training data now has "
@@ -266,10 +266,10 @@ class EpochSampler:
         if state["seed"] != self.seed:
             notes.append(f"data order continues with the checkpoint's seed {state['seed']}, not {self.seed}")
         self.seed, self.epoch = state["seed"], state["epoch"]
-        if state.get("sizes", repr(None)) != repr(self.sizes):
+        if state["sizes"] != repr(self.sizes):
             notes.append(f"image sizes now follow {self.sizes}, in the checkpoint {state['sizes']}")
         before, now = (state["world_size"], state["batch_size"]), (self.world_size, self.batch_size)
-        layout = [tuple(segment) for segment in state.get("layout", [(0, *before)])]
+        layout = [tuple(segment) for segment in state["layout"]]
         self._start(state["offset"], layout)
         if before != now:
             notes.append(self._other_cut_note(before))

@@ -17,7 +17,7 @@ from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.card import write_card
 from toolkit.models.inference_settings import with_inference_settings
-from toolkit.models.old_names import renamed
+from toolkit.runs.checkpoint import FORMAT, check_format
 
 
 def save_transformers_folder(
@@ -69,7 +69,7 @@ def save_detector_folder(
     # clones: a detector of transformers below a scene graph has heads with two names, which safetensors refuses
     weights = {k: v.clone(memory_format=torch.contiguous_format) for k, v in detector.state_dict().items()}
     save_file(weights, folder / "model.safetensors")
-    config = {"model": detector.resolved_options(), "processor_size": processor_size}
+    config = {"format": FORMAT, "model": detector.resolved_options(), "processor_size": processor_size}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_categories(folder, categories)
     write_card(folder, [category.name for category in categories])
@@ -89,9 +89,10 @@ def load_detector_folder(
     try:
         config = json.loads((folder / "config.json").read_text())
         table = json.loads((folder / "categories.json").read_text())
-        options, size = renamed(config["model"]["architecture"], config["model"]), config["processor_size"]
+        options, size = config["model"], config["processor_size"]
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error
+    check_format(str(folder), config.get("format", 1))
     categories = [Category(entry["id"], entry["name"]) for entry in table]
     options = with_inference_settings(options, settings)
     detector = build_detector(**options, class_names=[category.name for category in categories])

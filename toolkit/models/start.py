@@ -13,7 +13,6 @@ from toolkit.errors import BadInput
 from toolkit.files import write_json
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector
-from toolkit.models.old_names import renamed
 from toolkit.models.options import DetectorOptions
 from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
@@ -52,7 +51,7 @@ def start_detector(
     architecture, name, is_main = options.architecture, options.pretrained, world()[0] == 0
     given, source, stored = _given(options), None, None
     if resumed_from is not None:
-        stored = run_on_main(lambda: _stored_options(resumed_from, architecture))
+        stored = run_on_main(lambda: _stored_options(resumed_from))
     elif name:
         source = open_pretrained(name)
         _check_architecture(source, architecture)
@@ -162,10 +161,10 @@ def _given(options: DetectorOptions) -> dict:
     return {name: value for name, value in (changed | options.given).items() if value is not None}
 
 
-def _stored_options(checkpoint: Path, architecture: str) -> dict | None:
+def _stored_options(checkpoint: Path) -> dict | None:
     """What the run of a checkpoint noted about its detector beside the settings; None: nothing."""
     try:
         path = run_folder_of(checkpoint) / PRETRAINED_CONFIG
     except BadInput:  # its folder was removed, settings and all, before it was saved: those of this command must fit
         return None
-    return renamed(architecture, json.loads(path.read_text())["options"]) if path.is_file() else None
+    return json.loads(path.read_text())["options"] if path.is_file() else None

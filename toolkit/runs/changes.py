@@ -55,8 +55,7 @@ def changes(before: Mapping, after: Mapping, keep_schedule: bool, minutes_count:
         earlier = before.get(group)
         for key, value in entries.items() if isinstance(earlier, dict) else ():
             name = f"{group}.{key}"
-            older = group == "model" and earlier.get(key) is None  # a release that wrote null where nothing was given
-            if key in earlier and not older and earlier[key] != value and name not in _THIS_START:
+            if key in earlier and earlier[key] != value and name not in _THIS_START:
                 found.append(Change(name, earlier[key], value, *_verdict(name, keep_schedule, minutes_count)))
     return found
 

@@ -29,7 +29,7 @@ from toolkit.errors import BadInput
 from toolkit.files import decode_json, encode_json, fsync_folder
 from toolkit.runs.checkpoint_content import OPTIMIZER, STATE, changed_files, faults_of_run, well_formed
 
-FORMAT = 1
+FORMAT = 2  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
 MANIFEST = "MANIFEST.json"
 # `.replaced` exists only between the two renames that put a new checkpoint in the place of one of the same step.
 _STEP_FOLDER = re.compile(r"step_(\d{6,})(\.replaced)?")
@@ -295,7 +295,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         unsafe = "Weights only load failed" in str(error)
         reason = "holds Python objects, which are never run" if unsafe else "cannot be read"
         raise CheckpointError(f"Checkpoint {path}: {name} {reason} ({_first_line(error)}).") from error
-    of_run = manifest.get("kind", "run") == "run"
+    of_run = manifest["kind"] == "run"
     if faults := faults_of_run(manifest["step"], tensors, optimizer, state) if of_run else []:
         raise CheckpointError([f"Checkpoint {path}: {fault}." for fault in faults])
     return Checkpoint(path, manifest["step"], tensors, optimizer, state)
@@ -386,11 +386,19 @@ def _read_manifest(path: Path) -> dict:
         raise CheckpointError(f"Checkpoint {path}: {reason}.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST} cannot be read ({_first_line(error)}).") from error
-    if isinstance(manifest, dict) and manifest.get("format", FORMAT) != FORMAT:
-        raise CheckpointError(f"Checkpoint {path} has format {manifest['format']}; this version reads {FORMAT}.")
+    if isinstance(manifest, dict):
+        check_format(f"Checkpoint {path}", manifest.get("format", FORMAT))
     if not well_formed(manifest):
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST} is not what this toolkit writes.")
     return manifest
+
+
+def check_format(what: str, found: object) -> None:
+    """Raises CheckpointError where something was not written in today's format."""
+    if found != FORMAT:
+        raise CheckpointError(f"{what} was written by another version of this toolkit (format {found}; this one reads "
+                              f"{FORMAT}): use it with that version, whose commit is in environment.json of its run, "
+                              "or train again.")  # fmt: skip
 
 
 def _step_folders(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Whether a checkpoint is what was written, and the state of a run: all of it, of the right kinds, and finite."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -28,8 +28,15 @@ _STATE = {
     "meters": dict,
     "elapsed_s": _NUMBER,
     "writer": dict,
+    "infinite": list,
+    "accumulation": list,
+    "recut": _NUMBER,
+    "averages": dict,
+    "epoch_s": _NUMBER,
+    "epoch_steps": int,
+    "logged_epoch": int,
 }
-_SAMPLER = ("seed", "epoch", "offset", "world_size", "batch_size")
+_SAMPLER = ("seed", "epoch", "offset", "world_size", "batch_size", "num_samples")
 # State dicts whose infinities may be meant, such as a buffer that is an attention mask.
 _WEIGHTS = ("model", "ema")
 
@@ -39,6 +46,7 @@ def well_formed(manifest) -> bool:
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         return False
     numbers = isinstance(manifest.get("step"), int) and isinstance(manifest.get("sequence"), int)
+    numbers = numbers and isinstance(manifest.get("kind"), str)
     return numbers and all(
         isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
         for entry in manifest["files"].values()
@@ -73,7 +81,7 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
     Args:
         step: that of the manifest.
         tensors: file stem -> state dict. optimizer, state: as read. `state["infinite"]` names the tensors of the model
-            that hold infinities by design; where it is missing (an earlier release wrote it) they all may, NaN none.
+            that hold infinities by design.
     """
     faults = _faults_of_state(step, state) if isinstance(state, dict) else ["state.json is no mapping"]
     if not tensors.get("model"):
@@ -82,7 +90,7 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
         faults.append("there are no averaged weights (ema.safetensors)")
     if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
         faults.append("optimizer.pt is no state of an optimizer")
-    return faults or not_finite(tensors, optimizer, state.get("infinite"))
+    return faults or not_finite(tensors, optimizer, state["infinite"])
 
 
 def _faults_of_state(step: int, state: dict) -> list[str]:
@@ -103,18 +111,18 @@ def _is(value: object, kind) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def not_finite(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict | None, infinite=None) -> list[str]:
+def not_finite(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict, infinite: Collection[str]) -> list[str]:
     """One sentence that names the tensors with a NaN or an infinity; none where all are finite.
 
-    infinite: names of tensors of the model that are infinite by design; None: any may be, but not NaN.
+    infinite: names of tensors of the model that may be infinite, by design, but not NaN.
     """
     bad = []
     for stem, named in tensors.items():
         for name, tensor in named.items():
-            meant = stem in _WEIGHTS and (infinite is None or name in infinite)
+            meant = stem in _WEIGHTS and name in infinite
             if not _sound(tensor, meant):
                 bad.append(f"{stem}/{name}")
-    for index, state in ((optimizer or {}).get("state") or {}).items():
+    for index, state in (optimizer["state"] or {}).items():
         bad += [f"optimizer/{index}/{key}" for key, value in state.items() if not _sound(torch.as_tensor(value), False)]
     if not bad:
         return []

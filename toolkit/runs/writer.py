@@ -210,8 +210,6 @@ class _BestNumbers:
 def _known_trackers(folder: Path, resume_state: Mapping) -> dict[str, dict]:
     """What the trackers of a run that goes on have of it: `tracker.json`, else what the checkpoint says."""
     try:
-        known = json.loads((folder / "tracker.json").read_text(encoding="utf-8"))
+        return json.loads((folder / "tracker.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        ids = resume_state.get("run_ids") or {resume_state.get("tracker"): resume_state.get("run_id")}
-        return {name: {"run_id": run_id} for name, run_id in ids.items() if run_id}
-    return {known["tracker"]: known} if "tracker" in known else known  # an earlier release had one
+        return {name: {"run_id": run_id} for name, run_id in resume_state["run_ids"].items() if run_id}

@@ -88,9 +88,7 @@ class StepBudget:
         self.settled = self._used >= 0.5
 
     def count_on(self, step: int, earlier: Mapping | None) -> None:
-        """Plans anew for a run that has made `step` steps: their seconds count, where the state `earlier` knows them.
-
-        """
+        """Plans anew for a run that has made `step` steps: their seconds count, where the state `earlier` knows them."""
         self.steps = self.begun_steps = self.planned_steps = step
         self.elapsed_s = self.begun_s = self.planned_s = earlier["elapsed_s"] if earlier else 0.0
 
@@ -102,15 +100,8 @@ class StepBudget:
         return {name: copy.copy(getattr(self, name)) for name in self._STATE}
 
     def load_state_dict(self, state: Mapping) -> None:
-        earlier = {"planned_steps": state["steps"], "planned_s": state["elapsed_s"], "settled": is_settled(state)}
-        earlier |= {"begun_steps": 0, "begun_s": 0.0}
         for name in self._STATE:
-            setattr(self, name, copy.copy({**earlier, **state}[name]))
-
-
-def is_settled(state: Mapping) -> bool:
-    """Whether the length in the state of a `StepBudget` stands for good. Earlier releases planned once."""
-    return state.get("settled", state["total_steps"] is not None)
+            setattr(self, name, copy.copy(state[name]))
 
 
 def steps_from(value: int | str, steps_per_epoch: int) -> int:

@@ -155,8 +155,8 @@ def build_optimizer(
 def load_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
     """`load_state_dict`, with what is kept of each parameter in the order in memory of the parameter.
 
-    A fused update goes through both side by side, whatever their strides say. The state of a run on a GPU, or of an
-    earlier release, whose weights were not channels-last, would be that of other entries.
+    A fused update goes through both side by side, whatever their strides say. A state whose weights lay otherwise, as
+    those of other hardware may, would be that of other entries.
     """
     optimizer.load_state_dict(state)
     for parameter, kept in optimizer.state.items():

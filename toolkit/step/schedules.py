@@ -192,7 +192,7 @@ class GroupRates:
                            "resume with that one, or begin the new one with --run.resume_schedule new")  # fmt: skip
         for key in self._STATE:
             setattr(self, key, copy.copy(state[key]))
-        self.clock = tuple(state.get("clock", GroupRates.clock))  # an earlier release has none
+        self.clock = tuple(state["clock"])
 
 
 class Schedule(GroupRates):

@@ -22,7 +22,6 @@ from toolkit.models import build_detector
 from toolkit.models.detector import Detector
 from toolkit.models.final import load_detector_folder
 from toolkit.models.inference_settings import with_inference_settings
-from toolkit.models.old_names import renamed
 from toolkit.offline import cached_when_offline
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
@@ -163,9 +162,9 @@ def load_detector(run: Run, weights: str) -> Detector:
 def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
     """The detector that `config.yaml` describes, randomly initialised, frozen as told; nothing is downloaded.
 
-    config: of `load_config_dict`, of a run folder of any version.
+    config: of `load_config_dict`.
     """
-    settings = {**renamed(config["model"]["architecture"], config["model"]), "pretrained_backbone": False}
+    settings = {**config["model"], "pretrained_backbone": False}
     detector = build_detector(**settings, class_names=class_names)
     freeze_prefixes(detector, settings.get("freeze_prefixes", ()))
     return detector

@@ -10,7 +10,6 @@ from toolkit.data.table import DetectionTable
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput
 from toolkit.models import options_class
-from toolkit.models.old_names import renamed
 from toolkit.models.relation.frequency import count_predicates, table_graphs
 from toolkit.models.relation.graph_detector import GraphDetector
 from toolkit.models.relation.options import GraphOptions, SceneGraphOptions
@@ -106,7 +105,7 @@ def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
 
 
 def _given_settings(options: GraphOptions, source: Pretrained) -> dict:
-    given = renamed(source.architecture, options.detector_options or {})
+    given = {key: value for key, value in (options.detector_options or {}).items() if value is not None}
     return given if options.backbone is None else given | {"backbone": options.backbone}
 
 

@@ -37,10 +37,9 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.files import near_names
-from toolkit.models.old_names import renamed
 from toolkit.offline import cached_when_offline
 from toolkit.runs.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
-from toolkit.runs.settings_file import ABOUT_STARTING
+from toolkit.runs.settings_file import detector_options
 
 
 @dataclass
@@ -105,9 +104,8 @@ def _from_our_folder(name: str, path: Path) -> Pretrained:
 
 def _described(model: Mapping) -> tuple[str, dict]:
     """Architecture and settings of the detector of a run, without those that say where its own weights came from."""
-    options = renamed(model["architecture"], model)
-    for name in ("pretrained_backbone", *ABOUT_STARTING):
-        options.pop(name, None)
+    options = detector_options(model)
+    options.pop("pretrained_backbone", None)
     return options.pop("architecture"), options
 
 
