@@ -196,7 +196,7 @@ def test_the_lock_dies_with_its_process_though_a_worker_lives_on(tmp_path):
 
 def test_a_file_removed_by_its_holder_in_the_meantime_is_no_lock(tmp_path, monkeypatch):
     """The one who has it removes it at the end; who has opened it before holds nothing."""
-    first, taken = FolderLock(), []
+    first, taken, holding = FolderLock(), [], []
     first.take(tmp_path)
     flock = fcntl.flock
 
@@ -205,11 +205,12 @@ def test_a_file_removed_by_its_holder_in_the_meantime_is_no_lock(tmp_path, monke
             first.__exit__()
         taken.append(operation)
         flock(descriptor, operation)
+        holding.append(descriptor)
 
     monkeypatch.setattr(fcntl, "flock", late)
     with FolderLock() as second:
         second.take(tmp_path)
-        assert len(taken) == 2 and os.path.samestat(os.fstat(second._descriptor), os.stat(tmp_path / ".lock"))
+        assert taken.count(fcntl.LOCK_EX | fcntl.LOCK_NB) == 2 and os.path.samestat(os.fstat(holding[-1]), os.stat(tmp_path / ".lock"))
 
 
 def test_a_disk_without_locks_is_said(tmp_path, monkeypatch):
