@@ -1,9 +1,9 @@
 """What the offline W&B files of a run hold, for tests of trackers and of whole runs."""
 
 import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
-
-from toolkit.runs.trackers.offline_wandb import read_offline_wandb
 
 
 def offline_history(folder: Path) -> list[tuple[str, int, dict]]:
@@ -59,3 +59,31 @@ def _boxes(path: Path) -> list[tuple]:
 
 def _items(items) -> dict:
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def read_offline_wandb(path: Path) -> Iterator:
+    """The protobuf `Record`s of a `.wandb` file, up to where it was cut off.
+
+    The file is a LevelDB log (github.com/google/leveldb, doc/log_format.md) behind seven bytes of its own: blocks of
+    32 KiB, chunks of crc32, length and type (1 whole, 2 first, 3 middle, 4 last).
+    """
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, parts = Path(path).read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:  # padding at the end of a block
+            position += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        part = data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind not in (1, 2, 3, 4) or len(part) < length:
+            return
+        parts = part if kind in (1, 2) else parts + part
+        if kind in (1, 4):
+            try:
+                yield Record.FromString(parts)
+            except DecodeError:
+                return

@@ -35,7 +35,8 @@ class RunWriter:
         track_unscaled: whether trackers are sent the losses before their weights too, `..._unscaled`.
 
     Run ids and the steps that were sent stand in `tracker.json`. A step is noted there before it is sent, so that a
-    kill between the two cannot have it sent again; after a kill, W&B's server or offline files tell what it has.
+    kill between the two cannot have it sent again; after a kill, W&B's server tells what it has, and offline files,
+    which lack what was in memory, get all rows again, each under its step.
     Rows of an evaluation are sent with `best/...`: the numbers of the best one so far.
     """
 

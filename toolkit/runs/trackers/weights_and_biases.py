@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.runs.trackers import agent_run_id
-from toolkit.runs.trackers.offline_wandb import last_offline_step
 from toolkit.runs.trackers.tracker import About, DataFacts, Tracker, flat
 
 INIT_TIMEOUT_S = 30
@@ -33,7 +32,7 @@ class WandbTracker(Tracker):
         self.run_id = self.run_id or agent_run_id() or uuid.uuid4().hex[:8]
         self._run = _init(wandb, folder, about, self.run_id)
         if resumed and not was_closed:  # killed: what was sent last may never have reached the server or a file
-            self.floor = max(self._run.step - 1, last_offline_step(folder, self.run_id))
+            self.floor = self._run.step - 1  # of the server; -1 without a network: a row sent twice has the same step
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         for name in FILES:
