@@ -173,7 +173,7 @@ def _recipe(script: str) -> tuple[str, str, str]:
     """(training script, its settings file for this machine, why that one), the files as seen from where we are."""
     import torch  # here: `--help` does without
 
-    from toolkit.offline import hub_answers
+    from toolkit.models.weights.pretrained import hub_answers
 
     root, here = Path(__file__).resolve().parent.parent, Path.cwd()
     kind, why = script.removeprefix("train_"), ""

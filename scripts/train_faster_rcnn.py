@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.command_line import run_script
+from toolkit.imports import importing
 from toolkit.models.faster_rcnn.options import FasterRcnnOptions
-from toolkit.modes import importing
 from toolkit.runs.settings import (
     DataConfig,
     EvalConfig,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.command_line import run_script
+from toolkit.imports import importing
 from toolkit.models.relation.options import SceneGraphOptions
-from toolkit.modes import importing
 from toolkit.runs.settings import (
     DataConfig,
     HubConfig,

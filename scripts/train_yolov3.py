@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.command_line import run_script
+from toolkit.imports import importing
 from toolkit.models.yolov3.options import Yolov3Options
-from toolkit.modes import importing
 from toolkit.runs.settings import (
     DataConfig,
     EvalConfig,

@@ -4,6 +4,7 @@
 """
 
 import ast
+import graphlib
 import re
 import subprocess
 from pathlib import Path
@@ -35,23 +36,23 @@ def test_a_training_script_is_its_loop(path):
 
 
 # Who may import whom: rooms below, and what plain types and files of theirs others may use. docs/design.md draws it.
-LOOSE = {"attributes", "batch", "box_ops", "boxes", "distributed", "errors", "extras", "files", "modes", "offline"}
-LOOSE |= {"detect", "signals", "text"}
+LOOSE = {"batch", "box_ops", "boxes", "detect", "distributed", "errors", "files", "imports", "signals", "text"}
 ROOMS = {
     "step": set(),
     "runs": {"data.table"},
     "data": set(),
-    "evaluation": {"data.table", "data.decoding", "data.formats.coco", "runs.metrics_log", "runs.settings_file"},
+    "evaluation": {"data.table", "data.decoding", "data.formats.coco", "runs.metrics_log", "runs.settings_file",
+                   "step.freezing"},
     "models": {"step", "runs", "data.table"},
     "use": {"step", "runs", "data", "evaluation", "models"},
 }
-TOP = ["command_line", "log", "saving", "recovery", "validation", "at_start", "at_end", "training", "memory_probe"]
-TOP += ["session"]
+TOP = ["command_line", "log", "saving", "recovery", "validation", "at_start", "training", "session"]
 
 
-def imported(path: Path) -> set[str]:
-    """Modules of the toolkit that a file imports, without `toolkit.`, wherever in the file."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+def imported(path: Path, inside: bool = True) -> set[str]:
+    """Modules of the toolkit that a file imports, without `toolkit.`; inside: also in functions."""
+    tree = ast.parse(path.read_text())
+    nodes = [node for node in (ast.walk(tree) if inside else tree.body) if isinstance(node, ast.ImportFrom)]
     found = set()
     for node in nodes:
         if node.module and node.module.split(".")[0] == "toolkit":
@@ -73,9 +74,21 @@ def may_import(importer: str, module: str) -> bool:
     return False
 
 
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT / "toolkit").with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+def test_no_circle_of_imports():
+    graph = {name: {m for m in imported(path, inside=False) if not f"{name}.".startswith(f"{m}.")}
+             for name, path in zip(map(name_of, MODULES), MODULES, strict=True)}  # fmt: skip
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names it
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph | {"errors": {"session"}}).prepare()
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_arrows_point_one_way(path):
-    name = ".".join(path.relative_to(ROOT / "toolkit").with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    name = name_of(path)
     wrong = sorted(module for module in imported(path) if not may_import(name, module))
     assert not wrong, f"toolkit/{name} must not import {', '.join(wrong)}"
 

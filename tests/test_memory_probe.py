@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from toolkit.memory_probe import state_stand_in
+from toolkit.step.memory import state_stand_in
 from toolkit.step.optim import build_optimizer
 
 

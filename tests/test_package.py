@@ -22,7 +22,7 @@ import pytest
 
 from toolkit import detect
 from toolkit.errors import BadInput
-from toolkit.extras import import_extra, import_without
+from toolkit.imports import import_extra, import_without
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from toolkit.errors import BadInput
-from toolkit.step.plateau import PlateauSchedule
-from toolkit.step.schedules import Schedule, warm_up
+from toolkit.step.schedules import PlateauSchedule, Schedule, warm_up
 
 
 def schedule(**options) -> PlateauSchedule:

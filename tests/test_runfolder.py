@@ -210,7 +210,8 @@ def test_a_file_removed_by_its_holder_in_the_meantime_is_no_lock(tmp_path, monke
     monkeypatch.setattr(fcntl, "flock", late)
     with FolderLock() as second:
         second.take(tmp_path)
-        assert taken.count(fcntl.LOCK_EX | fcntl.LOCK_NB) == 2 and os.path.samestat(os.fstat(holding[-1]), os.stat(tmp_path / ".lock"))
+        assert taken.count(fcntl.LOCK_EX | fcntl.LOCK_NB) == 2
+        assert os.path.samestat(os.fstat(holding[-1]), os.stat(tmp_path / ".lock"))
 
 
 def test_a_disk_without_locks_is_said(tmp_path, monkeypatch):

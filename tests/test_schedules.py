@@ -9,10 +9,8 @@ import torch
 from toolkit.data.sampling import accumulation_at
 from toolkit.errors import BadInput
 from toolkit.runs.settings import ScheduleConfig
-from toolkit.step.build_schedule import schedule_of_settings
 from toolkit.step.length import StepBudget, is_time, steps_from
-from toolkit.step.plateau import PlateauSchedule
-from toolkit.step.schedules import SHAPES, Schedule, lr_factor
+from toolkit.step.schedules import SHAPES, PlateauSchedule, Schedule, lr_factor, schedule_of_settings
 
 OPTIONS = {"multistep": {"milestones": [30, 60]}, "step": {"step_size": 40}}
 

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.data import shards
+from toolkit.data import places
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import write_folder
-from toolkit.data.pipeline import train_transform, training_loader, training_sizes
+from toolkit.data.pipeline import blocks_of, train_transform, training_loader, training_sizes
 from toolkit.data.places import open_places
 from toolkit.data.sampling import MIXED_BLOCKS, EpochSampler, block_order, rank_runs
-from toolkit.data.shards import blocks_of
 from toolkit.data.splits import hold_out
 from toolkit.errors import BadInput
 
@@ -85,11 +84,11 @@ def test_an_epoch_reads_each_row_group_once_and_each_rank_its_own(table, monkeyp
     assert np.bincount(blocks).max() <= GROUP and len(set(blocks)) == 6
     samplers = ranks(blocks, 2, 2)
     opened = []
-    read = shards.open_shard
-    monkeypatch.setattr(shards, "open_shard", lambda url: opened.append(url) or read(url))
+    read = places.open_shard
+    monkeypatch.setattr(places, "open_shard", lambda url: opened.append(url) or read(url))
     seen = []
     for sampler in samplers:
-        shards._row_group.cache_clear()
+        places._row_group.cache_clear()
         keys = [key for batch in sampler for key in batch]
         seen.append({blocks[key.index] for key in keys})
         for key in keys:
@@ -172,7 +171,7 @@ def test_a_broken_image_is_named_when_it_is_read(table, folder, tmp_path):
     gone = folder / "data" / name.rsplit("/", 2)[0].rsplit("/")[-1]
     hidden = gone.rename(tmp_path / "gone")
     try:
-        shards._row_group.cache_clear()
+        places._row_group.cache_clear()
         _, loader = training_loader(table, train_transform(recipe="detr", image_size=32), batch_size_per_device=4,
                                     workers=0, seed=0, stride=1)  # fmt: skip
         with pytest.raises(BadInput, match="cannot be read"):

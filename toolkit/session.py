@@ -23,8 +23,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from toolkit.at_end import evaluate_test_split
-from toolkit.at_start import open_what_it_needs
+from toolkit.at_start import open_what_it_needs, probe_memory
 from toolkit.data import pipeline
 from toolkit.data.batches import collate
 from toolkit.data.sampling import EpochSampler
@@ -34,7 +33,6 @@ from toolkit.distributed import agree_max, run_on_main, seed_step, state_from_ma
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.evaluation.coco import check_ground_truth
 from toolkit.log import Log
-from toolkit.memory_probe import probe_memory
 from toolkit.models.detector import Detector
 from toolkit.models.start import start_detector
 from toolkit.runs.best import Best
@@ -56,7 +54,6 @@ from toolkit.runs.trackers.tracker import About, data_facts
 from toolkit.runs.writer import RunWriter
 from toolkit.saving import load, save
 from toolkit.signals import StopSignals, signal_name
-from toolkit.step.build_schedule import schedule_of_settings
 from toolkit.step.compiling import compile_in_place
 from toolkit.step.determinism import be_deterministic
 from toolkit.step.ema import Ema
@@ -65,10 +62,11 @@ from toolkit.step.length import StepBudget, is_time, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers, precision_of_device
+from toolkit.step.schedules import schedule_of_settings
 from toolkit.training import Pace, Training, raise_trouble
 from toolkit.use.export import check_exportable, export_final
 from toolkit.use.publish import check_push, push, report_and_card
-from toolkit.validation import Validation, check_metric, finish, validate
+from toolkit.validation import Validation, check_metric, evaluate_test_split, finish, validate
 
 
 @dataclass

@@ -34,8 +34,7 @@ from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import StepBudget, is_time
 from toolkit.step.losses import LossWeights, WeightedLosses, window_denominators
 from toolkit.step.norms import bn_momentum, set_bn_momentum
-from toolkit.step.plateau import PlateauSchedule
-from toolkit.step.schedules import Schedule
+from toolkit.step.schedules import PlateauSchedule, Schedule
 from toolkit.step.state import looks_finite, unusable_rate
 from toolkit.validation import Validation, validate
 

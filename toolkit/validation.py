@@ -1,17 +1,21 @@
-"""One evaluation during training: raw and averaged weights, numbers, pictures, and whether it is the best so far.
+"""One evaluation during training: raw and averaged weights, numbers, pictures, and whether it is the best so far; and
+that of the best weights on a test split, which decided nothing, when training has ended.
 
 `t` is a `toolkit.training.Training` throughout.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.errors import Preempted, StoppedByGuard
+from toolkit.evaluation.choose import make_evaluator
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predict_dataset import predict_dataset
@@ -36,7 +40,7 @@ class Validation:
     """
 
     table: DetectionTable
-    loader: torch.utils.data.DataLoader | None
+    loader: DataLoader | None
     evaluator: CocoEvaluator | SceneGraphEvaluator | None
     score_threshold: float = 0.0
     pictures: int = 8
@@ -190,3 +194,54 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
         matches = getattr(t.validation.evaluator, "matches", None) or match(predictions, t.validation.table)
         shown = shown_evaluation(t.validation.table, predictions, matches, scores, t.validation.pictures, grid)
         t.log.writer.show(shown, t.step)
+
+
+def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) -> dict[str, float | None]:
+    """Evaluates the detector, which holds the best weights after `toolkit.validation.finish`; every rank takes part.
+
+    Writes a row `test/...`, prints the table, and keeps the predictions in `report/test_predictions.json`.
+
+    Args:
+        table, loader: the test split.
+        e: settings with the names of `toolkit.runs.settings.SceneGraphEvalConfig`, or of `EvalConfig`.
+
+    Returns:
+        the row.
+
+    Raises:
+        Preempted: a signal came; the resumed run evaluates again.
+    """
+    of_graphs = {key: getattr(e, key) for key in ("protocol", "zero_shot") if hasattr(e, key)}
+    evaluator = make_evaluator(t.detector, table, e.backend, **of_graphs)
+    found = predict_dataset(
+        t.detector,
+        loader,
+        t.accelerator.device,
+        loss_weights=t.weights,
+        step=t.step,
+        autocast=t.accelerator.autocast,
+        stop=lambda: t.signals.received,
+        score_threshold=e.score_threshold,
+        description="test split",
+        say=t.log.say,
+    )
+    if found.interrupted:
+        raise Preempted("signal during the evaluation on the test split; `--run.resume latest` does it again")
+    scores = run_on_main(partial(evaluator.evaluate, found.by_image))
+    row = {f"test/{name}": value for name, value in {**scores, **found.losses}.items()}
+    t.log.write(t.step, t.sampler.epoch, row)
+    show = partial(_show_test_split, t, table, evaluator, found.by_image, scores)
+    run_on_main(lambda: t.log.attempt("showing the evaluation on the test split", show))
+    return row
+
+
+def _show_test_split(t, table: DetectionTable, evaluator, predictions: dict, scores: dict) -> None:
+    """The table on the console, and the predictions with their numbers in a file; on the main process."""
+    if not t.accelerator.is_main_process:
+        return
+    step = t.step if t.best.value is None else t.best.step
+    told = evaluator.describe(scores, predictions, step)
+    t.log.say(f"test split {table.name}, weights of step {step}\n{told}")
+    about = {key: getattr(evaluator, key) for key in ("mode", "protocol") if hasattr(evaluator, key)}
+    about |= {"detector": f"{t.folder.name}, step {step}", "step": step}
+    write_predictions(t.folder / "report" / "test_predictions.json", predictions, table, scores=scores, **about)

@@ -39,8 +39,7 @@ from toolkit.models.relation.layers import label_embedding
 from toolkit.models.weights.mapping import map_weights
 from toolkit.step.gradients import gradient_norm, gradient_table
 from toolkit.step.optim import parameter_groups
-from toolkit.step.plateau import PlateauSchedule
-from toolkit.step.schedules import lr_factor, warm_up
+from toolkit.step.schedules import PlateauSchedule, lr_factor, warm_up
 
 
 def pytest_generate_tests(metafunc):

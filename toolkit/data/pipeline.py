@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 
 from toolkit.data.batches import make_loader
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.mixed_dataset import MixedDataset
+from toolkit.data.places import Places, Shards
 from toolkit.data.sampling import EpochSampler, EvalSampler, aspect_ratio_groups, repeat_factors
-from toolkit.data.shards import blocks_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import (
     Compose,
@@ -308,3 +309,12 @@ def _check_transform(recipe: str, scales: Sequence[int], random_crop: bool, zoom
         faults.append(f"data.zoom_out is {zoom_out}; expected the largest canvas in sides of the image, 1 for none")
     if faults:
         raise BadInput(faults)
+
+
+def blocks_of(table: DetectionTable) -> np.ndarray | None:
+    """(len,) int64: number of the row group of each image; None where images are not read by row groups."""
+    root = table.image_root
+    if not isinstance(root, Places) or not isinstance(root.parts[0], Shards):
+        return None
+    groups = pc.replace_substring_regex(table.rows["file_name"], "/[0-9]+$", "").combine_chunks().dictionary_encode()
+    return groups.indices.to_numpy(zero_copy_only=False).astype(np.int64)

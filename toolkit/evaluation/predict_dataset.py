@@ -14,7 +14,7 @@ from toolkit.batch import dicts_to_host
 from toolkit.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
 from toolkit.evaluation.scene_graph_evaluator import TOP
 from toolkit.evaluation.scene_graph_matches import compact_graph
-from toolkit.modes import eval_mode
+from toolkit.step.freezing import eval_mode
 
 LITTLE = 10**9  # bytes
 TENSOR_BYTES = 500  # of a tensor beside its values

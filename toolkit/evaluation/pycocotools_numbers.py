@@ -9,7 +9,7 @@ from pycocotools.cocoeval import COCOeval
 
 from toolkit.boxes import Boxes
 from toolkit.evaluation.matches import Matches
-from toolkit.modes import uncollected
+from toolkit.imports import uncollected
 
 
 def pycocotools_numbers(matches: Matches) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from toolkit.attributes import attribute_targets
+from toolkit.batch import attribute_targets
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 from toolkit.evaluation.class_keys import metric_keys

@@ -8,9 +8,8 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from toolkit.errors import BadInput
-from toolkit.extras import import_without
+from toolkit.imports import import_without, importing
 from toolkit.models.options import DetectorOptions
-from toolkit.modes import importing
 
 if TYPE_CHECKING:
     from toolkit.models.detector import Detector

@@ -18,7 +18,7 @@ from torch import nn
 
 from toolkit.errors import BadInput
 from toolkit.models.weights.backbone_file import timm_model_from_file
-from toolkit.offline import cached_when_offline
+from toolkit.models.weights.pretrained import cached_when_offline
 
 if TYPE_CHECKING:
     from transformers import TimmBackboneConfig

@@ -17,7 +17,7 @@ from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.card import write_card
 from toolkit.models.inference_settings import with_inference_settings
-from toolkit.runs.checkpoint import FORMAT, check_format
+from toolkit.runs.checkpoint_content import FORMAT, stale
 
 
 def save_transformers_folder(
@@ -92,7 +92,8 @@ def load_detector_folder(
         options, size = config["model"], config["processor_size"]
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error
-    check_format(str(folder), config.get("format", 1))
+    if fault := stale(config.get("format", 1)):
+        raise BadInput(f"{folder} {fault}")
     categories = [Category(entry["id"], entry["name"]) for entry in table]
     options = with_inference_settings(options, settings)
     detector = build_detector(**options, class_names=[category.name for category in categories])

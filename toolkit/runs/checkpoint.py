@@ -27,9 +27,8 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.files import decode_json, encode_json, fsync_folder
-from toolkit.runs.checkpoint_content import OPTIMIZER, STATE, changed_files, faults_of_run, well_formed
+from toolkit.runs.checkpoint_content import FORMAT, OPTIMIZER, STATE, changed_files, faults_of_run, stale, well_formed
 
-FORMAT = 2  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
 MANIFEST = "MANIFEST.json"
 # `.replaced` exists only between the two renames that put a new checkpoint in the place of one of the same step.
 _STEP_FOLDER = re.compile(r"step_(\d{6,})(\.replaced)?")
@@ -386,19 +385,11 @@ def _read_manifest(path: Path) -> dict:
         raise CheckpointError(f"Checkpoint {path}: {reason}.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST} cannot be read ({_first_line(error)}).") from error
-    if isinstance(manifest, dict):
-        check_format(f"Checkpoint {path}", manifest.get("format", FORMAT))
+    if isinstance(manifest, dict) and (fault := stale(manifest.get("format", FORMAT))):
+        raise CheckpointError(f"Checkpoint {path} {fault}")
     if not well_formed(manifest):
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST} is not what this toolkit writes.")
     return manifest
-
-
-def check_format(what: str, found: object) -> None:
-    """Raises CheckpointError where something was not written in today's format."""
-    if found != FORMAT:
-        raise CheckpointError(f"{what} was written by another version of this toolkit (format {found}; this one reads "
-                              f"{FORMAT}): use it with that version, whose commit is in environment.json of its run, "
-                              "or train again.")  # fmt: skip
 
 
 def _step_folders(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+FORMAT = 2  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
 STATE, OPTIMIZER = "state.json", "optimizer.pt"
 _PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", ".npz", ".joblib", ".dill", ".mar"}
 _NUMBER = (int, float)
@@ -39,6 +40,14 @@ _STATE = {
 _SAMPLER = ("seed", "epoch", "offset", "world_size", "batch_size", "num_samples")
 # State dicts whose infinities may be meant, such as a buffer that is an attention mask.
 _WEIGHTS = ("model", "ema")
+
+
+def stale(found: object) -> str:
+    """In words, that something has another format than today's; "" where it has not."""
+    if found == FORMAT:
+        return ""
+    return (f"was written by another version of this toolkit (format {found}; this one reads {FORMAT}): use it with "
+            "that version, whose commit is in environment.json of its run, or train again.")  # fmt: skip
 
 
 def well_formed(manifest) -> bool:

@@ -12,7 +12,7 @@ import psutil
 import yaml
 
 from toolkit.errors import BadInput
-from toolkit.modes import uncollected
+from toolkit.imports import uncollected
 
 # What these scripts do not do, by how a flag, or a key of the settings file, begins. Accelerate would shard nothing, or
 # drop what was asked for, without a word.

@@ -1,7 +1,8 @@
-"""Freezing parts of a model in a way that survives `.train()`."""
+"""Freezing parts of a model in a way that survives `.train()`; evaluation mode for a while."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -56,3 +57,15 @@ def _nearest(name: str, modules: Iterable[str]) -> str:
     prefix = f"{parent}." if parent else ""
     beside = [m for m in known if m.startswith(prefix) and m and m.count(".") == depth]
     return f"{parent or 'the model'} has: {', '.join(sorted(beside)) or 'no modules'}"
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every submodule has the mode it had (frozen parts stay in evaluation mode)."""
+    modes = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, training in modes:
+            m.training = training

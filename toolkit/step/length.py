@@ -88,7 +88,7 @@ class StepBudget:
         self.settled = self._used >= 0.5
 
     def count_on(self, step: int, earlier: Mapping | None) -> None:
-        """Plans anew for a run that has made `step` steps: their seconds count, where the state `earlier` knows them."""
+        """Plans anew after `step` steps, whose seconds count where the state `earlier` knows them."""
         self.steps = self.begun_steps = self.planned_steps = step
         self.elapsed_s = self.begun_s = self.planned_s = earlier["elapsed_s"] if earlier else 0.0
 

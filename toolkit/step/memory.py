@@ -1,9 +1,13 @@
 """Out of memory: say which batch did it, and find out before step 0."""
 
+import copy
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from toolkit.batch import Batch
 from toolkit.errors import BadInput
@@ -36,3 +40,31 @@ def naming_the_batch(window: Sequence[Batch]) -> Iterator[None]:
         ) from error
 
 
+def largest_samples(sizes_hw: np.ndarray, num_boxes: np.ndarray, count: int) -> list[int]:
+    """Indices of the `count` samples that need most memory: half by their boxes, half by their pixels.
+
+    Args:
+        sizes_hw: (N, 2) integers, pixels. num_boxes: (N,) integers.
+    """
+    by_boxes = np.argsort(-num_boxes, kind="stable")[: count // 2].tolist()
+    by_pixels = np.argsort(-sizes_hw.astype(np.int64).prod(1), kind="stable")[:count].tolist()
+    return list(dict.fromkeys([*by_boxes, *by_pixels]))[:count]
+
+
+def state_stand_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Tensors as large as the state (Adam's moments, momentum) that the optimizer lacks before its first update.
+
+    A copy of it updates one number, which tells how many tensors it keeps per parameter; itself it stays as it is.
+    """
+    tensors = []
+    for group in optimizer.param_groups:
+        number = torch.zeros(1, requires_grad=True)
+        number.grad = torch.zeros(1)
+        other = copy.copy(optimizer)
+        other.state, other.param_groups = defaultdict(dict), [{**group, "params": [number]}]
+        type(optimizer).step(other)
+        kept = sum(isinstance(v, Tensor) and v.shape == number.shape for v in other.state[number].values())
+        # written, for a CPU gives memory only then
+        lacking = [p for p in group["params"] if p.requires_grad and p not in optimizer.state]
+        tensors += [torch.empty_like(p).fill_(0) for p in lacking for _ in range(kept)]
+    return tensors

@@ -8,10 +8,12 @@ import copy
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from toolkit.errors import BadInput
+from toolkit.step.length import steps_from
 
 SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic")
 
@@ -247,3 +249,100 @@ def _check(name: str, options: Mapping) -> None:
         problems.append(f"schedule.warmup_steps is {options['warmup_steps']}; expected 0 or more")
     if problems:
         raise BadInput(problems)
+
+
+class PlateauSchedule(GroupRates):
+    """Writes lr = initial_lr * warm-up(step) * gamma^decays into an optimizer's groups; the validation decides.
+
+    WarmupReduceLROnPlateau of Scene-Graph-Benchmark without its constructor, which counted a first validation of 0.
+
+    Args:
+        optimizer: see `GroupRates`.
+        gamma: factor of one decay. patience: validations in a row without improvement before it. threshold: what a
+            result must exceed the best one by (absolute; larger is better) to be an improvement.
+        cooldown: validations after a decay, and at the start, that cannot count as bad.
+        max_decays: `finished` after that many.
+        warmup_steps, warmup_start, warmup_method: see `warm_up`. A decay can happen during warm-up.
+
+    Raises BadInput: patience or max_decays below 1, an unknown warm-up.
+    """
+
+    name = "plateau"
+    _STATE = ("scale", "decays", "best", "bad", "cooling", "options")
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gamma: float = 0.1,
+        patience: int = 2,
+        threshold: float = 1e-3,
+        cooldown: int = 0,
+        max_decays: int = 3,
+        warmup_steps: int = 500,
+        warmup_start: float = 0.1,
+        warmup_method: str = "linear",
+    ):
+        problems = [
+            f"schedule.{name} is {value}; expected at least 1"
+            for name, value in (("patience", patience), ("max_decays", max_decays))
+            if value < 1
+        ]
+        if warmup_method not in ("linear", "constant"):
+            problems.append(f"schedule.warmup_method is {warmup_method!r}; expected linear or constant")
+        if problems:
+            raise BadInput(problems)
+        super().__init__(optimizer)
+        self.options = {"gamma": gamma, "patience": patience, "threshold": threshold, "cooldown": cooldown}
+        self.options |= {"max_decays": max_decays, "warmup_steps": warmup_steps}
+        self.options |= {"warmup_start": warmup_start, "warmup_method": warmup_method}
+        self.decays, self.best, self.bad, self.cooling = 0, None, 0, cooldown
+        self.set(0)
+
+    @property
+    def finished(self) -> bool:
+        """Has the rate fallen `max_decays` times?"""
+        return self.decays >= self.options["max_decays"]
+
+    def observe(self, metric: float | None) -> bool:
+        """A validation result (NaN and None, undefined, are bad ones); True when the rate falls for it.
+
+        The new rate is in force from the next `set` on.
+        """
+        options = self.options
+        defined = metric is not None and not math.isnan(metric)
+        if defined and (self.best is None or metric > self.best + options["threshold"]):
+            self.best, self.bad = float(metric), 0
+        else:
+            self.bad += 1
+        if self.cooling > 0:
+            self.cooling, self.bad = self.cooling - 1, 0
+        if self.bad < options["patience"]:
+            return False
+        self.decays, self.bad, self.cooling = self.decays + 1, 0, options["cooldown"]
+        return True
+
+    def factors(self, step: int) -> tuple[float, ...]:
+        """Those of the warm-up, the decays so far and the scale."""
+        options = self.options
+        warm = warm_up(step, options["warmup_steps"], options["warmup_start"], options["warmup_method"])
+        return warm, options["gamma"] ** self.decays, self.scale
+
+
+def schedule_of_settings(c: Any, optimizer: torch.optim.Optimizer, total_steps: int, per_epoch: int) -> GroupRates:
+    """The schedule that settings with the names of `toolkit.runs.settings.ScheduleConfig` say.
+
+    total_steps: length of the run. per_epoch: optimizer steps of an epoch, for what is given in epochs.
+    """
+    warmup_steps = steps_from(c.warmup_steps, per_epoch)
+    if c.name == "plateau":
+        return PlateauSchedule(
+            optimizer, gamma=c.gamma, patience=c.plateau_patience, threshold=c.plateau_threshold,
+            cooldown=c.plateau_cooldown, max_decays=c.max_decays, warmup_steps=warmup_steps,
+            warmup_start=c.warmup_factor, warmup_method=c.warmup_method,
+        )  # fmt: skip
+    return Schedule(
+        optimizer, c.name, total_steps, warmup_steps=warmup_steps, warmup_factor=c.warmup_factor, gamma=c.gamma,
+        power=c.power, milestones=[steps_from(milestone, per_epoch) for milestone in c.milestones],
+        step_size=steps_from(c.step_size, per_epoch), final_factor=c.final_factor, stairs=c.stairs, cycles=c.cycles,
+        last_cycle=c.last_cycle, warmup_method=c.warmup_method, every=per_epoch if c.per == "epoch" else 1,
+    )  # fmt: skip

@@ -22,7 +22,7 @@ from toolkit.models import build_detector
 from toolkit.models.detector import Detector
 from toolkit.models.final import load_detector_folder
 from toolkit.models.inference_settings import with_inference_settings
-from toolkit.offline import cached_when_offline
+from toolkit.models.weights.pretrained import cached_when_offline
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
 from toolkit.step.losses import LossWeights

@@ -19,7 +19,7 @@ from torch import Tensor
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json, relations_as_json
 from toolkit.evaluation.draw import picture_with_boxes
-from toolkit.extras import import_extra
+from toolkit.imports import import_extra
 from toolkit.use.prediction import Predictor
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".ts", ".wmv", ".flv"})

@@ -18,7 +18,7 @@ from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.data.table_cache import cached_table, file_digest, write_table
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS, write_text_atomic
-from toolkit.modes import uncollected
+from toolkit.imports import uncollected
 
 AT_ONCE = 2048  # annotations that wait for their columns
 LISTS = ("images", "annotations", "categories")

@@ -10,8 +10,7 @@ from datasets.exceptions import DatasetsError
 from toolkit.data.annotations import Annotations
 from toolkit.data.checks import check
 from toolkit.data.formats.hub import Columns, annotations_of, columns_of, read_hub, unreachable
-from toolkit.data.places import Places
-from toolkit.data.shards import Shards, open_shard
+from toolkit.data.places import Places, Shards, open_shard
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit.attributes import attribute_targets
-from toolkit.batch import send
+from toolkit.batch import attribute_targets, send
 from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask
 
 

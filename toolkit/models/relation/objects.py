@@ -16,7 +16,7 @@ from toolkit.models.relation.sampling import (
     sample_detected_boxes,
     sample_given_boxes,
 )
-from toolkit.modes import eval_mode
+from toolkit.step.freezing import eval_mode
 
 
 def annotated_graph(target: Mapping) -> dict[str, Tensor]:

@@ -29,17 +29,22 @@ What a detector has to offer:
 """
 
 import json
-from collections.abc import Mapping
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from huggingface_hub import constants
 from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.files import near_names
-from toolkit.offline import cached_when_offline
 from toolkit.runs.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
 from toolkit.runs.settings_file import detector_options
+
+PROBE_S = 5.0  # seconds that the hub has to answer
 
 
 @dataclass
@@ -143,3 +148,31 @@ def _from_transformers(name: str, place: str) -> Pretrained:
 def _first_sentence(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return text[0].split(". ")[0][:200] if text else type(error).__name__
+
+
+# ---------------------------------------------------------------- the hub, where it cannot be reached
+
+
+@contextmanager
+def cached_when_offline() -> Iterator[None]:
+    """Inside, packages that load from the hub use their cache, and fail at once without it, if the hub does not answer.
+
+    Left to themselves they try every file six times, half a minute each, with a warning every time.
+    """
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not hub_answers()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be reached."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=PROBE_S).close()
+    except urllib.error.HTTPError:  # an answer, if not the wanted one
+        return True
+    except OSError:
+        return False
+    return True

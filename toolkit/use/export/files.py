@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from toolkit.errors import BadInput
-from toolkit.extras import import_extra
+from toolkit.imports import import_extra
 from toolkit.use.export.about import KEY, About
 
 Runner = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.extras import import_extra
+from toolkit.imports import import_extra
 from toolkit.use.export.about import KEY, About
 
 

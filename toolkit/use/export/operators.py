@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import roi_align
 
-from toolkit.extras import import_extra
+from toolkit.imports import import_extra
 from toolkit.models import nms  # noqa: F401 - the operator is registered there
 
 onnxscript = import_extra("onnxscript", "onnx", "exported files")
