@@ -31,7 +31,6 @@ from toolkit.models.ssd.criterion import (
     mine_negatives,
     pad_objects,
 )
-from toolkit.models.ssd.model import suppressed_one_by_one, suppressed_together
 from toolkit.models.weights.mapping import map_weights
 from toolkit.step.losses import window_denominators
 
@@ -374,19 +373,6 @@ def test_detections_are_in_pixels_of_the_original_best_first_one_for_each_object
     background[..., 0] = 30.0
     empty, = tiny.postprocess({**outputs, "logits": background}, sizes, orig)
     assert empty["boxes"].shape == (0, 4)
-
-
-@pytest.mark.parametrize("counts", [[7, 0, 40], [0, 0, 0], [1, 1, 1]])
-def test_images_are_suppressed_together_as_one_by_one(counts):
-    generator = torch.Generator().manual_seed(sum(counts))
-    corners = torch.rand(3, 40, 2, generator=generator) * 20
-    boxes = torch.cat([corners, corners + 1 + torch.rand(3, 40, 2, generator=generator) * 20], dim=2)
-    scores = torch.rand(3, 40, generator=generator).sort(dim=1, descending=True).values
-    parts = boxes, scores, torch.randint(2, (3, 40), generator=generator), counts
-    for top_k in (3, 100):
-        found = zip(*(f(*parts, 0.4, top_k) for f in (suppressed_together, suppressed_one_by_one)), strict=True)
-        for ours, theirs in found:
-            assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
 def test_boxes_are_clipped_to_the_image_and_padding_is_taken_off(tiny):

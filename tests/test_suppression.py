@@ -6,17 +6,15 @@ from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import MultiScaleRoIAlign, batched_nms, clip_boxes_to_image, nms, remove_small_boxes
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.models.faster_rcnn.model import one_class_each
+from toolkit.models import build_detector
+from toolkit.models.faster_rcnn.model import of_one_class_each
 from toolkit.models.faster_rcnn.pooling import LevelPool
-from toolkit.models.faster_rcnn.suppression import (
-    Suppression,
-    best_detections,
-    best_of_each_proposal,
-    best_proposals,
-    decode_boxes,
-    limits_whwh,
-)
+from toolkit.models.faster_rcnn.suppression import best_proposals, decode_boxes, limits_whwh
+from toolkit.models.nms import _batch_at_once, best_rows, class_wise_nms, nms_keep, settled, sorted_nms
 
+TWO_STAGE = {"backbone": "lcnet_035", "norm": "batch", "freeze": "none", "strides": [8, 16], "fpn_channels": 16,
+             "anchor_sizes": [[16], [32]], "aspect_ratios": [1.0], "representation_size": 32,
+             "score_threshold": 0.1}  # fmt: skip
 SIZES = [(60, 100), (90, 70), (100, 100)]
 
 
@@ -27,30 +25,93 @@ def some_boxes(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [0, 1, 7, 300])
 @pytest.mark.parametrize("threshold", [0.3, 0.7])
-def test_suppression_is_greedy_nms(count, threshold):
+def test_suppression_by_rounds_is_greedy_nms(count, threshold):
     torch.manual_seed(count)
     boxes, valid = some_boxes(3, count), torch.rand(3, count) > 0.1
     labels = torch.randint(0, 3, (3, count))
-    suppression = Suppression(boxes, valid, threshold, labels)
-    while not suppression.advance():
-        pass
+    keep = sorted_nms(boxes, valid, threshold, labels)
     scores = torch.arange(count, 0, -1).float()
     for i in range(3):
         expected = torch.zeros(count, dtype=torch.bool)
         for label in range(3):
             rows = (valid[i] & (labels[i] == label)).nonzero()[:, 0]
             expected[rows[nms(boxes[i, rows], scores[rows], threshold)]] = True
-        assert torch.equal(suppression.keep[i], expected)
+        assert torch.equal(keep[i], expected)
 
 
 def test_a_long_chain_takes_more_rounds_than_are_made_at_once():
     starts = torch.arange(60.0)[:, None] * 4  # each box overlaps its neighbours alone
     chain = torch.cat([starts, torch.zeros(60, 1), starts + 10, torch.full((60, 1), 10.0)], dim=1)[None]
-    suppression = Suppression(chain, torch.ones(1, 60, dtype=torch.bool), 0.3)
-    assert not suppression.advance(), "16 rounds settle 16 boxes"
-    while not suppression.advance():
-        pass
-    assert suppression.keep[0].tolist() == [i % 2 == 0 for i in range(60)]
+    runs, expected = [], [i % 2 == 0 for i in range(60)]
+
+    def compute():
+        runs.append(sorted_nms(chain, torch.ones(1, 60, dtype=torch.bool), 0.3)[0].tolist())
+        return [torch.tensor(runs[-1])], None
+
+    assert settled(compute)[0][0].tolist() == expected
+    assert runs[0] != expected and runs[1:] == [expected], "16 rounds settle 16 boxes; then it is asked at each turn"
+
+
+@pytest.mark.parametrize("usual, largest", [(1024, 4096), (5, 4096), (5, 5)])
+@pytest.mark.parametrize("trusting", [True, False])
+def test_classes_are_suppressed_on_a_device_as_on_a_cpu(monkeypatch, usual, largest, trusting):
+    monkeypatch.setattr("toolkit.models.nms.USUAL_GROUP", usual)
+    monkeypatch.setattr("toolkit.models.nms.LARGEST_GROUP", largest)
+    torch.manual_seed(0)
+    boxes, scores = some_boxes(3, 4, 40), torch.rand(3, 4, 40)
+    scores = scores.where(scores > 0.3, 0)
+    scores[1] = 0
+
+    def at_once():
+        return _batch_at_once(boxes.flatten(1, 2), scores.flatten(1), 40, 0.4)
+
+    found = settled(lambda: ([at_once()], None))[0][0] if trusting else at_once()
+    expected = class_wise_nms(boxes, scores, 0.4)
+    exported = nms_keep(boxes.flatten(0, 1), scores.flatten(0, 1), 0.4)
+    assert torch.equal(expected.flatten(0, 1) > 0, exported)
+    for own, theirs in zip(found, expected.flatten(1), strict=True):
+        assert torch.equal(best_rows(own[None], 160)[1][0, : (own > 0).sum()],
+                           best_rows(theirs[None], 160)[1][0, : (theirs > 0).sum()])  # fmt: skip
+
+
+@pytest.mark.parametrize("counts", [[30, 0, 17], [0, 0, 0], [1, 1, 1]])
+def test_detections_are_those_of_torchvision(counts):
+    torch.manual_seed(sum(counts))
+    logits, deltas = torch.randn(sum(counts), 4), torch.randn(sum(counts), 4, 4)
+    detector = build_detector("faster_rcnn", class_names=["a", "b", "c"], **TWO_STAGE).eval()
+    outputs = {"boxes": some_boxes(sum(counts)).split(counts), "logits": logits, "deltas": deltas}
+    found = detector.postprocess(outputs, torch.tensor(SIZES), torch.tensor(SIZES), 0.0, 20)
+    theirs = detector.roi_heads.postprocess_detections(logits, deltas.flatten(1), outputs["boxes"], SIZES)
+    for own, boxes, scores, labels in zip(found, *theirs, strict=True):
+        assert torch.equal(own["boxes"], boxes[:20]) and torch.equal(own["scores"], scores[:20])
+        assert torch.equal(own["labels"], labels[:20] - 1)
+
+
+@pytest.mark.parametrize("counts", [[30, 0, 17], [0, 0, 0], [1, 1, 1]])
+@pytest.mark.parametrize("most", [20, 4])
+def test_the_best_class_of_each_proposal_is_that_of_each_image(counts, most):
+    torch.manual_seed(sum(counts))
+    logits, boxes = torch.randn(sum(counts), 4), some_boxes(sum(counts), 4)
+    found = of_one_class_each(logits, boxes, counts, SIZES, 0.1, 0.5, most)
+    images = zip(found, logits.split(counts), boxes.split(counts), SIZES, strict=True)
+    for own, image_logits, image_boxes, size_hw in images:
+        clipped = clip_boxes_to_image(image_boxes, size_hw)
+        expected = one_class_each(image_logits, clipped, 0.1, 0.5, most)
+        assert own.keys() == expected.keys() | {"on_host"} and torch.equal(own["on_host"]["boxes"], own["boxes"])
+        assert all(torch.equal(own[name], expected[name]) for name in expected)
+
+
+def one_class_each(logits, boxes, score_threshold, nms_threshold, top_k):
+    """Of one image, whose boxes (P, 1 + C, 4) are clipped: suppression class by class, then a proposal's best class."""
+    scores = logits.softmax(dim=1)
+    row, label = (scores[:, 1:] > score_threshold).nonzero().unbind(1)
+    kept = batched_nms(boxes[row, label + 1], scores[row, label + 1], label, nms_threshold)
+    left = torch.zeros_like(scores).index_put((row[kept], label[kept] + 1), scores[row[kept], label[kept] + 1])
+    best, label = left[:, 1:].max(dim=1)
+    rows = best.sort(descending=True, stable=True).indices[:top_k]
+    rows = rows[best[rows] > 0]
+    return {"boxes": boxes[rows, label[rows] + 1], "labels": label[rows], "scores": best[rows], "logits": logits[rows],
+            "boxes_per_class": boxes[rows]}  # fmt: skip
 
 
 def test_proposals_are_those_of_each_image():
@@ -73,46 +134,6 @@ def test_proposals_are_those_of_each_image():
             kept_scores.append(scores[left])
         order = torch.cat(kept_scores).argsort(descending=True, stable=True)[:40]
         torch.testing.assert_close(own, torch.cat(kept_boxes)[order], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("counts", [[30, 0, 17], [0, 0, 0], [1, 1, 1]])
-@pytest.mark.parametrize("usual", [1024, 5])
-def test_detections_are_those_of_each_image(counts, usual, monkeypatch):
-    monkeypatch.setattr("toolkit.models.faster_rcnn.suppression.USUAL_GROUP", usual)
-    torch.manual_seed(sum(counts))
-    logits, boxes = torch.randn(sum(counts), 4), some_boxes(sum(counts), 4)
-    limits, scales = limits_whwh(SIZES, torch.device("cpu")), torch.rand(3, 4) + 1
-    options = {"threshold": 0.5, "min_score": 0.1, "most": 20}
-    found = best_detections(logits, boxes, counts, limits, scales, **options)
-    images = zip(found, logits.split(counts), boxes.split(counts), SIZES, scales, strict=True)
-    for own, image_logits, image_boxes, size_hw, scale in images:
-        scores = image_logits.softmax(-1)[:, 1:]
-        rows, classes = (scores > 0.1).nonzero().unbind(1)
-        clipped = clip_boxes_to_image(image_boxes[rows, classes + 1], size_hw)
-        good = remove_small_boxes(clipped, 1e-2)
-        rows, classes, clipped = rows[good], classes[good], clipped[good]
-        kept = batched_nms(clipped.double(), scores[rows, classes].double(), classes, 0.5)[:20]
-        expected = {"boxes": clipped[kept] * scale, "scores": scores[rows, classes][kept], "labels": classes[kept] + 1}
-        assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in expected)
-    assert best_detections(logits, boxes, counts, limits, scales, **options, largest=0) is None or not any(counts)
-
-
-@pytest.mark.parametrize("counts", [[30, 0, 17], [0, 0, 0], [1, 1, 1]])
-@pytest.mark.parametrize("usual", [1024, 5])
-@pytest.mark.parametrize("most", [20, 4])
-def test_the_best_class_of_each_proposal_is_that_of_each_image(counts, usual, most, monkeypatch):
-    monkeypatch.setattr("toolkit.models.faster_rcnn.suppression.USUAL_GROUP", usual)
-    torch.manual_seed(sum(counts))
-    logits, boxes = torch.randn(sum(counts), 4), some_boxes(sum(counts), 4)
-    limits, options = limits_whwh(SIZES, torch.device("cpu")), {"threshold": 0.5, "min_score": 0.1, "most": most}
-    found = best_of_each_proposal(logits, boxes, counts, limits, **options)
-    images = zip(found, logits.split(counts), boxes.split(counts), SIZES, strict=True)
-    for own, image_logits, image_boxes, size_hw in images:
-        clipped = clip_boxes_to_image(image_boxes, size_hw)
-        expected = one_class_each(image_logits, clipped, 0.1, 0.5, most)
-        assert own.keys() == expected.keys() | {"on_host"} and torch.equal(own["on_host"]["boxes"], own["boxes"])
-        assert all(torch.equal(own[name], expected[name]) for name in expected)
-    assert best_of_each_proposal(logits, boxes, counts, limits, **options, largest=0) is None or not any(counts)
 
 
 def test_boxes_are_decoded_as_torchvision_decodes_them():

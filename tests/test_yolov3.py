@@ -17,14 +17,14 @@ from contract import assert_losses_are_divided_as_announced, assert_resolved_opt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torchvision.ops import batched_nms, box_iou
+from torchvision.ops import box_iou
 
 from toolkit.data.table import Category
 from toolkit.data.transforms.mixup import draw_mixup_lambda, mixup
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
-from toolkit.models.yolov3.model import YOLOv3, not_suppressed
+from toolkit.models.yolov3.model import YOLOv3
 from toolkit.models.yolov3.options import DEFAULT_ANCHORS, Yolov3Options
 from toolkit.models.yolov3.targets import (
     STRIDES,
@@ -292,20 +292,6 @@ def test_criterion_never_waits_for_the_device():
 
 
 # ---- boxes out -----------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 60), st.sampled_from([0.1, 0.45, 0.9]))
-def test_suppression_is_torchvisions(seed, count, iou):
-    generator = torch.Generator().manual_seed(seed)
-    corners = torch.rand(2, count, 2, generator=generator) * 20
-    boxes = torch.cat((corners, corners + 1 + torch.rand(2, count, 2, generator=generator) * 20), dim=2)
-    labels = torch.randint(3, (2, count), generator=generator)
-    keep = not_suppressed(boxes, labels, iou)
-    scores = torch.linspace(1, 0.5, count)
-    for b in range(2):
-        theirs = batched_nms(boxes[b].double(), scores.double(), labels[b], iou)
-        assert sorted(theirs.tolist()) == keep[b].nonzero()[:, 0].tolist()
 
 
 def test_postprocess_limits_and_scaling():

@@ -151,12 +151,11 @@ def test_criterion_on_several_ranks_equals_the_original(golden):
 
 
 def test_postprocess_equals_the_original(golden):
-    from toolkit.models.detr.detr import (
-        detr_detections,
-    )  # here: the ranks above import this file, and need no transformers
+    from toolkit.models.detr.detr import Detr  # here: the ranks above import this file, and need no transformers
 
     arrays = {key: torch.from_numpy(value) for key, value in load(golden, "detr_postprocess.npz").items()}
-    detections = detr_detections(arrays["logits"], arrays["boxes"], arrays["target_sizes_hw"], score_threshold=-1.0)
+    outputs, sizes = {name: arrays[name][None] for name in ("logits", "boxes")}, arrays["target_sizes_hw"]
+    detections = Detr.__new__(Detr).postprocess(outputs, sizes, sizes, score_threshold=-1.0)
     for image, detection in enumerate(detections):
         torch.testing.assert_close(detection["scores"], arrays["scores"][image], rtol=1e-5, atol=0)
         assert detection["labels"].tolist() == arrays["labels"][image].tolist()

@@ -38,21 +38,24 @@ def class_wise_nms(boxes_xyxy: Tensor, scores: Tensor, threshold: float, order: 
     if torch.compiler.is_exporting():
         keep = nms_keep(boxes_xyxy.flatten(0, 1), scores.flatten(0, 1), threshold).reshape(scores.shape)
         return scores.where(keep, 0)
-    boxes, flat = boxes_xyxy.flatten(1, 2), scores.flatten(1)
-    if scores.device.type == "cpu":
-        return _image_by_image(boxes, flat, scores.shape[2], threshold, order).view(scores.shape)
-    ranked, order = flat.sort(dim=1, descending=True, stable=True)
+    parts = boxes_xyxy.flatten(1, 2), scores.flatten(1), scores.shape[2], threshold
+    turns = _image_by_image(*parts, order) if scores.device.type == "cpu" else _batch_at_once(*parts)
+    return turns.view(scores.shape)
+
+
+def _batch_at_once(boxes: Tensor, scores: Tensor, in_class: int, threshold: float) -> Tensor:
+    ranked, order = scores.sort(dim=1, descending=True, stable=True)
     width, doubts = USUAL_GROUP, _doubts.get()
     if doubts is None:
         width = int((ranked > 0).sum(1).amax()) if len(ranked) else 0
         if width > LARGEST_GROUP:  # pairs would fill the memory
-            return _image_by_image(boxes, flat, scores.shape[2], threshold, order).view(scores.shape)
+            return _image_by_image(boxes, scores, in_class, threshold, order)
     else:
         doubts.append((ranked[:, width:] > 0).any())
     rows, best = order[:, :width], ranked[:, :width]
-    keep = sorted_nms(rows_of(boxes, rows), best > 0, threshold, rows // scores.shape[2])
-    turns = torch.arange(rows.shape[1], 0, -1, device=rows.device).to(flat).where(keep, 0)
-    return torch.zeros_like(flat).scatter(1, rows, turns).view(scores.shape)
+    keep = sorted_nms(rows_of(boxes, rows), best > 0, threshold, rows // in_class)
+    turns = torch.arange(rows.shape[1], 0, -1, device=rows.device).to(scores).where(keep, 0)
+    return torch.zeros_like(scores).scatter(1, rows, turns)
 
 
 def _image_by_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float, order: Tensor | None) -> Tensor:

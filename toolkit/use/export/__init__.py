@@ -19,7 +19,7 @@ def check_exportable(detector: nn.Module) -> None:
     """Raises BadInput for a detector that cannot be exported, such as one of your own."""
     from toolkit.use.export.graph import detector_meant
 
-    if not detector_meant(detector).exported_sides:
+    if not getattr(detector_meant(detector), "exported_sides", ""):
         raise BadInput(
             f"{detector.options['architecture']} cannot be exported (run.export false): only detectors of this toolkit "
             "have a function that exporters can trace, see toolkit/use/export/graph.py"
