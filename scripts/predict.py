@@ -33,6 +33,7 @@ Exit code 0: all done; 1: some files could not be read, they are listed and the 
 import argparse
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -51,14 +52,7 @@ from toolkit.use.drawing import draw_found
 from toolkit.use.given_boxes import given_boxes
 from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
 from toolkit.use.open import open_predictor
-from toolkit.use.outputs import (
-    FORMATS,
-    categories_as_json,
-    check_outputs,
-    clear_outputs,
-    image_ids_of,
-    write_outputs,
-)
+from toolkit.use.outputs import FORMATS, check_outputs, clear_outputs, image_ids_of, write_outputs
 from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor
 from toolkit.use.selection import from_report, of_classes, smallest_threshold
 from toolkit.use.tiles import flipped, tiled
@@ -151,7 +145,7 @@ def predict_images(
     document = {
         "model": predictor.source,
         "score_threshold": arguments.score_threshold if arguments.score_threshold == "auto" else threshold,
-        "categories": categories_as_json(predictor.categories),
+        "categories": [asdict(category) for category in predictor.categories],
         "images": [entries[path] for path in names if path in entries],
     }
     rows = [ImageRow(*(each[key] for key in ("id", "file_name", "width", "height"))) for each in document["images"]]

@@ -9,7 +9,7 @@ from toolkit.data.formats.coco import write_coco
 from toolkit.data.formats.csv import write_csv
 from toolkit.data.formats.voc import write_voc
 from toolkit.data.formats.yolo import write_yolo
-from toolkit.data.table import Category, LabelledImages
+from toolkit.data.table import LabelledImages
 from toolkit.errors import BadInput
 from toolkit.evaluation.graph_formats import SUFFIXES, graph_text
 from toolkit.files import without_suffix, write_text_atomic
@@ -124,8 +124,3 @@ def _write_graphs(graphs: Sequence[Mapping], names: Sequence[str], folder: Path,
         path = folder / f"{without_suffix(name)}{SUFFIXES[format]}"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, graph_text(graph, format))
-
-
-def categories_as_json(categories: Sequence[Category]) -> list[dict]:
-    """Ids and names of the training data."""
-    return [{"id": category.id, "name": category.name} for category in categories]

@@ -110,17 +110,11 @@ def write_coco(labelled: LabelledImages, path: str | Path) -> None:
 
 
 def _document(labelled: LabelledImages) -> dict:
-    boxes, image_ids = labelled.boxes, [row.image_id for row in labelled.images]
+    boxes, image_ids = labelled.boxes, np.array([row.image_id for row in labelled.images], object)
+    category_ids = np.array([category.id for category in labelled.categories], object)
     keys = "id", "image_id", "category_id", "bbox", "area", "iscrowd"
-    category_ids = [category.id for category in labelled.categories]
-    columns = (
-        boxes.ids.tolist(),
-        [image_ids[image] for image in boxes.image_index.tolist()],
-        [category_ids[label] for label in boxes.labels.tolist()],
-        boxes.xywh.tolist(),
-        boxes.area.tolist(),
-        boxes.iscrowd.astype(int).tolist(),
-    )
+    ids = boxes.ids, image_ids[boxes.image_index], category_ids[boxes.labels]
+    columns = (column.tolist() for column in (*ids, boxes.xywh, boxes.area, boxes.iscrowd.astype(int)))
     annotations = [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
     document = {
         "images": [dict(zip(("id", *ImageRow._fields[1:]), row, strict=True)) for row in labelled.images],
@@ -137,15 +131,12 @@ def _document(labelled: LabelledImages) -> dict:
     return document
 
 
-def _relations(boxes: Boxes, relations: Relations, image_ids: Sequence) -> list[dict]:
+def _relations(boxes: Boxes, relations: Relations, image_ids: np.ndarray) -> list[dict]:
     images = np.arange(len(image_ids)).repeat(np.diff(relations.offsets))
-    first = boxes.offsets[images]
+    first, keys = boxes.offsets[images], ("id", "image_id", "subject_id", "object_id", "predicate_id")
     ends = boxes.ids[first + relations.subject], boxes.ids[first + relations.object]
-    columns = (column.tolist() for column in (images, *ends, relations.predicate + 1))
-    return [
-        {"id": number, "image_id": image_ids[image], "subject_id": subject, "object_id": other, "predicate_id": id_}
-        for number, (image, subject, other, id_) in enumerate(zip(*columns, strict=True), start=1)
-    ]
+    columns = np.arange(1, len(relations) + 1), image_ids[images], *ends, relations.predicate + 1
+    return [dict(zip(keys, values, strict=True)) for values in zip(*(c.tolist() for c in columns), strict=True)]
 
 
 def _numbered(names: Sequence[str]) -> list[dict]:
