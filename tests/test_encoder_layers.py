@@ -4,8 +4,19 @@ do, to the bit.
 pytest tests/test_encoder_layers.py
 """
 
+import ast
+import hashlib
+import importlib
+import inspect
+import textwrap
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
+import transformers
+from packaging.requirements import Requirement
+from packaging.version import Version
 from test_detr import CLASSES, batch_of
 
 from toolkit.models import build_detector
@@ -15,6 +26,51 @@ from toolkit.models.detr.unasked_sizes import sizes_known
 SMALL = {"backbone": "resnet10t", "freeze": "none", "d_model": 32, "heads": 2, "decoder_layers": 2, "ffn_dim": 32,
          "num_queries": 6, "dropout": 0.1}  # fmt: skip
 NAMES = ("detr", "conditional_detr", "deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
+
+
+# What of transformers the patches replace or count on: code without comments, docstrings and annotations, as a hash.
+REPLACED = {
+    "conditional_detr.ConditionalDetrEncoderLayer.forward": "6bfb436538a8",
+    "d_fine.DFineEncoderLayer.forward": "4c2426204ef6",
+    "deformable_detr.DeformableDetrEncoderLayer.forward": "3f018aca7b67",
+    "deimv2.Deimv2EncoderLayer.forward": "4c2426204ef6",
+    "detr.DetrEncoderLayer.forward": "6bfb436538a8",
+    "rt_detr_v2.RTDetrV2EncoderLayer.forward": "4c2426204ef6",
+    "rt_detr_v2.RTDetrV2Model.forward": "84dd24cb66fe",
+    "d_fine.DFineModel.forward": "95e59023e302",
+    "deimv2.Deimv2Model.forward": "d6fcc42872f2",
+    "rt_detr_v2.get_contrastive_denoising_training_group": "6a447a76c05b",
+    "d_fine.get_contrastive_denoising_training_group": "6a447a76c05b",
+    "deimv2.get_contrastive_denoising_training_group": "6a447a76c05b",
+}
+
+
+def hash_of(place: str) -> str:
+    module, *names = place.split(".")
+    found = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    for name in names:
+        found = getattr(found, name)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(found))))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list, node.returns = [], None
+            node.body = node.body[1:] if ast.get_docstring(node) else node.body
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+
+
+def test_what_the_patches_replace_is_what_it_was():
+    """Where this fails: read what changed, mend encoder_layers.py and unasked_sizes.py, then note the new hash."""
+    assert {place: hash_of(place) for place in REPLACED} == REPLACED
+    assert {place.split(".")[1] for place in REPLACED if place.endswith("EncoderLayer.forward")} == ALIKE
+
+
+def test_no_release_of_transformers_is_allowed_that_was_not_compared():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    (allowed,) = (r.specifier for r in map(Requirement, project["dependencies"]) if r.name == "transformers")
+    here = Version(transformers.__version__)
+    assert here in allowed and f"{here.major}.{here.minor + 1}.0" not in allowed
 
 
 @pytest.mark.parametrize("name", NAMES)
