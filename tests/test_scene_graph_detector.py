@@ -27,7 +27,8 @@ from toolkit.models.final import load_detector_folder
 from toolkit.models.relation.frequency import log_frequencies
 from toolkit.models.relation.heads import HEADS
 from toolkit.models.relation.objects import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
-from toolkit.models.relation.start import count_table
+from toolkit.models.relation.options import SceneGraphOptions
+from toolkit.models.relation.start import count_table, start_scene_graph
 from toolkit.models.relation.words import load_word_vectors, start_from_words
 from toolkit.step.losses import LossWeights
 
@@ -395,6 +396,12 @@ def test_class_vectors_start_from_words(table, tmp_path):
         load_word_vectors(path, ["circle"], 4)
     with pytest.raises(BadInput, match="none.txt"):
         load_word_vectors(tmp_path / "none.txt", ["circle"], 4)
+
+
+def test_weights_of_the_backbone_are_asked_for_in_one_place(table, tmp_path):
+    options = SceneGraphOptions(detector_options={"pretrained_backbone": True})
+    with pytest.raises(BadInput, match="give them as model.pretrained_backbone"):
+        start_scene_graph(options, table, tmp_path, checkpoint=None, say=print)
 
 
 def test_mistakes_are_explained(table, batch):

@@ -45,6 +45,9 @@ def start_scene_graph(
     """
     source, known = None, None
     if checkpoint is None:
+        if (options.detector_options or {}).get("pretrained_backbone"):
+            raise BadInput("model.detector_options: the weights of the backbone are not among them; give them as "
+                           "model.pretrained_backbone")  # fmt: skip
         if options.pretrained:
             _check_same_names(open_pretrained(options.pretrained), table)
         known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
