@@ -76,7 +76,7 @@ def test_command_is_understood(file, command, capsys):
             targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             assert {word for word in arguments[1:] if "=" not in word} <= set(targets)
         elif arguments[0] == "detect":
-            assert arguments[1] in ("where", "completion") and detect.main(arguments[1:]) == 0
+            assert arguments[1] in ("where", "completion", "--version") and detect.main(arguments[1:]) == 0
         elif arguments[0] == "python" and arguments[1] != "-m":
             assert (ROOT / arguments[1]).exists(), f"{arguments[1]} is not there"
         elif arguments[0] == "pip":
