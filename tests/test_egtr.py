@@ -290,7 +290,7 @@ def test_it_starts_from_a_trained_detr_and_its_counts_are_those_of_all_relations
     counts = model.relation_counts[1:, 1:, 1:]
     torch.testing.assert_close(model.head.log_frequency[counts > 0], counts[counts > 0].log().float())
     assert (model.head.log_frequency[(counts == 0) & (counts.sum(2, keepdim=True) > 0)] < -25).all()
-    evaluator = make_evaluator(model, table, "faster")
+    evaluator = make_evaluator(model, table, "toolkit")
     assert isinstance(evaluator, SceneGraphEvaluator) and evaluator.mode == "sgdet"
 
 

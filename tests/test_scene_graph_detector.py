@@ -312,7 +312,7 @@ def test_the_best_pairs_and_the_annotated_ones_are_all_that_metrics_need(table):
     """`top_k` pairs of each image give the numbers that all pairs give."""
     loader = training_loader(table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32)[1]
     model = model_of(table, "sgcls", "imp").eval()
-    evaluator = make_evaluator(model, table, "faster")
+    evaluator = make_evaluator(model, table, "toolkit")
     weights = LossWeights(model.loss_names, {}, model.default_weights)
     found = {top: predict_dataset(model, loader, "cpu", loss_weights=weights, top_k=top) for top in (1, 20, 999)}
     assert max(len(p["pairs"]) for p in found[999].by_image.values()) > 20
@@ -363,7 +363,7 @@ def test_pictures_and_json(table, tmp_path):
     model = model_of(table, "sgdet").eval()
     loader = training_loader(table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32)[1]
     found = predict_dataset(model, loader, "cpu").by_image
-    path = make_evaluator(model, table, "faster").draw(found, 2, tmp_path / "graphs.png")
+    path = make_evaluator(model, table, "toolkit").draw(found, 2, tmp_path / "graphs.png")
     assert path.stat().st_size > 1000
     graphs = json.loads(path.with_suffix(".json").read_text())
     assert len(graphs) == 2
@@ -422,7 +422,7 @@ def test_mistakes_are_explained(table, batch):
         model_of(table)(batch.images, batch.sizes)
     with pytest.raises(BadInput, match="left of"):
         make_evaluator(
-            build_detector("scene_graph", class_names=table.class_names, predicates=["on"], **OPTIONS), table, "faster"
+            build_detector("scene_graph", class_names=table.class_names, predicates=["on"], **OPTIONS), table, "toolkit"
         )
     with pytest.raises(BadInput, match="protocol"):
         SceneGraphEvaluator(table, "predcls", protocol="lenient")
