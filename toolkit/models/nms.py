@@ -38,12 +38,24 @@ def class_wise_nms(boxes_xyxy: Tensor, scores: Tensor, threshold: float, order: 
     if torch.compiler.is_exporting():
         keep = nms_keep(boxes_xyxy.flatten(0, 1), scores.flatten(0, 1), threshold).reshape(scores.shape)
         return scores.where(keep, 0)
-    parts = boxes_xyxy.flatten(1, 2), scores.flatten(1), scores.shape[2], threshold
-    turns = _image_by_image(*parts, order) if scores.device.type == "cpu" else _batch_at_once(*parts)
-    return turns.view(scores.shape)
+    if scores.device.type != "cpu":
+        return _batch_at_once(boxes_xyxy, scores, threshold)
+    flat = boxes_xyxy.flatten(1, 2), scores.flatten(1)
+    return _image_by_image(*flat, scores.shape[2], threshold, order).view_as(scores)
 
 
-def _batch_at_once(boxes: Tensor, scores: Tensor, in_class: int, threshold: float) -> Tensor:
+def _batch_at_once(boxes_xyxy: Tensor, scores: Tensor, threshold: float) -> Tensor:
+    _, classes, in_class = scores.shape
+    if classes * in_class**2 > LARGEST_GROUP**2:
+        flat = boxes_xyxy.flatten(1, 2), scores.flatten(1)
+        return _best_of_image(*flat, in_class, threshold).view_as(scores)
+    ranked, order = scores.flatten(0, 1).sort(dim=1, descending=True, stable=True)
+    keep = sorted_nms(rows_of(boxes_xyxy.flatten(0, 1), order), ranked > 0, threshold)
+    return torch.zeros_like(ranked).scatter(1, order, ranked.where(keep, 0)).view_as(scores)
+
+
+def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float) -> Tensor:
+    """Of so many boxes that most classes have few: all classes of an image are one group."""
     ranked, order = scores.sort(dim=1, descending=True, stable=True)
     width, doubts = USUAL_GROUP, _doubts.get()
     if doubts is None:
@@ -113,11 +125,11 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
         doubts = _doubts.get()
     finally:
         _doubts.reset(token)
-    *found, doubt = to_host([*tensors, torch.stack(doubts).any()] if doubts else [*tensors, torch.tensor(False)])
-    if doubt:
+    found = to_host([*tensors, *doubts])
+    if any(found[len(tensors) :]):
         tensors, rest = compute()
         found = to_host(tensors)
-    return found, rest
+    return found[: len(tensors)], rest
 
 
 def best_rows(scores: Tensor, count: int, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
