@@ -105,6 +105,8 @@ def sorted_nms(
     while not settled:
         for _ in range(ROUNDS):
             before, keep = keep, valid > (over & keep[:, :, None]).any(1)  # valid and not worse, in one kernel
+            if keep.device.type == "cpu" and torch.equal(before, keep):
+                break
         unsettled = (before != keep).any()
         if doubts is not None:
             doubts.append(unsettled)
