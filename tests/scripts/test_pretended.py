@@ -17,7 +17,7 @@ from launching import CPU, ROOT, Script, training_rows
 # Largest numbers of waits. Of a step: one is the read of everything that it must know, one the matcher's; Faster R-CNN
 # does not know beforehand how many proposals it has, and on which levels. Of an evaluated batch, losses included.
 STEP = {"train_detr": 3, "train_yolov3": 1, "train_faster_rcnn": 3, "train_sgg": 1, "train_ssd": 1}
-EVALUATED = {"train_detr": 2, "train_yolov3": 1, "train_faster_rcnn": 2, "train_sgg": 1, "train_ssd": 1}
+EVALUATED = {"train_detr": 2, "train_yolov3": 2, "train_faster_rcnn": 2, "train_sgg": 1, "train_ssd": 1}
 EVALUATION = 4  # of a whole evaluation, beside its batches: losses are read, anchors are moved once
 LAUNCHES = 40 * 32  # of an evaluated batch, 40 for each of as many images as it has by default; however many it has
 MODES = {mode: ["--model.mode", mode, "--eval.metric_for_best", "R@20"] for mode in ("predcls", "sgcls", "sgdet")}

@@ -9,7 +9,7 @@ Only the device knows whether they were enough, and `settled` asks it along with
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,16 @@ ROUNDS = 16  # before it is asked whether they were enough
 USUAL_GROUP, LARGEST_GROUP = 1024, 4096  # boxes, whose pairs fill 4 and 64 MB of float32
 PAIRS_AT_ONCE = 2**27  # boxes compared with boxes: 512 MB of float32
 
-_doubts: ContextVar[list[Tensor] | None] = ContextVar("doubts", default=None)
+
+class Trust(NamedTuple):
+    """How many rounds and boxes of an image are taken without asking, and 0-dim bools: whether they were too few."""
+
+    rounds: int
+    width: int
+    doubts: list[Tensor]
+
+
+_trust: ContextVar[Trust | None] = ContextVar("trust", default=None)
 Rest = TypeVar("Rest")
 
 
@@ -57,13 +66,14 @@ def _batch_at_once(boxes_xyxy: Tensor, scores: Tensor, threshold: float) -> Tens
 def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float) -> Tensor:
     """Of so many boxes that most classes have few: all classes of an image are one group."""
     ranked, order = scores.sort(dim=1, descending=True, stable=True)
-    width, doubts = USUAL_GROUP, _doubts.get()
-    if doubts is None:
+    trust = _trust.get()
+    if trust is None:
         width = int((ranked > 0).sum(1).amax()) if len(ranked) else 0
         if width > LARGEST_GROUP:  # pairs would fill the memory
             return _image_by_image(boxes, scores, in_class, threshold, order)
     else:
-        doubts.append((ranked[:, width:] > 0).any())
+        width = trust.width
+        trust.doubts.append((ranked[:, width:] > 0).any())
     rows, best = order[:, :width], ranked[:, :width]
     keep = sorted_nms(rows_of(boxes, rows), best > 0, threshold, rows // in_class)
     turns = torch.arange(rows.shape[1], 0, -1, device=rows.device).to(scores).where(keep, 0)
@@ -92,7 +102,7 @@ def sorted_nms(
         own = labels[:, None] == torch.arange(classes, device=labels.device)[:, None]  # (G, C, K)
         turns = torch.arange(valid.shape[1], 0, -1, device=valid.device).to(boxes_xyxy).where(own & valid[:, None], 0)
         return class_wise_nms(boxes_xyxy[:, None].expand(-1, classes, -1, -1), turns, threshold).any(1)
-    count, doubts = valid.shape[1], _doubts.get()
+    count, trust = valid.shape[1], _trust.get()
     later = torch.ones(count, count, dtype=torch.bool, device=valid.device).triu(1)
     over = []
     for part in boxes_xyxy.split(max(1, PAIRS_AT_ONCE // max(1, count**2))):
@@ -103,13 +113,13 @@ def sorted_nms(
         over &= labels[:, :, None] == labels[:, None]
     keep, settled = valid, False
     while not settled:
-        for _ in range(ROUNDS):
+        for _ in range(trust.rounds if trust else ROUNDS):
             before, keep = keep, valid > (over & keep[:, :, None]).any(1)  # valid and not worse, in one kernel
             if keep.device.type == "cpu" and torch.equal(before, keep):
                 break
         unsettled = (before != keep).any()
-        if doubts is not None:
-            doubts.append(unsettled)
+        if trust:
+            trust.doubts.append(unsettled)
             break
         settled = not unsettled
     return keep
@@ -118,20 +128,21 @@ def sorted_nms(
 def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[Tensor], Rest]:
     """The tensors that `compute` gives first, on the CPU, in one copy for which the host waits once; and the rest.
 
-    The suppression inside trusts that few boxes and rounds were enough. The copy brings the proof; where it fails,
-    `compute` runs again and asks the device at each turn.
+    The suppression inside trusts that few boxes and rounds are enough. The copy brings the proof; where it fails,
+    `compute` runs again with more of both, and at last asks the device at each turn.
     """
-    token = _doubts.set([])
-    try:
-        tensors, rest = compute()
-        doubts = _doubts.get()
-    finally:
-        _doubts.reset(token)
-    found = to_host([*tensors, *doubts])
-    if any(found[len(tensors) :]):
-        tensors, rest = compute()
-        found = to_host(tensors)
-    return found[: len(tensors)], rest
+    for rounds, width in ((ROUNDS, USUAL_GROUP), (8 * ROUNDS, LARGEST_GROUP)):
+        trust = Trust(rounds, width, [])
+        token = _trust.set(trust)
+        try:
+            tensors, rest = compute()
+        finally:
+            _trust.reset(token)
+        found = to_host([*tensors, *trust.doubts])
+        if not any(found[len(tensors) :]):
+            return found[: len(tensors)], rest
+    tensors, rest = compute()
+    return to_host(tensors), rest
 
 
 def best_rows(scores: Tensor, count: int, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
