@@ -1,8 +1,8 @@
-"""What travels to a device together, and rows of a batch that are kept."""
+"""What travels to a device together."""
 
 import torch
 
-from toolkit.batch import Batch, dicts_to_host, kept_rows, on_host, pack, send_dicts, sizes_on_host, unpack
+from toolkit.batch import Batch, dicts_to_host, on_host, pack, send_dicts, sizes_on_host, unpack
 from toolkit.models.detr.rt_detr import without_crowd
 
 
@@ -44,13 +44,6 @@ def test_dicts_travel_in_one_copy():
     sent = send_dicts(_targets(), "meta")
     assert sent[0]["boxes"].device.type == "meta" and sent[1]["boxes"].shape == (0, 4) and sent[0]["image_id"] == 7
     assert send_dicts([{}], "meta") == [{}]
-
-
-def test_kept_rows_are_those_of_the_mask_in_their_order():
-    keep = torch.tensor([[True, False, True, True], [False, False, False, False], [False, True, False, False]])
-    boxes, labels = torch.rand(3, 4, 4), torch.arange(12).view(3, 4)
-    for found, mask, b, c in zip(kept_rows(keep, boxes=boxes, labels=labels), keep, boxes, labels, strict=True):
-        assert torch.equal(found["boxes"], b[mask]) and torch.equal(found["labels"], c[mask])
 
 
 def test_dicts_that_come_to_the_host_share_no_memory_with_what_they_were_cut_from():

@@ -52,7 +52,7 @@ def test_a_script_without_settings_has_its_originals_optimizer(script, monkeypat
 @pytest.mark.parametrize("page", ["detr", "seamseg", "gluoncv", "cvnets", "scene_graph_benchmark"])
 def test_the_page_of_each_original_says_which_optimizer_and_what_is_clipped(page):
     text = (PAGES / f"{page}.md").read_text()
-    assert re.search(r"`--optim\.name`", text) and re.search(r"`--optim\.max_norm`", text)
+    assert re.search(r"`--optim\.name\b", text) and re.search(r"`--optim\.max_norm\b", text)
 
 
 def here(page: str) -> list[list[str]]:

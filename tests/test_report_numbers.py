@@ -272,7 +272,7 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
     listed = suspects(m)
     hit, good, of_detector = set(), [], []
     for s in listed:
-        boxes = [b for b, at in ((m.found.boxes_xyxy, s.det), (m.truth.boxes_xyxy, s.gt)) if at >= 0]
+        boxes = [b for b, at in ((m.found.xyxy, s.det), (m.truth.xyxy, s.gt)) if at >= 0]
         boxes = [b[at] for b, at in zip(boxes, [at for at in (s.det, s.gt) if at >= 0], strict=True)]
         near, nears_own = ({n for n, (image, box) in enumerate(mistakes) if image == s.image for b in boxes
                             if overlap(b, box) > 0.15} for mistakes in (planted, own))  # fmt: skip

@@ -11,9 +11,8 @@ import numpy as np
 
 from toolkit.data.alike import Looks, alike_pairs, looks_of, same_files
 from toolkit.data.check_files import UNLISTED, unlisted_files
-from toolkit.data.decoding import EXTENSIONS, probe_image
-from toolkit.data.formats.folders import write_folder
-from toolkit.data.places import Stored
+from toolkit.data.formats import coco_folder
+from toolkit.data.formats.annotated import names_by_content
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cache_root, write_rows
 
@@ -289,7 +288,7 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
             categories=[table.categories[i] for i in kept], predicates=table.predicates, attributes=table.attributes,
             image_root=table.image_root, name=name,
         )  # fmt: skip
-        write_folder(_rename(cleaned), out, name, "coco")
+        coco_folder.write(cleaned, out, name, names=names_by_content(cleaned))
     (out / "changes.txt").write_text("".join(f"{line}\n" for line in log), encoding="utf-8")
     return log
 
@@ -317,25 +316,6 @@ def _cleaned(
         triples = [(new[s], new[o], p) for s, o, p in ends if s in new and o in new]
         relations = {key: [triple[i] for triple in triples] for i, key in enumerate(("subject", "object", "predicate"))}
         yield {**row, "objects": objects, "relations": relations}
-
-
-def _rename(table: DetectionTable) -> DetectionTable:
-    """The same table, whose file names, when it is written, get the suffix of their content."""
-    return _Renamed(**{each: getattr(table, each) for each in table.__dataclass_fields__})
-
-
-class _Renamed(DetectionTable):
-    def row(self, index: int) -> dict:
-        row = super().row(index)
-        source = super().image_source(row)
-        kind, suffix = probe_image(source).format, Path(row["file_name"]).suffix
-        if suffix and suffix.lower() not in EXTENSIONS.get(kind, {suffix.lower()}):
-            right = {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}.get(kind, f".{kind.lower()}")
-            return {**row, "file_name": str(Path(row["file_name"]).with_suffix(right)), "source": source}
-        return {**row, "source": source}
-
-    def image_source(self, row: Mapping) -> Path | Stored | bytes:
-        return row["source"]
 
 
 __all__ = ["Finding", "Inspection", "Problem", "SplitSummary", "clean_copy", "inspect_tables", "near_boxes"]

@@ -14,8 +14,8 @@ from pathlib import Path
 from toolkit.data.annotations import Annotations, ImageRow
 from toolkit.data.check_files import check_image_files, image_names, parallel, waits_for
 from toolkit.data.checks import check
-from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, probe_image, read_file
-from toolkit.data.places import Places, Stored, digest_of
+from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, probe_image, read_file
+from toolkit.data.places import Places, digest_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
@@ -210,10 +210,21 @@ def file_names(table: DetectionTable) -> list[str]:
     names = table.rows.column("file_name").to_pylist()
     for index, name in enumerate(names):
         if os.path.splitext(name)[1].lower() not in IMAGE_SUFFIXES:  # "row 3" of a `datasets` data set
-            names[index] = f"{name.replace(' ', '_')}.{_suffix(table.image_source(table.row(index)))}"
+            names[index] = f"{name.replace(' ', '_')}.{_kind_and_suffix(table, index)[1]}"
     return distinct(names, str.lower)
 
 
-def _suffix(source: Path | Stored | bytes) -> str:
-    kind = probe_image(source).format
-    return {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
+def names_by_content(table: DetectionTable) -> list[str]:
+    """As `file_names`; but a suffix of another image format than the content's becomes the content's."""
+    names = file_names(table)
+    for index, name in enumerate(names):
+        stem, suffix = os.path.splitext(name)
+        kind, right = _kind_and_suffix(table, index)
+        if suffix.lower() not in EXTENSIONS.get(kind, {suffix.lower()}):
+            names[index] = f"{stem}.{right}"
+    return distinct(names, str.lower)
+
+
+def _kind_and_suffix(table: DetectionTable, index: int) -> tuple[str, str]:
+    kind = probe_image(table.image_source(table.row(index))).format
+    return kind, {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(kind, kind.lower())

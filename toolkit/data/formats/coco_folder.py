@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.data.formats.annotated import ALL, copy_images, file_names, ordered, split_of
@@ -29,10 +30,15 @@ def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **
     return read_coco(files[split], image_dir, siblings=siblings, **options)
 
 
-def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
-    """`annotations/<split>.json` and the images in `<split>/`; nothing that a table holds is lost."""
+def write(
+    table: DetectionTable, folder: Path, split: str, *, link: bool = False, names: Sequence[str] | None = None
+) -> None:
+    """`annotations/<split>.json` and the images in `<split>/`; nothing that a table holds is lost.
+
+    names: of the image files, by default those of the table.
+    """
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
-    names = file_names(table)
+    names = names or file_names(table)
     copy_images(table, names, folder / split, link)
     write_coco(table.labelled().renamed(names), folder / "annotations" / f"{split}.json")
 
