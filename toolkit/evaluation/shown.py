@@ -8,6 +8,8 @@ from PIL import Image
 
 from toolkit.evaluation.draw import choose_images, grid_samples
 from toolkit.evaluation.matches import Matches
+from toolkit.evaluation.report.charts import figure
+from toolkit.evaluation.report.figures import class_ap_chart, confusion_chart, f1_chart
 from toolkit.evaluation.report.thresholds import Sweep, confusion_matrix, sweep
 
 LONGEST_SIDE = 640  # of a picture, in pixels
@@ -49,6 +51,15 @@ class Shown:
     matrix: np.ndarray
     matrix_names: list[str]
     threshold: float
+
+    def figures(self) -> dict:
+        """F1 against score, confusions and AP of each class, as matplotlib's `Figure`."""
+        charts = {
+            "f1": f1_chart(self.curves, self.curves[ALL].best),
+            "confusion_matrix": confusion_chart(self.matrix, self.matrix_names, self.threshold),
+            "class_AP": class_ap_chart(self.ap),
+        }
+        return {name: figure([chart]) for name, chart in charts.items() if not chart.is_empty}
 
 
 def shown_evaluation(
