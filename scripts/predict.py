@@ -45,10 +45,10 @@ from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.detections import detections_as_json, relations_as_json, without_graph_constraint
 from toolkit.evaluation.graph_formats import SUFFIXES
 from toolkit.evaluation.predictions import joined
+from toolkit.evaluation.scene_graph_draw import draw_found
 from toolkit.files import distinct, without_suffix
 from toolkit.models.inference_settings import inference_flags
 from toolkit.text import ShortUsage
-from toolkit.use.drawing import draw_found
 from toolkit.use.given_boxes import given_boxes
 from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
 from toolkit.use.open import open_predictor
@@ -141,7 +141,8 @@ def predict_images(
         if pictures:
             picture = pictures[prediction.path]
             entries[prediction.path]["picture"] = str(picture)
-            draw_found(prediction.image, prediction.found, predictor, arguments.out / picture)
+            path = arguments.out / picture
+            draw_found(prediction.image, prediction.found, predictor.class_names, predictor.predicates, path)
     document = {
         "model": predictor.source,
         "score_threshold": arguments.score_threshold if arguments.score_threshold == "auto" else threshold,

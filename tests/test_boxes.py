@@ -20,6 +20,7 @@ from toolkit.box_ops import (
     pairwise_iou,
     xyxy_to_cxcywh,
 )
+from toolkit.boxes import common_and_union
 
 
 @st.composite
@@ -54,6 +55,12 @@ def test_overlaps_of_all_pairs_equal_torchvision_where_it_is_defined(first, seco
         value, wanted = ours(first, second), theirs(first, second)
         assert value.shape == (len(first), len(second)) and value.isfinite().all()
         torch.testing.assert_close(value[wanted.isfinite()], wanted[wanted.isfinite()])
+    common, union = common_and_union(first.numpy()[:, None], second.numpy()[None])
+    torch.testing.assert_close(torch.from_numpy(common), pairwise_iou(first, second) * torch.from_numpy(union))
+    grown = [boxes.numpy() + [0, 0, 1, 1] for boxes in (first, second)]
+    for found, wanted in zip(common_and_union(first.numpy()[:, None], second.numpy()[None], pixel=1),
+                             common_and_union(grown[0][:, None], grown[1][None]), strict=True):  # fmt: skip
+        torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(wanted))
 
 
 @given(boxes_xyxy(), boxes_xyxy())

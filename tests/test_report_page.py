@@ -14,7 +14,7 @@ from report_data import ground_truth_as_predictions, predictions_of, random_case
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.report import PREDICTIONS, sections, write_report
 from toolkit.evaluation.report.advice import advise
-from toolkit.evaluation.report.charts import MOST_POINTS, Line, line_chart
+from toolkit.evaluation.report.charts import COLOURS, MOST_POINTS, BarChart, Line, LineChart, figure, save_charts, svg
 from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import judge
 from toolkit.evaluation.report.write import write_comparison, write_page
@@ -57,7 +57,7 @@ def checked(path) -> Checker:
     checker.feed(path.read_text(encoding="utf-8"))
     assert not checker.open and not checker.faults
     assert all(source.startswith("data:") for source in checker.fetched), "nothing from elsewhere"
-    assert "@import" not in path.read_text() and "url(" not in path.read_text()
+    assert not re.search(r"@import|url\((?!#)", path.read_text())
     return checker
 
 
@@ -129,13 +129,25 @@ def test_a_comparison_is_one_file(case, tmp_path):
     assert len(content["detectors"]) == 2 and content["differences"][0]["metric"] == "AP"
 
 
-def test_charts_of_odd_values():
-    assert line_chart("x", [Line("a", [], [])]) == "" and line_chart("x", [Line("a", [1], [np.nan])]) == ""
-    assert "circle" in line_chart("x", [Line("a", [1], [2])])
-    assert line_chart("x", [Line("a", [1, 2], [0, -1])], log=True) == ""
-    many = line_chart("x", [Line("a", range(10**5), np.random.default_rng(0).random(10**5))])
-    assert len(re.search('points="([^"]*)"', many)[1].split()) <= MOST_POINTS
-    assert "nan" not in line_chart("x", [Line("a", [1, 2, 3], [1e-30, np.inf, 1e30])], log=True)
+def test_charts_of_odd_values(tmp_path):
+    nothing = [LineChart("x", [Line("a", [], [])]), LineChart("x", [Line("a", [1], [np.nan])]), BarChart("x", []),
+               LineChart("x", [Line("a", [1, 2], [0, -1])], log=True)]  # fmt: skip
+    assert [svg(chart) for chart in nothing] == [""] * 4 and save_charts(nothing, tmp_path / "a.png") is None
+    assert "<use" in svg(LineChart("x", [Line("a", [1], [2])])), "one point is a dot"
+    assert len(Line("a", range(10**5), np.random.default_rng(0).random(10**5)).points()[0]) == MOST_POINTS
+    odd = svg(LineChart("x", [Line("a", [1, 2, 3], [1e-30, np.inf, 1e30])], log=True))
+    assert "nan" not in odd and "inf" not in odd
+
+
+def test_a_chart_has_the_colours_of_the_page_and_says_its_words_as_they_are(tmp_path):
+    lines = [Line("0.12345 <b>", [1, 2], [1, 2]), Line("$x", [1, 2], [2, 1], 1), Line("none", [], [])]
+    text = svg(LineChart("0.6789 & so", lines, "step"))
+    assert "0.12345 &lt;b&gt;" in text and ">$x<" in text and "0.6789 &amp; so" in text and "none<" not in text
+    assert "var(--c0)" in text and "var(--c1)" in text and not re.search("#[0-9a-f]{6}[;\"]", text)
+    faint = LineChart("x", [Line("", [1, 2], [0, 99], faint=True), Line("a", [1, 2], [1, 2])])
+    assert figure([faint]).axes[0].get_ylim()[1] < 3, "faint lines do not set the ends of the axis"
+    path = save_charts([faint, LineChart("y", lines)], tmp_path / "new" / "a.png")
+    assert COLOURS[1] == "#d55e00" and path.stat().st_size > 1000
 
 
 # ---- advice: no sentence without evidence

@@ -99,7 +99,7 @@ def test_in_pictures(tmp_path):
     names = [drawable(name) for name in NASTY_NAMES]
     triplets = np.stack([np.arange(count), np.arange(count)[::-1], np.arange(count)], 1)
     ordered = np.sort(boxes.numpy().reshape(count, 2, 2), 1).reshape(count, 4)
-    _panel(Image.new("RGB", (200, 200)), ordered, np.arange(count), np.ones(count, bool), triplets, ["#000000"] * count,
+    _panel(Image.new("RGB", (200, 200)), ordered, np.arange(count), triplets, ["#000000"] * count,
            names, names)  # fmt: skip
     assert np.asarray(Image.open(tmp_path / "a.png")).std() > 5
 

@@ -110,3 +110,16 @@ class Relations:
 def offsets_of(counts: Sequence[int]) -> np.ndarray:
     """(I + 1,) int64: where the rows of each of I images begin, and the end."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+def intersection_area(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> np.ndarray:
+    """Area that boxes (..., 4), which broadcast, have in common; pixel: 1 where a box is x2 - x1 + 1 wide."""
+    sides = np.minimum(a_xyxy[..., 2:], b_xyxy[..., 2:]) - np.maximum(a_xyxy[..., :2], b_xyxy[..., :2]) + pixel
+    return sides[..., 0].clip(min=0) * sides[..., 1].clip(min=0)
+
+
+def common_and_union(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """`intersection_area`, and the area of both together: the first by the second is their IoU."""
+    common = intersection_area(a_xyxy, b_xyxy, pixel)
+    a, b = ((box[..., 2] - box[..., 0] + pixel) * (box[..., 3] - box[..., 1] + pixel) for box in (a_xyxy, b_xyxy))
+    return common, a + b - common

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from toolkit.boxes import common_and_union
 from toolkit.data.alike import Looks, alike_pairs, looks_of, same_files
 from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.formats import coco_folder
@@ -160,10 +161,8 @@ def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list
     """
     if len(boxes) < 2:
         return []
-    low, high = np.maximum(boxes[:, None, :2], boxes[None, :, :2]), np.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
-    shared = (high - low).clip(min=0).prod(2)
-    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
-    near = shared > NEAR_BOX_IOU * (areas[:, None] + areas[None] - shared)
+    common, union = common_and_union(boxes[:, None], boxes[None])
+    near = common > NEAR_BOX_IOU * union
     near &= (labels[:, None] == labels[None]) & plain[:, None] & plain[None]
     pairs, gone = [], set()
     for i, j in zip(*np.nonzero(np.triu(near, 1)), strict=True):

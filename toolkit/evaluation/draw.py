@@ -1,7 +1,9 @@
-"""Pictures of detections: ground truth and predictions side by side, many images in one PNG."""
+"""Drawing into pictures: boxes with tags, arrows, many pictures in one; ground truth and predictions side by side."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,16 @@ COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#C
 PANEL = 384  # longest side of an image in the grid, in pixels
 BAR, GAP = 24, 10
 BACKGROUND, TEXT = "#FFFFFF", "#222222"
+
+
+@dataclass
+class Mark:
+    """A box (xyxy, pixels of the image) with a colour and, where it is not empty, a text beside it."""
+
+    box: Sequence[float]
+    colour: str
+    text: str = ""
+    dashed: bool = False
 
 
 @functools.cache
@@ -75,38 +87,6 @@ def draw_predictions(table, predictions: Mapping, count: int, path: Path, score_
     return draw_grid(samples, table.class_names, path, score_threshold)
 
 
-def draw_detections(image: Tensor, found: Mapping, class_names: Sequence[str], path: Path) -> Path:
-    """Writes `picture_with_boxes` of `image` as a JPEG or PNG, by the suffix of `path`; its folder is made."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture_with_boxes(image, found, class_names).save(path, quality=92)
-    return path
-
-
-def picture_with_boxes(
-    image: Tensor, found: Mapping, class_names: Sequence[str], smallest_side: int = 640
-) -> Image.Image:
-    """The image with boxes and tags; lines and letters grow with it.
-
-    Args:
-        image: uint8 (3, H, W).
-        found: `boxes (K, 4)` xyxy pixels of the image, `labels (K,)`, and `scores (K,)` where they are detections or
-            `iscrowd (K,)` where they are ground truth.
-        smallest_side: an image whose longer side is shorter, in pixels, is enlarged to that, so that tags can be read.
-    """
-    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
-    scale = max(1.0, smallest_side / max(picture.size))
-    if scale > 1:
-        picture = picture.resize([max(1, round(side * scale)) for side in picture.size], Image.Resampling.BICUBIC)
-    scores = found["scores"].tolist() if "scores" in found else [None] * len(found["labels"])
-    crowd = found["iscrowd"].tolist() if "iscrowd" in found else [0] * len(found["labels"])
-    order = sorted(range(len(scores)), key=lambda i: scores[i] or 0)  # best on top
-    boxes, labels = found["boxes"][order] * scale, found["labels"][order]
-    size = max(14, round(max(picture.size) / 50))
-    _draw_boxes(picture, boxes, labels, [scores[i] for i in order], [crowd[i] for i in order], class_names, size)
-    return picture
-
-
 def draw_grid(
     samples: Sequence[tuple[Tensor, Mapping, Mapping]],
     class_names: Sequence[str],
@@ -126,77 +106,142 @@ def draw_grid(
     Returns:
         `path`.
     """
-    tiles = [_tile(*sample, class_names, score_threshold) for sample in samples]
-    columns = max(1, min(columns, len(tiles)))
-    width = max((t.width for t in tiles), default=PANEL)
-    rows = [tiles[i : i + columns] for i in range(0, len(tiles), columns)]
-    heights = [max(t.height for t in row) for row in rows]
-    size = (columns * (width + 2 * GAP), sum(heights) + 2 * GAP * len(rows)) if rows else (PANEL, BAR)
-    grid = Image.new("RGB", size, BACKGROUND)
-    top = GAP
-    for row, height in zip(rows, heights, strict=True):
-        for column, tile in enumerate(row):
-            grid.paste(tile, (GAP + column * (width + 2 * GAP), top))
-        top += height + 2 * GAP
+    panels = []
+    for image, predictions, truth in samples:
+        strong = predictions["scores"] >= score_threshold
+        found = {key: predictions[key][strong] for key in ("boxes", "scores", "labels")}
+        name = drawable(truth.get("name", truth.get("image_id", "")), 60)
+        panels.append(_panel(image, truth, class_names, f"{name}:  {_counted(len(truth['labels']), 'object')}"))
+        caption = f"{_counted(len(found['labels']), 'prediction')} ≥ {score_threshold:g}"
+        panels.append(_panel(image, found, class_names, caption))
+    return save_picture(montage(panels, 2 * max(1, min(columns, len(samples)))), path)
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}{'s' * (count != 1)}"
+
+
+def _panel(image: Tensor, found: Mapping, class_names: Sequence[str], caption: str) -> Image.Image:
+    """An image with its boxes, as long as `PANEL`, below a line of text."""
+    picture = fitted(picture_of(image), PANEL)
+    draw_marks(picture, marks_of(found, class_names, image.shape[-2:]), scale=picture.width / image.shape[-1])
+    panel = Image.new("RGB", (picture.width, picture.height + BAR), BACKGROUND)
+    panel.paste(picture, (0, BAR))
+    draw, font = ImageDraw.Draw(panel), text_font(14)
+    draw.text((2, 2), _shortened(caption, picture.width, draw, font), fill=TEXT, font=font)
+    return panel
+
+
+def draw_detections(image: Tensor, found: Mapping, class_names: Sequence[str], path: Path) -> Path:
+    """Writes `picture_with_boxes` of `image` as a JPEG or PNG, by the suffix of `path`; its folder is made."""
+    return save_picture(picture_with_boxes(image, found, class_names), path)
+
+
+def picture_with_boxes(
+    image: Tensor, found: Mapping, class_names: Sequence[str], smallest_side: int = 640
+) -> Image.Image:
+    """The image with boxes and tags; lines and letters grow with it.
+
+    Args:
+        image: uint8 (3, H, W).
+        found: `boxes (K, 4)` xyxy pixels of the image, `labels (K,)`, and `scores (K,)` where they are detections or
+            `iscrowd (K,)` where they are ground truth.
+        smallest_side: an image whose longer side is shorter, in pixels, is enlarged to that, so that tags can be read.
+    """
+    picture = picture_of(image)
+    if max(picture.size) < smallest_side:
+        picture = fitted(picture, smallest_side)
+    marks = marks_of(found, class_names, image.shape[-2:])
+    scale = max(picture.size) / max(image.shape[-2:])
+    draw_marks(picture, marks, scale=scale, size=max(14, round(max(picture.size) / 50)))
+    return picture
+
+
+def picture_of(image: Tensor) -> Image.Image:
+    """Of uint8 (3, H, W) on any device."""
+    return Image.fromarray(image.detach().cpu().permute(1, 2, 0).contiguous().numpy())
+
+
+def fitted(picture: Image.Image, side: int) -> Image.Image:
+    """Resized so that its longer side has `side` pixels."""
+    scale = side / max(picture.size)
+    return picture.resize([max(1, round(each * scale)) for each in picture.size], Image.Resampling.BICUBIC)
+
+
+def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP) -> Image.Image:
+    """Pictures in rows of so many, `gap` pixels apart and from the edges."""
+    rows = [pictures[i : i + columns] for i in range(0, len(pictures), columns)]
+    widths = [max(each.width for each in pictures[i::columns]) for i in range(min(columns, len(pictures)))]
+    heights = [max(each.height for each in row) for row in rows]
+    lefts, tops = (np.cumsum([gap, *(side + gap for side in sides)]).tolist() for sides in (widths, heights))
+    whole = Image.new("RGB", (max(lefts[-1], 1), max(tops[-1], 1)), BACKGROUND)
+    for row, top in zip(rows, tops, strict=False):
+        for each, left in zip(row, lefts, strict=False):
+            whole.paste(each, (left, top))
+    return whole
+
+
+def save_picture(picture: Image.Image, path: Path) -> Path:
+    """By the suffix of `path`; its folder is made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    grid.save(path)
+    picture.save(path, quality=92)
     return path
 
 
-def _tile(image: Tensor, predictions: Mapping, truth: Mapping, class_names: Sequence[str], threshold: float):
-    found = {k: predictions[k].detach().cpu() for k in ("boxes", "scores", "labels")}
-    shown = found["scores"] >= threshold
-    order = found["scores"][shown].argsort(stable=True)  # best on top
-    found = {k: v[shown][order] for k, v in found.items()}
-    picture = Image.fromarray(image.detach().cpu().permute(1, 2, 0).contiguous().numpy())
-    scale = PANEL / max(picture.size)
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    picture = picture.resize(size, Image.Resampling.BICUBIC)
-
-    left, right = picture.copy(), picture.copy()
-    crowd = truth["iscrowd"].tolist() if "iscrowd" in truth else [0] * len(truth["labels"])
-    _draw_boxes(left, truth["boxes"] * scale, truth["labels"], [None] * len(crowd), crowd, class_names)
-    _draw_boxes(right, found["boxes"] * scale, found["labels"], found["scores"].tolist(), [0] * len(order), class_names)
-
-    tile = Image.new("RGB", (2 * size[0] + 4, size[1] + BAR), BACKGROUND)
-    tile.paste(left, (0, BAR))
-    tile.paste(right, (size[0] + 4, BAR))
-    draw, font = ImageDraw.Draw(tile), text_font(14)
-    objects, detections = len(truth["labels"]), len(order)
-    title = f"{drawable(truth.get('name', truth.get('image_id', '')), 60)}:  {objects} object{'s' * (objects != 1)}"
-    draw.text((2, 2), _shortened(title, size[0], draw, font), fill=TEXT, font=font)
-    caption = f"{detections} prediction{'s' * (detections != 1)} ≥ {threshold:g}"
-    draw.text((size[0] + 6, 2), _shortened(caption, size[0], draw, font), fill=TEXT, font=font)
-    return tile
+def marks_of(found: Mapping, class_names: Sequence[str], size_hw: Sequence[int]) -> list[Mark]:
+    """Marks in the colours of their classes, the best last; `found` as `picture_with_boxes` takes it."""
+    found = {key: found[key].detach().cpu() for key in ("boxes", "labels", "scores", "iscrowd") if key in found}
+    height, width = size_hw
+    boxes = torch.minimum(found["boxes"].float().nan_to_num(0).clamp(min=0), torch.tensor([width, height] * 2))
+    scores = found["scores"].tolist() if "scores" in found else [None] * len(boxes)
+    crowd = found["iscrowd"].tolist() if "iscrowd" in found else [0] * len(boxes)
+    marks = []
+    for i in sorted(range(len(boxes)), key=lambda i: scores[i] or 0):
+        label = int(found["labels"][i])
+        name = drawable(class_names[label]) if 0 <= label < len(class_names) else f"label {label}?"
+        text = name if scores[i] is None else f"{name} {scores[i]:.2f}"
+        marks.append(Mark(boxes[i].tolist(), COLOURS[label % len(COLOURS)], text, bool(crowd[i])))
+    return marks
 
 
-def _draw_boxes(
-    picture: Image.Image, boxes: Tensor, labels: Tensor, scores: list, dashed: list, class_names, size: int = 12
+def draw_marks(
+    picture: Image.Image,
+    marks: Sequence[Mark],
+    *,
+    scale: float = 1.0,
+    corner: tuple[float, float] = (0.0, 0.0),
+    size: int = 12,
 ) -> None:
-    """size: of the letters in pixels."""
-    draw, font, line = ImageDraw.Draw(picture), text_font(size), max(2, (size + 4) // 6)
-    limit = torch.tensor([picture.width - 1, picture.height - 1] * 2)
-    boxes = torch.minimum(boxes.detach().cpu().float().nan_to_num(0).clamp(min=0), limit)
-    tags = []
-    for box, label, score, is_dashed in zip(boxes.tolist(), labels.tolist(), scores, dashed, strict=True):
-        x1, y1, x2, y2 = min(box[0], box[2]), min(box[1], box[3]), max(box[0], box[2]), max(box[1], box[3])
-        colour = COLOURS[label % len(COLOURS)]
-        if is_dashed:
-            _dashed(draw, (x1, y1, x2, y2), colour)
+    """Draws the boxes into the picture, the last on top, and then their tags: no line crosses a text.
+
+    Args:
+        scale: pixels of the picture by those of the image. corner: x, y of the image where the picture begins.
+        size: of the letters in pixels.
+    """
+    draw, font, line = ImageDraw.Draw(picture), text_font(size), max(2, round(size / 5))
+    edges = np.array([picture.width, picture.height] * 2)
+    places = []
+    for mark in marks:
+        box = (np.nan_to_num(np.asarray(mark.box, dtype=float)) - [*corner, *corner]) * scale
+        # A side outside is not seen, one on the edge is.
+        box = np.where(abs(box - edges) < 1, edges - 1, box).clip(-2 * line, edges + 2 * line)
+        x1, y1, x2, y2 = *np.minimum(box[:2], box[2:]).tolist(), *np.maximum(box[:2], box[2:]).tolist()
+        places.append((x1, y1, x2, y2))
+        if mark.dashed:
+            _dashed(draw, places[-1], mark.colour, line)
         else:
             draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline="#000000", width=line + 2)  # on any background
-            draw.rectangle((x1, y1, x2, y2), outline=colour, width=line)
-        name = drawable(class_names[label]) if 0 <= label < len(class_names) else f"label {label}?"
-        tags.append(((x1, y1, x2, y2), name if score is None else f"{name} {score:.2f}", colour))
+            draw.rectangle(places[-1], outline=mark.colour, width=line)
     taken: list[tuple] = []
-    for box, text, _ in reversed(tags):  # the best first, which gets the best place
-        width = draw.textlength(text, font=font) + size // 2
-        taken.append(_place_of_tag(box, width, size + 4, picture.size, taken))
-    for place, (_, text, colour) in zip(reversed(taken), tags, strict=True):  # after all boxes: no line crosses a text
+    named = [(mark, place) for mark, place in zip(marks, places, strict=True) if mark.text]
+    for mark, place in reversed(named):  # the best first, which gets the best place
+        width = draw.textlength(mark.text, font=font) + size // 2
+        taken.append(_place_of_tag(place, width, size + 4, picture.size, taken))
+    for place, (mark, _) in zip(reversed(taken), named, strict=True):
+        draw.rectangle(place, fill=mark.colour)
         x, y = place[0] + size // 4, (place[1] + place[3]) / 2
-        draw.rectangle(place, fill=colour)
-        draw.text((x, y), text, fill=_contrast(colour), font=font, anchor="lm")
+        draw.text((x, y), mark.text, fill=_contrast(mark.colour), font=font, anchor="lm")
 
 
 def _place_of_tag(box: tuple, width: float, height: float, picture_size: tuple, taken: list[tuple]) -> tuple:
@@ -217,14 +262,46 @@ def _overlap(a: tuple, b: tuple) -> float:
     return max(0, min(a[2], b[2]) - max(a[0], b[0])) * max(0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
-def _dashed(draw: ImageDraw.ImageDraw, box: tuple, colour: str, dash: int = 8) -> None:
+def _dashed(draw: ImageDraw.ImageDraw, box: tuple, colour: str, line: int, dash: int = 8) -> None:
     x1, y1, x2, y2 = box
-    for a in np.arange(x1, x2, 2 * dash):
-        draw.line((a, y1, min(a + dash, x2), y1), fill=colour, width=2)
-        draw.line((a, y2, min(a + dash, x2), y2), fill=colour, width=2)
-    for b in np.arange(y1, y2, 2 * dash):
-        draw.line((x1, b, x1, min(b + dash, y2)), fill=colour, width=2)
-        draw.line((x2, b, x2, min(b + dash, y2)), fill=colour, width=2)
+    for fill, width in (("#000000", line + 2), (colour, line)):
+        for a in np.arange(x1, x2, 2 * dash).tolist():
+            for y in (y1, y2):
+                draw.line((a, y, min(a + dash, x2), y), fill=fill, width=width)
+        for b in np.arange(y1, y2, 2 * dash).tolist():
+            for x in (x1, x2):
+                draw.line((x, b, x, min(b + dash, y2)), fill=fill, width=width)
+
+
+def draw_arrow(
+    draw: ImageDraw.ImageDraw,
+    start: Sequence[float],
+    end: Sequence[float],
+    colour: str,
+    size: int,
+    words: str = "",
+    gap: float = 0.0,
+) -> None:
+    """From start to `gap` pixels before end, moved to its right so that the way back is seen too; words on it, in
+    letters of `size` pixels."""
+    along = (end[0] - start[0], end[1] - start[1])
+    length = math.hypot(*along)
+    if length < 1:  # an object with itself, or two with one centre
+        draw.ellipse((start[0] - size, start[1] - size, start[0] + size, start[1] + size), outline=colour, width=2)
+        along, length = (1.0, 0.0), 1.0
+    x, y = along[0] / length, along[1] / length
+    aside = (-y * size / 4, x * size / 4)
+    tip = (end[0] + aside[0] - gap * x, end[1] + aside[1] - gap * y)
+    begin = (start[0] + aside[0], start[1] + aside[1])
+    for fill, width in (("#000000", 4), (colour, 2)):
+        draw.line((*begin, *tip), fill=fill, width=width)
+    back, half = 0.8 * size, 0.35 * size
+    corners = [(tip[0] - back * x + sign * half * y, tip[1] - back * y - sign * half * x) for sign in (-1, 1)]
+    draw.polygon([tip, *corners], fill=colour, outline="#000000")
+    if words:
+        middle = [a + 0.36 * (b - a) for a, b in zip(begin, tip, strict=True)]  # off the words of the way back
+        draw.rectangle(draw.textbbox(middle, words, font=text_font(size), anchor="mm"), fill="#FFFFFF")
+        draw.text(middle, words, fill=TEXT, font=text_font(size), anchor="mm")
 
 
 def _contrast(colour: str) -> str:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from toolkit.boxes import Boxes
+from toolkit.boxes import Boxes, intersection_area
 from toolkit.evaluation.class_keys import class_keys
 from toolkit.evaluation.predictions import boxes_of, usable
 
@@ -157,7 +157,9 @@ def _overlaps(found: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, np.nd
     """(det, gt, iou) of all pairs in one image that overlap by 0.1, computed as pycocotools does."""
     repeats = np.diff(truth.offsets)[found.image_index]
     ends = np.cumsum(repeats)
-    xywh_found, xywh_truth, crowd = found.xywh, truth.xywh, truth.iscrowd
+    xywh = found.xywh, truth.xywh
+    corners_found, corners_truth = (np.concatenate([b[:, :2], b[:, :2] + b[:, 2:]], axis=1) for b in xywh)
+    area_found, area_truth = (b[:, 2] * b[:, 3] for b in xywh)
     parts, start = [], 0
     while start < len(found):
         stop = max(start + 1, int(np.searchsorted(ends, (ends[start - 1] if start else 0) + PAIRS_AT_ONCE)))
@@ -165,22 +167,14 @@ def _overlaps(found: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, np.nd
         det = np.repeat(np.arange(start, start + len(some)), some)
         within = np.arange(len(det)) - np.repeat(np.cumsum(some) - some, some)
         gt = truth.offsets[found.image_index[det]] + within
-        iou = _iou(xywh_found[det], xywh_truth[gt], crowd[gt])
+        common, area = intersection_area(corners_found[det], corners_truth[gt]), area_found[det]
+        union = np.where(truth.iscrowd[gt], area, area + area_truth[gt] - common)  # of a crowd the share that is in it
+        iou = np.divide(common, union, out=np.zeros_like(common), where=union > 0)
         keep = iou >= BACKGROUND_IOU
         parts.append((det[keep], gt[keep], iou[keep]))
         start = stop
     empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
     return tuple(np.concatenate(columns) for columns in zip(empty, *parts, strict=True))
-
-
-def _iou(a: np.ndarray, b: np.ndarray, crowd: np.ndarray) -> np.ndarray:
-    """IoU of boxes (left, top, width, height), row by row; of a crowd the share of `a` in it."""
-    low, high = np.maximum(a[:, :2], b[:, :2]), np.minimum(a[:, :2] + a[:, 2:], b[:, :2] + b[:, 2:])
-    sides = high - low
-    common = np.where((sides > 0).all(axis=1), sides[:, 0] * sides[:, 1], 0.0)
-    area = a[:, 2] * a[:, 3]
-    union = np.where(crowd, area, area + b[:, 2] * b[:, 3] - common)
-    return np.divide(common, union, out=np.zeros_like(common), where=union > 0)
 
 
 def _greedy(m: Matches) -> CocoMatches:

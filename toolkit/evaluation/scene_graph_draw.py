@@ -1,19 +1,41 @@
-"""Pictures of scene graphs: boxes with arrows for relations, the annotated graph beside the predicted one; and JSON."""
+"""Pictures of scene graphs: arrows between boxes, the annotated graph beside the predicted one; and JSON."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw
+from torch import Tensor
 
+from toolkit.boxes import common_and_union
 from toolkit.data.decoding import decode_image
 from toolkit.evaluation.detections import best_first, detections_as_json, relations_as_json
-from toolkit.evaluation.draw import BACKGROUND, COLOURS, GAP, PANEL, TEXT, choose_images, drawable, text_font
+from toolkit.evaluation.draw import (
+    BACKGROUND,
+    COLOURS,
+    PANEL,
+    TEXT,
+    Mark,
+    choose_images,
+    draw_arrow,
+    draw_detections,
+    draw_marks,
+    drawable,
+    fitted,
+    montage,
+    picture_of,
+    picture_with_boxes,
+    save_picture,
+    text_font,
+)
 
 LINE = 18  # height in pixels of a line of text below a picture
 RIGHT, WRONG = "#117733", "#D55E00"
-MOST_ARROWS = 12
+MOST_ARROWS, LEAST_SCORE = 12, 0.05
+INNER = 0.36  # radius of the circle of nodes, as a share of the panel's side
 
 
 def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
@@ -45,27 +67,14 @@ def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
         `path`.
     """
     rows = map(table.row, choose_images(table, count))
-    tiles = [graph_tile(table, row, predictions[row["image_id"]]) for row in rows]
-    size = (max((t.width for t in tiles), default=PANEL) + 2 * GAP, sum(t.height + GAP for t in tiles) + GAP)
-    grid = Image.new("RGB", size, BACKGROUND)
-    top = GAP
-    for tile in tiles:
-        grid.paste(tile, (GAP, top))
-        top += tile.height + GAP
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    grid.save(path)
-    return path
+    return save_picture(montage([graph_tile(table, row, predictions[row["image_id"]]) for row in rows], 1, gap=0), path)
 
 
 def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray, truth: Mapping) -> np.ndarray:
     """(T,) bool of rows subject, object, predicate of predicted boxes (M, 4) and labels (M,); see `draw_graphs`."""
     ends, predicates = truth["relations"][:, :2], truth["relations"][:, 2]
-    low = np.maximum(boxes[:, None, :2], truth["boxes"][None, :, :2])
-    sides = (np.minimum(boxes[:, None, 2:], truth["boxes"][None, :, 2:]) - low).clip(min=0)
-    areas = [(b[:, 2:] - b[:, :2]).prod(1) for b in (boxes, truth["boxes"])]
-    common = sides.prod(2)
-    same = common >= 0.5 * (areas[0][:, None] + areas[1][None] - common)
+    common, union = common_and_union(boxes[:, None], truth["boxes"][None])
+    same = common >= 0.5 * union
     same &= labels[:, None] == truth["labels"][None]
     matched = same[triplets[:, 0]][:, ends[:, 0]] & same[triplets[:, 1]][:, ends[:, 1]]
     return (matched & (triplets[:, 2:] == predicates[None])).any(1)
@@ -80,79 +89,85 @@ def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
     shown = min(max(5, len(truth["relations"])), MOST_ARROWS)
     triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
     right = correct_triplets(triplets, boxes, labels, truth)
-    used = np.isin(np.arange(len(boxes)), triplets[:, :2])  # other detections would only cover the picture
-    pixels = decode_image(table.image_source(row), table.max_image_pixels)
-    picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    picture = fitted(picture_of(decode_image(table.image_source(row), table.max_image_pixels)), PANEL)
+    scale = PANEL / max(row["width"], row["height"])
     names, predicates = (list(map(drawable, each)) for each in (table.class_names, table.predicates))
     known = truth["relations"][:MOST_ARROWS]
-    left = _panel(picture, truth["boxes"], truth["labels"], np.ones(len(truth["boxes"]), bool), known,
-                  [TEXT] * len(known), names, predicates)  # fmt: skip
+    left = _panel(picture, truth["boxes"] * scale, truth["labels"], known, [TEXT] * len(known), names, predicates)
     colours = [RIGHT if good else WRONG for good in right]
     scores = [f"{score:.2f}" for score in np.asarray(prediction["triplet_scores"])[:shown]]
-    other = _panel(picture, boxes, labels, used, triplets, colours, names, predicates, scores)
-    tile = Image.new("RGB", (left.width + other.width + GAP, max(left.height, other.height)), BACKGROUND)
-    tile.paste(left, (0, 0))
-    tile.paste(other, (left.width + GAP, 0))
-    return tile
+    return montage([left, _panel(picture, boxes * scale, labels, triplets, colours, names, predicates, scores)], 2)
 
 
 def _panel(
     picture: Image.Image,
     boxes: np.ndarray,
     labels: np.ndarray,
-    used: np.ndarray,
     triplets: np.ndarray,
     colours: Sequence[str],
     names: Sequence[str],
     predicates: Sequence[str],
-    scores: Sequence[str] = (),
+    scores: Sequence[str] | None = None,
 ) -> Image.Image:
-    """The picture with the boxes and an arrow per triplet, and the triplets in words below."""
-    scale = PANEL / max(picture.size)
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    panel = Image.new("RGB", (PANEL, size[1] + LINE * len(triplets) + 4), BACKGROUND)
-    panel.paste(picture.resize(size, Image.Resampling.BICUBIC), (0, 0))
-    draw, boxes = ImageDraw.Draw(panel), boxes * scale
+    """The picture with an arrow per triplet and the boxes, and the triplets in words below.
+
+    scores: of the triplets, where these are predicted: then boxes of no triplet would only cover the picture.
+    """
+    named = [f"{i} {names[label] if label >= 0 else 'no class'}" for i, label in enumerate(labels.tolist())]
+    used = np.unique(triplets[:, :2]).tolist() if scores is not None else range(len(boxes))
+    panel = Image.new("RGB", (PANEL, picture.height + LINE * len(triplets) + 4), BACKGROUND)
+    picture, centres = picture.copy(), ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
     for (subject, object_, _), colour in zip(triplets.tolist(), colours, strict=True):
-        _arrow(draw, _centre(boxes[subject]), _centre(boxes[object_]), colour)
-    for number in np.flatnonzero(used).tolist():
-        colour = COLOURS[number % len(COLOURS)]
-        draw.rectangle(tuple(boxes[number].tolist()), outline=colour, width=2)
-        _tag(draw, boxes[number][:2].tolist(), _name(number, labels, names), colour)
+        draw_arrow(ImageDraw.Draw(picture), centres[subject], centres[object_], colour, 16)
+    draw_marks(picture, [Mark(boxes[i], COLOURS[i % len(COLOURS)], named[i]) for i in used])
+    panel.paste(picture, (0, 0))
+    draw = ImageDraw.Draw(panel)
     for line, (subject, object_, predicate) in enumerate(triplets.tolist()):
-        words = f"{_name(subject, labels, names)}  {predicates[predicate]}  {_name(object_, labels, names)}"
-        words += f"  {scores[line]}" if scores else ""
-        draw.text((4, size[1] + 2 + line * LINE), words, fill=colours[line], font=text_font(13))
+        words = f"{named[subject]}  {predicates[predicate]}  {named[object_]}  {scores[line] if scores else ''}"
+        draw.text((4, picture.height + 2 + line * LINE), words, fill=colours[line], font=text_font(13))
     return panel
 
 
-def _name(number: int, labels: np.ndarray, names: Sequence[str]) -> str:
-    label = int(labels[number])
-    return f"{number} {names[label] if label >= 0 else 'no class'}"
+def draw_found(
+    image: Tensor, found: Mapping[str, Tensor], class_names: Sequence[str], predicates: Sequence[str], path: Path
+) -> Path:
+    """Writes a JPEG or PNG of an image uint8 (3, H, W), by the suffix of `path`; its folder is made. Of a scene graph,
+    the image with boxes and an arrow for each of its best relations, and the graph of these relations on its right."""
+    if "pairs" not in found:
+        return draw_detections(image, found, class_names, path)
+    kept = (found["triplet_scores"] >= LEAST_SCORE).nonzero().flatten()[:MOST_ARROWS]
+    pairs, scores = found["pairs"][kept].tolist(), found["triplet_scores"][kept].tolist()
+    told, labels = found["predicates"][kept].tolist(), found["labels"].tolist()
+    arrows = [(*pair, drawable(predicates[p]), COLOURS[p % len(COLOURS)]) for pair, p in zip(pairs, told, strict=True)]
+    numbered = {"boxes": found["boxes"], "labels": torch.arange(len(labels))}
+    picture = picture_with_boxes(image, numbered, [f"{i} {class_names[label]}" for i, label in enumerate(labels)])
+    centres = (found["boxes"][:, :2] + found["boxes"][:, 2:]) / 2 * (picture.width / image.shape[-1])
+    draw, size = ImageDraw.Draw(picture), max(12, round(max(picture.size) / 60))
+    for subject, object_, words, colour in arrows:
+        draw_arrow(draw, centres[subject].tolist(), centres[object_].tolist(), colour, size, words)
+    scored = [(*ends, f"{words} {s:.2f}", colour) for (*ends, words, colour), s in zip(arrows, scores, strict=True)]
+    nodes = {i: f"{i} {drawable(class_names[labels[i]])}" for i in sorted({end for pair in pairs for end in pair})}
+    return save_picture(montage([picture, _graph(nodes, scored, centres, picture.height)], 2, gap=0), path)
 
 
-def _centre(box: np.ndarray) -> np.ndarray:
-    return (box[:2] + box[2:]) / 2
-
-
-def _arrow(draw: ImageDraw.ImageDraw, start: np.ndarray, end: np.ndarray, colour: str) -> None:
-    """From the subject's centre to just before the object's, moved to the right so that both directions are seen."""
-    along = end - start
-    length = float(np.hypot(*along))
-    if length < 1:  # an object with itself, or two with one centre
-        x, y = start.tolist()
-        draw.ellipse((x - 8, y - 8, x + 8, y + 8), outline=colour, width=2)
-        return
-    along = along / length
-    aside = np.array([-along[1], along[0]])
-    start, end = start + 4 * aside, end + 4 * aside - min(6.0, length / 4) * along
-    draw.line((*start.tolist(), *end.tolist()), fill=colour, width=2)
-    tips = [end - 9 * along + 4 * aside, end - 9 * along - 4 * aside]
-    draw.polygon([tuple(end.tolist()), *(tuple(tip.tolist()) for tip in tips)], fill=colour)
-
-
-def _tag(draw: ImageDraw.ImageDraw, corner: Sequence[float], text: str, colour: str) -> None:
-    x, y = (max(0.0, value) for value in corner)
-    width = draw.textlength(text, font=text_font(12))
-    draw.rectangle((x, y, x + width + 4, y + 15), fill=colour)
-    draw.text((x + 2, y), text, fill="#000000", font=text_font(12))
+def _graph(nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, side: int) -> Image.Image:
+    """The relations as a graph, `side` pixels high: objects on a circle, in the order of their angle around the middle
+    of the image, so that neighbours there are neighbours here."""
+    panel = Image.new("RGB", (side, side), BACKGROUND)
+    draw, size = ImageDraw.Draw(panel), max(12, round(side / 45))
+    if not nodes:
+        draw.text((side / 2, side / 2), "no relations", fill=TEXT, font=text_font(size), anchor="mm")
+        return panel
+    middle = centres[list(nodes)].mean(0)
+    places = {}
+    for place, number in enumerate(sorted(nodes, key=lambda i: math.atan2(*(centres[i] - middle).flip(0).tolist()))):
+        turn = 2 * math.pi * place / len(nodes) - math.pi
+        places[number] = (side / 2 + INNER * side * math.cos(turn), side / 2 + INNER * side * math.sin(turn))
+    for subject, object_, words, colour in arrows:
+        draw_arrow(draw, places[subject], places[object_], colour, size, words, gap=1.6 * size)
+    for number, place in places.items():
+        left, top, right, bottom = draw.textbbox(place, nodes[number], font=text_font(size), anchor="mm")
+        box = (left - size / 2, top - size / 3, right + size / 2, bottom + size / 3)
+        draw.rounded_rectangle(box, radius=size / 2, fill=COLOURS[number % len(COLOURS)], outline=TEXT)
+        draw.text(place, nodes[number], fill="#000000", font=text_font(size), anchor="mm")
+    return panel

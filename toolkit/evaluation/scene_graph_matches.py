@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from toolkit.boxes import common_and_union
+
 CHUNK_IMAGES = 64  # bounds memory
 
 
@@ -254,12 +256,7 @@ def _flat(parts: list[np.ndarray], empty_shape: tuple[int, ...]) -> np.ndarray:
 
 def _iou(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
     """IoU of boxes (..., 4) xyxy, element by element, in float32 with widths x2 - x1 + 1 as in the original."""
-    left_top = np.maximum(boxes1[..., :2], boxes2[..., :2])
-    right_bottom = np.minimum(boxes1[..., 2:], boxes2[..., 2:])
-    sides = np.maximum(right_bottom - left_top + 1, 0)
-    inter = sides[..., 0] * sides[..., 1]
-    areas = [(b[..., 2] - b[..., 0] + 1) * (b[..., 3] - b[..., 1] + 1) for b in (boxes1, boxes2)]
-    return inter / (areas[0] + areas[1] - inter)
+    return np.divide(*common_and_union(boxes1, boxes2, pixel=1))
 
 
 def _union(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:

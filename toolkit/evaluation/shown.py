@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from toolkit.evaluation.draw import choose_images, grid_samples
+from toolkit.evaluation.draw import choose_images, fitted, grid_samples, picture_of
 from toolkit.evaluation.matches import Matches
+from toolkit.evaluation.report.charts import figure
+from toolkit.evaluation.report.figures import class_ap_chart, confusion_chart, f1_chart
 from toolkit.evaluation.report.thresholds import Sweep, confusion_matrix, sweep
 
 LONGEST_SIDE = 640  # of a picture, in pixels
@@ -50,6 +52,15 @@ class Shown:
     matrix_names: list[str]
     threshold: float
 
+    def figures(self) -> dict:
+        """F1 against score, confusions and AP of each class, as matplotlib's `Figure`."""
+        charts = {
+            "f1": f1_chart(self.curves, self.curves[ALL].best),
+            "confusion_matrix": confusion_chart(self.matrix, self.matrix_names, self.threshold),
+            "class_AP": class_ap_chart(self.ap),
+        }
+        return {name: figure([chart]) for name, chart in charts.items() if not chart.is_empty}
+
 
 def shown_evaluation(
     table, predictions: Mapping, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None
@@ -77,10 +88,10 @@ def shown_evaluation(
 def _images(table, predictions: Mapping, count: int) -> list[ShownImage]:
     shown = []
     for image, found, truth in grid_samples(table, predictions, choose_images(table, count)) if count else ():
-        picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+        picture = picture_of(image)
         scale = min(1.0, LONGEST_SIDE / max(picture.size))
         if scale < 1:
-            picture = picture.resize([max(1, round(side * scale)) for side in picture.size], Image.Resampling.BICUBIC)
+            picture = fitted(picture, LONGEST_SIDE)
         found = {key: np.asarray(found[key].detach().float().cpu()) for key in ("boxes", "labels", "scores")}
         best = np.argsort(-found["scores"], kind="stable")
         best = best[(found["labels"][best] >= 0) & np.isfinite(found["boxes"][best]).all(1)][:MOST_BOXES]

@@ -7,7 +7,7 @@ need not be found, and what finds them does not count. VOC07 means precision ove
 
 import numpy as np
 
-from toolkit.boxes import Boxes
+from toolkit.boxes import Boxes, common_and_union
 from toolkit.evaluation.matches import Matches
 
 RECALLS_07 = np.arange(0.0, 1.1, 0.1)  # with its rounding: 0.3 is 0.30000000000000004, as in the programs of the field
@@ -53,6 +53,7 @@ def _most_overlapped(found: Boxes, truth: Boxes, classes: int) -> tuple[np.ndarr
     sizes = np.bincount(groups[1], minlength=int(groups[0].max(initial=0)) + 1)
     starts = np.cumsum(sizes) - sizes
     iou, box = np.zeros(len(found)), np.zeros(len(found), np.int64)
+    corners = [boxes.xyxy + [0, 0, 1, 1] for boxes in (found, truth)]  # VOC's boxes end with their last pixel
     rows = np.flatnonzero(sizes[groups[0]] > 0)
     ends = np.cumsum(sizes[groups[0][rows]])
     cuts = np.searchsorted(ends, np.arange(_BLOCK, int(ends[-1]) if len(ends) else 0, _BLOCK))
@@ -63,18 +64,11 @@ def _most_overlapped(found: Boxes, truth: Boxes, classes: int) -> tuple[np.ndarr
         first = np.cumsum(count) - count
         within = np.arange(count.sum()) - np.repeat(first, count)
         gt = order[np.repeat(starts[groups[0][some]], count) + within]
-        values = _iou(found.xyxy[np.repeat(some, count)], truth.xyxy[gt])
+        values = np.divide(*common_and_union(corners[0][np.repeat(some, count)], corners[1][gt]))
         best = np.maximum.reduceat(values, first)
         place = np.where(values == np.repeat(best, count), np.arange(len(values)), len(values))
         iou[some], box[some] = best, gt[np.minimum.reduceat(place, first)]  # of equal ones the first
     return iou, box
-
-
-def _iou(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    sides = np.minimum(a[:, 2:], b[:, 2:]) + 1 - np.maximum(a[:, :2], b[:, :2])
-    common = np.where((sides > 0).all(axis=1), sides[:, 0] * sides[:, 1], 0.0)
-    areas = [(box[:, 2:] + 1 - box[:, :2]).prod(axis=1) for box in (a, b)]
-    return common / (areas[0] + areas[1] - common)
 
 
 def _average_precision(right: np.ndarray, wrong: np.ndarray, total: int, mean) -> float | None:

@@ -1,5 +1,6 @@
 """Pictures of a data set: samples of each class, where boxes lie, how large they are, their shapes."""
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from toolkit.batch import Batch
 from toolkit.data.dataset import row_target
 from toolkit.data.decoding import decode_image
 from toolkit.data.table import DetectionTable
-from toolkit.evaluation.draw import picture_with_boxes
+from toolkit.evaluation.draw import fitted, montage, picture_with_boxes, save_picture
 
 SAMPLES = 9
 TILE = 320
@@ -68,14 +69,8 @@ def _tile(table: DetectionTable, index: int, label: int) -> Image.Image:
 
 
 def _grid(tiles: list[Image.Image], file: Path) -> Path:
-    columns = int(np.ceil(np.sqrt(len(tiles))))
-    canvas = Image.new("RGB", (columns * TILE, -(-len(tiles) // columns) * TILE), "white")
-    for place, tile in enumerate(tiles):
-        tile.thumbnail((TILE - 4, TILE - 4))
-        canvas.paste(tile, (place % columns * TILE, place // columns * TILE))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(file, quality=90)
-    return file
+    small = [fitted(tile, TILE - 4) for tile in tiles]
+    return save_picture(montage(small, math.ceil(math.sqrt(len(small))), gap=4), file)
 
 
 def _boxes(table: DetectionTable) -> np.ndarray:

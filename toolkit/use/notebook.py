@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -18,7 +17,8 @@ from toolkit.data.dataset import row_target
 from toolkit.data.decoding import decode_image
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput, Preempted
-from toolkit.evaluation.report import series, smoothed
+from toolkit.evaluation.report.charts import LineChart, figure
+from toolkit.evaluation.report.figures import STEP, smooth_lines
 from toolkit.runs.metrics_log import read_metrics
 
 CURVES = {"loss of training": ["train/loss"], "on held-out images": ["val/bbox_AP50", "val/bbox_AP", "val/ema/bbox_AP"]}
@@ -115,23 +115,14 @@ class LiveCurves:
             rows = read_metrics(self.file) if self.file.exists() else []
         except (BadInput, OSError):  # a row that is just being written; the next drawing has it
             rows = []
-        figure = Figure(figsize=(6 * len(self.curves), 3.2), layout="constrained")
-        for i, (title, keys) in enumerate(self.curves.items(), start=1):
-            axes = figure.add_subplot(1, len(self.curves), i)
-            for key in keys:
-                steps, values = series(rows, key)
-                if len(steps):
-                    few = len(steps) < 20
-                    axes.plot(steps, values if few else smoothed(values), marker="." if few else "", label=key)
-            axes.set(title=title, xlabel="optimizer step")
-            axes.grid(alpha=0.3)
-            if axes.lines:
-                axes.legend()
-        return _png(figure)
+        charts = []
+        for title, keys in self.curves.items():
+            lines = [line for i, key in enumerate(keys) for line in smooth_lines(rows, key, key, i)]
+            charts.append(LineChart(title, lines, STEP))
+        return _png(figure(charts))
 
 
 def _png(figure: Figure) -> bytes:
-    FigureCanvasAgg(figure)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=80)
     return file.getvalue()

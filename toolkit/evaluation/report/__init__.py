@@ -4,7 +4,8 @@ from pathlib import Path
 
 from toolkit.evaluation.predictions_file import read_about, read_predictions
 from toolkit.evaluation.report.facts import run_facts
-from toolkit.evaluation.report.markdown import plot_curves, series, smoothed, write_markdown
+from toolkit.evaluation.report.figures import series, smoothed
+from toolkit.evaluation.report.markdown import plot_curves, write_markdown
 
 __all__ = ["PREDICTIONS", "plot_curves", "series", "smoothed", "write_report"]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from toolkit.boxes import common_and_union
 from toolkit.evaluation.matches import BACKGROUND_IOU, Matches
 from toolkit.evaluation.report.thresholds import sweep
 
@@ -108,10 +109,8 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
     for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
         some = rows[start:stop]  # best first
         b = m.found.xyxy[some]
-        low, high = np.maximum(b[:, None, :2], b[None, :, :2]), np.minimum(b[:, None, 2:], b[None, :, 2:])
-        common = (high - low).clip(min=0).prod(axis=2)
-        area = (b[:, 2:] - b[:, :2]).prod(axis=1)
-        over = common > ON_IT * (area[:, None] + area[None] - common)
+        common, union = common_and_union(b[:, None], b[None])
+        over = common > ON_IT * union
         result[some] = np.triu(over, 1).any(axis=0)
     return result
 

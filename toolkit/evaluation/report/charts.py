@@ -1,21 +1,40 @@
-"""Charts as SVG inside the page: they follow its colours (light, dark, print) and need no script."""
+"""Charts, drawn by matplotlib: as SVG in the colours of the page (light, dark, print), as PNG, as its own figures."""
 
-import math
+import io
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 import numpy as np
 
-WIDTH, HEIGHT = 480, 300
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 40
-COLOURS = 8  # classes c0 ... c7 of the page's style
+from toolkit.evaluation.report.style import STYLE
+from toolkit.text import in_plot
+
+PALETTE = dict(re.findall(r"--(\w+):(#\w{6})", STYLE.partition("}")[0]))  # names in the page's style, on light
+COLOURS = [PALETTE[f"c{i}"] for i in range(8)]
+INK, DIM, GRID = PALETTE["fg"], PALETTE["dim"], PALETTE["line"]
 MOST_POINTS = 300  # of a line
+LONG_NUMBER = re.compile(r"(?<!: )\b\d+\.\d+")  # coordinates, not a style
+# In matplotlib's SVG: a style for all of the page, its font, sizes, names that nothing refers to, turns by nothing, and
+# the "L" that a path repeats.
+NEEDLESS = re.compile(
+    r"<defs>\s*<style.*?</style>\s*</defs>|font-family: [^;\"]*;? ?|stroke-linecap: square;? ?"
+    r"| (width|height)=\"[\d.]+pt\"| id=\"(?![mp][0-9a-f]{10}\")[^\"]*\"| transform=\"rotate\(-0[^\"]*\""
+    r"|\nL(?= )|(?<=\n)\s+",
+    re.DOTALL,
+)
 
 
 @dataclass
 class Line:
-    """x, y: of the same length. dashed, dots: how it is drawn. faint: behind the others, not in the legend."""
+    """x, y: of the same length; what is not finite is left out. colour: a place in `COLOURS`.
+
+    dots: each point is marked. faint: behind the others, which alone set the ends of the axis. Without a name it is
+    not in the legend.
+    """
 
     name: str
     x: Sequence[float]
@@ -25,127 +44,185 @@ class Line:
     dots: bool = False
     faint: bool = False
 
+    def points(self, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """What can be drawn, thinned evenly to what can be seen; log: on a logarithmic axis."""
+        x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
+        keep = np.flatnonzero(np.isfinite(x) & np.isfinite(y) & (y > 0 if log else True))
+        keep = keep[np.unique(np.linspace(0, len(keep) - 1, min(len(keep), MOST_POINTS)).astype(int))]
+        return x[keep], y[keep]
 
-def line_chart(
-    title: str,
-    lines: Sequence[Line],
-    *,
-    x_label: str = "",
-    x_range: tuple[float, float] | None = None,
-    y_range: tuple[float, float] | None = None,
-    log: bool = False,
-    marks: Sequence[tuple[float, str]] = (),
-) -> str:
-    """A `<figure>`; empty text without a point to draw. log: of y. marks: upright lines (x, text)."""
-    data = [(line, *_finite(line.x, line.y, log)) for line in lines]
-    data = [(line, x, y) for line, x, y in data if len(x)]
-    if not data:
+
+@dataclass
+class LineChart:
+    """Lines over one axis. x_range, y_range: its ends, None where the data set them; log: of y; marks: upright lines
+    (x, text)."""
+
+    title: str
+    lines: Sequence[Line]
+    x_label: str = ""
+    x_range: tuple[float | None, float | None] = (None, None)
+    y_range: tuple[float | None, float | None] = (None, None)
+    log: bool = False
+    marks: Sequence[tuple[float, str]] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(len(line.points(self.log)[0]) for line in self.lines)
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height in inches."""
+        return 5.2, 3.3 + 0.17 * len(self._in_legend()) / self._columns()
+
+    def draw(self, axes) -> None:
+        if self.log:
+            axes.set_yscale("log")
+        for line in sorted(self.lines, key=lambda line: line.faint):
+            limits = axes.get_ylim()
+            x, y = line.points(self.log)
+            if not len(x):
+                continue
+            style = {"linewidth": 0.8, "alpha": 0.3, "zorder": 1} if line.faint else {"linewidth": 1.6}
+            marker = "o" if line.dots or len(x) == 1 else None
+            axes.plot(x, y, "--" if line.dashed else "-", color=COLOURS[line.colour % len(COLOURS)], marker=marker,
+                      markersize=3, label=in_plot(line.name) if line.name else "_", **style)  # fmt: skip
+            if line.faint:
+                axes.set_ylim(limits)
+        for x, text in self.marks:
+            axes.axvline(x, color=INK, linewidth=1, linestyle="--")
+            axes.annotate(text, (x, 0.03), xycoords=("data", "axes fraction"), textcoords="offset points",
+                          xytext=(-5 if x > 0.5 else 5, 0), ha="right" if x > 0.5 else "left")  # fmt: skip
+        axes.grid(color=GRID, clip_on=False)
+        axes.set(xlabel=self.x_label, xlim=self.x_range, ylim=self.y_range)
+        if self.log:
+            from matplotlib.ticker import LogFormatter  # without powers in formulas
+
+            axes.yaxis.set_major_formatter(LogFormatter())
+            axes.yaxis.set_minor_formatter(LogFormatter())
+        if len(self._in_legend()) > 1:
+            axes.legend(loc="upper left", bbox_to_anchor=(0, -0.15), ncols=self._columns(), frameon=False, fontsize=9,
+                        labelcolor=DIM)  # fmt: skip
+
+    def _in_legend(self) -> list[str]:
+        return [line.name for line in self.lines if line.name and len(line.points(self.log)[0])]
+
+    def _columns(self) -> int:
+        return max(1, min(4, 64 // (8 + max(map(len, self._in_legend()), default=0))))
+
+
+@dataclass
+class BarChart:
+    """Bars that lie, one a row: name, value from 0, text behind it. most: the end of the axis; None: the largest."""
+
+    title: str
+    bars: Sequence[tuple[str, float, str]]
+    most: float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.bars
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return 5.2, 0.4 + 0.24 * len(self.bars)
+
+    def draw(self, axes) -> None:
+        names, values, texts = zip(*self.bars, strict=True)
+        drawn = axes.barh(range(len(names)), values, color=COLOURS[0])
+        axes.bar_label(drawn, texts, padding=4, color=DIM)
+        axes.set_yticks(range(len(names)), map(in_plot, names))
+        axes.set_xticks([])
+        axes.set_xlim(0, 1.15 * max(self.most or max(values), 1e-12))
+        axes.invert_yaxis()
+
+
+@dataclass
+class MatrixChart:
+    """Counts (rows, columns), each the darker the larger its share of the row."""
+
+    title: str
+    matrix: np.ndarray
+    row_names: Sequence[str]
+    column_names: Sequence[str]
+    row_label: str = ""
+    column_label: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.matrix.any()
+
+    @property
+    def size(self) -> tuple[float, float]:
+        rows, columns = self.matrix.shape
+        return 2.5 + 0.4 * columns, 2.0 + 0.3 * rows
+
+    def draw(self, axes) -> None:
+        cells = np.argwhere(self.matrix)
+        counts, totals = self.matrix[tuple(cells.T)], self.matrix.sum(axis=1)[cells[:, 0]]
+        shades = [(COLOURS[0], 0.75 * share) for share in counts / totals]
+        axes.bar(cells[:, 1], 1, 1, bottom=cells[:, 0] - 0.5, color=shades)
+        for (i, j), count in zip(cells.tolist(), counts.tolist(), strict=True):
+            axes.text(j, i, count, ha="center", va="center", color=INK, fontsize=8)
+        rows, columns = self.matrix.shape
+        axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), xlabel=self.column_label, ylabel=self.row_label)
+        axes.set_xticks(range(columns), [in_plot(name) for name in self.column_names], rotation=90)
+        axes.set_yticks(range(rows), [in_plot(name) for name in self.row_names])
+
+
+Chart = LineChart | BarChart | MatrixChart
+
+
+def figure(charts: Sequence[Chart], titles: bool = True):
+    """A matplotlib `Figure` of charts, two in a row; titles: above each."""
+    from matplotlib.figure import Figure  # half a second that the start of a run need not wait for
+
+    columns = min(2, len(charts))
+    heights = [max(chart.size[1] for chart in charts[i : i + columns]) for i in range(0, len(charts), columns)]
+    whole = Figure((columns * max(chart.size[0] for chart in charts), sum(heights)), layout="constrained")
+    grid = whole.add_gridspec(len(heights), columns, height_ratios=heights)
+    for place, chart in enumerate(charts):
+        axes = whole.add_subplot(grid[divmod(place, columns)], facecolor="none")
+        axes.spines[:].set_color(GRID)
+        axes.tick_params(which="both", left=False, bottom=False, labelcolor=DIM, labelsize=9)
+        axes.xaxis.label.set_color(DIM)
+        axes.yaxis.label.set_color(DIM)
+        axes.locator_params(nbins=6)
+        axes.set_axisbelow(True)
+        axes.set_title(chart.title if titles else "", fontsize=11)
+        chart.draw(axes)
+    return whole
+
+
+def save_charts(charts: Sequence[Chart], path: Path) -> Path | None:
+    """One PNG of all that have something to show; None: no chart has, and no file is written."""
+    shown = [chart for chart in charts if not chart.is_empty]
+    if not shown:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _save(figure(shown), path, dpi=100)
+    return path
+
+
+def svg(chart: Chart) -> str:
+    """A `<figure>` of the page; empty text where there is nothing to show."""
+    if chart.is_empty:
         return ""
-    x_low, x_high = x_range or _range(np.concatenate([x for _, x, _ in data]), 0.0)
-    y_all = np.concatenate([y for line, _, y in data if not line.faint] or [y for _, _, y in data])
-    y_low, y_high = y_range or _range(np.log10(y_all) if log else y_all, 0.05)
-
-    def sx(value):
-        return LEFT + (np.asarray(value) - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-
-    def sy(value):
-        value = np.log10(value) if log else np.asarray(value)
-        return HEIGHT - BOTTOM - (np.clip(value, y_low, y_high) - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-
-    parts = [_axes(x_low, x_high, y_low, y_high, sx, log, x_label)]
-    for line, x, y in data:
-        points = [f"{a:.1f},{b:.1f}" for a, b in zip(sx(x), sy(y), strict=True)]
-        style = f"c{line.colour % COLOURS}" + " dashed" * line.dashed + " faint" * line.faint
-        parts.append(f'<polyline class="line {style}" points="{" ".join(points)}"/>')
-        if line.dots or len(points) == 1:
-            parts += [
-                f'<circle class="dot {style}" cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="2.5"/>' for p in points
-            ]
-    for x, text in marks:
-        at = float(sx(x))
-        side = "end" if at > WIDTH / 2 else "start"
-        parts.append(
-            f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-            f'<text x="{at + (-5 if side == "end" else 5):.1f}" y="{HEIGHT - BOTTOM - 8}" text-anchor="{side}">'
-            f"{escape(text)}</text>"
-        )
-    named = [line for line, _, _ in data if not line.faint]
-    return _figure(title, parts, named if len(named) > 1 else [])
+    drawn, stream = figure([chart], titles=False), io.StringIO()
+    drawn.patch.set_visible(False)
+    _save(drawn, stream, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = stream.getvalue()
+    text = re.sub(NEEDLESS, "", text[text.index("<svg") :])
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(LONG_NUMBER, lambda n: f"{float(n[0]):.1f}", tag[0]), text)
+    for name, colour in PALETTE.items():
+        text = text.replace(colour, f"var(--{name})")
+    title, width = escape(chart.title, quote=True), 96 * chart.size[0]
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{title}" style="width:{width:.0f}px" ', 1)
+    return f"<figure><figcaption>{title}</figcaption>{text}</figure>"
 
 
-def bar_chart(title: str, bars: Sequence[tuple[str, float, str]], most: float | None = None) -> str:
-    """Bars that lie, one a row: name, value from 0, text behind it; longest = `most` or the largest value."""
-    if not bars:
-        return ""
-    most = max(most or max((value for _, value, _ in bars), default=0), 1e-12)
-    rows = "".join(
-        f'<div class="bar-name">{escape(name)}</div><div class="bar"><span style="width:'
-        f'{100 * min(max(value, 0) / most, 1):.1f}%"></span></div><div class="bar-text">{escape(text)}</div>'
-        for name, value, text in bars
-    )
-    return f'<figure><figcaption>{escape(title)}</figcaption><div class="bars">{rows}</div></figure>'
+def _save(drawn, target, **options) -> None:
+    from matplotlib import rc_context
 
-
-def _figure(title: str, parts: Sequence[str], legend: Sequence[Line]) -> str:
-    names = "".join(
-        f'<span class="key c{line.colour % COLOURS}{" dashed" * line.dashed}">{escape(line.name)}</span>'
-        for line in legend
-    )
-    return (
-        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg>'
-        f"{f'<div class=legend>{names}</div>' if names else ''}</figure>"
-    )
-
-
-def _axes(x_low, x_high, y_low, y_high, sx, log: bool, x_label: str) -> str:
-    parts = []
-    for value in _ticks(x_low, x_high, 6):
-        at = float(sx(value))
-        parts.append(
-            f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-            f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{_tick(value)}</text>'
-        )
-    for value in _ticks(y_low, y_high, 5):
-        at = HEIGHT - BOTTOM - (value - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-            f'<text x="{LEFT - 5}" y="{at + 4:.1f}" text-anchor="end">'
-            f"{_tick(10**value if log else value)}</text>"
-        )
-    if x_label:
-        parts.append(
-            f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
-        )
-    return "".join(parts)
-
-
-def _ticks(low: float, high: float, about: int) -> list[float]:
-    step = 10 ** math.floor(math.log10((high - low) / about))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= about)
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _tick(value: float) -> str:
-    if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:.4g}"
-
-
-def _range(values: np.ndarray, margin: float) -> tuple[float, float]:
-    low, high = float(values.min()), float(values.max())
-    if high - low < 1e-12 * max(1.0, abs(high)):
-        low, high = low - max(0.5 * abs(low), 0.5e-3), high + max(0.5 * abs(high), 0.5e-3)
-    return low - margin * (high - low), high + margin * (high - low)
-
-
-def _finite(x, y, log: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Without what cannot be drawn, and thinned evenly to what can be seen."""
-    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
-    keep = np.isfinite(x) & np.isfinite(y) & (y > 0 if log else True)
-    x, y = x[keep], y[keep]
-    if len(x) > MOST_POINTS:
-        rows = np.unique(np.linspace(0, len(x) - 1, MOST_POINTS).astype(int))
-        x, y = x[rows], y[rows]
-    return x, y
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "charts"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # letters of others, which a browser has
+        drawn.savefig(target, **options)

@@ -3,8 +3,7 @@
 import numpy as np
 
 from toolkit.evaluation.coco_numbers import TWELVE
-from toolkit.evaluation.matches import IOUS
-from toolkit.evaluation.report import charts as chart
+from toolkit.evaluation.report import figures
 from toolkit.evaluation.report.bootstrap import DRAWS, interval
 from toolkit.evaluation.report.comparison import Comparison
 from toolkit.evaluation.report.errors import KINDS
@@ -39,13 +38,11 @@ def numbers(c: Comparison) -> str:
     for name in ("R@50", "R@100", "mR@50", "mR@100"):
         if any(j.graphs for j in c.judged):
             rows.append((name, *(number(j.graphs.row.get(name)) if j.graphs else "–" for j in c.judged)))
-    lines = [chart.Line(j.name, IOUS, j.ap_by_iou, i, dots=True) for i, j in enumerate(c.judged)]
-    f1 = [chart.Line(j.name, j.overall.score, j.overall.f1, i) for i, j in enumerate(c.judged)]
-    pr = [chart.Line(j.name, j.overall.recall, j.overall.precision, i) for i, j in enumerate(c.judged)]
+    sweeps = {j.name: j.overall for j in c.judged}
     parts = [
-        chart.line_chart("AP against IoU", lines, x_label="IoU", y_range=(0, 1)),
-        chart.line_chart("Precision against recall, IoU 0.5", pr, x_label="recall", x_range=(0, 1), y_range=(0, 1)),
-        chart.line_chart("F1 against score", f1, x_label="score", x_range=(0, 1), y_range=(0, 1)),
+        figures.iou_chart({j.name: j.ap_by_iou for j in c.judged}),
+        figures.precision_recall_chart(sweeps),
+        figures.f1_chart(sweeps),
     ]
     return table(["", *(j.name for j in c.judged)], rows) + charts(parts)
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 
 from toolkit.data.decoding import ImageError
+from toolkit.evaluation.draw import Mark
 from toolkit.evaluation.report.annotations import KINDS as SUSPICIONS
 from toolkit.evaluation.report.annotations import Suspect
 from toolkit.evaluation.report.errors import KINDS, MEANING
 from toolkit.evaluation.report.judgement import Judgement
 from toolkit.evaluation.report.page import folded, paragraph, pictures, table
-from toolkit.evaluation.report.pictures import RIGHT, TRUTH, WRONG, Mark, Pictures
+from toolkit.evaluation.report.pictures import RIGHT, TRUTH, WRONG, Pictures
 
 WHOLE_IMAGES, OF_EACH_KIND, SUSPECTS, LISTED = 6, 4, 12, 200
 LEGEND = (

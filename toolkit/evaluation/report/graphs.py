@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from toolkit.boxes import common_and_union
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
 from toolkit.evaluation.scene_graph_evaluator import true_graph
 from toolkit.evaluation.scene_graph_matches import best_predicates
@@ -106,8 +107,6 @@ def _same(truth: Mapping, found: Mapping, mode: str) -> np.ndarray:
     if mode == "predcls":
         return np.eye(len(truth["boxes"]), dtype=bool)
     a, b = (np.asarray(each["boxes"], np.float32) for each in (found, truth))
-    low, high = np.maximum(a[:, None, :2], b[None, :, :2]), np.minimum(a[:, None, 2:], b[None, :, 2:])
-    common = (high - low + 1).clip(min=0).prod(axis=2)
-    areas = [(boxes[:, 2:] - boxes[:, :2] + 1).prod(axis=1) for boxes in (a, b)]
-    near = common >= 0.5 * (areas[0][:, None] + areas[1][None] - common)
+    common, union = common_and_union(a[:, None], b[None], pixel=1)
+    near = common >= 0.5 * union
     return near & (found["labels"][:, None] == truth["labels"][None])

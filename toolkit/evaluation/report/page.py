@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
+from toolkit.evaluation.report.charts import Chart, svg
 from toolkit.evaluation.report.style import STYLE
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a browser asks nobody for anything
@@ -43,9 +44,9 @@ def paragraph(text: str, css: str = "") -> str:
     return f"<p{f' class={css}' if css else ''}>{escape(text)}</p>"
 
 
-def charts(parts: Sequence[str]) -> str:
-    shown = [part for part in parts if part]
-    return f"<div class=charts>{''.join(shown)}</div>" if shown else ""
+def charts(of: Sequence[Chart]) -> str:
+    shown = "".join(map(svg, of))
+    return f"<div class=charts>{shown}</div>" if shown else ""
 
 
 def pictures(parts: Sequence[str]) -> str:

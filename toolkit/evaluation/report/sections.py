@@ -6,11 +6,12 @@ from html import escape
 import numpy as np
 
 from toolkit.evaluation.coco_numbers import TWELVE
-from toolkit.evaluation.matches import IOUS
-from toolkit.evaluation.report import charts as chart
+from toolkit.evaluation.report import figures
 from toolkit.evaluation.report.advice import Advice
 from toolkit.evaluation.report.bootstrap import DRAWS
+from toolkit.evaluation.report.charts import BarChart, svg
 from toolkit.evaluation.report.errors import KINDS, MEANING
+from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import Judgement
 from toolkit.evaluation.report.page import Html, charts, folded, number, paragraph, table
 from toolkit.evaluation.report.thresholds import WANTED_PRECISION
@@ -89,16 +90,10 @@ def numbers(judged: Judgement) -> str:
         f"Intervals: 95 % of {DRAWS:,} bootstrap samples of the {judged.matches.num_images:,} images, moved to have "
         "the number as their mean. They tell how far other images of the same kind may give other numbers."
     )
-    by_iou = chart.line_chart(
-        "AP against the IoU that counts as found",
-        [chart.Line("AP", IOUS, judged.ap_by_iou, dots=True)],
-        x_label="IoU",
-        y_range=(0, 1),
-    )
     return (
         table(["", "value", "95 % from", "to", ""], rows, text=(0, 4))
         + paragraph(text, "dim")
-        + charts([by_iou])
+        + charts([figures.iou_chart({"AP": judged.ap_by_iou})])
         + _classes(judged)
     )
 
@@ -144,42 +139,21 @@ def thresholds(judged: Judgement) -> str:
             else [f"{p.threshold:g}", *(f"{v:.3f}" for v in (p.precision, p.recall, p.f1))]
         )
         rows.append((f"precision of {wanted:g}", *shown))
-    shown = _curve_classes(judged)
-    f1 = [chart.Line("all classes", overall.score, overall.f1)]
-    f1 += [_line(judged, label, i + 1, "score", "f1") for i, label in enumerate(shown)]
-    pr = [chart.Line("all classes", overall.recall, overall.precision)]
-    pr += [_line(judged, label, i + 1, "recall", "precision") for i, label in enumerate(shown)]
-    c = judged.calibration
-    reliability = chart.line_chart(
-        "Calibration: how often a prediction with this score is right",
-        [
-            chart.Line("perfect", [0, 1], [0, 1], colour=1, dashed=True),
-            chart.Line("found", c.score, c.precision, dots=True),
-        ],
-        x_label="score",
-        x_range=(0, 1),
-        y_range=(0, 1),
-    )
-    best = overall.best
+    names = judged.matches.class_names
+    sweeps = {"all classes": overall} | {names[label]: judged.sweeps[label] for label in _curve_classes(judged)}
     parts = [
-        chart.line_chart(
-            "F1 against score",
-            f1,
-            x_label="a prediction needs this score",
-            x_range=(0, 1),
-            y_range=(0, 1),
-            marks=[(best.threshold, f"{best.threshold:g}: F1 {best.f1:.3f}")],
-        ),
-        chart.line_chart("Precision against recall, IoU 0.5", pr, x_label="recall", x_range=(0, 1), y_range=(0, 1)),
-        reliability,
+        figures.f1_chart(sweeps, overall.best),
+        figures.precision_recall_chart(sweeps),
+        figures.calibration_chart(judged.calibration),
     ]
+    error = judged.calibration.error
     words = (
         "Over all boxes of all classes together, at IoU 0.5. A threshold of its own for each class stands in the "
         "table by class."
         + (
             ""
-            if c.error is None
-            else f" Scores and precision differ by {c.error:.3f} on average "
+            if error is None
+            else f" Scores and precision differ by {error:.3f} on average "
             "(expected calibration error): with a large difference a score is no probability."
         )
     )
@@ -191,11 +165,6 @@ def _curve_classes(judged: Judgement) -> list[int]:
     order = np.argsort(-np.nan_to_num(judged.class_ap), kind="stable")
     order = [int(k) for k in order if np.isfinite(judged.class_ap[k])]
     return order if len(order) < MOST_CURVES else order[:3] + order[-3:]
-
-
-def _line(judged: Judgement, label: int, colour: int, x: str, y: str) -> chart.Line:
-    each = judged.sweeps[label]
-    return chart.Line(judged.matches.class_names[label], getattr(each, x), getattr(each, y), colour)
 
 
 def confusion(judged: Judgement) -> str:
@@ -214,14 +183,8 @@ def confusion(judged: Judgement) -> str:
         f"Predictions above {judged.threshold:g} at IoU 0.5. A row tells what became of the boxes of a class and sums "
         f"to their number; the last row is predictions where no box is.{note}"
     )
-    places = [*chosen, k]
-    head = "".join(f"<th>{escape(name)}</th>" for name in [*(names[i] for i in chosen), "missed"])
-    rows = "".join(
-        f"<tr><th>{escape(names[i] if i < k else 'background')}</th>"
-        + "".join(_heat(matrix[i, j], matrix[i].sum(), i == j) if i < k or j < k else "<td></td>" for j in places)
-        + "</tr>"
-        for i in places
-    )
+    part = matrix[np.ix_([*chosen, k], [*chosen, k])]
+    shown = svg(figures.confusion_chart(part, [names[i] for i in chosen], judged.threshold))
     pairs = [
         (names[i], names[j], int(wrong[i, j]), f"{wrong[i, j] / max(matrix[i].sum(), 1):.1%}")
         for i, j in zip(*np.unravel_index(np.argsort(-wrong[:k, :k], axis=None)[:10], (k, k)), strict=True)
@@ -229,17 +192,9 @@ def confusion(judged: Judgement) -> str:
     ]
     listed = table(["annotated", "predicted", "boxes", "of its boxes"], pairs, text=(0, 1))
     return (
-        paragraph(text, "dim") + f"<div class=scroll><table class=matrix><thead><tr><th>annotated ↓ predicted →</th>"
-        f"{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        paragraph(text, "dim")
+        + f"<div class=scroll>{shown}</div>"
         + (f"<h3>Most confused</h3>{listed}" if listed else "")
-    )
-
-
-def _heat(count: int, total: int, own: bool) -> str:
-    share = count / total if total else 0
-    return (
-        f'<td{" class=own" if own else ""} style="background:rgba(var(--heat),{0.75 * share:.2f})" '
-        f'title="{share:.1%}">{count or ""}</td>'
     )
 
 
@@ -256,8 +211,8 @@ def errors(judged: Judgement) -> str:
         "add up. Method: TIDE (Bolya et al. 2020)."
     )
     parts = [
-        chart.bar_chart("AP50 that each kind of mistake costs", bars),
-        chart.bar_chart("… and all wrong predictions, all unfound boxes", special),
+        BarChart("AP50 that each kind of mistake costs", bars),
+        BarChart("… and all wrong predictions, all unfound boxes", special),
     ]
     return (
         paragraph(text, "dim")
@@ -307,7 +262,7 @@ def graphs(judged: Judgement) -> str:
     whole = (
         "" if g.whole is None else paragraph(f"All relations were found in {g.whole:.1%} of the images that have any.")
     )
-    recall = chart.bar_chart(
+    recall = BarChart(
         "Recall among the 100 best, most frequent predicates first",
         [(name, float(value), f"{value} of {count}") for name, count, value in found[:25] if value != "–"],
         most=1,
@@ -319,4 +274,19 @@ def graphs(judged: Judgement) -> str:
         + folded("Every predicate", table(["predicate", "relations", "recall@100"], found))
         + "<h3>Predicates that are taken for others</h3>"
         + table(["annotated", "predicted", "relations", "of all"], pairs, text=(0, 1))
+    )
+
+
+def training(facts: RunFacts) -> str:
+    shown = {heading: charts(group) for heading, group in figures.training_charts(facts.rows).items()}
+    return "".join(f"<h3>{heading}</h3>{html}" for heading, html in shown.items() if html)
+
+
+def settings(facts: RunFacts) -> str:
+    return "".join(
+        folded(heading, f"<pre>{escape(text)}</pre>" if text else "")
+        for heading, text in (
+            (f"Settings ({facts.config_name})", facts.config_text),
+            ("Environment", facts.environment_text),
+        )
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from toolkit.boxes import common_and_union
 from toolkit.evaluation.matches import AREAS, Matches
 
 EDGE = 1.0  # a box closer than this to the edge of the image, in pixels, is cut off by it
@@ -64,8 +65,6 @@ def neighbours(m: Matches) -> np.ndarray:
     cuts = np.searchsorted(m.truth.image_index, np.arange(m.num_images + 1))
     for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
         b = m.truth.xyxy[start:stop]
-        low, high = np.maximum(b[:, None, :2], b[None, :, :2]), np.minimum(b[:, None, 2:], b[None, :, 2:])
-        common = (high - low).clip(min=0).prod(axis=2)
-        area = (b[:, 2:] - b[:, :2]).prod(axis=1)
-        counts[start:stop] = (common > TOUCHING * (area[:, None] + area[None] - common)).sum(axis=1) - 1
+        common, union = common_and_union(b[:, None], b[None])
+        counts[start:stop] = (common > TOUCHING * union).sum(axis=1) - 1
     return counts.clip(min=0)

@@ -4,10 +4,10 @@ STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1c1e21;--dim:#5b6168;--line:#d9dde2;--card:#f6f7f9;--accent:#0b63a5;
 --good:#0b6e4f;--bad:#b3401a;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#aa4499;--c4:#8a6d00;--c5:#332288;
 --c6:#117733;
---c7:#7a4b2a;--heat:0,114,178}
+--c7:#7a4b2a}
 @media(prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e8eaed;--dim:#a0a7af;--line:#353b42;--card:#1d2125;
 --accent:#6cb6f0;--good:#52c79a;--bad:#f08a5d;--c0:#56b4e9;--c1:#f0894a;--c2:#3fc79a;--c3:#d68ac6;--c4:#d9c04f;
---c5:#a59be8;--c6:#6fbf73;--c7:#c99a75;--heat:86,180,233}}
+--c5:#a59be8;--c6:#6fbf73;--c7:#c99a75}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--fg);font:16px/1.5 system-ui,sans-serif}
 main,header,footer{max-width:1120px;margin:0 auto;padding:0 16px}
@@ -26,32 +26,18 @@ section{scroll-margin-top:3rem}
 figure{margin:0;min-width:0}.charts figure{max-width:560px}.picture img{width:100%;height:auto;display:block;
 border-radius:4px}
 figcaption{font-size:.86rem;overflow-wrap:anywhere}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:12px}
-.grid{stroke:var(--line);stroke-width:1}.mark{stroke:var(--fg);stroke-width:1;stroke-dasharray:4 3}
-.line{fill:none;stroke-width:2;stroke-linejoin:round}.faint{opacity:.3;
-stroke-width:1}.line.dashed{stroke-dasharray:6 4}
-.c0{stroke:var(--c0);--c:var(--c0)}.c1{stroke:var(--c1);--c:var(--c1)}.c2{stroke:var(--c2);--c:var(--c2)}
-.c3{stroke:var(--c3);--c:var(--c3)}.c4{stroke:var(--c4);--c:var(--c4)}.c5{stroke:var(--c5);--c:var(--c5)}
-.c6{stroke:var(--c6);--c:var(--c6)}.c7{stroke:var(--c7);--c:var(--c7)}.dot{fill:var(--c);stroke:none}
-.legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:.84rem}.key::before{content:"";display:inline-block;
-width:18px;
-border-top:3px solid var(--c);vertical-align:middle;margin-right:5px}.key.dashed::before{border-top-style:dashed}
+.charts svg{max-width:100%}svg{height:auto;display:block}svg text{fill:var(--dim)}
 .scroll{overflow-x:auto;max-width:100%}.scroll,.charts,.graphs,.pictures{margin:.7rem 0}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{padding:3px 9px;border-bottom:1px solid var(--line);text-align:right;vertical-align:top}
 th:first-child,td:first-child,.text{text-align:left}thead th{color:var(--dim);font-weight:600}
-.matrix td,.matrix th{padding:4px 7px;text-align:center;border:1px solid var(--line);min-width:2.4em}
-.matrix th:first-child{text-align:right}.matrix .own{outline:2px solid var(--fg);outline-offset:-2px}
-.bars{display:grid;grid-template-columns:minmax(70px,max-content) 1fr max-content;gap:4px 8px;font-size:.88rem;
-align-items:center}.bar{background:var(--card);border:1px solid var(--line);height:15px}
-.bar span{display:block;height:100%;background:var(--c0)}
 .advice{border-left:4px solid var(--accent);background:var(--card);padding:8px 12px;margin:8px 0;
 border-radius:0 6px 6px 0}
 .advice p{margin:.15rem 0}code{white-space:nowrap}.good{color:var(--good)}.bad{color:var(--bad)}
 pre{background:var(--card);border:1px solid var(--line);padding:10px;overflow-x:auto;font-size:.8rem}
 summary{cursor:pointer}.sw{display:inline-block;width:.8em;height:.8em;border:1px solid #000;vertical-align:middle}
 @media print{:root{--bg:#fff;--fg:#000;--dim:#444;--line:#bbb;--card:#fff;--accent:#00457a;--c0:#0072b2;--c1:#d55e00;
---c2:#009e73;--c3:#aa4499;--c4:#8a6d00;--c5:#332288;--c6:#117733;--c7:#7a4b2a;--heat:0,114,178}nav{display:none}
+--c2:#009e73;--c3:#aa4499;--c4:#8a6d00;--c5:#332288;--c6:#117733;--c7:#7a4b2a}nav{display:none}
 figure,.advice,tr{break-inside:avoid}h2,h3{break-after:avoid}body{font-size:12px;print-color-adjust:exact;
 -webkit-print-color-adjust:exact}.scroll{overflow:visible}}
 """

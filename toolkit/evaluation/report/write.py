@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.evaluation.report import comparison_sections, gallery, run_sections, sections
+from toolkit.evaluation.report import comparison_sections, gallery, sections
 from toolkit.evaluation.report.advice import advise
 from toolkit.evaluation.report.comparison import compare
 from toolkit.evaluation.report.facts import RunFacts
@@ -30,8 +30,8 @@ def write_page(folder: Path, judged: Judgement | None, facts: RunFacts, title: s
         parts = _sections(judged, facts, folder)
         write_json(folder / NUMBERS, replace_nonfinite(as_json(judged)))
     parts += [
-        ("training", "Training", run_sections.curves(facts.rows)),
-        ("settings", "Settings", run_sections.settings(facts.config_name, facts.config_text, facts.environment_text)),
+        ("training", "Training", sections.training(facts)),
+        ("settings", "Settings", sections.settings(facts)),
     ]
     write_text_atomic(folder / PAGE, page(title, _facts(judged, facts), parts))
     return folder / PAGE

@@ -34,8 +34,7 @@ class TensorBoardTracker(Tracker):
         for name, sweep in shown.curves.items():
             self._writer.add_pr_curve_raw(f"val/precision_recall/{name}", *_at_thresholds(sweep), global_step=step,
                                           num_thresholds=THRESHOLDS)  # fmt: skip
-        for name, figure in (("f1", _f1_figure(shown)), ("confusion_matrix", _matrix_figure(shown)),
-                             ("class_AP", _ap_figure(shown))):  # fmt: skip
+        for name, figure in shown.figures().items():
             self._writer.add_figure(f"val/{name}", figure, step)
         self._writer.flush()
 
@@ -57,49 +56,3 @@ def _at_thresholds(sweep) -> tuple[np.ndarray, ...]:
     found = np.round(recall * sweep.total)
     wrong = np.round(found / np.maximum(precision, 1e-12) - found) * (found > 0)
     return found, wrong, np.zeros_like(found), sweep.total - found, precision, recall
-
-
-def _figure(title: str, width: float = 6, height: float = 4):
-    from matplotlib.figure import Figure  # not pyplot, which keeps every figure that it made
-
-    figure = Figure((width, height))
-    figure.subplots_adjust(left=0.25, bottom=0.2)  # a layout by matplotlib would draw everything twice
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    return figure, axes
-
-
-def _plain(name: str) -> str:
-    """A name that matplotlib does not take for a formula."""
-    return name.replace("$", r"\$")
-
-
-def _f1_figure(shown):
-    figure, axes = _figure("F1 against score, IoU 0.5")
-    for name, sweep in shown.curves.items():
-        axes.plot(sweep.score, sweep.f1, label=_plain(name))
-    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="a prediction needs this score", ylabel="F1")
-    axes.legend(fontsize=7)
-    return figure
-
-
-def _matrix_figure(shown):
-    side = 3 + 0.35 * len(shown.matrix)
-    figure, axes = _figure(f"Boxes by class, predictions above {shown.threshold:g}, IoU 0.5", side, side)
-    axes.imshow(shown.matrix / np.maximum(shown.matrix.sum(axis=1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1)
-    places = range(len(shown.matrix))
-    names = [_plain(name) for name in shown.matrix_names]
-    axes.set_xticks(places, [*names, "missed"], rotation=90)
-    axes.set_yticks(places, [*names, "background"])
-    axes.set(xlabel="predicted", ylabel="annotated")
-    for i, j in zip(*np.nonzero(shown.matrix), strict=True):
-        axes.text(j, i, shown.matrix[i, j], ha="center", va="center", fontsize=7)
-    return figure
-
-
-def _ap_figure(shown):
-    figure, axes = _figure("AP of each class", height=1.5 + 0.22 * len(shown.ap))
-    axes.barh([_plain(name) for name in shown.ap], list(shown.ap.values()))
-    axes.set(xlim=(0, 1))
-    axes.invert_yaxis()
-    return figure
