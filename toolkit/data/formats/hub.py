@@ -12,6 +12,7 @@ from toolkit.data.annotations import Annotations
 from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
 from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, probe_image, read_file
+from toolkit.data.formats.annotated import UNKNOWN_SIZE
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
@@ -19,7 +20,6 @@ from toolkit.files import MAX_IMAGE_PIXELS
 
 CATEGORY_KEYS = ("category", "categories", "category_id", "label", "labels")
 ID_KEYS = ("id", "bbox_id", "ids")
-UNKNOWN_SIZE = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
