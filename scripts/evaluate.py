@@ -55,7 +55,7 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
         print(f"{found.about['detector']}, {len(found.table)} images\n{result.pop('table')}")
         print(json.dumps(result))
         if arguments.save:
-            write_predictions(arguments.save, found.by_image, found.table, scores=result, **found.about)
+            write_predictions(arguments.save, found.predictions, found.table, scores=result, **found.about)
             print(f"wrote {arguments.save}")
     unknown = expected.keys() - result.keys()
     if unknown:
@@ -69,13 +69,13 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
 def _measured(found: Predicted, backend: str | None) -> dict:
     """All numbers, and `table` for a person."""
     evaluator = found.evaluator or CocoEvaluator(found.table, backend or "toolkit")
-    scores = evaluator.evaluate(found.by_image)
+    scores = evaluator.evaluate(found.predictions)
     if not found.table.num_boxes().any():
         return scores | {"table": "no annotated boxes: nothing can be measured; the predictions can be saved (--save)"}
-    table = evaluator.describe(scores, found.by_image)
+    table = evaluator.describe(scores, found.predictions)
     voc = {}
     if "bbox_AP" in scores:  # of each class too
-        voc = voc_metrics(match(found.by_image, found.table))
+        voc = voc_metrics(match(found.predictions, found.table))
         table += f"\nVOC07 mAP {_number(voc['voc07_mAP'])}, VOC12 mAP {_number(voc['voc12_mAP'])} (IoU 0.5)"
     return {**scores, **found.losses, **voc, "table": table}
 

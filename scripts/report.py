@@ -37,7 +37,7 @@ def report(arguments: argparse.Namespace) -> Path:
         accelerator.print(f"{name}: judging {len(found.table)} images")
         facts = run_facts(found.run_folder)
         about = found.about | {"settings_without_seed": settings_without_seed(facts.config)}
-        judged.append((found, facts, judge(name, found.by_image, found.table, about)))
+        judged.append((found, facts, judge(name, found.predictions, found.table, about)))
     if len(judged) > 1:
         return write_comparison(arguments.out or Path("report_comparison"), [each for *_, each in judged])
     return _single(Path(arguments.sources[0]).expanduser(), *judged[0], arguments.out)

@@ -113,6 +113,19 @@ def test_the_copy_of_the_dirty_set_is_clean(check, tmp_path):
     assert (tmp_path / "fixed" / "instances" / "png_bytes.png").is_file()  # the ending of its content
 
 
+def test_a_class_of_crowds_alone_stays_in_the_copy(clean, check, tmp_path):
+    shutil.copytree(clean, tmp_path / "d")
+    for split in ("train", "val"):
+        file = tmp_path / "d" / "annotations" / f"{split}.json"
+        document = json.loads(file.read_text())
+        document["categories"].append({"id": 99, "name": "crowd"})
+        document["annotations"][0] |= {"category_id": 99, "iscrowd": 1}
+        file.write_text(json.dumps(document))
+    assert check(tmp_path / "d", "--fix", tmp_path / "fixed", "--image-size", 64) == 1
+    fixed = json.loads((tmp_path / "fixed" / "annotations" / "train.json").read_text())
+    assert fixed["categories"][-1]["name"] == "crowd" and fixed["annotations"][0]["category_id"] == 99
+
+
 def test_headers_alone_decode_nothing(clean, check, tmp_path, capsys):
     assert check(clean, "--check-images", "header", "--image-size", 64) == 0
     assert "not compared with each other" in capsys.readouterr().out and not (tmp_path / "cache" / "looks").exists()

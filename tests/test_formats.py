@@ -25,7 +25,6 @@ from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.errors import BadInput
-from toolkit.evaluation.predictions import boxes_of
 from toolkit.evaluation.predictions_file import read_predictions
 from toolkit.use.outputs import write_outputs
 
@@ -189,7 +188,7 @@ def test_predictions_come_back(tmp_path_factory, images, names, random):
     scores = np.array([random.random() for _ in range(len(truth.boxes))])
     found = replace(truth, boxes=replace(truth.boxes, scores=scores, ids=None))
     write_outputs({"images": [], "errors": []}, found, files, ["coco", "yolo", "voc", "csv"], folder / "p")
-    read = boxes_of(read_predictions(folder / "p" / "results.json", table).by_image, table.image_ids().tolist())
+    read = read_predictions(folder / "p" / "results.json", table).predictions
     assert read.offsets.tolist() == found.boxes.offsets.tolist() and read.labels.tolist() == found.boxes.labels.tolist()
     assert np.array_equal(read.scores, scores) and np.allclose(read.xyxy, found.boxes.xyxy, atol=1e-12, rtol=0)
     if not any(images):

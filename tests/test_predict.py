@@ -333,6 +333,12 @@ def test_image_ids_of_an_annotation_file(tmp_path):
     assert image_ids_of(None, [Path("a"), Path("b")]) == [1, 2]
     with pytest.raises(BadInput, match="c.jpg"):
         image_ids_of(file, [Path("c.jpg")])
+    file.write_text("\ufeff" + file.read_text(), encoding="utf-8")  # a byte order mark, as where data are read
+    assert image_ids_of(file, [Path("a.jpg")]) == [9]
+    for text, words in (("{}", "no COCO file with images"), ("[1]", "found a list")):
+        file.write_text(text)
+        with pytest.raises(BadInput, match=words):
+            image_ids_of(file, [Path("a.jpg")])
 
 
 def test_addresses_and_a_list_on_the_standard_input(tmp_path, monkeypatch):

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from report_data import ground_truth_as_predictions, predictions_of, random_case, table_of
 
+from toolkit.boxes import COLUMNS
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import write_coco
 from toolkit.errors import BadInput
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
 from toolkit.evaluation.matches import match
+from toolkit.evaluation.predictions import boxes_of
 from toolkit.evaluation.predictions_file import about_file, read_about, read_predictions, write_predictions
 from toolkit.evaluation.report.annotations import suspects
 from toolkit.evaluation.report.bootstrap import interval, resample, weighted_numbers
@@ -321,19 +323,21 @@ def test_plain_pycocotools_gives_the_printed_ap_of_a_saved_file(tmp_path):
 def test_a_predictions_file_comes_back(tmp_path):
     table, predictions = random_case(tmp_path, scores=10**6)
     read = read_predictions(write_predictions(tmp_path / "p" / "found.json", predictions, table, step=7), table)
-    assert read.about["step"] == 7 and not any("pairs" in found for found in read.by_image.values())
-    for image_id, expected in predictions.items():
-        for key in ("scores", "labels"):
-            assert read.by_image[image_id][key].tolist() == expected[key].tolist()
-        assert read.by_image[image_id]["boxes"] == pytest.approx(expected["boxes"], rel=1e-12)
+    expected, found = boxes_of(predictions, table.image_ids().tolist()), read.predictions
+    assert read.about["step"] == 7
+    for key in ("offsets", "scores", "labels"):
+        assert getattr(found, key).tolist() == getattr(expected, key).tolist()
+    assert found.xyxy == pytest.approx(expected.xyxy, rel=1e-12)
     before = CocoEvaluator(table).evaluate(predictions)
-    assert CocoEvaluator(table).evaluate(read.by_image) == pytest.approx(before, abs=1e-12)
+    assert CocoEvaluator(table).evaluate(found) == pytest.approx(before, abs=1e-12)
+    again = write_predictions(tmp_path / "again.json", found, table)  # as evaluate.py --save of a predictions file
+    assert np.allclose(read_predictions(again, table).predictions.xyxy, found.xyxy, rtol=1e-12)
 
 
 def test_predictions_of_another_program_are_matched_by_file_name(tmp_path):
     table, predictions = random_case(tmp_path)
     file = write_predictions(tmp_path / "found.json", predictions, table)
-    expected, entries = read_predictions(file, table).by_image, json.loads(file.read_text())
+    expected, entries = read_predictions(file, table).predictions, json.loads(file.read_text())
     about_file(file).unlink()
     names = dict(zip(table.image_ids().tolist(), table.rows["file_name"].to_pylist(), strict=True))
     new = {image_id: number for number, image_id in enumerate(reversed(names), start=10)}  # some are ids of others
@@ -344,9 +348,8 @@ def test_predictions_of_another_program_are_matched_by_file_name(tmp_path):
     stems = [{**entry, "image_id": Path(names[entry["image_id"]]).stem} for entry in entries]
     for content in (named, document, stems):
         file.write_text(json.dumps(content))
-        read = read_predictions(file, table).by_image
-        for image_id, theirs in expected.items():
-            assert all(read[image_id][key].tolist() == theirs[key].tolist() for key in theirs)
+        read = read_predictions(file, table).predictions
+        assert all((getattr(read, key) == getattr(expected, key)).all() for key in ("offsets", *COLUMNS[:3]))
     file.write_text(json.dumps([{**stems[0], "image_id": "elsewhere"}]))
     with pytest.raises(BadInput, match=r"image ids \['elsewhere'\] .* no names of its files say"):
         read_predictions(file, table)
@@ -359,7 +362,7 @@ def test_predictions_of_other_data_are_refused_by_name(tmp_path):
     with pytest.raises(BadInput, match="made on other data"):
         read_predictions(file, other)
     about_file(file).unlink()
-    assert len(read_predictions(file, other).by_image) == len(other)  # of another program: nothing says so
+    assert read_predictions(file, other).predictions.num_images == len(other)  # of another program: nothing says so
     for content, words in (
         ("{}", "expected a list"),
         ("nothing", "no COCO results file"),
@@ -391,8 +394,8 @@ def test_graphs_travel_with_their_boxes(tmp_path):
     }
     file = write_predictions(tmp_path / "g.json", dict.fromkeys(table.image_ids().tolist(), graph), table)
     read = read_predictions(file, table)
-    assert all((read.by_image[10][key] == graph[key]).all() for key in graph)
-    judged = judge("graphs", read.by_image, table, draws=10)
+    assert all((read.predictions[10][key] == graph[key]).all() for key in graph)
+    judged = judge("graphs", read.predictions, table, draws=10)
     assert judged.graphs.mode == "sgdet" and judged.graphs.row["R@100"] == pytest.approx(0.5)
     assert judged.graphs.confusions.tolist() == [[0, 3, 0], [0, 3, 0]]  # "on" is taken for "under"
     assert judged.graphs.recall.tolist() == [0, 1] and judged.graphs.whole == 0

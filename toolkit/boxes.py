@@ -106,6 +106,16 @@ class Relations:
         rows = np.repeat(kept, counts)
         return Relations(offsets_of(counts[kept]), self.subject[rows], self.object[rows], self.predicate[rows])
 
+    def of_boxes(self, boxes: Boxes, kept: np.ndarray) -> "Relations":
+        """The relations between those boxes that a mask (N,) keeps, by their new positions; the images stay."""
+        image = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])  # boxes that stay, in front of each
+        first = boxes.offsets[image]
+        rows = kept[first + self.subject] & kept[first + self.object]
+        subject, object_ = (before[first + ends] - before[first] for ends in (self.subject, self.object))
+        counts = np.bincount(image[rows], minlength=len(self.offsets) - 1)
+        return Relations(offsets_of(counts), subject[rows], object_[rows], self.predicate[rows])
+
 
 def offsets_of(counts: Sequence[int]) -> np.ndarray:
     """(I + 1,) int64: where the rows of each of I images begin, and the end."""

@@ -192,7 +192,7 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
     if t.log.writer.shows and _are_boxes(predictions):
         grid = Image.open(path).convert("RGB") if t.validation.pictures else None
         matches = getattr(t.validation.evaluator, "matches", None) or match(predictions, t.validation.table)
-        shown = shown_evaluation(t.validation.table, predictions, matches, scores, t.validation.pictures, grid)
+        shown = shown_evaluation(t.validation.table, matches, scores, t.validation.pictures, grid)
         t.log.writer.show(shown, t.step)
 
 

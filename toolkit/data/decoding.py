@@ -99,7 +99,7 @@ def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE
 
 
 def open_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.BufferedReader:
-    """A file of at most the size that an image of `max_pixels` needs, open for reading; the open never waits.
+    """A file of at most the size that an image of `max_pixels` needs, open for reading.
 
     Raises ImageError for what is no regular file, and for a larger one; OSError.
     """
@@ -108,8 +108,7 @@ def open_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.Buffer
         kind = KINDS.get(stat.S_IFMT(status.st_mode), "special file")
         raise ImageError(f"no image file: it is a {kind}", Path(path))
     _check_bytes(status.st_size, max_pixels, Path(path))
-    # a pipe that has come into its place is not waited for
-    return open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+    return open(path, "rb")
 
 
 def read_file(

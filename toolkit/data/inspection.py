@@ -3,19 +3,19 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from toolkit.boxes import common_and_union
+from toolkit.boxes import Boxes, common_and_union
 from toolkit.data.alike import Looks, alike_pairs, looks_of, same_files
 from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.formats import coco_folder
 from toolkit.data.formats.annotated import names_by_content
 from toolkit.data.table import DetectionTable, Problem
-from toolkit.data.table_cache import cache_root, write_rows
+from toolkit.data.table_cache import cache_root, write_table
 
 NEAR_BOX_IOU = 0.9
 SMALL_PX = 4  # shorter side of a box, at the input size
@@ -96,62 +96,51 @@ def inspect_tables(
 
 
 def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection) -> SplitSummary:
-    """One pass over the rows: counts, sizes, boxes given twice."""
-    boxes, images, crowds, largest, background, filled = Counter(), Counter(), 0, 0, 0, 0
-    twice, small = [], []
-    sizes = np.empty(int(table.num_boxes().sum()), np.float32)  # one array: millions of small ones need far more
-    for index in range(len(table)):
-        row = table.row(index)
-        objects = row["objects"]
-        plain = objects["iscrowd"] == 0
-        labels = objects["category"][plain]
-        boxes.update(labels.tolist())
-        images.update(set(labels.tolist()))
-        crowds += int((~plain).sum())
-        largest, background = max(largest, len(labels)), background + (len(plain) == 0)
-        sides = (objects["bbox"][plain][:, 2:] - objects["bbox"][plain][:, :2]) * image_size
-        sides = sides / np.array([row["width"], row["height"]], np.float32)
-        sizes[filled : filled + len(sides)] = np.sqrt(sides.prod(1))
-        filled += len(sides)
-        few = int((sides.min(1, initial=np.inf) < SMALL_PX).sum())
-        if few:
-            small.append({"split": split, "image": row["file_name"], "boxes": few})
-        for first, second in near_boxes(objects["bbox"], objects["category"], plain):
-            name = table.categories[objects["category"][first]].name
-            twice.append(
-                {
-                    "split": split,
-                    "image": row["file_name"],
-                    "class": name,
-                    "annotations": [int(objects["id"][i]) for i in (first, second)],
-                }
-            )
-            result.drop_boxes.setdefault((split, index), {})[second] = (
-                f"{name} again: annotation {twice[-1]['annotations'][0]}"
-            )
-    if twice:
-        result.findings.append(
-            Finding(
-                "warning",
-                "box given twice",
-                f"{split}: {len(twice)} boxes of one class that overlap by an IoU above {NEAR_BOX_IOU}",
-                twice,
-            )
+    """Counts, sizes, boxes given twice."""
+    truth, names = table.boxes(), table.rows["file_name"].to_pylist()
+    plain, classes = truth[~truth.iscrowd], len(table.categories)
+    if twice := list(_given_twice(split, table, truth, names, result)):
+        message = f"{split}: {len(twice)} boxes of one class that overlap by an IoU above {NEAR_BOX_IOU}"
+        result.findings.append(Finding("warning", "box given twice", message, twice))
+    sizes_wh = table.sizes_hw()[plain.image_index, ::-1].astype(np.float32)
+    sides = (plain.xyxy[:, 2:] - plain.xyxy[:, :2]).astype(np.float32) * image_size / sizes_wh
+    is_small = sides.min(axis=1, initial=np.inf) < SMALL_PX
+    if found := int(is_small.sum()):
+        few = np.bincount(plain.image_index[is_small])
+        small = [{"split": split, "image": names[i], "boxes": int(few[i])} for i in np.flatnonzero(few)]
+        message = (
+            f"{split}: {found} of {len(plain)} boxes are less than {SMALL_PX} px wide or high at an input size of "
+            f"{image_size} px"
         )
-    found = sum(item["boxes"] for item in small)
-    if found:
-        result.findings.append(
-            Finding(
-                "note",
-                "small boxes",
-                f"{split}: {found} of {boxes.total()} boxes are less than "
-                f"{SMALL_PX} px wide or high at an input size of {image_size} px",
-                small,
-            )
-        )
-    quantiles = np.quantile(sizes[:filled], (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if filled else []
-    classes = {each.name: {"boxes": boxes[i], "images": images[i]} for i, each in enumerate(table.categories)}
-    return SplitSummary(len(table), background, boxes.total(), crowds, largest, classes, quantiles)
+        result.findings.append(Finding("note", "small boxes", message, small))
+    sizes = np.sqrt(sides.prod(axis=1))
+    quantiles = np.quantile(sizes, (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if len(sizes) else []
+    boxes = np.bincount(plain.labels, minlength=classes)
+    images = np.bincount(np.unique(plain.image_index * classes + plain.labels) % classes, minlength=classes)
+    counts = zip(table.class_names, boxes.tolist(), images.tolist(), strict=True)
+    return SplitSummary(
+        images=len(table),
+        background=int((np.diff(truth.offsets) == 0).sum()),
+        boxes=len(plain),
+        crowds=int(truth.iscrowd.sum()),
+        largest_count=int(np.diff(plain.offsets).max(initial=0)),
+        classes={name: {"boxes": of_boxes, "images": of_images} for name, of_boxes, of_images in counts},
+        sizes_px=quantiles,
+    )
+
+
+def _given_twice(
+    split: str, table: DetectionTable, truth: Boxes, names: Sequence[str], result: Inspection
+) -> Iterator[dict]:
+    """What is to be said of each box that is there twice; its second is to be left out."""
+    for index, name in enumerate(names):
+        part = truth.of_image(index)
+        labels, ids = truth.labels[part], truth.ids[part].tolist()
+        for first, second in near_boxes(truth.xyxy[part].astype(np.float32), labels, ~truth.iscrowd[part]):
+            category, both = table.class_names[labels[first]], [ids[first], ids[second]]
+            again = f"{category} again: annotation {both[0]}"
+            result.drop_boxes.setdefault((split, index), {})[second] = again
+            yield {"split": split, "image": name, "class": category, "annotations": both}
 
 
 def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list[tuple[int, int]]:
@@ -178,7 +167,7 @@ def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
     shared = {root: set() for root, splits in roots.items() if splits > 1}  # names that a split of it lists
     for table in tables.values():
         if table.image_root in shared:
-            shared[table.image_root].update(table.row(index)["file_name"] for index in range(len(table)))
+            shared[table.image_root].update(table.rows["file_name"].to_pylist())
             shared[table.image_root].update(problem.file for problem in table.problems)
     for split, table in tables.items():
         problems = [p for p in table.problems if not (table.image_root in shared and UNLISTED in p.message)]
@@ -225,7 +214,7 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
     for i, j in sorted(same | alike):
         first, second = place[i], place[j]
         kind = ("same file" if (i, j) in same else "look alike") + (" in two splits" if first[0] != second[0] else "")
-        items = [f"{split}/{tables[split].row(index)['file_name']}" for split, index in (first, second)]
+        items = [f"{split}/{tables[split].file_name(index)}" for split, index in (first, second)]
         found.setdefault(kind, []).append(items)
         if kind != "look alike":  # what looks alike within a split is a choice of whoever made the set
             # what remains is the one that is evaluated on
@@ -276,45 +265,43 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
     """
     log = []
     unused = next((set(each.items) for each in inspection.findings if each.kind == "unused classes"), set())
+    unused -= {table.class_names[label] for table in tables.values() for label in np.unique(table.boxes().labels)}
     log += [f"class {name}: left out, it has no box" for name in sorted(unused)]
     for split, table in tables.items():
         log += [f"{split}: {problem}" for problem in table.problems if problem.severity != "note"]
-        kept = [i for i, each in enumerate(table.categories) if each.name not in unused]
-        labels = {label: row for row, label in enumerate(kept)}
-        rows = list(_cleaned(split, table, inspection, labels, log))
         name = "train" if split == "all" else split
-        cleaned = write_rows(rows, cache_file=cache_root() / "tables" / f"{table.fingerprint}-clean.json",
-            categories=[table.categories[i] for i in kept], predicates=table.predicates, attributes=table.attributes,
-            image_root=table.image_root, name=name,
-        )  # fmt: skip
+        cleaned = _cleaned(split, table, inspection, unused, log)
         coco_folder.write(cleaned, out, name, names=names_by_content(cleaned))
     (out / "changes.txt").write_text("".join(f"{line}\n" for line in log), encoding="utf-8")
     return log
 
 
-def _cleaned(
-    split: str, table: DetectionTable, inspection: Inspection, labels: Mapping[int, int], log: list[str]
-) -> Iterator[dict]:
+def _cleaned(split: str, table: DetectionTable, inspection: Inspection, unused: Set, log: list[str]) -> DetectionTable:
+    whole = table.labelled()
+    boxes, relations = whole.boxes, whole.relations
+    images, kept = np.ones(len(table), bool), np.ones(len(boxes), bool)
     bereft = {p.image_id for p in table.problems if "annotations is usable" in p.message}
-    for index in range(len(table)):
-        row = table.row(index)
+    for index, image in enumerate(whole.images):
         reason = inspection.drop_images.get((split, index))
-        if row["image_id"] in bereft:
+        if image.image_id in bereft:
             reason = "none of its annotations is usable"
         if reason:
-            log.append(f"{split}: image {row['file_name']} left out: {reason}")
+            log.append(f"{split}: image {image.file_name} left out: {reason}")
+            images[index] = False
             continue
-        gone = inspection.drop_boxes.get((split, index), {})
-        for place, why in gone.items():
-            log.append(f"{split}: image {row['file_name']}, annotation {row['objects']['id'][place]} left out: {why}")
-        keep = [i for i in range(len(row["objects"]["id"])) if i not in gone]
-        new = {old: i for i, old in enumerate(keep)}
-        objects = {key: values[keep].tolist() for key, values in row["objects"].items()}
-        objects["category"] = [labels[label] for label in objects["category"]]
-        ends = zip(*(row["relations"][key].tolist() for key in ("subject", "object", "predicate")), strict=True)
-        triples = [(new[s], new[o], p) for s, o, p in ends if s in new and o in new]
-        relations = {key: [triple[i] for triple in triples] for i, key in enumerate(("subject", "object", "predicate"))}
-        yield {**row, "objects": objects, "relations": relations}
+        for place, why in inspection.drop_boxes.get((split, index), {}).items():
+            row = boxes.offsets[index] + place
+            log.append(f"{split}: image {image.file_name}, annotation {boxes.ids[row]} left out: {why}")
+            kept[row] = False
+    categories = [label for label, each in enumerate(whole.categories) if each.name not in unused]
+    labels = np.searchsorted(categories, boxes.labels)
+    return write_table(
+        [row for row, stays in zip(whole.images, images.tolist(), strict=True) if stays],
+        replace(boxes, labels=labels)[kept].of_images(images), relations.of_boxes(boxes, kept).of_images(images),
+        cache_file=cache_root() / "tables" / f"{table.fingerprint}-clean.json",
+        categories=[whole.categories[label] for label in categories], predicates=table.predicates,
+        attributes=table.attributes, image_root=table.image_root,
+    )  # fmt: skip
 
 
 __all__ = ["Finding", "Inspection", "Problem", "SplitSummary", "clean_copy", "inspect_tables", "near_boxes"]

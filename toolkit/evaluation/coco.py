@@ -43,12 +43,12 @@ class CocoEvaluator:
         self.image_ids, self.class_keys = table.image_ids().tolist(), class_keys(table)
         self.matches: Matches | None = None  # of the last evaluation
 
-    def evaluate(self, predictions: Mapping) -> dict[str, float | None]:
+    def evaluate(self, predictions: Boxes | Mapping) -> dict[str, float | None]:
         """Metrics of a full set of predictions; afterwards `matches` has what they were counted from.
 
         Args:
             predictions: for every image id of the table `boxes (K, 4)` xyxy in original pixels, `scores (K,)`,
-                `labels (K,)` int from 0; K = 0 is ordinary.
+                `labels (K,)` int from 0; K = 0 is ordinary. Or columns in the order of the table.
 
         Returns:
             `bbox_AP, bbox_AP50, bbox_AP75, bbox_APs, bbox_APm, bbox_APl, bbox_AR1, bbox_AR10, bbox_AR100, bbox_ARs,
@@ -69,7 +69,7 @@ class CocoEvaluator:
         voc = voc_metrics(self.matches)
         return row | {name: voc[name] for name in ("voc07_mAP", "voc12_mAP")}
 
-    def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
+    def describe(self, scores: Mapping, predictions: Boxes | Mapping, step: int | None = None) -> str:
         """`per_class_table` of what `evaluate` returned, the twelve numbers of COCO, and why an AP is 0; `step` as in
         `explain_zero_ap`."""
         twelve = "  ".join(f"{name.removeprefix('bbox_')} {_number(value)}" for name, value in scores.items()

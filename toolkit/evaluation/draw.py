@@ -63,14 +63,13 @@ def choose_images(table, count: int) -> list[int]:
     return candidates[np.linspace(0, len(candidates) - 1, min(count, len(candidates))).astype(int)].tolist()
 
 
-def grid_samples(table, predictions: Mapping, positions: Sequence[int]) -> list[tuple[Tensor, dict, dict]]:
-    """(original image uint8 (3, H, W), predictions, ground truth) for `draw_grid`, from a table and its predictions."""
+def draw_predictions(table, predictions: Mapping, count: int, path: Path, score_threshold: float = 0.3) -> Path:
+    """`draw_grid` of `count` images of a table, the same ones every time; predictions by image id."""
     samples = []
-    for position in positions:
+    for position in choose_images(table, count):
         row = table.row(position)
         objects = row["objects"]
         truth = {
-            "image_id": row["image_id"],
             "name": table.image_name(position),
             "boxes": torch.as_tensor(np.array(objects["bbox"], dtype=np.float32)).reshape(-1, 4),
             "labels": torch.as_tensor(np.array(objects["category"], dtype=np.int64)),
@@ -78,12 +77,6 @@ def grid_samples(table, predictions: Mapping, positions: Sequence[int]) -> list[
         }
         image = decode_image(table.image_source(row), table.max_image_pixels)
         samples.append((image, predictions[row["image_id"]], truth))
-    return samples
-
-
-def draw_predictions(table, predictions: Mapping, count: int, path: Path, score_threshold: float = 0.3) -> Path:
-    """`draw_grid` of `count` images of a table, the same ones every time; predictions by image id."""
-    samples = grid_samples(table, predictions, choose_images(table, count))
     return draw_grid(samples, table.class_names, path, score_threshold)
 
 

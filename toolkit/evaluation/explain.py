@@ -29,11 +29,11 @@ CHANCE = 1.5  # times as many objects as the boxes find in other images
 BEST = 2  # detections for each object of an image that are looked at, the best ones
 
 
-def explain_zero_ap(predictions: Mapping, table, step: int | None = None) -> list[str]:
+def explain_zero_ap(predictions: Boxes | Mapping, table, step: int | None = None) -> list[str]:
     """Likely causes of an AP of (nearly) 0, most telling first; never empty.
 
     Args:
-        predictions: by image id, as for `CocoEvaluator.evaluate`.
+        predictions: as for `CocoEvaluator.evaluate`.
         table: the `DetectionTable` they were evaluated on.
         step: optimizer steps that the detector was trained for; None: unknown, and no reason to wait.
 

@@ -112,19 +112,18 @@ class CocoMatches:
         return rows
 
 
-def match(predictions: Mapping | Boxes, table, max_detections: Sequence[int] = MAX_DETECTIONS) -> Matches:
+def match(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = MAX_DETECTIONS) -> Matches:
     """Matches of a full set of predictions with a table.
 
     Args:
-        predictions: by image id as `boxes_of` takes them, or as columns in the order of the table.
+        predictions: as `boxes_of` takes them.
         max_detections: of an image and class, ascending.
 
     Raises:
         BadInput: image ids of predictions and table differ.
     """
     image_ids, names = table.image_ids().tolist(), class_keys(table)
-    found = predictions if isinstance(predictions, Boxes) else boxes_of(predictions, image_ids)
-    found = usable(found, len(names), image_ids)
+    found = usable(boxes_of(predictions, image_ids), len(names), image_ids)
     return match_boxes(table.boxes(), found, image_ids, names, table.sizes_hw(), max_detections)
 
 

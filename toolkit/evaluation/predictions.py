@@ -11,17 +11,20 @@ from toolkit.errors import BadInput
 log = logging.getLogger(__name__)
 
 
-def boxes_of(predictions: Mapping, image_ids: Sequence) -> Boxes:
+def boxes_of(predictions: Boxes | Mapping, image_ids: Sequence) -> Boxes:
     """Predictions in the order of `image_ids`; within an image they keep the order they came in.
 
     Args:
-        predictions: by image id, `boxes (K, 4)` xyxy in original pixels, `scores (K,)`, `labels (K,)` from 0;
-            tensors on any device, or arrays. Of a scene graph, boxes that lost every class (-1) are left out.
+        predictions: columns, which stay as they are; or by image id, `boxes (K, 4)` xyxy in original pixels,
+            `scores (K,)`, `labels (K,)` from 0; tensors on any device, or arrays. Of a scene graph, boxes that lost
+            every class (-1) are left out.
         image_ids: of the table, each exactly once in `predictions`.
 
     Raises:
         BadInput: an image without prediction, a prediction without image, or parts of different length.
     """
+    if isinstance(predictions, Boxes):
+        return predictions
     check_image_ids(predictions, image_ids)
     return joined([predictions[image_id] for image_id in image_ids], image_ids)
 

@@ -12,11 +12,12 @@ of `images` in a whole COCO document, or as `image_id`), images are matched by t
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from toolkit.boxes import Boxes
 from toolkit.data.formats.coco import write_coco
 from toolkit.data.table import LabelledImages
 from toolkit.errors import BadInput
@@ -42,15 +43,14 @@ _OF_GRAPHS = (
 class PredictionsFile:
     """What a predictions file holds, in the terms of a table.
 
-    by_image: for every image id of the table `boxes (K, 4)` float64 xyxy in pixels, `scores (K,)`, `labels (K,)` from
-        0, arrays; of scene graphs also `pairs`, what `compact_graph` makes of their scores (or `predicate_scores`), and
-        the given graph where boxes were given.
+    predictions: columns in the order of the table; of scene graphs arrays by image id: `boxes`, `scores`, `labels`,
+        `pairs`, what `compact_graph` makes of their scores (or `predicate_scores`), and the given graph where boxes
+        were given.
     about: as `write_predictions` was told; empty for the file of another program.
     """
 
-    path: Path
-    by_image: dict
-    about: dict = field(default_factory=dict)
+    predictions: Boxes | dict
+    about: dict
 
 
 def about_file(path: str | Path) -> Path:
@@ -63,12 +63,12 @@ def graphs_file(path: str | Path) -> Path:
     return Path(path).with_suffix(".graphs.npz")
 
 
-def write_predictions(path: str | Path, predictions: Mapping, table, **about) -> Path:
+def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **about) -> Path:
     """Writes predictions of a whole data set, to the last bit of every number.
 
     Args:
         path: `FILE.json`; its folder is made.
-        predictions: by image id, as for `CocoEvaluator.evaluate` or `SceneGraphEvaluator.evaluate`.
+        predictions: as for `CocoEvaluator.evaluate` or `SceneGraphEvaluator.evaluate`.
         table: the data they were made on; its fingerprint stands in `FILE.about.json`.
         about: what else to write there, JSON: `scores` (the numbers that were printed), `detector`, `data`, `step`.
 
@@ -116,10 +116,10 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
             f"{path} was made on other data ({about['made_on']['name']}, fingerprint {made_on}) than "
             f"{table.name} ({table.fingerprint}); give the data it was made on (--split), or predict again"
         )
-    by_image = _by_image(path, _entries(path), table)
-    if graphs_file(path).exists():
-        _add_graphs(by_image, graphs_file(path), table.image_ids().tolist())
-    return PredictionsFile(path, by_image, about)
+    found = _found(path, _entries(path), table)
+    if graphs_file(path).exists():  # in place of COCO's list, which has another order and lacks boxes without a class
+        found = _read_graphs(graphs_file(path), table.image_ids().tolist())
+    return PredictionsFile(found, about)
 
 
 def read_about(path: str | Path) -> dict:
@@ -183,7 +183,7 @@ def _named_by_file(entries: list[dict], table) -> bool:
     return True
 
 
-def _by_image(path: Path, entries: list[dict], table) -> dict:
+def _found(path: Path, entries: list[dict], table) -> Boxes:
     image_ids = table.image_ids().tolist()
     position = {image_id: i for i, image_id in enumerate(image_ids)}
     if any("file_name" in entry or entry["image_id"] not in position for entry in entries):
@@ -208,21 +208,16 @@ def _by_image(path: Path, entries: list[dict], table) -> dict:
     boxes[:, 2:] += boxes[:, :2]
     index = np.array([position[entry["image_id"]] for entry in entries], dtype=np.int64)
     labels = np.array([label_of[entry["category_id"]] for entry in entries], dtype=np.int64)
-    order = np.argsort(index, kind="stable")
-    cuts = np.searchsorted(index[order], np.arange(1, len(image_ids)))
-    columns = [np.split(column[order], cuts) for column in (boxes, scores, labels)]
-    return {
-        image_id: dict(zip(("boxes", "scores", "labels"), parts, strict=True))
-        for image_id, *parts in zip(image_ids, *columns, strict=True)
-    }
+    order, counts = np.argsort(index, kind="stable"), np.bincount(index, minlength=len(image_ids))
+    return Boxes.found(counts, boxes[order], scores[order], labels[order])
 
 
 # ---- relations -------------------------------------------------------------------------------------------------------
 
 
-def _graphs(predictions: Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
+def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
     """Everything that a scene graph metric takes, flat, with how many rows each image has; {}: boxes alone."""
-    if not any("pairs" in predictions[image_id] for image_id in image_ids):
+    if isinstance(predictions, Boxes) or not any("pairs" in predictions[image_id] for image_id in image_ids):
         return {}
     columns: dict[str, list] = {}
     names = {name for image_id in image_ids for name in predictions[image_id]}
@@ -239,14 +234,12 @@ def _graphs(predictions: Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
     }
 
 
-def _add_graphs(by_image: dict, file: Path, image_ids: Sequence) -> None:
-    """The graphs replace the boxes of COCO's list, which has another order and lacks those without a class."""
+def _read_graphs(file: Path, image_ids: Sequence) -> dict:
+    """Graphs by image id, with their boxes."""
     with np.load(file, allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in stored.files}
     names = [name for name in arrays if not name.endswith("/rows")]
     if any(len(arrays[f"{name}/rows"]) != len(image_ids) for name in names):
         raise BadInput(f"{file}: not of the same images as its predictions; predict again")
-    for name in names:
-        parts = np.split(arrays[name], np.cumsum(arrays[f"{name}/rows"])[:-1])
-        for image_id, part in zip(image_ids, parts, strict=True):
-            by_image[image_id][name] = part
+    columns = (np.split(arrays[name], np.cumsum(arrays[f"{name}/rows"])[:-1]) for name in names)
+    return {i: dict(zip(names, parts, strict=True)) for i, *parts in zip(image_ids, *columns, strict=True)}

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from toolkit.evaluation.draw import choose_images, fitted, grid_samples, picture_of
+from toolkit.data.decoding import decode_image
+from toolkit.evaluation.draw import choose_images, fitted, picture_of
 from toolkit.evaluation.matches import Matches
 from toolkit.evaluation.report.charts import figure
 from toolkit.evaluation.report.figures import class_ap_chart, confusion_chart, f1_chart
@@ -63,13 +64,13 @@ class Shown:
 
 
 def shown_evaluation(
-    table, predictions: Mapping, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None
+    table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None
 ) -> Shown:
-    """What is to be shown of predictions by image id.
+    """What is to be shown of predictions.
 
     Args:
-        matches: of these predictions. scores: as `CocoEvaluator.evaluate` returned them. pictures: images, the same
-            ones at every evaluation.
+        matches: of the predictions with the table. scores: as `CocoEvaluator.evaluate` returned them. pictures: images,
+            the same ones at every evaluation.
     """
     names = matches.class_names
     chosen = np.sort(np.argsort(-matches.num_truth, kind="stable")[:MOST_CLASSES])
@@ -78,25 +79,26 @@ def shown_evaluation(
     threshold = 0.5 if overall.best is None else overall.best.threshold
     places = [*chosen, len(names)]
     return Shown(
-        class_names=names, images=_images(table, predictions, pictures), grid=grid, curves=curves,
+        class_names=names, images=_images(table, matches, pictures), grid=grid, curves=curves,
         ap={name: scores[f"AP/{name}"] for name in names if scores.get(f"AP/{name}") is not None},
         matrix=confusion_matrix(matches, threshold)[0][np.ix_(places, places)],
         matrix_names=[names[k] for k in chosen], threshold=threshold,
     )  # fmt: skip
 
 
-def _images(table, predictions: Mapping, count: int) -> list[ShownImage]:
-    shown = []
-    for image, found, truth in grid_samples(table, predictions, choose_images(table, count)) if count else ():
+def _images(table, matches: Matches, count: int) -> list[ShownImage]:
+    shown, truth, found = [], matches.truth, matches.found
+    for position in choose_images(table, count) if count else ():
+        row = table.row(position)
+        image = decode_image(table.image_source(row), table.max_image_pixels)
         picture = picture_of(image)
         scale = min(1.0, LONGEST_SIDE / max(picture.size))
         if scale < 1:
             picture = fitted(picture, LONGEST_SIDE)
-        found = {key: np.asarray(found[key].detach().float().cpu()) for key in ("boxes", "labels", "scores")}
-        best = np.argsort(-found["scores"], kind="stable")
-        best = best[(found["labels"][best] >= 0) & np.isfinite(found["boxes"][best]).all(1)][:MOST_BOXES]
+        annotated, best = truth.of_image(position), found.of_image(position)
+        best = slice(best.start, min(best.stop, best.start + MOST_BOXES))
         shown.append(ShownImage(
-            truth["image_id"], picture, truth["boxes"].numpy() * scale, truth["labels"].numpy(),
-            found["boxes"][best] * scale, found["labels"][best].astype(int), found["scores"][best],
+            row["image_id"], picture, truth.xyxy[annotated] * scale, truth.labels[annotated],
+            found.xyxy[best] * scale, found.labels[best], found.scores[best],
         ))  # fmt: skip
     return shown

@@ -61,12 +61,10 @@ def box_sizes(table: DetectionTable, input_hw: tuple[int, int]) -> np.ndarray:
 
     Crowd regions and boxes without area are left out.
     """
-    sizes = []
-    for i, image_hw in enumerate(table.sizes_hw()):
-        objects = table.row(i)["objects"]
-        boxes = np.asarray(objects["bbox"], dtype=np.float64).reshape(-1, 4)[np.asarray(objects["iscrowd"]) == 0]
-        sizes.append((boxes[:, 2:] - boxes[:, :2]) * (np.array(input_hw) / image_hw)[::-1])
-    sizes = np.concatenate(sizes or [np.zeros((0, 2))])
+    truth = table.boxes()
+    truth = truth[~truth.iscrowd]
+    scale = (np.array(input_hw) / table.sizes_hw()[truth.image_index])[:, ::-1]
+    sizes = (truth.xyxy[:, 2:] - truth.xyxy[:, :2]) * scale
     return sizes[(sizes > 0).all(axis=1)]
 
 

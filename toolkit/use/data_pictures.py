@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from toolkit.batch import Batch
+from toolkit.boxes import Boxes
 from toolkit.data.dataset import row_target
 from toolkit.data.decoding import decode_image
 from toolkit.data.table import DetectionTable
@@ -24,9 +25,9 @@ def draw_data(tables: Mapping[str, DetectionTable], image_size: int, folder: Pat
     """Writes `samples_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png`; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(tables.values()))
-    files = []
+    truth, files = first.boxes(), []
     for label, category in enumerate(first.categories):
-        rows = _with_class(first, label)
+        rows = _with_class(truth, label)
         if rows:
             name = re.sub(r"[^\w-]+", "_", category.name)[:60]
             tiles = [_tile(first, index, label) for index in rows]
@@ -49,14 +50,10 @@ def draw_batch(batch: Batch, class_names: list[str], file: Path) -> Path:
     return _grid(tiles, file)
 
 
-def _with_class(table: DetectionTable, label: int) -> list[int]:
-    found = []
-    for index in np.random.default_rng(0).permutation(len(table))[:20_000].tolist():
-        if (table.row(index)["objects"]["category"] == label).any():
-            found.append(index)
-            if len(found) == SAMPLES:
-                break
-    return found
+def _with_class(truth: Boxes, label: int) -> list[int]:
+    has = np.isin(np.arange(truth.num_images), truth.image_index[truth.labels == label])
+    order = np.random.default_rng(0).permutation(truth.num_images)[:20_000]
+    return order[has[order]][:SAMPLES].tolist()
 
 
 def _tile(table: DetectionTable, index: int, label: int) -> Image.Image:
@@ -75,17 +72,10 @@ def _grid(tiles: list[Image.Image], file: Path) -> Path:
 
 def _boxes(table: DetectionTable) -> np.ndarray:
     """(N, 7) centre x, y, width, height in fractions of the image, label, and width, height of the image in pixels."""
-    found, count = [], 0
-    for index in range(len(table)):
-        row = table.row(index)
-        box, size = row["objects"]["bbox"], np.array([row["width"], row["height"]], np.float32)
-        part = np.concatenate([(box[:, :2] + box[:, 2:]) / 2 / size, (box[:, 2:] - box[:, :2]) / size,
-                               row["objects"]["category"][:, None], np.broadcast_to(size, (len(box), 2))], axis=1)
-        found.append(part)
-        count += len(part)
-        if count > MAX_BOXES:
-            break
-    return np.concatenate(found or [np.zeros((0, 7))])
+    truth = table.boxes()
+    size, low, high = table.sizes_hw()[truth.image_index, ::-1], truth.xyxy[:, :2], truth.xyxy[:, 2:]
+    columns = [(low + high) / 2 / size, (high - low) / size, truth.labels[:, None], size]
+    return np.concatenate(columns, axis=1)[:MAX_BOXES]
 
 
 def _positions(boxes: np.ndarray, file: Path) -> Path:

@@ -1,6 +1,5 @@
 """Boxes that a scene-graph model is to describe, from a COCO file: for modes predcls and sgcls."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from toolkit.data.formats.coco import read_annotations
 from toolkit.errors import BadInput
 from toolkit.use.outputs import image_ids_of
 
@@ -25,12 +25,12 @@ def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[st
             does not know; all of them.
     """
     image_ids = dict(zip(image_ids_of(file, list(names.values())), names, strict=True))
-    document = json.loads(Path(file).read_text())
+    annotations = read_annotations(Path(file))
     labels = {name: label for label, name in enumerate(class_names)}
-    known = {each.get("id"): labels.get(each.get("name")) for each in document.get("categories", [])}
+    known = {each.get("id"): labels.get(each.get("name")) for each in annotations.categories if isinstance(each, dict)}
     rows: dict[Path, list] = {path: [] for path in names}
     problems = []
-    for number, each in enumerate(document.get("annotations", [])):
+    for number, each in enumerate(map(annotations.entry, range(len(annotations)))):
         if each.get("image_id") not in image_ids or each.get("iscrowd"):
             continue
         label, box = known.get(each.get("category_id")), each.get("bbox")

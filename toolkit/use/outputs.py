@@ -7,6 +7,7 @@ from pathlib import Path
 
 from toolkit.data.formats.coco import write_coco
 from toolkit.data.formats.csv import write_csv
+from toolkit.data.formats.json_stream import items_of
 from toolkit.data.formats.voc import write_voc
 from toolkit.data.formats.yolo import write_yolo
 from toolkit.data.table import LabelledImages
@@ -63,10 +64,12 @@ def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
     if annotations is None:
         return list(range(1, len(names) + 1))
     try:
-        images = json.loads(Path(annotations).read_text())["images"]
-        known = [(Path(each["file_name"]).parts, each["id"]) for each in images]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        images = items_of(Path(annotations), ("images",))
+        known = [(Path(each["file_name"]).parts, each["id"]) for _, each in images]
+    except (OSError, KeyError, TypeError) as error:
         raise BadInput(f"--image-ids {annotations}: no COCO file with images: {error!r}") from error
+    if not known:
+        raise BadInput(f"--image-ids {annotations}: no COCO file with images")
     ids, problems, by_name = [], [], {}
     for parts, image_id in known:
         by_name.setdefault(parts[-1], []).append((parts, image_id))

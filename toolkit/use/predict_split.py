@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from toolkit.boxes import Boxes
 from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.splits import READING, open_split
 from toolkit.data.table import DetectionTable
@@ -37,14 +38,14 @@ class SplitOptions:
 
 @dataclass
 class Predicted:
-    """Predictions by image id on a table, and what is known of them.
+    """Predictions on a table, as evaluators take them, and what is known of them.
 
     evaluator, losses: of a run or checkpoint; None and {} otherwise. run_folder: None for what belongs to no run.
     about: as a predictions file has it: `detector` in words, `data` to open the table again.
     """
 
     table: DetectionTable
-    by_image: dict
+    predictions: Boxes | dict
     about: dict
     evaluator: object = None
     losses: dict = field(default_factory=dict)
@@ -120,7 +121,8 @@ def predict_run(
         score_threshold=evaluation["score_threshold"],
         say=accelerator.print,
     )
-    by_image = found.by_image if same else {key: relabelled(each, labels) for key, each in found.by_image.items()}
+    by_image = found.by_image
+    predictions = by_image if same else {key: relabelled(each, labels) for key, each in by_image.items()}
     evaluator = rebuild_evaluator(run, detector, table, backend)
     about = {
         "detector": f"{run.folder.name}, step {run.checkpoint.step} ({chosen} weights)",
@@ -128,7 +130,7 @@ def predict_run(
         "mode": getattr(detector, "mode", None),
         "protocol": evaluation.get("protocol", "original"),
     }
-    return Predicted(table, by_image, about, evaluator, found.losses, run.folder)
+    return Predicted(table, predictions, about, evaluator, found.losses, run.folder)
 
 
 def predict_model(source: str | Path, options: SplitOptions, say: Callable[[str], None]) -> Predicted:
@@ -152,7 +154,7 @@ def read_file(path: str | Path, options: SplitOptions, say: Callable[[str], None
     settings = _settings_of(folder, about, options, path)
     table = open_data(settings, say)
     read = read_predictions(path, table)
-    return Predicted(table, read.by_image, {"detector": str(path), "data": settings} | about, run_folder=folder)
+    return Predicted(table, read.predictions, {"detector": str(path), "data": settings} | about, run_folder=folder)
 
 
 def open_any(

@@ -10,12 +10,14 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from toolkit.boxes import Boxes
 from toolkit.data.batches import collate
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import best_first
+from toolkit.evaluation.predictions import joined
 from toolkit.use.export.about import About
 from toolkit.use.export.files import Runner
 
@@ -194,22 +196,21 @@ def image_hw(image: Tensor) -> tuple[int, int]:
 # ---- a data set -> found ---------------------------------------------------------------------------------------------
 
 
-def predict_table(predictor: Predictor, table: DetectionTable) -> dict[int | str, Found]:
-    """Predictions by image id, in the labels of the table, as evaluators take them (`CocoEvaluator.evaluate`).
+def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
+    """Predictions in the labels of the table.
 
     Raises:
         BadInput: the table has classes that the predictor does not know, or an image that cannot be read.
     """
-    labels, by_image = labels_in(table, predictor.class_names, predictor.source), {}
+    labels, found = labels_in(table, predictor.class_names, predictor.source), []
     with tqdm(total=len(table), desc=f"evaluation of {predictor.source}", delay=2, leave=False, disable=None) as bar:
-        for ids, images in _batches(table):
-            for image_id, found in zip(ids, predictor.predict(images, 0.0), strict=True):
-                by_image[image_id] = relabelled(found, labels)
-            bar.update(len(ids))
-    return by_image
+        for images in _batches(table):
+            found += [relabelled(each, labels) for each in predictor.predict(images, 0.0)]
+            bar.update(len(images))
+    return joined(found, table.image_ids().tolist())
 
 
-def _batches(table: DetectionTable) -> Iterator[tuple[list, list[Tensor]]]:
+def _batches(table: DetectionTable) -> Iterator[list[Tensor]]:
     with ThreadPoolExecutor() as pool:
         for start in range(0, len(table), IMAGES_AT_ONCE):
             rows = [table.row(i) for i in range(start, min(start + IMAGES_AT_ONCE, len(table)))]
@@ -217,7 +218,7 @@ def _batches(table: DetectionTable) -> Iterator[tuple[list, list[Tensor]]]:
                 images = list(pool.map(decode_image, map(table.image_source, rows)))
             except ImageError as error:
                 raise BadInput(f"{table.name}: {error}") from error
-            yield [row["image_id"] for row in rows], images
+            yield images
 
 
 def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tensor:

@@ -32,43 +32,62 @@ UNKNOWN_SIZE = 2**31
 
 
 @dataclass
-class Box:
-    """A box as a file has it: name of its class, xyxy in pixels, whether it is to be ignored (VOC's difficult)."""
-
-    name: str
-    xyxy: tuple[float, float, float, float]
-    ignored: bool = False
-
-
-@dataclass
-class Annotated:
-    """An image with its boxes: file name relative to the folder of the images; size in pixels, None: not said.
-
-    source: file that the boxes stand in, for messages.
-    boxes: or a function of (width, height) that gives them, where they are fractions of a size not known yet.
-    """
-
-    file_name: str
-    boxes: Sequence[Box] | Callable[[int, int], Sequence[Box]]
-    width: int | None = None
-    height: int | None = None
-    source: str = ""
-
-
-@dataclass
 class Listing:
-    """A split as its files say it.
+    """A split as its files say it, in columns.
 
-    classes: their (id, name); None: the names found, sorted, ids from 1.
+    images: numbered from 1, names relative to `image_root`; sizes that the files do not say are None, and are read out
+        of the images' headers. An image without a size is an error, and `UNKNOWN_SIZE` wide and high.
+    classes: their (id, name).
     watched: files and folders whose change makes the cached table stale; listed: images of the other splits too.
     """
 
     image_root: Path | Places
-    images: list[Annotated]
+    images: list[ImageRow]
     classes: list[tuple[int, str]]
     watched: list[Path]
     listed: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.annotations = Annotations([{"id": id_, "name": name} for id_, name in self.classes])
+        self.annotations.images = self.images
+        self._ids = {name: id_ for id_, name in self.classes}
+        places = range(len(self.images))
+        self.problems += parallel(self._fill_size, places, "reading sizes", waits_for(self.image_root))
+
+    def _fill_size(self, place: int) -> list[Problem]:
+        image = self.images[place]
+        if image.width and image.height:
+            return []
+        try:
+            height, width = probe_image(self.image_root / image.file_name).size_hw
+            fault = []
+        except ImageError as error:
+            height = width = UNKNOWN_SIZE
+            fault = [Problem("error", image.file_name, image.image_id, None, error.reason)]
+        self.images[place] = image._replace(width=width, height=height)
+        return fault
+
+    def add(
+        self, place: int, name: str, xyxy: Sequence[float], source: str, ignored: bool = False, shares: bool = False
+    ) -> None:
+        """A box of the image at `place`.
+
+        name: of its class. xyxy: in pixels; shares: in fractions of the image. source: file it stands in, for messages.
+        ignored: VOC's `difficult`, COCO's crowds.
+        """
+        image = self.images[place]
+        x1, y1, x2, y2 = xyxy
+        if shares:
+            if image.width == UNKNOWN_SIZE:
+                return
+            x1, y1, x2, y2 = x1 * image.width, y1 * image.height, x2 * image.width, y2 * image.height
+        if x1 == x2 or y1 == y2:
+            message = f"box {[x1, y1, x2, y2]} ({name}) in {source} has no area; left out"
+            self.problems.append(Problem("warning", image.file_name, image.image_id, None, message))
+        else:
+            xywh = (x1, y1, x2 - x1, y2 - y1)
+            self.annotations.add_box(len(self.annotations) + 1, image.image_id, self._ids[name], xywh, ignored)
 
 
 def split_of(name: str) -> str | None:
@@ -118,10 +137,8 @@ def _make(
 ) -> DetectionTable:
     if not found.images:
         raise BadInput(f"{name}: no images")
-    problems = found.problems + _fill_sizes(found)
-    annotations, more = _annotations(found)
-    valid = check(annotations, name, max_image_pixels)
-    problems += more + valid.problems
+    valid = check(found.annotations, name, max_image_pixels)
+    problems = found.problems + valid.problems
     unreadable = {problem.image_id for problem in problems if problem.severity == "error" and problem.image_id}
     checked = {str(path): digest_of(path) for path in found.watched}
     if check_images and valid.images:
@@ -135,44 +152,6 @@ def _make(
         good.images, good.boxes, cache_file=cache_file, categories=good.categories,
         image_root=found.image_root.resolve(), problems=problems, name=name, checked=checked,
     )  # fmt: skip
-
-
-def _fill_sizes(found: Listing) -> list[Problem]:
-    """Reads the sizes that the files do not say out of the images' headers; an image without a size is an error."""
-
-    def fill(entry: tuple[int, Annotated]) -> list[Problem]:
-        number, image = entry
-        if image.width and image.height:
-            return []
-        try:
-            image.height, image.width = probe_image(found.image_root / image.file_name).size_hw
-        except ImageError as error:
-            image.height = image.width = UNKNOWN_SIZE
-            return [Problem("error", image.file_name, number, None, error.reason)]
-        return []
-
-    images = list(enumerate(found.images, start=1))
-    return parallel(fill, images, "reading sizes", waits_for(found.image_root))
-
-
-def _annotations(found: Listing) -> tuple[Annotations, list[Problem]]:
-    problems: list[Problem] = []
-    annotations = Annotations([{"id": id_, "name": name} for id_, name in found.classes])
-    ids = {name: id_ for id_, name in found.classes}
-    for number, image in enumerate(found.images, start=1):
-        annotations.images.append(ImageRow(number, image.file_name, image.width, image.height))
-        boxes = image.boxes
-        if callable(boxes):
-            boxes = [] if image.width == UNKNOWN_SIZE else boxes(image.width, image.height)
-        for box in boxes:
-            x1, y1, x2, y2 = box.xyxy
-            if x1 == x2 or y1 == y2:
-                message = f"box {list(box.xyxy)} ({box.name}) in {image.source} has no area; left out"
-                problems.append(Problem("warning", image.file_name, number, None, message))
-                continue
-            xywh = (x1, y1, x2 - x1, y2 - y1)
-            annotations.add_box(len(annotations) + 1, number, ids.get(box.name, box.name), xywh, box.ignored)
-    return annotations, problems
 
 
 def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:

@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from toolkit.data.annotations import ImageRow
 from toolkit.data.formats.annotated import (
     ALL,
     SPLIT_NAMES,
-    Annotated,
-    Box,
     Listing,
     copy_images,
     digits,
@@ -193,20 +192,21 @@ def _listing(folder: Path, split: str, image_dir: Path | Places | None) -> Listi
         raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
     here = folder.parent if folder.is_file() else folder
     root = image_dir or _image_root(here, split, chosen[0][0].parent, [c[3][c[1]["image"]].strip() for c in chosen])
-    images, problems = _images(chosen, root)
-    watched = [path for _, path in tables]
-    return Listing(root, images, sorted_classes(names), watched, listed | set(images_in(root)), problems)
+    watched, listed = [path for _, path in tables], listed | set(images_in(root))
+    return _found(chosen, root, sorted_classes(names), watched, listed)
 
 
-def _images(chosen: Sequence[tuple], root: Path | Places) -> tuple[list[Annotated], list[Problem]]:
-    boxes: Mapping[str, list[Box]] = defaultdict(list)
-    sizes, problems, fractions = {}, [], _are_fractions(chosen)
+def _found(
+    chosen: Sequence[tuple], root: Path | Places, classes: list[tuple[int, str]], watched: list[Path], listed: set[str]
+) -> Listing:
+    boxes: Mapping[str, list[tuple]] = defaultdict(list)
+    sizes, problems, shares = {}, [], _are_fractions(chosen)
     for path, columns, number, row in chosen:
         name = row[columns["image"]].strip().replace("\\", "/")
         name = name if is_there(root / name) else _found_name(root, name)
         of_image = boxes[name]
         size = [row[columns[key]].strip() if key in columns else "" for key in ("width", "height")]
-        sizes.setdefault(name, tuple(int(float(text)) if _number(text) else None for text in size))
+        sizes.setdefault(name, [int(float(text)) or None if _number(text) else None for text in size])
         words = _corners(columns, row)
         if not any(words):
             continue
@@ -219,13 +219,13 @@ def _images(chosen: Sequence[tuple], root: Path | Places) -> tuple[list[Annotate
         if "x1" not in columns:
             x2, y2 = x1 + x2, y1 + y2
         ignored = "ignored" in columns and row[columns["ignored"]].strip().lower() in ("1", "true")
-        of_image.append(Box(label, (x1, y1, x2, y2), ignored))
-    images = []
-    for name, found in boxes.items():
-        width, height = sizes[name]
-        found = _scaled(found) if fractions else found
-        images.append(Annotated(name, found, width or None, height or None, chosen[0][0].name))
-    return images, problems
+        of_image.append((label, (x1, y1, x2, y2), chosen[0][0].name, ignored, shares))
+    images = [ImageRow(number, name, *sizes[name]) for number, name in enumerate(boxes, start=1)]
+    found = Listing(root, images, classes, watched, listed, problems)
+    for place, of_image in enumerate(boxes.values()):
+        for box in of_image:
+            found.add(place, *box)
+    return found
 
 
 def _corners(columns: Mapping[str, int], row: Sequence[str]) -> list[str]:
@@ -238,13 +238,6 @@ def _are_fractions(chosen: Sequence[tuple]) -> bool:
     words = [word for _, columns, _, row in chosen for word in _corners(columns, row)]
     values = [float(word) for word in words if _number(word)]
     return bool(values) and all(0 <= value <= 1 for value in values) and any(value % 1 for value in values)
-
-
-def _scaled(boxes: list[Box]):
-    return lambda width, height: [
-        Box(box.name, (box.xyxy[0] * width, box.xyxy[1] * height, box.xyxy[2] * width, box.xyxy[3] * height),
-            box.ignored) for box in boxes
-    ]  # fmt: skip
 
 
 def _found_name(root: Path | Places, name: str) -> str:

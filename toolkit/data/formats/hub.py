@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import datasets
@@ -12,6 +12,7 @@ from toolkit.data.annotations import Annotations
 from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
 from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, probe_image, read_file
+from toolkit.data.formats.annotated import UNKNOWN_SIZE
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
@@ -19,7 +20,6 @@ from toolkit.files import MAX_IMAGE_PIXELS
 
 CATEGORY_KEYS = ("category", "categories", "category_id", "label", "labels")
 ID_KEYS = ("id", "bbox_id", "ids")
-UNKNOWN_SIZE = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,13 +148,9 @@ def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple
     """The split in columns. Sizes that it lacks are None."""
     found = Annotations()
     for index, row in enumerate(rows.remove_columns(columns.image)):  # no image bytes in this pass
-        image_id = index if row.get("image_id") is None else row["image_id"]
-        found.add_image({"id": image_id, "file_name": f"row {index}", "width": row.get("width"),
-                         "height": row.get("height")})  # fmt: skip
-        for annotation in annotations_of(row["objects"], columns, image_id, len(found) + 1):
-            found.add(annotation)
+        add_row(found, row, f"row {index}", columns)
     if columns.class_names is not None:
-        found.categories = [{"id": label, "name": name} for label, name in enumerate(columns.class_names)]
+        found.categories = numbered(columns.class_names)
         return found, []
     values = [value for value in found.category_ids.values if value is not None]
     found.categories = [{"id": value, "name": str(value)} for value in values]
@@ -162,22 +158,22 @@ def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple
     return found, [note]
 
 
-def annotations_of(objects: object, columns: Columns, image_id: int | str, first: int) -> list[dict]:
-    """The objects of an image, a dict of lists or a list of dicts, as annotations of COCO.
+def numbered(names: Sequence[str]) -> list[dict]:
+    """Classes from 0 as categories of COCO."""
+    return [{"id": label, "name": name} for label, name in enumerate(names)]
 
-    first: id of the first one, where they have none of their own.
-    """
+
+def add_row(found: Annotations, row: Mapping, file_name: str, columns: Columns) -> None:
+    """A row of a data set, whose `objects` are a dict of lists or a list of dicts."""
+    image_id = len(found.images) if row.get("image_id") is None else row["image_id"]
+    found.add_image({"id": image_id, "file_name": file_name, "width": row.get("width"), "height": row.get("height")})
+    objects = row["objects"] or []
     if isinstance(objects, Mapping):
         objects = [dict(zip(objects, values, strict=True)) for values in zip(*objects.values(), strict=True)]
-    annotations = []
-    for number, item in enumerate(objects or [], first):
-        item = {key: value for key, value in item.items() if value is not None}
-        annotation = {key: item[key] for key in ("bbox", "area", "iscrowd") if key in item}
-        annotation |= {"id": item.get(columns.id, number), "image_id": image_id}
-        if columns.category in item:
-            annotation["category_id"] = item[columns.category]
-        annotations.append(annotation)
-    return annotations
+    keys = {"bbox": "bbox", "area": "area", "iscrowd": "iscrowd", columns.id: "id", columns.category: "category_id"}
+    for item in objects:
+        known = {keys[key]: value for key, value in item.items() if key in keys and value is not None}
+        found.add({"id": len(found) + 1, "image_id": image_id} | known)
 
 
 def _encoded(image: Mapping | None, max_pixels: int) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from toolkit.data.formats.annotated import SPLIT_NAMES, ordered, split_of
 from toolkit.data.places import Places, size_of
-from toolkit.data.table import DetectionTable
+from toolkit.data.table import DetectionTable, LabelledImages
 
 TITLE = "datasets"
 
@@ -47,29 +47,30 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
         },
     })  # fmt: skip
     (folder / "data").mkdir(parents=True, exist_ok=True)
+    labelled = table.labelled()
     parts = max(1, -(-_bytes(table) // 500_000_000))
     for part in range(parts):
         first, last = (len(table) * at // parts for at in (part, part + 1))
-        rows = datasets.Dataset.from_list(list(_rows(table, first, last)), features=features)
+        rows = datasets.Dataset.from_list(list(_rows(table, labelled, first, last)), features=features)
         target = folder / "data" / f"{'validation' if split == 'val' else split}-{part:05d}-of-{parts:05d}.parquet"
         rows.to_parquet(str(target))
 
 
-def _rows(table: DetectionTable, first: int, last: int) -> Iterator[dict]:
+def _rows(table: DetectionTable, labelled: LabelledImages, first: int, last: int) -> Iterator[dict]:
+    boxes = labelled.boxes
+    columns = {"id": boxes.ids, "bbox": boxes.xywh, "category": boxes.labels, "area": boxes.area}
+    columns["iscrowd"] = boxes.iscrowd
     for index in range(first, last):
-        row = table.row(index)
-        source, objects = table.image_source(row), row["objects"]
-        x1, y1, x2, y2 = objects["bbox"].T
+        image, part = labelled.images[index], boxes.of_image(index)
+        source = table.image_source(table.row(index))
         data = source if isinstance(source, bytes) else source.read_bytes()
         yield {
-            "image_id": row["image_id"], "image": {"bytes": data, "path": row["file_name"]},
-            "width": row["width"], "height": row["height"],
-            "objects": {
-                "id": objects["id"].tolist(), "bbox": [list(box) for box in zip(x1.tolist(), y1.tolist(),
-                (x2 - x1).tolist(), (y2 - y1).tolist(), strict=True)], "category": objects["category"].tolist(),
-                "area": objects["area"].tolist(), "iscrowd": objects["iscrowd"].astype(bool).tolist(),
-            },
-        }  # fmt: skip
+            "image_id": image.image_id,
+            "image": {"bytes": data, "path": image.file_name},
+            "width": image.width,
+            "height": image.height,
+            "objects": {name: column[part].tolist() for name, column in columns.items()},
+        }
 
 
 def _bytes(table: DetectionTable) -> int:

@@ -9,7 +9,7 @@ from datasets.exceptions import DatasetsError
 
 from toolkit.data.annotations import Annotations
 from toolkit.data.checks import check
-from toolkit.data.formats.hub import Columns, annotations_of, columns_of, read_hub, unreachable
+from toolkit.data.formats.hub import Columns, add_row, columns_of, numbered, read_hub, unreachable
 from toolkit.data.places import Places, Shards, open_shard
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cached_table, write_table
@@ -91,14 +91,10 @@ def _state(file: str) -> str:
 def _read(
     files: list[str], root: str, columns: Columns, source: str, max_pixels: int, cache_file: os.PathLike
 ) -> DetectionTable:
-    found = Annotations([{"id": label, "name": name} for label, name in enumerate(columns.class_names)])
-    for place, entries in _parts(files, root, columns):
-        for row, entry in enumerate(entries):
-            image_id = len(found.images) if entry.get("image_id") is None else entry["image_id"]
-            found.add_image({"id": image_id, "file_name": f"{place}/{row}", "width": entry["width"],
-                             "height": entry["height"]})  # fmt: skip
-            for annotation in annotations_of(entry["objects"], columns, image_id, len(found) + 1):
-                found.add(annotation)
+    found = Annotations(numbered(columns.class_names))
+    for place, rows in _parts(files, root, columns):
+        for number, row in enumerate(rows):
+            add_row(found, row, f"{place}/{number}", columns)
     good = check(found, source, max_pixels)
     return write_table(
         good.images, good.boxes, cache_file=cache_file, categories=good.categories, problems=good.problems,

@@ -3,13 +3,14 @@
 import os
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
+from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
     ALL,
-    Annotated,
-    Box,
     Listing,
     copy_images,
     digits,
@@ -31,6 +32,15 @@ ANNOTATION_FOLDERS = ("Annotations", "annotations", "labels", "xmls", "")
 IMAGE_FOLDERS = ("JPEGImages", "images", "Images", "imgs", "")
 NO_OBJECT = ("background", "__background__", "_background_")
 CORNERS = ("xmin", "ymin", "xmax", "ymax")
+
+
+class _Parsed(NamedTuple):
+    """An XML file: image and its size (None: not said), boxes as `Listing.add` takes them."""
+
+    file_name: str
+    width: int | None
+    height: int | None
+    boxes: list[tuple[str, tuple[float, ...], str, bool]]
 
 
 def recognise(folder: Path) -> tuple[str, ...] | None:
@@ -184,31 +194,41 @@ def _image_sets(folder: Path) -> dict[str, Path]:
 
 def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | Places | None) -> Listing:
     """A split of all data sets that have it; classes are those of all of them."""
-    parsed: dict[Path, dict[Path, dict]] = {}
+    parsed: dict[Path, dict[Path, dict[str, _Parsed | str]]] = {}
     for each in data_sets:
         places = [each / "Annotations"] if _image_sets(each) else _split_folders(each).values() or [_annotations(each)]
         parsed[each] = {place: _parse_all(place) for place in places}
     of_split = [each for each in data_sets if split in (_splits(each) or ())]
     if not of_split:
         raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
-    parts = [_part(each, split, parsed[each], image_dir) for each in of_split]
-    images = [image for places in parsed.values() for found in places.values() for image in found.values()]
-    names = {box.name for image in images if isinstance(image, Annotated) for box in image.boxes}
+    everything = [image for places in parsed.values() for found in places.values() for image in found.values()]
+    names = {name for image in everything if isinstance(image, _Parsed) for name, *_ in image.boxes}
     class_files = [each / name for each in dict.fromkeys((folder, *data_sets)) for name in CLASS_FILES]
     class_files = [file for file in class_files if file.is_file()]
     classes, problems = _classes(class_files, names)
-    annotated = [place for places in parsed.values() for place in places]
-    return Listing(
-        parts[0].image_root if len(parts) == 1 else image_dir or open_places([part.image_root for part in parts]),
-        [image for part in parts for image in part.images], classes,
-        [*annotated, *class_files, *(place for part in parts for place in part.watched)],
-        {name for part in parts for name in part.listed}, problems + [p for part in parts for p in part.problems],
-    )  # fmt: skip
+    parts = (_part(each, split, parsed[each], image_dir) for each in of_split)
+    roots, parts_images, watched, listed, more = zip(*parts, strict=True)
+    images = list(chain(*parts_images))
+    found = Listing(
+        roots[0] if len(roots) == 1 else image_dir or open_places(roots),
+        [ImageRow(number, *image[:3]) for number, image in enumerate(images, start=1)],
+        classes,
+        [*chain(*parsed.values()), *class_files, *chain(*watched)],
+        set().union(*listed),
+        [*problems, *chain(*more)],
+    )
+    for place, image in enumerate(images):
+        for box in image.boxes:
+            found.add(place, *box)
+    return found
 
 
-def _part(folder: Path, split: str, parsed: dict[Path, dict], image_dir: Path | Places | None) -> Listing:
-    """The split of one data set, without classes; parsed: its folders of XML files and what stands in them."""
-    sets, problems = _image_sets(folder), []
+def _part(folder: Path, split: str, parsed: dict[Path, dict], image_dir: Path | Places | None) -> tuple:
+    """(root of the images, images, watched, listed, problems) of the split of one data set.
+
+    parsed: its folders of XML files and what stands in them.
+    """
+    sets, images, problems = _image_sets(folder), [], []
     place = folder / "Annotations" if sets else _annotations(folder) if split == ALL else _split_folders(folder)[split]
     found = parsed[place]
     if sets:
@@ -216,16 +236,16 @@ def _part(folder: Path, split: str, parsed: dict[Path, dict], image_dir: Path | 
     root = image_dir or _image_root(folder, place, split)
     present = set(images_in(root))
     stems_of = {os.path.splitext(name)[0]: name for name in present}
-    images = []
     for stem, image in found.items():
         if isinstance(image, str):
             problems.append(Problem("error", f"{stem}.xml", None, None, image))
             continue
         if image.file_name not in present:  # a tool that renamed the files, or left the suffix away
-            image.file_name = stems_of.get(stem, stems_of.get(os.path.splitext(image.file_name)[0], image.file_name))
+            name = stems_of.get(stem, stems_of.get(os.path.splitext(image.file_name)[0], image.file_name))
+            image = image._replace(file_name=name)
         images.append(image)
     watched = [*watched_of(root), *([sets[split]] if sets else [])]
-    return Listing(root, images, [], watched, present if sets else set(), problems)  # the other lists have the rest
+    return root, images, watched, present if sets else set(), problems  # the other lists have the rest
 
 
 def _chosen(found: dict, file: Path, place: str, split: str) -> tuple[dict, list[Problem]]:
@@ -241,10 +261,8 @@ def _chosen(found: dict, file: Path, place: str, split: str) -> tuple[dict, list
     return chosen, problems
 
 
-def _parse_all(place: Path) -> dict[str, "Annotated | str"]:
+def _parse_all(place: Path) -> dict[str, _Parsed | str]:
     """Every XML file of a folder by its stem: what it says, or why it cannot be read."""
-    found: dict[str, Annotated | str] = {}
-    paths = list(_xml_files(place))
 
     def parse(path: Path) -> list:
         try:
@@ -254,11 +272,10 @@ def _parse_all(place: Path) -> dict[str, "Annotated | str"]:
         except (ValueError, OSError) as error:
             return [(path.stem, str(error))]
 
-    found.update(parallel(parse, paths, f"reading {place.name}"))
-    return found
+    return dict(parallel(parse, list(_xml_files(place)), f"reading {place.name}"))
 
 
-def _parse(path: Path) -> Annotated:
+def _parse(path: Path) -> _Parsed:
     root = ElementTree.parse(path).getroot()
     size = [root.findtext(f"size/{tag}") for tag in ("width", "height")]
     width, height = (int(float(value)) if value and value.strip() else None for value in size)
@@ -274,9 +291,9 @@ def _parse(path: Path) -> Annotated:
             expected = "expected numbers in <bndbox> xmin, ymin, xmax, ymax"
             raise ValueError(f"object {number} ({name}): {expected}; found {corners}") from error
         ignored = (entry.findtext("difficult") or "0").strip() in ("1", "true", "True")
-        boxes.append(Box(name.strip(), (x1 - lowered, y1 - lowered, x2, y2), ignored))
+        boxes.append((name.strip(), (x1 - lowered, y1 - lowered, x2, y2), path.name, ignored))
     name = (root.findtext("filename") or "").strip().replace("\\", "/").rsplit("/", 1)[-1]
-    return Annotated(name or path.stem, boxes, width or None, height or None, path.name)
+    return _Parsed(name or path.stem, width or None, height or None, boxes)
 
 
 def _image_root(folder: Path, place: Path, split: str) -> Path:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import yaml
 
+from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
     ALL,
     SPLIT_NAMES,
-    Annotated,
-    Box,
     Listing,
     copy_images,
     file_names,
@@ -219,23 +218,25 @@ def _listing(folder: Path, split: str, image_dir: Path | Places | None) -> Listi
     if image_dir is None and not all(path.is_relative_to(folder) for path in files):
         root = Path(os.path.commonpath([str(path.resolve().parent) for path in files]))
         files = [path.resolve() for path in files]
-    lines: dict[Path, list[str]] = {}
     labels = [next((path for path in _labels_of(image) if path.is_file()), None) for image in files]
 
     def load(path: Path | None) -> list:
         return [(path, path.read_text(encoding="utf-8-sig", errors="replace").splitlines())] if path else []
 
-    lines.update(parallel(load, labels, "reading labels"))
+    lines: dict[Path, list[str]] = dict(parallel(load, labels, "reading labels"))
     names, problems = _names(folder, settings, lines)
     keypoints = "kpt_shape" in settings
-    images = []
-    for image, path in zip(files, labels, strict=True):
-        name = os.path.relpath(image, root)
+    images = [ImageRow(number, os.path.relpath(file, root), None, None) for number, file in enumerate(files, start=1)]
+    boxes = []
+    for place, path in enumerate(labels):
         parsed, faults = _parse_lines(lines.get(path, []), names, keypoints)
-        problems += [Problem("error", name, None, None, f"{path.name}, {fault}") for fault in faults]
-        images.append(Annotated(name, _scaled(parsed), source=path.name if path else ""))
+        problems += [Problem("error", images[place].file_name, None, None, f"{path.name}, {each}") for each in faults]
+        boxes += [(place, name, xyxy, path.name) for name, xyxy in parsed]
     watched += sorted({path.parent for path in lines})
-    return Listing(Path(root), images, list(enumerate(names)), watched, set(), problems)
+    found = Listing(Path(root), images, list(enumerate(names)), watched, set(), problems)
+    for box in boxes:
+        found.add(*box, shares=True)
+    return found
 
 
 def _parse_lines(lines: list[str], names: list[str], keypoints: bool) -> tuple[list[tuple[str, tuple]], list[str]]:
@@ -259,12 +260,6 @@ def _parse_lines(lines: list[str], names: list[str], keypoints: bool) -> tuple[l
             box = (min(numbers[0::2]), min(numbers[1::2]), max(numbers[0::2]), max(numbers[1::2]))
         parsed.append((names[int(label)], box))
     return parsed, faults
-
-
-def _scaled(parsed: list[tuple[str, tuple]]):
-    return lambda width, height: [
-        Box(name, (x1 * width, y1 * height, x2 * width, y2 * height)) for name, (x1, y1, x2, y2) in parsed
-    ]
 
 
 def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[list[str], list[Problem]]:

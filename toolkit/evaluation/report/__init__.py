@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from toolkit.evaluation.predictions_file import read_about, read_predictions
+from toolkit.evaluation.predictions_file import read_predictions
 from toolkit.evaluation.report.facts import run_facts
 from toolkit.evaluation.report.figures import series, smoothed
 from toolkit.evaluation.report.markdown import plot_curves, write_markdown
@@ -33,7 +33,7 @@ def write_report(run_folder: Path, table=None, state: str = "") -> Path:
     predictions, judged = run_folder / "report" / PREDICTIONS, None
     if table is not None and predictions.exists() and len(table.categories):
         read = read_predictions(predictions, table)
-        judged = judge(run_folder.name, read.by_image, table, read_about(predictions))
+        judged = judge(run_folder.name, read.predictions, table, read.about)
     facts = run_facts(run_folder, state)
     write_page(run_folder / "report", judged, facts, run_folder.name)
     return write_markdown(run_folder, facts)

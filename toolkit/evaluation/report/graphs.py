@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.boxes import common_and_union
+from toolkit.boxes import Boxes, common_and_union
 from toolkit.evaluation.scene_graph import evaluate_scene_graphs
 from toolkit.evaluation.scene_graph_evaluator import true_graph
 from toolkit.evaluation.scene_graph_matches import best_predicates
@@ -43,15 +43,15 @@ class GraphReport:
         }
 
 
-def judge_graphs(predictions: Mapping, table, about: Mapping) -> GraphReport | None:
+def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphReport | None:
     """None: there are no relations to judge.
 
-    predictions: by image id, as `SceneGraphEvaluator.evaluate` takes them.
+    predictions: as `SceneGraphEvaluator.evaluate` takes them; columns have no relations.
     about: `mode` and `protocol` where they are known, and `scores`, from which zR@K comes (what training had seen is
         not known here).
     """
     ids = table.image_ids().tolist()
-    if not table.predicates or not all("pairs" in predictions[i] for i in ids):
+    if isinstance(predictions, Boxes) or not table.predicates or not all("pairs" in predictions[i] for i in ids):
         return None
     found = [{key: np.asarray(value) for key, value in predictions[i].items()} for i in ids]
     truths = [_truth(table.row(i), each) for i, each in enumerate(found)]

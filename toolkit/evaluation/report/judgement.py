@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from toolkit.boxes import Boxes
 from toolkit.evaluation.coco_numbers import CocoNumbers, exact_numbers
 from toolkit.evaluation.matches import IOUS, Matches, match
 from toolkit.evaluation.report import bootstrap
@@ -36,7 +37,7 @@ class Judgement:
 
     name: str
     table: object
-    predictions: Mapping
+    predictions: Boxes | Mapping
     about: Mapping
     matches: Matches
     numbers: dict[str, float | None]
@@ -79,13 +80,13 @@ class Judgement:
 
 
 def judge(
-    name: str, predictions: Mapping, table, about: Mapping | None = None, draws: int = bootstrap.DRAWS
+    name: str, predictions: Boxes | Mapping, table, about: Mapping | None = None, draws: int = bootstrap.DRAWS
 ) -> Judgement:
     """Counts everything; seconds for a thousand images, less than a minute for COCO's validation data.
 
     Args:
         name: of the detector, in words.
-        predictions: by image id, as for `CocoEvaluator.evaluate`; of scene graphs as `read_predictions` gives them.
+        predictions: as for `CocoEvaluator.evaluate`; of scene graphs as `read_predictions` gives them.
         about: what is known of them, as in a predictions file.
         draws: bootstrap samples.
 
