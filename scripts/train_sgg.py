@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from toolkit.command_line import run_script
 from toolkit.imports import importing
-from toolkit.models.relation.options import SceneGraphOptions
 from toolkit.runs.settings import (
     DataConfig,
     HubConfig,
@@ -29,6 +28,7 @@ from toolkit.runs.settings import (
     SceneGraphEvalConfig,
     ScheduleConfig,
 )
+from toolkit.scene_graphs.options import SceneGraphOptions
 
 if TYPE_CHECKING:
     from toolkit.training import Training
@@ -98,7 +98,7 @@ def main(config: Config) -> dict[str, float]:
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
         from toolkit.evaluation.choose import make_evaluator
-        from toolkit.models.relation.start import start_scene_graph
+        from toolkit.scene_graphs.start import start_scene_graph
 
     e = config.eval
 

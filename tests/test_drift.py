@@ -18,7 +18,7 @@ ALLOWED = {
         "main": [
             "- from toolkit.evaluation.coco import CocoEvaluator",
             "+ from toolkit.evaluation.choose import make_evaluator",
-            "+ from toolkit.models.relation.start import start_scene_graph",
+            "+ from toolkit.scene_graphs.start import start_scene_graph",
             "+ e = config.eval",
             "- detector = session.make_detector(s, table)",
             "- t = session.training(s, detector, table, val_table, CocoEvaluator(val_table, config.eval.backend))",

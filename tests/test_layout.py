@@ -44,7 +44,8 @@ ROOMS = {
     "evaluation": {"data.table", "data.decoding", "data.formats.coco", "runs.metrics_log", "runs.settings_file",
                    "step.freezing"},
     "models": {"step", "runs", "data.table"},
-    "use": {"step", "runs", "data", "evaluation", "models"},
+    "use": {"step", "runs", "data", "evaluation", "models", "scene_graphs"},
+    "scene_graphs": {"step", "runs", "data", "evaluation", "models"},
 }
 TOP = ["command_line", "log", "saving", "recovery", "validation", "at_start", "training", "session"]
 

@@ -11,17 +11,17 @@ from PIL import Image
 from visual_genome_writer import write_visual_genome
 
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.psg import read_psg
-from toolkit.data.formats.visual_genome import load_graphs, load_image_list, load_names, read_visual_genome
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
 from toolkit.errors import BadInput
 from toolkit.evaluation.choose import load_triplets
-from toolkit.models.relation.frequency import (
+from toolkit.scene_graphs.frequency import (
     count_predicates,
     log_frequencies,
     table_graphs,
 )
+from toolkit.scene_graphs.readers.psg import read_psg
+from toolkit.scene_graphs.readers.visual_genome import load_graphs, load_image_list, load_names, read_visual_genome
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
 VOCABULARY = json.loads((STATS / "vocab.json").read_text())

@@ -21,13 +21,13 @@ from toolkit.evaluation.matches import match
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.report import PREDICTIONS
-from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.evaluation.shown import shown_evaluation
 from toolkit.recovery import state_is_sound
 from toolkit.runs.best import no_such_metric
 from toolkit.runs.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
 from toolkit.runs.ending import in_words
 from toolkit.saving import save
+from toolkit.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.step.state import nonfinite
 from toolkit.step.timer import machine_figures
 

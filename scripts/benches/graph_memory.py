@@ -14,7 +14,7 @@ import torch
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
 from toolkit.evaluation.predict_dataset import without_all_scores
-from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
+from toolkit.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.step.timer import peak_memory_mb
 
 # Of VG150's test split, and of what a model with the published settings says of each image.

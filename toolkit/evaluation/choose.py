@@ -9,7 +9,7 @@ import torch
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator, zero_shot_triplets
+from toolkit.scene_graphs.evaluator import SceneGraphEvaluator, zero_shot_triplets
 
 
 def make_evaluator(

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from toolkit.batch import dicts_to_host
 from toolkit.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
-from toolkit.evaluation.scene_graph_evaluator import TOP
-from toolkit.evaluation.scene_graph_matches import compact_graph
+from toolkit.scene_graphs.evaluator import TOP
+from toolkit.scene_graphs.matches import compact_graph
 from toolkit.step.freezing import eval_mode
 
 LITTLE = 10**9  # bytes

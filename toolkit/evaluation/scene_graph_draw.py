@@ -73,7 +73,7 @@ def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray
 
 def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
     """The annotated graph of a row of the table left, the predicted one right; see `draw_graphs`."""
-    from toolkit.evaluation.scene_graph_evaluator import true_graph
+    from toolkit.scene_graphs.evaluator import true_graph
 
     truth = true_graph(row)
     boxes, labels = (np.asarray(prediction[key]) for key in ("boxes", "labels"))

@@ -95,11 +95,11 @@ def _open_scene_graphs(source: str, image_dir, format: str, name: str | None, **
         options["num_val_images"] = int(count)
     # Here, since every start would pay for importing h5py.
     if format == "visual_genome":
-        from toolkit.data.formats.visual_genome import read_visual_genome as read
+        from toolkit.scene_graphs.readers.visual_genome import read_visual_genome as read
     elif format == "psg":
-        from toolkit.data.formats.psg import read_psg as read
+        from toolkit.scene_graphs.readers.psg import read_psg as read
     else:
-        module = importlib.import_module(f"toolkit.data.formats.{format}")
+        module = importlib.import_module(f"toolkit.scene_graphs.readers.{format}")
         read = getattr(module, f"read_{format}")
     table = read(Path(name).expanduser(), image_dir, split, **options)
     if not len(table):

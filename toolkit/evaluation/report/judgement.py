@@ -11,7 +11,6 @@ from toolkit.evaluation.matches import IOUS, Matches, match
 from toolkit.evaluation.report import bootstrap
 from toolkit.evaluation.report.annotations import Suspect, suspects
 from toolkit.evaluation.report.errors import Errors, tide_errors
-from toolkit.evaluation.report.graphs import GraphReport, judge_graphs
 from toolkit.evaluation.report.strata import Stratum, strata
 from toolkit.evaluation.report.thresholds import (
     WANTED_PRECISION,
@@ -23,6 +22,7 @@ from toolkit.evaluation.report.thresholds import (
     sweep,
 )
 from toolkit.evaluation.voc import voc_metrics
+from toolkit.scene_graphs.report import GraphReport, judge_graphs
 
 
 @dataclass

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.batch import image_of_each, pad_rows, send_dicts, to_host, unpad_rows
-from toolkit.models.relation.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
 
 OF_OBJECTS = ("boxes", "labels", "scores", "attribute_scores")
 OF_TRIPLETS = ("pairs", "predicate_scores", "predicates", "triplet_scores")

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.batch import pad_rows, unpad_rows
-from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask
-from toolkit.models.relation.frequency import FrequencyBias
-from toolkit.models.relation.layers import (
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
+from toolkit.scene_graphs.frequency import FrequencyBias
+from toolkit.scene_graphs.heads.layers import (
     POSITION_DIM,
     HeadSizes,
     batch_box_numbers,
@@ -21,7 +21,7 @@ from toolkit.models.relation.layers import (
     union_projection,
     xavier_linear,
 )
-from toolkit.models.relation.postprocess import late_labels
+from toolkit.scene_graphs.postprocess import late_labels
 
 
 class EncoderLayer(nn.Module):

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.batch import attribute_targets, send
-from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
 
 
 def predicate_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0, weights: Tensor | None = None):

@@ -13,7 +13,7 @@ from toolkit.evaluation.class_keys import metric_keys
 from toolkit.evaluation.coco import CocoEvaluator, align
 from toolkit.evaluation.matches import Matches
 from toolkit.evaluation.predictions import check_image_ids
-from toolkit.evaluation.scene_graph import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
+from toolkit.scene_graphs.metrics import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
 from toolkit.text import shown
 
 TOP = (20, 50, 100)

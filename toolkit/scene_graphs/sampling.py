@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from toolkit.models.relation.geometry import iou_plus_one
+from toolkit.scene_graphs.geometry import iou_plus_one
 
 
 @dataclass

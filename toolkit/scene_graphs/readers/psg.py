@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations
-from toolkit.data.formats.graph_document import empty_graphs, read_graphs, read_json
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
+from toolkit.scene_graphs.readers.graphs import empty_graphs, read_graphs, read_json
 
 
 def read_psg(

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from toolkit.models.relation.batch import RelationBatch, RelationOutput
-from toolkit.models.relation.layers import HeadSizes, check_mode, empty_output, given_labels, union_projection
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.heads.layers import HeadSizes, check_mode, empty_output, given_labels, union_projection
 
 
 def _fc(in_dim: int, out_dim: int) -> nn.Linear:

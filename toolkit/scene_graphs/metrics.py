@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.errors import BadInput
-from toolkit.evaluation.scene_graph_matches import Matches, match_relations
+from toolkit.scene_graphs.matches import Matches, match_relations
 
 PROTOCOLS = ("original", "strict")
 NEVER = np.iinfo(np.int64).max  # the rank of a relation that no prediction finds

@@ -7,8 +7,8 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.batch import on_host
-from toolkit.models.relation.geometry import intersection_areas, iou_plus_one
-from toolkit.models.relation.sampling import (
+from toolkit.scene_graphs.geometry import intersection_areas, iou_plus_one
+from toolkit.scene_graphs.sampling import (
     SampledPairs,
     join_samples,
     pairs_to_ask,

@@ -10,13 +10,13 @@ from toolkit.data.table import DetectionTable
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput
 from toolkit.models import options_class
-from toolkit.models.relation.frequency import count_predicates, table_graphs
-from toolkit.models.relation.graph_detector import GraphDetector
-from toolkit.models.relation.options import GraphOptions, SceneGraphOptions
-from toolkit.models.relation.words import load_word_vectors, start_from_words
 from toolkit.models.start import start_detector
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
 from toolkit.runs.checkpoint import Checkpoint
+from toolkit.scene_graphs.frequency import count_predicates, table_graphs
+from toolkit.scene_graphs.graph_detector import GraphDetector
+from toolkit.scene_graphs.heads.words import load_word_vectors, start_from_words
+from toolkit.scene_graphs.options import GraphOptions, SceneGraphOptions
 
 GRAPHS = ("scene_graph", "egtr")
 COUNTS = ("relation_counts", "candidate_counts", "seen_triplets")

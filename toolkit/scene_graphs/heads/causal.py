@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import BadInput
-from toolkit.models.relation.batch import RelationBatch, RelationOutput
-from toolkit.models.relation.frequency import FrequencyBias
-from toolkit.models.relation.geometry import pair_numbers, scaled_box_numbers
-from toolkit.models.relation.layers import HeadSizes, RunningMean, empty_output, paired, split_layer, xavier_linear
-from toolkit.models.relation.losses import predicate_loss, relatedness_loss
-from toolkit.models.relation.motifs import MotifsContext
-from toolkit.models.relation.vctree import VCTreeContext, padded_related
-from toolkit.models.relation.vtranse import VTransEContext
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.frequency import FrequencyBias
+from toolkit.scene_graphs.geometry import pair_numbers, scaled_box_numbers
+from toolkit.scene_graphs.heads.layers import HeadSizes, RunningMean, empty_output, paired, split_layer, xavier_linear
+from toolkit.scene_graphs.heads.motifs import MotifsContext
+from toolkit.scene_graphs.heads.vctree import VCTreeContext, padded_related
+from toolkit.scene_graphs.heads.vtranse import VTransEContext
+from toolkit.scene_graphs.losses import predicate_loss, relatedness_loss
 
 EFFECTS = ("none", "TDE", "NIE", "TE")
 PAIR_NUMBERS = 32

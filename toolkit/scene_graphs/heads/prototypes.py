@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from toolkit.models.relation.batch import RelationBatch, RelationOutput
-from toolkit.models.relation.layers import (
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.heads.layers import (
     POSITION_DIM,
     HeadSizes,
     batch_box_numbers,
@@ -23,7 +23,7 @@ from toolkit.models.relation.layers import (
     label_embedding,
     position_embedding,
 )
-from toolkit.models.relation.postprocess import late_labels
+from toolkit.scene_graphs.postprocess import late_labels
 
 APART, MARGIN = 7.0, 1.0  # squared distances: between prototypes (gamma 2), of the right to the wrong ones (gamma 1)
 NEAREST = 10  # wrong prototypes that a pair is held away from

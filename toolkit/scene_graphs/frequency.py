@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.data.table import DetectionTable
-from toolkit.models.relation.batch import RelationBatch, RelationOutput
-from toolkit.models.relation.geometry import certain_logits, intersection_areas
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.geometry import certain_logits, intersection_areas
 
 EXPECTED_ROWS = 1024  # pairs at a time: 1,024 x 151^2 joint probabilities are 93 MB
 

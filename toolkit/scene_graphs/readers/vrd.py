@@ -6,10 +6,10 @@ from pathlib import Path
 
 from toolkit.data.annotations import Annotations
 from toolkit.data.decoding import ImageError, probe_image
-from toolkit.data.formats.graph_document import add_graph, empty_graphs, read_graphs, read_json
 from toolkit.data.places import Places
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
+from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_graphs, read_json
 
 
 def read_vrd(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.evaluation.scene_graph import evaluate_scene_graphs
-from toolkit.evaluation.scene_graph_evaluator import true_graph
-from toolkit.evaluation.scene_graph_matches import best_predicates
+from toolkit.scene_graphs.evaluator import true_graph
+from toolkit.scene_graphs.matches import best_predicates
+from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 
 TOP = (20, 50, 100)
 

@@ -1,7 +1,7 @@
 """Scene graphs: a relation head on a Faster R-CNN, as Scene-Graph-Benchmark (Tang et al.) trains it, or on another
 detector.
 
-The heads are in `toolkit.models.relation`, one file each; here are the objects they look at, the features of objects
+The heads are in `toolkit.scene_graphs.heads`, one file each; here are the objects they look at, the features of objects
 and pairs, losses and answers. What differs from the original is listed in docs/differences.md.
 """
 
@@ -18,30 +18,30 @@ from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector, denominator_of
 from toolkit.models.faster_rcnn.model import FasterRCNN
-from toolkit.models.relation.batch import MODES, RelationBatch, RelationOutput
-from toolkit.models.relation.detector_below import DetectorBelow
-from toolkit.models.relation.frequency import (
+from toolkit.models.weights.mapping import WeightTable
+from toolkit.scene_graphs.batch import MODES, RelationBatch, RelationOutput
+from toolkit.scene_graphs.detector_below import DetectorBelow
+from toolkit.scene_graphs.frequency import (
     FrequencyBias,
     class_balanced_weights,
     log_frequencies,
     log_prior,
     predicate_weights,
 )
-from toolkit.models.relation.graph_detector import GraphDetector
-from toolkit.models.relation.heads import HEADS, HeadSizes, build_relation_head
-from toolkit.models.relation.losses import attribute_loss, head_losses, mean
-from toolkit.models.relation.objects import (
+from toolkit.scene_graphs.graph_detector import GraphDetector
+from toolkit.scene_graphs.heads.build import HEADS, HeadSizes, build_relation_head
+from toolkit.scene_graphs.heads.vctree import PairScores
+from toolkit.scene_graphs.losses import attribute_loss, head_losses, mean
+from toolkit.scene_graphs.objects import (
     annotated_graph,
     count_sampled_pairs,
     detected_objects,
     given_objects,
     sampled_pairs,
 )
-from toolkit.models.relation.options import SceneGraphOptions
-from toolkit.models.relation.postprocess import graphs_on_host, rank_triplets, shortlist, strong_only
-from toolkit.models.relation.union import AllLevelsPool, UnionFeatures
-from toolkit.models.relation.vctree import PairScores
-from toolkit.models.weights.mapping import WeightTable
+from toolkit.scene_graphs.options import SceneGraphOptions
+from toolkit.scene_graphs.postprocess import graphs_on_host, rank_triplets, shortlist, strong_only
+from toolkit.scene_graphs.union import AllLevelsPool, UnionFeatures
 from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import freeze_prefixes
 from toolkit.step.norms import set_bn_momentum

@@ -5,10 +5,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.batch import pad_rows, unpad_rows
-from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask
-from toolkit.models.relation.frequency import FrequencyBias
-from toolkit.models.relation.geometry import overlap_numbers
-from toolkit.models.relation.layers import (
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
+from toolkit.scene_graphs.frequency import FrequencyBias
+from toolkit.scene_graphs.geometry import overlap_numbers
+from toolkit.scene_graphs.heads.layers import (
     POSITION_DIM,
     HeadSizes,
     ObjectBatchNorm,
@@ -25,8 +25,8 @@ from toolkit.models.relation.layers import (
     union_projection,
     xavier_linear,
 )
-from toolkit.models.relation.losses import relatedness_loss
-from toolkit.models.relation.trees import DownwardLSTM, Forest, TreeLSTM, grow_trees, image_dropout
+from toolkit.scene_graphs.heads.trees import DownwardLSTM, Forest, TreeLSTM, grow_trees, image_dropout
+from toolkit.scene_graphs.losses import relatedness_loss
 
 SCORE_DIM = 128
 

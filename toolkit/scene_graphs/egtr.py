@@ -17,17 +17,17 @@ from toolkit.models import build_detector
 from toolkit.models.detector import Detector, denominator_of
 from toolkit.models.detr.detr_criterion import pad_targets
 from toolkit.models.detr.rt_detr_criterion import MATCHING_COSTS
-from toolkit.models.relation.egtr_criterion import (
+from toolkit.models.weights.mapping import WeightTable
+from toolkit.scene_graphs.egtr_criterion import (
     RelationSampling,
     count_entries,
     match_with_quality,
     relation_losses,
 )
-from toolkit.models.relation.egtr_head import EgtrHead, kept_states
-from toolkit.models.relation.frequency import log_prior
-from toolkit.models.relation.graph_detector import GraphDetector
-from toolkit.models.relation.options import EgtrOptions
-from toolkit.models.weights.mapping import WeightTable
+from toolkit.scene_graphs.egtr_head import EgtrHead, kept_states
+from toolkit.scene_graphs.frequency import log_prior
+from toolkit.scene_graphs.graph_detector import GraphDetector
+from toolkit.scene_graphs.options import EgtrOptions
 from toolkit.step.freezing import freeze as freeze_module
 
 # Their decoders keep queries and keys apart, have one group of queries, and classify with sigmoids.

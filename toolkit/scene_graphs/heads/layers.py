@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.errors import BadInput
-from toolkit.models.relation.batch import MODES, RelationBatch, RelationOutput
-from toolkit.models.relation.geometry import box_numbers, certain_logits
+from toolkit.scene_graphs.batch import MODES, RelationBatch, RelationOutput
+from toolkit.scene_graphs.geometry import box_numbers, certain_logits
 
 AVERAGE_RATIO = 0.0005  # of the running means that stand for "no evidence" in causal effects
 POSITION_DIM = 128

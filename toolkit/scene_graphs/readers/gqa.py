@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.data.formats.graph_document import add_graph, empty_graphs, read_graphs, read_json
 from toolkit.data.table import DetectionTable
+from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_graphs, read_json
 
 CLASSES, PREDICATES = 200, 100  # GQA200 (Dong et al., CVPR 2022)
 

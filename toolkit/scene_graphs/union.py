@@ -8,8 +8,8 @@ from torchvision.ops import roi_align
 
 from toolkit.batch import image_of_each
 from toolkit.box_ops import moved_ends
-from toolkit.models.relation.geometry import rectangle_masks, union_boxes
-from toolkit.models.relation.layers import fc
+from toolkit.scene_graphs.geometry import rectangle_masks, union_boxes
+from toolkit.scene_graphs.heads.layers import fc
 
 
 class RectangleFeatures(nn.Module):

@@ -3,14 +3,14 @@
 from torch import Tensor, nn
 
 from toolkit.errors import BadInput
-from toolkit.models.relation.causal import CausalHead
-from toolkit.models.relation.frequency import FrequencyHead
-from toolkit.models.relation.imp import IMPHead
-from toolkit.models.relation.layers import HeadSizes
-from toolkit.models.relation.motifs import MotifsHead
-from toolkit.models.relation.prototypes import PrototypeHead
-from toolkit.models.relation.transformer import TransformerHead
-from toolkit.models.relation.vctree import VCTreeHead
+from toolkit.scene_graphs.frequency import FrequencyHead
+from toolkit.scene_graphs.heads.causal import CausalHead
+from toolkit.scene_graphs.heads.imp import IMPHead
+from toolkit.scene_graphs.heads.layers import HeadSizes
+from toolkit.scene_graphs.heads.motifs import MotifsHead
+from toolkit.scene_graphs.heads.prototypes import PrototypeHead
+from toolkit.scene_graphs.heads.transformer import TransformerHead
+from toolkit.scene_graphs.heads.vctree import VCTreeHead
 
 HEADS = ("frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react")
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from toolkit.models.relation.batch import RelationBatch
-from toolkit.models.relation.layers import (
+from toolkit.scene_graphs.batch import RelationBatch
+from toolkit.scene_graphs.heads.layers import (
     POSITION_DIM,
     HeadSizes,
     RunningMean,

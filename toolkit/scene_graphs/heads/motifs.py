@@ -5,10 +5,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from toolkit.models.relation.batch import RelationBatch, RelationOutput
-from toolkit.models.relation.frequency import FrequencyBias
-from toolkit.models.relation.geometry import reading_order
-from toolkit.models.relation.layers import (
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.frequency import FrequencyBias
+from toolkit.scene_graphs.geometry import reading_order
+from toolkit.scene_graphs.heads.layers import (
     POSITION_DIM,
     HeadSizes,
     RunningMean,
@@ -24,7 +24,7 @@ from toolkit.models.relation.layers import (
     union_projection,
     xavier_linear,
 )
-from toolkit.models.relation.postprocess import late_labels
+from toolkit.scene_graphs.postprocess import late_labels
 from toolkit.step.precision import has_lstm_kernel
 
 
