@@ -105,7 +105,7 @@ def main(config: Config) -> dict[str, float]:
     with session.session(config) as s:
         table, val_table = session.open_data(s)
         detector = session.make_detector(s, table, start_scene_graph)
-        evaluator = make_evaluator(detector, val_table, e.backend, e.protocol, e.zero_shot)
+        evaluator = make_evaluator(detector, val_table, e.backend, protocol=e.protocol, zero_shot=e.zero_shot)
         t = session.training(s, detector, table, val_table, evaluator)
         while not t.finished:
             train_one_epoch(t)

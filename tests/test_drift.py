@@ -23,7 +23,7 @@ ALLOWED = {
             "- detector = session.make_detector(s, table)",
             "- t = session.training(s, detector, table, val_table, CocoEvaluator(val_table, config.eval.backend))",
             "+ detector = session.make_detector(s, table, start_scene_graph)",
-            "+ evaluator = make_evaluator(detector, val_table, e.backend, e.protocol, e.zero_shot)",
+            "+ evaluator = make_evaluator(detector, val_table, e.backend, protocol=e.protocol, zero_shot=e.zero_shot)",
             "+ t = session.training(s, detector, table, val_table, evaluator)",
         ]
     },

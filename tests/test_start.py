@@ -144,7 +144,7 @@ def test_a_detector_is_measured_by_what_it_finds(table):
     assert make_evaluator(of_boxes, table, "toolkit") == ("own", "toolkit")
     graphs = build_detector("scene_graph", class_names=table.class_names, predicates=list(table.predicates),
                             backbone="resnet10t", detector_options=INNER, **GRAPH)  # fmt: skip
-    evaluator = make_evaluator(graphs, table, "toolkit", "strict")
+    evaluator = make_evaluator(graphs, table, "toolkit", protocol="strict")
     assert isinstance(evaluator, SceneGraphEvaluator) and evaluator.protocol == "strict"
 
 

@@ -14,8 +14,8 @@ from toolkit.models.options import DetectorOptions
 if TYPE_CHECKING:
     from toolkit.models.detector import Detector
 
-# Detector and its options by name: module and class of each, relative to toolkit.models. Detectors are imported when needed:
-# transformers takes seconds, which other scripts and loader processes need not wait for.
+# Detector and its options by name: module and class of each, relative to toolkit.models. Detectors are imported when
+# needed: transformers takes seconds, which other scripts and loader processes need not wait for.
 ARCHITECTURES = {
     "detr": (".detr.detr:Detr", ".detr.options:DetrOptions"),
     "conditional_detr": (".detr.conditional_detr:ConditionalDetr", ".detr.options:ConditionalDetrOptions"),

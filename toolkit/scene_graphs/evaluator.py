@@ -1,5 +1,6 @@
 """Scene graph metrics of predictions kept by image id, in place of `CocoEvaluator`."""
 
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -200,3 +201,22 @@ def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
         triplets.update(zip(*ends.T.tolist(), graph["relations"][:, 2].tolist(), strict=True))
     rows = np.asarray(sorted(triplets), np.int64).reshape(-1, 3)
     return rows[~seen[tuple(rows.T)]]
+
+
+def load_triplets(file: str | Path) -> np.ndarray:
+    """(Z, 3) int64 subject class, object class, predicate, from 0, of a list that counts from 1.
+
+    Reads CSV with one header line, and the tensor `zeroshot_triplet.pytorch` of Scene-Graph-Benchmark.
+    Raises BadInput for a file that holds anything else.
+    """
+    file = Path(file)
+    try:
+        if file.suffix == ".csv":
+            rows = np.loadtxt(file, delimiter=",", skiprows=1, dtype=np.int64, ndmin=2)
+        else:
+            rows = torch.load(file, weights_only=True, map_location="cpu").long().numpy()
+    except (OSError, ValueError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
+        raise BadInput(f"{file}: no list of triplets: {error}") from error
+    if rows.ndim != 2 or rows.shape[1] != 3 or (rows < 1).any():
+        raise BadInput(f"{file}: {rows.shape} values; expected rows of 3 ids from 1: subject, object, predicate")
+    return rows - 1

@@ -2,14 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
 from toolkit.models.detector import Detector
 from toolkit.models.options import DetectorOptions
 from toolkit.models.weights.mapping import WeightTable, map_weights
+from toolkit.scene_graphs.evaluator import TOP, SceneGraphEvaluator, load_triplets, zero_shot_triplets
+from toolkit.scene_graphs.matches import compact_graph
 
 
 class GraphDetector(Detector):
@@ -44,6 +49,33 @@ class GraphDetector(Detector):
         self.candidate_counts.copy_(torch.from_numpy(candidates))
         self.seen_triplets.copy_(torch.from_numpy(seen))
 
+    def make_evaluator(
+        self, table: DetectionTable, backend: str, protocol: str = "original", zero_shot: str | Path | None = None
+    ) -> SceneGraphEvaluator:
+        """R@K and its family on a table.
+
+        protocol: see `SceneGraphEvaluator`. zero_shot: file of triplets for zR@K, see `load_triplets`; None: those of
+        the table that the training data did not have.
+
+        Raises:
+            BadInput: the table's predicates or attributes are others than the detector's (a table without attributes
+                will do), a file that is no list of triplets.
+        """
+        _check_same_names(self, table)
+        seen = self.seen_triplets.cpu().numpy()
+        return SceneGraphEvaluator(
+            table,
+            self.mode,
+            zero_shot=load_triplets(zero_shot) if zero_shot else zero_shot_triplets(seen, table),
+            protocol=protocol,
+            backend=backend,
+            trained_relations=self.relation_counts.sum((0, 1))[1:].cpu().numpy(),
+        )
+
+    def to_keep(self, found: Mapping) -> dict:
+        """A graph without the scores of all predicates of all pairs: of VG150's test images they are 530 MB."""
+        return {name: torch.as_tensor(value) for name, value in compact_graph(found, TOP[-1]).items()}
+
     def _load_below(self, weights: Mapping[str, Tensor], below: str, prefixes: Mapping[str, str]) -> WeightTable:
         """Takes a detector's weights for the modules below the prefix `below`, and by `prefixes` for more of them."""
         source = {f"{below}.{name}": value for name, value in weights.items()}
@@ -62,3 +94,17 @@ class GraphDetector(Detector):
             "detector_options": {key: value for key, value in inner.items() if key not in about_starting},
             "backbone": inner.get("backbone"),
         }
+
+
+def _check_same_names(detector: GraphDetector, table: DetectionTable) -> None:
+    compared = [("predicates", table.predicates, detector.predicates)]
+    if table.attributes and detector.attributes:
+        compared.append(("attributes", table.attributes, detector.attributes))
+    faults = [
+        f"{table.name} has the {what} {list(theirs)}, training data {list(ours)}: give both the same ones in the same "
+        "order"
+        for what, theirs, ours in compared
+        if tuple(theirs) != tuple(ours)
+    ]
+    if faults:
+        raise BadInput(faults)

@@ -1,15 +1,21 @@
-"""What a scene graph detector found: recall by K and by predicate, and which predicates it takes for others."""
+"""Scene graphs in a report: recall by K and by predicate, and which predicates are taken for others."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.scene_graphs.evaluator import true_graph
+from toolkit.data.decoding import ImageError
+from toolkit.evaluation.report import charts as chart
+from toolkit.evaluation.report.page import charts, folded, number, paragraph, table
+from toolkit.evaluation.report.pictures import Pictures
+from toolkit.scene_graphs.evaluator import TOP, true_graph
 from toolkit.scene_graphs.matches import best_predicates
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 
-TOP = (20, 50, 100)
+if TYPE_CHECKING:
+    from toolkit.evaluation.report.judgement import Judgement
 
 
 @dataclass(frozen=True)
@@ -41,16 +47,20 @@ class GraphReport:
             "graph_accuracy_of_images": self.whole,
         }
 
+    def section(self, judged: "Judgement", maker: Pictures) -> str:
+        """HTML: recall, predicates that are taken for others, and the worst images."""
+        return _numbers(self, judged.table.predicates) + _pictures(judged, maker)
+
 
 def judge_graphs(predictions: Mapping, table, about: Mapping) -> GraphReport | None:
-    """None: there are no relations to judge.
+    """None: there is an image without a graph.
 
     predictions: by image id, as `SceneGraphEvaluator.evaluate` takes them.
     about: `mode` and `protocol` where they are known, and `scores`, from which zR@K comes (what training had seen is
         not known here).
     """
     ids = table.image_ids().tolist()
-    if not table.predicates or not all("pairs" in predictions[i] for i in ids):
+    if not all("pairs" in predictions[i] for i in ids):
         return None
     found = [{key: np.asarray(value) for key, value in predictions[i].items()} for i in ids]
     truths = [_truth(table.row(i), each) for i, each in enumerate(found)]
@@ -111,3 +121,57 @@ def _same(truth: Mapping, found: Mapping, mode: str) -> np.ndarray:
     areas = [(boxes[:, 2:] - boxes[:, :2] + 1).prod(axis=1) for boxes in (a, b)]
     near = common >= 0.5 * (areas[0][:, None] + areas[1][None] - common)
     return near & (found["labels"][:, None] == truth["labels"][None])
+
+
+def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
+    names = list(dict.fromkeys(key.partition("@")[0] for key in g.row if "/" not in key and "@" in key))
+    rows = [(name, *(number(g.row.get(f"{name}@{k}")) for k in (20, 50, 100))) for name in names]
+    order = np.argsort(-g.frequency, kind="stable")
+    found = [(predicates[p], int(g.frequency[p]), number(g.recall[p])) for p in order if g.frequency[p]]
+    wrong = g.confusions.copy()
+    wrong[np.arange(len(wrong)), np.arange(len(wrong))] = 0
+    told = [*predicates, "(pair not found)"]
+    worst = np.argsort(-wrong, axis=None, kind="stable")[:15]
+    pairs = [
+        (predicates[a], told[b], int(wrong[a, b]), f"{wrong[a, b] / g.frequency[a]:.1%}")
+        for a, b in zip(*np.unravel_index(worst, wrong.shape), strict=True)
+        if wrong[a, b]
+    ]
+    whole = (
+        "" if g.whole is None else paragraph(f"All relations were found in {g.whole:.1%} of the images that have any.")
+    )
+    recall = chart.bar_chart(
+        "Recall among the 100 best, most frequent predicates first",
+        [(name, float(value), f"{value} of {count}") for name, count, value in found[:25] if value != "–"],
+        most=1,
+    )
+    return (
+        table(["metric", "@20", "@50", "@100"], rows)
+        + whole
+        + charts([recall])
+        + folded("Every predicate", table(["predicate", "relations", "recall@100"], found))
+        + "<h3>Predicates that are taken for others</h3>"
+        + table(["annotated", "predicted", "relations", "of all"], pairs, text=(0, 1))
+    )
+
+
+def _pictures(judged: "Judgement", maker: Pictures, count: int = 4) -> str:
+    """The images with the least recall of relations: the annotated graph left, the predicted one right."""
+    if not all("predicates" in each for each in judged.predictions.values()):
+        return ""
+    from toolkit.evaluation.scene_graph_draw import graph_tile
+
+    recall = judged.graphs.images
+    rows = np.flatnonzero(np.isfinite(recall))
+    parts = []
+    for i in rows[np.argsort(recall[rows], kind="stable")][:count].tolist():
+        row = judged.table.row(i)
+        try:
+            tile = graph_tile(judged.table, row, judged.predictions[row["image_id"]])
+        except (ImageError, OSError):
+            maker.unreadable += 1
+            continue
+        caption = f"{judged.table.image_name(i)}: {recall[i]:.0%} of the relations are found"
+        parts.append(maker.figure(tile, caption, maker.link(row)))
+    head = "<h3>Worst images: annotated graph left, predicted one right</h3>"
+    return f"{head}<div class=graphs>{''.join(parts)}</div>" if parts else ""
