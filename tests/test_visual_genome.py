@@ -14,7 +14,7 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
 from toolkit.errors import BadInput
-from toolkit.evaluation.choose import load_triplets
+from toolkit.scene_graphs.evaluator import load_triplets
 from toolkit.scene_graphs.frequency import (
     count_predicates,
     log_frequencies,

@@ -31,7 +31,7 @@ ARCHITECTURES = {
     "fasterrcnn_resnet50_fpn_v2": (".faster_rcnn.build:FasterRCNNResNet50V2", ".faster_rcnn.options:ResNet50V2Options"),
     "scene_graph": ("..scene_graphs.two_stage:SceneGraph", "..scene_graphs.options:SceneGraphOptions"),
     "egtr": ("..scene_graphs.egtr:EGTR", "..scene_graphs.options:EgtrOptions"),
-    "yolov3": ("yolov3.model:YOLOv3", "yolov3.options:Yolov3Options"),
+    "yolov3": (".yolov3.model:YOLOv3", ".yolov3.options:Yolov3Options"),
     "ssd": (".ssd.model:SSD", ".ssd.options:SsdOptions"),
     "ssd300_vgg16": (".ssd.torchvision_ssd:SSD300", ".ssd.options:Ssd300Options"),
     "ssdlite320_mobilenet_v3_large": (".ssd.torchvision_ssd:SSDLite320", ".ssd.options:Ssdlite320Options"),

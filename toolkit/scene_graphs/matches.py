@@ -155,7 +155,7 @@ class _Chunk:
         matches = self.labels[:, None] == self.end_labels[self.box_image, :, end]
         if not self.union:  # few boxes have the right class
             box, slot = matches.nonzero()
-            ious = _iou(self.boxes[box], self.end_boxes[self.box_image[box], slot, end])
+            ious = iou_plus_one(self.boxes[box], self.end_boxes[self.box_image[box], slot, end])
             matches[box, slot] = ious >= self.threshold
         bits = np.packbits(matches, axis=1)
         bits = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))
@@ -238,7 +238,7 @@ class _Chunk:
             return pair, np.ones(len(pair), bool)
         predicted = _union(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
         true = self.end_boxes[self.pair_image[pair], slot]
-        return pair, _iou(predicted, _union(true[:, 0], true[:, 1])) >= self.threshold
+        return pair, iou_plus_one(predicted, _union(true[:, 0], true[:, 1])) >= self.threshold
 
 
 def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -252,7 +252,7 @@ def _flat(parts: list[np.ndarray], empty_shape: tuple[int, ...]) -> np.ndarray:
     return np.concatenate(full) if full else np.zeros(empty_shape, parts[0].dtype if parts else np.float32)
 
 
-def _iou(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
+def iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
     """IoU of boxes (..., 4) xyxy, element by element, in float32 with widths x2 - x1 + 1 as in the original."""
     left_top = np.maximum(boxes1[..., :2], boxes2[..., :2])
     right_bottom = np.minimum(boxes1[..., 2:], boxes2[..., 2:])

@@ -11,7 +11,7 @@ from toolkit.evaluation.report import charts as chart
 from toolkit.evaluation.report.page import charts, folded, number, paragraph, table
 from toolkit.evaluation.report.pictures import Pictures
 from toolkit.scene_graphs.evaluator import TOP, true_graph
-from toolkit.scene_graphs.matches import best_predicates
+from toolkit.scene_graphs.matches import best_predicates, iou_plus_one
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 
 if TYPE_CHECKING:
@@ -112,15 +112,11 @@ def _confusions(truths, found, mode: str, predicates: int) -> tuple[np.ndarray, 
 
 
 def _same(truth: Mapping, found: Mapping, mode: str) -> np.ndarray:
-    """(M, N) bool: may a predicted box be an annotated one? With the widths of the field, x2 - x1 + 1."""
+    """(M, N) bool: may a predicted box be an annotated one?"""
     if mode == "predcls":
         return np.eye(len(truth["boxes"]), dtype=bool)
     a, b = (np.asarray(each["boxes"], np.float32) for each in (found, truth))
-    low, high = np.maximum(a[:, None, :2], b[None, :, :2]), np.minimum(a[:, None, 2:], b[None, :, 2:])
-    common = (high - low + 1).clip(min=0).prod(axis=2)
-    areas = [(boxes[:, 2:] - boxes[:, :2] + 1).prod(axis=1) for boxes in (a, b)]
-    near = common >= 0.5 * (areas[0][:, None] + areas[1][None] - common)
-    return near & (found["labels"][:, None] == truth["labels"][None])
+    return (iou_plus_one(a[:, None], b[None]) >= 0.5) & (found["labels"][:, None] == truth["labels"][None])
 
 
 def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:

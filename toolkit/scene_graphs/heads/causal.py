@@ -11,11 +11,19 @@ from toolkit.errors import BadInput
 from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
 from toolkit.scene_graphs.frequency import FrequencyBias
 from toolkit.scene_graphs.geometry import pair_numbers, scaled_box_numbers
-from toolkit.scene_graphs.heads.layers import HeadSizes, RunningMean, empty_output, paired, split_layer, xavier_linear
+from toolkit.scene_graphs.heads.layers import (
+    HeadSizes,
+    RunningMean,
+    empty_output,
+    paired,
+    split_layer,
+    tree_losses,
+    xavier_linear,
+)
 from toolkit.scene_graphs.heads.motifs import MotifsContext
-from toolkit.scene_graphs.heads.vctree import VCTreeContext, padded_related
+from toolkit.scene_graphs.heads.vctree import VCTreeContext
 from toolkit.scene_graphs.heads.vtranse import VTransEContext
-from toolkit.scene_graphs.losses import predicate_loss, relatedness_loss
+from toolkit.scene_graphs.losses import predicate_loss
 
 EFFECTS = ("none", "TDE", "NIE", "TE")
 PAIR_NUMBERS = 32
@@ -91,9 +99,9 @@ class CausalHead(nn.Module):
         if self.training:
             losses = self._branch_losses(batch, pair_context, frequency, related)
             if self.positions is not None:
-                self.mean_positions.update(numbers)
+                self.mean_positions(numbers)
             if batch.spatial_features is not None:
-                self.mean_spatial.update(batch.spatial_features)
+                self.mean_spatial(batch.spatial_features)
         if self.training or self.effect == "none":
             relation_logits = self._fuse(batch.union_features, pair_context, frequency)
         else:
@@ -116,9 +124,7 @@ class CausalHead(nn.Module):
         if self.fusion == "sum":
             branches |= {"auxiliary_vis": self.visual_out(batch.union_features), "auxiliary_frq": frequency}
         losses = {name: predicate_loss(logits.float(), batch.relation_labels) for name, logits in branches.items()}
-        if related is not None:
-            losses["binary_loss"] = relatedness_loss(related, padded_related(batch), batch.num_objects)
-        return losses
+        return losses | tree_losses(related, batch)
 
     def _effect(self, batch: RelationBatch, pair_context: Tensor, logits: Tensor) -> Tensor:
         mean_logits, _, mean_context, _ = self.context(batch, from_averages=True)

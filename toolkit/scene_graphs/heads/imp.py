@@ -4,14 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
-from toolkit.scene_graphs.heads.layers import HeadSizes, check_mode, empty_output, given_labels, union_projection
-
-
-def _fc(in_dim: int, out_dim: int) -> nn.Linear:
-    layer = nn.Linear(in_dim, out_dim)
-    nn.init.kaiming_uniform_(layer.weight, a=1)
-    nn.init.zeros_(layer.bias)
-    return layer
+from toolkit.scene_graphs.heads.layers import HeadSizes, check_mode, empty_output, fc, given_labels, union_projection
 
 
 class IMPHead(nn.Module):
@@ -25,12 +18,12 @@ class IMPHead(nn.Module):
         self.mode, self.sizes, self.rounds = check_mode(mode), sizes, rounds
         hidden = sizes.hidden_dim
         self.union = union_projection(sizes)
-        self.object_in, self.pair_in = _fc(sizes.roi_dim, hidden), _fc(sizes.pooling_dim, hidden)
+        self.object_in, self.pair_in = fc(sizes.roi_dim, hidden), fc(sizes.pooling_dim, hidden)
         self.object_gru, self.pair_gru = nn.GRUCell(hidden, hidden), nn.GRUCell(hidden, hidden)
         # How much of a message passes: from subject and object to the pair, and from the pair to each of them.
         self.from_subject, self.from_object = nn.Linear(2 * hidden, 1), nn.Linear(2 * hidden, 1)
         self.to_subject, self.to_object = nn.Linear(2 * hidden, 1), nn.Linear(2 * hidden, 1)
-        self.object_out, self.pair_out = _fc(hidden, sizes.num_classes), _fc(hidden, sizes.num_predicates)
+        self.object_out, self.pair_out = fc(hidden, sizes.num_classes), fc(hidden, sizes.num_predicates)
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):

@@ -5,24 +5,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
-from toolkit.scene_graphs.frequency import FrequencyBias
+from toolkit.scene_graphs.batch import RelationBatch
 from toolkit.scene_graphs.geometry import reading_order
 from toolkit.scene_graphs.heads.layers import (
     POSITION_DIM,
+    ContextHead,
     HeadSizes,
     RunningMean,
-    batch_box_numbers,
+    averaged,
     check_mode,
     class_embedding,
-    empty_output,
+    class_embeddings,
     given_labels,
-    label_embedding,
-    paired,
+    object_features,
     position_embedding,
-    split_layer,
-    union_projection,
-    xavier_linear,
 )
 from toolkit.scene_graphs.postprocess import late_labels
 from toolkit.step.precision import has_lstm_kernel
@@ -100,9 +96,7 @@ class MotifsContext(nn.Module):
         """word_vectors: (1 + C, E), start token first. keep_averages: for causal effects, see `causal`."""
         super().__init__()
         self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
-        vectors = None if word_vectors is None else word_vectors[1:]
-        self.embed_in = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
-        self.embed_out = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
+        self.embed_in, self.embed_out = class_embeddings(sizes, word_vectors)
         self.position = position_embedding()
         object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
         edge_dim = sizes.embed_dim + sizes.roi_dim
@@ -122,20 +116,13 @@ class MotifsContext(nn.Module):
         """
         known = batch.boxes_xyxy if batch.on_host is None else batch.on_host[0]
         order, inverse, batch_sizes = reading_order(known, batch.num_objects, batch.boxes_xyxy.device)
-        embedded = label_embedding(self.embed_in, batch, self.mode)
-        features = torch.cat([batch.roi_features, embedded, self.position(batch_box_numbers(batch))], 1)[order]
+        features = object_features(batch, self.embed_in, self.position, self.mode)[order]
         context = self.object_out(_run(self.object_lstm, features, batch_sizes))
         decoder_input = torch.cat([features, context], 1)
-        if self.training and self.mean_decoder_input is not None:
-            self.mean_decoder_input.update(decoder_input)
-        if from_averages:
-            decoder_input = self.mean_decoder_input.expanded(len(decoder_input))
+        decoder_input = averaged(self.mean_decoder_input, decoder_input, from_averages)
         logits, labels = self._labels(batch, decoder_input, order, inverse, batch_sizes)
         edge_input = torch.cat([self.embed_out(labels), batch.roi_features], 1)
-        if self.training and self.mean_edge_input is not None:
-            self.mean_edge_input.update(edge_input)
-        if from_averages:
-            edge_input = self.mean_edge_input.expanded(len(edge_input))
+        edge_input = averaged(self.mean_edge_input, edge_input, from_averages)
         edge_input = torch.cat([edge_input[order], context], 1)
         edges = self.edge_out(_run(self.edge_lstm, edge_input, batch_sizes))
         return logits, labels, edges[inverse], None
@@ -158,36 +145,16 @@ def _run(lstm: nn.LSTM, packed: Tensor, batch_sizes: Tensor) -> Tensor:
     return lstm(PackedSequence(packed, batch_sizes))[0].data
 
 
-class MotifsHead(nn.Module):
-    """Predicates from the contexts of both objects, the union features and the frequency bias."""
-
-    loss_names = ("loss_rel", "loss_refine_obj")
-    of_labels = ("context.decoder",)
+class MotifsHead(ContextHead):
+    """Neural Motifs."""
 
     def __init__(
         self,
         mode: str,
         sizes: HeadSizes,
-        log_frequency: Tensor | None = None,
+        log_frequency: Tensor,
         dropout: float = 0.2,
         nms_threshold: float = 0.5,
         word_vectors: Tensor | None = None,
     ):
-        super().__init__()
-        self.sizes = sizes
-        self.context = MotifsContext(mode, sizes, dropout, nms_threshold, word_vectors)
-        self.split = split_layer(sizes.hidden_dim, 2 * sizes.hidden_dim)
-        self.join = xavier_linear(2 * sizes.hidden_dim, sizes.pooling_dim)
-        self.union = union_projection(sizes)
-        self.out = xavier_linear(sizes.pooling_dim, sizes.num_predicates)
-        self.frequency = None if log_frequency is None else FrequencyBias(log_frequency)
-
-    def forward(self, batch: RelationBatch) -> RelationOutput:
-        if not len(batch.boxes_xyxy):
-            return empty_output(self.sizes, [self.out.weight])
-        logits, labels, context, _ = self.context(batch)
-        joined = self.join(torch.cat(paired(self.split(context), batch.pairs), 1))
-        relation_logits = self.out(joined * self.union(batch.union_features))
-        if self.frequency is not None:
-            relation_logits = relation_logits + self.frequency(*labels[batch.pairs].unbind(1))
-        return RelationOutput(logits, relation_logits, labels, context)
+        super().__init__(MotifsContext(mode, sizes, dropout, nms_threshold, word_vectors), sizes, log_frequency)

@@ -14,16 +14,15 @@ from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
 from toolkit.scene_graphs.heads.layers import (
     POSITION_DIM,
     HeadSizes,
-    batch_box_numbers,
+    best_labels,
     check_mode,
     class_embedding,
     empty_output,
     fc,
     given_labels,
-    label_embedding,
+    object_features,
     position_embedding,
 )
-from toolkit.scene_graphs.postprocess import late_labels
 
 APART, MARGIN = 7.0, 1.0  # squared distances: between prototypes (gamma 2), of the right to the wrong ones (gamma 1)
 NEAREST = 10  # wrong prototypes that a pair is held away from
@@ -108,12 +107,9 @@ class PrototypeHead(nn.Module):
         if self.object_out is None:
             logits = batch.logits.detach()
         else:
-            embedded = label_embedding(self.embed_in, batch, self.mode)
-            features = torch.cat([batch.roi_features, embedded, self.position(batch_box_numbers(batch))], 1)
+            features = object_features(batch, self.embed_in, self.position, self.mode)
             logits = self.object_out(self.object_in(features))
-        if self.mode == "sgdet" and not self.training:
-            return logits, late_labels(batch, logits, self.nms_threshold)
-        return logits, logits[:, 1:].argmax(1) + 1
+        return logits, best_labels(self, batch, logits)
 
     def _pairs(self, batch: RelationBatch, labels: Tensor) -> Tensor:
         """(R, 2 dim) of the pairs, in the space of the projected prototypes."""

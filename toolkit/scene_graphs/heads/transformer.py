@@ -10,18 +10,17 @@ from toolkit.scene_graphs.frequency import FrequencyBias
 from toolkit.scene_graphs.heads.layers import (
     POSITION_DIM,
     HeadSizes,
-    batch_box_numbers,
+    best_labels,
     check_mode,
-    class_embedding,
+    class_embeddings,
     empty_output,
     given_labels,
-    label_embedding,
+    object_features,
     paired,
     split_layer,
     union_projection,
     xavier_linear,
 )
-from toolkit.scene_graphs.postprocess import late_labels
 
 
 class EncoderLayer(nn.Module):
@@ -88,9 +87,7 @@ class TransformerHead(nn.Module):
         super().__init__()
         self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
         hidden = sizes.hidden_dim
-        vectors = None if word_vectors is None else word_vectors[1:]
-        self.embed_in = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
-        self.embed_out = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
+        self.embed_in, self.embed_out = class_embeddings(sizes, word_vectors)
         drop = nn.Dropout(dropout)
         self.position = nn.Sequential(
             nn.Linear(9, 32), nn.ReLU(), drop, nn.Linear(32, POSITION_DIM), nn.ReLU(), nn.Dropout(dropout)
@@ -111,8 +108,7 @@ class TransformerHead(nn.Module):
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
             return empty_output(self.sizes, [self.visual_out.weight])
-        embedded = label_embedding(self.embed_in, batch, self.mode)
-        features = torch.cat([batch.roi_features, embedded, self.position(batch_box_numbers(batch))], 1)
+        features = object_features(batch, self.embed_in, self.position, self.mode)
         objects = self.object_encoder(self.object_in(features), batch.num_objects)
         logits, labels = self._labels(batch, objects)
         edge_features = torch.cat([batch.roi_features, objects, self.embed_out(labels)], 1)
@@ -128,6 +124,4 @@ class TransformerHead(nn.Module):
         if self.mode == "predcls":
             return given_labels(batch, self.sizes.num_classes)
         logits = self.object_out(objects)
-        if self.mode == "sgdet" and not self.training:
-            return logits, late_labels(batch, logits, self.nms_threshold)
-        return logits, logits[:, 1:].argmax(1) + 1
+        return logits, best_labels(self, batch, logits)

@@ -5,28 +5,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.batch import pad_rows, unpad_rows
-from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
-from toolkit.scene_graphs.frequency import FrequencyBias
+from toolkit.scene_graphs.batch import RelationBatch, object_mask
 from toolkit.scene_graphs.geometry import overlap_numbers
 from toolkit.scene_graphs.heads.layers import (
     POSITION_DIM,
+    ContextHead,
     HeadSizes,
     ObjectBatchNorm,
     RunningMean,
+    averaged,
     batch_box_numbers,
     check_mode,
     class_embedding,
-    empty_output,
+    class_embeddings,
     given_labels,
     label_embedding,
-    paired,
     position_embedding,
-    split_layer,
-    union_projection,
     xavier_linear,
 )
 from toolkit.scene_graphs.heads.trees import DownwardLSTM, Forest, TreeLSTM, grow_trees, image_dropout
-from toolkit.scene_graphs.losses import relatedness_loss
 
 SCORE_DIM = 128
 
@@ -145,9 +142,7 @@ class VCTreeContext(nn.Module):
     ):
         super().__init__()
         self.mode, self.sizes = check_mode(mode), sizes
-        vectors = None if word_vectors is None else word_vectors[1:]
-        self.embed_in = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
-        self.embed_out = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
+        self.embed_in, self.embed_out = class_embeddings(sizes, word_vectors)
         self.position = position_embedding()
         self.scores = PairScores(sizes, log_frequency)
         object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
@@ -173,27 +168,20 @@ class VCTreeContext(nn.Module):
         context = self.object_lstm(features, forest, image)
         logits, labels = self._labels(batch, torch.cat([features, context], 1), forest, image, from_averages)
         edge_input = torch.cat([self.embed_out(labels), batch.roi_features], 1)
-        if self.training and self.mean_edge_input is not None:
-            self.mean_edge_input.update(edge_input)
-        if from_averages:
-            edge_input = self.mean_edge_input.expanded(len(edge_input))
+        edge_input = averaged(self.mean_edge_input, edge_input, from_averages)
         return logits, labels, self.edge_lstm(torch.cat([edge_input, context], 1), forest, image), related
 
     def _labels(self, batch, decoder_input, forest, image, from_averages: bool) -> tuple[Tensor, Tensor]:
         if self.mode == "predcls":
             return given_labels(batch, self.sizes.num_classes)
-        if self.training and self.mean_decoder_input is not None:
-            self.mean_decoder_input.update(decoder_input)
-        if from_averages:
-            decoder_input = self.mean_decoder_input.expanded(len(decoder_input))
+        decoder_input = averaged(self.mean_decoder_input, decoder_input, from_averages)
         return self.decoder(decoder_input, forest, image)
 
 
-class VCTreeHead(nn.Module):
-    """Predicates from the tree contexts of both objects times the union features, and the frequency bias."""
+class VCTreeHead(ContextHead):
+    """VCTree."""
 
-    loss_names = ("loss_rel", "loss_refine_obj", "binary_loss")
-    of_labels = ("context.decoder",)
+    loss_names = (*ContextHead.loss_names, "binary_loss")
 
     def __init__(
         self,
@@ -203,28 +191,7 @@ class VCTreeHead(nn.Module):
         dropout: float = 0.2,
         word_vectors: Tensor | None = None,
     ):
-        super().__init__()
-        self.sizes = sizes
-        self.context = VCTreeContext(mode, sizes, log_frequency, dropout, word_vectors)
-        self.split = split_layer(sizes.hidden_dim, 2 * sizes.hidden_dim)
-        self.join = xavier_linear(2 * sizes.hidden_dim, sizes.pooling_dim)
-        self.union = union_projection(sizes)
-        self.out = xavier_linear(sizes.pooling_dim, sizes.num_predicates)
-        self.frequency = FrequencyBias(log_frequency)
+        super().__init__(VCTreeContext(mode, sizes, log_frequency, dropout, word_vectors), sizes, log_frequency)
 
-    def forward(self, batch: RelationBatch) -> RelationOutput:
-        if not len(batch.boxes_xyxy):
-            return empty_output(self.sizes, [self.out.weight])
-        logits, labels, context, related = self.context(batch)
-        joined = self.join(torch.cat(paired(self.split(context).relu(), batch.pairs), 1))
-        relation_logits = self.out(joined * self.union(batch.union_features))
-        relation_logits = relation_logits + self.frequency(*labels[batch.pairs].unbind(1))
-        losses = {}
-        if self.training:
-            losses["binary_loss"] = relatedness_loss(related, padded_related(batch), batch.num_objects)
-        return RelationOutput(logits, relation_logits, labels, context, losses)
-
-
-def padded_related(batch: RelationBatch) -> Tensor:
-    """(B, N_max, N_max) float of `batch.related`."""
-    return pad_rows(batch.related.float(), batch.num_objects)
+    def roles(self, context: Tensor) -> Tensor:
+        return super().roles(context).relu()

@@ -8,9 +8,10 @@ from toolkit.scene_graphs.heads.layers import (
     POSITION_DIM,
     HeadSizes,
     RunningMean,
+    averaged,
     batch_box_numbers,
     check_mode,
-    class_embedding,
+    class_embeddings,
     fc,
     label_embedding,
     position_embedding,
@@ -23,9 +24,7 @@ class VTransEContext(nn.Module):
     def __init__(self, mode: str, sizes: HeadSizes, word_vectors: Tensor | None = None, keep_averages: bool = False):
         super().__init__()
         self.mode = check_mode(mode)
-        vectors = None if word_vectors is None else word_vectors[1:]
-        self.embed_in = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
-        self.embed_out = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
+        self.embed_in, self.embed_out = class_embeddings(sizes, word_vectors)
         self.position = position_embedding()
         object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
         self.object_out = fc(object_dim, sizes.num_classes)
@@ -39,12 +38,8 @@ class VTransEContext(nn.Module):
         embedded = label_embedding(self.embed_in, batch, self.mode)
         object_input = torch.cat([batch.roi_features, embedded, position], 1)
         edge_input = torch.cat([batch.roi_features, position], 1)
-        if self.training and self.mean_object_input is not None:
-            self.mean_object_input.update(object_input)
-            self.mean_edge_input.update(edge_input)
-        if from_averages:
-            object_input = self.mean_object_input.expanded(len(object_input))
-            edge_input = self.mean_edge_input.expanded(len(edge_input))
+        object_input = averaged(self.mean_object_input, object_input, from_averages)
+        edge_input = averaged(self.mean_edge_input, edge_input, from_averages)
         logits = self.object_out(object_input)
         labels = logits.argmax(1)
         words = logits.softmax(1) @ self.embed_out.weight if from_averages else self.embed_out(labels)

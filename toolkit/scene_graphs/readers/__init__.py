@@ -26,7 +26,4 @@ def open_graphs(
     if count:
         options["num_val_images"] = int(count)
     read = getattr(importlib.import_module(f"{__name__}.{format}"), f"read_{format}")
-    table = read(Path(name).expanduser(), image_dir, split, **options)
-    if not len(table):
-        raise BadInput(f"{name}: not one usable image in {source!r}")
-    return table
+    return read(Path(name).expanduser(), image_dir, split, **options)

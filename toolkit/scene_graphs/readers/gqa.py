@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from toolkit.data.annotations import Annotations
 from toolkit.data.table import DetectionTable
 from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_graphs, read_json
 
@@ -25,15 +26,15 @@ def read_gqa(
     return read_graphs(files, lambda _: annotations_of(files, split, num_val_images), image_dir, what, **options)
 
 
-def annotations_of(files: list[Path], split: str, num_val: int) -> dict:
-    """A COCO document with relations; classes and predicates in the order of how often training has them."""
+def annotations_of(files: list[Path], split: str, num_val: int) -> Annotations:
+    """Images, boxes and relations; classes and predicates in the order of how often training has them."""
     training = read_json(files[0], dict)
     classes, predicates = vocabulary(training)
     graphs = read_json(files[1], dict) if split == "test" else training
     names = list(graphs)
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
     labels, kinds = ({name: number for number, name in enumerate(each)} for each in (classes, predicates))
-    document = empty_graphs(classes, predicates)
+    found = empty_graphs(classes, predicates)
     for name in chosen:
         graph = graphs[name]
         kept = {key: each for key, each in graph["objects"].items() if each["name"] in labels}
@@ -47,8 +48,8 @@ def annotations_of(files: list[Path], split: str, num_val: int) -> dict:
         if relations:
             boxes = [(labels[each["name"]], (each["x"], each["y"], each["w"], each["h"])) for each in kept.values()]
             image = {"id": name, "file_name": f"{name}.jpg", "width": graph["width"], "height": graph["height"]}
-            add_graph(document, image, boxes, relations)
-    return document
+            add_graph(found, image, boxes, relations)
+    return found
 
 
 def vocabulary(training: dict) -> tuple[list[str], list[str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from toolkit.data.annotations import Annotations
 from toolkit.data.check_files import with_good_files
-from toolkit.data.checks import check
+from toolkit.data.checks import Checked, check
 from toolkit.data.places import Places, open_places
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cached_table, file_digest, write_table
@@ -16,10 +16,11 @@ from toolkit.files import MAX_IMAGE_PIXELS
 
 def read_graphs(
     files: Sequence[Path],
-    annotations: Callable[[Path | Places], Annotations],
+    read: Callable[[Path | Places], Annotations | Checked],
     image_dir: str | Path | Sequence[str],
     what: str,
     *,
+    key: Sequence[object] = (),
     on_error: str = "raise",
     cache_dir: str | Path | None = None,
     check_images: bool | str = True,
@@ -29,8 +30,9 @@ def read_graphs(
 
     Args:
         files: that the data are made of; their content is the key of the cache.
-        annotations: reads them; it is told where the images lie.
-        what: format, split and options in words: the name of the table and the rest of the key.
+        read: reads them; it is told where the images lie. What it has not checked itself is checked here.
+        what: format, split and options in words, for the name of the table. key: the same for the cache, where it is
+            more than `what`.
         others: as in `read_coco`.
 
     Raises:
@@ -41,17 +43,31 @@ def read_graphs(
     places, name = open_places(image_dir, must_exist=bool(check_images)), f"{files[0]} {what}"
 
     def make(cache_file: Path) -> DetectionTable:
-        checked = check(annotations(places), str(files[0]), max_image_pixels)
+        found = read(places)
+        checked = found if isinstance(found, Checked) else check(found, str(files[0]), max_image_pixels)
         good, digests = with_good_files(checked, places, check_images, max_image_pixels)
         return write_table(
-            good.images, good.boxes, good.relations, cache_file=cache_file, categories=good.categories,
-            predicates=good.predicates, image_root=places.resolve(), problems=good.problems, name=name, checked=digests,
-        )  # fmt: skip
+            good.images,
+            good.boxes,
+            good.relations,
+            cache_file=cache_file,
+            categories=good.categories,
+            predicates=good.predicates,
+            attributes=good.attributes,
+            image_root=places.resolve(),
+            problems=good.problems,
+            name=name,
+            checked=digests,
+        )
 
     return cached_table(
-        [what, check_images, places.resolve(), *map(file_digest, files)], make, name=name, cache_dir=cache_dir,
-        on_error=on_error, max_image_pixels=max_image_pixels,
-    )  # fmt: skip
+        [*(key or [what]), check_images, places.resolve(), *map(file_digest, files)],
+        make,
+        name=name,
+        cache_dir=cache_dir,
+        on_error=on_error,
+        max_image_pixels=max_image_pixels,
+    )
 
 
 def read_json(file: Path, kind: type) -> dict | list:

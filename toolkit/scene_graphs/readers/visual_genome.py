@@ -14,13 +14,12 @@ from typing import Literal
 import h5py
 import numpy as np
 
-from toolkit.data.check_files import with_good_files
 from toolkit.data.checks import Checked
-from toolkit.data.places import Places, is_there, open_places
+from toolkit.data.places import Places, is_there
 from toolkit.data.table import Category, DetectionTable, Problem
-from toolkit.data.table_cache import cached_table, columns_of_rows, file_digest, write_table
+from toolkit.data.table_cache import columns_of_rows
 from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS
+from toolkit.scene_graphs.readers.graphs import read_graphs
 
 BOX_SCALE = 1024  # pixels of the longer image side that the boxes of the file refer to
 CORRUPTED_IMAGES = (1592, 1722, 4616, 4617)  # listed in image_data.json, left out of the graphs
@@ -163,35 +162,25 @@ def read_visual_genome(
     num_val_images: int = 5000,
     keep_images_without_relations: bool | Literal["train"] = False,
     drop_non_overlapping: bool = False,
-    on_error: str = "raise",
-    cache_dir: str | Path | None = None,
-    check_images: bool | str = True,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    **checking,
 ) -> DetectionTable:
     """One split as a memory-mapped DetectionTable, cached by the content of the three files and the options.
 
-    Options as in `load_graphs`; `check_images` and `on_error` as in `read_coco`. Boxes that clipping leaves without
-    width or height are dropped from train, with their relations; val and test keep them. Repeated relations stay.
+    Options as in `load_graphs`; `checking` as in `read_coco`. Boxes that clipping leaves without width or height are
+    dropped from train, with their relations; val and test keep them. Repeated relations stay.
     """
-    image_dir = open_places(image_dir, must_exist=bool(check_images))
     files = [Path(folder) / name for name in (h5_name, dicts_name, image_data_name)]
     options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]
     if missing := [f"{file}: no such file" for file in files if not file.is_file()]:
         raise BadInput(missing)
-    name, checking = f"{files[0]} {split}", (check_images, max_image_pixels)
 
-    def make(cache_file: Path) -> DetectionTable:
-        return _write(load_graphs(files[0], *options), files, image_dir, split, checking, cache_file, name)
+    def read(images: Path | Places) -> Checked:
+        return _checked(load_graphs(files[0], *options), files, images, split)
 
-    return cached_table(
-        ["visual_genome", *options, check_images, image_dir.resolve(), *map(file_digest, files)], make, name=name,
-        cache_dir=cache_dir, on_error=on_error, max_image_pixels=max_image_pixels,
-    )  # fmt: skip
+    return read_graphs(files, read, image_dir, split, key=["visual_genome", *options], **checking)
 
 
-def _write(
-    graphs, files, image_dir: Path | Places, split: str, checking: tuple, cache_file: Path, name: str
-) -> DetectionTable:
+def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | Places, split: str) -> Checked:
     classes, predicates, attributes = load_names(files[1])
     with h5py.File(files[0], "r") as h5:
         images = load_image_list(files[2], image_dir, len(h5["split"]))
@@ -204,12 +193,7 @@ def _write(
             rows.append(_row(graphs, place, images[image], drop=split == "train", attributes=bool(attributes)))
     listed = {f"{entry['image_id']}.jpg" for entry in images}
     categories = tuple(Category(number + 1, class_name) for number, class_name in enumerate(classes))
-    found = Checked(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
-    good, digests = with_good_files(found, image_dir, *checking)
-    return write_table(
-        good.images, good.boxes, good.relations, cache_file=cache_file, categories=categories, predicates=predicates,
-        attributes=attributes, image_root=image_dir.resolve(), problems=good.problems, name=name, checked=digests,
-    )  # fmt: skip
+    return Checked(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
 
 
 def _faults(

@@ -35,7 +35,7 @@ def annotations_of(files: list[Path], images: Path | Places, split: str, num_val
                                                                                     strict=True))  # fmt: skip
     names = list(annotations)
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
-    document = empty_graphs(classes, predicates)
+    found = empty_graphs(classes, predicates)
     for number, name in enumerate(chosen):
         objects: dict[tuple, int] = {}
         relations = []
@@ -54,8 +54,8 @@ def annotations_of(files: list[Path], images: Path | Places, split: str, num_val
             height, width = 1, 1
         boxes = [(label, (x1, y1, x2 - x1, y2 - y1)) for label, y1, y2, x1, x2 in objects]
         image = {"id": number + 1, "file_name": name, "width": width, "height": height}
-        add_graph(document, image, boxes, relations)
-    return document
+        add_graph(found, image, boxes, relations)
+    return found
 
 
 def _object(entry: dict) -> tuple:
