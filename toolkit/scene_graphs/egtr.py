@@ -14,7 +14,6 @@ from toolkit.batch import rows_of, to_host
 from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.models.detector import Detector, denominator_of
 from toolkit.models.detr.detr_criterion import pad_targets
 from toolkit.models.detr.rt_detr_criterion import MATCHING_COSTS
 from toolkit.models.weights.mapping import WeightTable
@@ -26,7 +25,7 @@ from toolkit.scene_graphs.egtr_criterion import (
 )
 from toolkit.scene_graphs.egtr_head import EgtrHead, kept_states
 from toolkit.scene_graphs.frequency import log_prior
-from toolkit.scene_graphs.graph_detector import GraphDetector
+from toolkit.scene_graphs.graph_detector import GraphDetector, naming_its_options
 from toolkit.scene_graphs.options import EgtrOptions
 from toolkit.step.freezing import freeze as freeze_module
 
@@ -66,7 +65,11 @@ class EGTR(GraphDetector):
         self.sampling = RelationSampling(
             o.unrelated_per_relation, o.unmatched_per_relation, o.hardest_unrelated, o.hardest_unmatched
         )
-        below = self.detector = _build_below(class_names, chosen, o)
+        if o.backbone is not None:
+            chosen["backbone"] = o.backbone
+        with naming_its_options():
+            below = build_detector(**chosen | {"pretrained_backbone": o.pretrained_backbone}, class_names=class_names)
+        self.detector = below
         self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
         self.buffers_steer_training = below.buffers_steer_training
         self.joint = o.freeze == "none"
@@ -84,17 +87,11 @@ class EGTR(GraphDetector):
         self.divided_by = {"loss_rel": "relation_entries", "loss_connectivity": "images"}
         self.metric_names = ("relation_error",)
         if self.joint:
-            below = self.detector
-            self.loss_names += tuple(below.loss_names)
-            self.divided_by |= {name: denominator_of(below, name) for name in below.loss_names}
-            self.default_weights |= below.default_weights
+            self._below_announces()
         self.default_weights |= {"loss_rel": 15.0, "loss_connectivity": 30.0}
 
     def _decoder_layers(self) -> Sequence[torch.nn.Module]:
         return self.detector.model.model.decoder.layers
-
-    def resolved_options(self) -> dict:
-        return super().resolved_options() | self._found_out()
 
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
         """See `GraphDetector.learn_counts`; starts the table of frequencies too."""
@@ -191,16 +188,6 @@ class EGTR(GraphDetector):
             graph |= {"pairs": (kept.cumsum(0) - 1)[ends[rows]], "predicate_scores": predicate_scores[rows]}
             graphs.append(graph | {"predicates": best[rows], "triplet_scores": ranks[rows]})
         return graphs
-
-
-def _build_below(class_names: Sequence[str], chosen: Mapping, o: EgtrOptions) -> Detector:
-    backbone = {} if o.backbone is None else {"backbone": o.backbone}
-    try:
-        return build_detector(
-            **{**chosen, **backbone, "pretrained_backbone": o.pretrained_backbone}, class_names=class_names
-        )
-    except BadInput as error:
-        raise BadInput([f"model.detector_options: {problem}" for problem in error.problems]) from error
 
 
 def _check(o: EgtrOptions, architecture: str | None, predicates: Sequence[str]) -> None:

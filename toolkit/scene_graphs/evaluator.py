@@ -96,10 +96,7 @@ class SceneGraphEvaluator:
 
     def truth(self, image_id: int | str, prediction: Mapping) -> dict[str, np.ndarray]:
         """The graph that a prediction is compared with: `boxes`, `labels`, `relations` and, if any, `attributes`."""
-        if "true_relations" not in prediction:
-            return self._truths[image_id]
-        parts = {name: f"true_{name}" for name in ("labels", "relations", "attributes")} | {"boxes": "boxes"}
-        return {name: np.asarray(prediction[key]) for name, key in parts.items() if key in prediction}
+        return given_graph(prediction) or self._truths[image_id]
 
     def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
         """Text: the metrics by K, then the predicates with how often they occur and their recall."""
@@ -127,6 +124,14 @@ class SceneGraphEvaluator:
 
         write_graphs(self.table, predictions, Path(path).with_suffix(".json"), count)
         return draw_graphs(self.table, predictions, count, path)
+
+
+def given_graph(prediction: Mapping) -> dict[str, np.ndarray]:
+    """What was annotated of the boxes that a prediction was given; {}: it found its boxes itself."""
+    if "true_relations" not in prediction:
+        return {}
+    parts = {name: f"true_{name}" for name in ("labels", "relations", "attributes")} | {"boxes": "boxes"}
+    return {name: np.asarray(prediction[key]) for name, key in parts.items() if key in prediction}
 
 
 def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:

@@ -17,11 +17,9 @@ EXPECTED_ROWS = 1024  # pairs at a time: 1,024 x 151^2 joint probabilities are 9
 
 def candidate_pairs(boxes_xyxy: np.ndarray) -> np.ndarray:
     """(K, 2) ordered pairs of one image whose boxes share area; all ordered pairs when none does."""
-    left_top = np.maximum(boxes_xyxy[:, None, :2], boxes_xyxy[None, :, :2])
-    right_bottom = np.minimum(boxes_xyxy[:, None, 2:], boxes_xyxy[None, :, 2:])
-    overlaps = (right_bottom > left_top).all(-1)
-    other = ~np.eye(len(boxes_xyxy), dtype=bool)
-    pairs = np.argwhere(overlaps & other)
+    boxes = torch.as_tensor(boxes_xyxy)
+    other = ~np.eye(len(boxes), dtype=bool)
+    pairs = np.argwhere((intersection_areas(boxes[:, None], boxes[None], extra=0.0) > 0).numpy() & other)
     return pairs if len(pairs) else np.argwhere(other)
 
 

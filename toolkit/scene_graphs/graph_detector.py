@@ -1,6 +1,7 @@
 """What detectors of scene graphs have in common: their names, the counts of the training split, the detector below."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
-from toolkit.models.detector import Detector
+from toolkit.models.detector import Detector, denominator_of
 from toolkit.models.options import DetectorOptions
 from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.scene_graphs.evaluator import TOP, SceneGraphEvaluator, load_triplets, zero_shot_triplets
@@ -85,15 +86,31 @@ class GraphDetector(Detector):
         mapped.new += [name for name in self.state_dict() if name.startswith("head.")]
         return mapped
 
-    def _found_out(self) -> dict:
-        """The settings that say what the detector below is, with the values that were really used."""
+    def _below_announces(self) -> None:
+        """Announces the losses of the detector below too, where it is trained along."""
+        self.loss_names += tuple(self.detector.loss_names)
+        self.divided_by |= {name: denominator_of(self.detector, name) for name in self.detector.loss_names}
+        self.default_weights = {**self.default_weights, **self.detector.default_weights}
+
+    def resolved_options(self) -> dict:
+        """The settings with those that say what the detector below is, by the values that were really used."""
         inner = self.detector.resolved_options()
         about_starting = {each.name for each in fields(DetectorOptions)} - {"architecture"}
-        names = {kind: list(self.options.get(kind, ())) for kind in ("predicates", "attributes")}
-        return names | {
+        return {
+            **super().resolved_options(),
+            **{kind: list(self.options.get(kind, ())) for kind in ("predicates", "attributes")},
             "detector_options": {key: value for key, value in inner.items() if key not in about_starting},
             "backbone": inner.get("backbone"),
         }
+
+
+@contextmanager
+def naming_its_options() -> Iterator[None]:
+    """What is wrong with the detector below is said of `model.detector_options`."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput([f"model.detector_options: {problem}" for problem in error.problems]) from error
 
 
 def _check_same_names(detector: GraphDetector, table: DetectionTable) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from toolkit.scene_graphs import geometry
+
 CHUNK_IMAGES = 64  # bounds memory
 
 
@@ -172,7 +174,8 @@ class _Chunk:
         pair, slot = self._candidates(self.pairs)
         image = self.pair_image[pair]
         right = self._best_predicates(pair) == self.predicates[image, slot]
-        pair, slot = self._unions_match(pair[right], slot[right])
+        right[right] = self._unions_match(pair[right], slot[right])
+        pair, slot = pair[right], slot[right]
         relation = self.starts[self.pair_image[pair]] + slot + first_relation
         constrained = np.stack([relation, self.rank[pair]], 1)
         given, given_rank = self._annotated_pairs()
@@ -194,9 +197,9 @@ class _Chunk:
         pair, predicate, rank = self._combinations(keep)
         row, slot = self._candidates(self.pairs[pair])
         right = predicate[row] == self.predicates[self.pair_image[pair[row]], slot]
+        right[right] = self._unions_match(pair[row[right]], slot[right])
         row, slot = row[right], slot[right]
-        kept_pair, kept = self._union_mask(pair[row], slot)
-        return np.stack([(self.starts[self.pair_image[kept_pair]] + slot)[kept], rank[row][kept]], 1)
+        return np.stack([self.starts[self.pair_image[pair[row]]] + slot, rank[row]], 1)
 
     def _combinations(self, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Pair, predicate and rank of the `keep` best combinations of every image."""
@@ -228,17 +231,13 @@ class _Chunk:
         before = np.concatenate([[0], total])[self.pair_start]
         return given, total - before[self.pair_image] - 1
 
-    def _unions_match(self, pair: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        _, kept = self._union_mask(pair, slot)
-        return pair[kept], slot[kept]
-
-    def _union_mask(self, pair: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The pairs, and whether their union box matches that of the relation (always, unless phrdet)."""
+    def _unions_match(self, pair: np.ndarray, slot: np.ndarray) -> np.ndarray:
+        """(n,) bool: does the union box of the pair match that of the relation? Always, unless phrdet."""
         if not self.union:
-            return pair, np.ones(len(pair), bool)
+            return np.ones(len(pair), bool)
         predicted = _union(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
         true = self.end_boxes[self.pair_image[pair], slot]
-        return pair, iou_plus_one(predicted, _union(true[:, 0], true[:, 1])) >= self.threshold
+        return iou_plus_one(predicted, _union(true[:, 0], true[:, 1])) >= self.threshold
 
 
 def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -253,14 +252,9 @@ def _flat(parts: list[np.ndarray], empty_shape: tuple[int, ...]) -> np.ndarray:
 
 
 def iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
-    """IoU of boxes (..., 4) xyxy, element by element, in float32 with widths x2 - x1 + 1 as in the original."""
-    left_top = np.maximum(boxes1[..., :2], boxes2[..., :2])
-    right_bottom = np.minimum(boxes1[..., 2:], boxes2[..., 2:])
-    sides = np.maximum(right_bottom - left_top + 1, 0)
-    inter = sides[..., 0] * sides[..., 1]
-    areas = [(b[..., 2] - b[..., 0] + 1) * (b[..., 3] - b[..., 1] + 1) for b in (boxes1, boxes2)]
-    return inter / (areas[0] + areas[1] - inter)
+    """`geometry.iou_plus_one` of float32 arrays (..., 4) that broadcast."""
+    return geometry.iou_plus_one(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
 
 
 def _union(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.minimum(boxes1, boxes2)[..., :2], np.maximum(boxes1, boxes2)[..., 2:]], -1)
+    return geometry.union_boxes(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()

@@ -14,7 +14,6 @@ from toolkit.errors import BadInput
 from toolkit.scene_graphs.matches import Matches, match_relations
 
 PROTOCOLS = ("original", "strict")
-NEVER = np.iinfo(np.int64).max  # the rank of a relation that no prediction finds
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from toolkit.data.decoding import ImageError
 from toolkit.evaluation.report import charts as chart
 from toolkit.evaluation.report.page import charts, folded, number, paragraph, table
 from toolkit.evaluation.report.pictures import Pictures
-from toolkit.scene_graphs.evaluator import TOP, true_graph
+from toolkit.scene_graphs.evaluator import TOP, given_graph, true_graph
 from toolkit.scene_graphs.matches import best_predicates, iou_plus_one
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 
@@ -63,7 +63,7 @@ def judge_graphs(predictions: Mapping, table, about: Mapping) -> GraphReport | N
     if not all("pairs" in predictions[i] for i in ids):
         return None
     found = [{key: np.asarray(value) for key, value in predictions[i].items()} for i in ids]
-    truths = [_truth(table.row(i), each) for i, each in enumerate(found)]
+    truths = [given_graph(each) or true_graph(table.row(i)) for i, each in enumerate(found)]
     mode = about.get("mode") or _mode(found)
     metrics = evaluate_scene_graphs(
         truths, found, mode, len(table.predicates), top=TOP, protocol=about.get("protocol", "original")
@@ -76,12 +76,6 @@ def judge_graphs(predictions: Mapping, table, about: Mapping) -> GraphReport | N
     with_any = images[np.isfinite(images)]
     whole = float((with_any == 1).mean()) if len(with_any) else None
     return GraphReport(mode, row, frequency, recall, confusions, images, whole)
-
-
-def _truth(row: Mapping, found: Mapping) -> dict[str, np.ndarray]:
-    if "true_relations" not in found:
-        return true_graph(row)
-    return {"boxes": found["boxes"], "labels": found["true_labels"], "relations": found["true_relations"]}
 
 
 def _mode(found: list[dict]) -> str:

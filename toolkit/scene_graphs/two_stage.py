@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from toolkit.batch import on_host, send_dicts
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.models.detector import Detector, denominator_of
+from toolkit.models.detector import Detector
 from toolkit.models.faster_rcnn.model import FasterRCNN
 from toolkit.models.weights.mapping import WeightTable
 from toolkit.scene_graphs.batch import MODES, RelationBatch, RelationOutput
@@ -28,7 +28,7 @@ from toolkit.scene_graphs.frequency import (
     log_prior,
     predicate_weights,
 )
-from toolkit.scene_graphs.graph_detector import GraphDetector
+from toolkit.scene_graphs.graph_detector import GraphDetector, naming_its_options
 from toolkit.scene_graphs.heads.build import HEADS, HeadSizes, build_relation_head
 from toolkit.scene_graphs.heads.vctree import PairScores
 from toolkit.scene_graphs.losses import attribute_loss, head_losses, mean
@@ -121,16 +121,13 @@ class SceneGraph(GraphDetector):
         self.relation_losses = self.loss_names
         self.divided_by = {name: _divisor(name) if self.given_boxes else "images" for name in self.relation_losses}
         self.metric_names = ("relation_error",) if self.mode == "predcls" else ("relation_error", "object_error")
-        if self.joint:
-            self.loss_names += self.detector.loss_names
-            self.divided_by |= {name: denominator_of(self.detector, name) for name in self.detector.loss_names}
         self.default_weights = dict.fromkeys(self.relation_losses, 1.0)
         if self.joint:
-            self.default_weights |= self.detector.default_weights
+            self._below_announces()
         self.slow_prefixes = ("box_features", "union.head") if head == "imp" else ()
 
     def resolved_options(self) -> dict:
-        return super().resolved_options() | self._found_out() | {"freeze": self._freeze}
+        return super().resolved_options() | {"freeze": self._freeze}
 
     @torch.no_grad()
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
@@ -312,14 +309,12 @@ def _build_below(class_names: Sequence[str], o: SceneGraphOptions, joint: bool) 
     chosen = {"architecture": "faster_rcnn", **(o.detector_options or {})}
     if o.backbone is not None:
         chosen["backbone"] = o.backbone
-    try:
+    with naming_its_options():
         inner = build_detector(**chosen | {"pretrained_backbone": o.pretrained_backbone}, class_names=class_names)
         if isinstance(inner, FasterRCNN):
             return inner
-        return DetectorBelow(inner, o.map_channels, o.representation_size, score_threshold=o.score_threshold,
-                             nms_threshold=o.nms_threshold, passes_targets=joint)  # fmt: skip
-    except BadInput as error:
-        raise BadInput([f"model.detector_options: {problem}" for problem in error.problems]) from error
+        wanted = {"score_threshold": o.score_threshold, "nms_threshold": o.nms_threshold, "passes_targets": joint}
+        return DetectorBelow(inner, o.map_channels, o.representation_size, **wanted)
 
 
 def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:

@@ -21,6 +21,7 @@ from toolkit.data.table_cache import columns_of_rows
 from toolkit.errors import BadInput
 from toolkit.scene_graphs.readers.graphs import read_graphs
 
+FILES = ("VG-SGG-with-attri.h5", "VG-SGG-dicts-with-attri.json", "image_data.json")
 BOX_SCALE = 1024  # pixels of the longer image side that the boxes of the file refer to
 CORRUPTED_IMAGES = (1592, 1722, 4616, 4617)  # listed in image_data.json, left out of the graphs
 NUM_ATTRIBUTE_COLUMNS = 10
@@ -156,9 +157,6 @@ def read_visual_genome(
     image_dir: str | Path | Sequence[str],
     split: str,
     *,
-    h5_name: str = "VG-SGG-with-attri.h5",
-    dicts_name: str = "VG-SGG-dicts-with-attri.json",
-    image_data_name: str = "image_data.json",
     num_val_images: int = 5000,
     keep_images_without_relations: bool | Literal["train"] = False,
     drop_non_overlapping: bool = False,
@@ -169,7 +167,7 @@ def read_visual_genome(
     Options as in `load_graphs`; `checking` as in `read_coco`. Boxes that clipping leaves without width or height are
     dropped from train, with their relations; val and test keep them. Repeated relations stay.
     """
-    files = [Path(folder) / name for name in (h5_name, dicts_name, image_data_name)]
+    files = [Path(folder) / name for name in FILES]
     options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]
     if missing := [f"{file}: no such file" for file in files if not file.is_file()]:
         raise BadInput(missing)
@@ -235,8 +233,8 @@ def _row(graphs: Graphs, place: int, entry: dict, drop: bool, attributes: bool) 
 
 
 def _read_h5(path: Path) -> dict[str, np.ndarray]:
-    keys = ("split", "img_to_first_box", "img_to_last_box", "img_to_first_rel", "img_to_last_rel")
-    keys += ("boxes_1024", "labels", "relationships", "predicates")
+    keys = ["split", *(f"img_to_{end}_{kind}" for kind in ("box", "rel") for end in ("first", "last"))]
+    keys += ["boxes_1024", "labels", "relationships", "predicates"]
     if not path.is_file():
         raise BadInput(f"{path}: no such file; expected the HDF5 file with the graphs")
     try:
