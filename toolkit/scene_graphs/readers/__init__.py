@@ -1,11 +1,17 @@
-"""Data sets with relations: one module each, `read_<format>`, and what reads their splits as tables."""
+"""Data sets with relations, one module each, and what reads their splits as tables.
+
+A module has `files_of(place, split)`, `annotations_of(files, images, split, num_val)` and `NUM_VAL_IMAGES`, how many of
+the training images are val (None: val has files of its own). Visual Genome is checked by its own reader.
+"""
 
 import importlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
+from toolkit.scene_graphs.readers.graphs import read_graphs
 
 
 def open_graphs(
@@ -23,7 +29,11 @@ def open_graphs(
         problems.append(f"format {format!r} has no split {source!r}; expected train, val, test, train:50 or val:50")
     if problems:
         raise BadInput(problems)
-    if count:
-        options["num_val_images"] = int(count)
-    read = getattr(importlib.import_module(f"{__name__}.{format}"), f"read_{format}")
-    return read(Path(name).expanduser(), image_dir, split, **options)
+    module, place = importlib.import_module(f"{__name__}.{format}"), Path(name).expanduser()
+    num_val = int(count) if count and module.NUM_VAL_IMAGES else module.NUM_VAL_IMAGES
+    if format == "visual_genome":
+        return module.read_visual_genome(place, image_dir, split, num_val_images=num_val, **options)
+    files = module.files_of(place, split)
+    read = partial(module.annotations_of, files, split=split, num_val=num_val)
+    what = f"{format} {split}" if num_val is None else f"{format} {split} {num_val}"
+    return read_graphs(files, read, image_dir, what, **options)

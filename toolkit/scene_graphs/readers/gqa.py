@@ -2,32 +2,26 @@
 id with name, box and relations. Names are not a closed set: the most frequent of the training file are the classes."""
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations
-from toolkit.data.table import DetectionTable
-from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_graphs, read_json
+from toolkit.data.places import Places
+from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
 
+NUM_VAL_IMAGES = 5000
 CLASSES, PREDICATES = 200, 100  # GQA200 (Dong et al., CVPR 2022)
 
 
-def read_gqa(
-    folder: str | Path, image_dir: str | Path | Sequence[str], split: str, *, num_val_images: int = 5000, **options
-) -> DetectionTable:
-    """One split as a cached DetectionTable; options as in `read_coco`.
+def files_of(folder: Path, split: str) -> list[Path]:
+    return [folder / "train_sceneGraphs.json", *([folder / "val_sceneGraphs.json"] if split == "test" else [])]
 
-    test: the images of the validation file; val: the first `num_val_images` of the training file; train: its others.
-    Other objects, their relations, and images that are then left without a relation are left out.
+
+def annotations_of(files: list[Path], images: Path | Places, split: str, num_val: int) -> Annotations:
+    """Images, boxes and relations; classes and predicates in the order of how often training has them.
+
+    test: the images of the validation file; val: the first `num_val` of the training file; train: its others. Other
+    objects, their relations, and images that are then left without a relation are left out.
     """
-    folder = Path(folder)
-    files = [folder / "train_sceneGraphs.json", *([folder / "val_sceneGraphs.json"] if split == "test" else [])]
-    what = f"gqa {split} {num_val_images}"
-    return read_graphs(files, lambda _: annotations_of(files, split, num_val_images), image_dir, what, **options)
-
-
-def annotations_of(files: list[Path], split: str, num_val: int) -> Annotations:
-    """Images, boxes and relations; classes and predicates in the order of how often training has them."""
     training = read_json(files[0], dict)
     classes, predicates = vocabulary(training)
     graphs = read_json(files[1], dict) if split == "test" else training

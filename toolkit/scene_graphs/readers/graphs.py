@@ -46,28 +46,13 @@ def read_graphs(
         found = read(places)
         checked = found if isinstance(found, Checked) else check(found, str(files[0]), max_image_pixels)
         good, digests = with_good_files(checked, places, check_images, max_image_pixels)
-        return write_table(
-            good.images,
-            good.boxes,
-            good.relations,
-            cache_file=cache_file,
-            categories=good.categories,
-            predicates=good.predicates,
-            attributes=good.attributes,
-            image_root=places.resolve(),
-            problems=good.problems,
-            name=name,
-            checked=digests,
-        )
+        columns = {name: value for name, value in vars(good).items() if name != "listed"}
+        place = {"cache_file": cache_file, "image_root": places.resolve()}
+        return write_table(**columns, **place, name=name, checked=digests)
 
-    return cached_table(
-        [*(key or [what]), check_images, places.resolve(), *map(file_digest, files)],
-        make,
-        name=name,
-        cache_dir=cache_dir,
-        on_error=on_error,
-        max_image_pixels=max_image_pixels,
-    )
+    parts = [*(key or [what]), check_images, places.resolve(), *map(file_digest, files)]
+    checking = {"on_error": on_error, "max_image_pixels": max_image_pixels}
+    return cached_table(parts, make, name=name, cache_dir=cache_dir, **checking)
 
 
 def read_json(file: Path, kind: type) -> dict | list:

@@ -2,27 +2,21 @@
 2021): `vrd-{train,val,test}-anno.json`, a list with `img_fn`, `img_size` [width, height], `bbox` xyxy, `det_labels` and
 `rel` rows of subject, object, predicate; `categories_dict.json` with the names `obj` and `rel`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations
-from toolkit.data.table import DetectionTable
+from toolkit.data.places import Places
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_graphs, read_json
+from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
+
+NUM_VAL_IMAGES = None
 
 
-def read_open_images(
-    folder: str | Path, image_dir: str | Path | Sequence[str], split: str, **options
-) -> DetectionTable:
-    """One split as a cached DetectionTable; options as in `read_coco`, and `num_val_images`, which is not used: the
-    validation images have a file of their own."""
-    folder = Path(folder)
-    options.pop("num_val_images", None)
-    files = [folder / f"vrd-{split}-anno.json", folder / "categories_dict.json"]
-    return read_graphs(files, lambda _: annotations_of(files), image_dir, f"open_images {split}", **options)
+def files_of(folder: Path, split: str) -> list[Path]:
+    return [folder / f"vrd-{split}-anno.json", folder / "categories_dict.json"]
 
 
-def annotations_of(files: list[Path]) -> Annotations:
+def annotations_of(files: list[Path], images: Path | Places, split: str, num_val: None) -> Annotations:
     """Images, boxes and relations."""
     entries, names = read_json(files[0], list), read_json(files[1], dict)
     found = empty_graphs(names["obj"], names["rel"])

@@ -1,33 +1,17 @@
 """Panoptic Scene Graph annotations (psg.json, Yang et al., 2022): boxes and relations; masks are not read."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations
-from toolkit.data.table import DetectionTable
+from toolkit.data.places import Places
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.graphs import empty_graphs, read_graphs, read_json
+from toolkit.scene_graphs.readers.graphs import empty_graphs, read_json
+
+NUM_VAL_IMAGES = 1000
 
 
-def read_psg(
-    annotation_file: str | Path,
-    image_dir: str | Path | Sequence[str],
-    split: str,
-    *,
-    num_val_images: int = 1000,
-    **options,
-) -> DetectionTable:
-    """One split as a memory-mapped, cached DetectionTable; options as in `read_coco`.
-
-    test: the images of `test_image_ids`; val: the first `num_val_images` of the others; train: the rest.
-    """
-    file = Path(annotation_file)
-    if split not in ("train", "val", "test"):
-        raise BadInput(f"{file}: split is {split!r}; expected train, val or test")
-    what = f"psg {split} {num_val_images}"
-    return read_graphs(
-        [file], lambda _: annotations_of(_checked(file), split, num_val_images), image_dir, what, **options
-    )
+def files_of(file: Path, split: str) -> list[Path]:
+    return [file]
 
 
 def _checked(file: Path) -> dict:
@@ -39,13 +23,18 @@ def _checked(file: Path) -> dict:
     return document
 
 
-def annotations_of(document: dict, split: str, num_val_images: int) -> Annotations:
-    """The images of one split with their relations; category ids stay 0-based, as in the file."""
+def annotations_of(files: list[Path], images: Path | Places, split: str, num_val: int) -> Annotations:
+    """The images of one split with their relations; category ids stay 0-based, as in the file.
+
+    test: the images of `test_image_ids`; val: the first `num_val` of the others; train: the rest.
+    """
+    document = _checked(files[0])
     test = {str(image_id) for image_id in document["test_image_ids"]}
     others = [entry for entry in document["data"] if str(entry["image_id"]) not in test]
-    chosen = {"train": others[num_val_images:], "val": others[:num_val_images]}.get(split)
-    if chosen is None:
+    if split == "test":
         chosen = [entry for entry in document["data"] if str(entry["image_id"]) in test]
+    else:
+        chosen = others[num_val:] if split == "train" else others[:num_val]
     names = [*document.get("thing_classes", []), *document.get("stuff_classes", [])]
     if not names:  # some files name their classes elsewhere
         highest = max((a["category_id"] for e in document["data"] for a in e["annotations"]), default=-1)

@@ -25,6 +25,7 @@ FILES = ("VG-SGG-with-attri.h5", "VG-SGG-dicts-with-attri.json", "image_data.jso
 BOX_SCALE = 1024  # pixels of the longer image side that the boxes of the file refer to
 CORRUPTED_IMAGES = (1592, 1722, 4616, 4617)  # listed in image_data.json, left out of the graphs
 NUM_ATTRIBUTE_COLUMNS = 10
+NUM_VAL_IMAGES = 5000
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Graphs:
 def load_graphs(
     h5_file: str | Path,
     split: str,
-    num_val_images: int = 5000,
+    num_val_images: int = NUM_VAL_IMAGES,
     keep_images_without_relations: bool | Literal["train"] = False,
     drop_non_overlapping: bool = False,
 ) -> Graphs:
@@ -157,7 +158,7 @@ def read_visual_genome(
     image_dir: str | Path | Sequence[str],
     split: str,
     *,
-    num_val_images: int = 5000,
+    num_val_images: int = NUM_VAL_IMAGES,
     keep_images_without_relations: bool | Literal["train"] = False,
     drop_non_overlapping: bool = False,
     **checking,

@@ -1,36 +1,28 @@
 """VRD (Lu et al., ECCV 2016): `annotations_{train,test}.json` with a list of relations for each image, whose boxes are
 [ymin, ymax, xmin, xmax]; `objects.json` and `predicates.json` with the names."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations
 from toolkit.data.decoding import ImageError, probe_image
 from toolkit.data.places import Places
-from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_graphs, read_json
+from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
+
+NUM_VAL_IMAGES = 500
 
 
-def read_vrd(
-    folder: str | Path, image_dir: str | Path | Sequence[str], split: str, *, num_val_images: int = 500, **options
-) -> DetectionTable:
-    """One split as a cached DetectionTable; options as in `read_coco`.
-
-    test: the images of the test file; val: the first `num_val_images` of the training file; train: its others. The file
-    does not say how large the images are: they are looked at.
-    """
-    folder = Path(folder)
-    file = folder / f"annotations_{'test' if split == 'test' else 'train'}.json"
-    files = [file, folder / "objects.json", folder / "predicates.json"]
-    what = f"vrd {split} {num_val_images}"
-    return read_graphs(
-        files, lambda images: annotations_of(files, images, split, num_val_images), image_dir, what, **options
-    )
+def files_of(folder: Path, split: str) -> list[Path]:
+    annotations = f"annotations_{'test' if split == 'test' else 'train'}.json"
+    return [folder / name for name in (annotations, "objects.json", "predicates.json")]
 
 
 def annotations_of(files: list[Path], images: Path | Places, split: str, num_val: int) -> Annotations:
-    """Images, boxes and relations. An object that several relations name, by box and class, is one."""
+    """Images, boxes and relations. An object that several relations name, by box and class, is one.
+
+    test: the images of the test file; val: the first `num_val` of the training file; train: its others. The file does
+    not say how large the images are: they are looked at.
+    """
     annotations, classes, predicates = (read_json(file, kind) for file, kind in zip(files, (dict, list, list),
                                                                                     strict=True))  # fmt: skip
     names = list(annotations)
