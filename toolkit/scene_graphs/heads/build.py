@@ -15,22 +15,19 @@ from toolkit.scene_graphs.heads.vctree import VCTreeHead
 HEADS = ("frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react")
 
 
-def build_relation_head(
-    name: str, mode: str, sizes: HeadSizes, log_frequency: Tensor, word_vectors: Tensor | None = None, **options
-) -> nn.Module:
+def build_relation_head(name: str, mode: str, sizes: HeadSizes, log_frequency: Tensor, **options) -> nn.Module:
     """The head of that name; all take a RelationBatch and give a RelationOutput, and tell their `loss_names` and
     `of_labels`, the parts that only say what the objects are.
 
-    mode: predcls, sgcls or sgdet. log_frequency: (C, C, P) of the training split. word_vectors: (1 + C, embed_dim),
-    first that of "no label yet", or None. options: the head's own, see its constructor. `vtranse` is the causal head
-    with the VTransE context and no effect, `react` a `penet` that keeps the detector's labels.
+    mode: predcls, sgcls or sgdet. log_frequency: (C, C, P) of the training split. options: the head's own, see its
+    constructor. `vtranse` is the causal head with the VTransE context and no effect, `react` a `penet` that keeps the
+    detector's labels.
     Raises BadInput for an unknown name.
     """
     if name == "frequency":
         return FrequencyHead(mode, log_frequency)
     if name == "imp":
         return IMPHead(mode, sizes, **options)
-    options |= {"word_vectors": word_vectors}
     if name == "vtranse":
         return CausalHead(mode, sizes, log_frequency, context="vtranse", **options)
     if name in ("penet", "react"):

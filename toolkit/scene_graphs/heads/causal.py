@@ -47,7 +47,6 @@ class CausalHead(nn.Module):
         use_positions: bool = True,
         dropout: float = 0.2,
         nms_threshold: float = 0.5,
-        word_vectors: Tensor | None = None,
         separate_spatial: bool = False,
     ):
         """use_positions: multiply the context by an embedding of 32 numbers of both boxes. separate_spatial: and by the
@@ -58,11 +57,11 @@ class CausalHead(nn.Module):
         self.sizes, self.fusion, self.effect, self.translates = sizes, fusion, effect, context == "vtranse"
         hidden, pooling, num_predicates = sizes.hidden_dim, sizes.pooling_dim, sizes.num_predicates
         if context == "motifs":
-            self.context = MotifsContext(mode, sizes, dropout, nms_threshold, word_vectors, keep_averages=True)
+            self.context = MotifsContext(mode, sizes, dropout, nms_threshold, keep_averages=True)
         elif context == "vctree":
-            self.context = VCTreeContext(mode, sizes, log_frequency, dropout, word_vectors, keep_averages=True)
+            self.context = VCTreeContext(mode, sizes, log_frequency, dropout, keep_averages=True)
         else:
-            self.context = VTransEContext(mode, sizes, word_vectors, keep_averages=True)
+            self.context = VTransEContext(mode, sizes, keep_averages=True)
         if self.translates:
             self.split = split_layer(hidden, 2 * pooling)
             self.context_out = nn.Linear(pooling, num_predicates, bias=False)

@@ -41,24 +41,9 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def class_embedding(num_classes: int, embed_dim: int, vectors: Tensor | None) -> nn.Embedding:
-    """Trainable vectors of the classes, started from `vectors` (num_classes, embed_dim) or drawn from N(0, 1)."""
-    embedding = nn.Embedding(num_classes, embed_dim)
-    if vectors is not None:
-        if tuple(vectors.shape) != (num_classes, embed_dim):
-            raise BadInput(f"word vectors are {tuple(vectors.shape)}; expected {(num_classes, embed_dim)}")
-        with torch.no_grad():
-            embedding.weight.copy_(vectors)
-    return embedding
-
-
-def class_embeddings(sizes: HeadSizes, word_vectors: Tensor | None) -> tuple[nn.Embedding, nn.Embedding]:
-    """`class_embedding` of the classes as they come in, and of the labels that a head gives.
-
-    word_vectors: (1 + C, E), first that of "no label yet".
-    """
-    vectors = None if word_vectors is None else word_vectors[1:]
-    return tuple(class_embedding(sizes.num_classes, sizes.embed_dim, vectors) for _ in range(2))
+def class_embeddings(sizes: HeadSizes) -> tuple[nn.Embedding, nn.Embedding]:
+    """Trainable vectors of the classes as they come in, and of the labels that a head gives; see `words`."""
+    return nn.Embedding(sizes.num_classes, sizes.embed_dim), nn.Embedding(sizes.num_classes, sizes.embed_dim)
 
 
 class ObjectBatchNorm(nn.BatchNorm1d):

@@ -14,7 +14,6 @@ from toolkit.scene_graphs.heads.layers import (
     RunningMean,
     averaged,
     check_mode,
-    class_embedding,
     class_embeddings,
     given_labels,
     object_features,
@@ -27,11 +26,10 @@ from toolkit.step.precision import has_lstm_kernel
 class LabelDecoder(nn.Module):
     """A highway LSTM that labels the objects one after the other and is told the label before."""
 
-    def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float, word_vectors: Tensor | None = None):
-        """word_vectors: (1 + C, E), first the one that stands for "nothing before"."""
+    def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float):
         super().__init__()
         self.in_dim, self.hidden_dim, self.dropout = in_dim, sizes.hidden_dim, dropout
-        self.embed = class_embedding(sizes.num_classes + 1, sizes.embed_dim, word_vectors)
+        self.embed = nn.Embedding(sizes.num_classes + 1, sizes.embed_dim)  # first "nothing before"
         self.input = nn.Linear(in_dim + sizes.embed_dim, 6 * sizes.hidden_dim)
         self.state = nn.Linear(sizes.hidden_dim, 5 * sizes.hidden_dim)
         self.out = nn.Linear(sizes.hidden_dim, sizes.num_classes)
@@ -90,20 +88,19 @@ class MotifsContext(nn.Module):
         sizes: HeadSizes,
         dropout: float = 0.2,
         nms_threshold: float = 0.5,
-        word_vectors: Tensor | None = None,
         keep_averages: bool = False,
     ):
-        """word_vectors: (1 + C, E), start token first. keep_averages: for causal effects, see `causal`."""
+        """keep_averages: for causal effects, see `causal`."""
         super().__init__()
         self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
-        self.embed_in, self.embed_out = class_embeddings(sizes, word_vectors)
+        self.embed_in, self.embed_out = class_embeddings(sizes)
         self.position = position_embedding()
         object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
         edge_dim = sizes.embed_dim + sizes.roi_dim
         hidden = sizes.hidden_dim
         self.object_lstm = nn.LSTM(object_dim, hidden, bidirectional=True)
         self.object_out = nn.Linear(2 * hidden, hidden)
-        self.decoder = LabelDecoder(object_dim + hidden, sizes, dropout, word_vectors)
+        self.decoder = LabelDecoder(object_dim + hidden, sizes, dropout)
         self.edge_lstm = nn.LSTM(edge_dim + hidden, hidden, bidirectional=True)
         self.edge_out = nn.Linear(2 * hidden, hidden)
         self.mean_decoder_input = RunningMean(object_dim + hidden) if keep_averages else None
@@ -155,6 +152,5 @@ class MotifsHead(ContextHead):
         log_frequency: Tensor,
         dropout: float = 0.2,
         nms_threshold: float = 0.5,
-        word_vectors: Tensor | None = None,
     ):
-        super().__init__(MotifsContext(mode, sizes, dropout, nms_threshold, word_vectors), sizes, log_frequency)
+        super().__init__(MotifsContext(mode, sizes, dropout, nms_threshold), sizes, log_frequency)

@@ -16,7 +16,6 @@ from toolkit.scene_graphs.heads.layers import (
     HeadSizes,
     best_labels,
     check_mode,
-    class_embedding,
     empty_output,
     fc,
     given_labels,
@@ -62,14 +61,12 @@ class PrototypeHead(nn.Module):
         refine_objects: bool = True,
         join: str = "product",
         nms_threshold: float = 0.5,
-        word_vectors: Tensor | None = None,
     ):
         """dim: width of the space of prototypes. The predicates' own vectors are drawn from N(0, 1)."""
         super().__init__()
         self.mode, self.sizes, self.nms_threshold, self.dim = check_mode(mode), sizes, nms_threshold, dim
-        vectors = None if word_vectors is None else word_vectors[1:]
-        self.embed_out = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
-        self.predicate_embed = class_embedding(sizes.num_predicates, sizes.embed_dim, None)
+        self.embed_out = nn.Embedding(sizes.num_classes, sizes.embed_dim)
+        self.predicate_embed = nn.Embedding(sizes.num_predicates, sizes.embed_dim)
         self.split = nn.Linear(sizes.roi_dim, 2 * dim)
         self.subject_word, self.object_word, self.predicate_word = (
             MLP(sizes.embed_dim, dim // 2, dim) for _ in range(3)
@@ -84,7 +81,7 @@ class PrototypeHead(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         self.object_in = self.object_out = None
         if refine_objects:
-            self.embed_in = class_embedding(sizes.num_classes, sizes.embed_dim, vectors)
+            self.embed_in = nn.Embedding(sizes.num_classes, sizes.embed_dim)
             self.position = position_embedding()
             self.object_in = fc(sizes.roi_dim + sizes.embed_dim + POSITION_DIM, sizes.hidden_dim)
             self.object_out = fc(sizes.hidden_dim, sizes.num_classes)

@@ -82,12 +82,11 @@ class TransformerHead(nn.Module):
         inner_dim: int = 2048,
         dropout: float = 0.1,
         nms_threshold: float = 0.5,
-        word_vectors: Tensor | None = None,
     ):
         super().__init__()
         self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
         hidden = sizes.hidden_dim
-        self.embed_in, self.embed_out = class_embeddings(sizes, word_vectors)
+        self.embed_in, self.embed_out = class_embeddings(sizes)
         drop = nn.Dropout(dropout)
         self.position = nn.Sequential(
             nn.Linear(9, 32), nn.ReLU(), drop, nn.Linear(32, POSITION_DIM), nn.ReLU(), nn.Dropout(dropout)

@@ -16,7 +16,6 @@ from toolkit.scene_graphs.heads.layers import (
     averaged,
     batch_box_numbers,
     check_mode,
-    class_embedding,
     class_embeddings,
     given_labels,
     label_embedding,
@@ -85,10 +84,10 @@ class PairScores(nn.Module):
 class TreeDecoder(nn.Module):
     """Labels the objects from the roots to the leaves; each is told the label of its parent."""
 
-    def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float, word_vectors: Tensor | None = None):
+    def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float):
         super().__init__()
         self.in_dim, self.dropout = in_dim, dropout
-        self.embed = class_embedding(sizes.num_classes + 1, sizes.embed_dim, word_vectors)
+        self.embed = nn.Embedding(sizes.num_classes + 1, sizes.embed_dim)  # first that of no parent
         self.lstm = DownwardLSTM(in_dim + sizes.embed_dim, sizes.hidden_dim)
         self.out = nn.Linear(sizes.hidden_dim, sizes.num_classes)
 
@@ -137,18 +136,17 @@ class VCTreeContext(nn.Module):
         sizes: HeadSizes,
         log_frequency: Tensor,
         dropout: float = 0.2,
-        word_vectors: Tensor | None = None,
         keep_averages: bool = False,
     ):
         super().__init__()
         self.mode, self.sizes = check_mode(mode), sizes
-        self.embed_in, self.embed_out = class_embeddings(sizes, word_vectors)
+        self.embed_in, self.embed_out = class_embeddings(sizes)
         self.position = position_embedding()
         self.scores = PairScores(sizes, log_frequency)
         object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
         edge_dim = sizes.embed_dim + sizes.roi_dim
         self.object_lstm = TreeLSTM(object_dim, sizes.hidden_dim)
-        self.decoder = TreeDecoder(object_dim + sizes.hidden_dim, sizes, dropout, word_vectors)
+        self.decoder = TreeDecoder(object_dim + sizes.hidden_dim, sizes, dropout)
         self.edge_lstm = TreeLSTM(edge_dim + sizes.hidden_dim, sizes.hidden_dim)
         self.mean_decoder_input = RunningMean(object_dim + sizes.hidden_dim) if keep_averages else None
         self.mean_edge_input = RunningMean(edge_dim) if keep_averages else None
@@ -189,9 +187,8 @@ class VCTreeHead(ContextHead):
         sizes: HeadSizes,
         log_frequency: Tensor,
         dropout: float = 0.2,
-        word_vectors: Tensor | None = None,
     ):
-        super().__init__(VCTreeContext(mode, sizes, log_frequency, dropout, word_vectors), sizes, log_frequency)
+        super().__init__(VCTreeContext(mode, sizes, log_frequency, dropout), sizes, log_frequency)
 
     def roles(self, context: Tensor) -> Tensor:
         return super().roles(context).relu()

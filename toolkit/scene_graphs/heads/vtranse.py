@@ -21,10 +21,10 @@ from toolkit.scene_graphs.heads.layers import (
 class VTransEContext(nn.Module):
     """Labels every object by itself, in predcls too (the given labels only enter as embedding); background may win."""
 
-    def __init__(self, mode: str, sizes: HeadSizes, word_vectors: Tensor | None = None, keep_averages: bool = False):
+    def __init__(self, mode: str, sizes: HeadSizes, keep_averages: bool = False):
         super().__init__()
         self.mode = check_mode(mode)
-        self.embed_in, self.embed_out = class_embeddings(sizes, word_vectors)
+        self.embed_in, self.embed_out = class_embeddings(sizes)
         self.position = position_embedding()
         object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
         self.object_out = fc(object_dim, sizes.num_classes)
