@@ -16,7 +16,7 @@ from toolkit.scene_graphs import losses
 from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
 from toolkit.scene_graphs.frequency import predicate_weights
 from toolkit.scene_graphs.geometry import iou_plus_one, reading_order, rectangle_masks
-from toolkit.scene_graphs.heads.build import HEADS, HeadSizes, build_relation_head
+from toolkit.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
 from toolkit.scene_graphs.heads.trees import grow_trees
 from toolkit.scene_graphs.heads.vctree import drawn_columns
 from toolkit.scene_graphs.postprocess import graphs_on_host, late_nms, rank_triplets, shortlist

@@ -25,7 +25,7 @@ from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
 from toolkit.scene_graphs.evaluator import SceneGraphEvaluator, true_graph
 from toolkit.scene_graphs.frequency import log_frequencies
-from toolkit.scene_graphs.heads.build import HEADS
+from toolkit.scene_graphs.heads import HEADS
 from toolkit.scene_graphs.heads.words import load_word_vectors, start_from_words
 from toolkit.scene_graphs.objects import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
 from toolkit.scene_graphs.options import SceneGraphOptions

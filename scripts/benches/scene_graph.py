@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from toolkit.scene_graphs.batch import RelationBatch
-from toolkit.scene_graphs.heads.build import HeadSizes, build_relation_head
+from toolkit.scene_graphs.heads import HeadSizes, build_relation_head
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.scene_graphs.sampling import pairs_to_ask
 

@@ -7,7 +7,7 @@ import torch
 from sgg_files import group, tensors
 
 from toolkit.scene_graphs.batch import RelationBatch
-from toolkit.scene_graphs.heads.build import HeadSizes, build_relation_head
+from toolkit.scene_graphs.heads import HeadSizes, build_relation_head
 
 DEAD = ["untreated_conv_spt", "avg_post_ctx", "untreated_feat"]  # buffers that nothing reads
 DEAD_UNLESS_VTRANSE = "context_layer.untreated_obj_feat"

@@ -29,7 +29,7 @@ from toolkit.scene_graphs.frequency import (
     predicate_weights,
 )
 from toolkit.scene_graphs.graph_detector import GraphDetector, naming_its_options
-from toolkit.scene_graphs.heads.build import HEADS, HeadSizes, build_relation_head
+from toolkit.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
 from toolkit.scene_graphs.heads.vctree import PairScores
 from toolkit.scene_graphs.losses import attribute_loss, head_losses, mean
 from toolkit.scene_graphs.objects import (
