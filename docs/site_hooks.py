@@ -84,8 +84,8 @@ def settings_page() -> str:
         title = "eval, of scene graphs" if name == "SceneGraphEvalConfig" else group
         lines += [f"## {title}\n", f"{text}\n", *_table(group, rows)]
     lines.append("## model\n\nThe keys follow `--model.architecture`; a key of another architecture is an error.\n")
-    options = classes_of(ROOT / "toolkit" / "models" / "options.py")
-    for file in sorted((ROOT / "toolkit" / "models").glob("*/options.py")):
+    options = {}
+    for file in sorted((ROOT / "toolkit").rglob("options.py")):
         options |= classes_of(file)
     for architecture, name in options_by_architecture().items():
         lines += [f"### {architecture}\n", f"{options[name][1]}\n", *_table("model", inherited(name, options))]

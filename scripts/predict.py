@@ -43,11 +43,11 @@ from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.detections import detections_as_json, relations_as_json, without_graph_constraint
-from toolkit.evaluation.graph_formats import SUFFIXES
 from toolkit.evaluation.predictions import joined
-from toolkit.evaluation.scene_graph_draw import draw_found
 from toolkit.files import distinct, without_suffix
 from toolkit.models.inference_settings import inference_flags
+from toolkit.scene_graphs.draw import draw_found
+from toolkit.scene_graphs.formats import SUFFIXES
 from toolkit.text import ShortUsage
 from toolkit.use.given_boxes import given_boxes
 from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files

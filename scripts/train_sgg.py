@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from toolkit.command_line import run_script
 from toolkit.imports import importing
-from toolkit.models.relation.options import SceneGraphOptions
 from toolkit.runs.settings import (
     DataConfig,
     HubConfig,
@@ -29,6 +28,7 @@ from toolkit.runs.settings import (
     SceneGraphEvalConfig,
     ScheduleConfig,
 )
+from toolkit.scene_graphs.options import SceneGraphOptions
 
 if TYPE_CHECKING:
     from toolkit.training import Training
@@ -98,14 +98,14 @@ def main(config: Config) -> dict[str, float]:
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
         from toolkit.evaluation.choose import make_evaluator
-        from toolkit.models.relation.start import start_scene_graph
+        from toolkit.scene_graphs.start import start_scene_graph
 
     e = config.eval
 
     with session.session(config) as s:
         table, val_table = session.open_data(s)
         detector = session.make_detector(s, table, start_scene_graph)
-        evaluator = make_evaluator(detector, val_table, e.backend, e.protocol, e.zero_shot)
+        evaluator = make_evaluator(detector, val_table, e.backend, protocol=e.protocol, zero_shot=e.zero_shot)
         t = session.training(s, detector, table, val_table, evaluator)
         while not t.finished:
             train_one_epoch(t)

@@ -12,8 +12,8 @@ from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector
 from toolkit.models.final import load_detector_folder
-from toolkit.models.relation.detector_below import FOUND_IOU, distribution_logits, scores_of
-from toolkit.models.relation.start import count_table
+from toolkit.scene_graphs.detector_below import FOUND_IOU, distribution_logits, scores_of
+from toolkit.scene_graphs.start import count_table
 
 TRANSFORMER = {"backbone": "resnet10t", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2,
                "ffn_dim": 32, "num_queries": 20}  # fmt: skip

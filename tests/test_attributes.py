@@ -14,7 +14,6 @@ from toolkit.data.batches import collate
 from toolkit.data.dataset import row_target
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco, write_coco
-from toolkit.data.formats.visual_genome import read_visual_genome
 from toolkit.data.pipeline import training_loader, val_transform
 from toolkit.data.shapes import ATTRIBUTES, draw_scene, make_shapes
 from toolkit.data.table import Category
@@ -26,11 +25,12 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.choose import make_evaluator
 from toolkit.evaluation.detections import best_first, detections_as_json
 from toolkit.evaluation.predict_dataset import predict_dataset
-from toolkit.evaluation.scene_graph_evaluator import attribute_r_precision
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
-from toolkit.models.relation.losses import attribute_loss, mean
-from toolkit.models.relation.start import count_table
+from toolkit.scene_graphs.evaluator import attribute_r_precision
+from toolkit.scene_graphs.losses import attribute_loss, mean
+from toolkit.scene_graphs.readers.visual_genome import read_visual_genome
+from toolkit.scene_graphs.start import count_table
 from toolkit.step.losses import LossWeights
 
 NAMES = ("red", "striped", "wet")

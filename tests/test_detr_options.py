@@ -40,7 +40,7 @@ SETTINGS = {
     "d_fine": FINE,
     "deimv2": FINE,
 }
-FAMILY = [name for name, (module, _) in ARCHITECTURES.items() if module.startswith("detr.")]
+FAMILY = [name for name, (module, _) in ARCHITECTURES.items() if module.startswith(".detr.")]
 
 
 def build(name, seed=0, **options):

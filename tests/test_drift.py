@@ -18,12 +18,12 @@ ALLOWED = {
         "main": [
             "- from toolkit.evaluation.coco import CocoEvaluator",
             "+ from toolkit.evaluation.choose import make_evaluator",
-            "+ from toolkit.models.relation.start import start_scene_graph",
+            "+ from toolkit.scene_graphs.start import start_scene_graph",
             "+ e = config.eval",
             "- detector = session.make_detector(s, table)",
             "- t = session.training(s, detector, table, val_table, CocoEvaluator(val_table, config.eval.backend))",
             "+ detector = session.make_detector(s, table, start_scene_graph)",
-            "+ evaluator = make_evaluator(detector, val_table, e.backend, e.protocol, e.zero_shot)",
+            "+ evaluator = make_evaluator(detector, val_table, e.backend, protocol=e.protocol, zero_shot=e.zero_shot)",
             "+ t = session.training(s, detector, table, val_table, evaluator)",
         ]
     },

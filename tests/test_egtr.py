@@ -22,20 +22,20 @@ from toolkit.data.pipeline import training_loader, val_transform
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 from toolkit.evaluation.choose import make_evaluator
-from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.models import build_detector
 from toolkit.models.detr.detr_criterion import MatchingCosts, pad_targets
 from toolkit.models.final import load_detector_folder
-from toolkit.models.relation.egtr import BELOW
-from toolkit.models.relation.egtr_criterion import (
+from toolkit.scene_graphs.egtr import BELOW
+from toolkit.scene_graphs.egtr_criterion import (
     RelationSampling,
     count_entries,
     match_with_quality,
     relation_losses,
 )
-from toolkit.models.relation.egtr_head import EgtrHead, kept_states
-from toolkit.models.relation.options import EgtrOptions
-from toolkit.models.relation.start import start_scene_graph
+from toolkit.scene_graphs.egtr_head import EgtrHead, kept_states
+from toolkit.scene_graphs.evaluator import SceneGraphEvaluator
+from toolkit.scene_graphs.options import EgtrOptions
+from toolkit.scene_graphs.start import start_scene_graph
 
 FILE = Path(__file__).parent / "data" / "relation_heads" / "egtr.npz"
 NAMES = [(r"proj_q", "query_projections"), (r"proj_k", "key_projections"), (r"final_sub_proj", "subject"),

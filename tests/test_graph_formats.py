@@ -9,7 +9,7 @@ import networkx
 import torch
 
 from toolkit.evaluation.detections import relations_as_json, without_graph_constraint
-from toolkit.evaluation.graph_formats import SUFFIXES, graph_text
+from toolkit.scene_graphs.formats import SUFFIXES, graph_text
 
 GRAPH = {
     "file_name": 'a "b".jpg',

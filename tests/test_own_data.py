@@ -22,7 +22,7 @@ from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detr.options import RTDetrV2Options
-from toolkit.models.relation.options import SceneGraphOptions
+from toolkit.scene_graphs.options import SceneGraphOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 DETECTORS = ("detr", "faster_rcnn", "ssd", "yolov3")

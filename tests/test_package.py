@@ -57,7 +57,7 @@ print(*sys.modules)
 from toolkit import session
 from toolkit.evaluation.choose import make_evaluator
 from toolkit.models import detector_class
-from toolkit.models.relation.start import start_scene_graph
+from toolkit.scene_graphs.start import start_scene_graph
 for architecture in ("ssd", "yolov3", "faster_rcnn", "scene_graph"):
     detector_class(architecture)
 from toolkit.data.formats import open_dataset

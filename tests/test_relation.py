@@ -11,23 +11,23 @@ from torchvision.ops import MultiScaleRoIAlign
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import best_first, detections_as_json, relations_as_json
-from toolkit.models.relation import losses
-from toolkit.models.relation.batch import RelationBatch, RelationOutput
-from toolkit.models.relation.frequency import predicate_weights
-from toolkit.models.relation.geometry import iou_plus_one, reading_order, rectangle_masks
-from toolkit.models.relation.heads import HEADS, HeadSizes, build_relation_head
-from toolkit.models.relation.postprocess import graphs_on_host, late_nms, rank_triplets, shortlist
-from toolkit.models.relation.sampling import (
+from toolkit.models.weights.mapping import map_weights
+from toolkit.scene_graphs import losses
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.frequency import predicate_weights
+from toolkit.scene_graphs.geometry import iou_plus_one, reading_order, rectangle_masks
+from toolkit.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
+from toolkit.scene_graphs.heads.trees import grow_trees
+from toolkit.scene_graphs.heads.vctree import drawn_columns
+from toolkit.scene_graphs.postprocess import graphs_on_host, late_nms, rank_triplets, shortlist
+from toolkit.scene_graphs.sampling import (
     join_samples,
     pairs_to_ask,
     relation_matrix,
     sample_detected_boxes,
     sample_given_boxes,
 )
-from toolkit.models.relation.trees import grow_trees
-from toolkit.models.relation.union import UnionFeatures
-from toolkit.models.relation.vctree import drawn_columns
-from toolkit.models.weights.mapping import map_weights
+from toolkit.scene_graphs.union import UnionFeatures
 from toolkit.step.precision import describe_float32_layers, has_lstm_kernel
 
 CLASSES, PREDICATES = 6, 5

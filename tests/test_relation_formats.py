@@ -67,7 +67,7 @@ def test_images_with_rare_predicates_come_more_often(tmp_path):
 
 
 def test_gqa_keeps_its_most_frequent_names(tmp_path, monkeypatch):
-    monkeypatch.setattr("toolkit.data.formats.gqa.CLASSES", 2)
+    monkeypatch.setattr("toolkit.scene_graphs.readers.gqa.CLASSES", 2)
     pictures(tmp_path / "images", ["1.jpg", "2.jpg", "3.jpg"])
 
     def image(*objects):

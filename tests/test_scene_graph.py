@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from toolkit.errors import BadInput
-from toolkit.evaluation.scene_graph import evaluate_scene_graphs
-from toolkit.evaluation.scene_graph_evaluator import grouped_recall, predicate_groups
-from toolkit.evaluation.scene_graph_matches import compact_graph
+from toolkit.scene_graphs.evaluator import grouped_recall, predicate_groups
+from toolkit.scene_graphs.matches import compact_graph
+from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
 BENCH = Path(__file__).parents[1] / "scripts" / "benches" / "scene_graph.py"

@@ -20,16 +20,16 @@ from toolkit.data.transforms.geometry import RandomFlip
 from toolkit.errors import BadInput
 from toolkit.evaluation.choose import make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
-from toolkit.evaluation.scene_graph_draw import correct_triplets
-from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator, true_graph
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
-from toolkit.models.relation.frequency import log_frequencies
-from toolkit.models.relation.heads import HEADS
-from toolkit.models.relation.objects import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
-from toolkit.models.relation.options import SceneGraphOptions
-from toolkit.models.relation.start import count_table, start_scene_graph
-from toolkit.models.relation.words import load_word_vectors, start_from_words
+from toolkit.scene_graphs.draw import correct_triplets
+from toolkit.scene_graphs.evaluator import SceneGraphEvaluator, true_graph
+from toolkit.scene_graphs.frequency import log_frequencies
+from toolkit.scene_graphs.heads import HEADS
+from toolkit.scene_graphs.heads.words import load_word_vectors, start_from_words
+from toolkit.scene_graphs.objects import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
+from toolkit.scene_graphs.options import SceneGraphOptions
+from toolkit.scene_graphs.start import count_table, start_scene_graph
 from toolkit.step.losses import LossWeights
 
 INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,

@@ -17,13 +17,13 @@ from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.evaluation.choose import make_evaluator
 from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.models import ARCHITECTURES, build_detector, options_class
 from toolkit.models.final import load_detector_folder
-from toolkit.models.relation.options import SceneGraphOptions
-from toolkit.models.relation.start import start_scene_graph
 from toolkit.models.ssd.options import SsdliteOptions
 from toolkit.models.start import start_detector
+from toolkit.scene_graphs.evaluator import SceneGraphEvaluator
+from toolkit.scene_graphs.options import SceneGraphOptions
+from toolkit.scene_graphs.start import start_scene_graph
 from toolkit.use.open import rebuild_detector
 
 CLASSES = ["a", "b"]
@@ -144,7 +144,7 @@ def test_a_detector_is_measured_by_what_it_finds(table):
     assert make_evaluator(of_boxes, table, "toolkit") == ("own", "toolkit")
     graphs = build_detector("scene_graph", class_names=table.class_names, predicates=list(table.predicates),
                             backbone="resnet10t", detector_options=INNER, **GRAPH)  # fmt: skip
-    evaluator = make_evaluator(graphs, table, "toolkit", "strict")
+    evaluator = make_evaluator(graphs, table, "toolkit", protocol="strict")
     assert isinstance(evaluator, SceneGraphEvaluator) and evaluator.protocol == "strict"
 
 
@@ -159,7 +159,7 @@ def test_a_final_folder_of_another_version_is_said_to_be_that(tmp_path):
         load_detector_folder(tmp_path)
 
 
-OPTIONS_FILES = sorted(Path(__file__).parents[1].glob("toolkit/models/*/options.py"))
+OPTIONS_FILES = sorted(Path(__file__).parents[1].glob("toolkit/**/options.py"))
 
 
 @pytest.mark.parametrize("path", OPTIONS_FILES, ids=lambda path: path.parent.name)

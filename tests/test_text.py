@@ -15,7 +15,7 @@ from PIL import Image
 
 from toolkit.data.table import Problem
 from toolkit.evaluation.draw import draw_detections, draw_grid, drawable
-from toolkit.evaluation.scene_graph_draw import _panel
+from toolkit.scene_graphs.draw import _panel
 from toolkit.text import (
     END_ISOLATE,
     ISOLATE,

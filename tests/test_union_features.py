@@ -18,7 +18,7 @@ from torchvision.ops.poolers import LevelMapper
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.faster_rcnn.build import WholePixelPool
-from toolkit.models.relation.union import AllLevelsPool, UnionFeatures
+from toolkit.scene_graphs.union import AllLevelsPool, UnionFeatures
 
 FILE = Path(__file__).parent / "data" / "relation_heads" / "union.npz"
 CHANNELS, WIDTH = 2, 6

@@ -11,17 +11,17 @@ from PIL import Image
 from visual_genome_writer import write_visual_genome
 
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.psg import read_psg
-from toolkit.data.formats.visual_genome import load_graphs, load_image_list, load_names, read_visual_genome
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
 from toolkit.errors import BadInput
-from toolkit.evaluation.choose import load_triplets
-from toolkit.models.relation.frequency import (
+from toolkit.scene_graphs.evaluator import load_triplets
+from toolkit.scene_graphs.frequency import (
     count_predicates,
     log_frequencies,
     table_graphs,
 )
+from toolkit.scene_graphs.readers import open_graphs
+from toolkit.scene_graphs.readers.visual_genome import load_graphs, load_image_list, load_names, read_visual_genome
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
 VOCABULARY = json.loads((STATS / "vocab.json").read_text())
@@ -234,8 +234,12 @@ def test_psg(tmp_path):
     document = {"data": [entry(str(i), [[0, 1, 2], [1, 0, 0]]) for i in range(4)], "test_image_ids": ["2"]}
     document |= {"thing_classes": ["cat"], "stuff_classes": ["sky"], "predicate_classes": ["over", "in", "on"]}
     (tmp_path / "psg.json").write_text(json.dumps(document))
-    options = {"check_images": False, "cache_dir": tmp_path / "cache", "num_val_images": 1}
-    tables = {s: read_psg(tmp_path / "psg.json", tmp_path, s, **options) for s in ("train", "val", "test")}
+    options = {"check_images": False, "cache_dir": tmp_path / "cache"}
+
+    def read(split):
+        return open_graphs(f"{split}:1", tmp_path, "psg", tmp_path / "psg.json", **options)
+
+    tables = {split: read(split) for split in ("train", "val", "test")}
     assert {s: t.image_ids().tolist() for s, t in tables.items()} == {"train": ["1", "3"], "val": ["0"], "test": ["2"]}
     row = tables["val"].row(0)
     assert tables["val"].class_names == ["cat", "sky"] and tables["val"].predicates == ("over", "in", "on")
@@ -244,12 +248,12 @@ def test_psg(tmp_path):
     document["data"][1]["relations"] = [[0, 7, 1], [0, 1, 9], [0, 0, 1]]
     (tmp_path / "psg.json").write_text(json.dumps(document))
     with pytest.raises(BadInput) as caught:
-        read_psg(tmp_path / "psg.json", tmp_path, "train", **options)
+        read("train")
     assert "predicate 9" in str(caught.value) and "position 7 of 2" in str(caught.value)
     assert "one annotation" in str(caught.value), "a relation of an object to itself"
     document["data"][1]["relations"] = [[0, 1]]
     document["data"][3] = {"image_id": "3", "annotations": []}
     (tmp_path / "psg.json").write_text(json.dumps(document))
     with pytest.raises(BadInput) as caught:
-        read_psg(tmp_path / "psg.json", tmp_path, "train", **options)
+        read("train")
     assert "(image 1): relation [0, 1]" in str(caught.value) and "(image 3): key `relations`" in str(caught.value)

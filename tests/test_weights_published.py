@@ -17,14 +17,14 @@ from toolkit.data.formats.coco import read_coco
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.models.relation.options import SceneGraphOptions
-from toolkit.models.relation.start import start_scene_graph
 from toolkit.models.weights import darknet, gluoncv
 from toolkit.models.weights import torchvision as of_torchvision
 from toolkit.models.weights.class_names import COCO_80, VG_150, coco_by_id
 from toolkit.models.weights.files import PUBLISHERS, open_file, read
 from toolkit.models.weights.mapping import map_weights
 from toolkit.models.weights.names import resnet_name
+from toolkit.scene_graphs.options import SceneGraphOptions
+from toolkit.scene_graphs.start import start_scene_graph
 
 
 def constants(points: list, reg_scale: float = 4.0) -> dict:

@@ -148,8 +148,8 @@ def complete(words: list[str]) -> int:
 
 def settings() -> list[str]:
     """Flags of the training scripts, those of every detector among them."""
-    sources = [("", PACKAGE / "runs" / "settings.py"), ("model", PACKAGE / "models" / "options.py")]
-    sources += [("model", path) for path in sorted((PACKAGE / "models").glob("*/options.py"))]
+    sources = [("", PACKAGE / "runs" / "settings.py")]
+    sources += [("model", path) for path in sorted(PACKAGE.rglob("options.py"))]
     found = {"--config", "--help", "--print_config"}
     for group, path in sources:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

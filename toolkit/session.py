@@ -178,7 +178,7 @@ def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
 def make_detector(s: Session, table: DetectionTable, start: Callable | None = None) -> Detector:
     """The detector with the weights it begins with, on the device; the same ones on every rank.
 
-    start: what builds it out of the training data, as `toolkit.models.relation.start.start_scene_graph`; None: the
+    start: what builds it out of the training data, as `start_scene_graph`; None: the
         classes are all that it needs of them.
     """
     c, options = s.config.data, s.config.model

@@ -16,12 +16,10 @@ from toolkit.data.table import DetectionTable
 from toolkit.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.errors import Preempted, StoppedByGuard
 from toolkit.evaluation.choose import make_evaluator
-from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.report import PREDICTIONS
-from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
 from toolkit.evaluation.shown import shown_evaluation
 from toolkit.recovery import state_is_sound
 from toolkit.runs.best import no_such_metric
@@ -36,12 +34,13 @@ from toolkit.step.timer import machine_figures
 class Validation:
     """What a run is measured on.
 
+    evaluator: what measures predictions on `table`, such as `CocoEvaluator`; None: there is no table to measure on.
     score_threshold: scores below it are left out. pictures: images drawn at each evaluation.
     """
 
     table: DetectionTable
     loader: DataLoader | None
-    evaluator: CocoEvaluator | SceneGraphEvaluator | None
+    evaluator: Any
     score_threshold: float = 0.0
     pictures: int = 8
 

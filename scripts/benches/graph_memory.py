@@ -13,8 +13,8 @@ import torch
 
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
-from toolkit.evaluation.predict_dataset import without_all_scores
-from toolkit.evaluation.scene_graph_evaluator import SceneGraphEvaluator
+from toolkit.scene_graphs.evaluator import TOP, SceneGraphEvaluator
+from toolkit.scene_graphs.matches import compact_graph
 from toolkit.step.timer import peak_memory_mb
 
 # Of VG150's test split, and of what a model with the published settings says of each image.
@@ -31,7 +31,7 @@ def bench_graph_memory(images: int = IMAGES, mode: str = "sgdet") -> list[dict]:
         table = _random_table(Path(folder), images, rng)
         evaluator, before = SceneGraphEvaluator(table, mode), peak_memory_mb()
         began = time.perf_counter()
-        kept = {image_id: without_all_scores(_random_prediction(rng)) for image_id in evaluator.image_ids}
+        kept = {image_id: compact_graph(_random_prediction(rng), TOP[-1]) for image_id in evaluator.image_ids}
         made = time.perf_counter()
         row = evaluator.evaluate(kept)
         done = time.perf_counter()

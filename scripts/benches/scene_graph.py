@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from toolkit.evaluation.scene_graph import evaluate_scene_graphs
-from toolkit.models.relation.batch import RelationBatch
-from toolkit.models.relation.heads import HeadSizes, build_relation_head
-from toolkit.models.relation.sampling import pairs_to_ask
+from toolkit.scene_graphs.batch import RelationBatch
+from toolkit.scene_graphs.heads import HeadSizes, build_relation_head
+from toolkit.scene_graphs.metrics import evaluate_scene_graphs
+from toolkit.scene_graphs.sampling import pairs_to_ask
 
 TOP = (20, 50, 100)
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from sgg_files import group, tensors
 
-from toolkit.models.relation.batch import RelationBatch
-from toolkit.models.relation.heads import HeadSizes, build_relation_head
+from toolkit.scene_graphs.batch import RelationBatch
+from toolkit.scene_graphs.heads import HeadSizes, build_relation_head
 
 DEAD = ["untreated_conv_spt", "avg_post_ctx", "untreated_feat"]  # buffers that nothing reads
 DEAD_UNLESS_VTRANSE = "context_layer.untreated_obj_feat"
@@ -141,8 +141,7 @@ def build_head(head: str, mode: str, data: dict[str, np.ndarray]) -> torch.nn.Mo
         options |= {"dropout": 0.0}
     if kind in ("motifs", "transformer", "causal"):
         options |= {"nms_threshold": 0.5}
-    vectors = given["word_vectors_start_then_classes"]
-    module = build_relation_head(kind, mode, head_sizes(head, data), given["pred_dist"], vectors, **options)
+    module = build_relation_head(kind, mode, head_sizes(head, data), given["pred_dist"], **options)
     mapped = {our_name(head, name): torch.from_numpy(value) for name, value in state.items()}
     mapped.pop(None, None)
     own = module.state_dict()

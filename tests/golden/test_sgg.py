@@ -32,11 +32,11 @@ from sgg_heads import build_head, head_batch, our_name
 from toolkit.batch import pad_rows
 from toolkit.data.formats import visual_genome as vg
 from toolkit.errors import BadInput
-from toolkit.evaluation.scene_graph import evaluate_scene_graphs
-from toolkit.models.relation import frequency, geometry, losses, postprocess, sampling
-from toolkit.models.relation.batch import RelationBatch, RelationOutput, object_mask
-from toolkit.models.relation.layers import label_embedding
 from toolkit.models.weights.mapping import map_weights
+from toolkit.scene_graphs import frequency, geometry, losses, postprocess, sampling
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
+from toolkit.scene_graphs.heads.layers import label_embedding
+from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.step.gradients import gradient_norm, gradient_table
 from toolkit.step.optim import parameter_groups
 from toolkit.step.schedules import PlateauSchedule, lr_factor, warm_up

@@ -12,8 +12,6 @@ from tqdm import tqdm
 
 from toolkit.batch import dicts_to_host
 from toolkit.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
-from toolkit.evaluation.scene_graph_evaluator import TOP
-from toolkit.evaluation.scene_graph_matches import compact_graph
 from toolkit.step.freezing import eval_mode
 
 LITTLE = 10**9  # bytes
@@ -23,8 +21,8 @@ TENSOR_BYTES = 500  # of a tensor beside its values
 class Predictions(NamedTuple):
     """What one pass over a dataset gives, the same on every rank but for `by_image`, which is empty on all but rank 0.
 
-    by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64, on CPU; of
-        graphs what `compact_graph` leaves of them.
+    by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64, on CPU,
+        and what else the detector's `to_keep` leaves.
     losses: `loss`, `<loss name>` (weighted), `<loss name>_unscaled` and the detector's metrics, over the whole dataset;
         empty without loss weights.
     interrupted: 0, or the largest number that `stop` returned on any rank; `by_image` and `losses` are then empty.
@@ -76,7 +74,7 @@ def predict_dataset(
                 orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
                 found = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
                 is_first = not items
-                found = map(without_all_scores, dicts_to_host(found))
+                found = map(detector.to_keep, dicts_to_host(found))
                 items += zip((t["image_id"] for t in batch.targets), found, strict=True)
                 images = len(loader) * len(batch.targets) * world()[1]
                 if is_first and say is not None and (text := memory_needed(items, images)):
@@ -161,13 +159,6 @@ def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn
     result |= {k: float(v) for k, v in weighted.weighted.items() if k in losses}
     result |= {f"{k}_unscaled": v for k, v in losses.items()}
     return result | metrics
-
-
-def without_all_scores(found: dict) -> dict:
-    """A graph without the scores of all predicates of all pairs: of VG150's test images they are 530 MB."""
-    if "predicate_scores" not in found:
-        return found
-    return {name: torch.as_tensor(value) for name, value in compact_graph(found, TOP[-1]).items()}
 
 
 def _no_bar() -> bool | None:

@@ -14,28 +14,28 @@ from toolkit.models.options import DetectorOptions
 if TYPE_CHECKING:
     from toolkit.models.detector import Detector
 
-# Detector and its options by name: module and class of each below toolkit.models. Detectors are imported when needed:
-# transformers takes seconds, which other scripts and loader processes need not wait for.
+# Detector and its options by name: module and class of each, relative to toolkit.models. Detectors are imported when
+# needed: transformers takes seconds, which other scripts and loader processes need not wait for.
 ARCHITECTURES = {
-    "detr": ("detr.detr:Detr", "detr.options:DetrOptions"),
-    "conditional_detr": ("detr.conditional_detr:ConditionalDetr", "detr.options:ConditionalDetrOptions"),
-    "deformable_detr": ("detr.deformable_detr:DeformableDetr", "detr.options:DeformableDetrOptions"),
-    "dab-detr": ("detr.dab_detr:DabDetr", "detr.options:DabDetrOptions"),
-    "rf_detr": ("detr.rf_detr:RfDetr", "detr.options:RfDetrOptions"),
-    "yolos": ("detr.yolos:Yolos", "detr.options:YolosOptions"),
-    "rt_detr_v2": ("detr.rt_detr:RTDetrV2", "detr.options:RTDetrV2Options"),
-    "d_fine": ("detr.d_fine:DFine", "detr.options:DFineOptions"),
-    "deimv2": ("detr.d_fine:Deimv2", "detr.options:Deimv2Options"),
-    "faster_rcnn": ("faster_rcnn.build:FasterRCNNOnTimm", "faster_rcnn.options:FasterRcnnOptions"),
-    "fasterrcnn_resnet50_fpn": ("faster_rcnn.build:FasterRCNNResNet50", "faster_rcnn.options:ResNet50Options"),
-    "fasterrcnn_resnet50_fpn_v2": ("faster_rcnn.build:FasterRCNNResNet50V2", "faster_rcnn.options:ResNet50V2Options"),
-    "scene_graph": ("relation.scene_graph:SceneGraph", "relation.options:SceneGraphOptions"),
-    "egtr": ("relation.egtr:EGTR", "relation.options:EgtrOptions"),
-    "yolov3": ("yolov3.model:YOLOv3", "yolov3.options:Yolov3Options"),
-    "ssd": ("ssd.model:SSD", "ssd.options:SsdOptions"),
-    "ssd300_vgg16": ("ssd.torchvision_ssd:SSD300", "ssd.options:Ssd300Options"),
-    "ssdlite320_mobilenet_v3_large": ("ssd.torchvision_ssd:SSDLite320", "ssd.options:Ssdlite320Options"),
-    "ssdlite": ("ssd.model:SSDLite", "ssd.options:SsdliteOptions"),
+    "detr": (".detr.detr:Detr", ".detr.options:DetrOptions"),
+    "conditional_detr": (".detr.conditional_detr:ConditionalDetr", ".detr.options:ConditionalDetrOptions"),
+    "deformable_detr": (".detr.deformable_detr:DeformableDetr", ".detr.options:DeformableDetrOptions"),
+    "dab-detr": (".detr.dab_detr:DabDetr", ".detr.options:DabDetrOptions"),
+    "rf_detr": (".detr.rf_detr:RfDetr", ".detr.options:RfDetrOptions"),
+    "yolos": (".detr.yolos:Yolos", ".detr.options:YolosOptions"),
+    "rt_detr_v2": (".detr.rt_detr:RTDetrV2", ".detr.options:RTDetrV2Options"),
+    "d_fine": (".detr.d_fine:DFine", ".detr.options:DFineOptions"),
+    "deimv2": (".detr.d_fine:Deimv2", ".detr.options:Deimv2Options"),
+    "faster_rcnn": (".faster_rcnn.build:FasterRCNNOnTimm", ".faster_rcnn.options:FasterRcnnOptions"),
+    "fasterrcnn_resnet50_fpn": (".faster_rcnn.build:FasterRCNNResNet50", ".faster_rcnn.options:ResNet50Options"),
+    "fasterrcnn_resnet50_fpn_v2": (".faster_rcnn.build:FasterRCNNResNet50V2", ".faster_rcnn.options:ResNet50V2Options"),
+    "scene_graph": ("..scene_graphs.two_stage:SceneGraph", "..scene_graphs.options:SceneGraphOptions"),
+    "egtr": ("..scene_graphs.egtr:EGTR", "..scene_graphs.options:EgtrOptions"),
+    "yolov3": (".yolov3.model:YOLOv3", ".yolov3.options:Yolov3Options"),
+    "ssd": (".ssd.model:SSD", ".ssd.options:SsdOptions"),
+    "ssd300_vgg16": (".ssd.torchvision_ssd:SSD300", ".ssd.options:Ssd300Options"),
+    "ssdlite320_mobilenet_v3_large": (".ssd.torchvision_ssd:SSDLite320", ".ssd.options:Ssdlite320Options"),
+    "ssdlite": (".ssd.model:SSDLite", ".ssd.options:SsdliteOptions"),
 }
 
 
@@ -48,7 +48,7 @@ def detector_class(architecture: str) -> type["Detector"]:
     if architecture in ARCHITECTURES:
         with importing():
             import_without("timm", "wandb")  # which it has for summaries of its own training: a second of every start
-            return _load(f"toolkit.models.{ARCHITECTURES[architecture][0]}")
+            return _load(ARCHITECTURES[architecture][0])
     if ":" not in str(architecture):
         similar = difflib.get_close_matches(str(architecture), ARCHITECTURES, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
@@ -69,7 +69,7 @@ def detector_class(architecture: str) -> type["Detector"]:
 def options_class(architecture: str) -> type[DetectorOptions]:
     """The dataclass of a detector's settings. Raises BadInput as `detector_class`."""
     if architecture in ARCHITECTURES:
-        return _load(f"toolkit.models.{ARCHITECTURES[architecture][1]}")
+        return _load(ARCHITECTURES[architecture][1])
     return detector_class(architecture).Options
 
 
@@ -119,4 +119,4 @@ def check_keys(architecture: str, options_type: type[DetectorOptions], keys: Ite
 
 def _load(place: str):
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(module, __name__), name)

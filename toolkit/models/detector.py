@@ -127,8 +127,13 @@ class Detector(nn.Module):
         save_detector_folder(self, processor_size, folder, categories)
 
     def make_evaluator(self, table, backend: str):
-        """What measures this detector on a table; None: see `toolkit.evaluation.choose.make_evaluator`."""
+        """What measures this detector on a table; None: COCO's metrics of boxes. A subclass may take more settings of
+        `eval`, see `toolkit.evaluation.choose.make_evaluator`."""
         return
+
+    def to_keep(self, found: Mapping) -> Mapping:
+        """What an evaluation keeps in memory of an image that `postprocess` gave; here all of it."""
+        return found
 
     @property
     def denominator_names(self) -> tuple[str, ...]:

@@ -173,8 +173,8 @@ def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
 def rebuild_evaluator(run: Run, detector: Detector, table: DetectionTable, backend: str | None = None):
     """What measures the run's detector on a table, as in training. backend: None: the run's."""
     settings = run.config["eval"]
-    of_graphs = settings.get("protocol", "original"), settings.get("zero_shot")
-    return make_evaluator(detector, table, backend or settings["backend"], *of_graphs)
+    of_graphs = {key: settings[key] for key in ("protocol", "zero_shot") if key in settings}
+    return make_evaluator(detector, table, backend or settings["backend"], **of_graphs)
 
 
 def rebuild_loss_weights(run: Run, detector: Detector) -> LossWeights:

@@ -12,8 +12,8 @@ from toolkit.data.formats.voc import write_voc
 from toolkit.data.formats.yolo import write_yolo
 from toolkit.data.table import LabelledImages
 from toolkit.errors import BadInput
-from toolkit.evaluation.graph_formats import SUFFIXES, graph_text
 from toolkit.files import without_suffix, write_text_atomic
+from toolkit.scene_graphs.formats import SUFFIXES, graph_text
 
 # What `scripts/predict.py` writes below its folder.
 OUTPUTS = ("predictions.json", "predictions.jsonl", "results.json", "predictions.csv")

@@ -1,6 +1,5 @@
 """Data sets of any format as one Arrow table."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +10,8 @@ from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS
 
-# Relation data with files of their own in a folder, by the module that reads them.
-RELATIONS = ("vrd", "gqa", "open_images")
-FORMATS = ("auto", "coco", "shapes", "hub", "visual_genome", "psg", *RELATIONS, "voc", "yolo", "csv")
+GRAPHS = ("visual_genome", "psg", "vrd", "gqa", "open_images")  # read by `toolkit.scene_graphs.readers`
+FORMATS = ("auto", "coco", "shapes", "hub", *GRAPHS, "voc", "yolo", "csv")
 
 
 def open_dataset(
@@ -67,8 +65,10 @@ def open_dataset(
         raise BadInput(f"format {format!r}: {NOT_STREAMED}")
     if keep_images_without_relations and format == "visual_genome":
         options["keep_images_without_relations"] = "train"
-    if format in ("visual_genome", "psg", *RELATIONS):
-        return _open_scene_graphs(source, image_dir, format, name, **options)
+    if format in GRAPHS:
+        from toolkit.scene_graphs.readers import open_graphs  # here, since every start would pay for h5py
+
+        return open_graphs(source, image_dir, format, name, **options)
     if format == "shapes":
         if source not in SPLITS or name is not None:
             asked = repr(source) if name is None else f"data set {name!r}"
@@ -77,34 +77,6 @@ def open_dataset(
         folder = ensure_shapes(cache_dir)
         return read_coco(folder / "annotations" / f"{source}.json", folder / source, cache_dir=cache_dir)
     return read_coco(source, image_dir, **options)
-
-
-def _open_scene_graphs(source: str, image_dir, format: str, name: str | None, **options) -> DetectionTable:
-    split, _, count = source.partition(":")
-    problems = []
-    if name is None:
-        what = "annotation file psg.json" if format == "psg" else "folder of its files"
-        problems.append(f"format {format!r}: set the {what} (--data.name)")
-    if image_dir is None:
-        problems.append(f"format {format!r}: set the folder of the images (--data.image_dir)")
-    if split not in ("train", "val", "test") or not (count.isdecimal() or source == split):
-        problems.append(f"format {format!r} has no split {source!r}; expected train, val, test, train:50 or val:50")
-    if problems:
-        raise BadInput(problems)
-    if count:
-        options["num_val_images"] = int(count)
-    # Here, since every start would pay for importing h5py.
-    if format == "visual_genome":
-        from toolkit.data.formats.visual_genome import read_visual_genome as read
-    elif format == "psg":
-        from toolkit.data.formats.psg import read_psg as read
-    else:
-        module = importlib.import_module(f"toolkit.data.formats.{format}")
-        read = getattr(module, f"read_{format}")
-    table = read(Path(name).expanduser(), image_dir, split, **options)
-    if not len(table):
-        raise BadInput(f"{name}: not one usable image in {source!r}")
-    return table
 
 
 def _is_folder(source: str) -> bool:

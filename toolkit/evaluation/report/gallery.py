@@ -1,10 +1,9 @@
-"""The pictures of a report: best and worst images, confident mistakes, likely mistakes of the annotation, graphs."""
+"""The pictures of a report: best and worst images, confident mistakes, likely mistakes of the annotation."""
 
 from dataclasses import replace
 
 import numpy as np
 
-from toolkit.data.decoding import ImageError
 from toolkit.evaluation.draw import Mark
 from toolkit.evaluation.report.annotations import KINDS as SUSPICIONS
 from toolkit.evaluation.report.annotations import Suspect
@@ -133,25 +132,3 @@ def _suspect(judged: Judgement, maker: Pictures, s: Suspect) -> str:
 def _predicted(judged: Judgement, row: int, colour: str) -> Mark:
     m = judged.matches
     return Mark(m.found.xyxy[row], colour, f"{m.class_names[m.found.labels[row]]} {m.found.scores[row]:.2f}")
-
-
-def graph_pictures(judged: Judgement, maker: Pictures, count: int = 4) -> str:
-    """The images with the least recall of relations: the annotated graph left, the predicted one right."""
-    if judged.graphs is None or not all("predicates" in each for each in judged.predictions.values()):
-        return ""
-    from toolkit.evaluation.scene_graph_draw import graph_tile
-
-    recall = judged.graphs.images
-    rows = np.flatnonzero(np.isfinite(recall))
-    parts = []
-    for i in rows[np.argsort(recall[rows], kind="stable")][:count].tolist():
-        row = judged.table.row(i)
-        try:
-            tile = graph_tile(judged.table, row, judged.predictions[row["image_id"]])
-        except (ImageError, OSError):
-            maker.unreadable += 1
-            continue
-        caption = f"{judged.table.image_name(i)}: {recall[i]:.0%} of the relations are found"
-        parts.append(maker.figure(tile, caption, maker.link(row)))
-    head = "<h3>Worst images: annotated graph left, predicted one right</h3>"
-    return f"{head}<div class=graphs>{''.join(parts)}</div>" if parts else ""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from toolkit.evaluation.matches import IOUS, Matches, match
 from toolkit.evaluation.report import bootstrap
 from toolkit.evaluation.report.annotations import Suspect, suspects
 from toolkit.evaluation.report.errors import Errors, tide_errors
-from toolkit.evaluation.report.graphs import GraphReport, judge_graphs
 from toolkit.evaluation.report.strata import Stratum, strata
 from toolkit.evaluation.report.thresholds import (
     WANTED_PRECISION,
@@ -55,7 +55,7 @@ class Judgement:
     strata: list[Stratum]
     suspects: list[Suspect]
     voc: dict[str, float | None]
-    graphs: GraphReport | None
+    graphs: Any  # `toolkit.scene_graphs.report.GraphReport`; None: there are no relations to judge
 
     @property
     def threshold(self) -> float:
@@ -111,8 +111,16 @@ def judge(
         sweeps=[sweep(matches, label) for label in range(matches.num_classes)], calibration=calibration(matches),
         matrix=matrix, paired=paired, errors=tide_errors(matches), strata=strata(matches, threshold),
         suspects=suspects(matches), voc=voc_metrics(matches),
-        graphs=judge_graphs(predictions, table, about or {}),
+        graphs=_judge_graphs(predictions, table, about or {}),
     )  # fmt: skip
+
+
+def _judge_graphs(predictions: Mapping, table, about: Mapping) -> Any:
+    if not table.predicates:
+        return None
+    from toolkit.scene_graphs.report import judge_graphs
+
+    return judge_graphs(predictions, table, about)
 
 
 def as_json(judged: Judgement) -> dict:

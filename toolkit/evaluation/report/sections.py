@@ -241,42 +241,6 @@ def _strata(judged: Judgement) -> str:
     return "<h3>What is found, by what the object is like</h3>" + table(head, rows, text=(0, 1)) + grid
 
 
-def graphs(judged: Judgement) -> str:
-    g = judged.graphs
-    if g is None:
-        return ""
-    names = list(dict.fromkeys(key.partition("@")[0] for key in g.row if "/" not in key and "@" in key))
-    rows = [(name, *(number(g.row.get(f"{name}@{k}")) for k in (20, 50, 100))) for name in names]
-    predicates = judged.table.predicates
-    order = np.argsort(-g.frequency, kind="stable")
-    found = [(predicates[p], int(g.frequency[p]), number(g.recall[p])) for p in order if g.frequency[p]]
-    wrong = g.confusions.copy()
-    wrong[np.arange(len(wrong)), np.arange(len(wrong))] = 0
-    told = [*predicates, "(pair not found)"]
-    worst = np.argsort(-wrong, axis=None, kind="stable")[:15]
-    pairs = [
-        (predicates[a], told[b], int(wrong[a, b]), f"{wrong[a, b] / g.frequency[a]:.1%}")
-        for a, b in zip(*np.unravel_index(worst, wrong.shape), strict=True)
-        if wrong[a, b]
-    ]
-    whole = (
-        "" if g.whole is None else paragraph(f"All relations were found in {g.whole:.1%} of the images that have any.")
-    )
-    recall = BarChart(
-        "Recall among the 100 best, most frequent predicates first",
-        [(name, float(value), f"{value} of {count}") for name, count, value in found[:25] if value != "–"],
-        most=1,
-    )
-    return (
-        table(["metric", "@20", "@50", "@100"], rows)
-        + whole
-        + charts([recall])
-        + folded("Every predicate", table(["predicate", "relations", "recall@100"], found))
-        + "<h3>Predicates that are taken for others</h3>"
-        + table(["annotated", "predicted", "relations", "of all"], pairs, text=(0, 1))
-    )
-
-
 def training(facts: RunFacts) -> str:
     shown = {heading: charts(group) for heading, group in figures.training_charts(facts.rows).items()}
     return "".join(f"<h3>{heading}</h3>{html}" for heading, html in shown.items() if html)

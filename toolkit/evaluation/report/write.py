@@ -43,7 +43,7 @@ def _sections(judged: Judgement, facts: RunFacts, folder: Path) -> list[tuple[st
     maker = Pictures(judged.table, folder)
     annotation = gallery.annotation_mistakes(judged, maker)
     images, mistakes = gallery.images(judged, maker), gallery.mistakes(judged, maker)
-    graphs = sections.graphs(judged) + gallery.graph_pictures(judged, maker)
+    graphs = "" if judged.graphs is None else judged.graphs.section(judged, maker)
     notes = "".join(paragraph(note, "dim") for note in maker.notes())
     return [
         ("summary", "Summary", sections.summary(judged)),

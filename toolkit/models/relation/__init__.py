@@ -1,1 +1,0 @@
-"""Scene graphs: relation heads, one file each, on a Faster R-CNN."""

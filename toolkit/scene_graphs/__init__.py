@@ -1,0 +1,1 @@
+"""Scene graphs: readers, relation heads and their detectors, metrics, and the section of a report."""

@@ -1,0 +1,172 @@
+"""Pictures of scene graphs: arrows between boxes, the annotated graph beside the predicted one; and JSON."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from toolkit.boxes import common_and_union
+from toolkit.data.decoding import decode_image
+from toolkit.evaluation.detections import best_first, detections_as_json, relations_as_json
+from toolkit.evaluation.draw import (
+    BACKGROUND,
+    COLOURS,
+    PANEL,
+    TEXT,
+    Mark,
+    choose_images,
+    draw_arrow,
+    draw_detections,
+    draw_marks,
+    drawable,
+    fitted,
+    montage,
+    picture_of,
+    picture_with_boxes,
+    save_picture,
+    text_font,
+)
+from toolkit.scene_graphs.evaluator import true_graph
+
+LINE = 18  # height in pixels of a line of text below a picture
+RIGHT, WRONG = "#117733", "#D55E00"
+MOST_ARROWS, LEAST_SCORE = 12, 0.05
+INNER = 0.36  # radius of the circle of nodes, as a share of the panel's side
+
+
+def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
+    """JSON {image id: {"detections", "relations"}}, as predict.py has them, of the images that `draw_graphs` draws."""
+    graphs = {}
+    for row in map(table.row, choose_images(table, count)):
+        found = best_first(predictions[row["image_id"]])
+        graphs[str(row["image_id"])] = {
+            "detections": detections_as_json(found, table.categories, table.attributes),
+            "relations": relations_as_json(found, table.predicates),
+        }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(graphs, indent=1))
+    return path
+
+
+def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
+    """One PNG with `count` images of a table, the same every time: the annotated graph left, the predicted one right.
+
+    Drawn are as many of the best triplets as relations are annotated (5 to 12), right ones green; below each picture
+    they stand in words. A triplet is right when classes and predicate are those of an annotated relation and both boxes
+    overlap its boxes by half.
+
+    Args:
+        predictions: by image id, as `SceneGraphEvaluator.evaluate` takes them, with `predicates` and `triplet_scores`.
+
+    Returns:
+        `path`.
+    """
+    rows = map(table.row, choose_images(table, count))
+    return save_picture(montage([graph_tile(table, row, predictions[row["image_id"]]) for row in rows], 1, gap=0), path)
+
+
+def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray, truth: Mapping) -> np.ndarray:
+    """(T,) bool of rows subject, object, predicate of predicted boxes (M, 4) and labels (M,); see `draw_graphs`."""
+    ends, predicates = truth["relations"][:, :2], truth["relations"][:, 2]
+    common, union = common_and_union(boxes[:, None], truth["boxes"][None])
+    same = common >= 0.5 * union
+    same &= labels[:, None] == truth["labels"][None]
+    matched = same[triplets[:, 0]][:, ends[:, 0]] & same[triplets[:, 1]][:, ends[:, 1]]
+    return (matched & (triplets[:, 2:] == predicates[None])).any(1)
+
+
+def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
+    """The annotated graph of a row of the table left, the predicted one right; see `draw_graphs`."""
+    truth = true_graph(row)
+    boxes, labels = (np.asarray(prediction[key]) for key in ("boxes", "labels"))
+    shown = min(max(5, len(truth["relations"])), MOST_ARROWS)
+    triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
+    right = correct_triplets(triplets, boxes, labels, truth)
+    picture = fitted(picture_of(decode_image(table.image_source(row), table.max_image_pixels)), PANEL)
+    scale = PANEL / max(row["width"], row["height"])
+    names, predicates = (list(map(drawable, each)) for each in (table.class_names, table.predicates))
+    known = truth["relations"][:MOST_ARROWS]
+    left = _panel(picture, truth["boxes"] * scale, truth["labels"], known, [TEXT] * len(known), names, predicates)
+    colours = [RIGHT if good else WRONG for good in right]
+    scores = [f"{score:.2f}" for score in np.asarray(prediction["triplet_scores"])[:shown]]
+    return montage([left, _panel(picture, boxes * scale, labels, triplets, colours, names, predicates, scores)], 2)
+
+
+def _panel(
+    picture: Image.Image,
+    boxes: np.ndarray,
+    labels: np.ndarray,
+    triplets: np.ndarray,
+    colours: Sequence[str],
+    names: Sequence[str],
+    predicates: Sequence[str],
+    scores: Sequence[str] | None = None,
+) -> Image.Image:
+    """The picture with an arrow per triplet and the boxes, and the triplets in words below.
+
+    scores: of the triplets, where these are predicted: then boxes of no triplet would only cover the picture.
+    """
+    named = [f"{i} {names[label] if label >= 0 else 'no class'}" for i, label in enumerate(labels.tolist())]
+    used = np.unique(triplets[:, :2]).tolist() if scores is not None else range(len(boxes))
+    panel = Image.new("RGB", (PANEL, picture.height + LINE * len(triplets) + 4), BACKGROUND)
+    picture, centres = picture.copy(), ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
+    for (subject, object_, _), colour in zip(triplets.tolist(), colours, strict=True):
+        draw_arrow(ImageDraw.Draw(picture), centres[subject], centres[object_], colour, 16)
+    draw_marks(picture, [Mark(boxes[i], COLOURS[i % len(COLOURS)], named[i]) for i in used])
+    panel.paste(picture, (0, 0))
+    draw = ImageDraw.Draw(panel)
+    for line, (subject, object_, predicate) in enumerate(triplets.tolist()):
+        words = f"{named[subject]}  {predicates[predicate]}  {named[object_]}  {scores[line] if scores else ''}"
+        draw.text((4, picture.height + 2 + line * LINE), words, fill=colours[line], font=text_font(13))
+    return panel
+
+
+def draw_found(
+    image: Tensor, found: Mapping[str, Tensor], class_names: Sequence[str], predicates: Sequence[str], path: Path
+) -> Path:
+    """Writes a JPEG or PNG of an image uint8 (3, H, W), by the suffix of `path`; its folder is made. Of a scene graph,
+    the image with boxes and an arrow for each of its best relations, and the graph of these relations on its right."""
+    if "pairs" not in found:
+        return draw_detections(image, found, class_names, path)
+    kept = (found["triplet_scores"] >= LEAST_SCORE).nonzero().flatten()[:MOST_ARROWS]
+    pairs, scores = found["pairs"][kept].tolist(), found["triplet_scores"][kept].tolist()
+    told, labels = found["predicates"][kept].tolist(), found["labels"].tolist()
+    arrows = [(*pair, drawable(predicates[p]), COLOURS[p % len(COLOURS)]) for pair, p in zip(pairs, told, strict=True)]
+    numbered = {"boxes": found["boxes"], "labels": torch.arange(len(labels))}
+    picture = picture_with_boxes(image, numbered, [f"{i} {class_names[label]}" for i, label in enumerate(labels)])
+    centres = (found["boxes"][:, :2] + found["boxes"][:, 2:]) / 2 * (picture.width / image.shape[-1])
+    draw, size = ImageDraw.Draw(picture), max(12, round(max(picture.size) / 60))
+    for subject, object_, words, colour in arrows:
+        draw_arrow(draw, centres[subject].tolist(), centres[object_].tolist(), colour, size, words)
+    scored = [(*ends, f"{words} {s:.2f}", colour) for (*ends, words, colour), s in zip(arrows, scores, strict=True)]
+    nodes = {i: f"{i} {drawable(class_names[labels[i]])}" for i in sorted({end for pair in pairs for end in pair})}
+    return save_picture(montage([picture, _graph(nodes, scored, centres, picture.height)], 2, gap=0), path)
+
+
+def _graph(nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, side: int) -> Image.Image:
+    """The relations as a graph, `side` pixels high: objects on a circle, in the order of their angle around the middle
+    of the image, so that neighbours there are neighbours here."""
+    panel = Image.new("RGB", (side, side), BACKGROUND)
+    draw, size = ImageDraw.Draw(panel), max(12, round(side / 45))
+    if not nodes:
+        draw.text((side / 2, side / 2), "no relations", fill=TEXT, font=text_font(size), anchor="mm")
+        return panel
+    middle = centres[list(nodes)].mean(0)
+    places = {}
+    for place, number in enumerate(sorted(nodes, key=lambda i: math.atan2(*(centres[i] - middle).flip(0).tolist()))):
+        turn = 2 * math.pi * place / len(nodes) - math.pi
+        places[number] = (side / 2 + INNER * side * math.cos(turn), side / 2 + INNER * side * math.sin(turn))
+    for subject, object_, words, colour in arrows:
+        draw_arrow(draw, places[subject], places[object_], colour, size, words, gap=1.6 * size)
+    for number, place in places.items():
+        left, top, right, bottom = draw.textbbox(place, nodes[number], font=text_font(size), anchor="mm")
+        box = (left - size / 2, top - size / 3, right + size / 2, bottom + size / 3)
+        draw.rounded_rectangle(box, radius=size / 2, fill=COLOURS[number % len(COLOURS)], outline=TEXT)
+        draw.text(place, nodes[number], fill="#000000", font=text_font(size), anchor="mm")
+    return panel

@@ -1,0 +1,127 @@
+"""What detectors of scene graphs have in common: their names, the counts of the training split, the detector below."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
+from toolkit.models.detector import Detector, denominator_of
+from toolkit.models.options import DetectorOptions
+from toolkit.models.weights.mapping import WeightTable, map_weights
+from toolkit.scene_graphs.evaluator import TOP, SceneGraphEvaluator, load_triplets, zero_shot_triplets
+from toolkit.scene_graphs.matches import compact_graph
+
+
+class GraphDetector(Detector):
+    """A detector with `self.detector` below whose detections carry a graph.
+
+    Announced beside what `Detector` announces:
+        mode: predcls, sgcls or sgdet. predicates, attributes: names, in the order of their labels.
+        counts_pairs_apart: the counts are those of all relations, not of those between boxes that share area.
+    """
+
+    mode = "sgdet"
+    predicates: Sequence[str] = ()
+    attributes: Sequence[str] = ()
+    counts_pairs_apart = False
+
+    def _make_counts(self, num_classes: int, num_predicates: int) -> None:
+        """Buffers for what `learn_counts` takes; they are saved with the weights."""
+        classes, size = num_classes + 1, num_predicates + 1
+        self.register_buffer("relation_counts", torch.zeros(classes, classes, size, dtype=torch.int64))
+        self.register_buffer("candidate_counts", torch.zeros(classes, classes, dtype=torch.int64))
+        self.register_buffer("seen_triplets", torch.zeros(num_classes, num_classes, num_predicates, dtype=torch.bool))
+
+    @torch.no_grad()
+    def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
+        """Takes what the training split counts.
+
+        Args:
+            relations, candidates: of `count_predicates`, (C, C, P) and (C, C) with background.
+            seen: (C - 1, C - 1, P - 1) bool, triplets of the training split, those between boxes apart included.
+        """
+        self.relation_counts.copy_(torch.from_numpy(relations))
+        self.candidate_counts.copy_(torch.from_numpy(candidates))
+        self.seen_triplets.copy_(torch.from_numpy(seen))
+
+    def make_evaluator(
+        self, table: DetectionTable, backend: str, protocol: str = "original", zero_shot: str | Path | None = None
+    ) -> SceneGraphEvaluator:
+        """R@K and its family on a table.
+
+        protocol: see `SceneGraphEvaluator`. zero_shot: file of triplets for zR@K, see `load_triplets`; None: those of
+        the table that the training data did not have.
+
+        Raises:
+            BadInput: the table's predicates or attributes are others than the detector's (a table without attributes
+                will do), a file that is no list of triplets.
+        """
+        _check_same_names(self, table)
+        seen = self.seen_triplets.cpu().numpy()
+        return SceneGraphEvaluator(
+            table,
+            self.mode,
+            zero_shot=load_triplets(zero_shot) if zero_shot else zero_shot_triplets(seen, table),
+            protocol=protocol,
+            backend=backend,
+            trained_relations=self.relation_counts.sum((0, 1))[1:].cpu().numpy(),
+        )
+
+    def to_keep(self, found: Mapping) -> dict:
+        """A graph without the scores of all predicates of all pairs: of VG150's test images they are 530 MB."""
+        return {name: torch.as_tensor(value) for name, value in compact_graph(found, TOP[-1]).items()}
+
+    def _load_below(self, weights: Mapping[str, Tensor], below: str, prefixes: Mapping[str, str]) -> WeightTable:
+        """Takes a detector's weights for the modules below the prefix `below`, and by `prefixes` for more of them."""
+        source = {f"{below}.{name}": value for name, value in weights.items()}
+        own = {name: value for name, value in self.state_dict().items() if not name.startswith("head.")}
+        mapped = map_weights(own, source, prefixes)
+        self.load_state_dict(mapped.state, strict=False)
+        mapped.new += [name for name in self.state_dict() if name.startswith("head.")]
+        return mapped
+
+    def _below_announces(self) -> None:
+        """Announces the losses of the detector below too, where it is trained along."""
+        self.loss_names += tuple(self.detector.loss_names)
+        self.divided_by |= {name: denominator_of(self.detector, name) for name in self.detector.loss_names}
+        self.default_weights = {**self.default_weights, **self.detector.default_weights}
+
+    def resolved_options(self) -> dict:
+        """The settings with those that say what the detector below is, by the values that were really used."""
+        inner = self.detector.resolved_options()
+        about_starting = {each.name for each in fields(DetectorOptions)} - {"architecture"}
+        return {
+            **super().resolved_options(),
+            **{kind: list(self.options.get(kind, ())) for kind in ("predicates", "attributes")},
+            "detector_options": {key: value for key, value in inner.items() if key not in about_starting},
+            "backbone": inner.get("backbone"),
+        }
+
+
+@contextmanager
+def naming_its_options() -> Iterator[None]:
+    """What is wrong with the detector below is said of `model.detector_options`."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput([f"model.detector_options: {problem}" for problem in error.problems]) from error
+
+
+def _check_same_names(detector: GraphDetector, table: DetectionTable) -> None:
+    compared = [("predicates", table.predicates, detector.predicates)]
+    if table.attributes and detector.attributes:
+        compared.append(("attributes", table.attributes, detector.attributes))
+    faults = [
+        f"{table.name} has the {what} {list(theirs)}, training data {list(ours)}: give both the same ones in the same "
+        "order"
+        for what, theirs, ours in compared
+        if tuple(theirs) != tuple(ours)
+    ]
+    if faults:
+        raise BadInput(faults)

@@ -1,0 +1,60 @@
+"""GQA's scene graphs (Hudson and Manning, CVPR 2019): `train_sceneGraphs.json` and `val_sceneGraphs.json`, objects by
+id with name, box and relations. Names are not a closed set: the most frequent of the training file are the classes."""
+
+from collections import Counter
+from pathlib import Path
+
+from toolkit.data.annotations import Annotations
+from toolkit.data.places import Places
+from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
+
+NUM_VAL_IMAGES = 5000
+CLASSES, PREDICATES = 200, 100  # GQA200 (Dong et al., CVPR 2022)
+
+
+def files_of(folder: Path, split: str) -> list[Path]:
+    return [folder / "train_sceneGraphs.json", *([folder / "val_sceneGraphs.json"] if split == "test" else [])]
+
+
+def annotations_of(files: list[Path], images: Path | Places, split: str, num_val: int) -> Annotations:
+    """Images, boxes and relations; classes and predicates in the order of how often training has them.
+
+    test: the images of the validation file; val: the first `num_val` of the training file; train: its others. Other
+    objects, their relations, and images that are then left without a relation are left out.
+    """
+    training = read_json(files[0], dict)
+    classes, predicates = vocabulary(training)
+    graphs = read_json(files[1], dict) if split == "test" else training
+    names = list(graphs)
+    chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
+    labels, kinds = ({name: number for number, name in enumerate(each)} for each in (classes, predicates))
+    found = empty_graphs(classes, predicates)
+    for name in chosen:
+        graph = graphs[name]
+        kept = {key: each for key, each in graph["objects"].items() if each["name"] in labels}
+        place = {key: number for number, key in enumerate(kept)}
+        relations = [
+            (place[key], place[relation["object"]], kinds[relation["name"]])
+            for key, each in kept.items()
+            for relation in each["relations"]
+            if relation["object"] in place and relation["name"] in kinds
+        ]
+        if relations:
+            boxes = [(labels[each["name"]], (each["x"], each["y"], each["w"], each["h"])) for each in kept.values()]
+            image = {"id": name, "file_name": f"{name}.jpg", "width": graph["width"], "height": graph["height"]}
+            add_graph(found, image, boxes, relations)
+    return found
+
+
+def vocabulary(training: dict) -> tuple[list[str], list[str]]:
+    """The 200 most frequent names of objects and 100 of relations; equal ones by the alphabet."""
+    objects: Counter = Counter()
+    relations: Counter = Counter()
+    for graph in training.values():
+        for each in graph["objects"].values():
+            objects[each["name"]] += 1
+            relations.update(relation["name"] for relation in each["relations"])
+    most = ((objects, CLASSES), (relations, PREDICATES))
+    classes, predicates = ([name for name, _ in sorted(c.items(), key=lambda each: (-each[1], each[0]))[:count]]
+                           for c, count in most)  # fmt: skip
+    return classes, predicates

@@ -1,0 +1,301 @@
+"""Visual Genome in the layout of Scene-Graph-Benchmark (VG150 and its relatives): HDF5 graphs and two JSON files.
+
+`VG-SGG-with-attri.h5` holds boxes and relations, `VG-SGG-dicts-with-attri.json` the names, `image_data.json` the image
+sizes. Classes, predicates and attributes are counted from 1 in the files; the arrays here keep that, the table counts
+classes and predicates from 0. Where no attributes are named, none are read.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import h5py
+import numpy as np
+
+from toolkit.data.checks import Checked
+from toolkit.data.places import Places, is_there
+from toolkit.data.table import Category, DetectionTable, Problem
+from toolkit.data.table_cache import columns_of_rows
+from toolkit.errors import BadInput
+from toolkit.scene_graphs.readers.graphs import read_graphs
+
+FILES = ("VG-SGG-with-attri.h5", "VG-SGG-dicts-with-attri.json", "image_data.json")
+BOX_SCALE = 1024  # pixels of the longer image side that the boxes of the file refer to
+CORRUPTED_IMAGES = (1592, 1722, 4616, 4617)  # listed in image_data.json, left out of the graphs
+NUM_ATTRIBUTE_COLUMNS = 10
+NUM_VAL_IMAGES = 5000
+
+
+@dataclass
+class Graphs:
+    """The images of one split, as arrays. I images.
+
+    index: (I,) rows of the file's per-image arrays. boxes: per image (n, 4) int xyxy where the longer side is 1024.
+    labels: (n,) from 1. attributes: (n, A) from 1, 0 pads. relations: (r, 3) subject, object (rows of the image's
+    boxes), predicate from 1; repeated ones included.
+    """
+
+    index: np.ndarray
+    boxes: list[np.ndarray]
+    labels: list[np.ndarray]
+    attributes: list[np.ndarray]
+    relations: list[np.ndarray]
+
+
+def load_graphs(
+    h5_file: str | Path,
+    split: str,
+    num_val_images: int = NUM_VAL_IMAGES,
+    keep_images_without_relations: bool | Literal["train"] = False,
+    drop_non_overlapping: bool = False,
+) -> Graphs:
+    """Read train, val or test.
+
+    val is the first `num_val_images` of the file's training images, train the others. Images without boxes are left
+    out, those without relations too unless kept; "train": kept in train, while val and test are as without them.
+    drop_non_overlapping (training only) removes relations between boxes of IoU 0 (+1 widths) and images left without
+    any.
+    Raises BadInput for a missing or unreadable file, a missing key, or rows that contradict each other.
+    """
+    if split not in ("train", "val", "test"):
+        raise BadInput(f"{h5_file}: split is {split!r}; expected train, val or test")
+    if drop_non_overlapping and split != "train":
+        raise BadInput("relations between boxes that do not overlap are dropped from the training split only")
+    data = _read_h5(Path(h5_file))
+    chosen = (data["split"] == (2 if split == "test" else 0)) & (data["img_to_first_box"] >= 0)
+    counted = chosen if keep_images_without_relations is True else chosen & (data["img_to_first_rel"] >= 0)
+    index = np.flatnonzero(counted)
+    if split != "test":
+        val = index[:num_val_images]
+        everything = np.flatnonzero(chosen) if keep_images_without_relations else index
+        index = val if split == "val" else np.setdiff1d(everything, val)
+        if not len(index) and len(val):
+            fewer = max(1, len(val) // 10)
+            raise BadInput(f"{h5_file}: all of its {len(val)} training images are among the first {num_val_images}, "
+                           f"which are val; take fewer for it: train:{fewer} and val:{fewer}, for example")  # fmt: skip
+    _check_h5(data, index, Path(h5_file))
+    corners = _corners(data["boxes_1024"])
+    graphs = Graphs(index, [], [], [], [])
+    kept = np.ones(len(index), dtype=bool)
+    for place, image in enumerate(index):
+        first = data["img_to_first_box"][image]
+        objects = slice(first, data["img_to_last_box"][image] + 1)
+        relations = _relations_of(data, image, first)
+        if drop_non_overlapping:
+            relations = relations[_overlapping(corners[objects], relations)]
+            kept[place] = len(relations) > 0
+        if kept[place]:
+            graphs.boxes.append(corners[objects])
+            graphs.labels.append(data["labels"][objects, 0])
+            graphs.attributes.append(data["attributes"][objects])
+            graphs.relations.append(relations)
+    graphs.index = index[kept]
+    return graphs
+
+
+def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]:
+    """Class, predicate and attribute names in the order of their ids, which start at 1."""
+    info = _read_json(Path(dicts_file))
+    names, faults = [], []
+    for key in ("label_to_idx", "predicate_to_idx", "attribute_to_idx"):
+        ids = info.get(key, {} if key == "attribute_to_idx" else None) if isinstance(info, dict) else None
+        if not isinstance(ids, dict):
+            faults.append(f"{dicts_file}: key `{key}` missing; expected an object name -> id from 1")
+        elif sorted(ids.values()) != list(range(1, len(ids) + 1)):
+            faults.append(f"{dicts_file}: ids of `{key}` are not 1 .. {len(ids)}")
+        else:
+            names.append(sorted(ids, key=ids.get))
+    if faults:
+        raise BadInput(faults)
+    return names[0], names[1], names[2]
+
+
+def load_image_list(image_data_file: str | Path, image_dir: Path | Places, num_images: int) -> list[dict]:
+    """The entries {image_id, width, height} of image_data.json that the rows of the HDF5 file stand for, in order.
+
+    The four corrupted images are left out. If the count still differs from `num_images`, the images without a file
+    are left out too (as the original always does). Raises BadInput when that does not fit either.
+    """
+    entries = _read_json(Path(image_data_file))
+    keys = {"image_id", "width", "height"}
+    if not isinstance(entries, list) or not all(isinstance(e, dict) and keys <= e.keys() for e in entries):
+        raise BadInput(f"{image_data_file}: expected a list of objects, each with {', '.join(sorted(keys))}")
+    entries = [entry for entry in entries if entry["image_id"] not in CORRUPTED_IMAGES]
+    if len(entries) == num_images:
+        return entries
+    there = [entry for entry in entries if is_there(image_dir / f"{entry['image_id']}.jpg")]
+    if len(there) == num_images:
+        return there
+    raise BadInput(
+        f"{image_data_file}: {len(entries)} images are listed, {len(there)} of them are in {image_dir}, but the graphs "
+        f"are of {num_images} images; the files do not belong together or images are missing"
+    )
+
+
+def scale_boxes(boxes_1024: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
+    """(n, 4) boxes of the file -> float64 pixels of an image of `size_wh`, not clipped."""
+    return boxes_1024 / BOX_SCALE * max(size_wh)
+
+
+def clip_boxes(boxes_xyxy: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
+    """(n, 4) float32 clipped to [0, width - 1] x [0, height - 1], as the published numbers have it."""
+    limit = np.asarray([size_wh[0], size_wh[1]] * 2) - 1
+    return np.clip(boxes_xyxy, 0, limit).astype(np.float32)
+
+
+def drop_empty(boxes_xyxy: np.ndarray, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) bool boxes with width and height, and the relations between those, rows renumbered."""
+    keep = (boxes_xyxy[:, 2:] > boxes_xyxy[:, :2]).all(1)
+    number = np.cumsum(keep) - 1
+    relations = relations[keep[relations[:, :2]].all(1)]
+    return keep, np.column_stack([number[relations[:, :2]], relations[:, 2:]])
+
+
+def read_visual_genome(
+    folder: str | Path,
+    image_dir: str | Path | Sequence[str],
+    split: str,
+    *,
+    num_val_images: int = NUM_VAL_IMAGES,
+    keep_images_without_relations: bool | Literal["train"] = False,
+    drop_non_overlapping: bool = False,
+    **checking,
+) -> DetectionTable:
+    """One split as a memory-mapped DetectionTable, cached by the content of the three files and the options.
+
+    Options as in `load_graphs`; `checking` as in `read_coco`. Boxes that clipping leaves without width or height are
+    dropped from train, with their relations; val and test keep them. Repeated relations stay.
+    """
+    files = [Path(folder) / name for name in FILES]
+    options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]
+    if missing := [f"{file}: no such file" for file in files if not file.is_file()]:
+        raise BadInput(missing)
+
+    def read(images: Path | Places) -> Checked:
+        return _checked(load_graphs(files[0], *options), files, images, split)
+
+    return read_graphs(files, read, image_dir, split, key=["visual_genome", *options], **checking)
+
+
+def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | Places, split: str) -> Checked:
+    classes, predicates, attributes = load_names(files[1])
+    with h5py.File(files[0], "r") as h5:
+        images = load_image_list(files[2], image_dir, len(h5["split"]))
+    rows, problems = [], []
+    for place, image in enumerate(graphs.index):
+        faults = _faults(graphs, place, len(classes), len(predicates), len(attributes))
+        image_id = images[image]["image_id"]
+        problems += [Problem(severity, str(files[0]), image_id, None, message) for severity, message in faults]
+        if not any(severity == "error" for severity, _ in faults):
+            rows.append(_row(graphs, place, images[image], drop=split == "train", attributes=bool(attributes)))
+    listed = {f"{entry['image_id']}.jpg" for entry in images}
+    categories = tuple(Category(number + 1, class_name) for number, class_name in enumerate(classes))
+    return Checked(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
+
+
+def _faults(
+    graphs: Graphs, place: int, num_classes: int, num_predicates: int, num_attributes: int
+) -> list[tuple[str, str]]:
+    labels, relations = graphs.labels[place], graphs.relations[place]
+    faults = []
+    if len(wrong := np.setdiff1d(labels, np.arange(1, num_classes + 1))):
+        faults.append(("error", f"class {int(wrong[0])} is not defined; ids are 1 .. {num_classes}"))
+    if len(wrong := np.setdiff1d(relations[:, 2], np.arange(1, num_predicates + 1))):
+        faults.append(("error", f"predicate {int(wrong[0])} is not defined; ids are 1 .. {num_predicates}"))
+    wrong = np.setdiff1d(graphs.attributes[place], np.arange(num_attributes + 1))
+    if num_attributes and len(wrong):
+        faults.append(("error", f"attribute {int(wrong[0])} is not defined; ids are 1 .. {num_attributes}, 0 for none"))
+    if (relations[:, 0] == relations[:, 1]).any():
+        faults.append(("warning", "a relation of a box to itself, kept"))
+    return faults
+
+
+def _row(graphs: Graphs, place: int, entry: dict, drop: bool, attributes: bool) -> dict:
+    size_wh = entry["width"], entry["height"]
+    boxes = clip_boxes(scale_boxes(graphs.boxes[place], size_wh), size_wh)
+    labels, relations, of_objects = graphs.labels[place], graphs.relations[place], graphs.attributes[place]
+    if drop:
+        keep, relations = drop_empty(boxes, relations)
+        boxes, labels, of_objects = boxes[keep], labels[keep], of_objects[keep]
+    objects = {
+        "id": list(range(1, len(boxes) + 1)),
+        "bbox": boxes.tolist(),
+        "category": (labels - 1).tolist(),
+        "area": (boxes[:, 2:] - boxes[:, :2]).prod(1).tolist(),
+        "iscrowd": [0] * len(boxes),
+    }
+    if attributes:
+        objects["attributes"] = of_objects.tolist()
+    ends = zip(("subject", "object", "predicate"), (relations - [0, 0, 1]).T.tolist(), strict=True)
+    row = {"image_id": entry["image_id"], "file_name": f"{entry['image_id']}.jpg"}
+    return row | {"width": size_wh[0], "height": size_wh[1], "objects": objects, "relations": dict(ends)}
+
+
+def _read_h5(path: Path) -> dict[str, np.ndarray]:
+    keys = ["split", *(f"img_to_{end}_{kind}" for kind in ("box", "rel") for end in ("first", "last"))]
+    keys += ["boxes_1024", "labels", "relationships", "predicates"]
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file; expected the HDF5 file with the graphs")
+    try:
+        with h5py.File(path, "r") as file:
+            if missing := [key for key in keys if key not in file]:
+                raise BadInput([f"{path}: data set `{key}` missing" for key in missing])
+            data = {key: file[key][:] for key in keys}
+            wide = (len(data["labels"]), NUM_ATTRIBUTE_COLUMNS)
+            data["attributes"] = file["attributes"][:] if "attributes" in file else np.zeros(wide, np.int64)
+    except OSError as error:
+        raise BadInput(f"{path}: not a readable HDF5 file: {error}") from error
+    return data
+
+
+def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> None:
+    """What the rows of the file must satisfy among themselves; the original asserts the same."""
+    faults = []
+    centre_wh = data["boxes_1024"]
+    for row in np.flatnonzero((centre_wh[:, :2] < 0).any(1) | (centre_wh[:, 2:] <= 0).any(1))[:20]:
+        faults.append(f"{path}: box row {row} is centre x, y, w, h = {centre_wh[row].tolist()}; expected w, h > 0")
+    if len(data["relationships"]) != len(data["predicates"]):
+        faults.append(f"{path}: {len(data['relationships'])} relationships, {len(data['predicates'])} predicates")
+        raise BadInput(faults)
+    for image in index:
+        first, last = data["img_to_first_box"][image], data["img_to_last_box"][image]
+        relations = _relations_of(data, image, first)
+        if len(relations) and not (0 <= relations[:, :2].min() and relations[:, :2].max() <= last - first):
+            faults.append(f"{path}: image row {image}: a relation names a box outside rows {first} .. {last}")
+    if faults:
+        raise BadInput(faults)
+
+
+def _relations_of(data: dict[str, np.ndarray], image: int, first_box: int) -> np.ndarray:
+    """(r, 3) int64 of one image, box rows counted within the image."""
+    first = data["img_to_first_rel"][image]
+    if first < 0:
+        return np.zeros((0, 3), np.int64)
+    rows = slice(first, data["img_to_last_rel"][image] + 1)
+    ends = data["relationships"][rows].astype(np.int64) - first_box
+    return np.column_stack([ends, data["predicates"][rows, 0].astype(np.int64)])
+
+
+def _corners(centre_wh: np.ndarray) -> np.ndarray:
+    """Centre boxes -> corners in integers: the left top corner is truncated towards 0, then width and height added."""
+    corners = centre_wh.copy()
+    corners[:, :2] = (centre_wh[:, :2] - centre_wh[:, 2:] / 2).astype(centre_wh.dtype)
+    corners[:, 2:] += corners[:, :2]
+    return corners
+
+
+def _overlapping(boxes: np.ndarray, relations: np.ndarray) -> np.ndarray:
+    subjects, objects = boxes[relations[:, 0]], boxes[relations[:, 1]]
+    wide = np.minimum(subjects[:, 2:], objects[:, 2:]) - np.maximum(subjects[:, :2], objects[:, :2]) + 1
+    return (wide > 0).all(1)
+
+
+def _read_json(path: Path):
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: no such file") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: invalid JSON: {error}") from error

@@ -1,0 +1,167 @@
+"""Scene graphs in a report: recall by K and by predicate, and which predicates are taken for others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from toolkit.boxes import Boxes
+from toolkit.data.decoding import ImageError
+from toolkit.evaluation.report.charts import BarChart
+from toolkit.evaluation.report.page import charts, folded, number, paragraph, table
+from toolkit.evaluation.report.pictures import Pictures
+from toolkit.scene_graphs.draw import graph_tile
+from toolkit.scene_graphs.evaluator import TOP, given_graph, true_graph
+from toolkit.scene_graphs.matches import best_predicates, iou_plus_one
+from toolkit.scene_graphs.metrics import evaluate_scene_graphs
+
+if TYPE_CHECKING:
+    from toolkit.evaluation.report.judgement import Judgement
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """mode: predcls, sgcls or sgdet. row: `R@20`, ..., `A@100`, as in a row of metrics.
+
+    frequency, recall: (P,) annotated relations of each predicate and the share found among the 100 best (mR@100's).
+    confusions: (P, P + 1) annotated predicate by the best one of the pair; the last column: no such pair was found.
+    images: (I,) share of each image's relations among its 100 best, NaN without any. whole: share of the images with
+    relations of which all were found ("graph accuracy" over images; A@K is the field's, over relations).
+    """
+
+    mode: str
+    row: dict[str, float | None]
+    frequency: np.ndarray
+    recall: np.ndarray
+    confusions: np.ndarray
+    images: np.ndarray
+    whole: float | None
+
+    def as_json(self, predicates) -> dict:
+        recall = [None if np.isnan(value) else float(value) for value in self.recall]
+        columns = zip(predicates, self.frequency.tolist(), recall, strict=True)
+        return {
+            "mode": self.mode,
+            "row": self.row,
+            "predicates": {name: {"relations": count, "recall@100": r} for name, count, r in columns},
+            "confusions": self.confusions.tolist(),
+            "graph_accuracy_of_images": self.whole,
+        }
+
+    def section(self, judged: "Judgement", maker: Pictures) -> str:
+        """HTML: recall, predicates that are taken for others, and the worst images."""
+        return _numbers(self, judged.table.predicates) + _pictures(judged, maker)
+
+
+def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphReport | None:
+    """None: there is an image without a graph.
+
+    predictions: as `SceneGraphEvaluator.evaluate` takes them; columns have no relations.
+    about: `mode` and `protocol` where they are known, and `scores`, from which zR@K comes (what training had seen is
+        not known here).
+    """
+    ids = table.image_ids().tolist()
+    if isinstance(predictions, Boxes) or not all("pairs" in predictions[i] for i in ids):
+        return None
+    found = [{key: np.asarray(value) for key, value in predictions[i].items()} for i in ids]
+    truths = [given_graph(each) or true_graph(table.row(i)) for i, each in enumerate(found)]
+    mode = about.get("mode") or _mode(found)
+    metrics = evaluate_scene_graphs(
+        truths, found, mode, len(table.predicates), top=TOP, protocol=about.get("protocol", "original")
+    )
+    row = {k: v for k, v in metrics.as_row().items() if v is not None}
+    row |= {k: v for k, v in about.get("scores", {}).items() if k.startswith(("zR@", "ngzR@")) and v is not None}
+    confusions, images = _confusions(truths, found, mode, len(table.predicates))
+    frequency = confusions.sum(axis=1)
+    recall = np.where(frequency > 0, metrics.per_predicate["mR"][-1], np.nan)
+    with_any = images[np.isfinite(images)]
+    whole = float((with_any == 1).mean()) if len(with_any) else None
+    return GraphReport(mode, row, frequency, recall, confusions, images, whole)
+
+
+def _mode(found: list[dict]) -> str:
+    """From what the predictions hold: those on given boxes say what was annotated there."""
+    if not all("true_relations" in each for each in found):
+        return "sgdet"
+    return "predcls" if all((each["labels"] == each["true_labels"]).all() for each in found) else "sgcls"
+
+
+def _confusions(truths, found, mode: str, predicates: int) -> tuple[np.ndarray, np.ndarray]:
+    matrix = np.zeros((predicates, predicates + 1), np.int64)
+    images = np.full(len(truths), np.nan)
+    for i, (truth, each) in enumerate(zip(truths, found, strict=True)):
+        relations = truth["relations"]
+        if not len(relations):
+            continue
+        best = best_predicates(each, slice(TOP[-1])) if len(each["pairs"]) else np.zeros(0, np.int64)
+        same = _same(truth, each, mode)
+        pairs = each["pairs"][: TOP[-1]]
+        on_it = same[pairs[:, 0]][:, relations[:, 0]] & same[pairs[:, 1]][:, relations[:, 1]]  # (pairs, relations)
+        right = on_it & (best[:, None] == relations[None, :, 2])
+        first = on_it.argmax(axis=0) if len(pairs) else np.zeros(len(relations), np.int64)
+        told = np.where(on_it.any(axis=0), best[first] if len(pairs) else 0, predicates)
+        told = np.where(right.any(axis=0), relations[:, 2], told)
+        np.add.at(matrix, (relations[:, 2], told), 1)
+        images[i] = right.any(axis=0).mean()
+    return matrix, images
+
+
+def _same(truth: Mapping, found: Mapping, mode: str) -> np.ndarray:
+    """(M, N) bool: may a predicted box be an annotated one?"""
+    if mode == "predcls":
+        return np.eye(len(truth["boxes"]), dtype=bool)
+    a, b = (np.asarray(each["boxes"], np.float32) for each in (found, truth))
+    return (iou_plus_one(a[:, None], b[None]) >= 0.5) & (found["labels"][:, None] == truth["labels"][None])
+
+
+def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
+    names = list(dict.fromkeys(key.partition("@")[0] for key in g.row if "/" not in key and "@" in key))
+    rows = [(name, *(number(g.row.get(f"{name}@{k}")) for k in (20, 50, 100))) for name in names]
+    order = np.argsort(-g.frequency, kind="stable")
+    found = [(predicates[p], int(g.frequency[p]), number(g.recall[p])) for p in order if g.frequency[p]]
+    wrong = g.confusions.copy()
+    wrong[np.arange(len(wrong)), np.arange(len(wrong))] = 0
+    told = [*predicates, "(pair not found)"]
+    worst = np.argsort(-wrong, axis=None, kind="stable")[:15]
+    pairs = [
+        (predicates[a], told[b], int(wrong[a, b]), f"{wrong[a, b] / g.frequency[a]:.1%}")
+        for a, b in zip(*np.unravel_index(worst, wrong.shape), strict=True)
+        if wrong[a, b]
+    ]
+    whole = (
+        "" if g.whole is None else paragraph(f"All relations were found in {g.whole:.1%} of the images that have any.")
+    )
+    recall = BarChart(
+        "Recall among the 100 best, most frequent predicates first",
+        [(name, float(value), f"{value} of {count}") for name, count, value in found[:25] if value != "–"],
+        most=1,
+    )
+    return (
+        table(["metric", "@20", "@50", "@100"], rows)
+        + whole
+        + charts([recall])
+        + folded("Every predicate", table(["predicate", "relations", "recall@100"], found))
+        + "<h3>Predicates that are taken for others</h3>"
+        + table(["annotated", "predicted", "relations", "of all"], pairs, text=(0, 1))
+    )
+
+
+def _pictures(judged: "Judgement", maker: Pictures, count: int = 4) -> str:
+    """The images with the least recall of relations: the annotated graph left, the predicted one right."""
+    if not all("predicates" in each for each in judged.predictions.values()):
+        return ""
+    recall = judged.graphs.images
+    rows = np.flatnonzero(np.isfinite(recall))
+    parts = []
+    for i in rows[np.argsort(recall[rows], kind="stable")][:count].tolist():
+        row = judged.table.row(i)
+        try:
+            tile = graph_tile(judged.table, row, judged.predictions[row["image_id"]])
+        except (ImageError, OSError):
+            maker.unreadable += 1
+            continue
+        caption = f"{judged.table.image_name(i)}: {recall[i]:.0%} of the relations are found"
+        parts.append(maker.figure(tile, caption, maker.link(row)))
+    head = "<h3>Worst images: annotated graph left, predicted one right</h3>"
+    return f"{head}<div class=graphs>{''.join(parts)}</div>" if parts else ""

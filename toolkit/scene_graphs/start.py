@@ -1,0 +1,144 @@
+"""What a run of scene graphs begins with: the detector below, its weights, and the counts of the training split."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.data.table import DetectionTable
+from toolkit.distributed import run_on_main, world
+from toolkit.errors import BadInput
+from toolkit.models import options_class
+from toolkit.models.start import start_detector
+from toolkit.models.weights.pretrained import Pretrained, open_pretrained
+from toolkit.runs.checkpoint import Checkpoint
+from toolkit.scene_graphs.frequency import count_predicates, table_graphs
+from toolkit.scene_graphs.graph_detector import GraphDetector
+from toolkit.scene_graphs.heads.words import load_word_vectors, start_from_words
+from toolkit.scene_graphs.options import GraphOptions, SceneGraphOptions
+
+GRAPHS = ("scene_graph", "egtr")
+COUNTS = ("relation_counts", "candidate_counts", "seen_triplets")
+
+
+def start_scene_graph(
+    options: GraphOptions, table: DetectionTable, folder: Path, *, checkpoint: Checkpoint | None, say: Callable
+) -> GraphDetector:
+    """The model as the settings say, on the weights of `options.detector`, with the counts of the training data.
+
+    What data and detector's run say about the model is written to `<folder>/pretrained_config.json`, so that the run
+    folder alone builds it again, and which tensor took which to `<folder>/detector_weights.txt`.
+
+    Args:
+        options: settings; `detector` is a run, checkpoint or final/ folder of a detector, or a file of published
+            weights, as of maskrcnn-benchmark.
+        table: training data.
+        folder: the run folder.
+        checkpoint: that a resumed run will load; weights and counts, read again from nowhere else, are in it.
+        say: prints a text on the main process.
+
+    Raises:
+        BadInput: a detector that cannot be had, is a scene graph itself, or knows other classes; `pretrained` graphs of
+            other classes, predicates or attributes; training data whose attributes are not those of the checkpoint;
+            what `start_detector` raises.
+    """
+    source, known = None, None
+    if checkpoint is None:
+        if (options.detector_options or {}).get("pretrained_backbone"):
+            raise BadInput("model.detector_options: the weights of the backbone are not among them; give them as "
+                           "model.pretrained_backbone")  # fmt: skip
+        if options.pretrained:
+            _check_same_names(open_pretrained(options.pretrained), table)
+        known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
+        if options.detector:
+            source = _open_detector(options, table)
+            own = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
+            known["detector_options"] = {"architecture": source.architecture, **source.options, **own}
+    resumed_from = None if checkpoint is None else checkpoint.path
+    model = start_detector(options, table.class_names, folder, resumed_from=resumed_from, say=say, known=known)
+    if model.attributes and model.attributes != table.attributes:
+        raise BadInput(f"{table.name} has the attributes {list(table.attributes)}, the run so far "
+                       f"{list(model.attributes)}: resume it on its own data")  # fmt: skip
+    if checkpoint is not None:
+        model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
+    elif not options.pretrained:
+        model.learn_counts(*run_on_main(lambda: count_table(table, model.counts_pairs_apart)))
+        if getattr(options, "word_vectors", None):  # EGTR has no class vectors
+            _start_from_words(model, options, table, say)
+    if source is not None:
+        found = model.load_detector_weights(source.tensors)
+        say(f"weights of the detector {source.name}:\n{found.summary()}")
+        if world()[0] == 0:
+            (folder / "detector_weights.txt").write_text(found.table() + "\n")
+    return model
+
+
+def _start_from_words(model: GraphDetector, options: SceneGraphOptions, table: DetectionTable, say: Callable) -> None:
+    vectors = load_word_vectors(options.word_vectors, table.class_names, model.embed_dim)
+    if not (names := start_from_words(model.head, vectors)):
+        raise BadInput(f"model.word_vectors: the head {options.head} has no class vectors; leave them out")
+    say(f"class vectors of {options.word_vectors}: {', '.join(names)}")
+
+
+def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`count_predicates` of a training split, and (C, C, P) bool, without background: the triplets that occur in it.
+    pairs_apart: count relations between boxes that share no area, too."""
+    classes, predicates = len(table.categories), len(table.predicates)
+    relations, candidates = count_predicates(table_graphs(table, pairs_apart), classes + 1, predicates + 1)
+    seen = np.zeros((classes, classes, predicates), bool)
+    for row in map(table.row, range(len(table))):
+        ends, labels = row["relations"], row["objects"]["category"]
+        seen[labels[ends["subject"]], labels[ends["object"]], ends["predicate"]] = True
+    return relations, candidates, seen
+
+
+def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
+    """The tensors of a head mix classes and predicates: no rows of other ones can be taken, none may be by accident."""
+    known = {"classes": source.class_names} | {k: source.options.get(k, []) for k in ("predicates", "attributes")}
+    ours = {"classes": table.class_names, "predicates": list(table.predicates), "attributes": list(table.attributes)}
+    faults = [
+        f"model.pretrained {source.name} knows the {kind} {known[kind]}, the data {ours[kind]}: give data of the same "
+        "ones in the same order, or start from a detector alone with model.detector"
+        for kind in known
+        if list(known[kind]) != ours[kind]
+    ]
+    if source.architecture in GRAPHS and faults:  # what else it may be, start_detector refuses
+        raise BadInput(faults)
+
+
+def _given_settings(options: GraphOptions, source: Pretrained) -> dict:
+    given = {key: value for key, value in (options.detector_options or {}).items() if value is not None}
+    return given if options.backbone is None else given | {"backbone": options.backbone}
+
+
+def _is_free(name: str, source: Pretrained) -> bool:
+    """Whether a setting of the detector can be given beside its weights: it changes nothing that was learned, or
+    they are a file of published weights, which does not know it."""
+    of_file = Path(source.name).expanduser().is_file() and name not in source.options
+    return of_file or name in options_class(source.architecture).inference_only
+
+
+def _other_settings(options: GraphOptions, source: Pretrained) -> list[str]:
+    """The settings of the detector that are given and are not those of the source, as the config.yaml of a run on
+    that source has them."""
+    theirs = asdict(options_class(source.architecture)()) | source.options
+    return [name for name, value in _given_settings(options, source).items()
+            if theirs.get(name, value) not in (None, value) and not _is_free(name, source)]  # fmt: skip
+
+
+def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
+    name = options.detector
+    source = open_pretrained(name)
+    problems = []
+    if source.architecture in GRAPHS:
+        problems.append(f"model.detector {name} is a scene graph; expected a detector, or give it as model.pretrained")
+    if source.class_names != table.class_names:
+        problems.append(f"model.detector {name} knows the classes {source.class_names}, the data {table.class_names}; "
+                        "train the detector on the same classes in the same order")  # fmt: skip
+    if other := _other_settings(options, source):
+        problems.append(f"model.detector_options and model.backbone are those of model.detector {name}, which has "
+                        f"another {', '.join(other)}: leave them out")  # fmt: skip
+    if problems:
+        raise BadInput(problems)
+    return source

@@ -1,0 +1,107 @@
+"""Features of the union box of two objects: what is in it, and where the two are."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import roi_align
+
+from toolkit.batch import image_of_each
+from toolkit.box_ops import moved_ends
+from toolkit.scene_graphs.geometry import rectangle_masks, union_boxes
+from toolkit.scene_graphs.heads.layers import fc
+
+
+class RectangleFeatures(nn.Module):
+    """The two boxes drawn as masks of the whole image and convolved to the size of pooled features."""
+
+    def __init__(self, channels: int, resolution: int = 7):
+        super().__init__()
+        self.mask_size = 4 * resolution - 1
+        self.conv = nn.Sequential(
+            nn.Conv2d(2, channels // 2, 7, stride=2, padding=3),
+            nn.ReLU(),
+            nn.BatchNorm2d(channels // 2, momentum=0.01),
+            nn.MaxPool2d(3, stride=2, padding=1),
+            nn.Conv2d(channels // 2, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.BatchNorm2d(channels, momentum=0.01),
+        )
+
+    def forward(self, subjects_xyxy: Tensor, objects_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
+        """(R, 4), (R, 4), (R, 2) -> (R, channels, resolution, resolution). R = 0 leaves the batch norms alone."""
+        masks = rectangle_masks(torch.stack([subjects_xyxy, objects_xyxy], 1), sizes_hw[:, None], self.mask_size)
+        if not len(masks):
+            resolution = (self.mask_size + 1) // 4
+            return masks.new_zeros(0, self.conv[4].out_channels, resolution, resolution) + 0 * self.conv[0].bias.sum()
+        return self.conv(masks)
+
+
+class AllLevelsPool(nn.Module):
+    """Boxes pooled from every level of the pyramid, and the levels joined by a 3 x 3 convolution.
+
+    A frozen detector cannot make its levels alike; the convolution, which is trained, can.
+    """
+
+    def __init__(self, pool: nn.Module, channels: int):
+        """pool: a detector's `box_pool`, whose levels and whose rule for the ends of boxes are taken over."""
+        super().__init__()
+        self.last_pixel = float(hasattr(pool, "pool"))  # `WholePixelPool`: boxes end at it, not behind it
+        own = getattr(pool, "pool", pool)
+        self.names, self.scales = tuple(own.featmap_names), tuple(own.scales)
+        self.size, self.ratio = own.output_size, own.sampling_ratio
+        self.reduce = nn.Conv2d(channels * len(self.names), channels, 3, padding=1)
+        nn.init.kaiming_normal_(self.reduce.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(self.reduce.bias)
+
+    def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence, *known) -> Tensor:
+        """(R, channels, resolution, resolution); arguments as of `LevelPool`."""
+        ends = [moved_ends(each, -self.last_pixel) for each in boxes]
+        pooled = [roi_align(maps[name], ends, self.size, scale, self.ratio)
+                  for name, scale in zip(self.names, self.scales, strict=True)]  # fmt: skip
+        return self.reduce(torch.cat(pooled, 1)).relu()
+
+
+class UnionFeatures(nn.Module):
+    """Pooled features of the union box plus `RectangleFeatures`, through a box head.
+
+    pool: torchvision's MultiScaleRoIAlign or the like. head: (R, channels, resolution, resolution) -> (R, U).
+    separate_spatial: U; the rectangles go through two layers of their own instead of the box head; 0: they do not.
+    """
+
+    def __init__(self, pool: nn.Module, head: nn.Module, channels: int, resolution: int = 7, separate_spatial: int = 0):
+        super().__init__()
+        self.pool, self.head, self.rectangles = pool, head, RectangleFeatures(channels, resolution)
+        self.spatial = None
+        if separate_spatial:
+            inner = fc(channels * resolution**2, separate_spatial // 2)
+            self.spatial = nn.Sequential(inner, nn.ReLU(), fc(separate_spatial // 2, separate_spatial), nn.ReLU())
+
+    def forward(
+        self,
+        feature_maps: Mapping[str, Tensor],
+        boxes_xyxy: Tensor,
+        pairs: Tensor,
+        num_pairs: Sequence[int],
+        sizes_hw: Tensor,
+        images_hw: Sequence[tuple[int, int]] | None = None,
+        on_host: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(R, U) of the pairs, and with `separate_spatial` (R, U) of where the two are.
+
+        boxes_xyxy: (N, 4) of all images, pairs: (R, 2) rows of them, num_pairs: per image, sizes_hw: (B, 2) of the
+        images without padding, on whatever device; images_hw: the same on the host, where it is known there. on_host:
+        boxes and pairs, where they are known there.
+        """
+        subjects, objects = boxes_xyxy[pairs[:, 0]], boxes_xyxy[pairs[:, 1]]
+        pair_sizes = sizes_hw.to(boxes_xyxy)[image_of_each(num_pairs, boxes_xyxy.device)]
+        rectangles = self.rectangles(subjects, objects, pair_sizes)
+        shapes = list(images_hw or map(tuple, sizes_hw.tolist()))
+        unions = [union_boxes(subjects, objects)]
+        if on_host is not None:
+            unions.append(union_boxes(*(on_host[0][rows] for rows in on_host[1].unbind(1))))
+        unions, *known = ([*each.split(list(num_pairs))] for each in unions)
+        pooled = self.pool(dict(feature_maps), unions, shapes, *known)
+        if self.spatial is not None:
+            return self.head(pooled), self.spatial(rectangles.flatten(1))
+        return self.head(pooled + rectangles.to(pooled)), None
