@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
-from toolkit.data import alike, inspection
-from toolkit.data.alike import Looks, alike_pairs, groups, held_out, looks_of
+from toolkit.data import inspection, near_duplicates
 from toolkit.data.formats import open_dataset
 from toolkit.data.inspection import near_boxes
+from toolkit.data.near_duplicates import Looks, alike_pairs, groups, held_out, looks_of
 from toolkit.data.shapes import draw_scene, make_shapes
 from toolkit.data.splits import hold_out, open_split, open_splits, share_of, share_that_came_out
 from toolkit.errors import BadInput
@@ -189,7 +189,7 @@ def test_bccd(check, tmp_path):
 
 def looks(images):
     digests = [hashlib.blake2b(image.tobytes(), digest_size=16).hexdigest() for image in images]
-    return Looks(np.array(digests, "S32"), np.stack([alike.look(torch.from_numpy(i).permute(2, 0, 1)) for i in images]))
+    return Looks(np.array(digests, "S32"), np.stack([near_duplicates.look(torch.from_numpy(i).permute(2, 0, 1)) for i in images]))
 
 
 SCENES = [draw_scene(0, "train", number, 96)[0] for number in range(40)]
@@ -210,7 +210,7 @@ def test_frames_of_a_moment_look_alike_and_other_scenes_do_not():
 
 def test_many_images_are_compared_by_parts(monkeypatch):
     images = [*SCENES, *(changed(image, number) for number, image in enumerate(SCENES))]
-    monkeypatch.setattr(alike, "ALL_PAIRS", 0)
+    monkeypatch.setattr(near_duplicates, "ALL_PAIRS", 0)
     found = alike_pairs(looks(images))
     assert set(found) <= {(number, number + 40) for number in range(40)} and len(found) >= 36
 
@@ -239,7 +239,7 @@ def test_groups_are_the_connected_parts(pairs):
 @given(st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)).filter(lambda pair: pair[0] < pair[1]), min_size=1),
        st.lists(st.integers(0, 2), min_size=15, max_size=15))  # fmt: skip
 def test_fewer_pairs_say_as_much(pairs, splits):
-    kept = alike._Pairs(np.array(splits))
+    kept = near_duplicates._Pairs(np.array(splits))
     kept.add(*np.array(pairs).T)
     kept._thin()
     fewer = [tuple(pair) for pair in kept.pairs().tolist()]
@@ -254,8 +254,8 @@ def test_fewer_pairs_say_as_much(pairs, splits):
 
 @pytest.mark.parametrize("all_pairs", [0, 10_000])
 def test_a_standing_camera_is_as_many_pairs_as_pictures(monkeypatch, all_pairs):
-    monkeypatch.setattr(alike, "MOST_PAIRS", 10_000)
-    monkeypatch.setattr(alike, "ALL_PAIRS", all_pairs)
+    monkeypatch.setattr(near_duplicates, "MOST_PAIRS", 10_000)
+    monkeypatch.setattr(near_duplicates, "ALL_PAIRS", all_pairs)
     thumbnails = np.repeat(np.random.default_rng(0).integers(9, 240, (1, 16, 16), np.uint8), 600, axis=0)
     thumbnails[np.arange(600), np.arange(600) % 16, 3] += 1
     found = alike_pairs(Looks(np.array([f"{n:03}" for n in range(600)], "S32"), thumbnails), np.arange(600) % 2)
@@ -294,7 +294,7 @@ def test_large_groups_are_not_held_out_more_often_than_small_ones():
 def test_signs_say_which_cells_are_brighter_than_the_next_in_their_row():
     rising = np.repeat(np.arange(8, dtype=np.uint8), 2)  # the last cell of a row is followed by its first
     thumbnails = np.stack([np.tile(rising, (16, 1)), np.tile(rising[:, None], (1, 16))])
-    bits = np.unpackbits(alike._signs(thumbnails).view(np.uint8)).reshape(2, 8, 8)
+    bits = np.unpackbits(near_duplicates._signs(thumbnails).view(np.uint8)).reshape(2, 8, 8)
     assert not bits[0, :, :7].any() and bits[0, :, 7].all() and not bits[1].any()
 
 
@@ -342,7 +342,7 @@ def test_comparing_images_keeps_none_of_them():
 import io
 import numpy as np
 from PIL import Image
-from toolkit.data.alike import _digest_and_look
+from toolkit.data.near_duplicates import _digest_and_look
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
 def image(i):
     file = io.BytesIO()

@@ -32,8 +32,8 @@ from toolkit.runs.checkpoint import (
     linked,
     load_checkpoint,
     mark_best,
-    mend_latest,
     newest_valid,
+    repair_latest,
     resolve_resume,
     save_checkpoint,
 )
@@ -415,13 +415,13 @@ def test_latest_is_mended_where_it_leads_nowhere_or_to_a_broken_one(tmp_path):
     for step in (1, 2):
         save_run(tmp_path, step)
     first = tmp_path / "step_000001"
-    mend_latest(first)
+    repair_latest(first)
     assert linked(tmp_path, "latest").name == "step_000002", "an earlier one was resumed: nothing is broken"
     flip(tmp_path / "step_000002" / "model.safetensors")
-    mend_latest(first)
+    repair_latest(first)
     assert linked(tmp_path, "latest") == first
     (tmp_path / "latest").unlink()
-    mend_latest(first)
+    repair_latest(first)
     assert linked(tmp_path, "latest") == first
 
 

@@ -18,7 +18,7 @@ import torch
 
 from toolkit.errors import BadInput
 from toolkit.files import write_json_atomic
-from toolkit.runs.folder import drafts, git_state, keep_drafts, prepare_run_folder, write_environment
+from toolkit.runs.folder import git_state, keep_staged, prepare_run_folder, staging, write_environment
 from toolkit.runs.lock import FolderLock
 from toolkit.runs.status import EXIT_CODES, read_status, run_status, write_status
 
@@ -224,18 +224,18 @@ def test_a_disk_without_locks_is_said(tmp_path, monkeypatch):
         assert "cannot be locked here (No locks available)" in lock.note
 
 
-def test_drafts_are_kept_or_gone(tmp_path):
+def test_what_was_staged_is_kept_or_gone(tmp_path):
     (tmp_path / "a").write_text("old")
     for accepted in (False, True):
-        with drafts(tmp_path, is_new=False, is_main=True) as place:
+        with staging(tmp_path, is_new=False, is_main=True) as place:
             (place / "a").write_text("new")
             (place / "b").write_text("new")
             if accepted:
-                keep_drafts(place, tmp_path)
+                keep_staged(place, tmp_path)
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == (
             {"a": "new", "b": "new"} if accepted else {"a": "old"}
         )
-    with drafts(tmp_path, is_new=True, is_main=True) as place:
+    with staging(tmp_path, is_new=True, is_main=True) as place:
         assert place == tmp_path
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.data import places
+from toolkit.data import image_sources
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import write_folder
+from toolkit.data.image_sources import open_sources
 from toolkit.data.pipeline import blocks_of, train_transform, training_loader, training_sizes
-from toolkit.data.places import open_places
 from toolkit.data.sampling import MIXED_BLOCKS, EpochSampler, block_order, rank_runs
 from toolkit.data.splits import hold_out
 from toolkit.errors import BadInput
@@ -68,7 +68,7 @@ def test_streamed_data_are_those_of_the_cache(folder, table, tmp_path):
     rest, held = hold_out(table, 0.3, tmp_path)
     assert len(rest) + len(held) == 22 and blocks_of(rest) is not None
     assert held.image_source(held.row(0)).read_bytes()
-    assert open_places(table.image_root.specs()) == table.image_root
+    assert open_sources(table.image_root.specs()) == table.image_root
 
 
 def test_a_file_that_changed_is_read_anew(folder, shapes, tmp_path):
@@ -84,11 +84,11 @@ def test_an_epoch_reads_each_row_group_once_and_each_rank_its_own(table, monkeyp
     assert np.bincount(blocks).max() <= GROUP and len(set(blocks)) == 6
     samplers = ranks(blocks, 2, 2)
     opened = []
-    read = places.open_shard
-    monkeypatch.setattr(places, "open_shard", lambda url: opened.append(url) or read(url))
+    read = image_sources.open_shard
+    monkeypatch.setattr(image_sources, "open_shard", lambda url: opened.append(url) or read(url))
     seen = []
     for sampler in samplers:
-        places._row_group.cache_clear()
+        image_sources._row_group.cache_clear()
         keys = [key for batch in sampler for key in batch]
         seen.append({blocks[key.index] for key in keys})
         for key in keys:
@@ -171,7 +171,7 @@ def test_a_broken_image_is_named_when_it_is_read(table, folder, tmp_path):
     gone = folder / "data" / name.rsplit("/", 2)[0].rsplit("/")[-1]
     hidden = gone.rename(tmp_path / "gone")
     try:
-        places._row_group.cache_clear()
+        image_sources._row_group.cache_clear()
         _, loader = training_loader(table, train_transform(recipe="detr", image_size=32), batch_size_per_device=4,
                                     workers=0, seed=0, stride=1)  # fmt: skip
         with pytest.raises(BadInput, match="cannot be read"):

@@ -27,7 +27,7 @@ from tracked import offline_history, offline_records
 
 from toolkit.errors import BadInput
 from toolkit.runs.console import Place, averages_line, console_line, length_warnings, progress, total_line
-from toolkit.runs.metrics_log import GrowingMetrics, MetricsLog, mend_rows, read_metrics
+from toolkit.runs.metrics_log import GrowingMetrics, MetricsLog, read_metrics, repair_rows
 from toolkit.runs.trackers import tracker_names, weights_and_biases
 from toolkit.runs.trackers.of_accelerate import options
 from toolkit.runs.trackers.tracker import About, DataFacts
@@ -130,10 +130,10 @@ def test_rows_that_are_not_there_are_said_and_the_file_is_kept(tmp_path):
     log.close()
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
-    assert mend_rows(path, 3) == mend_rows(path, 2) == [] and path.read_bytes() == whole
+    assert repair_rows(path, 3) == repair_rows(path, 2) == [] and path.read_bytes() == whole
     for torn in (whole[:-5], whole + b'{"step": 4, "tr'):  # by a kill; only the first lacks a row that counts
         path.write_bytes(torn)
-        assert bool(mend_rows(path, 3)) == (torn == whole[:-5])
+        assert bool(repair_rows(path, 3)) == (torn == whole[:-5])
         (tmp_path / "metrics.jsonl.damaged").unlink(missing_ok=True)
     damages = {
         "2 readable rows of the 3 that the checkpoint counts (0 unreadable, 1 missing)": lines[:2],
@@ -142,16 +142,16 @@ def test_rows_that_are_not_there_are_said_and_the_file_is_kept(tmp_path):
     }
     for number, (said, damaged) in enumerate(damages.items()):
         path.write_bytes(b"".join(damaged))
-        (note,) = mend_rows(path, 3)
+        (note,) = repair_rows(path, 3)
         assert said in note and path.read_bytes() == b"".join(line for line in damaged if line in lines)
         kept = tmp_path / ("metrics.jsonl" + ".damaged" * (number + 1))
         assert kept.name in note and kept.read_bytes() == b"".join(damaged)
     path.write_bytes(whole + b"x\n")
-    assert mend_rows(path, 3) == [] and mend_rows(path, 3, more=True), "rows after it count where they stay"
+    assert repair_rows(path, 3) == [] and repair_rows(path, 3, more=True), "rows after it count where they stay"
     path.unlink()
-    assert "gone" in mend_rows(path, 3)[0] and path.read_text() == ""
+    assert "gone" in repair_rows(path, 3)[0] and path.read_text() == ""
     path.unlink()
-    assert mend_rows(path, 0) == [] and not path.exists()
+    assert repair_rows(path, 0) == [] and not path.exists()
 
 
 def test_evaluating_an_earlier_checkpoint_only_keeps_the_rows_after_it(tmp_path):

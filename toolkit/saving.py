@@ -11,7 +11,7 @@ from toolkit.distributed import run_on_main
 from toolkit.errors import BadInput
 from toolkit.files import fsync_folder
 from toolkit.runs.changes import Change
-from toolkit.runs.checkpoint import Checkpoint, bring_best, mend_latest, save_checkpoint
+from toolkit.runs.checkpoint import Checkpoint, bring_best, repair_latest, save_checkpoint
 from toolkit.step.optim import load_state
 
 
@@ -204,7 +204,7 @@ def _load_best(t, checkpoint: Checkpoint) -> list[str]:
     if t.eval_only or in_this_folder:
         t.saved_step = t.step
     if in_this_folder and not t.eval_only:
-        run_on_main(lambda: mend_latest(checkpoint.path))
+        run_on_main(lambda: repair_latest(checkpoint.path))
     if state["metric_for_best"] != t.best.metric:
         return [f"best metric starts anew: it was {state['metric_for_best']}, now {t.best.metric}"]
     value, step = state["best"], state["best_step"]

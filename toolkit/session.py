@@ -39,11 +39,10 @@ from toolkit.runs.best import Best
 from toolkit.runs.changes import Change, changes, in_force, refuse
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
 from toolkit.runs.failures import as_sentences
-from toolkit.runs.folder import drafts, keep_drafts, prepare_run_folder, write_environment
+from toolkit.runs.folder import keep_staged, prepare_run_folder, staging, write_environment
 from toolkit.runs.launcher import asked_settings
-from toolkit.runs.lifeline import lifeline
 from toolkit.runs.lock import FolderLock
-from toolkit.runs.metrics_log import mend_rows
+from toolkit.runs.metrics_log import repair_rows
 from toolkit.runs.open_run import settings_beside
 from toolkit.runs.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
 from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
@@ -51,6 +50,7 @@ from toolkit.runs.settled import settle
 from toolkit.runs.status import RunStatus, run_status
 from toolkit.runs.trackers import agent_run_id, tracker_names
 from toolkit.runs.trackers.tracker import About, data_facts
+from toolkit.runs.watchdog import watchdog
 from toolkit.runs.writer import RunWriter
 from toolkit.saving import load, save
 from toolkit.signals import StopSignals, signal_name
@@ -74,7 +74,7 @@ class Session:
     """What a run has before its data and model.
 
     config: with the seed of the checkpoint, where the run goes on from one. asked_seed: that of the command.
-    drafts: folder that a start writes to until nothing was refused; see `toolkit.runs.folder.drafts`.
+    staging: folder that a start writes to until nothing was refused; see `toolkit.runs.folder.staging`.
     checkpoint: to go on from; None: a fresh start. stored: the settings it was trained with.
     log: that of the training, once it has begun. test_table: data of `eval.test_split`, evaluated when it has ended.
     """
@@ -88,7 +88,7 @@ class Session:
     stored: dict
     asked_seed: int
     lock: FolderLock
-    drafts: Path
+    staging: Path
     measured: dict = field(default_factory=dict)  # at the start; goes into environment.json
     log: Log | None = None
     test_table: DetectionTable | None = None
@@ -127,7 +127,7 @@ def session(config: Any) -> Iterator[Session]:
         with (
             StopSignals() as signals,
             run_status(folder, is_main) as status,
-            lifeline(status.write),
+            watchdog(status.write),
             as_sentences(),
         ):
             set_threads(run.threads, accelerator.device)
@@ -140,7 +140,7 @@ def session(config: Any) -> Iterator[Session]:
             if run.deterministic:
                 be_deterministic()
             is_new = run_on_main(lambda: status.begun)
-            with drafts(folder, is_new, is_main) as place:
+            with staging(folder, is_new, is_main) as place:
                 s = Session(config, accelerator, folder, signals, status, checkpoint, stored, seed, lock, place)
                 try:
                     yield s
@@ -160,13 +160,13 @@ def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
     c = s.config.data
     reading = {key: getattr(c, key) for key in READING}
     if s.config.run.eval_only and s.checkpoint is not None and not share_of(c.val) and c.overfit_batches is None:
-        listing = s.drafts / "data_problems_val.txt"
+        listing = s.staging / "data_problems_val.txt"
         table = val_table = open_split(c.val, say=s.say, listing=listing, **reading)
     else:
         overfit = (c.overfit_batches or 0) * c.batch_size_per_device * s.accelerator.num_processes
         table, val_table, s.test_table = open_what_it_needs(
             c.train, c.val, None if s.config.run.eval_only else s.config.eval.test_split,
-            None if s.checkpoint else s.config.model, s.drafts, say=s.say, max_train_images=c.max_train_images,
+            None if s.checkpoint else s.config.model, s.staging, say=s.say, max_train_images=c.max_train_images,
             overfit_images=overfit, **reading,
         )  # fmt: skip
     for note in check_ground_truth(val_table):
@@ -184,10 +184,10 @@ def make_detector(s: Session, table: DetectionTable, start: Callable | None = No
     c, options = s.config.data, s.config.model
     seed_step(s.config.run.seed, 0, 0)
     if start is not None:
-        detector = start(options, table, s.drafts, checkpoint=s.checkpoint, say=s.say)
+        detector = start(options, table, s.staging, checkpoint=s.checkpoint, say=s.say)
     else:
         resumed_from = s.checkpoint and s.checkpoint.path
-        detector = start_detector(options, table.class_names, s.drafts, resumed_from=resumed_from, say=s.say)
+        detector = start_detector(options, table.class_names, s.staging, resumed_from=resumed_from, say=s.say)
     # As images are, else a GPU turns the weights with each step. On a CPU it is a tenth of a step in bfloat16.
     detector = detector.to(s.accelerator.device, memory_format=torch.channels_last)
     if detector.fixed_size:
@@ -364,7 +364,7 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
     for note in (*changed, *notes):
         s.say(str(note))
     _record(s, t, table, settings, changed)
-    for note in run_on_main(lambda: _mend_rows(s)) if checkpoint is not None else []:
+    for note in run_on_main(lambda: _repair_rows(s)) if checkpoint is not None else []:
         s.say(note)
     writer = RunWriter(
         s.folder, trackers=tracker_names(run.tracker), about=_about(run, settings, t.best.metric),
@@ -403,11 +403,11 @@ def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
     return in_force(asked, found), found
 
 
-def _mend_rows(s: Session) -> list[str]:
+def _repair_rows(s: Session) -> list[str]:
     """Rows of this folder that the checkpoint counts and that are not there; another folder's are not looked for."""
     if s.checkpoint.path.resolve().parent != (s.folder / "checkpoints").resolve():
         return []
-    return mend_rows(s.folder / "metrics.jsonl", s.checkpoint.state["writer"]["rows"], more=s.config.run.eval_only)
+    return repair_rows(s.folder / "metrics.jsonl", s.checkpoint.state["writer"]["rows"], more=s.config.run.eval_only)
 
 
 def _resolved(config: Any, detector: Detector) -> dict:
@@ -434,7 +434,7 @@ def _record(s: Session, t: Training, table: DetectionTable, settings: dict, chan
           f"{data[name]['images']:,} images, {data[name]['boxes']:,} boxes")  # fmt: skip
     s.lock.keep = True
     if s.is_main:
-        keep_drafts(s.drafts, s.folder)
+        keep_staged(s.staging, s.folder)
         place = s.folder / CONFIG if s.status.begun else next_config(s.folder)
         remarks = []
         if s.checkpoint is not None or place.name != CONFIG:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from toolkit.batch import Batch
 from toolkit.data.batches import windows
 from toolkit.data.mixed_dataset import MixedDataset
+from toolkit.data.prefetch import Prefetcher
 from toolkit.data.sampling import EpochSampler, accumulation_at
-from toolkit.data.sent_ahead import SentAhead
 from toolkit.distributed import agree_max, broadcast_object, seed_step
 from toolkit.errors import BadInput, Preempted
 from toolkit.log import Log
@@ -105,7 +105,7 @@ class Training:
         self.guard.watch(self.detector)
         self._broken: list[str] = []
         self._warned: set[str] = set()
-        self._ahead = SentAhead(self.accelerator.device)
+        self._ahead = Prefetcher(self.accelerator.device)
         self._part = 0  # of the state, the one to look at next
         self._sums: dict[str, Tensor] = {}
         self._unknown: list[str] = []

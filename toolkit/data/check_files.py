@@ -13,7 +13,16 @@ from tqdm import tqdm
 from toolkit.data.annotations import ImageRow
 from toolkit.data.checks import Checked, unsafe_file_name
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_file
-from toolkit.data.places import Places, Stored, digest_of, is_there, names_in, parts_of, size_of, watched_of
+from toolkit.data.image_sources import (
+    ImageSources,
+    Stored,
+    digest_of,
+    is_there,
+    names_in,
+    parts_of,
+    size_of,
+    watched_of,
+)
 from toolkit.data.table import Problem
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS, usable_cores
@@ -30,7 +39,7 @@ TAIL = {"JPEG": (b"\xff\xd9", 1024), "PNG": (b"IEND", 64)}  # end marker, and ho
 def check_image_files(
     rows: Sequence[ImageRow],
     listed: Set[str],
-    image_root: Path | Places,
+    image_root: Path | ImageSources,
     check_images: bool | str,
     max_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[list[Problem], dict[str, str]]:
@@ -53,7 +62,7 @@ def check_image_files(
     return problems, {place: digest_of(place) for place in watched_of(image_root, folders)}
 
 
-def depth(check_images: bool | str, count: int, image_root: Path | Places) -> tuple[bool, list[Problem]]:
+def depth(check_images: bool | str, count: int, image_root: Path | ImageSources) -> tuple[bool, list[Problem]]:
     """Whether each of `count` images is decoded, and a note where that was not asked for and is not done."""
     full = check_images == "full" or (check_images is True and count <= FULL_CHECK_LIMIT)
     message = f"{count} images: headers and end markers checked, pixels not decoded"
@@ -61,7 +70,7 @@ def depth(check_images: bool | str, count: int, image_root: Path | Places) -> tu
 
 
 def image_checker(
-    image_root: Path | Places, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
+    image_root: Path | ImageSources, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> Callable[[ImageRow], list[Problem]]:
     """What gives the problems of a row's file: there, once, inside its folder, and what `check_image` finds."""
     parts = parts_of(image_root)
@@ -84,14 +93,14 @@ def image_checker(
     return check
 
 
-def waits_for(image_root: Path | Places) -> int | None:
+def waits_for(image_root: Path | ImageSources) -> int | None:
     """Threads that checking should have: many where each waits for an answer of a storage; None: one for each core."""
     return REMOTE_THREADS if any(part.remote for part in parts_of(image_root)) else None
 
 
 def with_good_files(
     checked: Checked,
-    image_root: Path | Places,
+    image_root: Path | ImageSources,
     check_images: bool | str,
     max_pixels: int = MAX_IMAGE_PIXELS,
     listed: Set[str] = frozenset(),
@@ -179,20 +188,20 @@ def _ends(source: Path | bytes, marker: bytes, reach: int) -> bool:
         return marker in file.read()
 
 
-def unlisted_files(image_root: Path | Places, folders: Iterable[str], listed: Set[str]) -> list[Problem]:
+def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], listed: Set[str]) -> list[Problem]:
     """Image files beside listed ones that no record names: one warning each, or one for all when there are many."""
     listed = {os.path.normpath(name) for name in listed}
     names = [name for name in image_names(image_root, folders) if name not in listed]
     return unlisted_problems(image_root, names)
 
 
-def image_names(image_root: Path | Places, folders: Iterable[str]) -> Iterator[str]:
+def image_names(image_root: Path | ImageSources, folders: Iterable[str]) -> Iterator[str]:
     """Names of the files in these folders of a root that are called like images."""
     return (name for folder in folders for name in names_in(image_root, folder)
             if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)  # fmt: skip
 
 
-def unlisted_problems(image_root: Path | Places, names: Sequence[str]) -> list[Problem]:
+def unlisted_problems(image_root: Path | ImageSources, names: Sequence[str]) -> list[Problem]:
     """Warnings for image files that no record names."""
     if len(names) <= UNLISTED_NAMED:
         return [Problem("warning", name, None, None, f"file {UNLISTED}") for name in names]

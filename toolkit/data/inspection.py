@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.boxes import Boxes, common_and_union
-from toolkit.data.alike import Looks, alike_pairs, looks_of, same_files
 from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.formats import coco_folder
 from toolkit.data.formats.annotated import names_by_content
+from toolkit.data.near_duplicates import Looks, alike_pairs, looks_of, same_files
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cache_root, write_table
 

@@ -9,8 +9,8 @@ import torch
 
 from toolkit.data.batches import make_loader
 from toolkit.data.dataset import DetectionDataset
+from toolkit.data.image_sources import ImageSources, Shards
 from toolkit.data.mixed_dataset import MixedDataset
-from toolkit.data.places import Places, Shards
 from toolkit.data.sampling import EpochSampler, EvalSampler, aspect_ratio_groups, repeat_factors
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import (
@@ -314,7 +314,7 @@ def _check_transform(recipe: str, scales: Sequence[int], random_crop: bool, zoom
 def blocks_of(table: DetectionTable) -> np.ndarray | None:
     """(len,) int64: number of the row group of each image; None where images are not read by row groups."""
     root = table.image_root
-    if not isinstance(root, Places) or not isinstance(root.parts[0], Shards):
+    if not isinstance(root, ImageSources) or not isinstance(root.parts[0], Shards):
         return None
     groups = pc.replace_substring_regex(table.rows["file_name"], "/[0-9]+$", "").combine_chunks().dictionary_encode()
     return groups.indices.to_numpy(zero_copy_only=False).astype(np.int64)

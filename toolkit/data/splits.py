@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.data.alike import VERSION, held_out, looks_of
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import recognise, split_in
+from toolkit.data.near_duplicates import VERSION, held_out, looks_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, open_table, write_selection
 from toolkit.distributed import first_on_each_machine, run_on_main
@@ -125,7 +125,7 @@ def share_that_came_out(held: int, images: int, share: float) -> str:
 def hold_out(
     table: DetectionTable, share: float, cache_dir: str | Path | None = None
 ) -> tuple[DetectionTable, DetectionTable]:
-    """(rest, about `share` of a table), cached. Images that look alike stay together; see `toolkit.data.alike`."""
+    """(rest, about `share` of a table), cached. Near duplicates stay together; see `toolkit.data.near_duplicates`."""
     kept = []
     files = [cache_root(cache_dir) / "tables" / f"{table.fingerprint}-{share:g}-{part}-{VERSION}.json"
              for part in ("rest", "held")]  # fmt: skip

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from toolkit.boxes import Boxes, Relations, offsets_of
 from toolkit.data.annotations import ImageRow
-from toolkit.data.places import Places, Stored
+from toolkit.data.image_sources import ImageSources, Stored
 from toolkit.files import MAX_IMAGE_PIXELS
 from toolkit.text import shown
 
@@ -102,7 +102,7 @@ class DetectionTable:
         `relations {subject, object, predicate}` (rows of the image's objects and of `predicates`). Where there are
         `attributes`, `objects` has that column too: ids from 1, a fixed number for each object, 0 after the last.
     attributes: names in the order of their ids; none: the data name none, and there is no such column.
-    image_root: what `file_name` is relative to (`toolkit.data.places`); None when the images are embedded.
+    image_root: what `file_name` is relative to (`toolkit.data.image_sources`); None when the images are embedded.
     problems: what validation found and repaired or dropped.
     fingerprint: hash of rows and categories, whatever folder they were read from.
     max_image_pixels: of an image, for `decode_image`.
@@ -112,7 +112,7 @@ class DetectionTable:
     categories: tuple[Category, ...]
     predicates: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
-    image_root: Path | Places | None = None
+    image_root: Path | ImageSources | None = None
     problems: list[Problem] = field(default_factory=list)
     name: str = ""
     fingerprint: str = ""

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from toolkit.boxes import Boxes, Relations, offsets_of
 from toolkit.data.annotations import ImageRow
-from toolkit.data.places import Places, digest_of, open_places
+from toolkit.data.image_sources import ImageSources, digest_of, open_sources
 from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Category, DetectionTable, Problem
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS, write_json
@@ -105,7 +105,7 @@ def write_table(
     predicates: Sequence[str] = (),
     attributes: Sequence[str] = (),
     encoded: Iterable[bytes] | None = None,
-    image_root: Path | Places | None = None,
+    image_root: Path | ImageSources | None = None,
     problems: Sequence[Problem] = (),
     name: str = "",
     checked: Mapping[str, str] | None = None,
@@ -118,7 +118,7 @@ def write_table(
     Args:
         boxes, relations: of the images, in their order; `boxes.extra["attributes"]` (N, A) with `attributes`.
         encoded: the images themselves, where the table is to hold them.
-        checked: digests of places (`toolkit.data.places.digest_of`) by which the cache is known to hold still.
+        checked: digests of places (`toolkit.data.image_sources.digest_of`) by which the cache is known to hold still.
     """
     if attributes and "attributes" not in boxes.extra:
         boxes = dataclasses.replace(boxes, extra={"attributes": np.zeros((len(boxes), 1), np.int64)})
@@ -207,15 +207,15 @@ def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
         categories=tuple(Category(*category) for category in info["categories"]),
         predicates=tuple(info["predicates"]),
         attributes=tuple(info["attributes"]),
-        image_root=open_places(root) if isinstance(root := info["image_root"], list) else root and Path(root),
+        image_root=open_sources(root) if isinstance(root := info["image_root"], list) else root and Path(root),
         problems=[Problem(*problem) for problem in info["problems"]],
         name=info["name"],
         fingerprint=info["fingerprint"],
     )
 
 
-def _root_as_json(root: Path | Places | None) -> str | list[str] | None:
-    return root.specs() if isinstance(root, Places) else root and str(root)
+def _root_as_json(root: Path | ImageSources | None) -> str | list[str] | None:
+    return root.specs() if isinstance(root, ImageSources) else root and str(root)
 
 
 def _schema(string_ids: bool, embedded: bool, attribute_columns: int) -> pa.Schema:

@@ -119,7 +119,7 @@ def mark_best(path: Path) -> None:
     _point(Path(path).parent / "best", Path(path))
 
 
-def mend_latest(resumed: Path) -> None:
+def repair_latest(resumed: Path) -> None:
     """Points `latest` beside the checkpoint `resumed` at it where the link is gone or leads to a broken one.
 
     Raises:

@@ -23,7 +23,7 @@ from toolkit.files import replace_nonfinite, usable_cores, write_json_atomic, wr
 from toolkit.runs.lock import FolderLock
 from toolkit.runs.status import _now, holds_a_run
 
-DRAFTS = ".tmp-start"
+STAGING = ".tmp-start"
 PACKAGES = ("torch", "torchvision", "accelerate", "transformers", "timm", "datasets", "wandb", "pycocotools",
             "jsonargparse", "safetensors", "scipy", "numpy", "tensorboard")  # fmt: skip
 
@@ -66,10 +66,10 @@ def prepare_run_folder(
 
 
 @contextmanager
-def drafts(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
+def staging(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
     """Where a start writes until everything was accepted: the run folder where no run has begun in it, else a folder
-    inside, gone at the end, so that a start which is refused changes nothing of an earlier one. See `keep_drafts`."""
-    place = folder if is_new else folder / DRAFTS
+    inside, gone at the end, so that a start which is refused changes nothing of an earlier one. See `keep_staged`."""
+    place = folder if is_new else folder / STAGING
     if is_main and place != folder:
         shutil.rmtree(place, ignore_errors=True)  # left by a start that was killed
         place.mkdir()
@@ -80,8 +80,8 @@ def drafts(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def keep_drafts(place: Path, folder: Path) -> None:
-    """Moves what was drafted into the run folder, over files of the same names."""
+def keep_staged(place: Path, folder: Path) -> None:
+    """Moves what was staged into the run folder, over files of the same names."""
     for path in sorted(place.iterdir()) if place != folder else ():
         os.replace(path, folder / path.name)
 

@@ -56,7 +56,7 @@ class MetricsLog:
         self._file.close()
 
 
-def mend_rows(path: Path, rows: int, more: bool = False) -> list[str]:
+def repair_rows(path: Path, rows: int, more: bool = False) -> list[str]:
     """Makes `metrics.jsonl` readable again for a run that goes on from a checkpoint; the main process calls it.
 
     A damaged file is kept beside it as `metrics.jsonl.damaged`; a torn last line, which a kill leaves, is no damage.

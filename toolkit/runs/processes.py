@@ -21,7 +21,7 @@ from toolkit.runs.launcher import asked_precision, find_launch
 # file system may delay some; without it nobody says that one will never come.
 MEET_S = {"alone": 60, "launcher": 600}
 # Then the main process reads and checks all images of a data set while the others wait. A process that fails is
-# noticed otherwise: `toolkit.runs.lifeline`.
+# noticed otherwise: `toolkit.runs.watchdog`.
 PREPARE_MIN = 120.0
 
 

@@ -136,6 +136,6 @@ def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling:
 
 @torch.no_grad()
 def _chosen(predicates: Tensor, left_out: Tensor, count: int, hardest: bool) -> Tensor:
-    """Places of `count` entries among those that are not left out: of highest score, or random ones."""
+    """ImageSources of `count` entries among those that are not left out: of highest score, or random ones."""
     scores = predicates if hardest else torch.rand_like(predicates)
     return scores.masked_fill(left_out, -torch.inf).flatten().topk(count).indices

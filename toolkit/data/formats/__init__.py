@@ -36,7 +36,7 @@ def open_dataset(
         "test"; "train:50" and "val:50" count 50 validation images instead of the published 5000 and 1000.
         A folder or a CSV file stands for its one split, or for its training data.
     path: folder of any format of `toolkit.data.formats.folders`; `source` is then the name of a split.
-    image_dir: folder of the images, or several, or archives; see `toolkit.data.places`.
+    image_dir: folder of the images, or several, or archives; see `toolkit.data.image_sources`.
     format: "auto" goes by `path`, by `name` and by the suffix of `source`. With `path` "shapes" means "auto".
     on_error, cache_dir, check_images, max_image_pixels: as in `read_coco`.
     streaming: leave the images in the Parquet files of a `datasets` data set; see `read_shards`.

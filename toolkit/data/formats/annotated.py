@@ -15,7 +15,7 @@ from toolkit.data.annotations import Annotations, ImageRow
 from toolkit.data.check_files import check_image_files, image_names, parallel, waits_for
 from toolkit.data.checks import check
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, probe_image, read_file
-from toolkit.data.places import Places, digest_of
+from toolkit.data.image_sources import ImageSources, digest_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
@@ -41,7 +41,7 @@ class Listing:
     watched: files and folders whose change makes the cached table stale; listed: images of the other splits too.
     """
 
-    image_root: Path | Places
+    image_root: Path | ImageSources
     images: list[ImageRow]
     classes: list[tuple[int, str]]
     watched: list[Path]
@@ -103,7 +103,7 @@ def ordered(splits: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(splits), key=lambda name: (order.index(name) if name in order else len(order), name)))
 
 
-def images_in(root: Path | Places) -> list[str]:
+def images_in(root: Path | ImageSources) -> list[str]:
     """Names of the image files directly in a root, sorted; none where it is not there."""
     return sorted(image_names(root, [""]))
 

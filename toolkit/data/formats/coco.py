@@ -13,7 +13,7 @@ from toolkit.data.annotations import Annotations, ImageRow, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
-from toolkit.data.places import Places, open_places
+from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.data.table_cache import cached_table, file_digest, write_table
 from toolkit.errors import BadInput
@@ -28,7 +28,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 def read_coco(
     annotation_file: str | Path,
-    image_dir: str | Path | Sequence[str] | Places | None = None,
+    image_dir: str | Path | Sequence[str] | ImageSources | None = None,
     *,
     on_error: str = "raise",
     cache_dir: str | Path | None = None,
@@ -38,7 +38,7 @@ def read_coco(
 ) -> DetectionTable:
     """Reads a COCO `instances` file (polygons and masks are not kept) into a memory-mapped DetectionTable.
 
-    image_dir: what `file_name` is relative to, as `open_places` takes it; None looks near the annotation file.
+    image_dir: what `file_name` is relative to, as `open_sources` takes it; None looks near the annotation file.
     on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
     check_images: True, "full" (decode each), "header", or False (the files are not looked at).
     max_image_pixels: an image with more of them cannot be used, and is refused before it is decoded.
@@ -53,7 +53,7 @@ def read_coco(
     if check_images not in (True, False, "full", "header"):
         raise BadInput(f"check_images is {check_images!r}; expected True, False, 'full' or 'header'")
     file = Path(annotation_file).expanduser()
-    image_dir = open_places(image_dir)
+    image_dir = open_sources(image_dir)
     place = f"in {image_dir.resolve()}" if image_dir else f"near {file.resolve()}"
     return cached_table(
         ["coco", check_images, place, file_digest(file)],
@@ -156,7 +156,7 @@ def _results(labelled: LabelledImages) -> str:
 
 
 def _read(
-    file: Path, image_dir: Places | None, check_images: bool | str, max_pixels: int, cache_file: Path,
+    file: Path, image_dir: ImageSources | None, check_images: bool | str, max_pixels: int, cache_file: Path,
     siblings: Sequence[Path],
 ) -> DetectionTable:
     with uncollected():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit.data.formats.annotated import ALL, copy_images, file_names, ordered, split_of
 from toolkit.data.formats.coco import read_coco, write_coco
-from toolkit.data.places import Places
+from toolkit.data.image_sources import ImageSources
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 
@@ -21,7 +21,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return ordered(_files(Path(folder))) or None
 
 
-def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
     """One split, by `read_coco`; the folder of the images is looked for near the annotation file."""
     files = _files(Path(folder))
     if split not in files:

@@ -20,7 +20,7 @@ from toolkit.data.formats.annotated import (
     sorted_classes,
     split_of,
 )
-from toolkit.data.places import Places, is_there
+from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.errors import BadInput
 
@@ -76,7 +76,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return (ALL,)
 
 
-def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
     """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
     Corners are `x1, y1, x2, y2`, or `x, y, w, h`, in pixels; a row without numbers is an image without objects. Where
@@ -176,7 +176,7 @@ def _load(path: Path) -> tuple[dict[str, int], list[list[str]]]:
     return columns, rows if "headerless" in columns else rows[1:]
 
 
-def _listing(folder: Path, split: str, image_dir: Path | Places | None) -> Listing:
+def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) -> Listing:
     tables = _tables(folder)
     names: set[str] = set()
     chosen, listed = [], set()
@@ -197,7 +197,11 @@ def _listing(folder: Path, split: str, image_dir: Path | Places | None) -> Listi
 
 
 def _found(
-    chosen: Sequence[tuple], root: Path | Places, classes: list[tuple[int, str]], watched: list[Path], listed: set[str]
+    chosen: Sequence[tuple],
+    root: Path | ImageSources,
+    classes: list[tuple[int, str]],
+    watched: list[Path],
+    listed: set[str],
 ) -> Listing:
     boxes: Mapping[str, list[tuple]] = defaultdict(list)
     sizes, problems, shares = {}, [], _are_fractions(chosen)
@@ -240,7 +244,7 @@ def _are_fractions(chosen: Sequence[tuple]) -> bool:
     return bool(values) and all(0 <= value <= 1 for value in values) and any(value % 1 for value in values)
 
 
-def _found_name(root: Path | Places, name: str) -> str:
+def _found_name(root: Path | ImageSources, name: str) -> str:
     """The name with a suffix, where the table leaves it away, or by its last part, where its path is of elsewhere."""
     tail = name.rsplit("/", 1)[-1]
     for suffix in ("", ".jpg", ".jpeg", ".png"):

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from toolkit.data.formats import coco_folder, csv, hub_folder, voc, yolo
 from toolkit.data.formats.annotated import ALL, split_of
-from toolkit.data.places import open_places
+from toolkit.data.image_sources import open_sources
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
 
@@ -88,7 +88,7 @@ def open_folder(
     wanted = split_in(found, split)
     if options.get("streaming", False) and found.format != "hub":
         raise BadInput(f"{found}; {NOT_STREAMED}")
-    return FOLDERS[found.format].read(found.path, wanted, image_dir=open_places(image_dir), **options)
+    return FOLDERS[found.format].read(found.path, wanted, image_dir=open_sources(image_dir), **options)
 
 
 def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.data.formats.annotated import SPLIT_NAMES, ordered, split_of
-from toolkit.data.places import Places, size_of
+from toolkit.data.image_sources import ImageSources, size_of
 from toolkit.data.table import DetectionTable, LabelledImages
 
 TITLE = "datasets"
@@ -20,7 +20,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return ordered(split_of(name) or name for name in names) if names else None
 
 
-def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
     """One split; `image_dir` means nothing here, since the images are in the data."""
     from toolkit.data.formats.hub_shards import open_hub
 

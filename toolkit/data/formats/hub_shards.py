@@ -10,7 +10,7 @@ from datasets.exceptions import DatasetsError
 from toolkit.data.annotations import Annotations
 from toolkit.data.checks import check
 from toolkit.data.formats.hub import Columns, add_row, columns_of, numbered, read_hub, unreachable
-from toolkit.data.places import Places, Shards, open_shard
+from toolkit.data.image_sources import ImageSources, Shards, open_shard
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
@@ -98,7 +98,7 @@ def _read(
     good = check(found, source, max_pixels)
     return write_table(
         good.images, good.boxes, cache_file=cache_file, categories=good.categories, problems=good.problems,
-        name=source, image_root=Places([Shards(columns.image, root)]),
+        name=source, image_root=ImageSources([Shards(columns.image, root)]),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from toolkit.data.formats.annotated import (
     sorted_classes,
     split_of,
 )
-from toolkit.data.places import Places, open_places, watched_of
+from toolkit.data.image_sources import ImageSources, open_sources, watched_of
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.errors import BadInput
 from toolkit.files import distinct, without_suffix
@@ -74,7 +74,7 @@ def folders_with_annotations(folder: Path) -> list[Path]:
     return found
 
 
-def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
     """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
     Boxes are taken as they stand, xmin to xmax and ymin to ymax, as annotation tools write them; in files of the VOC
@@ -192,7 +192,7 @@ def _image_sets(folder: Path) -> dict[str, Path]:
     return {}
 
 
-def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | Places | None) -> Listing:
+def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | ImageSources | None) -> Listing:
     """A split of all data sets that have it; classes are those of all of them."""
     parsed: dict[Path, dict[Path, dict[str, _Parsed | str]]] = {}
     for each in data_sets:
@@ -210,7 +210,7 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
     roots, parts_images, watched, listed, more = zip(*parts, strict=True)
     images = list(chain(*parts_images))
     found = Listing(
-        roots[0] if len(roots) == 1 else image_dir or open_places(roots),
+        roots[0] if len(roots) == 1 else image_dir or open_sources(roots),
         [ImageRow(number, *image[:3]) for number, image in enumerate(images, start=1)],
         classes,
         [*chain(*parsed.values()), *class_files, *chain(*watched)],
@@ -223,7 +223,7 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
     return found
 
 
-def _part(folder: Path, split: str, parsed: dict[Path, dict], image_dir: Path | Places | None) -> tuple:
+def _part(folder: Path, split: str, parsed: dict[Path, dict], image_dir: Path | ImageSources | None) -> tuple:
     """(root of the images, images, watched, listed, problems) of the split of one data set.
 
     parsed: its folders of XML files and what stands in them.

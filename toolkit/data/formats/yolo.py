@@ -19,7 +19,7 @@ from toolkit.data.formats.annotated import (
     open_annotated,
     ordered,
 )
-from toolkit.data.places import Places
+from toolkit.data.image_sources import ImageSources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.errors import BadInput
 from toolkit.files import without_suffix
@@ -46,7 +46,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return (ALL,) if _plain_folders(folder, ALL) else None
 
 
-def read(folder: Path, split: str, *, image_dir: Path | Places | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
     """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
     The text file of an image lies where its path says `labels` instead of `images`, or beside it; an image without
@@ -208,8 +208,8 @@ def _labels_of(image: Path) -> list[Path]:
     return [*found, image.with_suffix(".txt"), image.parent / LABEL_FOLDER / image.with_suffix(".txt").name]
 
 
-def _listing(folder: Path, split: str, image_dir: Path | Places | None) -> Listing:
-    if isinstance(image_dir, Places):
+def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) -> Listing:
+    if isinstance(image_dir, ImageSources):
         raise BadInput(f"{image_dir}: YOLO data are listed by their image files; give one folder (data.image_dir)")
     files, watched, settings = _images(folder, split)
     if not files:

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations
-from toolkit.data.places import Places
+from toolkit.data.image_sources import ImageSources
 from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
 
 NUM_VAL_IMAGES = 5000
@@ -16,7 +16,7 @@ def files_of(folder: Path, split: str) -> list[Path]:
     return [folder / "train_sceneGraphs.json", *([folder / "val_sceneGraphs.json"] if split == "test" else [])]
 
 
-def annotations_of(files: list[Path], images: Path | Places, split: str, num_val: int) -> Annotations:
+def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
     """Images, boxes and relations; classes and predicates in the order of how often training has them.
 
     test: the images of the validation file; val: the first `num_val` of the training file; train: its others. Other

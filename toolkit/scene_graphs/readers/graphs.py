@@ -7,7 +7,7 @@ from pathlib import Path
 from toolkit.data.annotations import Annotations
 from toolkit.data.check_files import with_good_files
 from toolkit.data.checks import Checked, check
-from toolkit.data.places import Places, open_places
+from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cached_table, file_digest, write_table
 from toolkit.errors import BadInput
@@ -16,7 +16,7 @@ from toolkit.files import MAX_IMAGE_PIXELS
 
 def read_graphs(
     files: Sequence[Path],
-    read: Callable[[Path | Places], Annotations | Checked],
+    read: Callable[[Path | ImageSources], Annotations | Checked],
     image_dir: str | Path | Sequence[str],
     what: str,
     *,
@@ -40,7 +40,7 @@ def read_graphs(
     """
     if missing := [f"{file}: no such annotation file" for file in files if not file.is_file()]:
         raise BadInput(missing)
-    places, name = open_places(image_dir, must_exist=bool(check_images)), f"{files[0]} {what}"
+    places, name = open_sources(image_dir, must_exist=bool(check_images)), f"{files[0]} {what}"
 
     def make(cache_file: Path) -> DetectionTable:
         found = read(places)

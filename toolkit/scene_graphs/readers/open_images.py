@@ -5,7 +5,7 @@
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations
-from toolkit.data.places import Places
+from toolkit.data.image_sources import ImageSources
 from toolkit.errors import BadInput
 from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
 
@@ -16,7 +16,7 @@ def files_of(folder: Path, split: str) -> list[Path]:
     return [folder / f"vrd-{split}-anno.json", folder / "categories_dict.json"]
 
 
-def annotations_of(files: list[Path], images: Path | Places, split: str, num_val: None) -> Annotations:
+def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: None) -> Annotations:
     """Images, boxes and relations."""
     entries, names = read_json(files[0], list), read_json(files[1], dict)
     found = empty_graphs(names["obj"], names["rel"])

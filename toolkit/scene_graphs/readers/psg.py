@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations
-from toolkit.data.places import Places
+from toolkit.data.image_sources import ImageSources
 from toolkit.errors import BadInput
 from toolkit.scene_graphs.readers.graphs import empty_graphs, read_json
 
@@ -23,7 +23,7 @@ def _checked(file: Path) -> dict:
     return document
 
 
-def annotations_of(files: list[Path], images: Path | Places, split: str, num_val: int) -> Annotations:
+def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
     """The images of one split with their relations; category ids stay 0-based, as in the file.
 
     test: the images of `test_image_ids`; val: the first `num_val` of the others; train: the rest.

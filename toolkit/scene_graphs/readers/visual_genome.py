@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from toolkit.data.checks import Checked
-from toolkit.data.places import Places, is_there
+from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.table import Category, DetectionTable, Problem
 from toolkit.data.table_cache import columns_of_rows
 from toolkit.errors import BadInput
@@ -112,7 +112,7 @@ def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]
     return names[0], names[1], names[2]
 
 
-def load_image_list(image_data_file: str | Path, image_dir: Path | Places, num_images: int) -> list[dict]:
+def load_image_list(image_data_file: str | Path, image_dir: Path | ImageSources, num_images: int) -> list[dict]:
     """The entries {image_id, width, height} of image_data.json that the rows of the HDF5 file stand for, in order.
 
     The four corrupted images are left out. If the count still differs from `num_images`, the images without a file
@@ -173,13 +173,13 @@ def read_visual_genome(
     if missing := [f"{file}: no such file" for file in files if not file.is_file()]:
         raise BadInput(missing)
 
-    def read(images: Path | Places) -> Checked:
+    def read(images: Path | ImageSources) -> Checked:
         return _checked(load_graphs(files[0], *options), files, images, split)
 
     return read_graphs(files, read, image_dir, split, key=["visual_genome", *options], **checking)
 
 
-def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | Places, split: str) -> Checked:
+def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSources, split: str) -> Checked:
     classes, predicates, attributes = load_names(files[1])
     with h5py.File(files[0], "r") as h5:
         images = load_image_list(files[2], image_dir, len(h5["split"]))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from toolkit.data.annotations import Annotations
 from toolkit.data.decoding import ImageError, probe_image
-from toolkit.data.places import Places
+from toolkit.data.image_sources import ImageSources
 from toolkit.errors import BadInput
 from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
 
@@ -17,7 +17,7 @@ def files_of(folder: Path, split: str) -> list[Path]:
     return [folder / name for name in (annotations, "objects.json", "predicates.json")]
 
 
-def annotations_of(files: list[Path], images: Path | Places, split: str, num_val: int) -> Annotations:
+def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
     """Images, boxes and relations. An object that several relations name, by box and class, is one.
 
     test: the images of the test file; val: the first `num_val` of the training file; train: its others. The file does

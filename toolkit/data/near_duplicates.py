@@ -20,7 +20,7 @@ import torch
 
 from toolkit.data.check_files import parallel, waits_for
 from toolkit.data.decoding import ImageError, decode_image
-from toolkit.data.places import Stored
+from toolkit.data.image_sources import Stored
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root
 from toolkit.errors import BadInput

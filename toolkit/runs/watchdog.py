@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
 
-PORT = "DETECTION_TOOLKIT_LIFELINE_PORT"  # variable: of the main machine, where the others connect; else any free one
+PORT = "DETECTION_TOOLKIT_WATCHDOG_PORT"  # variable: of the main machine, where the others connect; else any free one
 GRACE_S = 20.0  # for a process to end by itself, before it is ended, once another one has failed
 CONNECT_S = 30.0
 LEAVE_S = 40.0
@@ -40,7 +40,7 @@ class Hanging(FailedElsewhere):
 
 
 @contextmanager
-def lifeline(record: Callable[[str, str], None], grace_s: float = GRACE_S) -> Iterator[None]:
+def watchdog(record: Callable[[str, str], None], grace_s: float = GRACE_S) -> Iterator[None]:
     """While the block runs: if one process fails, all end within about `grace_s`, and raise or print the first cause.
 
     Args:
@@ -106,7 +106,7 @@ class _Watch:
                 listener.close()
         for peer in self.peers:
             _keep_alive(peer)
-        threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
+        threading.Thread(target=self._listen, name="watchdog", daemon=True).start()
 
     def _accept(self, listener: socket.socket, token: str) -> None:
         until = time.monotonic() + CONNECT_S

@@ -1,6 +1,6 @@
 """A process that fails ends the others within a minute, and the main process knows the first cause.
 
-    python -m pytest tests/test_lifeline.py
+    python -m pytest tests/test_watchdog.py
 """
 
 import json
@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from toolkit.distributed import all_reduce, world
 from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
-from toolkit.runs import lifeline as lifeline_module
-from toolkit.runs.lifeline import PORT, lifeline
+from toolkit.runs import watchdog as watchdog_module
 from toolkit.runs.processes import start_accelerator, wait_at_most
+from toolkit.runs.watchdog import PORT, watchdog
 
-multiprocessing.set_forkserver_preload(["torch", "accelerate", "toolkit.runs.processes", "toolkit.runs.lifeline"])
+multiprocessing.set_forkserver_preload(["torch", "accelerate", "toolkit.runs.processes", "toolkit.runs.watchdog"])
 SLOW_S = 600  # what a process does that never notices by itself
 
 
@@ -36,11 +36,11 @@ def fail(how):
            "signal": Preempted("SIGTERM")}[how]  # fmt: skip
 
 
-def rank_of(rank, size, port, failing, how, others, folder, grace_s, lifeline_port):
+def rank_of(rank, size, port, failing, how, others, folder, grace_s, watchdog_port):
     """One process of a run: the failing one fails, the others wait in a collective or are busy elsewhere."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
                    "LOCAL_WORLD_SIZE": str(size), "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-                   "OMP_NUM_THREADS": "1", PORT: lifeline_port}  # fmt: skip
+                   "OMP_NUM_THREADS": "1", PORT: watchdog_port}  # fmt: skip
     torch.set_num_threads(1)
     accelerator = start_accelerator(None)
     if how == "hangs":
@@ -52,7 +52,7 @@ def rank_of(rank, size, port, failing, how, others, folder, grace_s, lifeline_po
         Path(folder, str(rank)).write_text(json.dumps([state, reason]))
 
     try:
-        with lifeline(record, grace_s):
+        with watchdog(record, grace_s):
             all_reduce(torch.ones(1))
             if rank == failing:
                 time.sleep(SLOW_S if how == "hangs" else 0.5)
@@ -70,8 +70,8 @@ def rank_of(rank, size, port, failing, how, others, folder, grace_s, lifeline_po
 def ended(folder, failing, how, others, size=2, grace_s=2.0):
     """(exit codes, what each rank recorded)."""
     context = multiprocessing.get_context("forkserver")
-    port, lifeline_port = free_port(), os.environ.get(PORT, "")  # the fork server has the variables of its own start
-    ranks = [context.Process(target=rank_of, args=(r, size, port, failing, how, others, folder, grace_s, lifeline_port))
+    port, watchdog_port = free_port(), os.environ.get(PORT, "")  # the fork server has the variables of its own start
+    ranks = [context.Process(target=rank_of, args=(r, size, port, failing, how, others, folder, grace_s, watchdog_port))
              for r in range(size)]  # fmt: skip
     began = time.monotonic()
     for process in ranks:
@@ -136,7 +136,7 @@ def test_the_port_is_the_one_that_is_given(tmp_path, monkeypatch):
     """Where a firewall lets through what it was told. One that is taken ends all processes with one sentence."""
     port = free_port()
     monkeypatch.setenv(PORT, str(port))
-    server = lifeline_module._server(str(port), 1)
+    server = watchdog_module._server(str(port), 1)
     assert server.getsockname()[1] == port
     codes, words = ended(tmp_path, None, "done", "waiting")
     server.close()
@@ -144,11 +144,11 @@ def test_the_port_is_the_one_that_is_given(tmp_path, monkeypatch):
     assert all(f"{PORT} is {port}" in word[1] and "already in use" in word[1] for word in words.values())
     for wrong in ("http", "65536", "-1"):
         with pytest.raises(BadInput, match=f"{PORT} is {wrong}.*from 1 to 65535"):
-            lifeline_module._server(wrong, 1)
+            watchdog_module._server(wrong, 1)
 
 
 def test_one_process_needs_none():
-    with lifeline(lambda *_: None):
+    with watchdog(lambda *_: None):
         pass
 
 

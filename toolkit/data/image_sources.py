@@ -1,9 +1,10 @@
 """Where image files lie: in a folder, in several, in zip and tar archives left as they are, in object storage, in
 Parquet files.
 
-A single folder is a `Path`; anything else is `Places`. Both give what `decode_image` takes by `root / file_name`: the
-path of a file, or a `Stored` one. Archives and storage are listed once in a process; each read opens the archive anew,
-so that threads and forked or spawned workers have nothing in common that could be in another's way.
+A single folder is a `Path`; anything else is `ImageSources`. Both give what `decode_image` takes by
+`root / file_name`: the path of a file, or a `Stored` one. Archives and storage are listed once in a process; each read
+opens the archive anew, so that threads and forked or spawned workers have nothing in common that could be in another's
+way.
 """
 
 import errno
@@ -35,7 +36,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, lengths
 class Stored:
     """A file that has no path of its own. size: bytes; stamp: changes when the content does."""
 
-    place: "Archive | Storage | Places | Shards"
+    place: "Archive | Storage | ImageSources | Shards"
     name: str
     size: int = 0
     stamp: str = ""
@@ -251,7 +252,7 @@ def _row_group(process: int, url: str, group: int, column: str) -> pa.Array:
     return images.field("bytes") if pa.types.is_struct(images.type) else images
 
 
-class Places:
+class ImageSources:
     """Several places, or one that is no folder, in the order in which a file is looked for."""
 
     def __init__(self, parts: Sequence[Folder | Archive | Storage | Shards]):
@@ -267,26 +268,26 @@ class Places:
         """Of a file that none of the places holds. Raises FileNotFoundError."""
         raise FileNotFoundError(errno.ENOENT, f"image file not found in any of {self}", str(self))
 
-    def resolve(self) -> "Places":
+    def resolve(self) -> "ImageSources":
         return self
 
     def specs(self) -> list[str]:
-        """What `open_places` opens again."""
+        """What `open_sources` opens again."""
         return [str(part) for part in self.parts]
 
     def __str__(self) -> str:
         return ", ".join(self.specs())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Places) and other.specs() == self.specs()
+        return isinstance(other, ImageSources) and other.specs() == self.specs()
 
     def __hash__(self) -> int:
         return hash(tuple(self.specs()))
 
 
-def open_places(
-    image_dir: str | Path | Sequence[str | Path] | Places | None, must_exist: bool = True
-) -> Path | Places | None:
+def open_sources(
+    image_dir: str | Path | Sequence[str | Path] | ImageSources | None, must_exist: bool = True
+) -> Path | ImageSources | None:
     """The root of images as `data.image_dir` says it; None stays None.
 
     image_dir: a folder; `x.zip` or `x.tar`, or a folder in it (`x.zip/train2017`); a URL that fsspec knows
@@ -295,7 +296,7 @@ def open_places(
 
     Raises BadInput naming each that is not there or cannot be read.
     """
-    if image_dir is None or isinstance(image_dir, Places):
+    if image_dir is None or isinstance(image_dir, ImageSources):
         return image_dir
     if not must_exist and isinstance(image_dir, Path):
         return image_dir
@@ -310,15 +311,15 @@ def open_places(
         raise BadInput(faults or "data.image_dir is an empty list; give a folder, or leave it out")
     if len(parts) == 1 and isinstance(parts[0], Folder):
         return Path(given[0]).expanduser()
-    return Places(parts)
+    return ImageSources(parts)
 
 
-def parts_of(root: Path | Places) -> tuple[Folder | Archive | Storage | Shards, ...]:
+def parts_of(root: Path | ImageSources) -> tuple[Folder | Archive | Storage | Shards, ...]:
     """The places of a root, one by one."""
-    return root.parts if isinstance(root, Places) else (Folder(root),)
+    return root.parts if isinstance(root, ImageSources) else (Folder(root),)
 
 
-def names_in(root: Path | Places, folder: str = "") -> list[str]:
+def names_in(root: Path | ImageSources, folder: str = "") -> list[str]:
     """Names, relative to the root, of the files directly in a folder of it."""
     return [name for part in parts_of(root) for name in part.names(folder)]
 
@@ -326,7 +327,7 @@ def names_in(root: Path | Places, folder: str = "") -> list[str]:
 def is_there(source: Path | Stored) -> bool:
     """Whether `root / file_name` is a file that can be opened."""
     if isinstance(source, Stored):
-        return not isinstance(source.place, Places) and source.place.holds(source.name)
+        return not isinstance(source.place, ImageSources) and source.place.holds(source.name)
     return os.path.exists(source)  # Path's own raises for too long a name
 
 
@@ -335,7 +336,7 @@ def size_of(source: Path | Stored) -> int:
     return source.size if isinstance(source, Stored) else source.stat().st_size
 
 
-def watched_of(root: Path | Places, folders: Iterable[str] = ("",)) -> list[str]:
+def watched_of(root: Path | ImageSources, folders: Iterable[str] = ("",)) -> list[str]:
     """Of what `digest_of` tells whether images in these folders of the root changed."""
     folders = list(folders)
     return [each for part in parts_of(root) for each in part.watched(folders)]

@@ -1,13 +1,13 @@
 """Copies ahead of the computation, in the order that their streams are told.
 
-python -m pytest tests/test_sent_ahead.py
+python -m pytest tests/test_prefetch.py
 """
 
 from contextlib import nullcontext
 
 import torch
 
-from toolkit.data.sent_ahead import SentAhead
+from toolkit.data.prefetch import Prefetcher
 
 
 class Stream:
@@ -43,7 +43,7 @@ def test_a_step_waits_for_its_own_window_and_not_for_the_next(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("computes", said))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    ahead = SentAhead("cpu")
+    ahead = Prefetcher("cpu")
     ahead.device, ahead.stream = torch.device("cuda"), Stream("copies", said)
     windows = [[Sent(f"{window}{micro}", said) for micro in "ab"] for window in "012"]
     for window in ahead.through(windows):

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from toolkit.data import places
+from toolkit.data import image_sources
 from toolkit.data.decoding import ImageError, decode_image, probe_image
 from toolkit.data.formats import open_dataset
+from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.pipeline import train_transform, training_loader
-from toolkit.data.places import Places, open_places
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
-    places._storage.cache_clear()
+    image_sources._storage.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_everywhere_the_same(shapes, tmp_path, kind):
     file, folder = shapes
     image_dir = packed(kind, folder, tmp_path)
     plain, other = open_dataset(file, image_dir=folder), open_dataset(file, image_dir=image_dir)
-    assert isinstance(other.image_root, Places) and other.fingerprint == plain.fingerprint and not other.problems
+    assert isinstance(other.image_root, ImageSources) and other.fingerprint == plain.fingerprint and not other.problems
     copy = ForkingPickler.loads(ForkingPickler.dumps(other))  # as a spawned worker gets it
     for index in range(len(plain)):
         row = plain.row(index)
@@ -144,9 +144,9 @@ def test_defects_name_the_place(shapes, tmp_path):
     assert told[names[5]].startswith(f"error different files of this name are in {image_dir[0]} and in {image_dir[1]}")
     assert len(table) == 9 and len(told) == 4
     with pytest.raises(ImageError, match="images.zip/nothing.jpg: image file not found in .*images.zip"):
-        decode_image(open_places(image_dir[1]) / "nothing.jpg")
+        decode_image(open_sources(image_dir[1]) / "nothing.jpg")
     with pytest.raises(ImageError, match="more than the .* of any image of data.max_image_pixels"):
-        decode_image(open_places(str(big(tmp_path))) / "big.jpg", max_pixels=1)
+        decode_image(open_sources(str(big(tmp_path))) / "big.jpg", max_pixels=1)
 
 
 def test_links_in_archives_and_out_of_folders(shapes, tmp_path):
@@ -159,7 +159,7 @@ def test_links_in_archives_and_out_of_folders(shapes, tmp_path):
         link = tarfile.TarInfo("again.jpg")
         link.type, link.linkname = tarfile.LNKTYPE, names[1]
         archive.addfile(link)
-    opened = open_places(tmp_path / "linked.tar")
+    opened = open_sources(tmp_path / "linked.tar")
     assert (opened / "again.jpg").read_bytes() == (folder / names[1]).read_bytes()
     (Path(first) / names[0]).unlink()
     (Path(first) / names[0]).symlink_to(folder / names[0])
@@ -197,11 +197,11 @@ def test_places_that_cannot_be_are_told_together(tmp_path):
     }
     urls = {"memory://nothing/here": "no files there", "nosuch://x": "cannot be listed: Protocol not known"}
     with pytest.raises(BadInput) as raised:
-        open_places([*(str(tmp_path / name) for name in wrong), *urls])
+        open_sources([*(str(tmp_path / name) for name in wrong), *urls])
     for told, (name, words) in zip(raised.value.problems, (wrong | urls).items(), strict=True):
         assert name.split("/")[0] in told and words in told
     with pytest.raises(BadInput, match="an empty list"):
-        open_places([])
+        open_sources([])
 
 
 @settings(max_examples=25, deadline=None)
@@ -222,7 +222,7 @@ def test_members_are_what_was_put_in(tmp_path_factory, files, method):
         with zipfile.ZipFile(folder / "x.zip", "w", method) as archive:
             for name, content in files.items():
                 archive.writestr(name, content)
-    opened = open_places(next(folder.iterdir()))
+    opened = open_sources(next(folder.iterdir()))
     assert {name: (opened / name).read_bytes() for name in opened.parts[0].entries} == files
 
 

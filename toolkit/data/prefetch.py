@@ -7,7 +7,7 @@ import torch
 from toolkit.batch import Batch
 
 
-class SentAhead:
+class Prefetcher:
     """Copies the next window on a stream of its own; on other devices than CUDA it leaves everything where it is."""
 
     def __init__(self, device: torch.device | str):
