@@ -189,7 +189,8 @@ def test_bccd(check, tmp_path):
 
 def looks(images):
     digests = [hashlib.blake2b(image.tobytes(), digest_size=16).hexdigest() for image in images]
-    return Looks(np.array(digests, "S32"), np.stack([near_duplicates.look(torch.from_numpy(i).permute(2, 0, 1)) for i in images]))
+    seen = [near_duplicates.look(torch.from_numpy(image).permute(2, 0, 1)) for image in images]
+    return Looks(np.array(digests, "S32"), np.stack(seen))
 
 
 SCENES = [draw_scene(0, "train", number, 96)[0] for number in range(40)]
