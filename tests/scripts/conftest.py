@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
     """What is the core's and does not differ between scripts is a slow test of the other scripts."""
     for item in items:
         script = getattr(item, "callspec", None) and item.callspec.params.get("script")
-        if script not in (None, SCRIPTS[0]) and not item.get_closest_marker("every_script"):
+        if isinstance(script, Script) and script != SCRIPTS[0] and not item.get_closest_marker("every_script"):
             item.add_marker("slow")
 
 
