@@ -79,15 +79,10 @@ OF_EVERY_SCRIPT = ("wrong key in YAML", "unknown backbone", "other classes", "un
                    "defective data")  # fmt: skip
 
 
-TAKE_ANY_SIZE = ("train_faster_rcnn", "train_sgg")
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.every_script] * (case in OF_EVERY_SCRIPT)) for case in CASES]
 )
 def test_one_message_and_code_2(server, script, settings, data, folder, case):
-    if case in ("scales for a model of one size", "size that would be padded") and script.name in TAKE_ANY_SIZE:
-        pytest.skip("its detectors take images of any size")
     given, wanted = CASES[case]
     if script.name != "train_detr":
         wanted = wanted[:1]  # the rest are names of its losses and architectures
