@@ -85,7 +85,8 @@ def test_real_processes_end_with_85_and_under_a_launcher_say_so_in_status(script
             seen[name].append(line)
             if "step 2/" in line:
                 break
-    os.kill(processes["alone"].pid, signal.SIGTERM)
+        if name == "alone":
+            os.kill(process.pid, signal.SIGTERM)
     os.kill(int((tmp_path / "pid_of_rank1").read_text()), signal.SIGUSR1)
     ended = {name: finish(process) for name, process in processes.items()}
     assert ended["alone"][0] == 85, seen["alone"]
