@@ -109,7 +109,8 @@ def test_all_ranks_end_alike(server, script, settings, data, tmp_path):
 def test_never_on_an_existing_run_leaves_it_alone(server, script, resumable):
     args, reference = resumable(1)
     before = {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
-    ended = server.run(script, [*args, "--run.output_dir", reference.parent, "--run.name", "reference", "--run.resume", "never"])
+    there = ["--run.output_dir", reference.parent, "--run.name", reference.name]
+    ended = server.run(script, [*args, *there, "--run.resume", "never"])
     assert ended.code == 2, ended.text
     assert "--run.resume latest" in ended.text
     assert before == {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
