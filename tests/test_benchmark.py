@@ -46,7 +46,8 @@ def test_script_loop_and_bare_loop_compute_the_same(benchmark, script):
     from benches import loop
 
     title, module, _ = next(wide for wide in loop.WIDE if wide[1].__name__ == f"train_{script}")
-    model = loop.NARROW if script == "detr" else {"backbone": "lcnet_035"}
+    small = {"rpn_post_nms_top_n_train": 20, "fpn_channels": 16, "representation_size": 32}
+    model = loop.NARROW if script == "detr" else {"backbone": "lcnet_035"} | (small if script == "faster_rcnn" else {})
     rows = loop.measure(title, module, blocks=3, steps=2, image_size=64, model=model)
     values = {row["name"]: row["value"] for row in rows}
     assert values[f"{title}, largest difference of a loss"] < 1e-4

@@ -10,7 +10,7 @@ from functools import reduce
 import pytest
 import torch
 from published import as_detr_saves_it
-from test_commands import COMMANDS, ROOT, split, training_module
+from test_commands import COMMANDS, ROOT, module_of, split
 
 from toolkit.command_line import parse_config
 from toolkit.data.formats import open_dataset
@@ -94,7 +94,7 @@ def translated(page: str) -> list[str]:
 
 def settings_of(command: str):
     script, arguments = split(command)
-    module = training_module(script)
+    module = module_of(script)
     paths = [str(ROOT / word) if word.startswith("configs/") else word for word in arguments]
     return parse_config(module.Config, paths, module.DEFAULT_CONFIG)
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_detrs_own_program_is_evaluated(tmp_path, monkeypatch):
     command = translated("detr")[1].replace("detr-r50-e632da11.pth", str(tmp_path / "checkpoint.pth"))
     small = f" --data.train {annotations / 'train.json'} --data.val {annotations / 'val.json'} --eval.pictures 0"
     small += f" --data.workers 0 --model.backbone resnet18 --data.scales [64] --run.output_dir {tmp_path / 'runs'}"
-    module = training_module("scripts/train_detr.py")
+    module = module_of("scripts/train_detr.py")
     row = module.main(settings_of(command + small))
     twelve = [name for name in expected if name.startswith("bbox_")]
     assert len(twelve) == 12 and max(expected[name] or 0 for name in twelve) > 0

@@ -197,10 +197,13 @@ def prepared(folder):
     cache = Path(folder) / f"disk{rank // 2}"
 
     def prepare():
-        time.sleep(0.2)
+        until = time.monotonic() + 60
+        while not cache.with_suffix(f".{rank + 1}").exists() and time.monotonic() < until:  # it would find nothing now
+            time.sleep(0.01)
         with open(cache, "a") as file:
             file.write(str(rank))
 
+    cache.with_suffix(f".{rank}").touch()
     first_on_each_machine(prepare)
     return cache.read_text()
 

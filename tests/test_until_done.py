@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+HANGS_AFTER_S = 120
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "runs" / "until_done.sh"
 
 # A run that notes each of its starts and does what its plan says of it: "state code [checkpoint]", or waits.
@@ -31,7 +32,9 @@ def status(state):
 words = plan[min(number, len(plan) - 1)].split()
 if words[0] == "wait":
     def stop(number, frame):
-        time.sleep(1)  # saving
+        (folder / "saving").write_text("")
+        while not (folder / "saved").exists():  # until the test has looked
+            time.sleep(0.01)
         status("preempted")
         (folder / f"stopped_by_{number}").write_text("")
         os._exit(85)
@@ -39,7 +42,7 @@ if words[0] == "wait":
         signal.signal(number, stop)
     status("running")
     (folder / "waiting").write_text("")
-    time.sleep(60)
+    time.sleep(120)
 state, code, *checkpoint = words
 if state != "-":
     status(state)
@@ -59,7 +62,7 @@ def command(folder: Path, plan: str, *launcher) -> list[str]:
 
 def until_done(folder: Path, plan: str) -> tuple[int, int]:
     """(exit code, starts)"""
-    done = subprocess.run(command(folder, plan), capture_output=True, timeout=60)
+    done = subprocess.run(command(folder, plan), capture_output=True, timeout=HANGS_AFTER_S)
     return done.returncode, len((folder / "starts").read_text())
 
 
@@ -86,6 +89,14 @@ def test_a_start_that_dies_before_training_does_not_loop(tmp_path, earlier):
     assert until_done(tmp_path, "- 1") == (1, 3)
 
 
+def appears(path: Path, process: subprocess.Popen) -> None:
+    """Waits until the run has made this file."""
+    until = time.monotonic() + HANGS_AFTER_S
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < until, path.name
+        time.sleep(0.01)
+
+
 # Hands no signal on, as the one of accelerate for one process.
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.Popen(sys.argv[1:]).wait())"
 
@@ -95,11 +106,12 @@ LAUNCHER = "import subprocess, sys; sys.exit(subprocess.Popen(sys.argv[1:]).wait
 def test_a_signal_reaches_the_run_which_saves_and_ends_both(tmp_path, name, launcher):
     process = subprocess.Popen(command(tmp_path, "wait", *launcher), start_new_session=True)
     try:
-        while not (tmp_path / "waiting").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
+        appears(tmp_path / "waiting", process)
         os.kill(process.pid, getattr(signal, name))  # to the script alone, as a batch system does
-        assert process.wait(30) == 85
+        appears(tmp_path / "saving", process)
+        assert process.poll() is None, "it waits for the run that saves"
+        (tmp_path / "saved").write_text("")
+        assert process.wait(HANGS_AFTER_S) == 85
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -138,8 +138,13 @@ def bare_loop(
 ) -> Callable[[int], None]:
     """The shortest loop that trains the same: no check, no numbers for people, nothing read from the device."""
     optim: OptimConfig = config.optim
-    groups = parameter_groups(detector, lr=optim.lr, backbone_lr=optim.backbone_lr, weight_decay=optim.weight_decay)
-    optimizer = build_optimizer(optim.name, groups)
+    groups = parameter_groups(
+        detector, lr=optim.lr, backbone_lr=optim.backbone_lr, weight_decay=optim.weight_decay,
+        no_decay_on_norm_and_bias=optim.no_weight_decay_on_norm_and_bias,
+    )  # fmt: skip
+    optimizer = build_optimizer(
+        optim.name, groups, momentum=optim.momentum, nesterov=optim.nesterov, betas=optim.betas
+    )
     trained = [parameter for group in groups for parameter in group["params"]]
     average = copy.deepcopy(detector).eval().requires_grad_(False)
     source, into = list(detector.parameters()), list(average.parameters())
@@ -160,7 +165,8 @@ def bare_loop(
             found, _ = detector.criterion(outputs, batch.targets, counts)
             loss = sum(weights[name] * value for name, value in found.items())
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, optim.max_norm)
+            if optim.max_norm:
+                torch.nn.utils.clip_grad_norm_(trained, optim.max_norm)
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():

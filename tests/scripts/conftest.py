@@ -1,7 +1,8 @@
-"""End-to-end tests of the training scripts: each test runs for every script in `SCRIPTS`.
+"""End-to-end tests of the training scripts: for the first of `SCRIPTS`, and for all of them where a test says so.
 
-`make test` runs all of them for the first script and those marked `every_script` for the others; `make test-slow` runs
-all for all.
+Loop and `main` of all five are the same text (tests/test_drift.py), so what the toolkit's core does when something goes
+wrong is shown with the first. What depends on the detector is marked `every_script`; with "slow", `make test` runs it
+for the first one alone.
 
 Runs are forked from one process that has everything imported (`server.py`); what goes wrong in them, and when, is
 told by `faults.py`. A few tests start processes of their own, where launchers and exit codes are what is tested.
@@ -11,7 +12,7 @@ import json
 import signal
 
 import pytest
-from launching import REPORT, Script, Server, rows
+from launching import SCRIPTS, Script, Server, rows
 
 from toolkit.data.shapes import make_shapes
 
@@ -19,25 +20,19 @@ from toolkit.data.shapes import make_shapes
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SCRIPTS = (
-    Script("train_detr", slow_end=(REPORT,)),
-    Script("train_yolov3", slow_end=(REPORT,), losses=("loss_cls", "loss_obj"), still=(),
-           one_size=("--data.multi_scale", "[]")),
-    Script("train_faster_rcnn", slow_end=(REPORT,), losses=("loss_box_reg", "loss_classifier")),
-    Script("train_sgg", slow_end=(REPORT,), losses=("loss_refine_obj", "loss_rel"),
-           still=("--model.freeze", "detector")),
-    Script("train_ssd", slow_end=(REPORT,), losses=("loss_cls", "loss_loc"), still=("--model.norm", "group"),
-           one_size=("--data.multi_scale", "[]")),
-)  # fmt: skip
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """What is the core's and does not differ between scripts is a slow test of the other scripts."""
+def pytest_collection_modifyitems(config, items):
+    """What does not differ between scripts is shown with the first one alone."""
+    kept = {True: [], False: []}
     for item in items:
         script = getattr(item, "callspec", None) and item.callspec.params.get("script")
-        if script not in (None, SCRIPTS[0]) and not item.get_closest_marker("every_script"):
+        other = isinstance(script, Script) and script != SCRIPTS[0]
+        marker = item.get_closest_marker("every_script")
+        kept[not other or marker is not None].append(item)
+        if other and marker is not None and "slow" in marker.args:
             item.add_marker("slow")
+    items[:] = kept[True]
+    config.hook.pytest_deselected(items=kept[False])
 
 
 def pairs(args) -> dict:
@@ -58,17 +53,19 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory):
+def data(once):
     """A COCO dataset of 18 + 10 small pictures of four classes; one of the training images is a background."""
-    folder = tmp_path_factory.mktemp("data") / "shapes"
-    make_shapes(folder, train_images=18, val_images=10, image_size=64)
-    path = folder / "annotations" / "train.json"
-    document = json.loads(path.read_text())
-    background = document["images"][3]["id"]
-    for key in ("annotations", "rel_annotations"):
-        document[key] = [entry for entry in document[key] if entry["image_id"] != background]
-    path.write_text(json.dumps(document))
-    return folder
+
+    def make(folder):
+        make_shapes(folder / "shapes", train_images=18, val_images=10, image_size=64)
+        path = folder / "shapes" / "annotations" / "train.json"
+        document = json.loads(path.read_text())
+        background = document["images"][3]["id"]
+        for key in ("annotations", "rel_annotations"):
+            document[key] = [entry for entry in document[key] if entry["image_id"] != background]
+        path.write_text(json.dumps(document))
+
+    return once("data", make) / "shapes"
 
 
 @pytest.fixture(scope="session")
@@ -90,28 +87,43 @@ def settings(script, data):
 
 
 @pytest.fixture(scope="session")
-def resumable(server, script, settings, tmp_path_factory):
-    """`resumable(processes)` -> (arguments but the name, folder of an uninterrupted run with them).
+def whole(server, script, settings, once):
+    """The folder of a run of four steps with nothing left out: two evaluations, report, pictures, final folder."""
+
+    def make(folder):
+        args = settings("--run.output_dir", folder, "--run.max_steps", 4, "--run.eval_every", 2, "--run.save_every", 2,
+                        "--eval.pictures", 2)  # fmt: skip
+        server.run(script, args, whole=True).ok()
+
+    return once(f"whole_{script.name}", make) / "run"
+
+
+@pytest.fixture(scope="session")
+def resumable(server, script, settings, once, tmp_path_factory):
+    """`resumable(processes)` -> (arguments but the name, for a folder of their own; folder of an uninterrupted run).
 
     Six steps over two epochs (three epochs of two steps for three processes): two micro-batches a step, one in the last
     of an epoch; evaluated at 2, 4 and 6, saved at 3, 6 and when better; with all that has a state: workers, dropout,
     flips, a moving average, best and patience.
     """
-    runs = {}
 
     def build(processes: int):
-        if processes not in runs:
-            batch, eval_batch, epochs = {1: (4, 3, 2), 2: (2, 2, 2), 3: (2, 1, 3)}[processes]
-            args = settings(
-                "--run.output_dir", tmp_path_factory.mktemp(f"resumable{processes}"), "--data.workers", 2,
-                "--data.batch_size_per_device", batch, "--eval.batch_size_per_device", eval_batch,
-                "--optim.accumulation_steps", 2, "--run.eval_every", 2, "--run.save_every", 3, "--run.keep", 1,
-                "--run.epochs", epochs, "--run.resume", "latest", "--eval.metric_for_best", "bbox_AR100",
-                "--eval.early_stopping_patience", 5,
-            )  # fmt: skip
-            folder = server.run(script, [*args, "--run.name", "reference"], processes).ok().folder
-            assert [row["step"] for row in rows(folder)] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
-            runs[processes] = args, folder
-        return runs[processes]
+        name = f"resumable{processes}_{script.name}"
+        batch, eval_batch, epochs = {1: (4, 3, 2), 2: (2, 2, 2), 3: (2, 1, 3)}[processes]
+        args = settings(
+            "--data.workers", 2,
+            "--data.batch_size_per_device", batch, "--eval.batch_size_per_device", eval_batch,
+            "--optim.accumulation_steps", 2, "--run.eval_every", 2, "--run.save_every", 3, "--run.keep", 1,
+            "--run.epochs", epochs, "--run.resume", "latest", "--eval.metric_for_best", "bbox_AR100",
+            "--eval.early_stopping_patience", 5,
+        )  # fmt: skip
+
+        def make(folder):
+            place = ["--run.output_dir", folder, "--run.name", "reference"]
+            rows_of = rows(server.run(script, [*args, *place], processes).ok().folder)
+            assert [row["step"] for row in rows_of] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+
+        reference = once(name, make) / "reference"
+        return [*args, "--run.output_dir", str(tmp_path_factory.mktemp(name))], reference
 
     return build

@@ -45,6 +45,18 @@ class Script:
         return Path(__file__).parent / "configs" / f"{self.name}.yaml"
 
 
+SCRIPTS = (
+    Script("train_detr", slow_end=(REPORT,)),
+    Script("train_yolov3", slow_end=(REPORT,), losses=("loss_cls", "loss_obj"), still=(),
+           one_size=("--data.multi_scale", "[]")),
+    Script("train_faster_rcnn", slow_end=(REPORT,), losses=("loss_box_reg", "loss_classifier")),
+    Script("train_sgg", slow_end=(REPORT,), losses=("loss_refine_obj", "loss_rel"),
+           still=("--model.freeze", "detector")),
+    Script("train_ssd", slow_end=(REPORT,), losses=("loss_cls", "loss_loc"), still=("--model.norm", "group"),
+           one_size=("--data.multi_scale", "[]")),
+)  # fmt: skip
+
+
 @dataclass
 class Result:
     """How a run ended: exit code by rank, what all ranks printed, its folder."""

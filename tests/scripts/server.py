@@ -21,8 +21,21 @@ PRELOAD = (
     "torch", "accelerate", "accelerate.tracking", "timm", "transformers.models.rt_detr_v2.modeling_rt_detr_v2",
     "transformers.models.detr.modeling_detr", "toolkit.session", "toolkit.models.detr.detr",
     "toolkit.models.detr.rt_detr", "toolkit.evaluation.report", "toolkit.evaluation.coco",
-    "scipy.optimize", "torch.distributed.algorithms.join", "torch.nn.parallel.distributed",
+    "scipy.optimize", "torch.distributed.algorithms.join", "torch.nn.parallel.distributed", "pandas", "attrs",
+    "toolkit.models.faster_rcnn.model", "toolkit.models.ssd.model", "toolkit.models.yolov3.model",
+    "toolkit.models.relation.start", "toolkit.evaluation.choose", "toolkit.use.open",
 )  # fmt: skip
+
+
+def warm_up() -> None:
+    """Imports, and the parser of each script once: it reads the sources of the settings."""
+    for name in PRELOAD:
+        importlib.import_module(name)
+    from toolkit.command_line import parse_config
+
+    for path in sorted((Path(__file__).parents[2] / "scripts").glob("train_*.py")):
+        script = runpy.run_path(str(path))
+        parse_config(script["Config"], [], script["DEFAULT_CONFIG"])
 
 
 def run_script(request: dict, rank: int) -> int:
@@ -68,8 +81,7 @@ def fork(request: dict, rank: int, group: int) -> int:
 
 
 def main() -> None:
-    for name in PRELOAD:
-        importlib.import_module(name)
+    warm_up()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -30,6 +30,7 @@ def test_compiled_losses_and_checkpoints_are_those_of_the_eager_model(server, da
 
 
 @pytest.mark.slow
+@pytest.mark.every_script("slow")
 def test_compiled_kernels_give_the_same_losses(server, script, settings, tmp_path):
     args = settings("--run.output_dir", tmp_path, "--run.max_steps", 3, "--run.eval_every", 0, *script.one_size)
     eager = server.run(script, [*args, "--run.name", "eager"]).ok()

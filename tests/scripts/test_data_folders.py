@@ -79,6 +79,7 @@ def test_a_share_is_held_out_and_evaluated_again(server, script, settings, data,
 
 
 @pytest.mark.slow
+@pytest.mark.every_script("slow")
 def test_exact_resume_with_every_augmentation(server, script, settings, tmp_path):
     def args(name, *more):
         return settings(*EVERYTHING, "--run.output_dir", tmp_path, "--run.name", name, "--run.resume", "latest",
@@ -94,8 +95,6 @@ def test_exact_resume_with_every_augmentation(server, script, settings, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_streamed_shards_are_resumed_to_the_bit(server, script, settings, data, tmp_path, processes):
-    if script.name == "train_sgg":
-        return  # Parquet files have no relations
     table = open_dataset("train", path=data, cache_dir=tmp_path / "cache")
     for split in ("train", "val"):
         write_folder(open_dataset(split, path=data, cache_dir=tmp_path / "cache"), tmp_path / "whole", split, "hub")

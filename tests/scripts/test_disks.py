@@ -55,8 +55,6 @@ CASES = [pytest.param(how, moment, marks=[pytest.mark.slow] * ((how, moment) not
 
 @pytest.mark.parametrize(("how", "moment"), CASES)
 def test_the_run_ends_with_a_sentence_and_goes_on_when_there_is_room(server, script, resumable, disk, how, moment):
-    if script.name != "train_detr":
-        pytest.skip("what the scripts share, shown with the first one")
     args, reference = resumable(1)
     args = [*args, "--run.output_dir", str(disk), "--run.name", "run", "--eval.pictures", "2", "--data.workers", "0"]
     at, call = MOMENTS[moment]

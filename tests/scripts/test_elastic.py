@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import assert_same_run
+from launching import assert_same_run, run_folder
 
 TORCHRUN = Path(__file__).with_name("torchrun_forked.py")
 
@@ -19,7 +19,7 @@ TORCHRUN = Path(__file__).with_name("torchrun_forked.py")
 def test_a_killed_rank_restarts_the_job_from_the_newest_checkpoint(server, script, resumable):
     args, reference = resumable(2)
     args = [*args, "--run.name", "elastic"]
-    checkpoints = reference.parent / "elastic" / "checkpoints"
+    checkpoints = run_folder(args) / "checkpoints"
 
     def kill_a_rank(pids: list[int]) -> None:
         until = time.monotonic() + 120

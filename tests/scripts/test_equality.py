@@ -15,10 +15,8 @@ PUBLISHED = Path(__file__).parent / "configs" / "detr_published.yaml"
 
 
 @pytest.fixture(scope="module")
-def detr(script, settings, tmp_path_factory):
+def detr(settings, tmp_path_factory):
     """`detr(*args)`: small settings of the published DETR."""
-    if script.name != "train_detr":
-        pytest.skip("the published DETR")
     folder = tmp_path_factory.mktemp("equality")
     fixed = ("--config", PUBLISHED, "--run.output_dir", folder, "--run.eval_every", 0, "--optim.ema_decay", 0.0)
     return lambda *args: settings(*fixed, *args)

@@ -29,6 +29,7 @@ def other_classes(data, tmp_path_factory):
     return [part for split, path in paths.items() for part in (f"--data.{split}", path)]
 
 
+@pytest.mark.every_script("slow")
 def test_a_run_starts_from_another_and_its_folder_is_enough_from_then_on(
     server, script, settings, source, other_classes, tmp_path
 ):
@@ -64,6 +65,7 @@ def test_a_run_starts_from_another_and_its_folder_is_enough_from_then_on(
     assert json.loads(evaluated.text.splitlines()[-1])["bbox_AP"] == last["val/bbox_AP"]
 
 
+@pytest.mark.every_script("slow")
 def test_every_rank_starts_from_the_same_weights(server, script, settings, source, tmp_path):
     args = settings("--run.output_dir", tmp_path, "--run.name", "ranks", "--model.pretrained", source,
                     "--run.max_steps", 1, "--run.eval_every", 0, "--optim.lr", 0)  # fmt: skip

@@ -132,6 +132,7 @@ def test_no_learning_rate_leaves_anything_that_is_not_finite(server, script, arg
     assert server.run(REPLAY, [folder]).text.count("reproduced") == 1
 
 
+@pytest.mark.every_script("slow")
 def test_real_divergence_is_reported_and_replayed(server, script, arguments):
     ended = server.run(script, [*arguments(1, "stop", "diverged"), "--optim.lr", "1e30", "--optim.max_norm", "0",
                                 "--schedule.warmup_steps", "0"])  # fmt: skip

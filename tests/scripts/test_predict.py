@@ -22,12 +22,9 @@ PREDICT, EVALUATE, EXPORT, REPORT = (
 BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[3] / "shared" / "data" / "bccd")
 
 
-@pytest.fixture(scope="module")
-def run(server, script, settings, tmp_path_factory):
-    """Folder of a run of two steps, with its final folder."""
-    args = settings("--run.output_dir", tmp_path_factory.mktemp("runs"), "--run.max_steps", 2, "--run.eval_every", 2)
-    whole = script.name == "train_detr"  # the others save it in any case
-    return server.run(script, args, whole=whole).ok().folder
+@pytest.fixture
+def run(whole):
+    return whole
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +103,6 @@ def test_final_folder_gives_what_the_pipeline_gives(server, run, photos, tmp_pat
 @pytest.fixture(scope="module")
 def published(server, script, settings, tmp_path_factory):
     """A published DETR, trained for two steps, that keeps the aspect ratio of its images."""
-    if script.name != "train_detr":
-        pytest.skip("the same code serves all five; DETR is the quickest to run")
     args = settings("--config", script.config.with_name("detr_published.yaml"), "--run.max_steps", 2,
                     "--run.output_dir", tmp_path_factory.mktemp("published"), "--data.scales", "[96,128]",
                     "--data.max_size", 200)  # fmt: skip
@@ -129,7 +124,8 @@ def test_photographs_give_what_the_pipeline_gives(server, published, tmp_path):
 
 @pytest.mark.every_script
 def test_evaluation_of_the_folder_alone_gives_the_numbers_of_the_run(server, run):
-    (trained,) = [row for row in rows(run) if "val/bbox_AP" in row]
+    best = json.loads((run / "checkpoints" / "best" / "state.json").read_text())["step"]
+    (trained,) = [row for row in rows(run) if "val/bbox_AP" in row and row["step"] == best]
     for weights, prefix in (("model", "val/"), ("ema", "val/ema/")):
         ended = server.run(EVALUATE, [run, "--weights", weights]).ok()
         again = json.loads(ended.text.splitlines()[-1])
@@ -170,8 +166,6 @@ def test_exported_files_find_what_the_run_finds(server, script, settings, photos
 @pytest.mark.slow
 def test_a_file_that_finds_something_else_is_refused(server, script, run, tmp_path):
     """Its AP is held to that of PyTorch on the validation data: with a negative tolerance none is good enough."""
-    if script.name != "train_detr":
-        pytest.skip("the same code serves all five; DETR is the quickest to run")
     args = [run, "--out", tmp_path, "--formats", "onnx", "--tolerance", "-1"]
     ended = server.run(EXPORT, args)
     assert ended.code == 1 and "more than -1.0 apart" in ended.text

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launching import CPU, ROOT, Script, training_rows
+from launching import CPU, ROOT, SCRIPTS, Script, training_rows
 
 # Largest numbers of waits. Of a step: one is the read of everything that it must know, one the matcher's; Faster R-CNN
 # does not know beforehand how many proposals it has, and on which levels. Of an evaluated batch, losses included.
@@ -85,10 +85,10 @@ def test_waits_do_not_depend_on_the_batch(script: Script, settings, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.every_script
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.name == "train_sgg"], indirect=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_scene_graphs_wait_as_often_however_large_the_batch(mode, settings, script, tmp_path):
-    if script.name != "train_sgg":
-        pytest.skip("the modes are those of scene graphs")
     plain = [("motifs", 4, 3), ("motifs", 9, 5), *((head, 4, 3) for head in HEADS)]
     cases = [(script.name, settings("--run.output_dir", tmp_path, "--run.name", f"{head}_{batch}", *SHORT,
                                     "--data.batch_size_per_device", batch, "--eval.batch_size_per_device", evaluated,
@@ -102,8 +102,6 @@ def test_scene_graphs_wait_as_often_however_large_the_batch(mode, settings, scri
 
 @pytest.mark.slow
 def test_the_whole_family_runs_on_a_device(settings, script, tmp_path):
-    if script.name != "train_detr":
-        pytest.skip("the family is DETR's")
     cases = []
     for name in FAMILY:
         args = settings("--run.output_dir", tmp_path, "--run.name", name, "--data.image_size", 128, *SHORT)

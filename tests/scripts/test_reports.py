@@ -1,30 +1,44 @@
-"""scripts/report.py and what evaluate.py saves, on a run of every training script.
+"""What a whole run of every training script leaves, and what report.py and evaluate.py make of it.
 
     python -m pytest tests/scripts/test_reports.py
 """
 
 import json
+import math
 import shutil
 
 import pytest
-from launching import ROOT, rows
+from launching import ROOT, SCRIPTS, rows
 
+OF_ITS_OWN = [script for script in SCRIPTS if script.name in ("train_detr", "train_sgg")]  # boxes, and graphs
 EVALUATE, REPORT = (ROOT / "scripts" / f"{name}.py" for name in ("evaluate", "report"))
-pytestmark = pytest.mark.every_script
 
 
 @pytest.fixture(scope="module")
-def run(server, script, settings, tmp_path_factory):
-    """Folder of a run of four steps with two evaluations; with an average in which best goes by the raw weights."""
-    args = settings("--run.output_dir", tmp_path_factory.mktemp("runs"), "--run.max_steps", 4, "--run.eval_every", 2,
-                    "--run.save_every", 2)  # fmt: skip
-    return server.run(script, args).ok().folder
+def run(whole, script, tmp_path_factory):
+    """A copy of the run of four steps with two evaluations: a report is written into it."""
+    return shutil.copytree(whole, tmp_path_factory.mktemp(script.name) / "run", symlinks=True)
+
+
+@pytest.mark.every_script
+def test_folder_has_all_that_a_person_looks_at(whole):
+    assert json.loads((whole / "status.json").read_text())["state"] == "done"
+    for name in ("README.md", "curves.png", "pictures/step_000004.png"):
+        assert (whole / "report" / name).stat().st_size > 100, name
+    trained = [row for row in rows(whole) if "train/loss" in row]
+    names = [name for name in trained[0] if name.startswith("train/loss_") and not name.endswith("_unscaled")]
+    assert names
+    for row in trained:
+        assert row["train/loss"] == pytest.approx(sum(row[name] for name in names), rel=1e-4)
+        assert all(math.isfinite(row[f"{name}_unscaled"]) for name in names)
+    assert {"val/loss", "val/ema/loss"} <= rows(whole)[-1].keys()
 
 
 def numbers_of(text: str) -> dict:
     return json.loads(next(line for line in text.splitlines() if line.startswith("{")))
 
 
+@pytest.mark.every_script
 def test_a_run_leaves_the_predictions_of_its_best_weights(server, script, run):
     about = json.loads((run / "report" / "predictions.about.json").read_text())
     best = json.loads((run / "checkpoints" / "best" / "state.json").read_text())["step"]
@@ -40,6 +54,8 @@ def test_a_run_leaves_the_predictions_of_its_best_weights(server, script, run):
     assert found.keys() >= {"voc07_mAP", "voc12_mAP"}
 
 
+@pytest.mark.parametrize("script", OF_ITS_OWN, indirect=True, ids=lambda script: script.name)
+@pytest.mark.every_script
 def test_the_report_of_a_run_and_of_two(server, script, run, tmp_path):
     ended = server.run(REPORT, [str(run)])
     assert ended.code == 0, ended.text
@@ -57,6 +73,8 @@ def test_the_report_of_a_run_and_of_two(server, script, run, tmp_path):
     assert "the same AP" in (tmp_path / "both" / "index.html").read_text()
 
 
+@pytest.mark.parametrize("script", OF_ITS_OWN, indirect=True, ids=lambda script: script.name)
+@pytest.mark.every_script
 def test_saved_results_of_another_split(server, script, run, data, tmp_path):
     """A checkpoint on other data: without annotations the predictions are all there is; then a report of the file."""
     document = json.loads((data / "annotations" / "val.json").read_text())
@@ -71,7 +89,7 @@ def test_saved_results_of_another_split(server, script, run, data, tmp_path):
         assert ended.code == 0, ended.text
         assert "nothing can be measured" in ended.text
         assert isinstance(json.loads((tmp_path / "bare_results.json").read_text()), list)
-    if script.name == "train_detr":
+    if script == SCRIPTS[0]:
         other_data(server, run, data, tmp_path)
     foreign = tmp_path / "results.json"
     foreign.write_text(json.dumps([{k: a[k] for k in ("image_id", "category_id", "bbox")} | {"score": 0.9}

@@ -162,8 +162,6 @@ def test_a_refused_resume_changes_nothing(server, script, finished, tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_told_in_settings(server, script, finished):
-    if script.name != "train_detr":
-        pytest.skip("model.d_model is a setting of DETR alone")
     args, folder = finished
     before = snapshot(folder)
     d_model = yaml.safe_load((folder / "config.yaml").read_text())["model"]["d_model"]

@@ -42,6 +42,7 @@ def launched(script, settings, options, tmp_path_factory):
     return elsewhere / "runs" / "launched", text
 
 
+@pytest.mark.every_script("slow")
 def test_run_folder_says_what_was_run(script, launched):
     folder, text = launched
     assert "processes: 1" in text
@@ -61,6 +62,7 @@ def test_run_folder_says_what_was_run(script, launched):
         assert (folder / "report" / name).stat().st_size > 100, name
 
 
+@pytest.mark.every_script("slow")
 def test_rows_have_losses_rates_and_times(script, launched):
     folder, name = launched[0], f"train/{script.losses[1]}"
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -80,6 +82,7 @@ def test_rows_have_losses_rates_and_times(script, launched):
     assert moved
 
 
+@pytest.mark.every_script("slow")
 def test_tensorboard_has_every_row_once(launched):
     folder, _ = launched
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
@@ -91,6 +94,7 @@ def test_tensorboard_has_every_row_once(launched):
     assert events.Tags()["images"]
 
 
+@pytest.mark.every_script("slow")
 def test_final_folder_loads_without_the_run(script, launched):
     from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
@@ -106,6 +110,7 @@ def test_final_folder_loads_without_the_run(script, launched):
     assert dict(processor.size) == {"height": 64, "width": 64}
 
 
+@pytest.mark.every_script("slow")
 def test_evaluating_only_gives_the_same_numbers(server, script, settings, options, launched, tmp_path):
     folder, _ = launched
     args = settings(*options, "--run.output_dir", tmp_path, "--run.name", "again", "--run.tracker", "none",

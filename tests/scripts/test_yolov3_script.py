@@ -6,41 +6,34 @@
 import onnxruntime
 import pytest
 import torch
-from launching import assert_same_run, training_rows
+from launching import SCRIPTS, assert_same_run, training_rows
+
+YOLOV3 = [script for script in SCRIPTS if script.name == "train_yolov3"]
+pytestmark = [pytest.mark.slow, pytest.mark.every_script, pytest.mark.parametrize("script", YOLOV3, indirect=True)]
 
 
-@pytest.fixture
-def yolov3(script):
-    if script.name != "train_yolov3":
-        pytest.skip("the other scripts do neither")
-    return script
-
-
-@pytest.mark.slow
-@pytest.mark.every_script
-def test_mixing_ends_with_its_epoch_also_when_resumed(server, yolov3, settings, tmp_path):
+def test_mixing_ends_with_its_epoch_also_when_resumed(server, script, settings, tmp_path):
     """Two epochs of five steps, the second not mixed; killed in the first, and again one step into the second."""
     args = settings("--run.output_dir", tmp_path, "--data.workers", 2, "--run.eval_every", 0, "--run.save_every", 3,
                     "--run.resume", "latest", "--data.plain_epochs", 1)  # fmt: skip
-    reference = server.run(yolov3, [*args, "--run.name", "whole"]).ok().folder
+    reference = server.run(script, [*args, "--run.name", "whole"]).ok().folder
     for call in (5, 5):  # at step 5, saved at 3; then at step 8, saved at 6
         fault = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": call}
-        assert server.run(yolov3, [*args, "--run.name", "killed"], 1, [fault]).code == -9
-    assert_same_run(server.run(yolov3, [*args, "--run.name", "killed"]).ok().folder, reference)
+        assert server.run(script, [*args, "--run.name", "killed"], 1, [fault]).code == -9
+    assert_same_run(server.run(script, [*args, "--run.name", "killed"]).ok().folder, reference)
 
     trained = training_rows(reference)
-    mixed = training_rows(server.run(yolov3, [*args, "--run.name", "mixed", "--data.plain_epochs", "0"]).ok().folder)
+    mixed = training_rows(server.run(script, [*args, "--run.name", "mixed", "--data.plain_epochs", "0"]).ok().folder)
     assert [row["epoch"] for row in trained] == [0] * 5 + [1] * 5
     assert trained[:5] == mixed[:5]
     assert trained[5]["train/loss"] != mixed[5]["train/loss"]
 
 
-@pytest.mark.slow
-def test_compiled_it_trains_alike_and_is_exported_at_the_end(server, yolov3, settings, tmp_path):
+def test_compiled_it_trains_alike_and_is_exported_at_the_end(server, script, settings, tmp_path):
     args = settings("--run.output_dir", tmp_path, "--run.epochs", 1)
-    eager = server.run(yolov3, [*args, "--run.name", "eager"]).ok()
+    eager = server.run(script, [*args, "--run.name", "eager"]).ok()
     args += ["--run.name", "compiled", "--optim.compile", "aot_eager", "--run.export", "true"]
-    ended = server.run(yolov3, args, whole=True).ok()
+    ended = server.run(script, args, whole=True).ok()
     for ours, theirs in zip(training_rows(ended.folder), training_rows(eager.folder), strict=True):
         losses = {name: value for name, value in theirs.items() if name.startswith("train/loss")}
         assert {name: ours[name] for name in losses} == pytest.approx(losses, rel=1e-3)
