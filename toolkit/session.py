@@ -374,8 +374,6 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
     )  # fmt: skip
     t.log.start(writer, s.status.details, t.step, t.total_steps, t.recut)
     s.log = t.log
-    if t.guard.policy == "rollback" and t.saved_step != t.step:
-        save(t)  # something to roll back to
     first = s.config.eval.before_training and t.step == 0
     due = (first or is_time(t.step, t.pace.eval_every)) and t.best.evaluated_step != t.step
     if run.eval_only or due:

@@ -2,6 +2,7 @@
 
     <run>/checkpoints/step_000123/  model.safetensors  ema.safetensors ...  one file per state dict of tensors
                                     optimizer.pt       torch.save, read back with weights_only=True
+                                    extra.pt           the same, of what a script adds, where it adds anything
                                     state.json         everything else, floats to the last bit, NaN and infinity too
                                     MANIFEST.json      format, kind, step, sequence, size and sha256 of every file
     <run>/checkpoints/{latest,best} relative links to a step folder (one-line text files where links are not possible)
@@ -27,7 +28,16 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.files import decode_json, encode_json, fsync_folder
-from toolkit.runs.checkpoint_content import FORMAT, OPTIMIZER, STATE, changed_files, faults_of_run, stale, well_formed
+from toolkit.runs.checkpoint_content import (
+    EXTRA,
+    FORMAT,
+    OPTIMIZER,
+    STATE,
+    changed_files,
+    faults_of_run,
+    stale,
+    well_formed,
+)
 
 MANIFEST = "MANIFEST.json"
 # `.replaced` exists only between the two renames that put a new checkpoint in the place of one of the same step.
@@ -47,6 +57,7 @@ class Checkpoint:
     tensors: dict[str, dict[str, Tensor]]
     optimizer: dict | None
     state: dict = field(default_factory=dict)
+    extra: dict = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- write
@@ -63,6 +74,7 @@ def save_checkpoint(
     best: bool = False,
     keep_every: int = 0,
     kind: str = "state",
+    extra: Mapping | None = None,
 ) -> Path:
     """Write `folder/step_<step>`, point `latest` (and `best`) at it, then delete what is no longer kept.
 
@@ -79,6 +91,7 @@ def save_checkpoint(
         keep: newest checkpoints kept (at least 1), besides `best` and `latest`.
         best: this one is the best so far.
         keep_every: checkpoints of step keep_every, 2 * keep_every, ... are kept for good; 0: none is.
+        extra: further state that `torch.load(weights_only=True)` reads back.
         kind: "run": of all that a run needs to go on, which is checked on load.
 
     Raises:
@@ -95,9 +108,10 @@ def save_checkpoint(
         temp.mkdir()
         for stem, named in tensors.items():
             safetensors.torch.save_file(_storable(named), temp / f"{stem}.safetensors")
-        if optimizer is not None:
-            with open(temp / OPTIMIZER, "wb") as file:
-                torch.save(optimizer, file)
+        for name, saved in ((OPTIMIZER, optimizer), (EXTRA, extra or None)):
+            if saved is not None:
+                with open(temp / name, "wb") as file:
+                    torch.save(saved, file)
         (temp / STATE).write_text(text, encoding="utf-8")
         _seal(temp, {"kind": kind, "step": step, "sequence": 1 + max(_by_age(folder)[0].values(), default=0)})
         path = _put_in_place(temp, folder / f"step_{step:06d}")
@@ -279,13 +293,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
     problems = changed_files(path, manifest)
     if problems:
         raise CheckpointError([f"Checkpoint {path}: {problem}" for problem in problems])
-    tensors, optimizer, state, name = {}, None, {}, MANIFEST
+    tensors, pickled, state, name = {}, {}, {}, MANIFEST
     try:
         for name in manifest["files"]:
             if name.endswith(".safetensors"):
                 tensors[name.removesuffix(".safetensors")] = safetensors.torch.load_file(path / name)
-            elif name == OPTIMIZER:
-                optimizer = torch.load(path / name, map_location="cpu", weights_only=True)
+            elif name in (OPTIMIZER, EXTRA):
+                pickled[name] = torch.load(path / name, map_location="cpu", weights_only=True)
             else:
                 state = decode_json(json.loads((path / name).read_text(encoding="utf-8")))
     # What a foreign file makes these readers raise is not a closed list: torch alone lets out UnpicklingError,
@@ -294,10 +308,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
         unsafe = "Weights only load failed" in str(error)
         reason = "holds Python objects, which are never run" if unsafe else "cannot be read"
         raise CheckpointError(f"Checkpoint {path}: {name} {reason} ({_first_line(error)}).") from error
-    of_run = manifest["kind"] == "run"
+    of_run, optimizer = manifest["kind"] == "run", pickled.get(OPTIMIZER)
     if faults := faults_of_run(manifest["step"], tensors, optimizer, state) if of_run else []:
         raise CheckpointError([f"Checkpoint {path}: {fault}." for fault in faults])
-    return Checkpoint(path, manifest["step"], tensors, optimizer, state)
+    return Checkpoint(path, manifest["step"], tensors, optimizer, state, pickled.get(EXTRA, {}))
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
