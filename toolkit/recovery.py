@@ -150,6 +150,7 @@ def _report(t, action: Action, broken: Sequence[str]) -> str:
         "loss_weights": t.weights.values(t.step),
         "action": action.value,
         "categories": [asdict(category) for category in t.validation.table.categories],
+        "predicates": list(t.validation.table.predicates),
     }
 
     def run_again() -> list[dict]:
@@ -158,4 +159,5 @@ def _report(t, action: Action, broken: Sequence[str]) -> str:
     known = {"where": "state", "nonfinite_state": list(broken)} if broken else None
     if known is None and unusable_rate(t.optimizer.param_groups):
         known = {"where": "rate"}
-    return investigate(t.guard, t.detector, run_again, t.folder, window, where | facts, known)
+    own = t.extra.state_dict()
+    return investigate(t.guard, t.detector, run_again, t.folder, window, where | facts, known, own)

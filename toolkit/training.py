@@ -200,7 +200,7 @@ class Training:
         if self.guard.policy == "rollback" and self.saved_step < 0:
             save(self)  # something to roll back to
         with self.check.noting_others(lambda: [self.optimizer, *self.extra.optimizers]):
-            yield from self.checked(self._ahead.through(windows(self.loader, micro_batches)))
+            yield from self._checked(self._ahead.through(windows(self.loader, micro_batches)))
 
     def _checked(self, windows: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
         """The same windows, each prepared before and looked at after the body of the loop; the last one of the run ends

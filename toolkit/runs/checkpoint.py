@@ -281,8 +281,7 @@ def _prune(folder: Path, keep: int, keep_every: int) -> None:
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint after checking every file against its manifest.
 
-    Args:
-        path: a `step_*` folder or a link to one.
+    path: a `step_*` folder or a link to one.
 
     Raises:
         CheckpointError: missing, incomplete, changed, of another format, no state of a run, not finite, or holding a
@@ -302,8 +301,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 pickled[name] = torch.load(path / name, map_location="cpu", weights_only=True)
             else:
                 state = decode_json(json.loads((path / name).read_text(encoding="utf-8")))
-    # What a foreign file makes these readers raise is not a closed list: torch alone lets out UnpicklingError,
-    # RuntimeError, EOFError, KeyError and TypeError.
+    # What a foreign file makes these readers raise is not a closed list: torch alone lets out five kinds.
     except Exception as error:  # noqa: BLE001
         unsafe = "Weights only load failed" in str(error)
         reason = "holds Python objects, which are never run" if unsafe else "cannot be read"
@@ -317,8 +315,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint in `folder` that is whole, and a sentence for each one passed over.
 
-    Args:
-        folder: a `checkpoints` folder; may be missing or empty.
+    folder: a `checkpoints` folder; may be missing or empty.
     """
     paths, passed_over = _by_age(Path(folder))
     for path in paths:
@@ -365,13 +362,10 @@ def resolve_resume(value: str, run_folder: Path) -> tuple[Checkpoint | None, lis
             ])  # fmt: skip
         if found is None:
             return None, [*messages, f"No checkpoint in {run_folder}: starting fresh."]
-        return found, [*messages, _resuming(found)]
-    found, passed_over = _at_path(Path(value).expanduser())
-    return found, [f"Passed over {reason}" for reason in passed_over] + [_resuming(found)]
-
-
-def _resuming(found: Checkpoint) -> str:
-    return f"Resuming from {found.path} (step {found.step})."
+    else:
+        found, passed_over = _at_path(Path(value).expanduser())
+        messages = [f"Passed over {reason}" for reason in passed_over]
+    return found, [*messages, f"Resuming from {found.path} (step {found.step})."]
 
 
 def _at_path(path: Path) -> tuple[Checkpoint, list[str]]:
