@@ -1,8 +1,7 @@
 """Checkpoints: written whole or not at all, checked by hash before they are used, never unpickled.
 
     <run>/checkpoints/step_000123/  model.safetensors  ema.safetensors ...  one file per state dict of tensors
-                                    optimizer.pt       torch.save, read back with weights_only=True
-                                    extra.pt           the same, of what a script adds, where it adds anything
+                                    optimizer.pt, extra.pt (a script's own)  torch.save, read with weights_only=True
                                     state.json         everything else, floats to the last bit, NaN and infinity too
                                     MANIFEST.json      format, kind, step, sequence, size and sha256 of every file
     <run>/checkpoints/{latest,best} relative links to a step folder (one-line text files where links are not possible)
@@ -313,10 +312,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint in `folder` that is whole, and a sentence for each one passed over.
-
-    folder: a `checkpoints` folder; may be missing or empty.
-    """
+    """The newest whole checkpoint of a `checkpoints` folder, if any, and a sentence for each one passed over."""
     paths, passed_over = _by_age(Path(folder))
     for path in paths:
         try:
