@@ -341,6 +341,7 @@ RUN_STATE = {
     "infinite": ["mask"], "accumulation": [1, 0], "recut": 0, "averages": {}, "epoch_s": 0.5, "epoch_steps": 1,
     "logged_epoch": -1,
     "frozen": [],
+    "has_notes": False,
 }  # fmt: skip
 
 

@@ -37,6 +37,8 @@ class Log:
         self.status: dict = {}
         self.recut = 0
         self.notes: dict[str, tuple[float, int]] = {}  # of the window under way: sum and count by name
+        self.has_notes = False  # whether this process has ever noted anything
+        self.noted_names: list[str] = []  # of the last window, on the bar
         self.trouble = ""  # why rows cannot be written any more
         self._bar, self._elapsed_before, self._began = None, 0.0, time.monotonic()
 
@@ -53,7 +55,7 @@ class Log:
         """A metric of the script's own, of one micro-batch or window: its mean, over all ranks that noted one, is in
         the rows, the averages of the epoch, the trackers and the bar. Reads a tensor on the host."""
         total, count = self.notes.get(name, (0.0, 0))
-        self.notes[name] = total + float(value), count + 1
+        self.notes[name], self.has_notes = (total + float(value), count + 1), True
 
     def noted(self) -> dict[str, float]:
         """Means of what all ranks noted in the window; a collective."""
@@ -61,6 +63,8 @@ class Log:
         for name, (total, count) in (item for notes in gather_objects(dict(self.notes)) for item in notes.items()):
             before, number = totals.get(name, (0.0, 0))
             totals[name] = before + total, number + count
+        self.notes.clear()
+        self.noted_names = list(totals)
         return {name: total / count for name, (total, count) in totals.items()}
 
     @property
@@ -150,7 +154,7 @@ class Log:
             return
         self._bar.set_description(f"epoch {place.epoch + 1}/{place.epochs}", refresh=False)
         shown = f"loss {self.meters['loss']}  data {self.timer.data_s:.3f} s  step {self.timer.step_s:.3f} s"
-        shown += "".join(f"  {name} {self.meters[name]}" for name in self.notes)
+        shown += "".join(f"  {name} {self.meters[name]}" for name in self.noted_names)
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update(place.step - self._bar.n)
 
@@ -170,6 +174,7 @@ class Log:
             "epoch_s": self.epoch_s,
             "epoch_steps": self.epoch_steps,
             "logged_epoch": self.logged_epoch,
+            "has_notes": self.has_notes,
             "writer": self.writer.state_dict(),
         }
 
@@ -179,4 +184,4 @@ class Log:
         self.averages.load_state_dict(state["averages"])
         self._elapsed_before, self._began = state["elapsed_s"], time.monotonic()
         self.epoch_s, self.epoch_steps = state["epoch_s"], state["epoch_steps"]
-        self.logged_epoch = state["logged_epoch"]
+        self.logged_epoch, self.has_notes = state["logged_epoch"], state["has_notes"]

@@ -210,7 +210,6 @@ class Training:
             self.sampler.advance_batches(len(window))
             self.optimizer.zero_grad()
             self.extra.zero_grad()
-            self.log.notes.clear()
             self.check.begin(len(window))
             yield window
             self._end_window()
@@ -291,7 +290,7 @@ class Training:
         if self.log.is_due(self.step + 1, self.total_steps):
             values |= group_norms(self.optimizer.param_groups)
         of_groups = [name for name in values if name.startswith("grad_norm")]
-        values["notes"] = float(bool(self.log.notes))
+        values["notes"] = float(self.log.has_notes)
         self._layout = [*self.loss_names, *metrics, *of_groups, "buffers_finite", "state_finite", "signal", "time_s"]
         return values, [*self._layout, "notes"], self._unknown
 
@@ -353,7 +352,7 @@ class Training:
     def _own_values(self, reduced: Mapping[str, float]) -> dict[str, float]:
         """What the script noted (over all ranks) or put into `reduced` (of the main process)."""
         values = {name: float(value) for name, value in reduced.items() if name not in (*self._layout, "notes")}
-        if reduced.get("notes"):
+        if reduced.get("notes") or self.log.notes and self.accelerator.num_processes == 1:
             values |= self.log.noted()
         if taken := values.keys() & {*self._layout, *self.detector.metric_names}:
             raise BadInput(f"t.log.note: {', '.join(sorted(taken))} is in the rows already; give another name")

@@ -33,6 +33,7 @@ _STATE = {
     "accumulation": list,
     "recut": _NUMBER,
     "frozen": list,
+    "has_notes": bool,
     "averages": dict,
     "epoch_s": _NUMBER,
     "epoch_steps": int,
@@ -118,7 +119,7 @@ def _faults_of_state(step: int, state: dict) -> list[str]:
 
 
 def _is(value: object, kind) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def not_finite(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict, infinite: Collection[str]) -> list[str]:

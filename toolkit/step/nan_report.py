@@ -252,7 +252,9 @@ def replay(
     if finding["batch"]:
         finding["where"] = "batch"
     same = ("where", "first_nonfinite_module", "kind", "nonfinite_gradients")
-    again = finding["where"] != "unknown" and all(finding[key] == report[key] for key in same)
+    # "unknown": the detector and its criterion were finite, and what the script adds was not run again then
+    same_place = report["where"] == "unknown" or all(finding[key] == report[key] for key in same)
+    again = finding["where"] != "unknown" and same_place
     return {**finding, "reproduced": again}
 
 
