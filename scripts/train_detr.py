@@ -4,8 +4,9 @@
     accelerate launch scripts/train_detr.py --config configs/detr/detr_r50_coco.yaml          # all GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_detr.py       # two processes, no GPU
 
-The loop is that of facebookresearch/detr `engine.py`, with the check before the update. `--help` explains
-every key, `--model.architecture conditional_detr --help` those of another architecture.
+The loop is that of all five scripts. What is facebookresearch/detr's stands in the criterion and the defaults
+(losses over main and auxiliary outputs, `class_error`, clipping to 0.1). `--help` explains every key,
+`--model.architecture conditional_detr --help` those of another architecture.
 """
 
 import sys

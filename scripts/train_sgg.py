@@ -7,9 +7,9 @@
     accelerate launch scripts/train_sgg.py --config configs/sgg/vg150.yaml --model.detector runs/vg_detector
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_sgg.py        # two processes, no GPU
 
-The loop is that of Scene-Graph-Benchmark `relation_train_net.py` (frozen detector, slow heads, gradient
-table, validation before training, a rate that falls when validation stops improving and ends training), with
-the check of the gradients before the update and on all ranks. `--help` explains every key.
+The loop is that of all five scripts. What is Scene-Graph-Benchmark's stands in options and defaults (frozen
+detector, slow heads, gradient table, validation before training, a rate that falls when validation stops
+improving and ends training). `--help` explains every key.
 """
 
 import sys

@@ -5,8 +5,8 @@
     accelerate launch scripts/train_yolov3.py --config configs/yolov3/darknet53_coco.yaml    # all GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_yolov3.py     # two processes, no GPU
 
-The recipe is that of GluonCV `train_yolo3.py` (mixup that ends before training does, four losses, export
-at the end). `--help` explains every key.
+The loop is that of all five scripts. What is GluonCV's stands in options and defaults (mixup that ends before
+training does, four losses, export at the end). `--help` explains every key.
 """
 
 import sys
