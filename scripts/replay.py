@@ -6,13 +6,16 @@ Exit code: 0 the same thing breaks in the same place, 1 it does not (a transient
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from toolkit.errors import says_bad_input
+from toolkit.replay_session import loop_of_script
+from toolkit.runs.script import open_script
 from toolkit.runs.settings_file import load_config_dict, newest_config
 from toolkit.step.losses import LossWeights
-from toolkit.step.nan_report import describe_finding, load_report, replay
+from toolkit.step.nan_report import describe_finding, load_report, replay, window_of_report
 from toolkit.text import ShortUsage
 from toolkit.use.open import rebuild_detector
 
@@ -22,13 +25,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("folder", type=Path, help="folder of one rank's report, <run>/nan/step_*/rank*")
     folder = parser.parse_args(arguments).folder
-    report, batches, state = load_report(folder)
-    config = load_config_dict(newest_config(folder.absolute().parents[2]))
+    report, batches, state, extra = load_report(folder)
+    run = folder.absolute().parents[2]
+    config = load_config_dict(newest_config(run))
     detector = rebuild_detector(config, [category["name"] for category in report["categories"]])
     detector.load_state_dict(state)
-    weights = LossWeights(detector.loss_names, report["loss_weights"], {})  # as they were, learned ones too
     print((folder / "report.txt").read_text())
-    found = replay(detector, weights, report, batches)
+    script, remark = open_script(json.loads((run / "environment.json").read_text()).get("script"))
+    if remark:
+        print(remark)
+    if script is not None:
+        again = loop_of_script(script, newest_config(run), report, batches, detector, extra)
+    else:
+        names = detector.loss_names
+        weights = LossWeights(names, {name: report["loss_weights"][name] for name in names}, {})  # learned ones too
+        again = window_of_report(detector, weights, report, batches)
+    found = replay(detector, report, batches, again)
     print(f"run again: {describe_finding(found)}")
     print("reproduced" if found["reproduced"] else "not reproduced: something else happened this time")
     return 0 if found["reproduced"] else 1

@@ -4,8 +4,9 @@
     accelerate launch scripts/train_detr.py --config configs/detr/detr_r50_coco.yaml          # all GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_detr.py       # two processes, no GPU
 
-The loop is that of facebookresearch/detr `engine.py`, with the check before the update. `--help` explains
-every key, `--model.architecture conditional_detr --help` those of another architecture.
+The loop is that of all five scripts. What is facebookresearch/detr's stands in the criterion and the defaults
+(losses over main and auxiliary outputs, `class_error`, clipping to 0.1). `--help` explains every key,
+`--model.architecture conditional_detr --help` those of another architecture.
 """
 
 import sys
@@ -61,7 +62,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
                 with t.accelerator.autocast():
                     outputs = t.model(batch.images, batch.sizes, batch.targets)
                 losses, metrics = t.detector.criterion(outputs, batch.targets, denominators)  # in float32
-                weighted = t.weights(losses, t.step, len(window))
+                weighted = t.weigh(losses)
                 t.accelerator.backward(weighted.total)
                 t.add(weighted, metrics)
 
@@ -74,14 +75,11 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
         if t.max_norm:
             clip_grads_with_norm_(t.trained_parameters, t.max_norm, grad_norm)
         t.optimizer.step()
-        t.optimizer.zero_grad()
         t.step += 1
         t.note_step(window, reduced)  # meters, rows, and the rates of the next step
         if t.ema is not None:
             t.ema.update(t.detector)
         t.evaluate_and_save(reduced["signal"])
-        if t.finished:
-            break
     return t.end_epoch()
 
 

@@ -4,8 +4,8 @@
     accelerate launch scripts/train_faster_rcnn.py --config configs/faster_rcnn/bccd.yaml    # photographs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_faster_rcnn.py     # two processes
 
-The loop is that of Seamless Scene Segmentation's `train_detection.py` (named weights of four losses,
-schedule per batch or epoch, burn-in, batches of like aspect ratio, momentum meters), over window and ranks.
+The loop is that of all five scripts. What is Seamless Scene Segmentation's stands in options and defaults (named
+weights of four losses, schedule per batch or epoch, burn-in, batches of like aspect ratio, momentum meters).
 `--help` explains every key.
 """
 
@@ -64,7 +64,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
                 with t.accelerator.autocast():
                     outputs = t.model(batch.images, batch.sizes, batch.targets)
                 losses, metrics = t.detector.criterion(outputs, batch.targets, denominators)  # in float32
-                weighted = t.weights(losses, t.step, len(window))
+                weighted = t.weigh(losses)
                 t.accelerator.backward(weighted.total)
                 t.add(weighted, metrics)
 
@@ -77,14 +77,11 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
         if t.max_norm:
             clip_grads_with_norm_(t.trained_parameters, t.max_norm, grad_norm)
         t.optimizer.step()
-        t.optimizer.zero_grad()
         t.step += 1
         t.note_step(window, reduced)  # meters, rows, and the rates of the next step
         if t.ema is not None:
             t.ema.update(t.detector)
         t.evaluate_and_save(reduced["signal"])
-        if t.finished:
-            break
     return t.end_epoch()
 
 

@@ -7,9 +7,9 @@
     accelerate launch scripts/train_sgg.py --config configs/sgg/vg150.yaml --model.detector runs/vg_detector
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_sgg.py        # two processes, no GPU
 
-The loop is that of Scene-Graph-Benchmark `relation_train_net.py` (frozen detector, slow heads, gradient
-table, validation before training, a rate that falls when validation stops improving and ends training), with
-the check of the gradients before the update and on all ranks. `--help` explains every key.
+The loop is that of all five scripts. What is Scene-Graph-Benchmark's stands in options and defaults (frozen
+detector, slow heads, gradient table, validation before training, a rate that falls when validation stops
+improving and ends training). `--help` explains every key.
 """
 
 import sys
@@ -69,7 +69,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
                 with t.accelerator.autocast():
                     outputs = t.model(batch.images, batch.sizes, batch.targets)
                 losses, metrics = t.detector.criterion(outputs, batch.targets, denominators)  # in float32
-                weighted = t.weights(losses, t.step, len(window))
+                weighted = t.weigh(losses)
                 t.accelerator.backward(weighted.total)
                 t.add(weighted, metrics)
 
@@ -82,14 +82,11 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
         if t.max_norm:
             clip_grads_with_norm_(t.trained_parameters, t.max_norm, grad_norm)
         t.optimizer.step()
-        t.optimizer.zero_grad()
         t.step += 1
         t.note_step(window, reduced)  # meters, rows, and the rates of the next step
         if t.ema is not None:
             t.ema.update(t.detector)
         t.evaluate_and_save(reduced["signal"])
-        if t.finished:
-            break
     return t.end_epoch()
 
 

@@ -5,8 +5,9 @@
     accelerate launch scripts/train_ssd.py --config configs/ssd/mobilevit_s_coco.yaml         # all GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_ssd.py        # two processes, no GPU
 
-The loop is that of CVNets `training_engine.py` (accumulation that starts after an epoch, momentum of batch
-norms on a schedule, losses that weigh each other). `--help` explains every key.
+The loop is that of all five scripts, with one line more: CVNets' losses that weigh each other. The rest of its
+`training_engine.py` stands in options (accumulation that starts after an epoch, momentum of batch norms on a
+schedule). `--help` explains every key.
 """
 
 import sys
@@ -64,7 +65,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
                 with t.accelerator.autocast():
                     outputs = t.model(batch.images, batch.sizes, batch.targets)
                 losses, metrics = t.detector.criterion(outputs, batch.targets, denominators)  # in float32
-                weighted = t.weights(losses, t.step, len(window))
+                weighted = t.weigh(losses)
                 t.accelerator.backward(weighted.total)
                 t.add(weighted, metrics)
 
@@ -77,15 +78,12 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
         if t.max_norm:
             clip_grads_with_norm_(t.trained_parameters, t.max_norm, grad_norm)
         t.optimizer.step()
-        t.optimizer.zero_grad()
         t.step += 1
         t.note_step(window, reduced)  # meters, rows, and the rates of the next step
         t.detector.multibox.balance_losses(reduced)
         if t.ema is not None:
             t.ema.update(t.detector)
         t.evaluate_and_save(reduced["signal"])
-        if t.finished:
-            break
     return t.end_epoch()
 
 

@@ -340,6 +340,8 @@ RUN_STATE = {
     "evaluated_step": -1, "meters": {}, "elapsed_s": 1.5, "writer": {"rows": 1}, "ema": {"updates": 1},
     "infinite": ["mask"], "accumulation": [1, 0], "recut": 0, "averages": {}, "epoch_s": 0.5, "epoch_steps": 1,
     "logged_epoch": -1,
+    "frozen": [],
+    "has_notes": False,
 }  # fmt: skip
 
 

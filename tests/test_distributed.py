@@ -114,7 +114,7 @@ def test_reduction_is_by_name_and_equal_on_every_rank(ranks):
 
 def test_an_unannounced_key_on_one_rank_is_an_error_on_every_rank_that_names_it(ranks):
     for result in ranks:
-        assert result["unannounced"].startswith("UnannouncedName: rank 1: value 'c' was not announced; announced are:")
+        assert result["unannounced"].startswith("UnannouncedName: rank 1: value 'c' was not announced. In a script:")
         assert "rank 0: value 'x'" in result["unknown"] and "rank 0: value 'y'" in result["unknown"]
         assert result["after"] == {"a": 1.0}  # and the ranks are still in step
 

@@ -19,7 +19,15 @@ from toolkit.step.ema import Ema
 from toolkit.step.gradients import drop_gradients, gradient_norm
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.losses import LossWeights, window_denominators
-from toolkit.step.nan_report import diagnose, investigate, load_report, replay, rerun_window, write_report
+from toolkit.step.nan_report import (
+    diagnose,
+    investigate,
+    load_report,
+    replay,
+    rerun_window,
+    window_of_report,
+    write_report,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -219,7 +227,7 @@ class TestNanOnOneOfTwoRanks:
         folder, ranks = two_ranks
         report_folder = folder / f"{kind}_{policy}" / "nan" / "step_000003"
         assert [p.name for p in report_folder.iterdir()] == ["rank1"]
-        report, batches, state = load_report(report_folder / "rank1")
+        report, batches, state, _ = load_report(report_folder / "rank1")
         assert report["image_ids"] == [["s3r1m0i0", "s3r1m0i1"], ["s3r1m1i0", "s3r1m1i1"]]
         assert (report["step"], report["policy"], report["action"]) == (3, policy, policy)
         assert report["first_nonfinite_module"] == {"activation": "poison", "buffer": "norm"}.get(kind)
@@ -237,10 +245,11 @@ class TestNanOnOneOfTwoRanks:
         detector.load_state_dict(state)
         detector.poison.kind = None if kind == "input" else kind
         weights = LossWeights(Detector.loss_names, {}, Detector.default_weights)
-        assert replay(detector, weights, report, batches)["reproduced"]
+        again = window_of_report(detector, weights, report, batches)
+        assert replay(detector, report, batches, again)["reproduced"]
         detector.load_state_dict(state)
         detector.poison.kind = None
-        assert replay(detector, weights, report, batches)["reproduced"] == (kind == "input")
+        assert replay(detector, report, batches, again)["reproduced"] == (kind == "input")
 
     def test_what_follows_is_as_if_the_window_had_not_been(self, two_ranks, kind, policy):
         for result in two_ranks[1]:
@@ -473,8 +482,8 @@ def test_a_window_returns_as_it_was(tmp_path):
         *(Batch(image, torch.zeros(1, 2, dtype=torch.int64), [{"image_id": i}]) for i in range(11)),
     ]  # fmt: skip
     tied = torch.ones(3)
-    folder = write_report(tmp_path, report_of(), batches, {"a": tied, "b": tied})
-    report, again, state = load_report(folder)
+    folder = write_report(tmp_path, report_of(), batches, {"a": tied, "b": tied}, {"critic": {"weight": tied}})
+    report, again, state, extra = load_report(folder)
     assert math.isnan(float(report["losses"]["loss"])) and "NaN" not in (folder / "report.json").read_text()
     assert [b.targets[0]["image_id"] for b in again] == [1, *range(11)]
     for old, new in zip(batches, again, strict=True):
@@ -483,7 +492,7 @@ def test_a_window_returns_as_it_was(tmp_path):
             assert set(a) == set(b)
             for key in set(a) - {"image_id"}:
                 torch.testing.assert_close(a[key], b[key], rtol=0, atol=0, equal_nan=True)
-    assert set(state) == {"a", "b"}
+    assert set(state) == {"a", "b"} and torch.equal(extra["critic"]["weight"], tied)
 
 
 def test_later_reports_overwrite_nothing_and_do_not_fill_the_disk_with_weights(tmp_path, monkeypatch):

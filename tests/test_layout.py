@@ -27,7 +27,7 @@ def test_a_training_script_is_its_loop(path):
     epoch, main = (next(n for n in functions(path) if n.name == name) for name in ("train_one_epoch", "main"))
     assert epoch.end_lineno - epoch.lineno < 40 and main.end_lineno - main.lineno < 25
     nodes = [node for node in ast.walk(epoch) if isinstance(node, ast.Call)]
-    order = ["t.guard.snapshot", "t.model", "t.detector.criterion", "t.weights", "t.accelerator.backward"]
+    order = ["t.guard.snapshot", "t.model", "t.detector.criterion", "t.weigh", "t.accelerator.backward"]
     order += ["reduce_dict", "t.accepts", "t.optimizer.step", "t.note_step", "t.ema.update", "t.evaluate_and_save"]
     lines = [min(node.lineno for node in nodes if ast.unparse(node.func) == call) for call in order]
     assert lines == sorted(lines), "the order of one optimizer step in docs/design.md"
@@ -53,7 +53,7 @@ DOORS = {
     "evaluation.report.judgement": "scene_graphs.report",
     "use.outputs": "scene_graphs.formats",
 }
-TOP = ["command_line", "log", "saving", "recovery", "validation", "at_start", "training", "session"]
+TOP = ["command_line", "log", "saving", "recovery", "validation", "at_start", "training", "session", "replay_session"]
 
 
 def imported(path: Path, inside: bool = True) -> set[str]:

@@ -22,7 +22,7 @@ from toolkit.saving import save
 from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.losses import LossWeights
-from toolkit.step.nan_report import diagnose, load_report, replay
+from toolkit.step.nan_report import diagnose, load_report, replay, window_of_report
 from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.training import Pace
 from toolkit.validation import finish, validate
@@ -166,7 +166,7 @@ def test_an_update_that_overflows_and_is_to_be_saved_is_reported_with_its_window
     with pytest.raises(StoppedByGuard, match="what the last update left: weight weight not finite"):
         t.evaluate_and_save(0.0)
     (folder,) = tmp_path.glob("nan/*/rank0")
-    report, window, _ = load_report(folder)
+    report, window, *_ = load_report(folder)
     assert report["where"] == "state" and len(window) == len(WINDOW)
 
 
@@ -299,12 +299,13 @@ def test_a_fault_that_does_not_come_back_is_not_called_reproduced():
     detector = make_training(None).detector
     weights = LossWeights(("loss_ce",), {}, {"loss_ce": 1.0})
     report |= {"denominators": [{"images": 1.0}], "step": 0, "seed": 0, "rank": 0}
-    assert not replay(detector, weights, report, WINDOW)["reproduced"]
+    again = window_of_report(detector, weights, report, WINDOW)
+    assert not replay(detector, report, WINDOW, again)["reproduced"]
     report |= {"where": "state", "nonfinite_state": ["weight weight"]}
-    assert not replay(detector, weights, report, WINDOW)["reproduced"]
+    assert not replay(detector, report, WINDOW, again)["reproduced"]
     with torch.no_grad():
         detector.weight.fill_(NAN)
-    assert replay(detector, weights, report, WINDOW)["reproduced"]
+    assert replay(detector, report, WINDOW, again)["reproduced"]
 
 
 # ---- between ranks

@@ -75,8 +75,13 @@ def normalize_images(
 ) -> Tensor:
     """(uint8 / 255 - mean) / std in float32, then zero outside `sizes`: the padding of DETR, where zero is the mean.
 
-    images (B, 3, H, W) uint8 and sizes (B, 2) on one device -> (B, 3, H, W) contiguous, in `dtype`.
+    images (B, 3, H, W) uint8 and sizes (B, 2) on one device -> (B, 3, H, W) contiguous, in `dtype`. Float images of the
+    same range, which a loop may have mixed or moved, give the same numbers, stay as they are, and may want gradients.
     """
+    if images.is_floating_point():
+        planes = zip((images.to(torch.float32) / 255).unbind(1), mean, std, strict=True)
+        normalized = torch.stack([(plane - each_mean) / each_std for plane, each_mean, each_std in planes], 1)
+        return normalized.masked_fill(~pixel_mask(sizes, images.shape[-2:])[:, None], 0).to(dtype)
     # Planes are made of the bytes, before they are four times as many.
     normalized = images.contiguous().to(torch.float32).div_(255)
     for plane, channel_mean, channel_std in zip(normalized.unbind(1), mean, std, strict=True):

@@ -5,6 +5,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
+from toolkit.distributed import gather_objects
 from toolkit.errors import BadInput
 from toolkit.runs.console import Place, averages_line, console_line, progress, total_line
 from toolkit.runs.failures import attempt
@@ -33,6 +36,9 @@ class Log:
         self.writer: RunWriter | None = None
         self.status: dict = {}
         self.recut = 0
+        self.notes: dict[str, tuple[float, int]] = {}  # of the window under way: sum and count by name
+        self.has_notes = False  # whether this process has ever noted anything
+        self.noted_names: list[str] = []  # of the last window, on the bar
         self.trouble = ""  # why rows cannot be written any more
         self._bar, self._elapsed_before, self._began = None, 0.0, time.monotonic()
 
@@ -44,6 +50,22 @@ class Log:
         self.writer, self.status, self.recut = writer, status, recut
         status["step"] = step
         self._bar = progress(total_steps, step, self.is_main)
+
+    def note(self, name: str, value: Tensor | float) -> None:
+        """A metric of the script's own, of one micro-batch or window: its mean, over all ranks that noted one, is in
+        the rows, the averages of the epoch, the trackers and the bar. Reads a tensor on the host."""
+        total, count = self.notes.get(name, (0.0, 0))
+        self.notes[name], self.has_notes = (total + float(value), count + 1), True
+
+    def noted(self) -> dict[str, float]:
+        """Means of what all ranks noted in the window; a collective."""
+        totals: dict[str, tuple[float, int]] = {}
+        for name, (total, count) in (item for notes in gather_objects(dict(self.notes)) for item in notes.items()):
+            before, number = totals.get(name, (0.0, 0))
+            totals[name] = before + total, number + count
+        self.notes.clear()
+        self.noted_names = list(totals)
+        return {name: total / count for name, (total, count) in totals.items()}
 
     @property
     def elapsed_s(self) -> float:
@@ -106,6 +128,7 @@ class Log:
         One that cannot be written is no error here, where the main process alone would raise it: `trouble` says why,
         the next step's reduction tells all processes, and they save and end together.
         """
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         try:
             self.writer.log({"step": step, "epoch": epoch, "time_s": round(self.elapsed_s, 3), **values})
         except BadInput as error:
@@ -131,6 +154,7 @@ class Log:
             return
         self._bar.set_description(f"epoch {place.epoch + 1}/{place.epochs}", refresh=False)
         shown = f"loss {self.meters['loss']}  data {self.timer.data_s:.3f} s  step {self.timer.step_s:.3f} s"
+        shown += "".join(f"  {name} {self.meters[name]}" for name in self.noted_names)
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update(place.step - self._bar.n)
 
@@ -150,6 +174,7 @@ class Log:
             "epoch_s": self.epoch_s,
             "epoch_steps": self.epoch_steps,
             "logged_epoch": self.logged_epoch,
+            "has_notes": self.has_notes,
             "writer": self.writer.state_dict(),
         }
 
@@ -159,4 +184,4 @@ class Log:
         self.averages.load_state_dict(state["averages"])
         self._elapsed_before, self._began = state["elapsed_s"], time.monotonic()
         self.epoch_s, self.epoch_steps = state["epoch_s"], state["epoch_steps"]
-        self.logged_epoch = state["logged_epoch"]
+        self.logged_epoch, self.has_notes = state["logged_epoch"], state["has_notes"]

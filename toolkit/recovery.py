@@ -66,7 +66,8 @@ def state_of(t, in_window: bool = False) -> Iterator[tuple[tuple[str, str], Tens
     in_window: a window is under way, whose forward may have spoiled the buffers; theirs are those before it.
     """
     averages = t.ema.averages() if t.ema is not None else ()
-    return named_state(t.detector, t.guard.watched(in_window), averages, t.optimizer, t.weights)
+    yield from named_state(t.detector, t.guard.watched(in_window), averages, t.optimizer, t.weights)
+    yield from ((("t.extra", name), tensor) for name, tensor in t.extra.tensors())
 
 
 def broken_state(t, in_window: bool = False) -> list[str]:
@@ -109,7 +110,8 @@ def keep_start(t) -> None:
         tensors = {stem: {k: v.detach().cpu().clone() for k, v in named.items()} for stem, named in tensors.items()}
         scaler = t.accelerator.scaler
         state = {"ema": t.ema and t.ema.state_dict(), "scaler": scaler and dict(scaler.state_dict())}
-        t.start = Checkpoint(t.folder, t.step, tensors, copy.deepcopy(t.optimizer.state_dict()), state)
+        own = copy.deepcopy(t.extra.state_dict())
+        t.start = Checkpoint(t.folder, t.step, tensors, copy.deepcopy(t.optimizer.state_dict()), state, own)
 
 
 def _take(t, checkpoint: Checkpoint) -> None:
@@ -141,13 +143,14 @@ def _report(t, action: Action, broken: Sequence[str]) -> str:
     where = {"step": t.step, "seed": t.seed, "rank": rank, "precision": t.accelerator.mixed_precision, "scale": scale}
     facts = {
         "epoch": t.sampler.epoch,
-        "losses": {name: reduced[name] for name in ("loss", *t.detector.loss_names)},
+        "losses": {name: reduced[name] for name in ("loss", *t.weights.names)},
         "grad_norm": reduced["grad_norm"],
         "lr": t.schedule.rates(),
         "denominators": denominators,
         "loss_weights": t.weights.values(t.step),
         "action": action.value,
         "categories": [asdict(category) for category in t.validation.table.categories],
+        "predicates": list(t.validation.table.predicates),
     }
 
     def run_again() -> list[dict]:
@@ -156,4 +159,5 @@ def _report(t, action: Action, broken: Sequence[str]) -> str:
     known = {"where": "state", "nonfinite_state": list(broken)} if broken else None
     if known is None and unusable_rate(t.optimizer.param_groups):
         known = {"where": "rate"}
-    return investigate(t.guard, t.detector, run_again, t.folder, window, where | facts, known)
+    own = t.extra.state_dict()
+    return investigate(t.guard, t.detector, run_again, t.folder, window, where | facts, known, own)

@@ -29,7 +29,8 @@ def save(t, best: bool = False) -> None:
         "predicates": list(table.predicates),
         "attributes": list(table.attributes),
         "infinite": t.infinite,
-        "accumulation": _accumulation(t),
+        "accumulation": list(t.pace.accumulation),
+        "frozen": [n for n, p in t.detector.named_parameters() if n in t.trainable and not p.requires_grad],
         "recut": t.recut,
         "sampler": t.sampler.state_dict(),
         "schedule": t.schedule.state_dict(),
@@ -44,13 +45,18 @@ def save(t, best: bool = False) -> None:
         **t.log.state_dict(),
     }
     t.saved_step = t.step
+    if others := t.check.new_others():
+        t.log.say(
+            f"in no checkpoint, so that a resumed run differs: {', '.join(others)}, and what it trains; "
+            't.extra["NAME"] = optimizer in main saves it, and the module likewise'
+        )
 
     def write() -> None:
         if (rows := t.folder / "metrics.jsonl").is_file():
             fsync_folder(rows)  # a power cut must not take rows that the checkpoint counts
         save_checkpoint(
             t.folder / "checkpoints", t.step, tensors=tensors, optimizer=t.optimizer.state_dict(), state=state,
-            best=best, keep=t.pace.keep, keep_every=t.pace.keep_every, kind="run",
+            best=best, keep=t.pace.keep, keep_every=t.pace.keep_every, kind="run", extra=t.extra.state_dict(),
         )  # fmt: skip
 
     run_on_main(write)
@@ -92,7 +98,7 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
                 t.budget.count_on(t.step, state["budget"])
                 if t.budget.is_used_up:
                     t.total_steps, t.limit = t.step, "run.max_minutes"
-        notes += _retime(t, state, keep_schedule)
+        notes += [*_freeze(t, state["frozen"]), *_retime(t, state, keep_schedule)]
         t.guard.load_state_dict(state["guard"])
         t.log.load_state_dict(state)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
@@ -155,8 +161,17 @@ def _misfits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str
             *(f"{name} is there and not here" for name in saved if name not in own)]  # fmt: skip
 
 
-def _accumulation(t) -> list[int]:
-    return [t.pace.accumulation_steps, t.pace.accumulate_after_epoch]
+def _freeze(t, names: Sequence[str]) -> list[str]:
+    """Parameters that the script had frozen in its loop stay so."""
+    parameters = dict(t.detector.named_parameters())
+    for name in names:
+        parameters[name].requires_grad_(False)
+    return [f"{len(names)} parameters that the loop had frozen stay frozen, such as {names[0]}"] if names else []
+
+
+def retime(t, accumulation: tuple[int, int]) -> list[str]:
+    """As on a resume, in the middle of a run that accumulated otherwise until now."""
+    return _retime(t, {"accumulation": accumulation, "sampler": t.sampler.state_dict(), "recut": t.recut}, True)
 
 
 def _images_of_a_step(images: int, accumulation_steps: int, after_epoch: int) -> tuple[int, ...]:
@@ -168,7 +183,7 @@ def _retime(t, state: Mapping, keep_schedule: bool) -> list[str]:
     """Where an optimizer step sees other images than before: a length and a schedule by which the run sees the data
     that it was to see. What it did is returned in words."""
     sampler, saved = t.sampler, state["sampler"]
-    before, now = state["accumulation"], _accumulation(t)
+    before, now = state["accumulation"], t.pace.accumulation
     same = _images_of_a_step(saved["world_size"] * saved["batch_size"], *before) == _images_of_a_step(
         sampler.world_size * sampler.batch_size, *now
     )
@@ -228,6 +243,7 @@ def load_weights(t, checkpoint: Checkpoint) -> None:
     if t.eval_only:
         return
     load_state(t.optimizer, checkpoint.optimizer)
+    t.extra.load_state_dict(checkpoint.extra)
     if t.accelerator.scaler is not None and checkpoint.state["scaler"]:
         t.accelerator.scaler.load_state_dict(checkpoint.state["scaler"])
 

@@ -45,6 +45,7 @@ from toolkit.runs.lock import FolderLock
 from toolkit.runs.metrics_log import repair_rows
 from toolkit.runs.open_run import settings_beside
 from toolkit.runs.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
+from toolkit.runs.script import script_of
 from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
 from toolkit.runs.settled import settle
 from toolkit.runs.status import RunStatus, run_status
@@ -374,8 +375,6 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
     )  # fmt: skip
     t.log.start(writer, s.status.details, t.step, t.total_steps, t.recut)
     s.log = t.log
-    if t.guard.policy == "rollback" and t.saved_step != t.step:
-        save(t)  # something to roll back to
     first = s.config.eval.before_training and t.step == 0
     due = (first or is_time(t.step, t.pace.eval_every)) and t.best.evaluated_step != t.step
     if run.eval_only or due:
@@ -441,6 +440,6 @@ def _record(s: Session, t: Training, table: DetectionTable, settings: dict, chan
             source = "" if s.checkpoint is None else f" of {s.checkpoint.path}"
             remarks = [f"These settings are in force from step {t.step}{source} on. Changed:", *map(str, changed)]
         save_config(settings, place, remarks)
-        extra = {"parameters": parameters, "data": data, **s.measured}
+        extra = {"parameters": parameters, "data": data, "script": script_of(s.config), **s.measured}
         write_environment(s.folder, s.config.run.seed, s.accelerator.num_processes, extra)
     s.status.begin(trains=not s.config.run.eval_only)

@@ -26,12 +26,14 @@ from toolkit.recovery import broken_state, in_words, keep_start, recover, state_
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import Checkpoint
 from toolkit.runs.console import length_warnings
-from toolkit.saving import infinite_buffers, save
+from toolkit.saving import infinite_buffers, retime, save
 from toolkit.signals import StopSignals
 from toolkit.step.ema import Ema
+from toolkit.step.extra import Extra
 from toolkit.step.gradients import gradient_norm, gradient_table, group_norms
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import StepBudget, is_time
+from toolkit.step.loop_check import LoopCheck
 from toolkit.step.losses import LossWeights, WeightedLosses, window_denominators
 from toolkit.step.norms import bn_momentum, set_bn_momentum
 from toolkit.step.schedules import PlateauSchedule, Schedule
@@ -62,12 +64,17 @@ class Pace:
     plain_epochs: float = 0.0
     warmup_steps: int = 0
 
+    @property
+    def accumulation(self) -> tuple[int, int]:
+        return self.accumulation_steps, self.accumulate_after_epoch
+
 
 @dataclass
 class Training:
     """The objects of one run. `model` is what Accelerate prepared, `detector` the same weights without wrappers.
 
     limit: the setting that `total_steps` comes from.
+    extra: state that the script adds, see `toolkit.step.extra`.
     recut: added to `step`, the steps that the run would have made if it had always had batches of now.
     """
 
@@ -103,6 +110,15 @@ class Training:
         self.longest, self.longest_limit = self.total_steps, self.limit  # whatever the minutes would allow
         self.infinite = infinite_buffers(self.detector)
         self.guard.watch(self.detector)
+        self.extra = Extra(self.accelerator)
+        self.trainable = {name for name, p in self.detector.named_parameters() if p.requires_grad}
+        self.accumulation = self.pace.accumulation  # that the length of the run was reckoned with
+        self.check = LoopCheck(self._counts)
+        self._own_losses: dict[str, str | None] = {}  # announced by the script -> what it divides them by
+        self._micro: tuple[dict, Mapping] = {}, {}  # counts and denominators of the micro-batch under way
+        self._micro_batches = 1
+        self._layout: list[str] = []
+        self.check.watch(self.optimizer)
         self._broken: list[str] = []
         self._warned: set[str] = set()
         self._ahead = Prefetcher(self.accelerator.device)
@@ -135,28 +151,82 @@ class Training:
     @property
     def loss_names(self) -> list[str]:
         """Names that losses have in a row: the total, and every loss weighted and unscaled."""
-        return ["loss", *(f"{name}{suffix}" for name in self.detector.loss_names for suffix in ("", "_unscaled"))]
+        return ["loss", *(f"{name}{suffix}" for name in self.weights.names for suffix in ("", "_unscaled"))]
+
+    # ---- what a script adds to the loop, said once before it ---------------------------------------------------------
+
+    def announce(self, name: str, weight: float | Sequence[Sequence[float]], divided_by: str | None) -> None:
+        """A loss of the script's own, which it puts into `losses` beside those of the criterion.
+
+        weight: a number, or [[step, value], ...]. divided_by: what the script's value is the mean over in its
+        micro-batch, "images" or "boxes": it then counts as it would in one batch of the whole window and all ranks;
+        None: the script has divided by one of `denominators` itself.
+
+        Raises BadInput: the name is taken, or the weight is none.
+        """
+        if divided_by not in ("images", "boxes", None):
+            raise BadInput(f't.announce("{name}"): divided_by is {divided_by!r}; expected "images", "boxes" or None')
+        self.weights.add(name, weight)
+        self._own_losses[name] = divided_by
+
+    def without(self, *names: str) -> None:
+        """These calls are left out of the loop on purpose, by the names of `toolkit.step.loop_check.LINES`."""
+        self.check.leave_out(names)
 
     # ---- one step, in the order of the loop -------------------------------------------------------------------------
 
     def windows(self) -> Iterator[list[Batch]]:
-        """The accumulation windows of what is left of the epoch; the waiting is timed, evaluating and saving not."""
+        """The accumulation windows of what is left of the epoch, or of the run, each with the gradients of the last one
+        forgotten and the position in the data behind it; the waiting is timed, evaluating and saving not.
+
+        Raises BadInput: the body left out what belongs to an update, or did it twice.
+        """
         pace, dataset = self.pace, getattr(getattr(self.loader, "dataset", None), "dataset", None)
         if isinstance(dataset, MixedDataset) and dataset.has_plain_epochs:
             # said before the workers are asked for images of this epoch
             per_epoch = -(-len(self.sampler) // pace.accumulation_steps)
             fixed_at = 0 if self.budget is None else self.budget.planned_steps if self.budget.settled else None
             dataset.plan(pace.plain_epochs, self.total_steps + self.recut, per_epoch, fixed_at)
+        if (now := pace.accumulation) != self.accumulation:  # the script changed it
+            for note in retime(self, self.accumulation):
+                self.log.say(note)
+            self.accumulation = now
         self.set_rates()
         keep_start(self)
+        if missing := self.extra.not_taken_up:
+            raise BadInput(f"the checkpoint holds {', '.join(missing)} in t.extra, which this script does not assign")
         self.log.timer.start()
-        epoch = self.sampler.epoch
-        micro_batches = accumulation_at(epoch, pace.accumulation_steps, pace.accumulate_after_epoch)
-        for window in self._ahead.through(windows(self.loader, micro_batches)):
+        micro_batches = accumulation_at(self.sampler.epoch, *self.accumulation)
+        if self.guard.policy == "rollback" and self.saved_step < 0:
+            save(self)  # something to roll back to
+        with self.check.noting_others(lambda: [self.optimizer, *self.extra.optimizers]):
+            yield from self._checked(self._ahead.through(windows(self.loader, micro_batches)))
+
+    def _checked(self, windows: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        """The same windows, each prepared before and looked at after the body of the loop; the last one of the run ends
+        them."""
+        for window in windows:
             self.log.timer.data_ready()
+            self.sampler.advance_batches(len(window))
+            self.optimizer.zero_grad()
+            self.extra.zero_grad()
+            self.check.begin(len(window))
             yield window
-            self.under_way = None
+            self._end_window()
+            if self.finished:
+                return
             self.log.timer.start()
+
+    def _end_window(self) -> None:
+        self.under_way = None
+        if not self.check.end() and "passed over" not in self._warned:
+            self._warned.add("passed over")
+            self.log.say(f"step {self.step}: the loop passed over a window without an update; the data go on behind it")
+
+    def _counts(self) -> dict[str, int]:
+        """What the objects of the run know of what was done to them, for `LoopCheck`."""
+        counts = {"snapshot": self.guard.snapshots, "step": self.step}
+        return counts if self.ema is None else counts | {"ema": self.ema.updates}
 
     def micro_batches(self, window: Sequence[Batch]) -> Iterator[tuple[Batch, Mapping[str, Tensor]]]:
         """Each micro-batch on the device, with what its losses are divided by, its random numbers seeded.
@@ -164,11 +234,12 @@ class Training:
         Gradients are averaged over the ranks once per window, in the backward of the last micro-batch.
         """
         device, original = self.accelerator.device, self.detector.averaged_denominators
-        counts = [self.detector.denominators(batch.targets) for batch in window]
+        counts = [self.detector.denominators(batch.targets) | self._own_counts(batch) for batch in window]
         self._denominators = window_denominators(counts, device, self.pace.denominators, original)
-        self._sums, self._unknown = {}, []
+        self._sums, self._unknown, self._micro_batches = {}, [], len(window)
         for micro, (batch, denominators) in enumerate(zip(window, self._denominators, strict=True)):
             self.seed_micro_batch(micro)
+            self._micro = counts[micro], denominators
             last = micro == len(window) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 yield self._ahead.arrived(batch), denominators
@@ -176,6 +247,18 @@ class Training:
     def seed_micro_batch(self, micro: int) -> None:
         """Dropout and denoising noise become functions of (seed, step, rank, micro-batch): nothing to save."""
         seed_step(self.seed, self.step, self.accelerator.process_index, micro)
+
+    def _own_counts(self, batch: Batch) -> dict[str, int]:
+        """What the script's own losses are divided by, of one micro-batch."""
+        number = {"images": len(batch), "boxes": sum(len(target["labels"]) for target in batch.targets)}
+        return {f"own {kind}": number[kind] for kind in {*self._own_losses.values()} - {None}}
+
+    def weigh(self, losses: Mapping[str, Tensor]) -> WeightedLosses:
+        """Weighs the losses of one micro-batch; see `LossWeights` and `announce`."""
+        counts, denominators = self._micro
+        own = {name: losses[name] * (counts[f"own {kind}"] / denominators[f"own {kind}"])
+               for name, kind in self._own_losses.items() if kind is not None and name in losses}  # fmt: skip
+        return self.weights({**losses, **own}, self.step, self._micro_batches)
 
     def add(self, weighted: WeightedLosses, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Adds one micro-batch to the window's sums."""
@@ -187,10 +270,13 @@ class Training:
             value = value.detach() if isinstance(value, Tensor) else value
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._unknown += weighted.unknown
+        self.check.done["add"] += 1
 
     def unscaled_gradient_norm(self) -> Tensor:
         """Total norm of the gradients of the whole window, without the loss scale; 0-dim, not read."""
+        self.check.done["norm"] += 1
         self.weights.average_gradients()
+        self.extra.average_gradients()
         self.accelerator.unscale_gradients()
         return gradient_norm(self.trained_parameters)
 
@@ -204,8 +290,9 @@ class Training:
         if self.log.is_due(self.step + 1, self.total_steps):
             values |= group_norms(self.optimizer.param_groups)
         of_groups = [name for name in values if name.startswith("grad_norm")]
-        names = [*self.loss_names, *metrics, *of_groups, "buffers_finite", "state_finite", "signal", "time_s"]
-        return values, names, self._unknown
+        values["notes"] = float(self.log.has_notes)
+        self._layout = [*self.loss_names, *metrics, *of_groups, "buffers_finite", "state_finite", "signal", "time_s"]
+        return values, [*self._layout, "notes"], self._unknown
 
     def accepts(self, window: Sequence[Batch], reduced: Mapping[str, float]) -> bool:
         """The guard's answer, the same on every rank; a refused window is reported and undone as its policy says.
@@ -214,9 +301,10 @@ class Training:
             StoppedByGuard: the policy says so; the newest finite state is saved.
         """
         self.under_way = (window, self._denominators, reduced)
+        self.check.done["accepts"] += 1
         action = self.decide(reduced)
-        self.sampler.advance_batches(len(window))
         if action is not Action.STEP:
+            self.check.refused()
             recover(self, action, self._broken)
             return False
         if is_time(self.step + 1, self.pace.gradient_table_every):
@@ -226,7 +314,7 @@ class Training:
     def decide(self, reduced: Mapping[str, float]) -> Action:
         """The guard's answer to a window, from values that are equal on every rank."""
         scaler = self.accelerator.scaler
-        losses = {name: reduced[name] for name in ("loss", *self.detector.loss_names)}
+        losses = {name: reduced[name] for name in ("loss", *self.weights.names)}
         scale, norm = scaler.get_scale() if scaler is not None else None, reduced["grad_norm"]
         rate = unusable_rate(self.optimizer.param_groups)
         suspicious = not all(map(math.isfinite, (norm, *losses.values())))
@@ -247,7 +335,9 @@ class Training:
         """After an update: meters, rows, the bar, the budget of minutes; then the rates of the next update."""
         seen = self.sampler.next_batch  # the window included
         images = sum(self.sampler.samples_in_batch(i) for i in range(seen - len(window), seen))
-        row, epoch = training_row(self, reduced), self.sampler.epoch
+        self.check.after_step("note_step")
+        self.check.done["note_step"] += 1
+        row, epoch = training_row(self, reduced) | self._own_values(reduced), self.sampler.epoch
         self.log.note_step(self.step, self.total_steps, epoch, row, images, ends_epoch=self.epoch_is_over)
         if self.budget is not None:
             self.budget.add(reduced["time_s"])
@@ -258,6 +348,15 @@ class Training:
         if self.epoch_is_over or self.step >= self.total_steps:
             self.log.note_epoch(self.step, epoch)
         self.set_rates()
+
+    def _own_values(self, reduced: Mapping[str, float]) -> dict[str, float]:
+        """What the script noted (over all ranks) or put into `reduced` (of the main process)."""
+        values = {name: float(value) for name, value in reduced.items() if name not in (*self._layout, "notes")}
+        if reduced.get("notes") or self.log.notes and self.accelerator.num_processes == 1:
+            values |= self.log.noted()
+        if taken := values.keys() & {*self._layout, *self.detector.metric_names}:
+            raise BadInput(f"t.log.note: {', '.join(sorted(taken))} is in the rows already; give another name")
+        return {f"train/{name}": value for name, value in values.items()}
 
     def set_rates(self) -> None:
         """Learning rates and momentum of batch norms for the next update: functions of the step."""
@@ -291,9 +390,12 @@ class Training:
             BadInput: rows cannot be written any more; the state is saved.
             StoppedByGuard: the last update left what is not finite; the newest finite state is saved.
         """
+        self.check.after_step("evaluate_and_save")
+        self.check.done["evaluate_and_save"] += 1
         evaluates, saves = (is_time(self.step, every) for every in (self.pace.eval_every, self.pace.save_every))
         if not (evaluates or saves or signal or self.step >= self.total_steps):
             return
+        self.optimizer.zero_grad()  # their memory is the evaluation's
         if state_is_sound(self):
             better = evaluates and validate(self)
             if better or signal or saves:
@@ -310,6 +412,7 @@ class Training:
 
     def end_epoch(self) -> dict[str, float]:
         """The averages of the epoch, by the names of a row without `train/`; goes on to the next one if it is over."""
+        self._end_window()
         if not self.epoch_is_over:  # the run is; what it has of the epoch stays in its state
             return self.log.averages.means()
         self.log.note_epoch(self.step, self.sampler.epoch)  # not yet, if the guard refused its last window
@@ -326,7 +429,7 @@ def raise_trouble(t: Training) -> None:
 def training_row(t: Training, reduced: Mapping[str, float]) -> dict[str, float]:
     """One step as a row of metrics.jsonl: weighted and unscaled losses, metrics that had something to count, rates."""
     row = {"train/loss": reduced["loss"]}
-    for name in t.detector.loss_names:
+    for name in t.weights.names:
         row |= {f"train/{name}": reduced[name], f"train/{name}_unscaled": reduced[f"{name}_unscaled"]}
     for name in t.detector.metric_names:
         if reduced[f"{name}/count"] > 0:

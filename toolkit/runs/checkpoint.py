@@ -1,7 +1,7 @@
 """Checkpoints: written whole or not at all, checked by hash before they are used, never unpickled.
 
     <run>/checkpoints/step_000123/  model.safetensors  ema.safetensors ...  one file per state dict of tensors
-                                    optimizer.pt       torch.save, read back with weights_only=True
+                                    optimizer.pt, extra.pt (a script's own)  torch.save, read with weights_only=True
                                     state.json         everything else, floats to the last bit, NaN and infinity too
                                     MANIFEST.json      format, kind, step, sequence, size and sha256 of every file
     <run>/checkpoints/{latest,best} relative links to a step folder (one-line text files where links are not possible)
@@ -27,7 +27,16 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.files import decode_json, encode_json, fsync_folder
-from toolkit.runs.checkpoint_content import FORMAT, OPTIMIZER, STATE, changed_files, faults_of_run, stale, well_formed
+from toolkit.runs.checkpoint_content import (
+    EXTRA,
+    FORMAT,
+    OPTIMIZER,
+    STATE,
+    changed_files,
+    faults_of_run,
+    stale,
+    well_formed,
+)
 
 MANIFEST = "MANIFEST.json"
 # `.replaced` exists only between the two renames that put a new checkpoint in the place of one of the same step.
@@ -47,6 +56,7 @@ class Checkpoint:
     tensors: dict[str, dict[str, Tensor]]
     optimizer: dict | None
     state: dict = field(default_factory=dict)
+    extra: dict = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- write
@@ -63,6 +73,7 @@ def save_checkpoint(
     best: bool = False,
     keep_every: int = 0,
     kind: str = "state",
+    extra: Mapping | None = None,
 ) -> Path:
     """Write `folder/step_<step>`, point `latest` (and `best`) at it, then delete what is no longer kept.
 
@@ -79,6 +90,7 @@ def save_checkpoint(
         keep: newest checkpoints kept (at least 1), besides `best` and `latest`.
         best: this one is the best so far.
         keep_every: checkpoints of step keep_every, 2 * keep_every, ... are kept for good; 0: none is.
+        extra: further state that `torch.load(weights_only=True)` reads back.
         kind: "run": of all that a run needs to go on, which is checked on load.
 
     Raises:
@@ -95,9 +107,10 @@ def save_checkpoint(
         temp.mkdir()
         for stem, named in tensors.items():
             safetensors.torch.save_file(_storable(named), temp / f"{stem}.safetensors")
-        if optimizer is not None:
-            with open(temp / OPTIMIZER, "wb") as file:
-                torch.save(optimizer, file)
+        for name, saved in ((OPTIMIZER, optimizer), (EXTRA, extra or None)):
+            if saved is not None:
+                with open(temp / name, "wb") as file:
+                    torch.save(saved, file)
         (temp / STATE).write_text(text, encoding="utf-8")
         _seal(temp, {"kind": kind, "step": step, "sequence": 1 + max(_by_age(folder)[0].values(), default=0)})
         path = _put_in_place(temp, folder / f"step_{step:06d}")
@@ -267,8 +280,7 @@ def _prune(folder: Path, keep: int, keep_every: int) -> None:
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint after checking every file against its manifest.
 
-    Args:
-        path: a `step_*` folder or a link to one.
+    path: a `step_*` folder or a link to one.
 
     Raises:
         CheckpointError: missing, incomplete, changed, of another format, no state of a run, not finite, or holding a
@@ -279,33 +291,28 @@ def load_checkpoint(path: Path) -> Checkpoint:
     problems = changed_files(path, manifest)
     if problems:
         raise CheckpointError([f"Checkpoint {path}: {problem}" for problem in problems])
-    tensors, optimizer, state, name = {}, None, {}, MANIFEST
+    tensors, pickled, state, name = {}, {}, {}, MANIFEST
     try:
         for name in manifest["files"]:
             if name.endswith(".safetensors"):
                 tensors[name.removesuffix(".safetensors")] = safetensors.torch.load_file(path / name)
-            elif name == OPTIMIZER:
-                optimizer = torch.load(path / name, map_location="cpu", weights_only=True)
+            elif name in (OPTIMIZER, EXTRA):
+                pickled[name] = torch.load(path / name, map_location="cpu", weights_only=True)
             else:
                 state = decode_json(json.loads((path / name).read_text(encoding="utf-8")))
-    # What a foreign file makes these readers raise is not a closed list: torch alone lets out UnpicklingError,
-    # RuntimeError, EOFError, KeyError and TypeError.
+    # What a foreign file makes these readers raise is not a closed list: torch alone lets out five kinds.
     except Exception as error:  # noqa: BLE001
         unsafe = "Weights only load failed" in str(error)
         reason = "holds Python objects, which are never run" if unsafe else "cannot be read"
         raise CheckpointError(f"Checkpoint {path}: {name} {reason} ({_first_line(error)}).") from error
-    of_run = manifest["kind"] == "run"
+    of_run, optimizer = manifest["kind"] == "run", pickled.get(OPTIMIZER)
     if faults := faults_of_run(manifest["step"], tensors, optimizer, state) if of_run else []:
         raise CheckpointError([f"Checkpoint {path}: {fault}." for fault in faults])
-    return Checkpoint(path, manifest["step"], tensors, optimizer, state)
+    return Checkpoint(path, manifest["step"], tensors, optimizer, state, pickled.get(EXTRA, {}))
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint in `folder` that is whole, and a sentence for each one passed over.
-
-    Args:
-        folder: a `checkpoints` folder; may be missing or empty.
-    """
+    """The newest whole checkpoint of a `checkpoints` folder, if any, and a sentence for each one passed over."""
     paths, passed_over = _by_age(Path(folder))
     for path in paths:
         try:
@@ -351,13 +358,10 @@ def resolve_resume(value: str, run_folder: Path) -> tuple[Checkpoint | None, lis
             ])  # fmt: skip
         if found is None:
             return None, [*messages, f"No checkpoint in {run_folder}: starting fresh."]
-        return found, [*messages, _resuming(found)]
-    found, passed_over = _at_path(Path(value).expanduser())
-    return found, [f"Passed over {reason}" for reason in passed_over] + [_resuming(found)]
-
-
-def _resuming(found: Checkpoint) -> str:
-    return f"Resuming from {found.path} (step {found.step})."
+    else:
+        found, passed_over = _at_path(Path(value).expanduser())
+        messages = [f"Passed over {reason}" for reason in passed_over]
+    return found, [*messages, f"Resuming from {found.path} (step {found.step})."]
 
 
 def _at_path(path: Path) -> tuple[Checkpoint, list[str]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 FORMAT = 2  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
-STATE, OPTIMIZER = "state.json", "optimizer.pt"
+STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
 _PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", ".npz", ".joblib", ".dill", ".mar"}
 _NUMBER = (int, float)
 # Key of state.json -> what it may be. Each is needed to go on.
@@ -32,6 +32,8 @@ _STATE = {
     "infinite": list,
     "accumulation": list,
     "recut": _NUMBER,
+    "frozen": list,
+    "has_notes": bool,
     "averages": dict,
     "epoch_s": _NUMBER,
     "epoch_steps": int,
@@ -66,7 +68,7 @@ def changed_files(path: Path, manifest: dict) -> list[str]:
     """Every way in which the folder differs from its manifest, in words."""
     problems = []
     for name, entry in manifest["files"].items():
-        if Path(name).name != name or not (name in (STATE, OPTIMIZER) or name.endswith(".safetensors")):
+        if Path(name).name != name or not (name in (STATE, OPTIMIZER, EXTRA) or name.endswith(".safetensors")):
             problems.append(f"the manifest lists {name!r}, which no checkpoint holds")
         elif not (path / name).is_file():
             problems.append(f"{name} is missing")
@@ -117,7 +119,7 @@ def _faults_of_state(step: int, state: dict) -> list[str]:
 
 
 def _is(value: object, kind) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def not_finite(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict, infinite: Collection[str]) -> list[str]:

@@ -71,6 +71,7 @@ class NanGuard:
         self.policy, self.max_skips, self.max_rollbacks, self.lr_factor = policy, max_skips, max_rollbacks, lr_factor
         self.min_scale, self.max_calibrations = min_scale, max_calibrations
         self.skips = self.calibrations = self.rollbacks = 0
+        self.snapshots = 0
         self.reason = ""
         self._model: nn.Module | None = None
 
@@ -142,7 +143,7 @@ class NanGuard:
         named = [(name, owner, key) for name, owner, key in named if owner[key] is not None]
         self._slots = [(owner, key) for _, owner, key in named]
         self._names = [f"{name}.{key}" if name else key for name, _, key in named]
-        self._copies = [torch.empty_like(buffer) for buffer in self._live()]
+        self._copies = [buffer.clone() for buffer in self._live()]
         self._watched = [
             i for i, b in enumerate(self._live()) if b.is_floating_point() and b.numel() and bool(b.isfinite().all())
         ]
@@ -154,6 +155,7 @@ class NanGuard:
 
     def snapshot(self, model: nn.Module) -> None:
         """Copies the buffers of the unwrapped model, persistent or not; a few small kernels, no host read."""
+        self.snapshots += 1
         if self._model is not model:
             self.watch(model)
         for i, buffer in enumerate(self._live()):

@@ -68,6 +68,16 @@ class LossWeights(nn.Module):
         self.log_variances = nn.ParameterDict({owner: nn.Parameter(torch.tensor(s)) for owner, s in initial.items()})
         self._cached: tuple[object, Tensor] | None = None
 
+    def add(self, name: str, weight: Weight) -> None:
+        """One more loss, after the model's own. Raises BadInput: the name is taken, or the weight is none."""
+        entry = _parse(weight)
+        if name in self.names:
+            raise BadInput(f"the loss {name!r} is announced already; announced are {', '.join(self.names)}")
+        if entry is None or entry == "learned":
+            kinds = "a number, or [[step, value], ...] with increasing steps"
+            raise BadInput(f"the loss {name!r}: {weight!r} is no weight; expected {kinds}")
+        self.names, self._entries[name] = (*self.names, name), entry
+
     def forward(self, losses: Mapping[str, Tensor], step: int, micro_batches: int = 1) -> WeightedLosses:
         """Weighs the scalars in `losses`; an announced loss that is missing counts 0.
 

@@ -20,6 +20,7 @@ from toolkit.errors import BadInput
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import NanGuard
 
+EXTRA = "extra.pt"
 MAX_FULL_REPORTS = 10  # per run folder; later ones leave the weights out, which may be hundreds of MB each
 
 ADVICE = {
@@ -33,7 +34,8 @@ ADVICE = {
     "optim.lr if the weights have grown.",
     "gradient": "The losses are finite, their gradient is not: an operation with an infinite slope (sqrt, log, or a "
     "division near 0), or too large a loss scale.",
-    "unknown": "Running the window again gave finite numbers: a transient fault, or non-deterministic operations.",
+    "unknown": "The detector and its criterion gave finite numbers when run again. If the script adds to its loop, "
+    "replay.py runs that too; else it is a transient fault, or a non-deterministic operation.",
 }
 
 
@@ -45,6 +47,7 @@ def investigate(
     batches: Sequence[Batch],
     facts: Mapping[str, Any],
     known: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> str:
     """Finds out what broke, lets each rank at fault write its report, and leaves buffers and gradients clean.
 
@@ -60,6 +63,7 @@ def investigate(
             denominators (per micro-batch), action, config; whatever replaying needs.
         known: the finding, where it is no matter of the window, which is not run again then: `where` is "state", with
             what was not finite before it began in `nonfinite_state`, or "rate".
+        extra: state that the script adds to the run, for replaying.
 
     Returns:
         The message for the log and status.json: what, where, on which ranks; the same on every rank.
@@ -79,7 +83,7 @@ def investigate(
     if rank in broken_ranks:
         report = {**facts, "rank": rank, "reason": guard.reason, "policy": guard.policy, **finding}
         report["image_ids"] = [[target["image_id"] for target in batch.targets] for batch in batches]
-        path = write_report(run_folder, report, batches, model.state_dict())
+        path = write_report(run_folder, report, batches, model.state_dict(), extra)
     lines = gather_objects(f"  rank {rank}: {describe_finding(finding)} Report: {path}")
     return f"{guard.reason}\n" + "\n".join(lines[r] for r in broken_ranks)
 
@@ -170,9 +174,13 @@ def rerun_window(
 
 
 def write_report(
-    run_folder: Path, report: Mapping[str, Any], batches: Sequence[Batch], model_state: Mapping[str, Tensor]
+    run_folder: Path,
+    report: Mapping[str, Any],
+    batches: Sequence[Batch],
+    model_state: Mapping[str, Tensor],
+    extra: Mapping[str, Any] | None = None,
 ) -> Path | None:
-    """Writes report.json, report.txt, batch_<i>.safetensors and model.safetensors (the state before the update).
+    """Writes report.json, report.txt, batch_<i>.safetensors, model.safetensors (the state before the update), extra.pt.
 
     Returns:
         The folder `<run_folder>/nan/step_000123/rank0` (rank0_2, ... when that step failed before); None, with a
@@ -191,6 +199,8 @@ def write_report(
             save_file(tensors, folder / f"batch_{i}.safetensors", metadata={"targets": json.dumps(rest)})
         if len(list(nan_folder.glob("step_*/rank*/model.safetensors"))) < MAX_FULL_REPORTS:
             save_file({k: _plain(v) for k, v in model_state.items()}, folder / "model.safetensors")
+        if extra:
+            torch.save(extra, folder / EXTRA)
         (folder / "report.json").write_text(json.dumps(_jsonable(report), indent=1))
         (folder / "report.txt").write_text(_text(report, folder))
     except (OSError, SafetensorError) as error:
@@ -199,8 +209,8 @@ def write_report(
     return folder
 
 
-def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor]]:
-    """(report, window, model state) of a folder that `write_report` made; CPU tensors.
+def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor], dict[str, Any]]:
+    """(report, window, model state, extra) of a folder that `write_report` made; CPU tensors.
 
     Raises:
         BadInput: it is no such folder, or its weights were left out.
@@ -212,11 +222,19 @@ def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor
         raise BadInput(f"{folder}: no {', '.join(missing)}; expected the folder of one rank, <run>/nan/step_*/rank*")
     report = json.loads((folder / "report.json").read_text())
     batches = [_join_batch(path) for path in sorted(folder.glob("batch_*.safetensors"), key=lambda p: int(p.stem[6:]))]
-    return report, batches, load_file(folder / "model.safetensors")
+    extra = torch.load(folder / EXTRA, weights_only=True) if (folder / EXTRA).exists() else {}
+    return report, batches, load_file(folder / "model.safetensors"), extra
 
 
-def replay(detector: nn.Module, weights: nn.Module, report: Mapping[str, Any], batches: Sequence[Batch]) -> dict:
+def replay(
+    detector: nn.Module,
+    report: Mapping[str, Any],
+    batches: Sequence[Batch],
+    run_window: Callable[[], Sequence[Mapping[str, Tensor]]],
+) -> dict:
     """Runs a reported window again on a detector that holds the report's model state.
+
+    run_window: see `window_of_report`, or the loop of the script itself.
 
     Returns:
         `diagnose`'s finding, and `reproduced`: whether the same thing broke in the same place. Of a state that was not
@@ -229,27 +247,32 @@ def replay(detector: nn.Module, weights: nn.Module, report: Mapping[str, Any], b
         broken += [f"buffer {name}" for name, b in detector.named_buffers() if _is_broken(b)]
         broken = [name for name in broken if name in report["nonfinite_state"]]
         return _nothing_found() | {"where": "state", "nonfinite_state": broken, "batch": [], "reproduced": bool(broken)}
-    finding = diagnose(
-        detector.train(),
-        lambda: rerun_window(
-            detector,
-            weights,
-            batches,
-            report["denominators"],
-            step=report["step"],
-            seed=report["seed"],
-            rank=report["rank"],
-            precision=report.get("precision", "no"),
-            scale=float(report.get("scale") or 1.0),
-        ),
-        float(report.get("scale") or 1.0),
-    )
+    finding = diagnose(detector.train(), run_window, float(report.get("scale") or 1.0))
     finding["batch"] = _nonfinite_names(batches)
     if finding["batch"]:
         finding["where"] = "batch"
     same = ("where", "first_nonfinite_module", "kind", "nonfinite_gradients")
-    again = finding["where"] != "unknown" and all(finding[key] == report[key] for key in same)
+    # "unknown": the detector and its criterion were finite, and what the script adds was not run again then
+    same_place = report["where"] == "unknown" or all(finding[key] == report[key] for key in same)
+    again = finding["where"] != "unknown" and same_place
     return {**finding, "reproduced": again}
+
+
+def window_of_report(
+    detector: nn.Module, weights: nn.Module, report: Mapping[str, Any], batches: Sequence[Batch]
+) -> Callable[[], list[dict[str, Tensor]]]:
+    """What runs the reported window through the detector and its criterion; see `rerun_window`."""
+    return lambda: rerun_window(
+        detector,
+        weights,
+        batches,
+        report["denominators"],
+        step=report["step"],
+        seed=report["seed"],
+        rank=report["rank"],
+        precision=report.get("precision", "no"),
+        scale=float(report.get("scale") or 1.0),
+    )
 
 
 @contextmanager

@@ -1,0 +1,154 @@
+"""A reported window through the script that reported it: what `toolkit.session` gives a script, for that window alone.
+
+`loop_of_script` runs the script's own `main` with these functions in the place of the session's, so that what a person
+added to it (losses, state, a changed loop) is there as it was; nothing is trained, written or downloaded.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import toolkit
+from toolkit.batch import Batch
+from toolkit.command_line import parse_config
+from toolkit.data.sampling import EpochSampler
+from toolkit.data.table import Category, DetectionTable
+from toolkit.data.table_cache import write_rows
+from toolkit.errors import BadInput
+from toolkit.log import Log
+from toolkit.models.detector import Detector
+from toolkit.runs.best import Best
+from toolkit.signals import StopSignals
+from toolkit.step.ema import Ema
+from toolkit.step.guard import NanGuard
+from toolkit.step.losses import LossWeights
+from toolkit.step.schedules import Schedule
+from toolkit.training import Pace, Training
+from toolkit.validation import Validation
+
+
+class OneWindow(Training):
+    """The training of a script, of which only the forward and backward of the reported window are run."""
+
+    window: Sequence[Batch] = ()
+    given: Sequence[Mapping[str, float]] = ()  # denominators of each micro-batch, of the whole window and all ranks
+    losses: list[dict[str, Tensor]]
+
+    @property
+    def finished(self) -> bool:
+        return True  # for `main`, which so returns as soon as everything is there
+
+    def windows(self) -> Iterator[list[Batch]]:
+        self.losses = []
+        self.extra.zero_grad()
+        yield list(self.window)
+
+    def micro_batches(self, window: Sequence[Batch]) -> Iterator[tuple[Batch, Mapping[str, float]]]:
+        self._sums, self._unknown, self._micro_batches = {}, [], len(window)
+        for micro, (batch, given) in enumerate(zip(window, self.given, strict=True)):
+            self.seed_micro_batch(micro)
+            self._micro = self.detector.denominators(batch.targets) | self._own_counts(batch), given
+            yield batch, given
+
+    def add(self, weighted, metrics) -> None:
+        self.losses.append(weighted.unweighted)
+        super().add(weighted, metrics)
+
+    def accepts(self, window: Sequence[Batch], reduced: Mapping[str, float]) -> bool:
+        return False
+
+    def end_epoch(self) -> dict[str, float]:
+        return {}
+
+
+def loop_of_script(
+    module: ModuleType, config_file: Path, report: Mapping, batches: Sequence[Batch], detector: Detector, extra: Mapping
+) -> Callable[[], list[dict[str, Tensor]]]:
+    """What runs the reported window through the script's `train_one_epoch`; returns the losses of each micro-batch.
+
+    extra: state that the script added to the run, as it was before the window.
+    """
+    config = parse_config(module.Config, ["--config", str(config_file)])
+    made: list[OneWindow] = []
+    with TemporaryDirectory() as folder:
+        stand_in = _session(Path(folder), report, batches, detector, extra, made)
+        known = mock.patch.dict(sys.modules, {"toolkit.session": stand_in})
+        with known, mock.patch.object(toolkit, "session", stand_in, create=True):
+            module.main(config)
+    if not made:
+        raise BadInput(f"{module.__file__}: its main calls no session.training, so that its loop cannot be run again")
+
+    def run() -> list[dict[str, Tensor]]:
+        module.train_one_epoch(made[0])
+        return made[0].losses
+
+    return run
+
+
+def _session(
+    folder: Path, report: Mapping, batches: Sequence[Batch], detector: Detector, extra: Mapping, made: list
+) -> ModuleType:
+    """A module with the functions of `toolkit.session`."""
+    accelerator = _accelerator(report)
+    table = _table(folder, report, batches)
+
+    @contextmanager
+    def session(config: Any) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(config=config, accelerator=accelerator, folder=folder, checkpoint=None, say=print)
+
+    def training(s: Any, detector: Detector, *_) -> OneWindow:
+        weights = LossWeights(detector.loss_names, {n: report["loss_weights"][n] for n in detector.loss_names}, {})
+        optimizer = torch.optim.SGD([{"params": list(detector.parameters()), "name": "main"}], lr=0.0)
+        t = OneWindow(
+            accelerator=accelerator, model=detector, detector=detector, weights=weights, optimizer=optimizer,
+            schedule=Schedule(optimizer), guard=NanGuard(), sampler=EpochSampler(len(table), len(table)), loader=None,
+            validation=Validation(table, None, None), signals=StopSignals(), folder=folder, seed=report["seed"],
+            total_steps=report["step"] + 1, log=Log(True), best=Best("loss"), pace=Pace(), ema=Ema(detector, 0.9),
+            step=report["step"],
+        )  # fmt: skip
+        t.window, t.given = batches, report["denominators"]
+        t.extra.load_state_dict(extra)
+        made.append(t)
+        return t
+
+    stand_in = ModuleType("toolkit.session")
+    stand_in.session, stand_in.training = session, training
+    stand_in.open_data = lambda s: (table, table)
+    stand_in.make_detector = lambda *_: detector
+    stand_in.end = lambda *_: None
+    return stand_in
+
+
+def _accelerator(report: Mapping) -> SimpleNamespace:
+    """What a loop asks of Accelerate, on the CPU, with the loss scale and the precision of the report."""
+    scale = float(report.get("scale") or 1.0)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(report.get("precision", "no"))
+    return SimpleNamespace(
+        device=torch.device("cpu"), process_index=report["rank"], num_processes=1, is_main_process=True, scaler=None,
+        mixed_precision=report.get("precision", "no"), no_sync=nullcontext, unscale_gradients=lambda: None,
+        autocast=lambda: torch.autocast("cpu", dtype, enabled=dtype is not None), prepare=lambda *each: each,
+        backward=lambda loss: (loss * scale).backward(), prepare_optimizer=lambda optimizer: optimizer, print=print,
+    )  # fmt: skip
+
+
+def _table(folder: Path, report: Mapping, batches: Sequence[Batch]) -> DetectionTable:
+    """The images of the window as a data set, for what measures detectors."""
+    rows = []
+    for target in (target for batch in batches for target in batch.targets):
+        height, width = (int(side) for side in target["orig_size"])
+        objects = {"id": [], "bbox": [], "category": [], "area": [], "iscrowd": []}
+        relations = {"subject": [], "object": [], "predicate": []}
+        rows.append({"image_id": target["image_id"], "file_name": f"{len(rows)}.jpg", "width": width, "height": height,
+                     "objects": objects, "relations": relations})  # fmt: skip
+    return write_rows(
+        rows, cache_file=folder / "table.arrow", categories=[Category(**each) for each in report["categories"]],
+        image_root=folder, name="the window", predicates=report.get("predicates", ()), attributes=(),
+    )  # fmt: skip

@@ -1,0 +1,148 @@
+"""State that a script adds to a run: in every checkpoint, checked for NaN, restored to the bit, equal on all ranks."""
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from toolkit.distributed import all_reduce, state_from_main, world
+from toolkit.errors import BadInput
+
+
+class Extra(MutableMapping):
+    """By name: modules, optimizers, anything with `state_dict` and `load_state_dict`, and plain values.
+
+        critic = t.extra["critic"] = Critic()
+        t.extra["critic_optimizer"] = torch.optim.Adam(critic.parameters())
+
+    What is assigned for the first time takes up its state of the checkpoint that the run goes on from; a module of a
+    fresh run gets that of the first process. Modules go to the device; optimizers are prepared by Accelerate, so use
+    `t.extra["critic_optimizer"]`. Gradients of the modules are averaged over the ranks with those of the detector, in
+    `t.unscaled_gradient_norm()`; made later, by `t.extra.average_gradients()`.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self._accelerator = accelerator
+        self._values: dict[str, Any] = {}
+        self._saved: dict[str, Any] = {}  # of the checkpoint, not taken up yet
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Raises BadInput: the checkpoint's state does not fit, or the value cannot be saved."""
+        if name in self._values and not _has_state(value):
+            self._values[name] = _plain(name, value)
+            return
+        if isinstance(value, nn.Module):
+            value.to(self._accelerator.device)
+        elif isinstance(value, torch.optim.Optimizer):
+            value = self._accelerator.prepare_optimizer(value)
+        self._values[name] = value if _has_state(value) else _plain(name, value)
+        if name in self._saved:
+            self._take(name, self._saved.pop(name))
+        elif isinstance(value, nn.Module) and world()[1] > 1:
+            value.load_state_dict(state_from_main(lambda: dict(value.state_dict())))
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [value for value in self._values.values() if isinstance(value, nn.Module)]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [value for value in self._values.values() if isinstance(value, torch.optim.Optimizer)]
+
+    @property
+    def not_taken_up(self) -> list[str]:
+        """What the checkpoint holds and the script has not assigned."""
+        return sorted(self._saved)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, floating-point tensor) of all states that are to be finite."""
+        for name, value in self._values.items():
+            if isinstance(value, nn.Module):
+                yield from ((f"{name}.{key}", tensor) for key, tensor in value.named_parameters())
+            elif _has_state(value):
+                yield from _floats(name, value.state_dict())
+            else:
+                yield from _floats(name, value)
+
+    def average_gradients(self) -> None:
+        """Averages the gradients of the modules over the ranks; a collective. With one process nothing is done."""
+        parameters = [p for module in self.modules for p in module.parameters() if p.requires_grad]
+        if not parameters or world()[1] == 1:
+            return
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        averaged = all_reduce(torch.cat([gradient.flatten() for gradient in own]), "mean")
+        for p, gradient in zip(parameters, averaged.split([p.numel() for p in parameters]), strict=True):
+            p.grad = gradient.view_as(p).clone()
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients of all modules and optimizers."""
+        for each in (*self.modules, *self.optimizers):
+            each.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value.state_dict() if _has_state(value) else value for name, value in self._values.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """What is there already takes up its state now, the rest when the script assigns it. Raises BadInput."""
+        self._saved = {name: copy.deepcopy(state) for name, state in saved.items()}
+        for name in list(self._values):
+            if name in self._saved:
+                self._take(name, self._saved.pop(name))
+
+    def _take(self, name: str, state: Any) -> None:
+        value = self._values[name]
+        if not _has_state(value):
+            self._values[name] = state
+            return
+        try:
+            value.load_state_dict(state)
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            kind = type(value).__name__
+            raise BadInput(
+                f't.extra["{name}"] ({kind}) does not fit what the checkpoint holds: {error}; resume with the script '
+                "that wrote it, or begin a new run"
+            ) from error
+
+
+def _has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, str | int | float | bool | Tensor | None):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(name, each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain(name, each) for key, each in value.items()}
+    raise BadInput(
+        f't.extra["{name}"]: a {type(value).__name__} cannot be saved; expected something with state_dict and '
+        "load_state_dict, a tensor, a number, a text, or lists and dicts of them"
+    )
+
+
+def _floats(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.dim():
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _floats(f"{name}.{key}", each)
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            yield from _floats(f"{name}.{i}", each)

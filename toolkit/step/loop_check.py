@@ -1,0 +1,137 @@
+"""What the body of a training loop did with a window: nothing that belongs to an update is left out or done twice.
+
+The loop stands in the script, to be changed. What a change leaves out is said in one sentence with the line that
+belongs there: before an update where the update would be wrong, else before the next window.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from toolkit.errors import BadInput
+
+# What is done with a window -> the line that does it, and what a run without it is.
+BEFORE = {
+    "snapshot": ("t.guard.snapshot(t.detector)", "a refused window could not be undone"),
+    "add": ("t.add(weighted, metrics)", "rows, averages and the guard would not know the losses"),
+    "norm": ("grad_norm = t.unscaled_gradient_norm()", "a NaN in a gradient would reach the weights"),
+    "accepts": ("if not t.accepts(window, reduced): continue", "a NaN would reach the weights"),
+}
+AFTER = {
+    "update": ("t.optimizer.step()", "nothing would be trained"),
+    "step": ("t.step += 1", "rates, rows and checkpoints would stay where they are"),
+    "note_step": ("t.note_step(window, reduced)", "there would be no rows, and learning rates would not move"),
+    "ema": ("if t.ema is not None: t.ema.update(t.detector)", "the averaged weights would stay the initial ones"),
+    "evaluate_and_save": ('t.evaluate_and_save(reduced["signal"])', "nothing would be evaluated or saved"),
+}
+LINES = BEFORE | AFTER
+
+
+class LoopCheck:
+    """Compares what was done in a window with what belongs there. No tensor is read.
+
+    Args:
+        counts: how often things were done that their objects count themselves, by the names of `LINES`; a name that
+            neither this nor `done` has is not asked for.
+
+    Attributes:
+        done: how often everything else was done; whoever does it counts it.
+    """
+
+    def __init__(self, counts: Callable[[], Mapping[str, int]]):
+        self._counts = counts
+        self.done = Counter(dict.fromkeys(LINES.keys() - {"snapshot", "step", "ema"}, 0))
+        self.left_out: set[str] = set()
+        self._start: Mapping[str, int] | None = None  # None: no window is under way
+        self._micro_batches = 0
+        self._others: dict[int, str | None] = {}
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Counts its updates, each of which is asked about before it is made."""
+        inner = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's
+        inner.register_step_pre_hook(lambda *_: self.before_update())
+        inner.register_step_post_hook(lambda *_: self.done.update(["update"]))
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """These are left out on purpose. Raises BadInput: no such names."""
+        if unknown := [name for name in names if name not in LINES]:
+            raise BadInput(f"t.without: there is no {', '.join(map(repr, unknown))}; there are {', '.join(LINES)}")
+        self.left_out |= set(names)
+
+    def begin(self, micro_batches: int) -> None:
+        """A window of so many micro-batches is handed to the loop."""
+        self._start, self._micro_batches = {**self.done, **self._counts()}, micro_batches
+
+    def before_update(self) -> None:
+        """Raises BadInput before an update that is not ready; outside of windows nothing is asked."""
+        if self._start is not None:
+            self._compare(BEFORE, "the update comes too early")
+
+    def after_step(self, name: str) -> None:
+        """Raises BadInput where what belongs after `t.step += 1` comes before it."""
+        if self._start is None or "step" in self.left_out:
+            return
+        if (step := self._start["step"]) == self._counts()["step"]:
+            raise BadInput(f"the loop, step {step}: `{LINES[name][0]}` belongs after `t.step += 1`, not before it")
+
+    def refused(self) -> None:
+        """The guard refused the window, which is over: whatever an update needs is not asked for."""
+        self._start = None
+
+    def end(self) -> bool:
+        """Whether the window was trained on; False: passed over with nothing of an update done.
+
+        Raises BadInput: something of an update was left out, or done twice.
+        """
+        if self._start is None:  # refused
+            return True
+        now = {**self.done, **self._counts()}
+        trained = any(now[name] != self._start[name] for name in AFTER if name in now)
+        if trained:
+            self._compare(LINES, "the window is over")
+        self._start = None
+        return trained
+
+    def _compare(self, names: Iterable[str], when: str) -> None:
+        start, now, faults = self._start, {**self.done, **self._counts()}, []
+        for name in names:
+            if name in self.left_out or name not in now:
+                continue
+            made, right = now[name] - start[name], self._micro_batches if name == "add" else 1
+            line, without = LINES[name]
+            if made < right:
+                times = "" if right == 1 else f" for {right - made} of {right} micro-batches"
+                faults.append(
+                    f"the loop, step {start['step']}: {when}, and `{line}` was not done{times}; without it {without}. "
+                    f'Put it back, or say t.without("{name}") in main'
+                )
+            elif made > right:
+                times = f"{made} times in a window, not {right}"
+                faults.append(f"the loop, step {start['step']}: `{line}` was done {times}")
+        if faults:
+            self._start = None  # said once
+            raise BadInput(faults)
+
+    @contextmanager
+    def noting_others(self, known: Callable[[], Iterable[torch.optim.Optimizer]]) -> Iterator[None]:
+        """Notes every other optimizer that is stepped meanwhile, for `new_others`."""
+
+        def note(optimizer: torch.optim.Optimizer, *_) -> None:
+            if all(optimizer is not getattr(each, "optimizer", each) for each in known()):
+                count = sum(len(group["params"]) for group in optimizer.param_groups)
+                self._others.setdefault(id(optimizer), f"{type(optimizer).__name__} of {count} parameters")
+
+        watching = register_optimizer_step_post_hook(note)
+        try:
+            yield
+        finally:
+            watching.remove()
+
+    def new_others(self) -> list[str]:
+        """The optimizers noted since the last time, in words."""
+        new = {key: words for key, words in self._others.items() if words}
+        self._others |= dict.fromkeys(new)
+        return sorted(new.values())
