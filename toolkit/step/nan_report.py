@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from toolkit.batch import Batch
 from toolkit.distributed import gather_objects, seed_step, world
+from toolkit.draws import seed_images
 from toolkit.errors import BadInput
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import NanGuard
@@ -164,6 +165,7 @@ def rerun_window(
     for micro, (batch, given) in enumerate(zip(batches, denominators, strict=True)):
         seed_step(seed, step, rank, micro)
         batch = batch.to(parameter.device)
+        seed_images(batch.targets, seed, step)
         with torch.autocast(parameter.device.type, dtype, enabled=dtype is not None):
             outputs = detector(batch.images, batch.sizes, batch.targets)
         losses, _ = detector.criterion(outputs, batch.targets, given)

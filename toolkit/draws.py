@@ -1,0 +1,25 @@
+"""Random numbers that belong to an image: the same in whatever micro-batch, process or order it is seen."""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+from toolkit.batch import Target
+
+
+def seed_images(targets: Iterable[Target], seed: int, step: int) -> None:
+    """Makes what is drawn for each image in training a function of (seed, step, image id), see `image_generator`."""
+    for target in targets:
+        target["draws"] = f"{seed} {step} {target['image_id']}"
+
+
+def image_generator(target: Target, what: str, device: torch.device | str = "cpu") -> torch.Generator | None:
+    """A generator on `device` for an image that `seed_images` has seen; None, torch's own, for any other.
+
+    what: is drawn; one purpose has nothing in common with another.
+    """
+    if "draws" not in target:
+        return None
+    digest = hashlib.blake2b(f"{target['draws']} {what}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
