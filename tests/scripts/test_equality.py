@@ -14,7 +14,7 @@ from launching import checkpoint_tensors, finish, free_port, run_folder, start, 
 PUBLISHED = Path(__file__).parent / "configs" / "detr_published.yaml"
 
 
-# With these nothing that a batch has in common is left. Some boxes of torchvision's are in float32 whatever the rest is.
+# With these nothing that the images of a batch have in common is left.
 ALIKE = {
     "train_detr": [{"--config": PUBLISHED}],
     "train_yolov3": [{"--model.norm": "group", "--data.multi_scale": "[]"}],
@@ -30,14 +30,18 @@ ALIKE = {
 }  # fmt: skip
 ONE_STEP = {
     "--optim.name": "sgd", "--optim.momentum": 0, "--optim.lr": 1, "--optim.weight_decay": 0, "--optim.max_norm": 0,
-    "--optim.ema_decay": 0, "--optim.lr_multipliers": "{}", "--schedule.name": "constant", "--schedule.warmup_steps": 0,
-    "--run.eval_every": 0, "--run.max_steps": 1,
+    "--optim.nesterov": False, "--optim.ema_decay": 0, "--optim.lr_multipliers": "{}", "--schedule.name": "constant",
+    "--schedule.warmup_steps": 0, "--run.eval_every": 0, "--run.max_steps": 1,
 }  # fmt: skip
 
 
 @pytest.mark.every_script
 def test_the_gradient_of_a_window_is_the_same_however_it_is_cut(server, script, settings, tmp_path):
-    """Eight images as 1 x 8, 2 x 4, 8 x 1 and two processes of 4: one step of plain descent at rate 1."""
+    """Eight images as 1 x 8, 2 x 4, 8 x 1 and two processes of 4: one step of plain descent at rate 1.
+
+    In float64 but for torchvision's parts, which are in float32: there YOLOv3's group norms make 3e-5 of rounding.
+    """
+    precise = [] if script.name in ("train_faster_rcnn", "train_sgg") else [{"float64": True}]
     cuts = {"1x8": (1, 8, 1), "2x4": (1, 4, 2), "8x1": (1, 1, 8), "ranks": (2, 4, 1)}
     for number, alike in enumerate(ALIKE[script.name]):
         found = {}
@@ -47,7 +51,7 @@ def test_the_gradient_of_a_window_is_the_same_however_it_is_cut(server, script, 
                 "--optim.accumulation_steps": accumulation,
             }  # fmt: skip
             args = settings(*(part for pair in given.items() for part in pair))
-            folder = server.run(script, args, processes).ok().folder
+            folder = server.run(script, args, processes, precise).ok().folder
             row, weights = training_rows(folder)[0], checkpoint_tensors(folder / "checkpoints" / "latest")
             floats = {k: v for k, v in weights.items() if k.startswith("model/") and v.is_floating_point()}
             found[name] = row, torch.cat([floats[key].flatten().double() for key in sorted(floats)])
