@@ -27,7 +27,8 @@ PAGE = (ROOT / "docs" / "change_the_loop.md").read_text()
 RECIPES = dict(re.findall(r"^## (\d+\. .*?)\n.*?^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 # What a run with the recipe has that others have not: values of its rows, or a file.
 SHOWN = {1: "train/loss_confidence", 2: "train/best_score", 3: "train/loss_distillation", 4: "train/loss_critic",
-         6: "train/loss_slope", 10: "train/loss_consistency", 13: "train/loss_entropy", 15: "seen/000000.jpg"}  # fmt: skip
+         6: "train/loss_slope", 10: "train/loss_consistency", 13: "train/loss_entropy",
+         15: "seen/000000.jpg"}  # fmt: skip
 DETR = Script("train_detr", slow_end=(REPORT,))
 RESNET = ["--model.backbone", "resnet10t"]  # whose activations have second derivatives
 
@@ -109,40 +110,147 @@ def test_recipe_trains(recipe, server, data, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_recipe_goes_on_to_the_bit(recipe, processes, server, data, tmp_path):
-    """Killed while its second checkpoint is written, and resumed."""
+    """An image of the third window makes a NaN, which is passed over; killed while its second checkpoint is written and
+    resumed before that window, the run is the uninterrupted one."""
     _, script = recipe
     args = small(script, data, "--run.output_dir", tmp_path, "--run.save_every", 2, "--run.eval_every", 0,
-                 "--run.resume", "latest", "--data.batch_size_per_device", 4 // processes,
-                 "--optim.accumulation_steps", 2)  # fmt: skip
-    reference = server.run(script, [*args, "--run.name", "reference"], processes).ok().folder
-    assert [row["step"] for row in training_rows(reference)] == [1, 2, 3, 4, 5, 6]
+                 "--run.resume", "latest", "--run.on_nonfinite", "skip", "--optim.accumulation_steps", 2,
+                 "--data.batch_size_per_device", 4 // processes, "--run.max_steps", 5)  # fmt: skip
+    broken = {"nan": "activation", "window": 3, "rank": processes - 1}
+    reference = server.run(script, [*args, "--run.name", "reference"], processes, [broken]).ok()
+    assert [row["step"] for row in training_rows(reference.folder)] == [1, 2, 3, 4, 5]
+    assert reference.text.count("goes on from step 2 ") == 1
+    assert not nonfinite(reference.folder / "checkpoints" / "latest")
     args = [*args, "--run.name", "killed"]
-    fault = {"signal": "SIGKILL", "at": "toolkit.runs.checkpoint:_seal", "call": 2, "rank": 0}
-    assert server.run(script, args, processes, [fault]).code == -9
-    resumed = server.run(script, args, processes).ok()
+    kill = {"signal": "SIGKILL", "at": "toolkit.runs.checkpoint:_seal", "call": 2, "rank": 0}
+    assert server.run(script, args, processes, [broken, kill]).code == -9
+    resumed = server.run(script, args, processes, [broken | {"window": 1}]).ok()
     assert "step_000002" in resumed.text
-    assert_same_run(resumed.folder, reference)
+    assert_same_run(resumed.folder, reference.folder)
+    check_replay(server, reference.folder)
 
 
-@pytest.mark.slow
-def test_recipe_passes_a_nan_over(recipe, server, data, tmp_path):
-    """An image of the third window makes a NaN: the report blames the forward, and the replay meets it again."""
-    _, script = recipe
-    args = small(script, data, "--run.output_dir", tmp_path, "--run.on_nonfinite", "skip", "--run.max_steps", 4)
-    fault = {"nan": "activation", "window": 3}
-    ended = server.run(script, args, 1, [fault]).ok()
-    assert [row["step"] for row in training_rows(ended.folder)] == [1, 2, 3, 4]
-    assert ended.text.count("goes on from step 2") == 1
-    for path in ended.folder.glob("checkpoints/step_*"):
-        assert not nonfinite(path)
-    check_replay(server, ended.folder, [fault])
-
-
-def check_replay(server, folder, faults) -> None:
-    """The one report of a run blames its window, and scripts/replay.py sees the same."""
-    (report,) = folder.glob("nan/*/*/report.json")
-    found = json.loads(report.read_text())
-    assert found["where"] == "module" and "backbone" in found["first_nonfinite_module"], found["where"]
-    planted = [{"nan": fault["nan"], "ids": found["image_ids"][-1]} for fault in faults]
-    again = server.run(ROOT / "scripts" / "replay.py", [report.parent], faults=planted)
+def check_replay(server, folder) -> None:
+    """The one report of a run blames its window, and scripts/replay.py sees the same in the changed loop."""
+    (path,) = folder.glob("nan/*/*/report.json")
+    report = json.loads(path.read_text())
+    assert report["where"] == "module" and "backbone" in report["first_nonfinite_module"], report["where"]
+    planted = {"nan": "activation", "ids": report["image_ids"][-1]}
+    again = server.run(ROOT / "scripts" / "replay.py", [path.parent], faults=[planted])
     assert again.code == 0 and "changed since" not in again.text, again.text
+
+
+# ---------------------------------------------------------------- what changes of one's own leave out, or add
+
+SNAPSHOT = "        t.guard.snapshot(t.detector)\n"
+CRITERION = "losses, metrics = t.detector.criterion(outputs, batch.targets, denominators)  # in float32\n"
+ADD = "                t.add(weighted, metrics)\n"
+REDUCED = "        reduced = reduce_dict(*t.sums(grad_norm))\n"
+ACCEPTS = "        if not t.accepts(window, reduced):  # the guard: reported and recovered\n            continue\n"
+UPDATE = "        t.optimizer.step()\n"
+STEP = "        t.step += 1\n"
+NOTE = "        t.note_step(window, reduced)  # meters, rows, and the rates of the next step\n"
+EMA = "        if t.ema is not None:\n            t.ema.update(t.detector)\n"
+EPOCH = "        while not t.finished:\n"
+PASSES_OVER = """        if t.step == 1 and not t.extra.get("passed"):
+            t.extra["passed"] = True
+            continue
+"""
+OWN_OPTIMIZER = """        import torch
+        t.critic = torch.nn.Linear(3, 1)
+        t.critic_optimizer = torch.optim.Adam(t.critic.parameters())
+"""
+ITS_UPDATE = """        t.critic(window[0].images.float().mean((2, 3))).mean().backward()
+        t.critic_optimizer.step()
+"""
+TOLD = {  # change -> (its hunks, exit code, what is said)
+    "a window is passed over": ([(ACCEPTS, PASSES_OVER + ACCEPTS)], 0,
+                                "step 1: the loop passed over a window without an update"),
+    "no guard": ([(ACCEPTS, "")], 2, 'a NaN would reach the weights. Put it back, or say t.without("accepts") in main'),
+    "no snapshot": ([(SNAPSHOT, "")], 2, "`t.guard.snapshot(t.detector)` was not done; without it a refused window"),
+    "no averages": ([(EMA, "")], 2, "`if t.ema is not None: t.ema.update(t.detector)` was not done"),
+    "averages left out on purpose": ([(EMA, ""), (EPOCH, '        t.without("ema")\n' + EPOCH)], 0, "final"),
+    "no rows": ([(NOTE, "")], 2, "`t.note_step(window, reduced)` was not done; without it there would be no rows"),
+    "rows too early": ([(STEP + NOTE, NOTE + STEP)], 2, "belongs after `t.step += 1`, not before it"),
+    "losses not added": ([(ADD, "")], 2, "`t.add(weighted, metrics)` was not done; without it rows, averages"),
+    "no update": ([(UPDATE, "")], 2, "`t.optimizer.step()` was not done; without it nothing would be trained"),
+    "two updates": ([(UPDATE, 2 * UPDATE)], 2, "`t.optimizer.step()` was done 2 times in a window, not 1"),
+    "a loss that was not announced": (
+        [(CRITERION, CRITERION + " " * 16 + 'losses["loss_mine"] = outputs["logits"].mean()\n')], 2,
+        "by t.announce('loss_mine', weight=1.0, divided_by=\"images\") after t = session.training(...)"),
+    "an optimizer in no checkpoint": ([(EPOCH, OWN_OPTIMIZER + EPOCH), (NOTE, ITS_UPDATE + NOTE)], 0,
+                                      "in no checkpoint, so that a resumed run differs: Adam of 2 parameters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOLD, ids=lambda name: name.replace(" ", "_"))
+def test_a_change_is_told(name, changed, server, data, tmp_path):
+    hunks, code, said = TOLD[name]
+    args = small(DETR, data, "--run.output_dir", tmp_path, "--run.max_steps", 3, "--run.save_every", 1)
+    ended = server.run(changed("mine", hunks), args)
+    assert ended.code == code and said in ended.text and "Traceback" not in ended.text, ended.text
+
+
+ADDS = """losses["loss_mine"] = outputs["logits"].new_ones(())
+                assert images.equal(batch.images.float())
+"""
+WRITES = """        reduced["mine"] = 3.5
+        t.log.note("noted", grad_norm)
+        t.log.write(t.step + 1, 0, {"written": grad_norm})
+"""
+
+
+def test_what_is_added_is_in_the_rows(changed, server, data, tmp_path):
+    """A loss of 1 stays 1 however many micro-batches make a step; images given as floats are not changed."""
+    hunks = [
+        ("                    outputs = t.model(batch.images, batch.sizes, batch.targets)\n",
+         "                    images = batch.images.float()\n"
+         "                    outputs = t.model(images, batch.sizes, batch.targets)\n"),
+        (CRITERION, CRITERION + " " * 16 + ADDS), (UPDATE, WRITES + UPDATE),
+        (EPOCH, '        t.announce("loss_mine", weight=0.5, divided_by="images")\n' + EPOCH),
+    ]  # fmt: skip
+    args = small(DETR, data, "--run.output_dir", tmp_path, "--run.epochs", 1, "--optim.accumulation_steps", 2)
+    folder = server.run(changed("mine", hunks), args).ok().folder
+    trained = training_rows(folder)
+    assert [row["step"] for row in trained] == [1, 2, 3]  # five micro-batches, the last one of two images
+    assert [row["train/loss_mine_unscaled"] for row in trained] == pytest.approx([1.0] * 3)
+    assert [row["train/loss_mine"] for row in trained] == pytest.approx([0.5] * 3)
+    assert all(row["train/mine"] == 3.5 and row["train/noted"] == row["train/grad_norm"] for row in trained)
+    assert sum("written" in row for row in all_rows(folder)) == 3
+
+
+def test_a_term_in_backward_alone_is_replayed(changed, server, data, tmp_path):
+    hunks = [("backward(weighted.total)", 'backward(weighted.total * (float("nan") if t.step == 2 else 1))')]
+    args = small(DETR, data, "--run.output_dir", tmp_path, "--run.max_steps", 4)
+    ended = server.run(changed("mine", hunks), args)
+    assert ended.code == 3, ended.text
+    (report,) = ended.folder.glob("nan/*/rank0")
+    again = server.run(ROOT / "scripts" / "replay.py", [report])
+    assert again.code == 0 and "not reproduced" not in again.text, again.text
+
+
+def test_what_the_loop_has_frozen_stays_frozen(changed, server, data, tmp_path):
+    freezes = """        for name, parameter in t.detector.named_parameters() if t.step == 1 else ():
+            parameter.requires_grad_("backbone" not in name)
+"""
+    args = small(DETR, data, "--run.output_dir", tmp_path, "--run.resume", "latest", "--run.max_steps", 2)
+    script = changed("mine", [(NOTE, NOTE + freezes)])
+    server.run(script, args).ok()
+    resumed = server.run(script, [*args, "--run.resume_schedule", "new", "--run.max_steps", 3]).ok()
+    assert "parameters that the loop had frozen stay frozen, such as" in resumed.text
+
+
+def test_accumulation_by_epoch_ends_with_the_epochs(changed, server, data, tmp_path):
+    by_epoch = "    t.model.train()\n    t.pace.accumulation_steps = 1 + t.sampler.epoch\n"
+    args = small(DETR, data, "--run.output_dir", tmp_path, "--run.epochs", 3)
+    ended = server.run(changed("mine", [("    t.model.train()\n", by_epoch)]), args).ok()
+    assert [row["epoch"] for row in training_rows(ended.folder)] == [0] * 5 + [1] * 3 + [2] * 2
+    assert "the run ends after step 10" in ended.text
+
+
+def test_a_nan_under_sam_is_passed_over(changed, server, data, tmp_path):
+    (diff,) = (diff for title, diff in RECIPES.items() if "(SAM)" in title)
+    args = small(DETR, data, "--run.output_dir", tmp_path, "--run.max_steps", 2, "--run.on_nonfinite", "skip")
+    ended = server.run(changed("sam", hunks_of(diff)[1]), args, 1, [{"nan": "activation", "window": 2}]).ok()
+    assert ended.text.count("goes on from step 1 ") == 1
+    check_replay(server, ended.folder)
