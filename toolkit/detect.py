@@ -175,9 +175,11 @@ def complete(words: list[str]) -> int:
     """Prints what may stand in the place of the last word; nothing where it is a file or a value."""
     *before, begun = words or [""]
     if not before:
-        possible = ["train", *commands(), "where", "completion"]
+        possible = ["train", *commands(), "copy", "where", "completion"]
     elif before == ["train"]:
         possible = detectors()
+    elif before == ["copy"]:
+        possible = [f"train_{name}" for name in detectors()]
     elif before == ["completion"]:
         possible = list(COMPLETION)
     elif begun.startswith("-"):

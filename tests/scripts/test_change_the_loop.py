@@ -21,6 +21,7 @@ from launching import (
     training_rows,
 )
 
+from toolkit import detect
 from toolkit.data.shapes import make_shapes
 
 PAGE = (ROOT / "docs" / "change_the_loop.md").read_text()
@@ -254,3 +255,21 @@ def test_a_nan_under_sam_is_passed_over(changed, server, data, tmp_path):
     ended = server.run(changed("sam", hunks_of(diff)[1]), args, 1, [{"nan": "activation", "window": 2}]).ok()
     assert ended.text.count("goes on from step 1 ") == 1
     check_replay(server, ended.folder)
+
+
+def test_a_copy_trains_resumes_and_is_found(server, data, tmp_path):
+    """`detect copy`, started with the configuration beside it."""
+    assert detect.main(["copy", "train_detr", str(tmp_path / "mine.py")]) == 0
+    script, folder = replace(DETR, changed=tmp_path / "mine.py"), tmp_path / "mine"
+    args = small(DETR, data, "--run.output_dir", tmp_path, "--run.max_steps", 2, "--run.on_nonfinite", "skip")
+    given = dict(zip(args[::2], args[1::2], strict=True))
+    args = [part for key in given.keys() - {"--config", "--run.name"} for part in (key, given[key])]
+    broken = {"nan": "activation", "window": 2}
+    server.run(script, args, faults=[broken]).ok()
+    server.run(script, [*args, "--run.resume", "latest", "--run.resume_schedule", "new", "--run.max_steps", 3]).ok()
+    assert [row["step"] for row in training_rows(folder)] == [1, 2, 3]
+    image = next((data / "val").glob("*.jpg"))
+    for name, given in (("evaluate", [folder]), ("predict", [folder, image, "--out", tmp_path / "found"])):
+        ended = server.run(ROOT / "scripts" / f"{name}.py", given)
+        assert ended.code == 0, ended.text
+    check_replay(server, folder)
