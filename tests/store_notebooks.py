@@ -87,7 +87,8 @@ def faults(notebook: nbformat.NotebookNode) -> list[str]:
     found = []
     for i, cell in enumerate(c for c in notebook.cells if c.cell_type == "code"):
         for output in cell.outputs:
-            text = output.get("text", "") + "".join(v for k, v in output.get("data", {}).items() if k.startswith("text/"))
+            shown = {"text/stream": output.get("text", ""), **output.get("data", {})}
+            text = "".join(value for key, value in shown.items() if key.startswith("text/"))
             kind = "stderr" if output.get("name") == "stderr" else output.output_type
             found += [f"code cell {i}: {kind}"] * (kind in ("error", "stderr"))
             found += [f"code cell {i}: {what} {hit.group()!r}" for what, pattern in (("time", TIMES), ("path", MACHINE))

@@ -1,4 +1,4 @@
-"""What the notebooks share: scripts and their settings, pictures, and a training that draws its curves while it runs."""
+"""What the notebooks share: scripts and their settings, pictures, and a training below its own curves."""
 
 import difflib
 import importlib
