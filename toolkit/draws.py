@@ -6,12 +6,19 @@ from collections.abc import Iterable
 import torch
 
 from toolkit.batch import Target
+from toolkit.distributed import seed_step
 
 
 def seed_images(targets: Iterable[Target], seed: int, step: int) -> None:
     """Makes what is drawn for each image in training a function of (seed, step, image id), see `image_generator`."""
     for target in targets:
         target["draws"] = f"{seed} {step} {target['image_id']}"
+
+
+def seed_micro_batch(targets: Iterable[Target], seed: int, step: int, rank: int, micro: int) -> None:
+    """`seed_step` for what has no image of its own, dropout and denoising noise, and `seed_images`."""
+    seed_step(seed, step, rank, micro)
+    seed_images(targets, seed, step)
 
 
 def image_generator(target: Target, what: str, device: torch.device | str = "cpu") -> torch.Generator | None:

@@ -18,8 +18,8 @@ from toolkit.data.batches import windows
 from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.prefetch import Prefetcher
 from toolkit.data.sampling import EpochSampler, accumulation_at
-from toolkit.distributed import agree_max, broadcast_object, seed_step
-from toolkit.draws import seed_images
+from toolkit.distributed import agree_max, broadcast_object
+from toolkit.draws import seed_micro_batch
 from toolkit.errors import BadInput, Preempted
 from toolkit.log import Log
 from toolkit.models.detector import Detector
@@ -249,8 +249,7 @@ class Training:
     def seed_micro_batch(self, micro: int, batch: Batch) -> None:
         """Random numbers become functions of numbers that are known after a resume, so that there is nothing to save:
         dropout and denoising noise of (seed, step, rank, micro-batch), samples of (seed, step, image id)."""
-        seed_step(self.seed, self.step, self.accelerator.process_index, micro)
-        seed_images(batch.targets, self.seed, self.step)
+        seed_micro_batch(batch.targets, self.seed, self.step, self.accelerator.process_index, micro)
 
     def _own_counts(self, batch: Batch) -> dict[str, int]:
         """What the script's own losses are divided by, of one micro-batch."""

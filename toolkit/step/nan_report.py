@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from toolkit.batch import Batch
-from toolkit.distributed import gather_objects, seed_step, world
-from toolkit.draws import seed_images
+from toolkit.distributed import gather_objects, world
+from toolkit.draws import seed_micro_batch
 from toolkit.errors import BadInput
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import NanGuard
@@ -159,13 +159,11 @@ def rerun_window(
 
     precision: "no", "fp16" or "bf16". scale: loss scale. Returns the unweighted losses of each micro-batch.
     """
-    parameter = next(detector.parameters())
+    parameter, window_losses = next(detector.parameters()), []
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-    window_losses = []
     for micro, (batch, given) in enumerate(zip(batches, denominators, strict=True)):
-        seed_step(seed, step, rank, micro)
         batch = batch.to(parameter.device)
-        seed_images(batch.targets, seed, step)
+        seed_micro_batch(batch.targets, seed, step, rank, micro)
         with torch.autocast(parameter.device.type, dtype, enabled=dtype is not None):
             outputs = detector(batch.images, batch.sizes, batch.targets)
         losses, _ = detector.criterion(outputs, batch.targets, given)
