@@ -192,7 +192,7 @@ def executed(path: Path, values: dict, folder: Path, monkeypatch) -> tuple[str, 
     """The text that would be stored, and how many pictures are shown."""
     for key, value in environment(folder).items():
         monkeypatch.setenv(key, value)
-    notebook = storable(client(path, folder / "runs", values).execute(), folder)
+    notebook = storable(client(path, folder / "runs", values).execute(), folder.parent)  # the data lie there, too
     assert faults(notebook) == [], "it can be stored"
     outputs = [output for cell in code_of(notebook) for output in cell.outputs]
     pictures = sum(bool({"image/png", "image/jpeg"} & set(output.get("data", {}))) for output in outputs)
