@@ -12,7 +12,8 @@ from toolkit.distributed import seed_step
 def seed_images(targets: Iterable[Target], seed: int, step: int) -> None:
     """Makes what is drawn for each image in training a function of (seed, step, image id), see `image_generator`."""
     for target in targets:
-        target["draws"] = f"{seed} {step} {target['image_id']}"
+        if "image_id" in target:
+            target["draws"] = f"{seed} {step} {target['image_id']}"
 
 
 def seed_micro_batch(targets: Iterable[Target], seed: int, step: int, rank: int, micro: int) -> None:

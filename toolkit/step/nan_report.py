@@ -252,7 +252,7 @@ def replay(
     if finding["batch"]:
         finding["where"] = "batch"
     same = ("where", "first_nonfinite_module", "kind", "nonfinite_gradients")
-    # "unknown": the detector and its criterion were finite, and what the script adds was not run again then
+    # "unknown": what the script adds was not run again then
     same_place = report["where"] == "unknown" or all(finding[key] == report[key] for key in same)
     again = finding["where"] != "unknown" and same_place
     return {**finding, "reproduced": again}
@@ -267,9 +267,7 @@ def window_of_report(
         weights,
         batches,
         report["denominators"],
-        step=report["step"],
-        seed=report["seed"],
-        rank=report["rank"],
+        **{key: report[key] for key in ("step", "seed", "rank")},
         precision=report.get("precision", "no"),
         scale=float(report.get("scale") or 1.0),
     )
