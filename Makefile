@@ -1,13 +1,14 @@
 # make train   set up and train a detector on the bundled data, minutes on two CPU cores
 # make test    set up and run the tests; make test-slow runs the long ones too
 # make lint    ruff;  make bench   ratios against plain programs, measured in one run
-# make docs    the site, into site/;  make notebooks   opens them in JupyterLab
+# make docs    the site, into site/
+# make notebooks   opens them in JupyterLab;  make notebook-outputs   runs them and stores what they show
 
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test test-slow lint bench docs notebooks clean
+.PHONY: train test test-slow lint bench docs notebooks notebook-outputs clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt pyproject.toml
@@ -40,6 +41,10 @@ docs: .venv/installed
 notebooks: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[notebooks]"
 	$(BIN)/jupyter lab notebooks $(ARGS)
+
+# One after another, minutes each; ARGS=05_your_detector runs that one.
+notebook-outputs: .venv/installed
+	$(BIN)/python tests/store_notebooks.py $(ARGS)
 
 clean:
 	rm -rf .venv build site *.egg-info .pytest_cache .ruff_cache

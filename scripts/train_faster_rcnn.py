@@ -4,9 +4,9 @@
     accelerate launch scripts/train_faster_rcnn.py --config configs/faster_rcnn/bccd.yaml    # photographs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_faster_rcnn.py     # two processes
 
-The loop is that of all five scripts. What is Seamless Scene Segmentation's stands in options and defaults (named
-weights of four losses, schedule per batch or epoch, burn-in, batches of like aspect ratio, momentum meters).
-`--help` explains every key.
+The loop is that of all five scripts. What is Seamless Scene Segmentation's stands in options and defaults
+(named weights of four losses, schedule per batch or epoch, burn-in, batches of like aspect ratio, momentum
+meters). `--help` explains every key.
 """
 
 import sys

@@ -244,7 +244,7 @@ def test_the_loss_is_the_published_one_over_annotated_objects(table, batch):
     model = model_of(table).train()
     outputs, losses = losses_of(model, batch)
     ids = torch.cat([t["attributes"][t["iscrowd"] == 0] for t in batch.targets])
-    expected = mean(*attribute_loss(outputs["attribute_logits"], ids))
+    expected = mean(*attribute_loss(outputs["attribute_logits"], ids, [len(ids)]))[0]
     torch.testing.assert_close(losses["loss_refine_att"], expected)
     assert model.denominators(batch.targets)["attribute_entries"] == 6 * (len(ids) - 1), "5 names and background"
     losses["loss_refine_att"].backward()
@@ -295,7 +295,7 @@ def test_it_learns_and_the_metric_says_so(table, tmp_path):
         pooled = model.detector.box_pool(dict(features[0]), [t["boxes"] for t in batch.targets], list(features[1]))
     ids = torch.cat([t["attributes"] for t in batch.targets])
     for _ in range(300):
-        loss = mean(*attribute_loss(model.attribute_predictor(model.box_features(pooled)), ids))
+        loss = mean(*attribute_loss(model.attribute_predictor(model.box_features(pooled)), ids, [len(ids)]))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -10,6 +10,7 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -116,6 +117,9 @@ def is_understood(command: str, words: list[str]) -> bool:
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return {word for word in words[1:] if "=" not in word} <= set(targets)
+    if words[:2] == ["detect", "copy"]:
+        with TemporaryDirectory() as folder:
+            return detect.main([*words[1:-1], f"{folder}/{words[-1]}"]) == 0
     if words[0] == "detect":
         return words[1] in ("where", "completion", "--version") and detect.main(words[1:]) == 0
     if words[0] == "pip":

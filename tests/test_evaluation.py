@@ -359,6 +359,9 @@ class TinyDetector(nn.Module):
     denominator_names, metric_names = ("boxes", "class_weights"), ("class_error",)
     divided_by = {"loss_ce": "class_weights", "loss_bbox": "boxes", "loss_giou": "boxes"}
 
+    def to_keep(self, found):
+        return found
+
     def __init__(self, num_classes=3, num_queries=4):
         super().__init__()
         self.num_queries = num_queries

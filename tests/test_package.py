@@ -15,12 +15,14 @@ import sys
 import sysconfig
 import tomllib
 import venv
+from dataclasses import asdict
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
 
 from toolkit import detect
+from toolkit.command_line import parse_config
 from toolkit.errors import BadInput
 from toolkit.imports import import_extra, import_without
 
@@ -120,11 +122,29 @@ def test_the_version_is_that_of_the_package(capsys):
 @pytest.mark.parametrize(("words", "said"), [
     (["trian"], "did you mean train?"), (["train", "detrr"], "did you mean detr?"),
     (["train"], "needs one of detr, faster_rcnn"), (["where", "configs/detr/bcd.yaml"], "mean configs/detr/bccd.yaml?"),
-    (["completion", "tcsh"], "bash, zsh, fish"),
+    (["completion", "tcsh"], "bash, zsh, fish"), (["copy", "train_dter", "mine.py"], "did you mean train_detr?"),
+    (["copy", "train_detr"], "the path of the copy, such as mine.py"),
+    (["copy", "train_detr", "mine.txt"], "a name that ends in .py"),
+    (["copy", "train_detr", "json.py"], "would hide the module json"),
+    (["copy", "train_detr", "nowhere/mine.py"], "nowhere is no folder"),
+    (["copy", "train_detr", str(ROOT / "scripts" / "train_detr.py")], "exists already"),
 ])  # fmt: skip
 def test_a_mistyped_word_is_answered(words, said, capsys):
     assert detect.main(words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_each_copy_has_the_settings_of_its_script_and_a_run_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in detect.detectors():
+        assert detect.main(["copy", f"train_{name}", f"my_{name}.py"]) == 0
+        ours, theirs = importlib.import_module(f"my_{name}"), importlib.import_module(f"scripts.train_{name}")
+        given = [parse_config(each.Config, [], each.DEFAULT_CONFIG) for each in (ours, theirs)]
+        assert given[0].run.name == f"my_{name}" and ours.DEFAULT_CONFIG == tmp_path / f"my_{name}.yaml"
+        given[0].run.name = given[1].run.name
+        assert asdict(given[0]) == asdict(given[1])
+        assert f"accelerate launch my_{name}.py" in ours.__doc__ and "scripts/train" not in ours.__doc__
 
 
 def test_where_gives_the_files_that_the_documentation_names(capsys):
@@ -139,6 +159,7 @@ def test_where_gives_the_files_that_the_documentation_names(capsys):
     (["train", "detr", "--run.max_m"], ["--run.max_minutes"]),
     (["predict", "runs/detr", "--over"], ["--overlap", "--overwrite"]),
     (["train", "ssd", "--model.inference_o"], []),  # no setting
+    (["copy", "train_s"], ["train_sgg", "train_ssd"]), (["copy", "train_ssd", "m"], []),
     (["train", "detr", "--optim.lr", "1e"], []), (["predict", "ru"], []),
 ])  # fmt: skip
 def test_completion(words, expected, capsys):

@@ -67,7 +67,7 @@ def test_heads_give_the_numbers_of_their_originals(data, name, mode):
         prefix = f"{name}/{mode}/{'train' if training else 'eval'}/"
         expected = {key.removeprefix(prefix): value for key, value in data.items() if key.startswith(prefix)}
         found = {"object_logits": output.object_logits, "relation_logits": output.relation_logits}
-        found |= {key: mean(*pair) for key, pair in output.extra_losses.items()}
+        found |= {key: mean(sums.sum(), counts.sum()) for key, (sums, counts) in output.extra_losses.items()}
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-4)

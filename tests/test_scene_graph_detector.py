@@ -17,6 +17,7 @@ from toolkit.data.pipeline import training_loader, val_transform
 from toolkit.data.sampling import SampleKey
 from toolkit.data.shapes import ATTRIBUTES, PREDICATES, make_shapes
 from toolkit.data.transforms.geometry import RandomFlip
+from toolkit.draws import seed_images
 from toolkit.errors import BadInput
 from toolkit.evaluation.choose import make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
@@ -87,6 +88,43 @@ def test_losses_are_the_announced_ones_and_reach_all_that_trains(table, batch, m
         unreached = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
         assert head == "frequency" or mode == "sgdet" or not unreached, "frozen, where labels are given"
         assert ("loss_objectness" in losses) == (mode != "predcls"), "the detector's own"
+
+
+@pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])
+def test_micro_batches_make_the_gradient_of_the_big_batch(table, batch, mode):
+    """Of drawn pairs and labels, with images of few and of many pairs, where no batch norm learns."""
+    for head in HEADS:
+        own = {} if head in ("frequency", "imp", "vtranse") else {"dropout": 0.0}
+        model = model_of(table, mode, head, freeze="norms", head_options=own, pairs_per_image=9).train()
+        seed_images(batch.targets, 0, 0)
+
+        def gradient(model, *parts):
+            model.zero_grad()
+            counts = model.denominators(batch.targets)
+            for number, part in enumerate(parts):
+                torch.manual_seed(len(parts) + number)
+                targets = batch.targets[part]
+                losses, _ = losses_of(model, batch.images[part], batch.sizes[part], targets, counts)
+                sum(losses.values()).backward()
+            return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+        big = gradient(model, slice(0, 6))
+        apart = gradient(model, slice(3, 6), slice(0, 3)) - big
+        assert apart.norm() <= 1e-5 * big.norm(), head
+
+
+@pytest.mark.parametrize("mode", ["predcls", "sgdet"])
+def test_frozen_norms_stay_as_they_are_in_training(table, batch, mode):
+    for freeze in ("norms", "detector_and_norms"):
+        model = model_of(table, mode, freeze=freeze).train()
+        before = copy.deepcopy(model.state_dict())
+        losses, _ = losses_of(model, batch.images, batch.sizes, batch.targets)
+        sum(losses.values()).backward()
+        norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+        assert norms and not any(m.training or m.weight.requires_grad for m in norms)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        trained = any(p.grad is not None for p in model.detector.parameters())
+        assert trained == (freeze == "norms") and model.joint == (freeze == "norms" and mode == "sgdet")
 
 
 @pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])

@@ -2,6 +2,7 @@
 
     detect train detr --run.name mine          # what `python scripts/train_detr.py --run.name mine` does
     detect predict runs/mine photo.jpg --out found
+    detect copy train_detr mine.py             # a training script to change, and its configuration, mine.yaml
     detect where configs/detr/bccd.yaml        # the path of a file of this project, for a launcher or --config
     detect --version
     eval "$(detect completion bash)"           # the Tab key knows commands, detectors and settings
@@ -15,6 +16,8 @@ Nothing heavy is imported here: help and completion answer at once.
 import ast
 import difflib
 import importlib.metadata
+import importlib.util
+import re
 import runpy
 import sys
 import tomllib
@@ -54,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"detection-toolkit {version()}")
         return 0
     name, *rest = words
-    own = {"where": where, "completion": completion, "complete": complete}
+    own = {"copy": copy, "where": where, "completion": completion, "complete": complete}
     if name in own:
         return own[name](rest)
     if name == "train" and rest and rest[0] in detectors():
@@ -91,6 +94,7 @@ def usage() -> str:
     shown = {f"train {name}": ROOT / "scripts" / f"train_{name}.py" for name in detectors()} | commands()
     width = max(map(len, shown)) + 2
     lines = [f"  detect {name:{width}}{first_line(path)}" for name, path in shown.items()]
+    lines.append(f"  detect {'copy':{width}}A script to change, and its configuration: detect copy train_detr mine.py")
     lines.append(f"  detect {'where':{width}}The path of a script or a configuration; alone: all of them.")
     lines.append(f"  detect {'completion':{width}}For the Tab key of a shell: {', '.join(COMPLETION)}.")
     return "\n".join(["usage: detect COMMAND [ARGUMENTS]   (each explains itself with --help)", "", *lines])
@@ -106,6 +110,44 @@ def version() -> str:
 
 def first_line(script: Path) -> str:
     return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+def copy(words: list[str]) -> int:
+    """Writes a training script under another name, with its default configuration beside it as a `.yaml`.
+
+    The copy reads that configuration and trains into the run folder of its own name.
+    """
+    scripts = [f"train_{name}" for name in detectors()]
+    name, *rest = words or [""]
+    stem = Path(name).stem
+    if stem not in scripts or len(rest) != 1:
+        given = "" if stem in scripts else name
+        return _refuse("detect copy needs the path of the copy, such as mine.py, after one of", given, scripts)
+    script, target = ROOT / "scripts" / f"{stem}.py", Path(rest[0]).expanduser()
+    beside = target.with_suffix(".yaml")
+    if faults := _faults_of_copy(target, beside):
+        print("\n".join(f"error: {fault}" for fault in faults), file=sys.stderr)
+        return 2
+    text, default = script.read_text(encoding="utf-8"), re.compile(r"^DEFAULT_CONFIG = .*$", re.MULTILINE)
+    config = ROOT.joinpath(*re.findall(r'"([^"]+)"', default.search(text)[0]))
+    text = default.sub('DEFAULT_CONFIG = Path(__file__).resolve().with_suffix(".yaml")', text)
+    text = re.sub(r'(?<=RunConfig\(name=)"[^"]+"', lambda _: repr(target.stem), text)
+    settings = re.sub(r"^run:\n  name: .*\n", "run:\n", config.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for path, content in ((target, text), (beside, settings)):
+        path.write_text(content.replace(f"scripts/{script.name}", target.name), encoding="utf-8")
+    print(f"{target}: the script, to be changed\n{beside}: its settings, those of {config.relative_to(ROOT)}")
+    return 0
+
+
+def _faults_of_copy(target: Path, beside: Path) -> list[str]:
+    faults = [f"{path} exists already; give another name" for path in (target, beside) if path.exists()]
+    if target.suffix != ".py":
+        faults.append(f"{target} is no Python file; give a name that ends in .py")
+    elif not faults and target.stem.isidentifier() and importlib.util.find_spec(target.stem) is not None:
+        faults.append(f"{target.name} would hide the module {target.stem}; give another name")
+    if not target.parent.is_dir():
+        faults.append(f"{target.parent} is no folder; make it first")
+    return faults
 
 
 def where(words: list[str]) -> int:
@@ -133,9 +175,11 @@ def complete(words: list[str]) -> int:
     """Prints what may stand in the place of the last word; nothing where it is a file or a value."""
     *before, begun = words or [""]
     if not before:
-        possible = ["train", *commands(), "where", "completion"]
+        possible = ["train", *commands(), "copy", "where", "completion"]
     elif before == ["train"]:
         possible = detectors()
+    elif before == ["copy"]:
+        possible = [f"train_{name}" for name in detectors()]
     elif before == ["completion"]:
         possible = list(COMPLETION)
     elif begun.startswith("-"):

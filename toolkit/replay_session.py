@@ -54,7 +54,7 @@ class OneWindow(Training):
     def micro_batches(self, window: Sequence[Batch]) -> Iterator[tuple[Batch, Mapping[str, float]]]:
         self._sums, self._unknown, self._micro_batches = {}, [], len(window)
         for micro, (batch, given) in enumerate(zip(window, self.given, strict=True)):
-            self.seed_micro_batch(micro)
+            self.seed_micro_batch(micro, batch)
             self._micro = self.detector.denominators(batch.targets) | self._own_counts(batch), given
             yield batch, given
 
@@ -107,11 +107,14 @@ def _session(
     def training(s: Any, detector: Detector, *_) -> OneWindow:
         weights = LossWeights(detector.loss_names, {n: report["loss_weights"][n] for n in detector.loss_names}, {})
         optimizer = torch.optim.SGD([{"params": list(detector.parameters()), "name": "main"}], lr=0.0)
+        sampler, log = EpochSampler(len(table), len(table)), Log(True)
+        sampler.set_epoch(report["epoch"])
+        log.writer = SimpleNamespace(folder=folder, log=lambda row: None)
         t = OneWindow(
             accelerator=accelerator, model=detector, detector=detector, weights=weights, optimizer=optimizer,
-            schedule=Schedule(optimizer), guard=NanGuard(), sampler=EpochSampler(len(table), len(table)), loader=None,
+            schedule=Schedule(optimizer), guard=NanGuard(), sampler=sampler, loader=None,
             validation=Validation(table, None, None), signals=StopSignals(), folder=folder, seed=report["seed"],
-            total_steps=report["step"] + 1, log=Log(True), best=Best("loss"), pace=Pace(), ema=Ema(detector, 0.9),
+            total_steps=report["step"] + 1, log=log, best=Best("loss"), pace=Pace(), ema=Ema(detector, 0.9),
             step=report["step"],
         )  # fmt: skip
         t.window, t.given = batches, report["denominators"]

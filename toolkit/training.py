@@ -18,7 +18,8 @@ from toolkit.data.batches import windows
 from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.prefetch import Prefetcher
 from toolkit.data.sampling import EpochSampler, accumulation_at
-from toolkit.distributed import agree_max, broadcast_object, seed_step
+from toolkit.distributed import agree_max, broadcast_object
+from toolkit.draws import seed_micro_batch
 from toolkit.errors import BadInput, Preempted
 from toolkit.log import Log
 from toolkit.models.detector import Detector
@@ -238,15 +239,17 @@ class Training:
         self._denominators = window_denominators(counts, device, self.pace.denominators, original)
         self._sums, self._unknown, self._micro_batches = {}, [], len(window)
         for micro, (batch, denominators) in enumerate(zip(window, self._denominators, strict=True)):
-            self.seed_micro_batch(micro)
+            arrived = self._ahead.arrived(batch)
+            self.seed_micro_batch(micro, arrived)
             self._micro = counts[micro], denominators
             last = micro == len(window) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                yield self._ahead.arrived(batch), denominators
+                yield arrived, denominators
 
-    def seed_micro_batch(self, micro: int) -> None:
-        """Dropout and denoising noise become functions of (seed, step, rank, micro-batch): nothing to save."""
-        seed_step(self.seed, self.step, self.accelerator.process_index, micro)
+    def seed_micro_batch(self, micro: int, batch: Batch) -> None:
+        """Random numbers become functions of numbers that are known after a resume, so that there is nothing to save:
+        dropout and denoising noise of (seed, step, rank, micro-batch), samples of (seed, step, image id)."""
+        seed_micro_batch(batch.targets, self.seed, self.step, self.accelerator.process_index, micro)
 
     def _own_counts(self, batch: Batch) -> dict[str, int]:
         """What the script's own losses are divided by, of one micro-batch."""

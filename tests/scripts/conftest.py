@@ -12,7 +12,7 @@ import json
 import signal
 
 import pytest
-from launching import SCRIPTS, Script, Server, rows
+from launching import SCRIPTS, Script, Server, rows, small_settings
 
 from toolkit.data.shapes import make_shapes
 
@@ -33,10 +33,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
     items[:] = kept[True]
     config.hook.pytest_deselected(items=kept[False])
-
-
-def pairs(args) -> dict:
-    return dict(zip(args[::2], args[1::2], strict=True))
 
 
 @pytest.fixture(params=SCRIPTS, ids=lambda script: script.name, scope="session")
@@ -73,15 +69,7 @@ def settings(script, data):
     """`settings("--run.name", "x", ...)`: the script's small settings on `data`; those given win."""
 
     def build(*args) -> list[str]:
-        annotations = data / "annotations"
-        common = {
-            "--data.train": annotations / "train.json", "--data.val": annotations / "val.json", "--data.format": "coco",
-            "--data.image_size": 64, "--data.workers": 0, "--data.batch_size_per_device": 4, "--run.log_every": 1,
-            "--run.name": "run", "--run.epochs": 2, "--run.max_minutes": "null", "--eval.batch_size_per_device": 3,
-            "--eval.pictures": 0, "--optim.ema_decay": 0.9,
-        }  # fmt: skip
-        merged = {"--config": script.config} | common | pairs(args)
-        return [str(part) for pair in merged.items() for part in pair]
+        return small_settings(script, data, args)
 
     return build
 

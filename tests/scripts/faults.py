@@ -39,7 +39,7 @@ def install(faults: list[dict], rank: int) -> None:
             owner, name = _find(fault["skip"])
             setattr(owner, name, lambda *args, **kwargs: None)
         if "float64" in fault:
-            _wrap_build(lambda build: lambda *args, **kwargs: build(*args, **kwargs).double())
+            _wrap_build(lambda build: lambda *args, **kwargs: _double(build(*args, **kwargs)))
     nans = [fault for fault in mine if "nan" in fault]
     if nans:
         _poison(nans)
@@ -50,6 +50,12 @@ def _wrap_build(wrap) -> None:
     for place in ("toolkit.models.start", "toolkit.use.open"):
         module = importlib.import_module(place)
         module.build_detector = wrap(module.build_detector)
+
+
+def _double(detector: torch.nn.Module) -> torch.nn.Module:
+    first = next(m for m in detector.modules() if isinstance(m, torch.nn.Conv2d))
+    first.register_forward_pre_hook(lambda _, args: (args[0].double(),))
+    return detector.double()
 
 
 def _find(place: str) -> tuple[object, str]:

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,7 @@ class Script:
         it is tested.
     still: arguments with which the backbone's batch norms change no detections.
     losses: two that every step has. one_size: arguments with which all training images have one size.
+    changed: the file of a changed copy; None: the script as it is.
     """
 
     name: str
@@ -35,10 +36,11 @@ class Script:
     still: tuple[str, ...] = ("--model.freeze", "norms")
     losses: tuple[str, str] = ("loss_giou", "loss_bbox")
     one_size: tuple[str, ...] = ()
+    changed: Path | None = None
 
     @property
     def path(self) -> Path:
-        return ROOT / "scripts" / f"{self.name}.py"
+        return self.changed or ROOT / "scripts" / f"{self.name}.py"
 
     @property
     def config(self) -> Path:
@@ -136,6 +138,19 @@ class Server:
         self.process.wait(60)
 
 
+def small_settings(script: Script, data: Path, args) -> list[str]:
+    """The script's small settings on the COCO data set in `data`; those of `args` win."""
+    annotations = data / "annotations"
+    common = {
+        "--data.train": annotations / "train.json", "--data.val": annotations / "val.json", "--data.format": "coco",
+        "--data.image_size": 64, "--data.workers": 0, "--data.batch_size_per_device": 4, "--run.log_every": 1,
+        "--run.name": "run", "--run.epochs": 2, "--run.max_minutes": "null", "--eval.batch_size_per_device": 3,
+        "--eval.pictures": 0, "--optim.ema_decay": 0.9,
+    }  # fmt: skip
+    given = dict(zip(args[::2], args[1::2], strict=True))
+    return [str(part) for pair in ({"--config": script.config} | common | given).items() for part in pair]
+
+
 def run_folder(args: list[str]) -> Path:
     """The run folder that these arguments name."""
     given = dict(zip(args[::2], args[1::2], strict=False))
@@ -198,14 +213,24 @@ def training_rows(folder: Path) -> list[dict]:
 
 
 def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint by name: weights, averaged weights, optimizer."""
+    """Every tensor of a checkpoint by name: weights, averaged weights, optimizer; and the numbers of `t.extra`."""
     found = {f"{file.stem}/{k}": v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
     optimizer = torch.load(path / "optimizer.pt", weights_only=True)
     for index, state in optimizer["state"].items():
         found |= {f"optimizer/{index}/{k}": torch.as_tensor(v) for k, v in state.items()}
     for index, group in enumerate(optimizer["param_groups"]):
         found |= {f"group/{index}/{k}": torch.tensor(group[k]) for k in ("lr", "initial_lr", "weight_decay")}
+    if (path / "extra.pt").exists():
+        found |= dict(_numbers("extra", torch.load(path / "extra.pt", weights_only=True)))
     return found
+
+
+def _numbers(name: str, value) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor | int | float):
+        yield name, torch.as_tensor(value)
+    elif isinstance(value, dict | list | tuple):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(f"{name}/{key}", each)
 
 
 def checkpoint_state(path: Path) -> dict:

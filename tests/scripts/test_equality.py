@@ -1,4 +1,4 @@
-"""The same training whatever number of micro-batches, processes and machines: published DETR, no dropout, frozen norms.
+"""The same training whatever number of micro-batches, processes and machines, with constant norms and no dropout.
 
     python -m pytest tests/scripts/test_equality.py
 """
@@ -12,6 +12,55 @@ import torch
 from launching import checkpoint_tensors, finish, free_port, run_folder, start, training_rows
 
 PUBLISHED = Path(__file__).parent / "configs" / "detr_published.yaml"
+
+
+# With these nothing that the images of a batch have in common is left.
+ALIKE = {
+    "train_detr": [{"--config": PUBLISHED}],
+    "train_yolov3": [{"--model.norm": "group", "--data.multi_scale": "[]"}],
+    "train_faster_rcnn": [{"--model.freeze": "norms"}],
+    "train_sgg": [
+        {"--model.freeze": "norms", "--model.head_options.dropout": 0},
+        {"--model.freeze": "detector_and_norms", "--model.mode": "sgcls", "--model.head": "vctree",
+         "--model.head_options.dropout": 0},
+        {"--config": Path(__file__).parent / "configs" / "egtr.yaml", "--model.freeze": "norms",
+         "--model.detector_options.num_denoising": 0},
+    ],
+    "train_ssd": [{"--model.norm": "group", "--data.multi_scale": "[]", "--model.self_weighting_steps": 0}],
+}  # fmt: skip
+ONE_STEP = {
+    "--optim.name": "sgd", "--optim.momentum": 0, "--optim.lr": 1, "--optim.weight_decay": 0, "--optim.max_norm": 0,
+    "--optim.nesterov": False, "--optim.ema_decay": 0, "--optim.lr_multipliers": "{}", "--schedule.name": "constant",
+    "--schedule.warmup_steps": 0, "--run.eval_every": 0, "--run.max_steps": 1,
+}  # fmt: skip
+
+
+@pytest.mark.every_script
+def test_the_gradient_of_a_window_is_the_same_however_it_is_cut(server, script, settings, tmp_path):
+    """Eight images as 1 x 8, 2 x 4, 8 x 1 and two processes of 4: one step of plain descent at rate 1.
+
+    In float64 but for torchvision's parts, which are in float32: there YOLOv3's group norms make 3e-5 of rounding.
+    """
+    precise = [] if script.name in ("train_faster_rcnn", "train_sgg") else [{"float64": True}]
+    cuts = {"1x8": (1, 8, 1), "2x4": (1, 4, 2), "8x1": (1, 1, 8), "ranks": (2, 4, 1)}
+    for number, alike in enumerate(ALIKE[script.name]):
+        found = {}
+        for name, (processes, batch, accumulation) in cuts.items():
+            given = ONE_STEP | alike | {
+                "--run.output_dir": tmp_path, "--run.name": f"{name}_{number}", "--data.batch_size_per_device": batch,
+                "--optim.accumulation_steps": accumulation,
+            }  # fmt: skip
+            args = settings(*(part for pair in given.items() for part in pair))
+            folder = server.run(script, args, processes, precise).ok().folder
+            row, weights = training_rows(folder)[0], checkpoint_tensors(folder / "checkpoints" / "latest")
+            floats = {k: v for k, v in weights.items() if k.startswith("model/") and v.is_floating_point()}
+            found[name] = row, torch.cat([floats[key].flatten().double() for key in sorted(floats)])
+        row, big = found.pop("1x8")
+        for name, (other_row, other) in found.items():
+            apart = float((other - big).norm()) / row["train/grad_norm"]
+            print(f"{script.name} {number} {name}: gradients differ by {apart:.1e} of their norm")
+            assert apart <= 1e-5, (alike, name)
+            assert other_row["train/loss"] == pytest.approx(row["train/loss"], rel=1e-5), (alike, name)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ LARGEST_COORDINATE = 1e15  # pixels; sums and products of such ones stay finite
 
 
 @dataclass
-class ImageSources:
+class Places:
     """Where annotations went: kept ones by `id` (ascending), with the position of their image among `images` and their
     `row` among its boxes; dropped ones with the id of their image."""
 
@@ -56,7 +56,7 @@ class ImageSources:
 def check_boxes(
     annotations: Annotations, file: str, rows: Mapping[int | str, ImageRow], labels: Mapping, attributes: Mapping,
     problems: list[Problem],
-) -> tuple[Boxes, ImageSources]:
+) -> tuple[Boxes, Places]:
     """Boxes of all `rows`, in their order, and where each annotation went.
 
     labels, attributes: label of each category id, row of each attribute id; no attributes: `attribute_ids` is an
@@ -105,7 +105,7 @@ def check_boxes(
     boxes = Boxes(offsets, xyxy[order], label[order], None, area[order], crowd[order], ids[order], extra)
     by_id = np.argsort(boxes.ids, kind="stable")
     row = (np.arange(len(order)) - np.repeat(offsets[:-1], filled))[by_id]
-    return boxes, ImageSources(images, boxes.ids[by_id], boxes.image_index[by_id], row, dropped)
+    return boxes, Places(images, boxes.ids[by_id], boxes.image_index[by_id], row, dropped)
 
 
 def _of(column, dtype: type) -> np.ndarray:
@@ -258,7 +258,7 @@ def fits_int64(id_: int | str) -> bool:
 
 
 def check_relations(
-    relations: RelationColumns, file: str, places: ImageSources, predicates: Mapping, problems: list[Problem]
+    relations: RelationColumns, file: str, places: Places, predicates: Mapping, problems: list[Problem]
 ) -> Relations:
     """Relations between kept boxes. One whose subject or object was dropped goes with it: that error is listed already.
 
@@ -299,7 +299,7 @@ def check_relations(
 
 
 def _relation_faults(
-    entry: object, number: int, file: str, places: ImageSources, predicates: Mapping, problems: list[Problem]
+    entry: object, number: int, file: str, places: Places, predicates: Mapping, problems: list[Problem]
 ) -> object:
     """The image id of a relation that can be used; None: it has faults, or lost an end with a dropped box."""
     if not isinstance(entry, dict):

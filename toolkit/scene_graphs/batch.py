@@ -1,10 +1,11 @@
 """What a relation head takes and gives. Class 0 is background and predicate 0 "no relation" everywhere in this package;
 tables and evaluation count both from 0 without them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from toolkit.batch import image_of_each, send
 
@@ -26,6 +27,7 @@ class RelationBatch:
         object of the same image; in training, for VCTree only.
     attributes: (N, A) ids from 1, 0 after the last, known where labels are; None: the data have none.
     on_host: boxes_xyxy and pairs on the host.
+    draws: a generator for each image, for heads that draw in training; none: torch's own.
     late: logits (N, C), threshold and the labels that `postprocess.late_labels` made of them last.
     """
 
@@ -44,6 +46,7 @@ class RelationBatch:
     attributes: Tensor | None = None
     spatial_features: Tensor | None = None
     on_host: tuple[Tensor, Tensor] | None = None
+    draws: Sequence[Generator | None] = ()
     late: tuple[Tensor, float, Tensor] | None = None
 
     @property

@@ -28,6 +28,7 @@ from toolkit.scene_graphs.frequency import log_prior
 from toolkit.scene_graphs.graph_detector import GraphDetector, naming_its_options
 from toolkit.scene_graphs.options import EgtrOptions
 from toolkit.step.freezing import freeze as freeze_module
+from toolkit.step.norms import hold_batch_norms
 
 # Their decoders keep queries and keys apart, have one group of queries, and classify with sigmoids.
 BELOW = ("deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
@@ -72,9 +73,11 @@ class EGTR(GraphDetector):
         self.detector = below
         self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
         self.buffers_steer_training = below.buffers_steer_training
-        self.joint = o.freeze == "none"
+        self.joint = o.freeze != "detector"
         if not self.joint:
             freeze_module(below)
+        if o.freeze == "norms":
+            hold_batch_norms(below)
         config = below.model.config
         self.num_queries = config.two_stage_num_proposals if getattr(config, "two_stage", False) else config.num_queries
         layers = len(self._decoder_layers())
@@ -195,8 +198,8 @@ def _check(o: EgtrOptions, architecture: str | None, predicates: Sequence[str]) 
     if architecture not in BELOW:
         faults.append(f"model.detector_options: a detector of architecture {architecture!r}; the decoder of egtr is "
                       f"that of {', '.join(BELOW)}. train_sgg.py takes any detector with --model.head")  # fmt: skip
-    if o.freeze not in ("detector", "none"):
-        faults.append(f"model.freeze is {o.freeze!r}; expected detector, none")
+    if o.freeze not in ("detector", "norms", "none"):
+        faults.append(f"model.freeze is {o.freeze!r}; expected detector, norms, none")
     if not 0 < o.smoothing < 1:
         faults.append(f"model.smoothing is {o.smoothing}; expected a number between 0 and 1")
     faults += [f"model.{name} is {getattr(o, name)}; expected 0 or more"

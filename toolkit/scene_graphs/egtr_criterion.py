@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from toolkit.batch import on_host, send
 from toolkit.box_ops import cxcywh_to_xyxy, generalized_box_iou
+from toolkit.draws import image_generator
 from toolkit.models.detr.detr_criterion import Matches, MatchingCosts, PaddedTargets
 from toolkit.models.detr.focal_criterion import ALPHA, focal_costs, match_focal
 
@@ -114,7 +115,8 @@ def relation_losses(
         wanted = torch.zeros_like(predicates[i], dtype=torch.bool, requires_grad=False)
         wanted[entries] = True
         if len(relations):
-            loss = loss + _image_loss(predicates[i], wanted, entries, of_query[i], matched[i], counts, sampling)
+            draw = image_generator(target, "entries", device)
+            loss = loss + _image_loss(predicates[i], wanted, entries, of_query[i], matched[i], counts, sampling, draw)
         best = predicates[i].detach()[entries[:2]].argmax(1)
         wrong, annotated = wrong + (~wanted[(*entries[:2], best)]).sum(), annotated + len(relations)
     connected = F.binary_cross_entropy_with_logits(connectivity, related, reduction="none").mean((1, 2)).sum()
@@ -122,12 +124,12 @@ def relation_losses(
     return {"loss_rel": loss, "loss_connectivity": connected}, metric
 
 
-def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling: RelationSampling) -> Tensor:
+def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling: RelationSampling, draw) -> Tensor:
     inside = (matched[:, None] & matched[None])[..., None]
     logits, soft = predicates.flatten(), quality[entries[0]] * quality[entries[1]]
     chosen = [
-        _chosen(predicates, ~inside | wanted, counts[1], sampling.hardest_unrelated),
-        _chosen(predicates, inside.expand_as(wanted), counts[2], sampling.hardest_unmatched),
+        _chosen(predicates, ~inside | wanted, counts[1], sampling.hardest_unrelated, draw),
+        _chosen(predicates, inside.expand_as(wanted), counts[2], sampling.hardest_unmatched, draw),
     ]
     others = logits[torch.cat(chosen)]
     loss = F.binary_cross_entropy_with_logits(predicates[entries], soft, reduction="sum")
@@ -135,7 +137,8 @@ def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling:
 
 
 @torch.no_grad()
-def _chosen(predicates: Tensor, left_out: Tensor, count: int, hardest: bool) -> Tensor:
-    """ImageSources of `count` entries among those that are not left out: of highest score, or random ones."""
-    scores = predicates if hardest else torch.rand_like(predicates)
+def _chosen(predicates: Tensor, left_out: Tensor, count: int, hardest: bool, draw: Generator | None) -> Tensor:
+    """Places of `count` entries among those that are not left out: of highest score, or random ones."""
+    random = {"device": predicates.device, "generator": draw}
+    scores = predicates if hardest else torch.rand(predicates.shape, dtype=predicates.dtype, **random)
     return scores.masked_fill(left_out, -torch.inf).flatten().topk(count).indices

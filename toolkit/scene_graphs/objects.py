@@ -105,12 +105,16 @@ def match_labels(boxes_xyxy: Tensor, truth: Mapping, match_iou: float) -> tuple[
 
 
 def sampled_pairs(
-    model: nn.Module, boxes: Sequence[Tensor], truths: Sequence[Mapping] | None, labels: Tensor | None = None
+    model: nn.Module,
+    boxes: Sequence[Tensor],
+    truths: Sequence[Mapping] | None,
+    labels: Tensor | None = None,
+    draws: Sequence[Generator | None] = (),
 ) -> dict:
     """`pairs`, `num_pairs`, `relation_labels`, `related` of a RelationBatch: a sample in training, else all pairs.
 
     boxes: (N_i, 4) of each image. labels: (N,) from 1 of the boxes that the detector found, in training. All of it and
-    the truths are on the host, which decides without waiting.
+    the truths are on the host, which decides without waiting. draws: generator of each image; none: torch's own.
     """
     counts = [len(b) for b in boxes]
     if not model.training:
@@ -120,14 +124,18 @@ def sampled_pairs(
     size = {"batch_size": model.pairs_per_image, "positive_fraction": model.positive_fraction}
     if model.require_overlap and not model.given_boxes:
         truths = [_without_relations_apart(truth) for truth in truths]
-    matrices = [relation_matrix(_from_one(truth), len(truth["boxes"])) for truth in truths]
+    draws = draws or [None] * len(truths)
+    matrices = [relation_matrix(_from_one(truth), len(truth["boxes"]), generator=draw)
+                for truth, draw in zip(truths, draws, strict=True)]  # fmt: skip
     if model.given_boxes:
-        return join_samples([sample_given_boxes(matrix, **size) for matrix in matrices], counts)
+        images = zip(matrices, draws, strict=True)
+        return join_samples([sample_given_boxes(matrix, **size, generator=draw) for matrix, draw in images], counts)
     size |= {"fg_iou": model.match_iou, "per_relation": model.pairs_per_relation}
+    size |= {"require_overlap": model.require_overlap}
     samples = []
-    for b, own, truth, matrix in zip(boxes, labels.split(counts), truths, matrices, strict=True):
+    for b, own, truth, matrix, draw in zip(boxes, labels.split(counts), truths, matrices, draws, strict=True):
         seen = (b, own, truth["boxes"], truth["labels"] + 1, matrix)
-        samples.append(sample_detected_boxes(*seen, require_overlap=model.require_overlap, **size))
+        samples.append(sample_detected_boxes(*seen, **size, generator=draw))
     return join_samples(samples, counts)
 
 

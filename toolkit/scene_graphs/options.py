@@ -29,16 +29,17 @@ class SceneGraphOptions(DetectorOptions):
     detector: str | None = None
     """Run folder, checkpoint or `final/` of a trained detector of any script to start from, or a file of published
     weights, such as `model_final.pth` of maskrcnn-benchmark and Scene-Graph-Benchmark; it stays as it is unless
-    `model.freeze` is none. Without a value a Faster R-CNN starts from random weights."""
+    `model.freeze` is none or norms. Without a value a Faster R-CNN starts from random weights."""
     detector_options: dict[str, Any] | None = None
     """Settings of the detector, as it has them by itself; without a value those of `model.detector`, or the published
     ones. `architecture` among them is faster_rcnn, or that of another detector, such as yolov3 or rt_detr_v2."""
     backbone: str | None = None
     """timm model of the detector, in place of that in `model.detector_options`; without a value the one of these or
     of `model.detector`."""
-    freeze: Literal["detector", "none"] | None = None
-    """Whether the detector stays as it is (detector) or is trained too (none), in predcls its feature maps only.
-    Without a value it stays as it is if `model.detector` is given."""
+    freeze: Literal["detector", "norms", "detector_and_norms", "none"] | None = None
+    """What is not trained: the detector (detector), the batch norms of the detector and of all that is built on it
+    (norms), both (detector_and_norms), or nothing (none). A detector that is trained learns its feature maps only in
+    predcls. Without a value the detector stays as it is if `model.detector` is given."""
     map_channels: int = 256
     """Width that 1 x 1 convolutions bring the feature maps of a detector to before boxes are pooled from them; a Faster
     R-CNN has a width of its own."""
@@ -107,8 +108,8 @@ class EgtrOptions(DetectorOptions):
     backbone: str | None = None
     """timm model of the DETR, in place of that in `model.detector_options`; without a value the one of these or of
     `model.detector`."""
-    freeze: Literal["detector", "none"] = "none"
-    """Whether the DETR is trained with the relations (none) or stays as it is (detector)."""
+    freeze: Literal["detector", "norms", "none"] = "none"
+    """What is not trained: the DETR (detector), its batch norms (norms), or nothing (none)."""
     frequency_bias: bool = True
     """Begin from how often training has each predicate between two classes."""
     smoothing: float = 1e-14

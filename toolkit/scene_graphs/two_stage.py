@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.batch import on_host, send_dicts
+from toolkit.draws import image_generator
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector
@@ -44,7 +45,9 @@ from toolkit.scene_graphs.postprocess import graphs_on_host, rank_triplets, shor
 from toolkit.scene_graphs.union import AllLevelsPool, UnionFeatures
 from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import freeze_prefixes
-from toolkit.step.norms import set_bn_momentum
+from toolkit.step.norms import hold_batch_norms, set_bn_momentum
+
+FREEZE_CHOICES = ("detector", "norms", "detector_and_norms", "none")
 
 
 class SceneGraph(GraphDetector):
@@ -85,7 +88,8 @@ class SceneGraph(GraphDetector):
         self.detections_per_image, self.nms_threshold = o.detections_per_image, o.nms_threshold
         self.rare_predicate_power, self.class_balanced_beta = o.rare_predicate_power, o.class_balanced_beta
         self.prior_adjustment, self.embed_dim = o.prior_adjustment, o.embed_dim
-        self.joint = freeze == "none" and o.mode != "predcls"
+        holds_detector = freeze in ("detector", "detector_and_norms")
+        self.joint = not holds_detector and o.mode != "predcls"
         below = self.detector = _build_below(class_names, o, self.joint)
         self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
         channels, width = below.map_channels, below.representation_size
@@ -94,7 +98,7 @@ class SceneGraph(GraphDetector):
         pool, box_head = copy.deepcopy(below.box_pool), copy.deepcopy(box_head)
         pool = AllLevelsPool(pool, channels) if o.union_levels == "all" else pool
         self.union = UnionFeatures(pool, box_head, channels, separate_spatial=width if o.separate_spatial else 0)
-        if freeze == "detector":
+        if holds_detector:
             freeze_module(_detector_of(below))
         elif o.mode == "predcls" and not isinstance(below, DetectorBelow):  # nothing asks or may train them
             freeze_module(below.rpn)
@@ -108,6 +112,8 @@ class SceneGraph(GraphDetector):
         self._make_counts(len(class_names), len(predicates))
         self.register_buffer("predicate_weights", torch.ones(size))
         self._announce(o.head)
+        if freeze in ("norms", "detector_and_norms"):
+            hold_batch_norms(self)
         if "loss_refine_obj" not in self.loss_names:  # nothing else would train them
             freeze_prefixes(self.head, getattr(self.head, "of_labels", ()))
 
@@ -162,8 +168,8 @@ class SceneGraph(GraphDetector):
 
         Returns:
             `output`: RelationOutput, `batch`: RelationBatch, `truths`: the annotated graph of each image, on the
-            host, `images`: how many; `attribute_logits (N, attributes + 1)`, column 0 background, where there are
-            attributes; `detector`: what the detector's own criterion takes, where it is trained too.
+            host; `attribute_logits (N, attributes + 1)`, column 0 background, where there are attributes; `detector`:
+            what the detector's own criterion takes, where it is trained too.
 
         Raises:
             BadInput: boxes are to be given and there are no targets.
@@ -184,14 +190,16 @@ class SceneGraph(GraphDetector):
             boxes, learned = [graph["boxes"] for graph in known], {}
         else:
             objects, boxes, learned = detected_objects(self, maps, images_hw, truths, known, said)
-        pairs = sampled_pairs(self, boxes, known, learned.get("labels"))
+        draws = [image_generator(target, "pairs") for target in targets or ()]
+        pairs = sampled_pairs(self, boxes, known, learned.get("labels"), draws)
         objects["on_host"] = torch.cat(boxes), pairs["pairs"]
+        objects["draws"] = [image_generator(target, "labels", images.device) for target in targets or ()]
         batch = RelationBatch(sizes_hw=sizes, **objects, **send_dicts([pairs | learned], images.device)[0])
         asked = batch.boxes_xyxy, batch.pairs, batch.num_pairs
         found = self.union(maps, *asked, sizes, images_hw, batch.on_host)
         batch.union_features, batch.spatial_features = found
         output = self.head(batch)
-        outputs = {"output": output, "batch": batch, "truths": known, "images": len(images)}
+        outputs = {"output": output, "batch": batch, "truths": known}
         if self.attribute_predictor is not None:
             outputs["attribute_logits"] = self.attribute_predictor(batch.roi_features)
         # DDP waits for gradients of all that the outputs hang on: nothing may be among them that no loss is made of,
@@ -216,24 +224,25 @@ class SceneGraph(GraphDetector):
         """Losses and metrics (sum, count).
 
         Where boxes are given, a loss is its sum over pairs (objects, images, entries of attributes) / that denominator;
-        in sgdet, whose pairs nobody knows before, its mean over them x the images of the micro-batch /
-        denominators["images"].
+        in sgdet, whose pairs nobody knows before, the sum of the images' own means / denominators["images"].
         relation_error, object_error: per cent of related pairs and of objects whose best predicate or class is wrong.
         """
         output, batch = outputs["output"], outputs["batch"]
         weights = self.predicate_weights if self.rare_predicate_power or self.class_balanced_beta else None
         found = head_losses(output, batch, self.label_smoothing, weights)
         if batch.attributes is not None and "attribute_logits" in outputs:
-            found["loss_refine_att"] = attribute_loss(outputs["attribute_logits"].float(), batch.attributes)
+            found["loss_refine_att"] = attribute_loss(
+                outputs["attribute_logits"].float(), batch.attributes, batch.num_objects
+            )
         losses = {}
         for name in self.relation_losses:
             if name not in found:  # of training only, or of a batch without objects
                 continue
-            total, count = found[name]
+            sums, counts = found[name]
             if self.given_boxes:
-                losses[name] = total / denominators[_divisor(name)]
+                losses[name] = sums.sum() / denominators[_divisor(name)]
             else:
-                losses[name] = mean(total, count) * outputs["images"] / denominators["images"]
+                losses[name] = mean(sums, counts).sum() / denominators["images"]
         if "detector" in outputs:
             losses |= self.detector.criterion(outputs["detector"], targets, denominators)[0]
         return losses, self._metrics(output, batch)
@@ -333,7 +342,7 @@ def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
 
 
 def _check(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None:
-    options = ("mode", o.mode, MODES), ("head", o.head, HEADS), ("freeze", freeze, ("detector", "none"))
+    options = ("mode", o.mode, MODES), ("head", o.head, HEADS), ("freeze", freeze, FREEZE_CHOICES)
     options += (("union_levels", o.union_levels, ("one", "all")),)
     faults = [f"model.{key} is {value!r}; expected {', '.join(known)}" for key, value, known in options
               if value not in known]  # fmt: skip

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from toolkit.batch import Batch
-from toolkit.distributed import gather_objects, seed_step, world
+from toolkit.distributed import gather_objects, world
+from toolkit.draws import seed_micro_batch
 from toolkit.errors import BadInput
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import NanGuard
@@ -158,12 +159,11 @@ def rerun_window(
 
     precision: "no", "fp16" or "bf16". scale: loss scale. Returns the unweighted losses of each micro-batch.
     """
-    parameter = next(detector.parameters())
+    parameter, window_losses = next(detector.parameters()), []
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-    window_losses = []
     for micro, (batch, given) in enumerate(zip(batches, denominators, strict=True)):
-        seed_step(seed, step, rank, micro)
         batch = batch.to(parameter.device)
+        seed_micro_batch(batch.targets, seed, step, rank, micro)
         with torch.autocast(parameter.device.type, dtype, enabled=dtype is not None):
             outputs = detector(batch.images, batch.sizes, batch.targets)
         losses, _ = detector.criterion(outputs, batch.targets, given)
@@ -252,7 +252,7 @@ def replay(
     if finding["batch"]:
         finding["where"] = "batch"
     same = ("where", "first_nonfinite_module", "kind", "nonfinite_gradients")
-    # "unknown": the detector and its criterion were finite, and what the script adds was not run again then
+    # "unknown": what the script adds was not run again then
     same_place = report["where"] == "unknown" or all(finding[key] == report[key] for key in same)
     again = finding["where"] != "unknown" and same_place
     return {**finding, "reproduced": again}
@@ -267,9 +267,7 @@ def window_of_report(
         weights,
         batches,
         report["denominators"],
-        step=report["step"],
-        seed=report["seed"],
-        rank=report["rank"],
+        **{key: report[key] for key in ("step", "seed", "rank")},
         precision=report.get("precision", "no"),
         scale=float(report.get("scale") or 1.0),
     )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.errors import BadInput
+from toolkit.step.freezing import freeze
 
 
 class FrozenBatchNorm2d(nn.Module):
@@ -60,6 +61,14 @@ def freeze_batch_norms(module: nn.Module) -> nn.Module:
         if replacement is not child:
             setattr(module, name, replacement)
     return module
+
+
+def hold_batch_norms(module: nn.Module) -> None:
+    """Freezes every batch norm in `module` where it is, 1-d ones too, so that no image has a part in what becomes of
+    another. Names in the state dict stay; weights that are loaded later are those that hold."""
+    for child in list(module.modules()):
+        if isinstance(child, _BatchNorm) and child.running_mean is not None:
+            freeze(child)
 
 
 def set_bn_momentum(module: nn.Module, momentum: float) -> None:

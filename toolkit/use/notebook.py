@@ -1,6 +1,8 @@
-"""What the notebooks share: scripts as modules, pictures, and a training that draws its curves while it runs."""
+"""What the notebooks share: scripts and their settings, pictures, and a training below its own curves."""
 
+import difflib
 import importlib
+import importlib.util
 import io
 import sys
 import threading
@@ -13,6 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from toolkit import detect
+from toolkit.command_line import parse_config
 from toolkit.data.dataset import row_target
 from toolkit.data.decoding import decode_image
 from toolkit.data.table import DetectionTable
@@ -32,6 +35,45 @@ def import_script(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> ModuleType:
+    """A copy of a script with lines added, as a module; prints what was added.
+
+    name: of the script, such as `train_detr`.
+    file: where the copy is written, such as "my_loop.py"; the runs that it makes remember it.
+    below: what the line begins with -> the text that is put below its statement, with the indentation of that line.
+
+    Raises BadInput: a line is there never or several times.
+    """
+    before = Path(import_script(name).__file__).read_text().splitlines(keepends=True)
+    after = list(before)
+    for start, added in below.items():
+        at = [i for i, line in enumerate(after) if line.strip().startswith(start)]
+        if len(at) != 1:
+            raise BadInput(f"{name}.py: {len(at)} lines begin with {start!r}; expected one, to put lines below it")
+        indent = after[at[0]][: -len(after[at[0]].lstrip())]
+        after[at[0] + 1 : at[0] + 1] = [f"{indent}{line}\n" for line in added.splitlines()]
+    path = Path(file).resolve()
+    path.write_text("".join(after))
+    print("".join(difflib.unified_diff(before, after, f"{name}.py", path.name, n=1)))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.DEFAULT_CONFIG = import_script(name).DEFAULT_CONFIG  # a script finds it by its own place
+    return module
+
+
+def config_of(script: ModuleType, *settings: object) -> object:
+    """The Config of a training script: its defaults and what its command line would be given, with runs below
+    `runs_folder()`. Raises BadInput, as the command line does."""
+    given = ["--run.output_dir", runs_folder(), *settings]
+    return parse_config(script.Config, [str(word) for word in given], script.DEFAULT_CONFIG)
+
+
+def folder_of(config: object) -> Path:
+    """The run folder of a Config."""
+    return Path(config.run.output_dir) / config.run.name
+
+
 def runs_folder() -> Path:
     """Where notebooks keep their runs: runs/ of the checkout, of the current folder where the toolkit is installed."""
     return (detect.ROOT if detect.ROOT != detect.PACKAGE else Path.cwd()) / "runs"
@@ -49,18 +91,16 @@ def show(pictures: Sequence, titles: Sequence[str] = (), columns: int = 3) -> No
     from IPython.display import Image, display  # which notebooks alone have
 
     rows = -(-len(pictures) // columns)
-    figure = Figure(figsize=(4 * columns, 4 * max(rows, 1)), layout="constrained")
+    figure = Figure(figsize=(3 * columns, 3 * max(rows, 1)), layout="constrained")
     for i, picture in enumerate(pictures):
         axes = figure.add_subplot(rows, columns, i + 1)
         axes.imshow(picture)
         axes.axis("off")
         axes.set_title(titles[i] if titles else "", fontsize=9)
-    display(Image(_png(figure)))
+    display(Image(_encoded(figure, "jpeg")))  # photographs: a tenth of their size as PNG
 
 
-def train_live(
-    main: Callable, config: object, run_folder: Path, curves: Mapping[str, Sequence[str]] = CURVES
-) -> dict[str, float] | None:
+def train_live(main: Callable, config: object, curves: Mapping[str, Sequence[str]] = CURVES) -> dict[str, float] | None:
     """Runs `main(config)` of a script below curves that are drawn anew as rows arrive; returns its last evaluation.
 
     Interrupt the cell (the square, or I I) and the run saves its state; None is returned. Run the cell again with
@@ -68,7 +108,7 @@ def train_live(
 
     curves: the keys of metrics.jsonl in each panel, by its title.
     """
-    with LiveCurves(Path(run_folder) / "metrics.jsonl", curves):
+    with LiveCurves(folder_of(config) / "metrics.jsonl", curves):
         try:
             return main(config)
         except Preempted as stopped:
@@ -119,10 +159,10 @@ class LiveCurves:
         for title, keys in self.curves.items():
             lines = [line for i, key in enumerate(keys) for line in smooth_lines(rows, key, key, i)]
             charts.append(LineChart(title, lines, STEP))
-        return _png(figure(charts))
+        return _encoded(figure(charts))
 
 
-def _png(figure: Figure) -> bytes:
+def _encoded(figure: Figure, form: str = "png") -> bytes:
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=80)
+    figure.savefig(file, format=form, dpi=80)
     return file.getvalue()

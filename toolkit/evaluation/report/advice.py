@@ -237,7 +237,7 @@ def _places(judged) -> Advice | None:
     if cost < COSTS or cost < max(v for k, v in judged.errors.cost.items() if " " not in k):
         return None
     return Advice(
-        "ImageSources of boxes",
+        "Places of boxes",
         f"Boxes that overlap their object by less than half cost {cost:.3f} AP50, more than "
         f"any other kind of mistake; AP50 is {numbers['AP50']:.3f}, AP75 {numbers['AP75']:.3f}.",
         "Give larger images to the network (--data.image_size), or weigh the losses of boxes more (--loss.weights).",

@@ -7,7 +7,7 @@ seamseg is listed in docs/differences.md.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torchvision.ops.poolers import LevelMapper
 
 from toolkit.batch import first_rows, normalize_images, on_host, pad_rows, rows_of, sizes_on_host, to_host
 from toolkit.box_ops import clip_boxes, resize_boxes
+from toolkit.draws import image_generator
 from toolkit.models.detector import Detector
 from toolkit.models.faster_rcnn.criterion import roi_losses, rpn_losses
 from toolkit.models.faster_rcnn.options import TwoStageOptions
@@ -147,7 +148,7 @@ class FasterRCNN(Detector):
             `roi_targets` (R, 4). In evaluation or without targets, for `postprocess`: `boxes`, the proposals (P_i, 4)
             per image, and their `logits` (P, 1 + C) and `deltas` (P, 1 + C, 4).
 
-        Samples are drawn from the global generator in training; in evaluation they are the same every time.
+        Samples are drawn image by image in training, see `image_generator`; in evaluation they are the same every time.
         """
         features, images_hw = self.features(images, sizes, targets)
         return self.from_features(features, images_hw, targets)
@@ -163,11 +164,11 @@ class FasterRCNN(Detector):
             return {"boxes": boxes, "logits": logits, "deltas": deltas}
         with torch.no_grad():
             truths, o = padded_truths(targets), self.stages
-            of_rpn = Sampler.of(self.rpn, o.rpn_crowd_overlap)
-            index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, self.rpn.box_coder.weights, self._draw)
+            of_rpn, draw = Sampler.of(self.rpn, o.rpn_crowd_overlap), self._drawing(targets)
+            index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, self.rpn.box_coder.weights, draw)
             of_box = Sampler.of(self.roi_heads, o.box_crowd_overlap, o.box_bg_iou_from)
             weights = self.roi_heads.box_coder.weights
-            chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, weights, self._draw)
+            chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, weights, draw)
         outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
         outputs |= {"rpn_logits": logits.gather(1, index)}
         outputs |= {"rpn_deltas": deltas.gather(1, index[..., None].expand(-1, -1, 4))}
@@ -297,13 +298,20 @@ class FasterRCNN(Detector):
             after=rpn.post_nms_top_n(), threshold=rpn.nms_thresh, min_size=rpn.min_size, min_score=rpn.score_thresh,
         )  # fmt: skip
 
-    def _draw(self, counts: Sequence[int]) -> Tensor:
-        """(sum of counts,) random numbers in [0, 1); in evaluation the same every time, and for every image."""
+    def _drawing(self, targets: Sequence[Mapping]) -> Callable[[Sequence[int]], Tensor]:
+        """What gives (sum of counts,) random numbers in [0, 1), so many for each image: in training its own, in
+        evaluation the same every time, and for every image."""
         device = self.roi_heads.box_predictor.cls_score.weight.device
-        if self.training:
-            return torch.rand(sum(counts), device=device)
-        own = torch.rand(max(counts, default=0), device=device, generator=torch.Generator(device).manual_seed(0))
-        return torch.cat([own[:count] for count in counts])
+        own = [image_generator(target, "samples", device) for target in targets]
+
+        def draw(counts: Sequence[int]) -> Tensor:
+            if self.training:
+                images = zip(counts, own, strict=True)
+                return torch.cat([torch.rand(count, device=device, generator=source) for count, source in images])
+            same = torch.rand(max(counts, default=0), device=device, generator=torch.Generator(device).manual_seed(0))
+            return torch.cat([same[:count] for count in counts])
+
+        return draw
 
 
 def _with_objects(boxes: Sequence[Tensor], targets: Sequence[Mapping]) -> Tensor:

@@ -122,7 +122,8 @@ class CausalHead(nn.Module):
         branches = {"auxiliary_ctx": self.context_out(pair_context)}
         if self.fusion == "sum":
             branches |= {"auxiliary_vis": self.visual_out(batch.union_features), "auxiliary_frq": frequency}
-        losses = {name: predicate_loss(logits.float(), batch.relation_labels) for name, logits in branches.items()}
+        labels = batch.relation_labels, batch.num_pairs
+        losses = {name: predicate_loss(logits.float(), *labels) for name, logits in branches.items()}
         return losses | tree_losses(related, batch)
 
     def _effect(self, batch: RelationBatch, pair_context: Tensor, logits: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from toolkit.batch import send
 from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
 from toolkit.scene_graphs.heads.layers import (
     POSITION_DIM,
@@ -22,6 +23,7 @@ from toolkit.scene_graphs.heads.layers import (
     object_features,
     position_embedding,
 )
+from toolkit.scene_graphs.losses import of_images
 
 APART, MARGIN = 7.0, 1.0  # squared distances: between prototypes (gamma 2), of the right to the wrong ones (gamma 1)
 NEAREST = 10  # wrong prototypes that a pair is held away from
@@ -129,7 +131,7 @@ class PrototypeHead(nn.Module):
         return words + seen * gate(torch.cat([words, seen], 1)).sigmoid()
 
     def _losses(self, batch: RelationBatch, pairs: Tensor, prototypes: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """(sum, denominator) by name; those of the prototypes alone count once for each image with objects."""
+        """(sums, denominators) of the images by name; those of the prototypes count once for each with objects."""
         with torch.autocast(pairs.device.type, enabled=False):
             pairs, prototypes = pairs.float(), prototypes.float()
             unit, count = _unit(prototypes), len(prototypes)
@@ -141,11 +143,11 @@ class PrototypeHead(nn.Module):
             wrong = distances.scatter(1, batch.relation_labels[:, None], math.inf).sort(1).values
             nearest = wrong[:, : min(NEAREST, count - 1)].mean(1)
             missed = (right - nearest + MARGIN).clamp(min=0)
-        images = missed.new_full((), float(sum(number > 0 for number in batch.num_objects)))
+        images = send(torch.tensor([float(number > 0) for number in batch.num_objects]), missed.device).to(missed)
         return {
             "l21_loss": (alike * images, images),
             "dist_loss2": (close * images, images),
-            "loss_dis": (missed.sum(), missed.new_full((), float(len(missed)))),
+            "loss_dis": (of_images(missed, batch.num_pairs), of_images(torch.ones_like(missed), batch.num_pairs)),
         }
 
 

@@ -91,8 +91,11 @@ class TreeDecoder(nn.Module):
         self.lstm = DownwardLSTM(in_dim + sizes.embed_dim, sizes.hidden_dim)
         self.out = nn.Linear(sizes.hidden_dim, sizes.num_classes)
 
-    def forward(self, features: Tensor, forest: Forest, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (N, C) and the best labels above background (N,). In training parents tell a drawn label."""
+    def forward(
+        self, features: Tensor, forest: Forest, image: Tensor, clocks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (N, C) and the best labels above background (N,). With the `clocks` (N, C - 1) of `drawn_columns`,
+        given in training, parents tell a drawn label."""
         direct, from_parent_direct = self._project(self.lstm.direct, features)
         projected, from_parent = self._project(self.lstm.input, features)
         ones = features.new_ones(forest.num_images, self.lstm.dim)
@@ -108,11 +111,11 @@ class TreeDecoder(nn.Module):
             state, memory = self.lstm.cell(*sums, state[up], memory[up])
             state = state * kept[level]
             logits = self.out(state)
-            label = logits[:, 1:].argmax(1) + 1
-            drawn = drawn_columns(logits.float().softmax(1)[:, 1:]) + 1 if self.training else label
-            told = drawn + 1
             all_logits.append(logits)
-            all_labels.append(label)
+            all_labels.append(logits[:, 1:].argmax(1) + 1)
+            told = all_labels[-1] + 1
+            if clocks is not None:
+                told = drawn_columns(logits.float().softmax(1)[:, 1:], clocks[level]) + 2
         return torch.cat(all_logits)[forest.inverse], torch.cat(all_labels)[forest.inverse]
 
     def _project(self, layer: nn.Linear, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,10 +124,17 @@ class TreeDecoder(nn.Module):
         return F.linear(features, weight, layer.bias), F.linear(self.embed.weight, label_weight)
 
 
-def drawn_columns(weights: Tensor) -> Tensor:
+def drawn_columns(weights: Tensor, clocks: Tensor) -> Tensor:
     """(N,) columns of (N, C), drawn as `multinomial` draws one of each row; that asks whether all are finite, and so
-    makes the host wait for a GPU."""
-    return (weights / torch.empty_like(weights, memory_format=torch.contiguous_format).exponential_()).argmax(1)
+    makes the host wait for a GPU. clocks: (N, C) exponentially distributed numbers."""
+    return (weights / clocks).argmax(1)
+
+
+def clocks_of(batch: RelationBatch, columns: int) -> Tensor:
+    """(N, columns) exponentially distributed numbers for the objects, those of an image from its own generator."""
+    draws = batch.draws or [None] * len(batch.num_objects)
+    return torch.cat([batch.boxes_xyxy.new_empty(count, columns, dtype=torch.float32).exponential_(generator=draw)
+                      for count, draw in zip(batch.num_objects, draws, strict=True)])  # fmt: skip
 
 
 class VCTreeContext(nn.Module):
@@ -173,7 +183,8 @@ class VCTreeContext(nn.Module):
         if self.mode == "predcls":
             return given_labels(batch, self.sizes.num_classes)
         decoder_input = averaged(self.mean_decoder_input, decoder_input, from_averages)
-        return self.decoder(decoder_input, forest, image)
+        clocks = clocks_of(batch, self.sizes.num_classes - 1) if self.training else None
+        return self.decoder(decoder_input, forest, image, clocks)
 
 
 class VCTreeHead(ContextHead):
