@@ -6,8 +6,8 @@
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_ssd.py        # two processes, no GPU
 
 The loop is that of all five scripts, with one line more: CVNets' losses that weigh each other. The rest of
-its `training_engine.py` stands in options (accumulation that starts after an epoch, momentum of batch norms on
-a schedule). `--help` explains every key.
+its `training_engine.py` stands in options (accumulation that starts after an epoch, momentum of batch norms
+on a schedule). `--help` explains every key.
 """
 
 import sys
