@@ -92,10 +92,13 @@ def test_losses_are_the_announced_ones_and_reach_all_that_trains(table, batch, m
 
 @pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])
 def test_micro_batches_make_the_gradient_of_the_big_batch(table, batch, mode):
-    """Of drawn pairs and labels, with images of few and of many pairs, where no batch norm learns."""
+    """Of drawn pairs and labels, with images of few and of many pairs, where no batch norm learns. In sgdet so many
+    detections that the objects are among them."""
+    options = {"freeze": "norms", "pairs_per_image": 9, "detections_per_image": 40}
+    options["detector_options"] = INNER | {"score_threshold": 0.0}
     for head in HEADS:
         own = {} if head in ("frequency", "imp", "vtranse") else {"dropout": 0.0}
-        model = model_of(table, mode, head, freeze="norms", head_options=own, pairs_per_image=9).train()
+        model = model_of(table, mode, head, head_options=own, **options).train()
         seed_images(batch.targets, 0, 0)
 
         def gradient(model, *parts):
