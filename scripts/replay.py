@@ -6,16 +6,15 @@ Exit code: 0 the same thing breaks in the same place, 1 it does not (a transient
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from toolkit.errors import says_bad_input
-from toolkit.replay_session import loop_of_script
+from toolkit.files import read_json_object
+from toolkit.replay_session import loop_of_script, weights_as_they_were, window_of_report
 from toolkit.runs.script import open_script
 from toolkit.runs.settings_file import load_config_dict, newest_config
-from toolkit.step.losses import LossWeights
-from toolkit.step.nan_report import describe_finding, load_report, replay, window_of_report
+from toolkit.step.nan_report import describe_finding, load_report, replay
 from toolkit.text import ShortUsage
 from toolkit.use.open import rebuild_detector
 
@@ -31,15 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
     detector = rebuild_detector(config, [category["name"] for category in report["categories"]])
     detector.load_state_dict(state)
     print((folder / "report.txt").read_text())
-    script, remark = open_script(json.loads((run / "environment.json").read_text()).get("script"))
+    script, remark = open_script(read_json_object(run / "environment.json").get("script"))
     if remark:
         print(remark)
     if script is not None:
         again = loop_of_script(script, newest_config(run), report, batches, detector, extra)
     else:
-        names = detector.loss_names
-        weights = LossWeights(names, {name: report["loss_weights"][name] for name in names}, {})  # learned ones too
-        again = window_of_report(detector, weights, report, batches)
+        again = window_of_report(detector, weights_as_they_were(detector, report), report, batches)
     found = replay(detector, report, batches, again)
     print(f"run again: {describe_finding(found)}")
     print("reproduced" if found["reproduced"] else "not reproduced: something else happened this time")

@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LARGEST_BYTES = 400_000
 TIMES = re.compile(r"\b\d+:\d\d(:\d\d)?\b|\b[\d.]+ ?(s|ms|sec|seconds|minutes|[KMG]i?B)\b|img/s")
-MACHINE = re.compile(r"/home/|/root/|/tmp/|/var/|\bUsers/|" + re.escape(str(ROOT)))
+HOMES = ("home", "root", "tmp", "var")  # of users and temporary files, whatever the machine
+MACHINE = re.compile("".join(f"/{name}/|" for name in HOMES) + r"\bUsers/|" + re.escape(str(ROOT)))
 OFFLINE_RUN = re.compile(r"offline-run-\d+_\d+-\w+")
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from toolkit.batch import Batch
 from toolkit.distributed import reduce_dict, world
 from toolkit.errors import BadInput, StoppedByGuard
+from toolkit.replay_session import window_of_report
 from toolkit.step import nan_report
 from toolkit.step.ema import Ema
 from toolkit.step.gradients import drop_gradients, gradient_norm
@@ -25,7 +26,6 @@ from toolkit.step.nan_report import (
     load_report,
     replay,
     rerun_window,
-    window_of_report,
     write_report,
 )
 

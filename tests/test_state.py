@@ -17,12 +17,13 @@ from torch import nn
 from toolkit.batch import Batch
 from toolkit.distributed import reduce_dict, world
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.replay_session import window_of_report
 from toolkit.runs.checkpoint import load_checkpoint, newest_valid
 from toolkit.saving import save
 from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.losses import LossWeights
-from toolkit.step.nan_report import diagnose, load_report, replay, window_of_report
+from toolkit.step.nan_report import diagnose, load_report, replay
 from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.training import Pace
 from toolkit.validation import finish, validate

@@ -49,6 +49,15 @@ def without_suffix(name: str) -> str:
     return os.path.splitext(name)[0]
 
 
+def read_json_object(path: Path) -> dict:
+    """The object in a JSON file; empty where there is none or it is not readable."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the names in `folder` durable (a rename survives a power cut only after this). A no-op on Windows.
 

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import toolkit
 from toolkit.batch import Batch
@@ -30,6 +30,7 @@ from toolkit.signals import StopSignals
 from toolkit.step.ema import Ema
 from toolkit.step.guard import NanGuard
 from toolkit.step.losses import LossWeights
+from toolkit.step.nan_report import autocast, rerun_window
 from toolkit.step.schedules import Schedule
 from toolkit.training import Pace, Training
 from toolkit.validation import Validation
@@ -69,6 +70,26 @@ class OneWindow(Training):
         return {}
 
 
+def weights_as_they_were(detector: Detector, report: Mapping) -> LossWeights:
+    """The loss weights of a reported step as constants, learned ones too; of the detector's own losses."""
+    return LossWeights(detector.loss_names, {name: report["loss_weights"][name] for name in detector.loss_names}, {})
+
+
+def window_of_report(
+    detector: nn.Module, weights: nn.Module, report: Mapping, batches: Sequence[Batch]
+) -> Callable[[], list[dict[str, Tensor]]]:
+    """What runs the reported window through the detector and its criterion; see `rerun_window`."""
+    return lambda: rerun_window(
+        detector,
+        weights,
+        batches,
+        report["denominators"],
+        **{key: report[key] for key in ("step", "seed", "rank")},
+        precision=report.get("precision", "no"),
+        scale=float(report.get("scale") or 1.0),
+    )
+
+
 def loop_of_script(
     module: ModuleType, config_file: Path, report: Mapping, batches: Sequence[Batch], detector: Detector, extra: Mapping
 ) -> Callable[[], list[dict[str, Tensor]]]:
@@ -105,7 +126,7 @@ def _session(
         yield SimpleNamespace(config=config, accelerator=accelerator, folder=folder, checkpoint=None, say=print)
 
     def training(s: Any, detector: Detector, *_) -> OneWindow:
-        weights = LossWeights(detector.loss_names, {n: report["loss_weights"][n] for n in detector.loss_names}, {})
+        weights = weights_as_they_were(detector, report)
         optimizer = torch.optim.SGD([{"params": list(detector.parameters()), "name": "main"}], lr=0.0)
         sampler, log = EpochSampler(len(table), len(table)), Log(True)
         sampler.set_epoch(report["epoch"])
@@ -133,11 +154,11 @@ def _session(
 def _accelerator(report: Mapping) -> SimpleNamespace:
     """What a loop asks of Accelerate, on the CPU, with the loss scale and the precision of the report."""
     scale = float(report.get("scale") or 1.0)
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(report.get("precision", "no"))
+    precision = report.get("precision", "no")
     return SimpleNamespace(
         device=torch.device("cpu"), process_index=report["rank"], num_processes=1, is_main_process=True, scaler=None,
-        mixed_precision=report.get("precision", "no"), no_sync=nullcontext, unscale_gradients=lambda: None,
-        autocast=lambda: torch.autocast("cpu", dtype, enabled=dtype is not None), prepare=lambda *each: each,
+        mixed_precision=precision, no_sync=nullcontext, unscale_gradients=lambda: None,
+        autocast=lambda: autocast("cpu", precision), prepare=lambda *each: each,
         backward=lambda loss: (loss * scale).backward(), prepare_optimizer=lambda optimizer: optimizer, print=print,
     )  # fmt: skip
 

@@ -196,10 +196,10 @@ class Training:
         keep_start(self)
         if missing := self.extra.not_taken_up:
             raise BadInput(f"the checkpoint holds {', '.join(missing)} in t.extra, which this script does not assign")
-        self.log.timer.start()
-        micro_batches = accumulation_at(self.sampler.epoch, *self.accumulation)
         if self.guard.policy == "rollback" and self.saved_step < 0:
             save(self)  # something to roll back to
+        self.log.timer.start()
+        micro_batches = accumulation_at(self.sampler.epoch, *self.accumulation)
         with self.check.noting_others(lambda: [self.optimizer, *self.extra.optimizers]):
             yield from self._checked(self._ahead.through(windows(self.loader, micro_batches)))
 
@@ -354,7 +354,8 @@ class Training:
 
     def _own_values(self, reduced: Mapping[str, float]) -> dict[str, float]:
         """What the script noted (over all ranks) or put into `reduced` (of the main process)."""
-        values = {name: float(value) for name, value in reduced.items() if name not in (*self._layout, "notes")}
+        announced = {*self._layout, "notes"}
+        values = {name: float(value) for name, value in reduced.items() if name not in announced}
         if reduced.get("notes") or self.log.notes and self.accelerator.num_processes == 1:
             values |= self.log.noted()
         if taken := values.keys() & {*self._layout, *self.detector.metric_names}:

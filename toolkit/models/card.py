@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from toolkit.errors import BadInput
-from toolkit.files import write_text_atomic
+from toolkit.files import read_json_object, write_text_atomic
 from toolkit.runs.settings_file import CONFIG
 from toolkit.text import as_code, in_markdown
 
@@ -60,7 +60,7 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
     run = folder.parent if (folder.parent / CONFIG).is_file() else None
     config = json.loads((folder / "config.json").read_text())
     settings = yaml.safe_load((run / CONFIG).read_text()) if run else {}
-    environment = _json(run / "environment.json") if run else {}
+    environment = read_json_object(run / "environment.json") if run else {}
     row = best_row(run) if run else {}
     architecture = settings.get("model", {}).get("architecture") or config.get("model", {}).get("architecture") \
         or config.get("model_type", "detector")  # fmt: skip
@@ -97,7 +97,7 @@ def _counted_classes(names: Sequence[str]) -> str:
 
 def best_row(run: Path) -> dict:
     """The evaluation of the best checkpoint of a run, without its prefix; empty when there is none."""
-    state = _json(run / "checkpoints" / "best" / "state.json")
+    state = read_json_object(run / "checkpoints" / "best" / "state.json")
     try:
         lines = (run / "metrics.jsonl").read_text().splitlines()
         metric = yaml.safe_load((run / CONFIG).read_text())["eval"]["metric_for_best"]
@@ -124,7 +124,7 @@ def _figures(row: Mapping, run: Path | None) -> str:
     found = {name: row[key] for key, name in SHOWN.items() if row.get(key) is not None}
     if not found:
         return "None were measured."
-    intervals = _json(run / "report" / "report.json").get("intervals_95") or {}
+    intervals = read_json_object(run / "report" / "report.json").get("intervals_95") or {}
     lines = ["| | validation data | 95 % interval |", "|---|---|---|"]
     for name, value in found.items():
         low, high = intervals.get(name) or (None, None)
@@ -198,11 +198,3 @@ def check_licence(licence: str) -> None:
     """Raises BadInput for what the hub would refuse as the name of a licence."""
     if not licence or not all(c.isalnum() or c in "-." for c in licence):
         raise BadInput(f"--licence {licence!r}: expected a name as the hub spells it, such as apache-2.0 or mit")
-
-
-def _json(path: Path) -> dict:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -12,9 +12,7 @@ from typing import Any
 def script_of(config: Any) -> dict | None:
     """The file that a run's settings come from, and its hash: the script; None where they come from no file."""
     file = getattr(sys.modules.get(type(config).__module__), "__file__", None)
-    if file is None:
-        return None
-    return {"path": str(Path(file).resolve()), "sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+    return None if file is None else {"path": str(Path(file).resolve()), "sha256": _digest(Path(file))}
 
 
 def open_script(about: Mapping | None) -> tuple[ModuleType | None, str]:
@@ -24,8 +22,17 @@ def open_script(about: Mapping | None) -> tuple[ModuleType | None, str]:
     path = Path(about["path"])
     if not path.is_file():
         return None, f"{path}, the script of this run, is gone: the detector and its criterion alone are run again"
-    spec = importlib.util.spec_from_file_location(f"replayed_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    changed = f"{path} has changed since that run" if _digest(path) != about["sha256"] else ""
+    return load_script(path, f"replayed_{path.stem}"), changed
+
+
+def load_script(path: Path, name: str) -> ModuleType:
+    """Runs a Python file as the module of that name, wherever it lies."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    changed = hashlib.sha256(path.read_bytes()).hexdigest() != about["sha256"]
-    return module, f"{path} has changed since that run" if changed else ""
+    return module
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

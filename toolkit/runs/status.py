@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
-from toolkit.files import replace_nonfinite, write_json_atomic
+from toolkit.files import read_json_object, replace_nonfinite, write_json_atomic
 from toolkit.runs.ending import in_words
 
 # State of a run -> the exit code its script ends with (None: not ended).
@@ -24,11 +24,7 @@ EXIT_CODES = {
 
 def read_status(folder: Path) -> dict:
     """What `status.json` says; empty when there is none or it is not readable."""
-    try:
-        status = json.loads((Path(folder) / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
+    return read_json_object(Path(folder) / "status.json")
 
 
 def write_status(folder: Path, state: str, reason: str = "", **extra) -> None:

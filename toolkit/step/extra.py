@@ -8,8 +8,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from toolkit.distributed import all_reduce, state_from_main, world
+from toolkit.distributed import state_from_main, world
 from toolkit.errors import BadInput
+from toolkit.step.gradients import average_gradients
 
 
 class Extra(MutableMapping):
@@ -81,13 +82,7 @@ class Extra(MutableMapping):
 
     def average_gradients(self) -> None:
         """Averages the gradients of the modules over the ranks; a collective. With one process nothing is done."""
-        parameters = [p for module in self.modules for p in module.parameters() if p.requires_grad]
-        if not parameters or world()[1] == 1:
-            return
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        averaged = all_reduce(torch.cat([gradient.flatten() for gradient in own]), "mean")
-        for p, gradient in zip(parameters, averaged.split([p.numel() for p in parameters]), strict=True):
-            p.grad = gradient.view_as(p).clone()
+        average_gradients([p for module in self.modules for p in module.parameters() if p.requires_grad])
 
     def zero_grad(self) -> None:
         """Forgets the gradients of all modules and optimizers."""

@@ -1,9 +1,11 @@
 """The norm of all gradients, a table of the largest ones for people, and forgetting them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from toolkit.distributed import all_reduce, world
 
 
 def gradient_table(
@@ -38,6 +40,19 @@ def gradient_norm(parameters: Iterable[nn.Parameter], scale: Tensor | float | No
 def group_norms(param_groups: Iterable[Mapping]) -> dict[str, Tensor]:
     """`gradient_norm` of each group of an optimizer as `grad_norm/<name of the group>`."""
     return {f"grad_norm/{group['name']}": gradient_norm(group["params"]) for group in param_groups}
+
+
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Averages the gradients of what DDP does not wrap over the ranks, after the last backward of a step; a collective.
+
+    A rank without a gradient counts as zeros. With one process, or without parameters, nothing is done.
+    """
+    if not parameters or world()[1] == 1:
+        return
+    own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    averaged = all_reduce(torch.cat([gradient.flatten() for gradient in own]), "mean")
+    for p, gradient in zip(parameters, averaged.split([p.numel() for p in parameters]), strict=True):
+        p.grad = gradient.view_as(p).clone()
 
 
 def drop_gradients(model: nn.Module) -> None:

@@ -63,7 +63,10 @@ class LoopCheck:
 
     def begin(self, micro_batches: int) -> None:
         """A window of so many micro-batches is handed to the loop."""
-        self._start, self._micro_batches = {**self.done, **self._counts()}, micro_batches
+        self._start, self._micro_batches = self._now(), micro_batches
+
+    def _now(self) -> dict[str, int]:
+        return {**self.done, **self._counts()}
 
     def before_update(self) -> None:
         """Raises BadInput before an update that is not ready; outside of windows nothing is asked."""
@@ -88,7 +91,7 @@ class LoopCheck:
         """
         if self._start is None:  # refused
             return True
-        now = {**self.done, **self._counts()}
+        now = self._now()
         trained = any(now[name] != self._start[name] for name in AFTER if name in now)
         if trained:
             self._compare(LINES, "the window is over")
@@ -96,7 +99,7 @@ class LoopCheck:
         return trained
 
     def _compare(self, names: Iterable[str], when: str) -> None:
-        start, now, faults = self._start, {**self.done, **self._counts()}, []
+        start, now, faults = self._start, self._now(), []
         for name in names:
             if name in self.left_out or name not in now:
                 continue

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from toolkit.batch import send
 from toolkit.distributed import all_reduce, world
 from toolkit.errors import BadInput
+from toolkit.step.gradients import average_gradients
 
 # Endings by which the DETR family names the copies of a loss: decoder layers, encoder, denoising.
 _AUXILIARY = re.compile(r"(_(\d+|aux|enc|dn|pre))+")
@@ -121,11 +122,7 @@ class LossWeights(nn.Module):
 
         DDP averages those of the model it wraps. Call this after the last backward of a step. All ranks together.
         """
-        parameters = list(self.log_variances.values())
-        if parameters and world()[1] > 1:
-            own = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-            for parameter, gradient in zip(parameters, all_reduce(own, "mean").unbind(), strict=True):
-                parameter.grad = gradient.clone()
+        average_gradients(list(self.log_variances.values()))
 
     def _weight_vector(self, names: list[str], step: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         constants = tuple(1.0 if self._entries[n] == "learned" else _at(self._entries[n], step) for n in names)

@@ -143,6 +143,12 @@ def diagnose(
     return finding
 
 
+def autocast(device_type: str, precision: str) -> torch.autocast:
+    """The autocast of a precision: "no", "fp16" or "bf16"."""
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+    return torch.autocast(device_type, dtype, enabled=dtype is not None)
+
+
 def rerun_window(
     detector: nn.Module,
     weights: nn.Module,
@@ -160,11 +166,10 @@ def rerun_window(
     precision: "no", "fp16" or "bf16". scale: loss scale. Returns the unweighted losses of each micro-batch.
     """
     parameter, window_losses = next(detector.parameters()), []
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
     for micro, (batch, given) in enumerate(zip(batches, denominators, strict=True)):
         batch = batch.to(parameter.device)
         seed_micro_batch(batch.targets, seed, step, rank, micro)
-        with torch.autocast(parameter.device.type, dtype, enabled=dtype is not None):
+        with autocast(parameter.device.type, precision):
             outputs = detector(batch.images, batch.sizes, batch.targets)
         losses, _ = detector.criterion(outputs, batch.targets, given)
         weighted = weights(losses, step, len(batches))
@@ -234,7 +239,7 @@ def replay(
 ) -> dict:
     """Runs a reported window again on a detector that holds the report's model state.
 
-    run_window: see `window_of_report`, or the loop of the script itself.
+    run_window: `rerun_window` of the report, or the loop of the script itself.
 
     Returns:
         `diagnose`'s finding, and `reproduced`: whether the same thing broke in the same place. Of a state that was not
@@ -256,21 +261,6 @@ def replay(
     same_place = report["where"] == "unknown" or all(finding[key] == report[key] for key in same)
     again = finding["where"] != "unknown" and same_place
     return {**finding, "reproduced": again}
-
-
-def window_of_report(
-    detector: nn.Module, weights: nn.Module, report: Mapping[str, Any], batches: Sequence[Batch]
-) -> Callable[[], list[dict[str, Tensor]]]:
-    """What runs the reported window through the detector and its criterion; see `rerun_window`."""
-    return lambda: rerun_window(
-        detector,
-        weights,
-        batches,
-        report["denominators"],
-        **{key: report[key] for key in ("step", "seed", "rank")},
-        precision=report.get("precision", "no"),
-        scale=float(report.get("scale") or 1.0),
-    )
 
 
 @contextmanager

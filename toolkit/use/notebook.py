@@ -2,7 +2,6 @@
 
 import difflib
 import importlib
-import importlib.util
 import io
 import sys
 import threading
@@ -23,6 +22,7 @@ from toolkit.errors import BadInput, Preempted
 from toolkit.evaluation.report.charts import LineChart, figure
 from toolkit.evaluation.report.figures import STEP, smooth_lines
 from toolkit.runs.metrics_log import read_metrics
+from toolkit.runs.script import load_script
 
 CURVES = {"loss of training": ["train/loss"], "on held-out images": ["val/bbox_AP50", "val/bbox_AP", "val/ema/bbox_AP"]}
 
@@ -55,9 +55,7 @@ def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> Mod
     path = Path(file).resolve()
     path.write_text("".join(after))
     print("".join(difflib.unified_diff(before, after, f"{name}.py", path.name, n=1)))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(path, path.stem)
     module.DEFAULT_CONFIG = import_script(name).DEFAULT_CONFIG  # a script finds it by its own place
     return module
 
