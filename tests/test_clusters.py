@@ -56,6 +56,7 @@ def slurm(tmp_path):
 
 @pytest.mark.parametrize(("sent", "requeued"), [("SIGUSR1", True), ("SIGTERM", False)])
 def test_before_the_time_limit_the_run_saves_and_the_job_is_requeued(slurm, tmp_path, sent, requeued):
+    (tmp_path / "saved").touch()
     process = slurm("wait")
     while not (tmp_path / "waiting").exists():
         assert process.poll() is None

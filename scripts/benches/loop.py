@@ -26,7 +26,7 @@ from torch import nn
 from toolkit import session
 from toolkit.batch import Batch
 from toolkit.data.batches import make_loader
-from toolkit.distributed import seed_step
+from toolkit.draws import seed_micro_batch
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.models import options_class
 from toolkit.runs.settings import OptimConfig
@@ -158,7 +158,7 @@ def bare_loop(
         detector.train()
         for _ in range(steps):
             batch = next(batches)
-            seed_step(config.run.seed, updates, 0)  # the same anchors and regions are sampled
+            seed_micro_batch(batch.targets, config.run.seed, updates, 0, 0)  # the same anchors and regions are sampled
             counts = detector.denominators(batch.targets)
             batch = batch.to(device, non_blocking=True)
             outputs = detector(batch.images, batch.sizes, batch.targets)

@@ -47,13 +47,24 @@ class LoopCheck:
         self.left_out: set[str] = set()
         self._start: Mapping[str, int] | None = None  # None: no window is under way
         self._micro_batches = 0
+        self._nested = 0  # PyTorch calls the hooks once more where `step` of a subclass calls that of its class
         self._others: dict[int, str | None] = {}
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts its updates, each of which is asked about before it is made."""
         inner = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's
-        inner.register_step_pre_hook(lambda *_: self.before_update())
-        inner.register_step_post_hook(lambda *_: self.done.update(["update"]))
+
+        def before(*_) -> None:
+            if self._nested == 0:
+                self.before_update()
+            self._nested += 1
+
+        def after(*_) -> None:
+            self._nested -= 1
+            self.done["update"] += self._nested == 0
+
+        inner.register_step_pre_hook(before)
+        inner.register_step_post_hook(after)
 
     def leave_out(self, names: Iterable[str]) -> None:
         """These are left out on purpose. Raises BadInput: no such names."""
@@ -63,7 +74,7 @@ class LoopCheck:
 
     def begin(self, micro_batches: int) -> None:
         """A window of so many micro-batches is handed to the loop."""
-        self._start, self._micro_batches = self._now(), micro_batches
+        self._start, self._micro_batches, self._nested = self._now(), micro_batches, 0
 
     def _now(self) -> dict[str, int]:
         return {**self.done, **self._counts()}
