@@ -25,7 +25,7 @@ STRIDES = (8, 16, 32)
 class FCOSOptions(DetectorOptions):
     """FCOS."""
 
-    backbone: str = "resnet10t"
+    backbone: str = "test_resnet"
     """Name of a timm model with feature maps of strides 8, 16 and 32."""
     channels: int = 32
     """Channels of the feature pyramid and of the heads, a multiple of 32."""

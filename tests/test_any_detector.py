@@ -15,7 +15,7 @@ from toolkit.models.final import load_detector_folder
 from toolkit.scene_graphs.detector_below import FOUND_IOU, distribution_logits, scores_of
 from toolkit.scene_graphs.start import count_table
 
-TRANSFORMER = {"backbone": "resnet10t", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2,
+TRANSFORMER = {"backbone": "test_resnet", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2,
                "ffn_dim": 32, "num_queries": 20}  # fmt: skip
 HYBRID = TRANSFORMER | {"hidden_expansion": 0.5, "num_denoising": 4, "freeze": "none"}
 SMALL = {

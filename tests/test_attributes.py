@@ -36,7 +36,7 @@ from toolkit.step.losses import LossWeights
 NAMES = ("red", "striped", "wet")
 INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,
          "anchor_sizes": [[16], [32]], "rpn_post_nms_top_n_test": 12, "rpn_post_nms_top_n_train": 12}  # fmt: skip
-OPTIONS = {"backbone": "resnet10t", "detector_options": INNER, "hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16,
+OPTIONS = {"backbone": "test_resnet", "detector_options": INNER, "hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16,
            "detections_per_image": 5}  # fmt: skip
 
 # ---- table and readers -----------------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ from toolkit.step.losses import LossWeights
 
 CLASSES = ["circle", "square", "star"]
 SMALL = {
-    "detr": {"backbone": "resnet10t", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 3,
+    "detr": {"backbone": "test_resnet", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 3,
              "ffn_dim": 32, "num_queries": 6, "dropout": 0.0},
-    "rt_detr_v2": {"backbone": "resnet10t", "d_model": 32, "heads": 4, "decoder_layers": 2, "ffn_dim": 32,
+    "rt_detr_v2": {"backbone": "test_resnet", "d_model": 32, "heads": 4, "decoder_layers": 2, "ffn_dim": 32,
                    "num_queries": 12, "num_denoising": 8, "hidden_expansion": 0.5},
 }  # fmt: skip
 
@@ -394,7 +394,7 @@ def test_postprocess_keeps_the_best_above_the_threshold(detector):
     ],
 )
 def test_wrong_options_are_named_with_what_would_have_worked(options, words):
-    complete = {"class_names": CLASSES, "backbone": "resnet10t", **options}
+    complete = {"class_names": CLASSES, "backbone": "test_resnet", **options}
     with pytest.raises(BadInput) as error:
         build_detector(**complete)
     for word in words:

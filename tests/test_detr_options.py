@@ -25,7 +25,7 @@ from toolkit.models.detr.query_points import grid_points, sine_embedding
 from toolkit.models.final import load_detector_folder
 from toolkit.step.losses import LossWeights
 
-FINE = {"backbone": "resnet10t", **SMALL_FINE}
+FINE = {"backbone": "test_resnet", **SMALL_FINE}
 YOLOS = {"d_model": 32, "heads": 2, "encoder_layers": 2, "ffn_dim": 32, "num_queries": 6}
 SETTINGS = {
     "detr": ON_TIMM,

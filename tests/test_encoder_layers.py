@@ -23,7 +23,7 @@ from toolkit.models import build_detector
 from toolkit.models.detr.encoder_layers import ALIKE
 from toolkit.models.detr.unasked_sizes import sizes_known
 
-SMALL = {"backbone": "resnet10t", "freeze": "none", "d_model": 32, "heads": 2, "decoder_layers": 2, "ffn_dim": 32,
+SMALL = {"backbone": "test_resnet", "freeze": "none", "d_model": 32, "heads": 2, "decoder_layers": 2, "ffn_dim": 32,
          "num_queries": 6, "dropout": 0.1}  # fmt: skip
 NAMES = ("detr", "conditional_detr", "deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
 

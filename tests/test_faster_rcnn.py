@@ -27,7 +27,7 @@ from toolkit.step.norms import FrozenBatchNorm2d
 
 CLASSES = ("red", "white", "platelet")
 TINY = {
-    "backbone": "resnet10t", "norm": "group", "freeze": "none", "strides": [8, 16], "fpn_channels": 16,
+    "backbone": "test_resnet", "norm": "group", "freeze": "none", "strides": [8, 16], "fpn_channels": 16,
     "anchor_sizes": [[16], [32], [48]], "aspect_ratios": [1.0], "representation_size": 24,
     "rpn_pre_nms_top_n_train": 40, "rpn_post_nms_top_n_train": 30, "rpn_pre_nms_top_n_test": 40,
     "rpn_post_nms_top_n_test": 20, "rpn_batch_size_per_image": 32, "box_batch_size_per_image": 16,

@@ -23,7 +23,7 @@ from toolkit.models.weights.pretrained import Pretrained, open_pretrained
 from toolkit.runs.settings_file import load_config_dict
 from toolkit.use.open import rebuild_detector
 
-SMALL = {"backbone": "resnet10t", "freeze": "none", "d_model": 16, "heads": 2, "ffn_dim": 16, "encoder_layers": 1,
+SMALL = {"backbone": "test_resnet", "freeze": "none", "d_model": 16, "heads": 2, "ffn_dim": 16, "encoder_layers": 1,
          "decoder_layers": 1, "num_queries": 5}  # fmt: skip
 DETR = {"architecture": "detr", **SMALL}
 RT_DETR = {"architecture": "rt_detr_v2", **SMALL, "decoder_layers": 2, "num_denoising": 4}

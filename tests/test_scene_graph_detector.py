@@ -35,7 +35,7 @@ from toolkit.step.losses import LossWeights
 
 INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,
          "anchor_sizes": [[16], [32]], "rpn_post_nms_top_n_test": 12, "rpn_post_nms_top_n_train": 12}  # fmt: skip
-OPTIONS = {"backbone": "resnet10t", "detector_options": INNER, "hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16,
+OPTIONS = {"backbone": "test_resnet", "detector_options": INNER, "hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16,
            "detections_per_image": 5}  # fmt: skip
 
 
@@ -313,7 +313,7 @@ def test_frozen_detector_stays_as_it_is(table, batch):
 
 def test_weights_of_a_detector_go_where_they_belong(table):
     model = model_of(table, "sgdet", freeze="detector")
-    inner = build_detector("faster_rcnn", class_names=table.class_names, backbone="resnet10t", **INNER)
+    inner = build_detector("faster_rcnn", class_names=table.class_names, backbone="test_resnet", **INNER)
     found = model.load_detector_weights(inner.state_dict())
     weights = inner.roi_heads.box_head.fc6.weight
     for taken in (model.detector.box_head, model.box_features, model.union.head):
@@ -322,7 +322,7 @@ def test_weights_of_a_detector_go_where_they_belong(table):
     assert "mapped  union.head.fc6.weight <- detector.roi_heads.box_head.fc6.weight" in lines
     assert any(line.startswith("new     union.rectangles") for line in lines)
     assert any(line.startswith("new     head.") for line in lines) and not found.unused
-    wider = build_detector("faster_rcnn", class_names=table.class_names, backbone="resnet10t",
+    wider = build_detector("faster_rcnn", class_names=table.class_names, backbone="test_resnet",
                            **INNER | {"representation_size": 32})  # fmt: skip
     with pytest.raises(BadInput, match="box_features.fc6.weight"):
         model.load_detector_weights(wider.state_dict())

@@ -102,7 +102,7 @@ def table(tmp_path_factory):
 def test_scene_graphs_start_from_a_detector_and_their_folder_builds_them_again(table, tmp_path):
     names = table.class_names
     torch.manual_seed(3)
-    inner = build_detector("faster_rcnn", class_names=names, backbone="resnet10t", **INNER, nms_threshold=0.2)
+    inner = build_detector("faster_rcnn", class_names=names, backbone="test_resnet", **INNER, nms_threshold=0.2)
     inner.save_final(tmp_path / "final", table.categories)
     options = SceneGraphOptions(detector=str(tmp_path / "final"), head="imp", **GRAPH)
     said = []
@@ -143,13 +143,13 @@ def test_a_detector_is_measured_by_what_it_finds(table):
     of_boxes.make_evaluator = lambda table, backend: ("own", backend)
     assert make_evaluator(of_boxes, table, "toolkit") == ("own", "toolkit")
     graphs = build_detector("scene_graph", class_names=table.class_names, predicates=list(table.predicates),
-                            backbone="resnet10t", detector_options=INNER, **GRAPH)  # fmt: skip
+                            backbone="test_resnet", detector_options=INNER, **GRAPH)  # fmt: skip
     evaluator = make_evaluator(graphs, table, "toolkit", protocol="strict")
     assert isinstance(evaluator, SceneGraphEvaluator) and evaluator.protocol == "strict"
 
 
 def test_a_final_folder_of_another_version_is_said_to_be_that(tmp_path):
-    detector = build_detector("faster_rcnn", class_names=CLASSES, **INNER, backbone="resnet10t")
+    detector = build_detector("faster_rcnn", class_names=CLASSES, **INNER, backbone="test_resnet")
     detector.save_final(tmp_path, [Category(i, name) for i, name in enumerate(CLASSES)])
     assert load_detector_folder(tmp_path)[0].resolved_options() == detector.resolved_options()
     written = json.loads((tmp_path / "config.json").read_text())

@@ -22,7 +22,7 @@ VAL_IMAGES = 40
 SMALL = {"--data.scales": "[64]", "--data.max_size": 96, "--data.batch_size_per_device": 4, "--data.workers": 0,
          "--eval.batch_size_per_device": 4, "--run.max_steps": 4, "--run.eval_every": 2, "--run.save_every": 4,
          "--run.log_every": 1}  # fmt: skip
-DETECTOR = {"--model.backbone": "resnet10t", "--model.pretrained_backbone": "false", "--model.fpn_channels": 16,
+DETECTOR = {"--model.backbone": "test_resnet", "--model.pretrained_backbone": "false", "--model.fpn_channels": 16,
             "--model.representation_size": 32, "--model.rpn_post_nms_top_n_train": 50,
             "--model.rpn_post_nms_top_n_test": 50}  # fmt: skip
 GRAPHS = {"--model.hidden_dim": 16, "--model.embed_dim": 8, "--model.pairs_per_image": 32,
@@ -78,7 +78,7 @@ def test_the_documented_chain(files, tmp_path):
 
 @pytest.mark.slow
 def test_the_documented_chain_of_one_stage(files, tmp_path):
-    small = {"--model.backbone": "resnet10t", "--model.pretrained_backbone": "false", "--model.d_model": 32,
+    small = {"--model.backbone": "test_resnet", "--model.pretrained_backbone": "false", "--model.d_model": 32,
              "--model.heads": 2, "--model.ffn_dim": 32, "--model.num_queries": 20}  # fmt: skip
     train(tmp_path, "train_detr.py", "vg150_detr.yaml", files, sizes=small)
     chain = {"--model.detector": tmp_path / "runs" / "vg150_detr", "--eval.test_split": "null"}

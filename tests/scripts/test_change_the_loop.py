@@ -31,7 +31,7 @@ SHOWN = {1: "train/loss_confidence", 2: "train/best_score", 3: "train/loss_disti
          6: "train/loss_slope", 10: "train/loss_consistency", 13: "train/loss_entropy",
          15: "seen/000000.jpg"}  # fmt: skip
 DETR = SCRIPTS[0]
-RESNET = ["--model.backbone", "resnet10t"]  # whose activations have second derivatives
+RESNET = ["--model.backbone", "test_resnet"]  # whose activations have second derivatives
 
 
 def changed_text(text: str, hunks: list[tuple[str, str]]) -> str:

@@ -24,7 +24,7 @@ MODES = {mode: ["--model.mode", mode, "--eval.metric_for_best", "R@20"] for mode
 GRAPHS = {"predcls": (1, 1), "sgcls": (3, 2), "sgdet": (6, 3)}  # a step and an evaluated batch, detector trained too
 HEADS = ("imp", "vctree", "transformer", "vtranse", "causal", "penet", "react")
 FAMILY = ("conditional_detr", "deformable_detr", "dab-detr", "d_fine", "deimv2", "detr", "yolos")
-SMALL = {"--model.backbone": "resnet10t", "--model.d_model": 32, "--model.heads": 2, "--model.ffn_dim": 32,
+SMALL = {"--model.backbone": "test_resnet", "--model.d_model": 32, "--model.heads": 2, "--model.ffn_dim": 32,
          "--model.decoder_layers": 2, "--model.num_queries": 20}  # fmt: skip
 SHORT = ("--run.epochs", 3, "--run.max_steps", 3, "--run.save_every", 0, "--run.eval_every", 0)
 
