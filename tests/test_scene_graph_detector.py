@@ -37,6 +37,7 @@ INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representatio
          "anchor_sizes": [[16], [32]], "rpn_post_nms_top_n_test": 12, "rpn_post_nms_top_n_train": 12}  # fmt: skip
 OPTIONS = {"backbone": "test_resnet", "detector_options": INNER, "hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16,
            "detections_per_image": 5}  # fmt: skip
+NARROW = {"penet": {"dim": 32}, "react": {"dim": 32}}  # of 2048, half precision takes a minute on some CPUs
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,7 @@ def batch(table):
 
 def model_of(table, mode="predcls", head="motifs", **options):
     torch.manual_seed(0)
+    options["head_options"] = NARROW.get(head, {}) | options.get("head_options", {})
     model = build_detector("scene_graph", class_names=table.class_names, predicates=list(table.predicates),
                            mode=mode, head=head, **OPTIONS | options)  # fmt: skip
     model.learn_counts(*count_table(table))

@@ -8,9 +8,11 @@ import atexit
 import importlib
 import json
 import os
+import re
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from pathlib import Path
@@ -28,14 +30,20 @@ PRELOAD = (
 
 
 def warm_up() -> None:
-    """Imports, and the parser of each script once: it reads the sources of the settings."""
+    """Imports; the parser of each script once, which reads the sources of the settings; and one model saved."""
     for name in PRELOAD:
         importlib.import_module(name)
     from toolkit.command_line import parse_config
+    from toolkit.models import build_detector
 
     for path in sorted((Path(__file__).parents[2] / "scripts").glob("train_*.py")):
         script = runpy.run_path(str(path))
         parse_config(script["Config"], [], script["DEFAULT_CONFIG"])
+    re._MAXCACHE = 10_000  # transformers compiles a pattern for every weight when it saves, a second each time
+    small = {"backbone": "test_resnet", "d_model": 32, "heads": 2, "ffn_dim": 32, "decoder_layers": 2, "num_queries": 20}
+    detector = build_detector("rt_detr_v2", class_names=["a"], **small)
+    with tempfile.TemporaryDirectory() as folder:
+        detector.save_final(Path(folder), [])
 
 
 def run_script(request: dict, rank: int) -> int:

@@ -31,7 +31,7 @@ def folders(data, tmp_path_factory):
     return {"coco": data, "voc": place / "voc", "yolo": place / "yolo"}
 
 
-@pytest.mark.every_script
+@pytest.mark.every_script("slow")
 def test_the_same_losses_from_every_form(server, script, settings, folders, tmp_path):
     losses = {}
     for format, folder in folders.items():

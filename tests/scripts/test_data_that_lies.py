@@ -24,7 +24,7 @@ def written(document, path) -> Path:
     return path
 
 
-@pytest.mark.every_script
+@pytest.mark.every_script("slow")
 @pytest.mark.parametrize("format", ["xyxy", "cxcywh", "fractions cxcywh"])
 def test_boxes_in_another_format_are_refused(server, script, settings, data, tmp_path, format):
     document = json.loads((data / "annotations" / "train.json").read_text())
@@ -37,7 +37,7 @@ def test_boxes_in_another_format_are_refused(server, script, settings, data, tmp
         assert "wrong.json" in ended.text and "write every bbox as [" in ended.text
 
 
-@pytest.mark.every_script
+@pytest.mark.every_script("slow")
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_classes_with_names_of_every_kind(server, script, settings, data, tmp_path, tracker):
     """Trained, evaluated, drawn and tracked; no control character reaches the console or a key."""

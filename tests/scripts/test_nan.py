@@ -66,7 +66,7 @@ def replayed(server, folder: str, report: dict, kind: str):
 
 @pytest.mark.parametrize(
     ("policy", "processes"),
-    [("skip", 1), pytest.param("skip", 2, marks=pytest.mark.every_script), ("rollback", 1), ("rollback", 2)],
+    [("skip", 1), pytest.param("skip", 2, marks=pytest.mark.every_script("slow")), ("rollback", 1), ("rollback", 2)],
 )
 def test_run_goes_on_finite(server, script, arguments, processes, policy):
     """The four kinds in one run, each in a window of its own; on two processes only the second rank meets them."""

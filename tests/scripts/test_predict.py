@@ -48,7 +48,7 @@ def predict(server, *args, code: int = 0) -> tuple[dict, str]:
     return json.loads((Path(args[args.index("--out") + 1]) / "predictions.json").read_text()), ended.text
 
 
-@pytest.mark.every_script
+@pytest.mark.every_script("slow")
 def test_json_and_pictures_of_everything_that_can_be_read(server, script, run, photos, data, tmp_path):
     document, text = predict(server, run, photos, "--out", tmp_path, "--score-threshold", 0, "--batch-size", 3, code=1)
     names = [Path(image["file_name"]).relative_to(photos).as_posix() for image in document["images"]]

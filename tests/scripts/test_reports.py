@@ -55,7 +55,7 @@ def test_a_run_leaves_the_predictions_of_its_best_weights(server, script, run):
 
 
 @pytest.mark.parametrize("script", OF_ITS_OWN, indirect=True, ids=lambda script: script.name)
-@pytest.mark.every_script
+@pytest.mark.every_script("slow")
 def test_the_report_of_a_run_and_of_two(server, script, run, tmp_path):
     ended = server.run(REPORT, [str(run)])
     assert ended.code == 0, ended.text
@@ -74,7 +74,7 @@ def test_the_report_of_a_run_and_of_two(server, script, run, tmp_path):
 
 
 @pytest.mark.parametrize("script", OF_ITS_OWN, indirect=True, ids=lambda script: script.name)
-@pytest.mark.every_script
+@pytest.mark.every_script("slow")
 def test_saved_results_of_another_split(server, script, run, data, tmp_path):
     """A checkpoint on other data: without annotations the predictions are all there is; then a report of the file."""
     document = json.loads((data / "annotations" / "val.json").read_text())

@@ -46,7 +46,7 @@ def kill_and_resume(server, script, resumable, processes, moments, name):
     return server.run(script, args, processes).ok(), reference
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.every_script)])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.every_script("slow"))])
 def test_killed_run_goes_on_to_the_bit(server, script, resumable, processes):
     resumed, reference = kill_and_resume(server, script, resumable, processes, MOMENTS, "killed")
     assert "Resuming from" in resumed.text
@@ -128,7 +128,7 @@ def damage(folder: Path) -> None:
         os.truncate(path, 100)
 
 
-@pytest.mark.every_script
+@pytest.mark.every_script("slow")
 def test_a_refused_resume_changes_nothing(server, script, finished, tmp_path):
     args, folder = finished
     stored = yaml.safe_load((folder / "config.yaml").read_text())
