@@ -34,8 +34,8 @@ from toolkit.use.prediction import own_predict
 CLASSES = ["a", "b", "c"]
 DETR = {"backbone": "test_resnet", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "ffn_dim": 32,
         "num_queries": 20}  # fmt: skip
-REAL_TIME = {"backbone": "test_resnet", "d_model": 32, "heads": 2, "ffn_dim": 32, "decoder_layers": 2, "num_queries": 20,
-             "num_denoising": 10, "hidden_expansion": 0.5}  # fmt: skip
+REAL_TIME = {"backbone": "test_resnet", "d_model": 32, "heads": 2, "ffn_dim": 32, "decoder_layers": 2,
+             "num_queries": 20, "num_denoising": 10, "hidden_expansion": 0.5}  # fmt: skip
 TWO_STAGE = {"rpn_pre_nms_top_n_test": 40, "rpn_post_nms_top_n_test": 16, "score_threshold": 0.01}
 SMALL = {
     "detr": DETR,
@@ -62,8 +62,8 @@ LARGE = {
     "faster_rcnn, same padding": SMALL["faster_rcnn"] | {"backbone": "tf_mobilenetv3_small_minimal_100"},
     "ssd300_vgg16": {},
     "ssdlite320_mobilenet_v3_large": {},
-    "scene_graph": {"predicates": ["on"], "mode": "sgdet", "head": "motifs", "backbone": "test_resnet", "hidden_dim": 16,
-                    "embed_dim": 8},
+    "scene_graph": {"predicates": ["on"], "mode": "sgdet", "head": "motifs", "backbone": "test_resnet",
+                    "hidden_dim": 16, "embed_dim": 8},
 }  # fmt: skip
 CATEGORIES = [Category(10 * i, name) for i, name in enumerate(CLASSES, start=1)]
 

@@ -40,7 +40,7 @@ def warm_up() -> None:
         script = runpy.run_path(str(path))
         parse_config(script["Config"], [], script["DEFAULT_CONFIG"])
     re._MAXCACHE = 10_000  # transformers compiles a pattern for every weight when it saves, a second each time
-    small = {"backbone": "test_resnet", "d_model": 32, "heads": 2, "ffn_dim": 32, "decoder_layers": 2, "num_queries": 20}
+    small = {"backbone": "test_resnet", "d_model": 32, "heads": 2, "ffn_dim": 32, "decoder_layers": 2, "num_queries": 9}
     detector = build_detector("rt_detr_v2", class_names=["a"], **small)
     with tempfile.TemporaryDirectory() as folder:
         detector.save_final(Path(folder), [])
