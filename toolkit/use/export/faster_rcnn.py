@@ -2,7 +2,7 @@
 numbers of rows, in which a score of 0 means that there is none; its second stage is the detector's own."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from toolkit.batch import normalize_images
@@ -15,6 +15,10 @@ from toolkit.use.export.operators import roi_align_where
 
 class FasterRcnnGraph(PixelsToBoxes):
     """For images of any size."""
+
+    def __init__(self, detector: nn.Module, top_k: int):
+        super().__init__(detector, top_k)
+        self.smallest_side = max(33, 2 * detector.stride + 1)  # a map is pooled from the coarsest of the backbone
 
     def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         detector = self.detector

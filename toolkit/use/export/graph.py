@@ -23,6 +23,8 @@ class PixelsToBoxes(nn.Module):
     def __init__(self, detector: nn.Module, top_k: int):
         super().__init__()
         self.detector, self.top_k = detector, top_k
+        # Of images of any size, in pixels: a map of a single cell would be taken for one that always has one.
+        self.smallest_side = max(33, detector.stride + 1)
 
     @property
     def sides(self) -> str:
@@ -37,7 +39,8 @@ class PixelsToBoxes(nn.Module):
         sizes = torch.tensor([height, width], device=images.device).expand(images.shape[0], 2)
         stride = self.detector.stride
         if self.sides == "any" and stride > 1:
-            images = pad(images, (0, -width % stride, 0, -height % stride))
+            rows, columns = -(-height // stride), -(-width // stride)  # of -height % stride SymPy simplifies nothing
+            images = pad(images, (0, columns * stride - width, 0, rows * stride - height))
         boxes, scores, labels = self.found(images, sizes)
         boxes, scores, labels = best(boxes, scores.where(labels >= 0, 0), labels, self.top_k)
         return boxes, scores, labels.where(scores > 0, -1)
@@ -86,7 +89,8 @@ def trace(graph: PixelsToBoxes, size_hw: tuple[int, int]) -> torch.export.Export
         rows, columns = (torch.export.Dim(name, min=2, max=MAX_SIDE // stride) for name in ("rows", "columns"))
         dynamic |= {2: stride * rows, 3: stride * columns}
     elif graph.sides == "any":
-        dynamic |= {i + 2: torch.export.Dim(name, min=33, max=MAX_SIDE) for i, name in enumerate(("height", "width"))}
+        dynamic |= {i + 2: torch.export.Dim(name, min=graph.smallest_side, max=MAX_SIDE)
+                    for i, name in enumerate(("height", "width"))}  # fmt: skip
     with torch.no_grad(), traceable(graph.detector):
         graph(images)  # what a detector keeps of an image size is made now, outside of the trace
         return torch.export.export(
