@@ -21,12 +21,13 @@ def plain_training(detector, batches: list, optimizer, make_schedule, folder: Pa
     batches: of an epoch, all of one size but the last. make_schedule: takes the prepared optimizer.
     """
     accelerator = Accelerator(cpu=True)
+    table = SimpleNamespace(categories=(), class_names=[], predicates=(), attributes=())
     model, optimizer = accelerator.prepare(detector, optimizer)
     t = Training(
         accelerator=accelerator, model=model, detector=detector, optimizer=optimizer, schedule=make_schedule(optimizer),
         weights=LossWeights(detector.loss_names, {}, detector.default_weights), guard=NanGuard(), loader=batches,
         sampler=EpochSampler(sum(map(len, batches)), len(batches[0]), shuffle=False), signals=StopSignals(),
-        validation=Validation(SimpleNamespace(categories=()), None, None), folder=folder, seed=0,
+        validation=Validation(table, None, None), folder=folder, seed=0,
         total_steps=total_steps, log=Log(True, "epoch_median", len(batches), log_every=1), **options,
     )  # fmt: skip
     t.log.start(RunWriter(folder), {}, 0, total_steps)

@@ -3,14 +3,28 @@
 python -m pytest tests/test_loop_check.py
 """
 
+import inspect
+import re
+
 import pytest
 import torch
 from accelerate import Accelerator
+from plain_training import plain_training
+from processes import run_on_ranks
 from torch import nn
 
+from scripts import train_detr
+from toolkit.batch import Batch
+from toolkit.distributed import world
 from toolkit.errors import BadInput
+from toolkit.models import detector as base
+from toolkit.recovery import ranks_apart
+from toolkit.runs.checkpoint import linked
 from toolkit.step.extra import Extra
 from toolkit.step.loop_check import LINES, LoopCheck
+from toolkit.step.schedules import Schedule
+from toolkit.training import Pace
+from toolkit.validation import finish
 
 
 class InTurn(torch.optim.SGD):
@@ -22,6 +36,8 @@ class InTurn(torch.optim.SGD):
 
 def whole_window(check: LoopCheck, counts: dict[str, int], optimizer: torch.optim.Optimizer, updates: int = 1) -> None:
     check.begin(2)
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones(1)
     counts["snapshot"] += 1
     check.done.update({"add": 2, "norm": 1, "accepts": 1})
     for _ in range(updates):
@@ -69,6 +85,7 @@ def test_whatever_is_left_out_is_named_and_may_be_left_out():
     check.begin(1)
     counts["snapshot"] += 1
     check.done.update(["add", "accepts"])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
     optimizer.step()
     with pytest.raises(BadInput) as error:
         check.end()
@@ -115,3 +132,151 @@ def test_what_cannot_be_saved_or_does_not_fit_is_refused():
     other.load_state_dict(saved)
     with pytest.raises(BadInput, match="does not fit what the checkpoint holds"):
         other["critic"] = nn.Linear(3, 1)
+
+
+# ---------------------------------------------------------------- the loop of a script, changed, on a toy
+
+
+class Toy(base.Detector):
+    loss_names, divided_by, default_weights = ("loss_ce",), "images", {"loss_ce": 1.0}
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, images, sizes, targets=None):
+        return images.float().mean((2, 3)) @ self.weight
+
+    def denominators(self, targets):
+        return {"images": float(len(targets))}
+
+    def criterion(self, outputs, targets, denominators):
+        return {"loss_ce": outputs.sum() / denominators["images"]}, {}
+
+
+TRAIN = "    t.model.train()\n"
+SNAPSHOT = "        t.guard.snapshot(t.detector)\n"
+MICRO = "            for batch, denominators in t.micro_batches(window):\n"
+UPDATE = "        t.optimizer.step()\n"
+SAVE = '        t.evaluate_and_save(reduced["signal"])\n'
+
+
+def training(folder, **pace):
+    folder.mkdir(exist_ok=True)
+    batches = [Batch(torch.full((1, 3, 4, 4), 10 * i, dtype=torch.uint8), torch.tensor([[4, 4]]),
+                     [{"image_id": i, "labels": torch.zeros(2, dtype=torch.int64)}]) for i in range(1, 9)]  # fmt: skip
+    toy = Toy()
+    optimizer = torch.optim.SGD([{"params": [toy.weight], "name": "main"}], lr=1e-3)
+    steps = len(batches) // pace.get("accumulation_steps", 1)
+    return plain_training(toy, batches, optimizer, Schedule, folder, total_steps=steps, pace=Pace(**pace))
+
+
+def run_changed(t, *hunks: tuple[str, str]):
+    """One epoch of the loop of train_detr with lines of it replaced."""
+    source = inspect.getsource(train_detr.train_one_epoch)
+    for old, new in hunks:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    names = {"torch": torch, "drawn": []}
+    exec(compile(source, "changed", "exec"), names)
+    names["train_one_epoch"](t)
+    return names["drawn"]
+
+
+FIRST_STEP = {
+    "another optimizer": ((TRAIN, TRAIN + "    t.optimizer = torch.optim.SGD(t.trained_parameters, lr=1.0)\n"),
+                          "t.optimizer is a SGD, not the optimizer that session.training made"),
+    "a group more": ((SNAPSHOT, SNAPSHOT + "        t.optimizer.param_groups.append(t.optimizer.param_groups[0])\n"),
+                     "t.optimizer has 2 groups, session.training made 1"),
+    "a closure": ((UPDATE, "        t.optimizer.step(lambda: None)\n"), "gradients that come after the guard"),
+    "no gradients": ((UPDATE, "        t.optimizer.zero_grad()\n" + UPDATE), "the update has no gradients"),
+    "gradients lost": ((MICRO, MICRO + " " * 16 + "t.optimizer.zero_grad()\n"),
+                       "gradients of earlier micro-batches are gone"),
+    "boxes dropped": ((MICRO, MICRO + " " * 16 + 'batch.targets[0]["labels"] = torch.zeros(0)\n'),
+                      "boxes were changed inside of t.micro_batches"),
+    "evaluation mode": ((TRAIN, "    t.model.eval()\n"), "the detector is in evaluation mode; call t.model.train()"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIRST_STEP)
+def test_what_would_train_wrongly_is_refused(name, tmp_path):
+    t, (hunk, words) = training(tmp_path, accumulation_steps=2), FIRST_STEP[name]
+    with pytest.raises(BadInput, match=re.escape(words)):
+        run_changed(t, hunk)
+    run_changed(training(tmp_path / "as it is", accumulation_steps=2))
+
+
+def test_evaluation_mode_on_purpose(tmp_path):
+    t = training(tmp_path)
+    t.without("train")
+    run_changed(t, (TRAIN, "    t.model.eval()\n"))
+    assert t.step == 8
+
+
+def test_a_part_of_a_window_is_trained_on_as_a_window(tmp_path):
+    t, half = training(tmp_path / "half", accumulation_steps=2), (MICRO, "            window = window[:1]\n" + MICRO)
+    run_changed(t, half)
+    assert t.step == 4
+    weight = 1 - 1e-3 * sum(10 * i for i in (1, 3, 5, 7))  # the mean of one image in each window
+    torch.testing.assert_close(t.detector.weight.data, torch.full((3,), weight))
+
+
+def test_draws_before_the_micro_batches_are_functions_of_the_step(tmp_path):
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        draws = (MICRO, "            drawn.append(torch.rand(()).item())\n" + MICRO)
+        drawn.append(run_changed(training(tmp_path / str(seed)), draws))
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 8
+
+
+@pytest.mark.parametrize(("condition", "said"), [("t.step == 4", True), ("True", False), ("False", False)])
+def test_rates_that_last_for_one_update_are_said(tmp_path, capsys, condition, said):
+    by_hand = f"        if {condition}:\n            t.optimizer.param_groups[0]['lr'] *= 0.1\n"
+    run_changed(training(tmp_path), (SAVE, by_hand + SAVE))
+    assert ("for update 5 were gone at update 6" in capsys.readouterr().out) == said
+
+
+def test_a_window_passed_over_late_leaves_a_scaler_that_goes_on(tmp_path):
+    t = training(tmp_path)
+    t.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for _ in t.windows():
+        scaler.scale(t.detector.weight.sum()).backward()
+        t.unscaled_gradient_norm()
+        scaler.unscale_(t.optimizer.optimizer)  # which Accelerate does in fp16; twice without an update it cannot
+    assert t.sampler.next_batch == 8 and scaler.get_scale() == 8.0
+
+
+def test_an_evaluation_by_hand_is_saved_as_the_best(tmp_path):
+    t = training(tmp_path)
+    for t.step in (1, 2):
+        if t.step == 2:
+            t.best.value, t.best.step = 0.5, 2
+        t.evaluate_and_save(0.0)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000002"]
+    assert linked(tmp_path / "checkpoints", "best").name == "step_000002"
+
+
+def test_weights_changed_after_training_are_said(tmp_path, capsys):
+    t = training(tmp_path)
+    t.best.evaluated_step = 8
+    run_changed(t)
+    finish(t)
+    assert "were changed after the last update" not in capsys.readouterr().out
+    t.detector.load_state_dict({"weight": torch.zeros(3)})
+    t.best.value = 0.5
+    finish(t)
+    told = capsys.readouterr().out
+    assert "the weights were changed after the last update" in told and "there is none in this run folder" in told
+
+
+def weights_of_the_rank_differ(folder):
+    t = training(folder / str(world()[0]))
+    assert ranks_apart(t) == ""
+    with torch.no_grad():
+        t.detector.weight[0] += world()[0]
+    assert ranks_apart(t) == "weight"
+
+
+def test_ranks_that_went_apart_are_noticed(tmp_path):
+    run_on_ranks(weights_of_the_rank_differ, 2, tmp_path)

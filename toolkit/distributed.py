@@ -247,6 +247,9 @@ def agree_max(value: int) -> int:
     return int(all_reduce(torch.tensor(value), "max"))
 
 
+OUTSIDE_MICRO_BATCHES = 2**31  # a number that no micro-batch has
+
+
 def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
     """Seeds torch (CPU and accelerators), NumPy and Python as a pure function of the four numbers (all >= 0).
 

@@ -7,9 +7,10 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+import torch
 from torch import Tensor
 
-from toolkit.distributed import gather_objects, run_on_main, state_from_main
+from toolkit.distributed import gather_objects, run_on_main, state_from_main, world
 from toolkit.errors import StoppedByGuard
 from toolkit.runs.checkpoint import Checkpoint, newest_valid
 from toolkit.saving import load_weights, save
@@ -97,6 +98,18 @@ def state_is_sound(t) -> bool:
     action = t.guard.decide(t.step, {}, 0.0, faults=[in_words(broken)])
     follow(t, action, _report(t, action, broken) if t.under_way else t.guard.reason, broken)
     return False
+
+
+def ranks_apart(t) -> str:
+    """The first parameters whose bits are not the same on all ranks, by name; "": none. A collective; one host read."""
+    if world()[1] == 1:
+        return ""
+    named = dict(t.detector.named_parameters())
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [p.detach().flatten().view(bits[p.element_size()]).sum() for p in named.values()]
+    of_ranks = gather_objects(torch.stack(sums).tolist())
+    apart = [name for name, *found in zip(named, *of_ranks, strict=True) if len(set(found)) > 1]
+    return ", ".join(apart[:2]) + (f" and {len(apart) - 2} more" if len(apart) > 2 else "")
 
 
 def keep_start(t) -> None:

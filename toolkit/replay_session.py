@@ -50,6 +50,7 @@ class OneWindow(Training):
     def windows(self) -> Iterator[list[Batch]]:
         self.losses = []
         self.extra.zero_grad()
+        self.seed_window()
         yield list(self.window)
 
     def micro_batches(self, window: Sequence[Batch]) -> Iterator[tuple[Batch, Mapping[str, float]]]:

@@ -18,12 +18,12 @@ from toolkit.data.batches import windows
 from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.prefetch import Prefetcher
 from toolkit.data.sampling import EpochSampler, accumulation_at
-from toolkit.distributed import agree_max, broadcast_object
+from toolkit.distributed import OUTSIDE_MICRO_BATCHES, agree_max, broadcast_object, seed_step
 from toolkit.draws import seed_micro_batch
 from toolkit.errors import BadInput, Preempted
 from toolkit.log import Log
 from toolkit.models.detector import Detector
-from toolkit.recovery import broken_state, in_words, keep_start, recover, state_is_sound, state_of
+from toolkit.recovery import broken_state, in_words, keep_start, ranks_apart, recover, state_is_sound, state_of
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import Checkpoint
 from toolkit.runs.console import length_warnings
@@ -118,6 +118,11 @@ class Training:
         self._own_losses: dict[str, str | None] = {}  # announced by the script -> what it divides them by
         self._micro: tuple[dict, Mapping] = {}, {}  # counts and denominators of the micro-batch under way
         self._micro_batches = 1
+        self._given = self.optimizer, len(self.optimizer.param_groups)  # what rates and checkpoints know
+        self._passed: list[tuple[Mapping, int]] = []  # targets of the micro-batch under way, and their numbers of boxes
+        self._had_gradients = self._unscaled = self._own_rates = False
+        self._best_step = -1  # before the window
+        self._versions: int | None = None  # of the parameters, after the last update
         self._layout: list[str] = []
         self.check.watch(self.optimizer)
         self._broken: list[str] = []
@@ -192,6 +197,8 @@ class Training:
             for note in retime(self, self.accumulation):
                 self.log.say(note)
             self.accumulation = now
+        self._check_optimizer()
+        self._own_rates |= self.schedule.is_overwritten
         self.set_rates()
         keep_start(self)
         if missing := self.extra.not_taken_up:
@@ -211,6 +218,10 @@ class Training:
             self.sampler.advance_batches(len(window))
             self.optimizer.zero_grad()
             self.extra.zero_grad()
+            self._check_optimizer()
+            self._unscaled = self._had_gradients = False
+            self._best_step = self.best.step
+            self.seed_window()
             self.check.begin(len(window))
             yield window
             self._end_window()
@@ -218,11 +229,35 @@ class Training:
                 return
             self.log.timer.start()
 
+    def _check_optimizer(self) -> None:
+        """Raises BadInput: the script has put another optimizer in its place, or another group into it."""
+        optimizer, groups = self._given
+        if self.optimizer is not optimizer:
+            raise BadInput(
+                f"t.optimizer is a {type(self.optimizer).__name__}, not the optimizer that session.training made, the "
+                "only one that rates, checks and checkpoints know. Choose one by optim.name, or keep it and put a rule "
+                "of your own behind t.optimizer.step(), with its state in t.extra"
+            )
+        if (now := len(optimizer.param_groups)) != groups:
+            raise BadInput(
+                f"t.optimizer has {now} groups, session.training made {groups}. New parameters get an optimizer of "
+                "their own in t.extra; what is thawed later is in the optimizer from the start "
+                "(docs/change_the_loop.md, recipes 4 and 9)"
+            )
+
     def _end_window(self) -> None:
         self.under_way = None
-        if not self.check.end() and "passed over" not in self._warned:
-            self._warned.add("passed over")
-            self.log.say(f"step {self.step}: the loop passed over a window without an update; the data go on behind it")
+        if self.check.end():
+            return
+        if self._unscaled and (scaler := self.accelerator.scaler) is not None:
+            scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, which it does once per update
+        words = "the loop passed over a window without an update; the data go on behind it"
+        self._warn_once("passed over", f"step {self.step}: {words}")
+
+    def _warn_once(self, kind: str, words: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self.log.say(words)
 
     def _counts(self) -> dict[str, int]:
         """What the objects of the run know of what was done to them, for `LoopCheck`."""
@@ -233,7 +268,15 @@ class Training:
         """Each micro-batch on the device, with what its losses are divided by, its random numbers seeded.
 
         Gradients are averaged over the ranks once per window, in the backward of the last micro-batch.
+
+        Raises BadInput: the detector is in evaluation mode.
         """
+        if not self.detector.training and "train" not in self.check.left_out:
+            raise BadInput(
+                f"the loop, step {self.step}: the detector is in evaluation mode; call t.model.train() after an "
+                'evaluation of your own, or say t.without("train") in main'
+            )
+        self.check.micro_batches(len(window))
         device, original = self.accelerator.device, self.detector.averaged_denominators
         counts = [self.detector.denominators(batch.targets) | self._own_counts(batch) for batch in window]
         self._denominators = window_denominators(counts, device, self.pace.denominators, original)
@@ -242,9 +285,15 @@ class Training:
             arrived = self._ahead.arrived(batch)
             self.seed_micro_batch(micro, arrived)
             self._micro = counts[micro], denominators
+            self._passed = [(target, len(target["labels"])) for target in arrived.targets]
             last = micro == len(window) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 yield arrived, denominators
+            self._had_gradients = self._has_gradients()
+
+    def seed_window(self) -> None:
+        """What the loop draws before its micro-batches becomes a function of (seed, step, rank) too."""
+        seed_step(self.seed, self.step, self.accelerator.process_index, OUTSIDE_MICRO_BATCHES)
 
     def seed_micro_batch(self, micro: int, batch: Batch) -> None:
         """Random numbers become functions of numbers that are known after a resume, so that there is nothing to save:
@@ -257,11 +306,27 @@ class Training:
         return {f"own {kind}": number[kind] for kind in {*self._own_losses.values()} - {None}}
 
     def weigh(self, losses: Mapping[str, Tensor]) -> WeightedLosses:
-        """Weighs the losses of one micro-batch; see `LossWeights` and `announce`."""
+        """Weighs the losses of one micro-batch; see `LossWeights` and `announce`.
+
+        Raises BadInput: boxes of the micro-batch, or gradients of the one before, are gone.
+        """
+        if any(len(target["labels"]) != count for target, count in self._passed):
+            raise BadInput(
+                f"the loop, step {self.step}: boxes were changed inside of t.micro_batches(window), whose denominators "
+                "count those of before; change them in the window, before that line (docs/change_the_loop.md, recipe 8)"
+            )
+        if self._had_gradients and not self._has_gradients():
+            raise BadInput(
+                f"the loop, step {self.step}: the gradients of earlier micro-batches are gone; take zero_grad out of "
+                "the loop, t.windows() does it"
+            )
         counts, denominators = self._micro
         own = {name: losses[name] * (counts[f"own {kind}"] / denominators[f"own {kind}"])
                for name, kind in self._own_losses.items() if kind is not None and name in losses}  # fmt: skip
         return self.weights({**losses, **own}, self.step, self._micro_batches)
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.trained_parameters)
 
     def add(self, weighted: WeightedLosses, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Adds one micro-batch to the window's sums."""
@@ -281,6 +346,7 @@ class Training:
         self.weights.average_gradients()
         self.extra.average_gradients()
         self.accelerator.unscale_gradients()
+        self._unscaled = True
         return gradient_norm(self.trained_parameters)
 
     def sums(self, grad_norm: Tensor) -> tuple[dict[str, Tensor | float], list[str], list[str]]:
@@ -350,6 +416,13 @@ class Training:
                 self.set_length(min(self.longest, planned))
         if self.epoch_is_over or self.step >= self.total_steps:
             self.log.note_epoch(self.step, epoch)
+        if self._own_rates and not self.schedule.is_overwritten:
+            self._warn_once("own rates", (
+                f"warning: the learning rates that the loop set for update {self.step - 1} were gone at update "
+                f"{self.step}: the schedule sets them before each one. Set them before every update "
+                '(docs/change_the_loop.md, recipe 12), or change group["initial_lr"], which stays'
+            ))  # fmt: skip
+        self._own_rates = self.schedule.is_overwritten
         self.set_rates()
 
     def _own_values(self, reduced: Mapping[str, float]) -> dict[str, float]:
@@ -397,11 +470,17 @@ class Training:
         self.check.after_step("evaluate_and_save")
         self.check.done["evaluate_and_save"] += 1
         evaluates, saves = (is_time(self.step, every) for every in (self.pace.eval_every, self.pace.save_every))
-        if not (evaluates or saves or signal or self.step >= self.total_steps):
+        noted = self.best.step == self.step and self.best.step != self._best_step  # the loop has evaluated by itself
+        if not (evaluates or saves or signal or noted or self.step >= self.total_steps):
             return
         self.optimizer.zero_grad()  # their memory is the evaluation's
         if state_is_sound(self):
-            better = evaluates and validate(self)
+            if names := ranks_apart(self):
+                self._warn_once("ranks", (
+                    f"warning: the processes hold different weights ({names}); what changes gradients or weights must "
+                    "be the same on all of them: draw by a generator seeded with t.seed and t.step"
+                ))  # fmt: skip
+            better = (evaluates and validate(self)) or noted
             if better or signal or saves:
                 save(self, best=better)
         raise_trouble(self)
@@ -417,11 +496,21 @@ class Training:
     def end_epoch(self) -> dict[str, float]:
         """The averages of the epoch, by the names of a row without `train/`; goes on to the next one if it is over."""
         self._end_window()
+        self._versions = self._count_versions()
         if not self.epoch_is_over:  # the run is; what it has of the epoch stays in its state
             return self.log.averages.means()
         self.log.note_epoch(self.step, self.sampler.epoch)  # not yet, if the guard refused its last window
         self.sampler.set_epoch(self.sampler.epoch + 1)
         return self.log.end_epoch()
+
+
+    def _count_versions(self) -> int:
+        return sum(parameter._version for parameter in self.detector.parameters())
+
+    @property
+    def weights_were_changed(self) -> bool:
+        """Whether somebody changed the weights in place after the last epoch."""
+        return self._versions is not None and self._versions != self._count_versions()
 
 
 def raise_trouble(t: Training) -> None:

@@ -125,6 +125,11 @@ def finish(t) -> None:
     Raises:
         StoppedByGuard: the state, or the best weights, are not finite.
     """
+    if t.weights_were_changed:
+        t.log.say(
+            "warning: the weights were changed after the last update: no evaluation has seen them, and final/ gets "
+            "those of the best checkpoint; save your own by t.detector.save_final(folder, categories, size)"
+        )
     if t.epoch_is_over:
         t.end_epoch()  # not yet, in a run that was killed after its last step
     state_is_sound(t)
@@ -133,7 +138,7 @@ def finish(t) -> None:
     if evaluates or t.saved_step != t.step:  # a run that goes on from it is not evaluated again
         save(t, best=better)
     t.log.status["ended_by"] = t.ended_by
-    t.log.say(f"{in_words(t.ended_by)}, at step {t.step}")
+    t.log.say(f"{in_words(t.ended_by) or 'training ended by the script'}, at step {t.step}")
     step, weights, fault = state_from_main(lambda: _best(t))  # the main process alone need see the folder
     if weights is not None:
         t.detector.load_state_dict(weights)
@@ -152,7 +157,7 @@ def _best(t) -> tuple[int, dict | None, str]:
     one."""
     path = linked(t.folder / "checkpoints", "best") if t.best.value is not None else None
     if path is None:
-        return -1, None, ""
+        return -1, None, "there is none in this run folder" if t.best.value is not None else ""
     try:
         checkpoint = load_checkpoint(path)
     except CheckpointError as error:

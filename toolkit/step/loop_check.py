@@ -28,6 +28,7 @@ AFTER = {
     "evaluate_and_save": ('t.evaluate_and_save(reduced["signal"])', "nothing would be evaluated or saved"),
 }
 LINES = BEFORE | AFTER
+MAY_BE_LEFT_OUT = LINES.keys() | {"train"}  # `t.model.train()`, which stands before the windows
 
 
 class LoopCheck:
@@ -54,9 +55,10 @@ class LoopCheck:
         """Counts its updates, each of which is asked about before it is made."""
         inner = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's
 
-        def before(*_) -> None:
+        def before(_, args: tuple, kwargs: dict) -> None:
             if self._nested == 0:
                 self.before_update()
+                self._ask_of_update(inner, kwargs.get("closure", args[1] if len(args) > 1 else None))
             self._nested += 1
 
         def after(*_) -> None:
@@ -68,8 +70,9 @@ class LoopCheck:
 
     def leave_out(self, names: Iterable[str]) -> None:
         """These are left out on purpose. Raises BadInput: no such names."""
-        if unknown := [name for name in names if name not in LINES]:
-            raise BadInput(f"t.without: there is no {', '.join(map(repr, unknown))}; there are {', '.join(LINES)}")
+        if unknown := [name for name in names if name not in MAY_BE_LEFT_OUT]:
+            known = ", ".join((*LINES, "train"))
+            raise BadInput(f"t.without: there is no {', '.join(map(repr, unknown))}; there are {known}")
         self.left_out |= set(names)
 
     def begin(self, micro_batches: int) -> None:
@@ -83,6 +86,25 @@ class LoopCheck:
         """Raises BadInput before an update that is not ready; outside of windows nothing is asked."""
         if self._start is not None:
             self._compare(BEFORE, "the update comes too early")
+
+    def _ask_of_update(self, optimizer: torch.optim.Optimizer, closure: Callable | None) -> None:
+        """Raises BadInput: the update takes gradients that nobody has looked at, or has none."""
+        if self._start is None or "update" in self.left_out:
+            return
+        where = f"the loop, step {self._start['step']}: "
+        if closure is not None:
+            raise BadInput(
+                f"{where}`t.optimizer.step(closure)` takes gradients that come after the guard and the clipping; "
+                "compute them before `t.unscaled_gradient_norm()`, and call `t.optimizer.step()`"
+            )
+        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            raise BadInput(
+                f"{where}the update has no gradients: was `zero_grad()` called before it? `t.windows()` does that"
+            )
+
+    def micro_batches(self, count: int) -> None:
+        """The loop takes so many micro-batches of the window, which it may have changed."""
+        self._micro_batches = count
 
     def after_step(self, name: str) -> None:
         """Raises BadInput where what belongs after `t.step += 1` comes before it."""
@@ -123,8 +145,10 @@ class LoopCheck:
                     f'Put it back, or say t.without("{name}") in main'
                 )
             elif made > right:
-                times = f"{made} times in a window, not {right}"
-                faults.append(f"the loop, step {start['step']}: `{line}` was done {times}")
+                faults.append(
+                    f"the loop, step {start['step']}: `{line}` was done {made} times in a window, not {right}; one "
+                    "window is one update, and a further pass through it belongs before that"
+                )
         if faults:
             self._start = None  # said once
             raise BadInput(faults)

@@ -139,6 +139,7 @@ class GroupRates:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self.scale = 1.0  # a further factor on all rates: that of the guard's rollbacks
+        self._written: dict[int, float] = {}  # by the place of the group
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
 
@@ -160,14 +161,19 @@ class GroupRates:
     def set(self, step: int) -> None:
         """Sets the rates of update number `step`: call it before the update, or after it with step + 1."""
         factors = self.factors(self.at(step))
-        for group in self.optimizer.param_groups:
+        for i, group in enumerate(self.optimizer.param_groups):
             lr = group["initial_lr"]
             for factor in factors:
                 lr = lr * factor
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
-                group["lr"] = lr
+                group["lr"] = self._written[i] = lr
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether somebody has changed the rates since they were set; those that are tensors are not read."""
+        return any(self.optimizer.param_groups[i]["lr"] != lr for i, lr in self._written.items())
 
     def observe(self, metric: float | None) -> bool:
         """A validation result, which changes nothing here; see PlateauSchedule."""
