@@ -219,7 +219,7 @@ class Training:
             self.optimizer.zero_grad()
             self.extra.zero_grad()
             self._check_optimizer()
-            self._unscaled = self._had_gradients = False
+            self._unscaled = False
             self._best_step = self.best.step
             self.seed_window()
             self.check.begin(len(window))
@@ -277,6 +277,7 @@ class Training:
                 'evaluation of your own, or say t.without("train") in main'
             )
         self.check.micro_batches(len(window))
+        self._had_gradients = False  # a second pass may begin anew
         device, original = self.accelerator.device, self.detector.averaged_denominators
         counts = [self.detector.denominators(batch.targets) | self._own_counts(batch) for batch in window]
         self._denominators = window_denominators(counts, device, self.pace.denominators, original)
