@@ -1,6 +1,6 @@
 """The documentation: every setting that it names exists, the page of settings is complete, the site builds strictly.
 
-    python -m pytest tests/test_docs.py             # names, and the Python of the README
+    python -m pytest tests/test_docs.py             # names, and the examples in Python
     python -m pytest tests/test_docs.py -m slow     # the site
 """
 
@@ -99,14 +99,47 @@ def trained(once) -> Path:
     return once("documented", make) / "final"
 
 
-def test_the_python_of_the_readme_runs(trained, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def place(trained, tmp_path, monkeypatch):
+    """The current folder, with what the examples of pages open."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     shutil.copytree(trained, "runs/detr")
     Image.new("RGB", (90, 60), "#336699").save("photo.jpg")
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
+    return tmp_path
+
+
+def examples(page: str) -> str:
+    """The Python of a page as one program; blocks with a title become files in the current folder."""
+    program = []
+    for kind, title, block in re.findall(r'```(python|yaml)(?: title="([^"]+)")?\n(.*?)```', page, re.DOTALL):
+        if title:
+            Path(title).write_text(block)
+        elif kind == "python":
+            program.append(block)
+    return "\n".join(program)
+
+
+def test_the_python_of_the_readme_runs(place, capsys):
+    exec(compile(examples((ROOT / "README.md").read_text()), "README.md", "exec"), {})
     assert re.match(r"circle 0\.\d\d: -?\d+, -?\d+, -?\d+, -?\d+\n", capsys.readouterr().out)
+
+
+def test_the_examples_of_the_api_run(place, monkeypatch):
+    """All but the report of their training, which takes seconds."""
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(place / "cache"))
+    monkeypatch.setattr("toolkit.session.report_and_card", lambda *_, **__: None)
+    monkeypatch.syspath_prepend(place)
+    program = examples((ROOT / "docs" / "api.md").read_text())
+    try:
+        exec(compile(program, "api.md", "exec"), values := {})
+    finally:
+        AcceleratorState._reset_state(True)
+        for module in ("one_box", "mine"):
+            sys.modules.pop(module, None)
+    assert "val/bbox_AP" in values["last_row"] and (place / "runs" / "mine" / "checkpoints" / "latest").exists()
 
 
 @pytest.mark.slow
