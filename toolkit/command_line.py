@@ -1,7 +1,7 @@
-"""The command line of a training script: `[--config FILE.yaml] [--group.key value ...]` into its `Config`, and its end.
+"""The command line of a training script: parses `[--config FILE.yaml] [--group.key value ...]` into its `Config`.
 
-Imported before anything heavy, so that a mistyped flag is answered at once. The group `model` has the settings of the
-architecture that was chosen.
+It is imported before anything heavy, so that a mistyped flag is reported at once. The group `model` has the settings of
+the chosen architecture.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The settings of a detector: one dataclass per architecture, beside the detector, with the published values."""
+"""The base of detector settings: one dataclass per architecture, beside the detector, with the published values."""
 
 from dataclasses import dataclass, field, fields
 from typing import ClassVar

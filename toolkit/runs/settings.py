@@ -1,7 +1,6 @@
 """Settings shared by all scripts, one dataclass per topic; those of a detector stand beside it, in its `options.py`.
 
-Every default stands in one of these dataclasses or in the `Config` of a script, nowhere else; a YAML file states only
-what differs.
+Every default is in one of these dataclasses or in the `Config` of a script; a YAML file states only what differs.
 """
 
 from dataclasses import dataclass, field

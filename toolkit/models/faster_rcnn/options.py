@@ -1,4 +1,4 @@
-"""The settings of the Faster R-CNNs, with torchvision's values; `rpn_*` and `box_*` are its names."""
+"""The settings of the Faster R-CNNs, with torchvision's defaults; the `rpn_*` and `box_*` names are torchvision's."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal

@@ -1,4 +1,4 @@
-"""The settings of SSD and SSDLite, with CVNets' values; lists have an entry for each level, fine to coarse."""
+"""The settings of SSD and SSDLite, with CVNets' defaults; lists have one entry per level, from fine to coarse."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal

@@ -1,4 +1,4 @@
-"""The settings of YOLOv3, with GluonCV's values."""
+"""The settings of YOLOv3, with GluonCV's defaults."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
