@@ -16,7 +16,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 @dataclass
 class RunConfig:
-    """The run: where it writes, how long it goes, when it logs, evaluates, saves and stops."""
+    """The run: output, length, logging, evaluation, checkpoints, resuming, trackers, precision."""
 
     output_dir: str = "runs"
     """Folder in which run folders are created."""
@@ -105,7 +105,7 @@ class RunConfig:
 
 @dataclass
 class DataConfig:
-    """The data, and how images become batches."""
+    """Data, augmentation and batches."""
 
     path: str | None = None
     """Folder of a data set in Pascal VOC, YOLO, COCO, CSV or `datasets` format, which is recognised; `data.train` and
@@ -216,7 +216,7 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """The optimizer step."""
+    """Optimizer, accumulation, clipping and averaged weights."""
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """Optimizer."""
@@ -269,7 +269,7 @@ class OptimConfig:
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate as a function of the optimizer step, or of the validation."""
+    """The learning rate schedule."""
 
     name: Literal[
         "constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic", "plateau"
@@ -314,7 +314,7 @@ class ScheduleConfig:
 
 @dataclass
 class LossConfig:
-    """The weights of the losses, and what they are divided by."""
+    """The weights and the normalisation of the losses."""
 
     weights: dict[str, float | str | list] = field(default_factory=dict)
     """Loss weights by name: a number, "learned", or a piecewise linear schedule [[step, value], ...]. Other losses keep
@@ -366,7 +366,7 @@ class SceneGraphEvalConfig(EvalConfig):
 
 @dataclass
 class HubConfig:
-    """The Hugging Face hub, to which a run can go when it has ended."""
+    """Upload of the finished model to the Hugging Face hub."""
 
     push: str | None = None
     """Hugging Face hub repository, such as me/blood-cells, that `final/` is uploaded to after the report. It needs `hf

@@ -8,7 +8,7 @@ from toolkit.models.options import DetectorOptions
 
 @dataclass
 class TransformerOptions(DetectorOptions):
-    """What every member has."""
+    """Settings of every member of the DETR family."""
 
     d_model: int | None = 256
     """Hidden dimension of the transformer; null: a pretrained model's encoder and decoder have different ones."""
@@ -32,7 +32,7 @@ class TransformerOptions(DetectorOptions):
 
 @dataclass
 class MatchingOptions(TransformerOptions):
-    """Members whose matching has weights of its own."""
+    """Members with matching cost weights."""
 
     class_cost: float = 2.0
     """Matching cost weight of the class probability, in the assignment of queries to objects."""
@@ -195,7 +195,7 @@ class DFineOptions(RTDetrV2Options):
 
 @dataclass
 class Deimv2Options(DFineOptions):
-    """DEIMv2-S, on the backbone of DEIMv2-N with a map of stride 8 too, as its own DINOv3 is none of timm's."""
+    """DEIMv2-S on the backbone of DEIMv2-N with an additional stride 8, because timm does not have its own DINOv3."""
 
     architecture: str = "deimv2"
     d_model: int | None = 192
