@@ -251,15 +251,15 @@ def _parser() -> argparse.ArgumentParser:
         "header reads sizes and ends of files; none opens no image",
     )
     parser.add_argument(
-        "--image-size", type=int, help="side in pixels that images are trained at (default: 640 for the sizes of boxes)"
+        "--image-size", type=int, help="image side in pixels in training (default: 640, for statistics of box sizes)"
     )
-    parser.add_argument("--json", type=Path, help="file for the findings, for programs")
+    parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")
     parser.add_argument(
-        "--pictures", type=Path, help="folder for pictures: samples of classes, positions, sizes, shapes"
+        "--pictures", type=Path, help="write pictures to this folder: samples of classes, positions, sizes, shapes"
     )
     parser.add_argument("--anchors", action="store_true", help="also print anchors of YOLOv3 that fit")
     parser.add_argument(
-        "--augment", metavar="CONFIG", help="settings file of training: draw a batch as the model gets it"
+        "--augment", metavar="CONFIG", help="draw an augmented batch as this settings file makes it"
     )
     parser.add_argument(
         "--script",
@@ -267,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
         help="training script: of the settings file, where it does not name it, and of the command at the end "
         "(default: train_detr)",
     )
-    parser.add_argument("--fix", type=Path, metavar="OUT", help="new folder for a cleaned copy (COCO) and changes.txt")
+    parser.add_argument("--fix", type=Path, metavar="OUT", help="new folder for a cleaned COCO copy and changes.txt")
     return parser
 
 

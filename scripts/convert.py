@@ -49,9 +49,9 @@ def main(arguments: list[str] | None = None) -> None:
         action="append",
         help="folder, archive or URL of the images, where SRC does not say it; may be repeated",
     )
-    parser.add_argument("--val", type=float, help="share of the training images that becomes the split val")
+    parser.add_argument("--val", type=float, help="fraction of the training images to hold out as split val")
     parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error in training")
-    parser.add_argument("--link", action="store_true", help="hard links to the images where the disk is the same")
+    parser.add_argument("--link", action="store_true", help="hard-link images on the same disk instead of copying")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported

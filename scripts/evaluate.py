@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--path", help="folder or hub name of another data set, of which --split is a split")
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="how far below --expect.METRIC may be")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="how far a metric may be below --expect.METRIC")
     arguments, rest = parser.parse_known_args(argv)
     arguments.settings, rest = inference_flags(rest)
     return 0 if evaluate(arguments, expected_numbers(rest)) else 1

@@ -201,14 +201,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["onnx", "torch"], help="default: onnx torch")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
-    parser.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="resize to this, not as trained")
-    parser.add_argument("--top-k", type=int, default=300, help="rows of an image (default 300)")
+    parser.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="resize images to this size")
+    parser.add_argument("--top-k", type=int, default=300, help="maximum number of detections per image (default 300)")
     parser.add_argument("--split", help="annotation file to compare AP on, instead of the run's validation data")
     parser.add_argument("--image-dir", action="append", help="folder, archive or URL of its images; may be repeated")
     parser.add_argument("--format", default="coco", help="its format (default coco)")
-    parser.add_argument("--tolerance", type=float, default=0.001, help="how far AP may move (default 0.001)")
-    parser.add_argument("--int8-tolerance", type=float, default=0.02, help="how far AP may fall in int8 (default 0.02)")
-    parser.add_argument("--calibration", type=int, default=100, help="images that int8 is calibrated on (default 100)")
+    parser.add_argument("--tolerance", type=float, default=0.001, help="maximum change of AP (default 0.001)")
+    parser.add_argument("--int8-tolerance", type=float, default=0.02, help="maximum drop of AP in int8 (default 0.02)")
+    parser.add_argument("--calibration", type=int, default=100, help="calibration images for int8 (default 100)")
     return parser
 
 

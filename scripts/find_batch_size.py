@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
                                      allow_abbrev=False)  # fmt: skip
     parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")
     parser.add_argument("--out", type=Path, default=Path("batch.yaml"), help="file to write (default batch.yaml)")
-    parser.add_argument("--most", type=int, default=256, help="images of the first attempt (default 256), then half")
+    parser.add_argument("--most", type=int, default=256, help="first batch size to try (default 256), then half")
     parser.add_argument("--memory-gib", type=float, help="on a CPU: memory of the process (default: 80 %% of the free)")
     find(*parser.parse_known_args(argv))
 

@@ -208,27 +208,27 @@ def score_or_auto(text: str) -> float | str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("model", help="run, checkpoint, final/ folder, .onnx, .pt2, .xml, or model of transformers")
-    parser.add_argument("images", nargs="*", help="files, folders, quoted patterns, addresses, videos; - is a list")
+    parser.add_argument("images", nargs="*", help="files, folders, quoted patterns, URLs, videos; - reads a list")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier prediction in that folder")
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=["json"], help="files to write (default json)")
-    parser.add_argument("--boxes", type=Path, metavar="FILE", help="COCO file of the boxes that a graph is to describe")
-    parser.add_argument("--all-scores", action="store_true", help="the scores of all predicates of each pair")
-    free = "the 100 best of all (pair, predicate), not one predicate for each pair"
+    parser.add_argument("--boxes", type=Path, metavar="FILE", help="COCO file with the given boxes of a graph model")
+    parser.add_argument("--all-scores", action="store_true", help="write the scores of all predicates of each pair")
+    free = "keep the 100 best (pair, predicate) combinations, not one predicate per pair"
     parser.add_argument("--no-graph-constraint", action="store_true", help=free)
-    parser.add_argument("--image-ids", type=Path, help="COCO file whose image ids are used (default: 1, 2, 3 on)")
+    parser.add_argument("--image-ids", type=Path, help="COCO file to take image ids from (default: 1, 2, 3, ...)")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
-    smallest = "smallest score (default 0.3), or auto: what the report recommends"
+    smallest = "minimum score (default 0.3); auto: thresholds of the report"
     parser.add_argument(
         "--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD, help=smallest
     )
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep only these classes")
-    parser.add_argument("--tile", type=int, metavar="PIXELS", help="look at images in squares of this side")
-    parser.add_argument("--overlap", type=float, default=0.2, help="share that tiles have in common (default 0.2)")
-    parser.add_argument("--flip", action="store_true", help="look at every image mirrored, too")
-    parser.add_argument("--camera", type=int, metavar="NUMBER", help="a camera of this machine")
+    parser.add_argument("--tile", type=int, metavar="PIXELS", help="predict large images in square tiles of this side")
+    parser.add_argument("--overlap", type=float, default=0.2, help="fraction by which tiles overlap (default 0.2)")
+    parser.add_argument("--flip", action="store_true", help="also predict the mirrored image, and merge (TTA)")
+    parser.add_argument("--camera", type=int, metavar="NUMBER", help="number of a camera of this machine")
     parser.add_argument("--max-frames", type=int, help="stop a video or camera after so many frames")
-    parser.add_argument("--batch-size", type=int, default=8, help="images at a time (default 8)")
+    parser.add_argument("--batch-size", type=int, default=8, help="images per batch (default 8)")
     parser.add_argument("--no-pictures", action="store_true", help="write no pictures and no videos")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
     arguments, rest = parser.parse_known_args(argv)

@@ -26,8 +26,8 @@ def publish(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("run", help="run folder or its final/ folder")
-    parser.add_argument("--hub.push", dest="name", metavar="USER/NAME", help="upload it under this name")
-    parser.add_argument("--hub.private", dest="private", action="store_true", help="for yourself only")
+    parser.add_argument("--hub.push", dest="name", metavar="USER/NAME", help="hub repository to upload to")
+    parser.add_argument("--hub.private", dest="private", action="store_true", help="make the hub repository private")
     parser.add_argument("--licence", default=LICENCE, help=f"of the weights, as the hub spells it (default {LICENCE})")
     publish(parser.parse_args(argv))
 

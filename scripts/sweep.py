@@ -199,8 +199,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("sweep", type=Path, help="file of a sweep, as W&B has it: configs/sweeps/*.yaml")
     parser.add_argument("--out", type=Path, required=True, help="folder of the study and of its runs")
-    parser.add_argument("--trials", type=int, help="trials in all, those of earlier starts and other workers included")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of values (default 0)")
+    parser.add_argument("--trials", type=int, help="total number of trials, with those of earlier starts and workers")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the search (default 0)")
     try:
         run_sweep(parser.parse_args(argv))
     except (BadInput, Preempted) as error:

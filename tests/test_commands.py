@@ -95,6 +95,20 @@ def fault_of_training(script: str, arguments: list[str]) -> str | None:
     return None
 
 
+@pytest.mark.parametrize(("architecture", "backbone"), [("rt_detr_v2", True), ("rf_detr", False)])
+def test_help_begins_with_an_example_and_what_people_change(architecture, backbone, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_detr.py"])
+    script = module_of("scripts/train_detr.py")
+    with pytest.raises(SystemExit):
+        parse_config(script.Config, ["--model.architecture", architecture, "--help"], script.DEFAULT_CONFIG)
+    first, _, rest = capsys.readouterr().out.partition("\noptions:\n")
+    assert first.count("[") == 2, "no usage of hundreds of flags"
+    assert "  accelerate launch scripts/train_detr.py --data.path DIR" in first
+    shown = [line.split()[0] for line in first.splitlines() if line.startswith("  --")]
+    assert len(shown) == 10 + backbone and ("--model.backbone" in shown) == backbone
+    assert all(f"{flag} " in rest for flag in shown), "what it begins with is there"
+
+
 def test_every_other_command_is_understood(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script"])
     faults = {}

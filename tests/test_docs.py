@@ -1,6 +1,6 @@
 """The documentation: every setting that it names exists, the page of settings is complete, the site builds strictly.
 
-    python -m pytest tests/test_docs.py             # names
+    python -m pytest tests/test_docs.py             # names, and the examples in Python
     python -m pytest tests/test_docs.py -m slow     # the site
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -81,6 +82,64 @@ def test_workflow_runs_what_contributors_run():
     runs = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert "make lint test" in runs and all(set(run.split()[1:]) <= targets for run in runs)
+
+
+@pytest.fixture(scope="session")
+def trained(once) -> Path:
+    """A `final/` folder; its SSD, of random weights, gives each of some boxes a score of about 0.5."""
+
+    def make(folder: Path) -> None:
+        from toolkit.data.table import Category
+        from toolkit.models import build_detector
+
+        detector = build_detector("ssd", backbone="lcnet_035", strides=[4, -1], channels=[16, 16],
+                                  aspect_ratios=[[2], [2]], class_names=["circle"])  # fmt: skip
+        detector.eval().save_final(folder / "final", [Category(7, "circle")], {"height": 64, "width": 64})
+
+    return once("documented", make) / "final"
+
+
+@pytest.fixture
+def place(trained, tmp_path, monkeypatch):
+    """The current folder, with what the examples of pages open."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(trained, "runs/detr")
+    Image.new("RGB", (90, 60), "#336699").save("photo.jpg")
+    return tmp_path
+
+
+def examples(page: str) -> str:
+    """The Python of a page as one program; blocks with a title become files in the current folder."""
+    program = []
+    for kind, title, block in re.findall(r'```(python|yaml)(?: title="([^"]+)")?\n(.*?)```', page, re.DOTALL):
+        if title:
+            Path(title).write_text(block)
+        elif kind == "python":
+            program.append(block)
+    return "\n".join(program)
+
+
+def test_the_python_of_the_readme_runs(place, capsys):
+    exec(compile(examples((ROOT / "README.md").read_text()), "README.md", "exec"), {})
+    assert re.match(r"circle 0\.\d\d: -?\d+, -?\d+, -?\d+, -?\d+\n", capsys.readouterr().out)
+
+
+def test_the_examples_of_the_api_run(place, monkeypatch):
+    """All but the report of their training, which takes seconds."""
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(place / "cache"))
+    monkeypatch.setattr("toolkit.session.report_and_card", lambda *_, **__: None)
+    monkeypatch.syspath_prepend(place)
+    program = examples((ROOT / "docs" / "api.md").read_text())
+    try:
+        exec(compile(program, "api.md", "exec"), values := {})
+    finally:
+        AcceleratorState._reset_state(True)
+        for module in ("one_box", "mine"):
+            sys.modules.pop(module, None)
+    assert "val/bbox_AP" in values["last_row"] and (place / "runs" / "mine" / "checkpoints" / "latest").exists()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""The toolkit: scripts -> session -> training, validation -> data, models, evaluation, use -> step, runs -> the rest.
+"""The toolkit. Scripts use session; session uses training and validation; those use data, models, evaluation and use,
+which build on step, runs and the loose files.
 
-The loose files stand below everything: attributes, batch, boxes, distributed, errors, extras, files, modes,
-offline, signals. detect is the command of that name. docs/design.md has the map, and tests/test_layout.py holds the
-arrows.
+The loose files below everything are batch, boxes, box_ops, distributed, draws, errors, files, imports, signals and
+text; detect is the command of that name. docs/design.md has the map, and tests/test_layout.py checks who may import
+whom.
 """

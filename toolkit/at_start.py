@@ -1,5 +1,5 @@
-"""What a run needs, data and trained weights, looked for before anything slow; all that is wrong with it at once;
-and whether its largest batch fits into memory."""
+"""Checks before anything slow: data and trained weights that a run needs, all faults reported at once, and whether its
+largest batch fits into memory."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One micro-batch of images and targets, and its pixels as a network takes them."""
+"""One micro-batch of images and targets, and the normalisation of its pixels on the device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""Boxes of many images as columns: their one form from the file to the report, on the host."""
+"""Boxes of many images as columns on the host: the one representation of boxes from the annotation file to the
+report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

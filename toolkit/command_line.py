@@ -1,9 +1,10 @@
-"""The command line of a training script: `[--config FILE.yaml] [--group.key value ...]` into its `Config`, and its end.
+"""The command line of a training script: parses `[--config FILE.yaml] [--group.key value ...]` into its `Config`.
 
-Imported before anything heavy, so that a mistyped flag is answered at once. The group `model` has the settings of the
-architecture that was chosen.
+It is imported before anything heavy, so that a mistyped flag is reported at once. The group `model` has the settings of
+the chosen architecture.
 """
 
+import argparse
 import difflib
 import json
 import math
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
 from toolkit.models import ARCHITECTURES, options_class
@@ -26,6 +27,24 @@ from toolkit.runs.launcher import find_launch, refuse
 from toolkit.text import print_every_letter
 
 Config = TypeVar("Config")
+# What people change first: `--help` begins with it. A detector without a choice of backbones leaves that line out.
+FIRST_SETTINGS = {
+    "run.name NAME": "name of the run; its folder is runs/NAME",
+    "data.path DIR": "your data: VOC, YOLO, COCO, CSV, datasets",
+    "model.architecture NAME": "the detector; with --help, its settings",
+    "model.backbone NAME": "timm model that gives the feature maps",
+    "run.epochs N": "passes over the training data",
+    "run.max_minutes N": "minutes of training, if that is sooner",
+    "data.batch_size_per_device N": "images of one micro-batch on one device",
+    "optim.lr RATE": "learning rate",
+    "run.resume latest": "continue the run after a kill or a preemption",
+    "run.tracker NAME": "wandb, tensorboard, mlflow, ...",
+    "run.precision NAME": "no (float32), bf16, fp16 or auto",
+}
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """jsonargparse's, with the lines of the description as they are."""
 
 
 def run_script(main: Callable, cls: type, default_config: Path | None = None, argv: list[str] | None = None) -> int:
@@ -93,8 +112,8 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     files = {value: _read_yaml(value) for flag, value in _flags(argv) if flag == "--config" and value is not None}
     of_default = (bundled or {}).get("model", {}).get("architecture")
     groups = _groups(cls, _chosen_architecture(argv, files) or of_default)
-    parser = ArgumentParser(exit_on_error=False, description=cls.__doc__, allow_abbrev=False,
-                            usage="%(prog)s [--config FILE.yaml] [--group.key value ...]")
+    parser = ArgumentParser(exit_on_error=False, description=_description(cls.__doc__, groups), allow_abbrev=False,
+                            formatter_class=_Help, usage="%(prog)s [--config FILE.yaml] [--group.key value ...]")
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below; may be repeated.")
     parser.add_class_arguments(make_dataclass(cls.__name__, [(n, t, field(default_factory=d)) for n, t, d in groups]))
     if bundled is not None:  # made for another model: what it says of data and run serves this one too
@@ -118,6 +137,14 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     if "model" in made:
         made["model"].only_given(_given_keys("model", argv, files))
     return cls(**made)
+
+
+def _description(title: str, groups: list[tuple[str, type, Callable]]) -> str:
+    """The first lines of `--help`: an example, and the settings to begin with."""
+    known = {f"{name}.{each.name}" for name, kind, _ in groups for each in fields(kind)}
+    lines = [f"  {'--' + words:31} {text}" for words, text in FIRST_SETTINGS.items() if words.split()[0] in known]
+    example = "  accelerate launch scripts/%(prog)s --data.path DIR --run.name mine --run.max_minutes 30"
+    return "\n".join([title, "", example, "", "What people change first (all settings follow, by topic):", *lines])
 
 
 # Settings that say which data set it is. A share of the training data as `val` goes with any.

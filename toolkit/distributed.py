@@ -1,4 +1,4 @@
-"""What several processes must agree on; with one process (torch.distributed not initialised) everything still works.
+"""Collectives on which several processes agree; with one process (torch.distributed not initialised) they work too.
 
 Every function here but `world` and `seed_step` is a collective: all ranks call it, in the same order.
 """

@@ -1,4 +1,4 @@
-"""Random numbers that belong to an image: the same in whatever micro-batch, process or order it is seen."""
+"""Random numbers that belong to an image: the same whatever the micro-batch, process or order it is processed in."""
 
 import hashlib
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The errors that end a run on purpose; each becomes one message, an exit code and a status.json."""
+"""The errors that end a run on purpose; each becomes one message, an exit code and an entry in status.json."""
 
 import sys
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Imports: packages that only some commands need (extras of pyproject.toml), and what makes imports take less time."""
+"""Imports of optional packages (extras of pyproject.toml), and measures that make imports faster."""
 
 import contextlib
 import gc

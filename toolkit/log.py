@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: rows, console lines, progress bar, status, meters and the averages of an epoch."""
+"""What a run reports while it trains: metric rows, console lines, progress bar, status, meters and epoch averages."""
 
 import sys
 import time

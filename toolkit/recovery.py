@@ -1,4 +1,4 @@
-"""What follows a window, or an update, that the guard refused: a report, the window undone, then as its policy says.
+"""What happens after the guard has refused a window or an update: report, undo, then stop, skip or roll back.
 
 `t` is a `toolkit.training.Training` throughout.
 """

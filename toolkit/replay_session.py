@@ -1,7 +1,7 @@
-"""A reported window through the script that reported it: what `toolkit.session` gives a script, for that window alone.
+"""Replays a reported window with the script that reported it: stands in for `toolkit.session` for that window alone.
 
-`loop_of_script` runs the script's own `main` with these functions in the place of the session's, so that what a person
-added to it (losses, state, a changed loop) is there as it was; nothing is trained, written or downloaded.
+`loop_of_script` runs the script's own `main` with these functions instead of the session's, so that changes of the
+script (losses, state, the loop) take effect as in the run; nothing is trained, written or downloaded.
 """
 
 import sys

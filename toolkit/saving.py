@@ -1,4 +1,4 @@
-"""What of a run a checkpoint holds: written, and taken up again. `t` is a `toolkit.training.Training` throughout."""
+"""Saves and restores the state of a run in checkpoints. `t` is a `toolkit.training.Training` throughout."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""One run from start to end, from settings: the only module of the toolkit that reads them.
+"""One run from start to end, built from settings: the only module of the toolkit that reads them.
 
     with session.session(config) as s:
         table, val_table = session.open_data(s)
@@ -8,7 +8,7 @@
             train_one_epoch(t)
         session.end(s, t)
 
-Each of these can be replaced in a script by a call of one's own.
+A script can replace each of these calls by its own.
 """
 
 import os

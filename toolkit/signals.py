@@ -1,4 +1,5 @@
-"""Signals that ask a run to stop: noted, agreed between the ranks by the caller, answered with a checkpoint."""
+"""Signals that ask a run to stop: recorded here, agreed on between the ranks by the caller, answered by a
+checkpoint."""
 
 import contextlib
 import multiprocessing

@@ -1,4 +1,5 @@
-"""Text of others (names of classes and files, messages) where people see it: nothing in it acts on what shows it."""
+"""Displays untrusted text (names of classes and files, messages) safely: escaped, so that it cannot act on a terminal
+or page."""
 
 import argparse
 import re

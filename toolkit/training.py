@@ -1,6 +1,6 @@
-"""What one training run is made of, and the parts of its loop that all scripts share; the loop is in each script.
+"""The objects of one training run, and the calls of its loop that all scripts share; the loop itself is in each script.
 
-Nothing here reads settings; `toolkit.session` hands in what it built.
+Nothing here reads settings; `toolkit.session` passes in what it built.
 """
 
 import math

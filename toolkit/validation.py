@@ -1,5 +1,5 @@
-"""One evaluation during training: raw and averaged weights, numbers, pictures, and whether it is the best so far; and
-that of the best weights on a test split, which decided nothing, when training has ended.
+"""One evaluation during training: raw and averaged weights, metrics, pictures, and whether it is the best so far; and
+the evaluation of the best weights on a test split after training.
 
 `t` is a `toolkit.training.Training` throughout.
 """

@@ -1,7 +1,7 @@
-"""What a reader yields: images, boxes and relations as their file has them, in columns, before any check.
+"""What a reader yields: images, boxes and relations as columns, unchecked, as they stand in the file.
 
-A column holds numbers only. An entry that does not fit (a string for a number, a box of three numbers) is kept whole in
-`odd`, with a row of zeros in its place, and is judged by itself.
+Columns hold numbers only. An entry that does not fit (a string instead of a number, a box of three numbers) is kept in
+`odd`, with a row of zeros in its place, and is checked separately.
 """
 
 import math

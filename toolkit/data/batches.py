@@ -1,4 +1,4 @@
-"""Samples to padded uint8 batches, through worker processes; normalised on the device the batch arrives on.
+"""Collates samples into padded uint8 batches in worker processes; normalisation happens on the device.
 
 Workers run ahead of training (prefetching), so `iter(loader)` asks the sampler for keys that training has not seen yet.
 The sampler's `offset`, which a checkpoint stores, therefore moves only when the training loop calls

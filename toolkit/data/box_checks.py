@@ -1,7 +1,7 @@
-"""What is wrong with boxes and relations: all of them at once by masks, the suspicious ones again by words.
+"""Checks of boxes and relations: vectorised masks over all of them, then a message for each suspicious one.
 
-An entry without fault costs a few operations on columns. Only those that a mask catches are taken up as the file has
-them, so that each message repeats what stands there.
+A valid entry costs a few operations on columns. Only entries that a mask catches are looked up as they stand in the
+file, so that each message can quote them.
 """
 
 import math

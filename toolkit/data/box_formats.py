@@ -1,7 +1,7 @@
-"""In which format the boxes of a whole file are: corners, centres and fractions given as COCO's are recognised.
+"""Detects the box format of a whole file: corners, centres or fractions where COCO's [x, y, width, height] is expected.
 
-One box cannot tell: [10, 10, 40, 50] is a box in every format. Many can: read in the wrong way some leave their image,
-read in the right way none does. A file whose boxes stay in their images as [x, y, width, height] is never doubted.
+One box is ambiguous: [10, 10, 40, 50] is valid in every format. Many boxes are not: in the wrong format some leave
+their image, in the right one none does. A file whose boxes stay inside their images as COCO boxes is never questioned.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The image files of a data set against its records: there, safe, whole, of the size the annotations were made for."""
+"""Checks the image files of a data set against its records: present, safe to open, complete, of the recorded size."""
 
 import os
 import sys

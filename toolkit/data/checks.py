@@ -1,4 +1,4 @@
-"""Every defect of annotations, found at once and before the first step, in words."""
+"""Checks annotations before the first step, and reports every defect at once, in words."""
 
 import re
 from collections.abc import Callable, Mapping, Set

@@ -1,4 +1,4 @@
-"""From a row of the table to an augmented sample: the same sample for the same (seed, epoch, index), anywhere."""
+"""Turns a row of the table into an augmented sample, as a deterministic function of (seed, epoch, index)."""
 
 import hashlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Image files to RGB tensors: upright, 8 bits, whole, or an error that says why not."""
+"""Decodes image files into upright 8-bit RGB tensors, or raises an error that says why a file cannot be decoded."""
 
 import io
 import os

@@ -1,10 +1,8 @@
-"""Where image files lie: in a folder, in several, in zip and tar archives left as they are, in object storage, in
-Parquet files.
+"""Where image files are stored: one or several folders, zip and tar archives, object storage, or Parquet files.
 
-A single folder is a `Path`; anything else is `ImageSources`. Both give what `decode_image` takes by
-`root / file_name`: the path of a file, or a `Stored` one. Archives and storage are listed once in a process; each read
-opens the archive anew, so that threads and forked or spawned workers have nothing in common that could be in another's
-way.
+A single folder is a `Path`; anything else is an `ImageSources`. For both, `root / file_name` is what `decode_image`
+takes: the path of a file, or a `Stored` one. Archives and storage are listed once per process; each read opens the
+archive anew, so that threads and forked or spawned workers share no state.
 """
 
 import errno

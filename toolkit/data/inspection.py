@@ -1,4 +1,4 @@
-"""What may be wrong with a data set beyond its single records: leakage, duplicates, classes, sizes; a cleaned copy."""
+"""Inspects a data set beyond its single records: leakage, duplicates, classes, sizes; writes a cleaned copy."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Samples made of several images, mixup and mosaic, up to a certain epoch: a function of (seed, epoch, index)."""
+"""Mixup and mosaic, samples made of several images, up to a given epoch; a function of (seed, epoch, index)."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,5 @@
-"""Which images are the same, or nearly: by their bytes, and by how they look; and a split that keeps such together.
+"""Finds identical and near-duplicate images, by their bytes and by their appearance, and splits data without
+separating them.
 
 An image's digest is that of its encoded bytes; its look is a thumbnail of 16 x 16 grey values. Two images look alike
 when 54 of 64 signs (is a cell brighter than its right neighbour, on 8 x 8 cells) agree and the thumbnails, without

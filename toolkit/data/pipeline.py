@@ -1,4 +1,4 @@
-"""From the name of a split to its batches: what every script does with its `data` settings."""
+"""From the name of a split to its batches, as the `data` settings of every script describe them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Batches that travel to a GPU while it computes the step before."""
+"""Copies the next batches to a GPU while it computes the current step."""
 
 from collections.abc import Iterable, Iterator
 

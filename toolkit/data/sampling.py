@@ -1,4 +1,4 @@
-"""Which samples go to which rank in which order: a function of (seed, epoch) that can be stopped and taken up again.
+"""The data order: which samples go to which rank, as a function of (seed, epoch) that can be interrupted and resumed.
 
 The global order of an epoch does not know about ranks. One *global micro-batch* is the next `world_size * batch_size`
 samples of it; rank r takes the r-th contiguous slice. So 1 x 16, 2 x 8 and 4 x 4 see the same samples at the same step.

@@ -1,4 +1,4 @@
-"""The bundled data: textured scenes of shapes with boxes and relations, drawn by formula.
+"""The bundled data set: synthetic scenes of textured shapes with boxes, relations and attributes.
 
     python -m toolkit.data.shapes --out DIR [--train-images 1000 --val-images 200 --image-size 128 --seed 0]
 

@@ -1,4 +1,4 @@
-"""The splits of a data set by name, opened on every rank, with the same classes."""
+"""Opens the splits of a data set by name on every rank, and checks that their classes agree."""
 
 import dataclasses
 from collections.abc import Callable

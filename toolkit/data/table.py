@@ -1,4 +1,4 @@
-"""Every data format becomes one Arrow table: memory-mapped, cached, shared by all workers without copies."""
+"""The table that every data format becomes: Arrow, memory-mapped, cached, shared by all workers without copies."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Tables in the cache: written once from columns, opened again while what they were made of stays as it is."""
+"""The cache of tables: written once from columns, reused while their sources are unchanged."""
 
 import contextlib
 import dataclasses

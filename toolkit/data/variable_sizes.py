@@ -1,4 +1,4 @@
-"""Images of another size in every batch, the same on all ranks: a function of (seed, epoch, batch index).
+"""Multi-scale batches: an image size per batch, the same on all ranks, as a function of (seed, epoch, batch index).
 
 Two uses of one mechanism: the batch size stays (YOLO's multi-scale training), or follows the size so that the number of
 pixels stays (CVNets' variable batch sampler). The size travels in each sample's key, so workers need not be told of it.

@@ -1,1 +1,1 @@
-"""Evaluation: COCO numbers by image id, the loop that makes predictions, pictures and the report."""
+"""Evaluation: COCO metrics by image id, prediction on a data set, drawing, and the report."""

@@ -1,4 +1,4 @@
-"""What measures a detector: its own evaluator, or COCO's numbers of boxes."""
+"""Chooses the evaluator of a detector: its own, or COCO's box metrics."""
 
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import CocoEvaluator

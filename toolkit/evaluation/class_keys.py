@@ -1,4 +1,4 @@
-"""Names of classes as keys of rows and trackers."""
+"""Class names as keys of metric rows and trackers."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""COCO detection metrics of predictions kept by image id; the numbers are pycocotools' to 1e-12.
+"""COCO detection metrics of predictions kept by image id, equal to pycocotools' to 1e-12.
 
 The definition is that of COCO (Lin et al. 2014, https://cocodataset.org/#detection-eval), crowds and the area ranges of
 `area` included. `max_detections` counts detections per image *and class*, highest scores first, as pycocotools does.

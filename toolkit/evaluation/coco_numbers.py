@@ -1,4 +1,4 @@
-"""COCO's numbers of matched boxes, with the rounding of pycocotools (Lin et al. 2014, the program's `accumulate`)."""
+"""COCO metrics from matched boxes, with the rounding of pycocotools (Lin et al. 2014, its `accumulate`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Detections and relations of one image in order, and as JSON in the ids of the training data."""
+"""Detections and relations of one image, sorted, and as JSON with the ids of the training data."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Drawing into pictures: boxes with tags, arrows, many pictures in one; ground truth and predictions side by side."""
+"""Draws boxes with labels, arrows, image grids, and ground truth beside predictions."""
 
 import functools
 import math

@@ -1,10 +1,10 @@
-"""Why is AP 0? Looks at predictions and ground truth for the mistakes that people make, and names those it sees.
+"""Diagnoses a very low AP: compares predictions with the ground truth for common mistakes, and names those it finds.
 
-Every cause is a change of the predictions (another box format, another scale, labels moved by one). A cause is named
-when predictions changed that way find the objects and the predictions as they are do not, and when there is evidence:
-enough objects, optimizer steps and scores, only the best detections of each image, and more objects found than the same
-boxes find in other images. A detector that has learned nothing gives every image the same boxes, and among hundreds of
-them some lie on every object in some format or other.
+Every cause corresponds to a change of the predictions (another box format, another scale, labels shifted by one). It
+is named when the changed predictions find the objects, the unchanged ones do not, and the evidence suffices: enough
+objects, optimizer steps and scores, only the best detections of each image, and more objects found than the same boxes
+find in other images. An untrained detector gives every image the same boxes, and among hundreds of them some lie on
+every object in some format or other.
 """
 
 import logging

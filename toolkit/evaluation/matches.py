@@ -1,7 +1,7 @@
-"""Which prediction overlaps which annotated box, once for a whole data set: all numbers of detections come from it.
+"""Matches predictions with annotated boxes, once per data set; all detection metrics are computed from the result.
 
 The greedy matching is COCO's (Lin et al. 2014), for all images, classes, IoU thresholds and areas at once: in round r
-the r-th best prediction of every image and class chooses. No two of one round can want the same box.
+the r-th best prediction of every image and class chooses its box. No two predictions of a round compete for one.
 """
 
 from collections.abc import Mapping, Sequence

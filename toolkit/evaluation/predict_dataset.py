@@ -1,4 +1,4 @@
-"""Predictions of a detector for a whole dataset, by image id, with the validation loss; on one rank or many."""
+"""Runs a detector over a whole data set on one or more ranks: predictions by image id, and the validation loss."""
 
 import contextlib
 from collections import deque

@@ -1,4 +1,4 @@
-"""Predictions by image id as columns, and what of them can be used."""
+"""Predictions by image id as columns, without unusable ones."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""One file of predictions between a detector and everything that judges it.
+"""The predictions file that detectors write and every evaluation reads.
 
 `FILE.json` is a COCO results file, a list of `{image_id, category_id, bbox [x, y, width, height], score}` in pixels and
 in the ids of the annotation file: pycocotools and every other program read it as it is. Beside it stand

@@ -1,4 +1,4 @@
-"""COCO's numbers by pycocotools: the reference that ours are held to, and `eval.backend pycocotools`."""
+"""COCO metrics computed by pycocotools: the reference for ours, and `eval.backend pycocotools`."""
 
 import contextlib
 import io

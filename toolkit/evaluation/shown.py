@@ -1,4 +1,4 @@
-"""What W&B and TensorBoard show of one evaluation: pictures with boxes, curves, confusions: the report's numbers."""
+"""What W&B and TensorBoard show of an evaluation: pictures with boxes, curves and confusions of the report."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

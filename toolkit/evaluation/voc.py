@@ -1,8 +1,9 @@
-"""Mean average precision as Pascal VOC counts it, beside COCO's: the metric of GluonCV's detectors.
+"""Mean average precision as defined by Pascal VOC, in addition to COCO's: the metric of GluonCV's detectors.
 
-Devkit rules (Everingham et al. 2010): each prediction looks at the one box it overlaps most, sides count the last pixel
-too (+ 1), only IoU 0.5 counts, a second prediction of a box is wrong. Boxes marked as crowd are VOC's "difficult": they
-need not be found, and what finds them does not count. VOC07 means precision over 11 recalls, VOC12 over all of them.
+Devkit rules (Everingham et al. 2010): each prediction is compared with the one box it overlaps most, sides include the
+last pixel (+ 1), the IoU threshold is 0.5, a second prediction of a box is wrong. Boxes marked as crowd are VOC's
+"difficult": they need not be found, and predictions that match them are ignored. VOC07 means precision over 11
+recalls, VOC12 over all of them.
 """
 
 import numpy as np

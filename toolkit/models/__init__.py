@@ -1,4 +1,4 @@
-"""Detectors. `build_detector` is the one place that training, evaluation and prediction make a model in."""
+"""Detectors. `build_detector` is the one place where training, evaluation and prediction build a model."""
 
 import difflib
 import importlib

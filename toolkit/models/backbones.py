@@ -1,4 +1,4 @@
-"""timm backbones inside transformers detectors: names checked, weights as timm makes them, freezing spelt out.
+"""timm backbones inside transformers detectors: checked names, timm's weights, explicit freezing.
 
 transformers replaces every `nn.BatchNorm2d` of a DETR backbone, also timm's `BatchNormAct2d`, which holds the
 activation as well: a MobileNet loses its non-linearities. Its config's `freeze_batch_norm_2d` lets timm do the

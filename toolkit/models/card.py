@@ -1,4 +1,4 @@
-"""The model card of a `final/` folder: what it is, what it was trained on and how, its figures, how it is loaded."""
+"""The model card of a `final/` folder: training data and settings, metrics, and how to load it."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""What a detector is: the contract between a model and everything that trains, evaluates, saves or uses it."""
+"""The detector contract, between a model and everything that trains, evaluates, saves or uses it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

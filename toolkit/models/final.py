@@ -1,4 +1,4 @@
-"""The last folder of a run: a transformers detector that other programs load without this project, or our own."""
+"""The `final/` folder of a run: a transformers detector that loads without this project, or our own format."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Settings of a trained detector that change what it finds and nothing that it learned: asked for, and applied."""
+"""Settings of a trained detector that change its predictions but not its weights."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

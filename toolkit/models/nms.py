@@ -1,10 +1,10 @@
-"""Greedy non-maximum suppression of a whole batch, class by class, wherever it runs.
+"""Greedy non-maximum suppression of a whole batch, class by class, on any device.
 
 On a CPU it is torchvision's loop. Exported files hold that as one operator, `nms_keep`, which ONNX has too
-(`toolkit.use.export.operators`). On a device, where the loop waits in each image, it is a fixed point: a box is kept if
-no better one that is kept overlaps it too much. After n rounds the answer is right for the n best boxes at least, so
-that the rounds end at the greedy answer; as many are needed as the longest chain of boxes that suppress each other.
-Only the device knows whether they were enough, and `settled` asks it along with what is copied from there anyway.
+(`toolkit.use.export.operators`). On a GPU, where the loop would wait for each image, it is computed as a fixed point:
+a box is kept if no better kept box overlaps it too much. After n rounds the result is correct for at least the n best
+boxes, so the rounds converge to the greedy result; they number the longest chain of boxes that suppress each other.
+Only the device knows whether they were enough, and `settled` reads that along with what is copied from there anyway.
 """
 
 from collections.abc import Callable, Sequence

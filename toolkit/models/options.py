@@ -1,4 +1,4 @@
-"""The settings of a detector: one dataclass per architecture, beside the detector, with the published values."""
+"""The base of detector settings: one dataclass per architecture, beside the detector, with the published values."""
 
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
@@ -16,18 +16,19 @@ class DetectorOptions:
     inference_only: ClassVar[tuple[str, ...]] = ()
 
     architecture: str = ""
-    """Name of a detector of this toolkit, or `module:Class` of your own, a file beside the script."""
+    """Detector: a name of this toolkit, or `module:Class` of your own, in a file beside the script or on PYTHONPATH."""
     pretrained: str | None = None
-    """Trained weights to start from: hub name, transformers folder, `final/`, run folder or checkpoint. Settings of the
-    model that are not given are then the source's; rows of classes of the same name are kept. A resumed run has its
-    own."""
+    """Pretrained weights to start from: hub name, transformers folder, `final/` folder, run folder, checkpoint, or a
+    publisher's file. Model settings that are not given are taken from it, and rows of classes are matched by name. A
+    resumed run keeps its own weights."""
     pretrained_backbone: bool | str = False
-    """timm's weights for the backbone (downloaded once), or a file of them; not used with `pretrained`."""
+    """Start from timm's pretrained backbone weights (downloaded once), or from a file of them; not used with
+    `model.pretrained`."""
     fresh_prefixes: list[str] = field(default_factory=list)
-    """Modules or parameters that begin as without `pretrained`, by name or prefix of it: heads of boxes, where objects
-    are much smaller or larger than the source has seen."""
+    """Modules or parameters, by prefix of their names, to initialise from scratch in spite of `model.pretrained`: box
+    heads, for example, when objects are much smaller or larger than in the source's data."""
     freeze_prefixes: list[str] = field(default_factory=list)
-    """Modules or parameters that are not trained, by name or prefix of it; frozen modules stay in evaluation mode."""
+    """Modules or parameters, by prefix of their names, to freeze; frozen modules stay in evaluation mode."""
 
     def __new__(cls, *args, **given):
         self = super().__new__(cls)

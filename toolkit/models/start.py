@@ -1,4 +1,4 @@
-"""The detector that a run begins with: as the settings say, on trained weights where they name some, partly frozen."""
+"""The detector that a run starts with: built from the settings, with pretrained weights if any, partly frozen."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

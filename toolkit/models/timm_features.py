@@ -1,4 +1,4 @@
-"""Feature maps of timm backbones at chosen strides, with the kind of norm that the training calls for."""
+"""Feature maps of timm backbones at chosen strides, with the chosen normalisation layers."""
 
 from collections.abc import Sequence
 

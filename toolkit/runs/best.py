@@ -1,4 +1,4 @@
-"""The best evaluation so far, and when there has been none for too long."""
+"""The best evaluation so far, and early stopping."""
 
 import math
 from collections.abc import Iterable, Mapping

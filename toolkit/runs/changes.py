@@ -1,4 +1,4 @@
-"""What a resumed run makes of settings that are not those it had before: each is used, ignored or refused, in words."""
+"""Changed settings on resume: each is used, ignored or refused, and reported."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, checked by hash before they are used, never unpickled.
+"""Checkpoints: written atomically, verified by hash before use, never unpickled.
 
     <run>/checkpoints/step_000123/  model.safetensors  ema.safetensors ...  one file per state dict of tensors
                                     optimizer.pt, extra.pt (a script's own)  torch.save, read with weights_only=True

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written, and the state of a run: all of it, of the right kinds, and finite."""
+"""Validates the content of a checkpoint: unmodified, complete, of the right types, and finite."""
 
 import hashlib
 from collections.abc import Collection, Mapping

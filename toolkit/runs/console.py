@@ -1,4 +1,4 @@
-"""What people see while a run goes on: one line a logged step, and a progress bar on a terminal."""
+"""Console output of a run: one line per logged step, and a progress bar on a terminal."""
 
 import math
 import re

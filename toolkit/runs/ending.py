@@ -1,7 +1,7 @@
 """Why a training ended.
 
-What ends a training is named by its setting, such as "run.max_minutes": `Training.ended_by` knows it, `status.json`
-keeps it, and the report reads it there.
+The cause is the name of a setting, such as "run.max_minutes": `Training.ended_by` determines it, `status.json` stores
+it, and the report reads it from there.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What goes wrong around a training: what it can do without costs a line, what the system refuses is a sentence."""
+"""Failures around a training: optional parts cost one line when they fail, errors of the system become sentences."""
 
 import errno
 import os

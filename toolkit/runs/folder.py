@@ -1,4 +1,4 @@
-"""The run folder: made, described (`environment.json`), kept informed (`status.json`); every JSON written atomically.
+"""The run folder: created, described (`environment.json`) and kept up to date (`status.json`), with atomic writes.
 
     runs/<name>/  config.yaml  environment.json  status.json  metrics.jsonl  checkpoints/  nan/  report/  final/
 """

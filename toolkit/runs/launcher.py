@@ -1,6 +1,6 @@
-"""What `accelerate launch` was told: which of it decides something here, and which of it is refused.
+"""The settings of `accelerate launch`: which of them are used here, and which are refused.
 
-Of most of its flags no variable of the environment tells, so its own command line and settings file are read.
+Most of its flags leave no environment variable, so its command line and settings file are read.
 """
 
 import os

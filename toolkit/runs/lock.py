@@ -1,4 +1,5 @@
-"""One run in one folder: a lock that lives as long as the main process, freed by the kernel when that dies."""
+"""One run in one folder: a lock held as long as the main process runs; the kernel releases it when that process
+dies."""
 
 import json
 import os

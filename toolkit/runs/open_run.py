@@ -1,4 +1,4 @@
-"""A finished or unfinished run, taken up again from its folder alone: for evaluation, prediction, export and replay."""
+"""Opens a finished or unfinished run from its folder alone, for evaluation, prediction, export and replay."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The processes of a run: how Accelerate sets them up, their threads, and their first lines."""
+"""The processes of a run: their setup by Accelerate, their threads, and their first lines of output."""
 
 import os
 import warnings

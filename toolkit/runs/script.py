@@ -1,4 +1,4 @@
-"""The script that a run was started with: which file, whether it is as it was, and the script itself."""
+"""The script that a run was started with: its file, whether it has changed, and its import."""
 
 import hashlib
 import importlib.util

@@ -1,7 +1,6 @@
 """Settings shared by all scripts, one dataclass per topic; those of a detector stand beside it, in its `options.py`.
 
-Every default stands in one of these dataclasses or in the `Config` of a script, nowhere else; a YAML file states only
-what differs.
+Every default is in one of these dataclasses or in the `Config` of a script; a YAML file states only what differs.
 """
 
 from dataclasses import dataclass, field
@@ -17,303 +16,312 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 @dataclass
 class RunConfig:
-    """The run: where it writes, how long it goes, when it logs, evaluates, saves and stops."""
+    """The run: output, length, logging, evaluation, checkpoints, resuming, trackers, precision."""
 
     output_dir: str = "runs"
-    """Folder that holds the run folders."""
+    """Folder in which run folders are created."""
     name: str = "run"
-    """Name of the folder of this run."""
+    """Name of the run and of its folder inside `run.output_dir`."""
     seed: NonNegativeInt = 0
-    """Seed of the initial weights, the order of the data, the augmentation and dropout."""
+    """Random seed for weight initialisation, data order, augmentation and dropout."""
     epochs: PositiveInt = 10
-    """Passes over the training data."""
+    """Number of passes over the training data."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps after which training ends, if that is sooner than `run.epochs`."""
+    """Maximum number of optimizer steps; training ends after them even if `run.epochs` would go on longer."""
     max_minutes: PositiveFloat | None = None
-    """Minutes of training, without evaluation and saving. They are turned into a number of steps by the measured speed
-    of the first steps. This is corrected as the speed changes, until half of the minutes are over. Minutes trained
-    before a resume count."""
+    """Maximum training time in minutes, excluding evaluation and saving and including the time before a resume. It is
+    converted into a number of steps from the measured speed, and corrected as the speed changes until half of the time
+    is over."""
     log_every: PositiveInt = 10
-    """Optimizer steps between two rows of metrics.jsonl."""
+    """Number of optimizer steps between two rows of metrics.jsonl."""
     meters: Literal["epoch_median", "run_median", "epoch_mean", "run_mean", "momentum"] = "epoch_median"
-    """How console lines smooth a loss: the median of the last 20 steps with the mean of the epoch or of the run, that
-    mean alone, or a mean in which each step counts less than the next one (momentum 1 - 1 / steps of an epoch)."""
+    """Smoothing of losses on the console: epoch_median or run_median (median of the last 20 steps, with the mean of the
+    epoch or of the run), epoch_mean or run_mean (that mean alone), or momentum (exponential moving average with
+    momentum 1 - 1 / steps of an epoch)."""
     eval_every: int | str = "1 epoch"
-    """Optimizer steps between two evaluations, or a number of epochs such as "2 epochs"; 0 evaluates only at the
-    end."""
+    """Evaluation interval: optimizer steps, or a number of epochs such as "2 epochs"; 0 evaluates only at the end."""
     save_every: int | str = "1 epoch"
-    """Optimizer steps between two checkpoints, or a number of epochs such as "2 epochs"; 0 saves only at the end."""
+    """Checkpoint interval: optimizer steps, or a number of epochs such as "2 epochs"; 0 saves only at the end."""
     keep: PositiveInt = 2
-    """Number of newest checkpoints that are kept, beside `best`."""
+    """Number of newest checkpoints to keep, in addition to `best`."""
     keep_every: int | str = 0
-    """Checkpoints whose step is a multiple of this are kept for good: steps, or "100 epochs"; 0 keeps none for
-    good."""
+    """Keep every checkpoint whose step is a multiple of this interval for good: optimizer steps, or a number of epochs
+    such as "100 epochs"; 0 keeps none for good."""
     resume: str = "never"
-    """Where to go on from: never, latest (of this run folder, or a fresh start), or the path of a checkpoint or
-    run."""
+    """What to resume from: never; latest (the newest checkpoint of this run folder; a fresh start if there is none); or
+    the path of a checkpoint or run."""
     resume_schedule: Literal["saved", "new"] = "saved"
-    """On resume, whether the learning rates and the length of the run are those of the checkpoint or of this
-    command."""
+    """Learning rate schedule and training length after a resume: those of the checkpoint (saved) or those of this
+    command (new)."""
     tracker: list[str] | str = "none"
-    """Programs that rows and pictures are also sent to: none, wandb, tensorboard, another that Accelerate knows, or a
-    list of them."""
+    """Experiment trackers that also receive rows and pictures: none, wandb, tensorboard, another one that Accelerate
+    supports, or a list of them."""
     track_unscaled: bool = False
-    """Also send the losses before their weights, `..._unscaled`, to the trackers; metrics.jsonl has them always."""
+    """Also send the unweighted losses (`..._unscaled`) to the trackers; metrics.jsonl always has them."""
     project: str = "detection-toolkit"
-    """Name of the project that the run has in its trackers."""
+    """Project name in the trackers."""
     group: str | None = None
-    """Name that the runs of one sweep or ablation share in W&B."""
+    """Group name in W&B, shared by the runs of one sweep or ablation."""
     job_type: str | None = None
-    """Kind of run in W&B; without a value it is train, or eval with `run.eval_only`."""
+    """Job type in W&B; null: train, or eval with `run.eval_only`."""
     tags: list[str] = field(default_factory=list)
-    """Words by which the run is found in W&B."""
+    """Tags of the run in W&B."""
     notes: str = ""
-    """Why the run was made, in W&B."""
+    """Notes on the run in W&B, such as why it was made."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What the guard does when a loss, gradient or buffer is NaN or infinite. It acts before the weights are
-    updated."""
+    """What to do when a loss, gradient or buffer is NaN or infinite, always before the weights are updated: stop the
+    run, skip the step, or roll back to the last checkpoint."""
     max_skips: NonNegativeInt = 10
-    """Optimizer steps that the guard may skip in a row before it stops the run."""
+    """Number of consecutive optimizer steps that may be skipped before the run stops (`run.on_nonfinite skip`)."""
     max_rollbacks: NonNegativeInt = 3
-    """Rollbacks to a checkpoint that the guard may make before it stops the run."""
+    """Number of rollbacks that may be made before the run stops (`run.on_nonfinite rollback`)."""
     rollback_lr_factor: PositiveFloat = 1.0
-    """Factor on every learning rate after each rollback."""
+    """Factor applied to all learning rates after each rollback."""
     precision: Literal["no", "fp16", "bf16", "auto"] | None = None
-    """Precision of the forward pass under autocast. Without a value it is what `accelerate launch` was told, then that
-    of the run that is resumed, then float32. auto is the same, but in place of float32 it chooses: on a GPU that has
-    them, bf16 with `run.tf32`; on a CPU with instructions for bfloat16, bf16 if the first batch is then trained on
-    faster. What is used stands in config.yaml. Losses are always computed in float32."""
+    """Autocast precision of the forward pass; losses are always computed in float32. null: the precision given to
+    `accelerate launch`, else that of the resumed run, else float32. auto: the same, but instead of float32 it chooses
+    bf16 where that is faster (on a GPU with `run.tf32`; on a CPU after timing the first batch). config.yaml records the
+    one in use."""
     tf32: bool | None = None
-    """Round the inputs of float32 products on a GPU to TensorFloat-32, which is several times as fast; without a value
-    PyTorch's choice, which is to round those of convolutions only."""
+    """Use TensorFloat-32 for float32 matrix products on a GPU, which is several times faster and less precise; null:
+    PyTorch's default, which is TF32 in convolutions only."""
     deterministic: bool = False
-    """Use deterministic algorithms, and name each operation that has none in one warning."""
+    """Use deterministic algorithms; operations that have none are named in one warning."""
     threads: PositiveInt | None = None
-    """CPU threads of one process. Without a value OMP_NUM_THREADS decides; where `accelerate launch`, not you, has set
-    it to 1, all cores are shared among the processes."""
+    """CPU threads of each process. null: OMP_NUM_THREADS; if `accelerate launch` set that to 1 by itself, the cores are
+    divided among the processes instead."""
     hang_minutes: PositiveFloat = 30.0
-    """Minutes that one process waits for another one, once training has begun, before the run ends. It must be more
-    than an evaluation takes, and than the report at the end."""
+    """Timeout in minutes after which a process that waits for another one ends the run, once training has begun. It
+    must be longer than an evaluation and than the report at the end."""
     probe_memory: bool = False
-    """Run the largest batch and one evaluation batch before the first step, so that memory runs out then or never."""
+    """Run the largest training batch and an evaluation batch before the first step, so that running out of memory
+    happens at the start or not at all."""
     eval_only: bool = False
-    """Evaluate the weights of `run.resume` and stop."""
+    """Evaluate the weights given by `run.resume`, without training."""
     export: bool = False
-    """At the end, write the detector as ONNX and torch.export beside `final/`, and check both on validation images."""
+    """Export the detector to ONNX and torch.export at the end, beside `final/`, and check both files on validation
+    images."""
 
 
 @dataclass
 class DataConfig:
-    """The data, and how images become batches."""
+    """Data, augmentation and batches."""
 
     path: str | None = None
-    """Folder of a data set as an annotation tool leaves it (Pascal VOC, YOLO, COCO, CSV, `datasets`); `data.train` and
+    """Folder of a data set in Pascal VOC, YOLO, COCO, CSV or `datasets` format, which is recognised; `data.train` and
     `data.val` are then names of its splits."""
     train: str = "train"
     """Training data: an annotation file, a folder, or the name of a split."""
     val: str | float = "val"
-    """Validation data: an annotation file, a folder, the name of a split, or a share of the training data (0.2 or 20%)
-    that is held out of it by the content of its images."""
+    """Validation data: an annotation file, a folder, the name of a split, or a fraction of the training data to hold
+    out (0.2 or 20%), chosen by image content."""
     image_dir: str | list[str] | None = None
-    """Where the images are: a folder, a .zip or .tar (or a folder in it), a URL that fsspec knows (s3://bucket/folder),
-    or a list of these; without a value a folder is looked for beside the annotation file."""
+    """Location of the images: a folder, a .zip or .tar archive (or a folder in one), an fsspec URL such as
+    s3://bucket/folder, or a list of these; null: a folder is looked for beside the annotation file."""
     format: Literal[
         "auto", "shapes", "coco", "hub", "visual_genome", "psg", "vrd", "gqa", "open_images", "voc", "yolo", "csv"
     ] = "auto"
-    """How to read the training and validation data; auto recognises it, shapes is the bundled data set. With
-    `data.path`, shapes means auto."""
+    """Format of the training and validation data; auto recognises it, shapes is the bundled data set. With `data.path`,
+    shapes means auto."""
     name: str | None = None
     """Hub name or local folder of a `datasets` data set, folder of the Visual Genome files, or path of psg.json;
     `data.train` and `data.val` are then names of its splits."""
     streaming: bool = False
-    """Leave the images of a `datasets` data set in its Parquet files and read them row group by row group, each process
-    its own; without it they are copied into the cache first."""
+    """Read the images of a `datasets` data set directly from its Parquet files, one row group at a time and different
+    ones in each process, instead of copying them into the cache first."""
     workers: NonNegativeInt = 2
-    """Processes that load images, for each device."""
+    """Number of data loading processes per device."""
     batch_size_per_device: PositiveInt = 16
-    """Images of one micro-batch on one device."""
+    """Number of images in a micro-batch on each device."""
     image_size: PositiveInt = 128
-    """Side in pixels of the square that images are resized to, unless `data.scales` is given."""
+    """Side in pixels of the square that images are resized to; not used with `data.scales`."""
     scales: list[int] = field(default_factory=list)
-    """Lengths in pixels of the shorter side of an image: one is drawn for each training image, the last one is used in
-    evaluation. Without any, images become squares of `data.image_size`."""
+    """Lengths of the shorter image side in pixels: training draws one for each image, evaluation uses the last one.
+    Empty: images become squares of `data.image_size`."""
     max_size: PositiveInt = 1333
-    """Longest side of an image in pixels, with `data.scales`."""
+    """Maximum length of the longer image side in pixels, with `data.scales`."""
     random_crop: bool = False
-    """With `data.scales`, cut a random region out of half of the training images before the last resize, as DETR
-    does."""
+    """With `data.scales`, crop half of the training images at random before the last resize, as in DETR."""
     recipe: Literal["detr", "ssd", "yolov3"] = "detr"
-    """Whose augmentation it is: the order of the steps, and what photometric, zoom_out and iou_crop mean exactly."""
+    """Augmentation recipe: order of the transforms, and exact definition of photometric, zoom_out and iou_crop, of
+    DETR, SSD or YOLOv3."""
     flip: bool = True
-    """Mirror half of the training images left to right. Relations are mirrored too: "left of" becomes "right of"; an
-    image with one that has no name there stays as it is."""
+    """Flip training images horizontally with probability 0.5. Relations are mirrored too ("left of" becomes "right
+    of"); an image with a relation that has no mirrored name is not flipped."""
     mirrored_predicates: dict[str, str] = field(default_factory=dict)
-    """Predicates that change places in a mirrored image although their names do not say left and right, such as
+    """Pairs of predicates that swap when an image is flipped although their names do not say left and right, such as
     {west of: east of}."""
     photometric: bool = False
-    """Vary brightness, contrast, saturation and hue of training images."""
+    """Jitter brightness, contrast, saturation and hue of training images."""
     zoom_out: float = 1.0
-    """Put half of the training images on a canvas of up to this many times their sides; 1 puts none."""
+    """Place half of the training images on a canvas of up to this multiple of their sides; 1 disables it."""
     iou_crop: bool = False
-    """Cut a region that overlaps the boxes by a drawn IoU out of training images, as SSD does."""
+    """Crop training images to a random region with a randomly drawn minimum IoU with the boxes, as in SSD."""
     multi_scale: list[int] = field(default_factory=list)
-    """Sides in pixels of training images, one drawn for a whole batch; without any, all have `data.image_size`."""
+    """Multi-scale training: image sides in pixels, one drawn for each batch. Empty: every batch has
+    `data.image_size`."""
     multi_scale_every: PositiveInt = 1
-    """Micro-batches between two draws of a side from `data.multi_scale`."""
+    """Number of micro-batches between two draws from `data.multi_scale`."""
     multi_scale_pixels: bool = False
-    """With `data.multi_scale`, change the number of images of a batch so that its number of pixels stays the same."""
+    """With `data.multi_scale`, adapt the number of images in a batch to keep its number of pixels constant."""
     mixup: bool = False
-    """Mix each training image with another one; the boxes of each weigh as much as their image."""
+    """Blend each training image with another one (mixup); the loss of each box is weighted by the share of its
+    image."""
     mosaic: ClosedUnitInterval = 0.0
-    """Probability that a training image is put together of four."""
+    """Probability that a training image is a mosaic of four images."""
     batch_mixup: ClosedUnitInterval = 0.0
-    """Probability that each image of a batch is mixed with the one before it in the batch, as DEIM does."""
+    """Probability that each image of a batch is blended with the previous one of the batch, as in DEIM."""
     copy_blend: ClosedUnitInterval = 0.0
-    """Probability that up to three objects of a batch that is not mixed are blended into each of its images."""
+    """Probability that up to three objects of a batch are blended into each of its images, as in DEIMv2; applies to
+    batches without mixup."""
     augment: str | list[Any] | None = None
-    """Transforms of torchvision.transforms.v2 by name with their arguments, as a list or a YAML file with one. Training
-    images pass them first, then what the other settings say."""
+    """Augmentation policy of your own: torchvision.transforms.v2 transforms by name with their arguments, as a list or
+    a YAML file. Applied to training images before the other augmentations."""
     repeat_factor: ClosedUnitInterval = 0.0
-    """Share of the images from which a class is rare: images with rarer classes are shown more often in an epoch (Gupta
-    et al. 2019); 0 shows every image once."""
+    """Repeat-factor sampling threshold (LVIS, Gupta et al. 2019): images with classes that occur in a smaller fraction
+    of images are oversampled; 0 disables it."""
     predicate_repeat_factor: ClosedUnitInterval = 0.0
-    """Share of the images from which a predicate is rare: images with rarer relations are shown more often in an epoch
-    (as Li et al. 2021 resample them); 0 shows every image once."""
+    """Repeat-factor sampling threshold for relations (as in Li et al. 2021): images with predicates that occur in a
+    smaller fraction of images are oversampled; 0 disables it."""
     plain_epochs: float = 20
-    """Number of last epochs without what `data.plain_without` names; a value below 1 is a share of the epochs of the
-    run."""
+    """Number of final epochs without the augmentations in `data.plain_without`; a value below 1 is a fraction of the
+    training."""
     plain_without: list[
         Literal[
             "mixup", "mosaic", "batch_mixup", "copy_blend", "photometric", "zoom_out", "iou_crop", "augment",
             "multi_scale",
         ]
     ] = field(default_factory=lambda: ["mixup", "mosaic", "batch_mixup", "copy_blend"])
-    """What the last `data.plain_epochs` are without: mixup, mosaic, batch_mixup, copy_blend, photometric, zoom_out,
-    iou_crop, augment, multi_scale."""
+    """Augmentations that are switched off in the last `data.plain_epochs`: any of mixup, mosaic, batch_mixup,
+    copy_blend, photometric, zoom_out, iou_crop, augment, multi_scale."""
     group_by_aspect_ratio: bool = False
-    """Make batches of either wide or tall images."""
+    """Make batches of either landscape or portrait images, which reduces padding."""
     cache_images: bool = False
-    """Keep decoded images in memory; for small data sets."""
+    """Cache decoded images in memory; for small data sets."""
     keep_images_without_relations: bool = False
-    """Of Visual Genome, train on the images that have boxes and no relation too, as detectors can; the images of
-    validation and test are the same."""
+    """Visual Genome: also train on images that have boxes but no relations, as is useful for detectors; validation and
+    test images do not change."""
     on_error: Literal["raise", "drop"] = "raise"
-    """Stop at faulty records and name all of them, or leave them out and list them in the run folder."""
+    """What to do with faulty records in the data: raise stops the run and lists all of them, drop leaves them out and
+    lists them in the run folder."""
     max_image_pixels: PositiveInt = MAX_IMAGE_PIXELS
-    """Pixels (width times height) that an image may have; a larger one is a faulty record, and is never decoded."""
+    """Maximum number of pixels (width times height) of an image; a larger image is a faulty record and is never
+    decoded."""
     max_train_images: PositiveInt | None = None
-    """Use only this many images, the first ones, of the training data."""
+    """Use only the first N training images; null: all."""
     overfit_batches: PositiveInt | None = None
-    """Train on this many batches only, without augmentation, and evaluate on them. A sound model learns them by
+    """Sanity check: train and evaluate on this many batches, without augmentation. A sound model learns them by
     heart."""
 
 
 @dataclass
 class OptimConfig:
-    """The optimizer step."""
+    """Optimizer, accumulation, clipping and averaged weights."""
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """Update rule of the weights."""
+    """Optimizer."""
     lr: NonNegativeFloat = 1e-4
-    """Learning rate of everything but the backbone."""
+    """Learning rate of all parameters except the backbone's."""
     backbone_lr: NonNegativeFloat | None = None
-    """Learning rate of the backbone; without a value it is `optim.lr`."""
+    """Learning rate of the backbone; null: `optim.lr`."""
     scale_lr_by_images: bool = False
-    """Multiply all learning rates by the number of images of an optimizer step over all processes."""
+    """Multiply all learning rates by the number of images in an optimizer step, over all processes."""
     lr_multipliers: dict[str, float] = field(default_factory=dict)
-    """Factors on the learning rate, by prefix of the names of the parameters."""
+    """Learning rate factors by prefix of parameter names, such as {head: 10}."""
     layer_decay: PositiveFloat = 1.0
-    """Factor on the learning rate from each layer of the timm backbone to the layer before it."""
+    """Layer-wise learning rate decay of a timm backbone: factor from each layer to the one before it; 1 disables it."""
     bias_lr_factor: PositiveFloat = 1.0
-    """Factor on the learning rate of biases."""
+    """Learning rate factor of biases."""
     weight_decay: NonNegativeFloat = 1e-4
-    """Weight decay of all parameters that no other setting names."""
+    """Weight decay of all parameters without a more specific setting."""
     bias_weight_decay: NonNegativeFloat | None = None
-    """Weight decay of biases; without a value it is `optim.weight_decay`."""
+    """Weight decay of biases; null: `optim.weight_decay`."""
     no_weight_decay_on_norm_and_bias: bool = False
-    """Leave norm layers and biases without weight decay."""
+    """Exclude normalisation layers and biases from weight decay."""
     momentum: NonNegativeFloat = 0.9
     """Momentum of SGD."""
     nesterov: bool = False
-    """Use Nesterov's form of the momentum of SGD."""
+    """Use Nesterov momentum in SGD."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Decays of the two moving averages of Adam and AdamW, of gradients and of their squares."""
+    """Adam and AdamW: decay rates of the moving averages of gradients and of squared gradients."""
     max_norm: NonNegativeFloat = 0.1
-    """Norm that the gradients of all parameters together are clipped to; 0 clips nothing."""
+    """Gradient clipping: maximum norm of the gradients of all parameters together; 0 disables it."""
     accumulation_steps: PositiveInt = 1
-    """Micro-batches of one optimizer step."""
+    """Gradient accumulation: number of micro-batches in an optimizer step."""
     accumulate_after_epoch: NonNegativeInt = 0
-    """First epoch, counted from 0, in which steps have `optim.accumulation_steps` micro-batches; before it they have
-    one."""
+    """First epoch, counted from 0, that accumulates `optim.accumulation_steps` micro-batches; earlier epochs do not
+    accumulate."""
     ema_decay: ClosedUnitInterval = 0.0
-    """Decay of the moving average of the weights; 0 makes no average."""
+    """Decay of the exponential moving average (EMA) of the weights; 0 disables it."""
     ema_warmup: bool = True
-    """Let the moving average forget the initial weights sooner: its decay begins at 0.1 and rises to
-    `optim.ema_decay`."""
+    """Warm up the EMA: its decay starts at 0.1 and rises to `optim.ema_decay`, so that the initial weights are
+    forgotten sooner."""
     bn_momentum_final: float | None = None
-    """Momentum of batch norms at the end of training, reached on a cosine from 0.1 after the warm-up; without a value
-    it stays as it is."""
+    """BatchNorm momentum at the end of training, reached from 0.1 on a cosine schedule after the warm-up; null:
+    unchanged."""
     gradient_table_every: NonNegativeInt = 0
-    """Optimizer steps between two tables of the largest gradients on the console; 0 shows none."""
+    """Interval, in optimizer steps, at which a table of the largest gradients is printed; 0 disables it."""
     compile: bool | str | None = None
-    """Compile the model's repeated blocks with torch.compile, which needs a C++ compiler and a minute or two at the
-    start, less when they are in its cache on disk; a name chooses its backend. Without a value it is `--dynamo_backend`
-    of `accelerate launch`, then that of the run that is resumed, then not."""
+    """Compile the repeated blocks of the model with torch.compile: true, or the name of a backend. It needs a C++
+    compiler and a minute or two at the start, less with its cache. null: `--dynamo_backend` of `accelerate launch`,
+    else that of the resumed run, else off."""
 
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate as a function of the optimizer step, or of the validation."""
+    """The learning rate schedule."""
 
     name: Literal[
         "constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic", "plateau"
     ] = "constant"
-    """Shape of the learning rate after the warm-up; plateau lets it fall when `eval.metric_for_best` stops
-    improving."""
+    """Shape of the learning rate after the warm-up; plateau reduces it when `eval.metric_for_best` stops improving."""
     warmup_steps: int | str = 0
-    """Optimizer steps, or "N epochs", over which the learning rate rises linearly."""
+    """Length of the learning rate warm-up: optimizer steps, or a number of epochs such as "2 epochs"; 0 disables it."""
     warmup_factor: NonNegativeFloat = 0.001
-    """Factor on the learning rate at the first step of the warm-up."""
+    """Learning rate factor at the first step of the warm-up."""
     warmup_method: Literal["linear", "constant"] = "linear"
-    """Whether the learning rate rises during the warm-up (linear) or keeps the factor of the first step (constant)."""
+    """Shape of the warm-up: linear increase, or constant at `schedule.warmup_factor`."""
     per: Literal["step", "epoch"] = "step"
-    """Whether the learning rate changes at every optimizer step after the warm-up, or only when an epoch begins."""
+    """Update the learning rate at every optimizer step, or only at the start of an epoch; the warm-up is always by
+    step."""
     milestones: list[int | str] = field(default_factory=list)
-    """With multistep and cyclic: steps, or "N epochs", after which the learning rate is multiplied by
+    """multistep, cyclic: optimizer steps, or epochs such as "30 epochs", after which the learning rate is multiplied by
     `schedule.gamma`."""
     step_size: int | str = "200 epochs"
-    """With step: steps, or "N epochs", from one decay to the next. With cyclic: length of a stair."""
+    """step: interval between two decays; cyclic: length of one stair; in optimizer steps, or epochs such as "200
+    epochs"."""
     gamma: PositiveFloat = 0.1
-    """Factor of one decay of step, multistep, cyclic and plateau."""
+    """step, multistep, cyclic, plateau: factor by which the learning rate decays."""
     power: PositiveFloat = 0.9
-    """Exponent of poly."""
+    """poly: exponent of the polynomial decay."""
     final_factor: NonNegativeFloat = 0.0
-    """Factor on the learning rate that cosine, poly, linear, exponential and cyclic end at."""
+    """cosine, poly, linear, exponential, cyclic: learning rate factor at the end of training."""
     stairs: PositiveInt = 5
-    """With cyclic: stairs of one cycle; the lowest learning rate is the highest divided by this number."""
+    """cyclic: number of stairs in a cycle; the lowest learning rate is the highest divided by this number."""
     cycles: PositiveInt = 10
-    """With cyclic: number of cycles before the last decay to `schedule.final_factor`."""
+    """cyclic: number of cycles before the last decay to `schedule.final_factor`."""
     last_cycle: Literal["linear", "cosine"] = "linear"
-    """With cyclic: shape of the last decay."""
+    """cyclic: shape of the last decay."""
     plateau_patience: PositiveInt = 2
-    """With plateau: evaluations in a row without improvement before the learning rate falls."""
+    """plateau: consecutive evaluations without improvement before the learning rate decays."""
     plateau_threshold: NonNegativeFloat = 1e-3
-    """With plateau: what an evaluation must exceed the best one by to be an improvement."""
+    """plateau: minimum improvement over the best evaluation that counts."""
     plateau_cooldown: NonNegativeInt = 0
-    """With plateau: evaluations after a fall that cannot count against it."""
+    """plateau: evaluations after a decay during which a lack of improvement is not counted."""
     max_decays: PositiveInt = 3
-    """With plateau: training ends when the learning rate has fallen this many times."""
+    """plateau: training ends after this many decays of the learning rate."""
 
 
 @dataclass
 class LossConfig:
-    """The weights of the losses, and what they are divided by."""
+    """The weights and the normalisation of the losses."""
 
     weights: dict[str, float | str | list] = field(default_factory=dict)
-    """Weights of losses by name: a number, "learned", or [[step, value], ...]. Losses that are not named keep the
-    weight of the detector."""
+    """Loss weights by name: a number, "learned", or a piecewise linear schedule [[step, value], ...]. Other losses keep
+    the default weight of the detector."""
     denominators: Literal["global", "original"] = "global"
-    """Divide losses by sums over the accumulation window and all processes, or by the rule of the original program."""
+    """Loss normalisation: over the accumulation window and all processes (global), or by the rule of the original
+    program (original)."""
 
 
 @dataclass
@@ -321,23 +329,25 @@ class EvalConfig:
     """Evaluation."""
 
     backend: Literal["toolkit", "pycocotools"] = "toolkit"
-    """Program that computes the COCO numbers: this toolkit, or pycocotools, the slower reference; both give the same
-    ones."""
+    """Implementation of the COCO metrics: this toolkit, or pycocotools, the slower reference; both give the same
+    values."""
     metric_for_best: str = "bbox_AP"
-    """Metric that `best` and early stopping go by; ema/bbox_AP is that of the averaged weights."""
+    """Metric that selects the best checkpoint and controls early stopping; ema/bbox_AP is that of the averaged
+    weights."""
     early_stopping_patience: PositiveInt | None = None
-    """Evaluations without a better metric after which training stops; without a value it goes on to its end."""
+    """Early stopping: number of evaluations without improvement of `eval.metric_for_best` after which training ends;
+    null disables it."""
     batch_size_per_device: PositiveInt = 32
-    """Images of one evaluation batch on one device."""
+    """Number of images in an evaluation batch on each device."""
     score_threshold: ClosedUnitInterval = 0.0
-    """Score that a detection must have to be evaluated."""
+    """Minimum score of the detections that are evaluated."""
     pictures: NonNegativeInt = 8
     """Number of validation images that are drawn at each evaluation."""
     test_split: str | None = None
-    """Split or file that the best weights are evaluated on once, when training has ended, as `test/...`; nothing is
-    decided by it. Without a value there is none."""
+    """Test split or file on which the best weights are evaluated once, after training (`test/...`); it influences no
+    decision. null: none."""
     before_training: bool = False
-    """Evaluate before the first step too."""
+    """Also evaluate before the first training step."""
 
 
 @dataclass
@@ -345,21 +355,21 @@ class SceneGraphEvalConfig(EvalConfig):
     """Evaluation."""
 
     metric_for_best: str = "R@100"
-    """Metric that `best`, early stopping and the plateau schedule go by."""
+    """Metric that selects the best checkpoint and controls early stopping and the plateau schedule."""
     protocol: Literal["original", "strict"] = "original"
-    """How recall is counted. original, as published, leaves out images in which no pair is predicted, and counts
-    predicates that the data do not have as 0 in mR; strict counts such images as 0 and leaves such predicates out."""
+    """How recall is averaged. original, as published: images without a predicted pair are left out, and predicates that
+    do not occur in the data count as 0 in mR. strict: such images count as 0, and such predicates are left out."""
     zero_shot: str | None = None
-    """File with the triplets for zR@K (CSV or zeroshot_triplet.pytorch); without a value, those that the training data
-    do not have."""
+    """File with the triplets of zero-shot recall zR@K (CSV or zeroshot_triplet.pytorch); null: the triplets that do not
+    occur in the training data."""
 
 
 @dataclass
 class HubConfig:
-    """The Hugging Face hub, to which a run can go when it has ended."""
+    """Upload of the finished model to the Hugging Face hub."""
 
     push: str | None = None
-    """Name, such as me/blood-cells, under which `final/` is uploaded after the report. It needs `hf auth login` or
-    HF_TOKEN, which is checked before anything else."""
+    """Hugging Face hub repository, such as me/blood-cells, that `final/` is uploaded to after the report. It needs `hf
+    auth login` or HF_TOKEN, which is checked before anything else."""
     private: bool = False
-    """Let nobody else see a model that the upload makes."""
+    """Make the hub repository private when it is created."""

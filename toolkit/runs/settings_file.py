@@ -1,6 +1,6 @@
 """The settings of a run as files: `config.yaml` of its first start, `config_2.yaml` of its second and so on.
 
-Beside them stands what the source of its weights says of the detector.
+The settings of a pretrained source are stored beside them.
 """
 
 import json

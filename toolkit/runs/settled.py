@@ -1,4 +1,4 @@
-"""Precision and compilation of a run: the settings, the launcher, the run so far or the hardware decides, in words."""
+"""Decides precision and compilation of a run, from the settings, the launcher, the resumed run or the hardware."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

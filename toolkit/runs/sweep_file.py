@@ -1,4 +1,4 @@
-"""Reading a sweep: what is tried, and what is wanted, in the format of W&B's sweeps (docs.wandb.ai/models/sweeps)."""
+"""Reads a sweep, its search space and its goal, in W&B's format (docs.wandb.ai/models/sweeps)."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Short trainings that answer a question about settings: the command that starts one, and its settings."""
+"""Short trial trainings that measure a setting: the command that starts one, and its settings."""
 
 import subprocess
 import sys

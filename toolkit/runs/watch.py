@@ -1,4 +1,4 @@
-"""A training script started as a process of its own, and followed by the rows that it writes."""
+"""Starts a training script as a separate process, and follows the rows that it writes."""
 
 import os
 import signal

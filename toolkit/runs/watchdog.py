@@ -1,11 +1,11 @@
 """Ends all processes of a run soon after one of them has failed, with the first cause on the main process.
 
-A process that waits in a collective is not told that another one is gone: NCCL waits for its timeout, and gloo as well
-where nobody happens to send. So every process keeps a connection to the main one. Closed without a good-bye it says
-that its process is gone, which the kernel tells at once, whatever the process was doing; no clock is involved that a
-long evaluation could run out of. Who fails says so first, and the main process passes it on. A process that hangs
-is known by the others' patience alone: their collective times out (`run.hang_minutes`), and all end. With gloo that is
-an error, which is passed on; NCCL's watchdog aborts the process, which the others see as one that was killed.
+A process that waits in a collective does not notice that another one is gone: NCCL waits for its timeout, and so does
+gloo where nothing is being sent. So every process keeps a connection to the main one. When a process dies, the kernel
+closes its connection at once, whatever it was doing; no timeout is involved that a long evaluation could exceed. A
+failing process reports the cause first, and the main process passes it on. A process that hangs is detected only by the
+timeout of the others' collective (`run.hang_minutes`), after which all end. With gloo that is an error, which is passed
+on; NCCL's watchdog aborts the process, which looks to the others like one that was killed.
 """
 
 import faulthandler

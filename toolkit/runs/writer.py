@@ -1,7 +1,7 @@
-"""Where the numbers of a run go: metrics.jsonl first and always, then every tracker that was asked for.
+"""Writes the metrics of a run: to metrics.jsonl first and always, then to every requested tracker.
 
-A tracker may fail, or have no network: one warning, and training goes on without it. What it missed it is sent from
-metrics.jsonl when the run is resumed.
+A tracker that fails, or has no network, costs one warning, and training goes on without it. The rows that it missed are
+sent from metrics.jsonl when the run is resumed.
 """
 
 import json

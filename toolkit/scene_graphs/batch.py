@@ -1,5 +1,5 @@
-"""What a relation head takes and gives. Class 0 is background and predicate 0 "no relation" everywhere in this package;
-tables and evaluation count both from 0 without them."""
+"""Inputs and outputs of a relation head. Class 0 is background and predicate 0 "no relation" everywhere in this
+package; tables and evaluation count both from 0 without them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

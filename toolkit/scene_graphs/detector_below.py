@@ -1,4 +1,4 @@
-"""Any detector with feature maps in the place of a Faster R-CNN below a relation head."""
+"""Adapts any detector with feature maps to the place of a Faster R-CNN below a relation head."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,8 +1,8 @@
 """The losses of EGTR's relation head (Im et al., CVPR 2024, section 3.3), as sums over what is known beforehand.
 
-Numbers as of naver-ai/egtr `model/egtr.py` (`SceneGraphGenerationLoss`) and its matcher. Queries take the objects that
-the matching of the last decoder layer gives them. A relation that is annotated is wanted with the product of the
-qualities of its two detections (adaptive smoothing): a poor detection is not to be told its relations for sure.
+Values are those of naver-ai/egtr `model/egtr.py` (`SceneGraphGenerationLoss`) and its matcher. Queries have the objects
+that the matching of the last decoder layer assigns to them. The target of an annotated relation is the product of the
+qualities of its two detections (adaptive smoothing), so that poor detections are not trained towards certain relations.
 """
 
 import math

@@ -1,9 +1,9 @@
 """The relation head of EGTR (Im et al., CVPR 2024): a graph from the self-attention of a DETR's decoder.
 
-Every decoder layer compares all queries with all keys to let objects see each other. Those queries and keys, and the
-last states, tell the predicates too: no box is pooled, no pair is sampled. Source: the paper's section 3 and
-naver-ai/egtr `model/egtr.py`. There every pair holds its layers' features side by side; here they are summed as two
-products of matrices, which gives the same numbers with 1 / (layers + 1) of the memory.
+The self-attention of every decoder layer compares all queries with all keys. Predicates are predicted from those
+queries and keys and from the last hidden states: no box is pooled, no pair is sampled. Source: the paper's section 3
+and naver-ai/egtr `model/egtr.py`. There every pair holds its layers' features side by side; here they are summed as
+two products of matrices, which gives the same numbers with 1 / (layers + 1) of the memory.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Scene graph metrics of predictions kept by image id, in place of `CocoEvaluator`."""
+"""Evaluator of scene graph metrics for predictions kept by image id, instead of `CocoEvaluator`."""
 
 import pickle
 from collections.abc import Mapping, Sequence

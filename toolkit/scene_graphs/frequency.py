@@ -1,5 +1,5 @@
-"""How often a predicate joins two classes: counts of the training split, the bias made of them, and the baseline
-that predicts from nothing else (Zellers et al., Neural Motifs, 2018)."""
+"""Frequency of predicates between two classes in the training split, the frequency bias, and the baseline that predicts
+from it alone (Zellers et al., Neural Motifs, 2018)."""
 
 from collections.abc import Callable, Iterable, Iterator
 

@@ -1,4 +1,4 @@
-"""Numbers made of boxes for relation heads. Widths are x2 - x1 + 1, as in the published models."""
+"""Box features for relation heads. Widths are x2 - x1 + 1, as in the published models."""
 
 import torch
 from torch import Tensor

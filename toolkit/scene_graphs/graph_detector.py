@@ -1,4 +1,4 @@
-"""What detectors of scene graphs have in common: their names, the counts of the training split, the detector below."""
+"""What scene graph detectors share: names, training statistics, and the detector they are built on."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Losses of relation heads, (B,) sums and (B,) denominators of the images, so that windows and ranks are exact."""
+"""Losses of relation heads as (B,) sums and (B,) denominators per image, so that accumulation and ranks are exact."""
 
 from collections.abc import Sequence
 

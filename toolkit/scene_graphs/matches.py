@@ -1,4 +1,4 @@
-"""Which predicted relation finds which annotated one: flat arrays over many images, no loop over boxes or pairs."""
+"""Matches predicted with annotated relations, as flat arrays over many images without loops over boxes or pairs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

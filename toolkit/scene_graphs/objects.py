@@ -1,4 +1,4 @@
-"""The objects and pairs that a relation head is asked about: annotated ones, or those that the detector finds."""
+"""The objects and pairs that a relation head classifies: annotated ones, or detections."""
 
 from collections.abc import Mapping, Sequence
 

@@ -16,80 +16,79 @@ class SceneGraphOptions(DetectorOptions):
     )  # fmt: skip
 
     architecture: str = "scene_graph"
-    """Name of a detector of this toolkit, or `module:Class` of your own; this one is a relation head on a
-    detector."""
+    """Detector: a name of this toolkit, or `module:Class` of your own; this one is a relation head on a detector."""
     mode: Literal["predcls", "sgcls", "sgdet"] = "predcls"
-    """What is given beside the image: boxes and their classes (predcls), boxes (sgcls), or nothing (sgdet)."""
+    """Task: predcls (boxes and classes are given), sgcls (boxes are given) or sgdet (only the image is given)."""
     head: Literal["frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react"] = (
         "motifs"
     )
-    """What tells the predicates of pairs of objects; frequency is the baseline that only counts."""
+    """Relation head, which predicts the predicates of object pairs; frequency is the counting baseline without
+    training."""
     head_options: dict[str, Any] = field(default_factory=dict)
-    """Settings of the head itself, such as {context: vctree, fusion: gate, effect: TDE} of causal."""
+    """Settings of the relation head, such as {context: vctree, fusion: gate, effect: TDE} of causal."""
     detector: str | None = None
-    """Run folder, checkpoint or `final/` of a trained detector of any script to start from, or a file of published
-    weights, such as `model_final.pth` of maskrcnn-benchmark and Scene-Graph-Benchmark; it stays as it is unless
-    `model.freeze` is none or norms. Without a value a Faster R-CNN starts from random weights."""
+    """Trained detector to build on: run folder, checkpoint or `final/` of any detector script, or a file of published
+    weights, such as `model_final.pth` of maskrcnn-benchmark and Scene-Graph-Benchmark. It is frozen unless
+    `model.freeze` is none or norms. null: a Faster R-CNN with random weights."""
     detector_options: dict[str, Any] | None = None
-    """Settings of the detector, as it has them by itself; without a value those of `model.detector`, or the published
-    ones. `architecture` among them is faster_rcnn, or that of another detector, such as yolov3 or rt_detr_v2."""
+    """Settings of the detector, by the names they have in its own script, `architecture` (default faster_rcnn) among
+    them; null: those of `model.detector`, or the published ones."""
     backbone: str | None = None
-    """timm model of the detector, in place of that in `model.detector_options`; without a value the one of these or
-    of `model.detector`."""
+    """timm backbone of the detector, overriding `model.detector_options` and `model.detector`; null: theirs."""
     freeze: Literal["detector", "norms", "detector_and_norms", "none"] | None = None
-    """What is not trained: the detector (detector), the batch norms of the detector and of all that is built on it
-    (norms), both (detector_and_norms), or nothing (none). A detector that is trained learns its feature maps only in
-    predcls. Without a value the detector stays as it is if `model.detector` is given."""
+    """Parts to freeze: detector, norms (batch norms of the detector and of all that is built on it),
+    detector_and_norms, or none. A trainable detector learns its feature maps only in predcls. null: detector if
+    `model.detector` is given."""
     map_channels: int = 256
-    """Width that 1 x 1 convolutions bring the feature maps of a detector to before boxes are pooled from them; a Faster
-    R-CNN has a width of its own."""
+    """Number of channels that 1 x 1 convolutions project the detector's feature maps to before boxes are pooled; a
+    Faster R-CNN has its own."""
     representation_size: int = 1024
-    """Width of the features of objects and pairs on a detector other than Faster R-CNN, which has its own."""
+    """Dimension of object and pair features on a detector other than Faster R-CNN, which has its own."""
     hidden_dim: int = 512
-    """Width of the head."""
+    """Hidden dimension of the relation head."""
     embed_dim: int = 200
-    """Width of the class vectors."""
+    """Dimension of the class embeddings."""
     word_vectors: str | None = None
-    """Text file of word vectors, such as glove.6B.200d.txt, that the class vectors start from; without a value they are
-    random."""
+    """Text file of word vectors, such as glove.6B.200d.txt, to initialise the class embeddings; null: random
+    initialisation."""
     union_levels: Literal["one", "all"] = "one"
-    """Levels of the pyramid that union boxes are pooled from: the one that suits the box, or all, joined by a 3 x 3
-    convolution, as Scene-Graph-Benchmark has it."""
+    """Pyramid levels that union boxes are pooled from: one (the level that fits the box size) or all (joined by a 3 x 3
+    convolution, as in Scene-Graph-Benchmark)."""
     separate_spatial: bool = False
-    """Keep where two boxes are apart from what is in their union: with the head causal, whose context it then
-    multiplies."""
+    """Keep the spatial features of a pair separate from the visual features of its union box; the head causal then
+    multiplies its context with them."""
     pairs_per_image: int = 1024
-    """Pairs of objects of an image that are sampled in training."""
+    """Number of object pairs sampled per image in training."""
     positive_fraction: float = 0.25
-    """Largest share of the sampled pairs that may have a relation."""
+    """Maximum fraction of pairs with a relation among the sampled pairs."""
     pairs_per_relation: int = 4
-    """In sgdet, largest number of pairs of detections that are sampled in training for one annotated relation."""
+    """sgdet: maximum number of detection pairs sampled per annotated relation in training."""
     match_iou: float = 0.5
-    """In sgdet, IoU with an annotated object from which a detection stands for it in training."""
+    """sgdet: minimum IoU with an annotated object for a detection to stand for it in training."""
     add_annotated_boxes: bool = True
-    """In sgdet, give the detector the annotated boxes in training, beside those that it proposes."""
+    """sgdet: add the annotated boxes to the detector's proposals in training."""
     require_overlap: bool = False
-    """In sgdet, look at pairs of overlapping boxes only, in training and in evaluation."""
+    """sgdet: consider only pairs of overlapping boxes, in training and evaluation."""
     detections_per_image: int = 80
-    """In sgdet, largest number of detected objects of an image."""
+    """sgdet: maximum number of detected objects per image."""
     score_threshold: float = 0.05
-    """In sgdet, detections need a score above this; a Faster R-CNN has its own in `model.detector_options`."""
+    """sgdet: minimum score of a detection; a Faster R-CNN has its own in `model.detector_options`."""
     nms_threshold: float = 0.5
-    """In sgdet, IoU from which two objects of an image cannot have the same class."""
+    """sgdet: IoU from which two objects of an image cannot have the same class."""
     label_smoothing: float = 0.0
-    """Share of the probability that the targets of predicates and of classes spread evenly over all of them."""
+    """Label smoothing of predicates and classes: probability mass that is spread evenly over all of them."""
     rare_predicate_power: float = 0.0
-    """Exponent p of the weight (most frequent / count) ** p that a predicate has in its loss; at 0 all weigh the
-    same."""
+    """Exponent p of the predicate weights (largest count / count) ** p in the relation loss, which make rare predicates
+    count more; 0 weighs all equally."""
     class_balanced_beta: float = 0.0
-    """Weigh predicates in their loss by 1 / effective number, with this beta, such as 0.999 (Cui et al., 2019); 0: not,
-    and not beside `model.rare_predicate_power`."""
+    """Class-balanced predicate weights (Cui et al., 2019): 1 / effective number with this beta, such as 0.999; 0
+    disables it. Not together with `model.rare_predicate_power`."""
     prior_adjustment: float = 0.0
-    """Times the logarithm of a predicate's share of the training relations, taken from its logit when graphs are
-    predicted (Menon et al., 2021); 1 makes rare predicates as likely as frequent ones, 0 changes nothing."""
+    """Logit adjustment at inference (Menon et al., 2021): factor of the log-frequency of a predicate in the training
+    data that is subtracted from its logit. 1 makes rare predicates as likely as frequent ones; 0 disables it."""
     norm_momentum: float | None = None
-    """Momentum of the batch norms of head and union features. Without a value they have the published ones, 0.001 and
-    0.01, whose running statistics take tens of thousands of steps; short runs need 0.1."""
+    """BatchNorm momentum of head and union features; short runs need 0.1. null: the published 0.001 and 0.01, whose
+    running statistics take tens of thousands of steps."""
 
 
 @dataclass
@@ -100,32 +99,32 @@ class EgtrOptions(DetectorOptions):
 
     architecture: str = "egtr"
     detector: str | None = None
-    """Run folder, checkpoint or `final/` of a trained DETR to start from: deformable_detr, rt_detr_v2, d_fine or
-    deimv2. Without a value one of these starts from random weights."""
+    """Trained DETR to build on: run folder, checkpoint or `final/` of a deformable_detr, rt_detr_v2, d_fine or deimv2;
+    null: one of these with random weights."""
     detector_options: dict[str, Any] | None = None
-    """Settings of the DETR, as it has them by itself, `architecture` among them; without a value those of
+    """Settings of the DETR, by the names they have in its own script, `architecture` among them; null: those of
     `model.detector`, or a Deformable DETR with 200 queries."""
     backbone: str | None = None
-    """timm model of the DETR, in place of that in `model.detector_options`; without a value the one of these or of
-    `model.detector`."""
+    """timm backbone of the DETR, overriding `model.detector_options` and `model.detector`; null: theirs."""
     freeze: Literal["detector", "norms", "none"] = "none"
-    """What is not trained: the DETR (detector), its batch norms (norms), or nothing (none)."""
+    """Parts to freeze: detector (the DETR), norms (its batch norms) or none."""
     frequency_bias: bool = True
-    """Begin from how often training has each predicate between two classes."""
+    """Initialise predicate logits from the frequency of each predicate between two classes in the training data."""
     smoothing: float = 1e-14
-    """By how much less than 1 a perfect detection counts, between 0 and 1: the wanted probability of a relation is the
-    product of what its two detections count. The larger, the less does one count that is off."""
+    """Adaptive smoothing, between 0 and 1: by how much less than 1 a perfect detection counts. The target probability
+    of a relation is the product of the quality of its two detections; the larger the value, the less an inaccurate
+    detection counts."""
     unrelated_per_relation: int = 80
-    """Wrong predicates between objects that the loss counts for each annotated relation of an image."""
+    """Negative sampling: number of wrong predicates between objects in the loss, per annotated relation of an image."""
     unmatched_per_relation: int = 80
-    """Predicates of queries without an object that the loss counts for each annotated relation of an image."""
+    """Negative sampling: number of predicates of unmatched queries in the loss, per annotated relation of an image."""
     hardest_unrelated: bool = True
-    """Count the wrong predicates that are likeliest, instead of random ones."""
+    """Hard negative mining: sample the most likely wrong predicates between objects, instead of random ones."""
     hardest_unmatched: bool = True
-    """Count the predicates of queries without an object that are likeliest, instead of random ones."""
+    """Hard negative mining: sample the most likely predicates of unmatched queries, instead of random ones."""
     prior_adjustment: float = 0.0
-    """Times the logarithm of a predicate's share of the training relations, taken from its logit when graphs are
-    predicted (Menon et al., 2021); 1 makes rare predicates as likely as frequent ones, 0 changes nothing."""
+    """Logit adjustment at inference (Menon et al., 2021): factor of the log-frequency of a predicate in the training
+    data that is subtracted from its logit. 1 makes rare predicates as likely as frequent ones; 0 disables it."""
 
 
 GraphOptions = SceneGraphOptions | EgtrOptions

@@ -1,4 +1,4 @@
-"""From the logits of a relation head to ranked triplets."""
+"""Turns the logits of a relation head into ranked triplets."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""Scene graphs in a report: recall by K and by predicate, and which predicates are taken for others."""
+"""The scene graph section of a report: recall by K and by predicate, and confusions of predicates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

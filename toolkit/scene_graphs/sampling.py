@@ -1,6 +1,6 @@
-"""Which object pairs a relation head trains on, and which it is asked about in evaluation.
+"""Samples the object pairs that a relation head is trained on, and selects those it classifies in evaluation.
 
-Everything random comes from the generator that is passed in (None: torch's own).
+All randomness comes from the given generator (None: torch's default).
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a run of scene graphs begins with: the detector below, its weights, and the counts of the training split."""
+"""What a scene graph run starts with: the detector, its weights, and the statistics of the training split."""
 
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,8 +1,8 @@
 """Scene graphs: a relation head on a Faster R-CNN, as Scene-Graph-Benchmark (Tang et al.) trains it, or on another
 detector.
 
-The heads are in `toolkit.scene_graphs.heads`, one file each; here are the objects they look at, the features of objects
-and pairs, losses and answers. What differs from the original is listed in docs/differences.md.
+The heads are in `toolkit.scene_graphs.heads`, one file each; this module has their objects, the features of objects and
+pairs, losses and predictions. What differs from the original is listed in docs/differences.md.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Features of the union box of two objects: what is in it, and where the two are."""
+"""Features of the union box of two objects: visual features of its content, and the positions of the two boxes."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""torch.compile, in place: the names of a state dict stay as they are."""
+"""torch.compile in place, which keeps the names of the state dict."""
 
 import sys
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Deterministic algorithms, with the operations that have none named."""
+"""Deterministic algorithms; operations that have none are reported."""
 
 import re
 import warnings

@@ -1,4 +1,5 @@
-"""State that a script adds to a run: in every checkpoint, checked for NaN, restored to the bit, equal on all ranks."""
+"""State that a script adds to a run: saved in every checkpoint, checked for NaN, restored exactly, equal on all
+ranks."""
 
 import copy
 from collections.abc import Iterator, Mapping, MutableMapping

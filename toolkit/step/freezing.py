@@ -1,4 +1,4 @@
-"""Freezing parts of a model in a way that survives `.train()`; evaluation mode for a while."""
+"""Freezes parts of a model so that `.train()` does not undo it; evaluation mode as a context."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The norm of all gradients, a table of the largest ones for people, and forgetting them."""
+"""Gradient norm, a printable table of the largest gradients, and averaging over ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

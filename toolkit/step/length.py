@@ -1,4 +1,4 @@
-"""How long training is, and when something is due, in optimizer steps."""
+"""The length of training, and when something is due, in optimizer steps."""
 
 import copy
 import math

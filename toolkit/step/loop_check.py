@@ -1,7 +1,7 @@
-"""What the body of a training loop did with a window: nothing that belongs to an update is left out or done twice.
+"""Checks the body of a training loop: nothing that belongs to an update may be left out or done twice.
 
-The loop stands in the script, to be changed. What a change leaves out is said in one sentence with the line that
-belongs there: before an update where the update would be wrong, else before the next window.
+The loop is in the script, to be changed. What a change leaves out is reported in one sentence with the line that
+belongs there: before the update where the update would be wrong, else before the next window.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Weights of named losses, and the denominators that make accumulation and several ranks equal to one big batch."""
+"""Loss weights, and the denominators that make accumulation and several ranks equal to one big batch."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Out of memory: say which batch did it, and find out before step 0."""
+"""Out of memory: names the batch that caused it, and probes for it before the first step."""
 
 import copy
 from collections import defaultdict

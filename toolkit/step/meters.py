@@ -1,7 +1,7 @@
 """Smoothed numbers for people: windows, running averages, and where the time of a step goes.
 
-Feed them the values that `reduce_dict` returned: those are equal on every rank, so the meters are too, and need no
-synchronising of their own.
+Update them with the values that `reduce_dict` returned: those are equal on every rank, so the meters are too and need
+no synchronisation.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""What broke: the window is run again under observation, and written to `<run>/nan/` for `scripts/replay.py`."""
+"""Locates a non-finite value: runs the window again under observation, and writes it to `<run>/nan/` for
+`scripts/replay.py`."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What `run.precision: auto` chooses: a GPU's formats, or what a few steps on a CPU are faster in; what a CPU lacks."""
+"""Chooses the precision for `run.precision: auto`: by the GPU's formats, or by timing a few steps on a CPU."""
 
 import copy
 import time

@@ -1,4 +1,4 @@
-"""Learning rates and times as functions of the optimizer step.
+"""Learning rate schedules as functions of the optimizer step.
 
 `step` is the number of updates made so far. Update number `step` (from 0) uses factor(step); `total_steps` updates are
 0 .. total_steps - 1. Nothing here counts calls, so 1 and 2 processes, accumulation and resuming give the same rates.

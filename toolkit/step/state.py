@@ -1,8 +1,8 @@
-"""Whether the state that updates leave is finite: weights, buffers, moving averages, optimizer state; and usable rates.
+"""Checks that the state after an update is finite: weights, buffers, moving averages, optimizer state, learning rates.
 
-The guard decides before an update; an update of finite gradients can overflow all the same. A step looks at one of
-`PARTS` parts of the state, in turn, without a host read; before anything is evaluated, saved or handed out, and when
-anything else looks wrong, all of it is looked at.
+The guard decides before an update, but an update of finite gradients can overflow too. Each step checks one of `PARTS`
+parts of the state, in turn, without a host read; all of it is checked before anything is evaluated, saved or written to
+`final/`, and when anything else looks wrong.
 """
 
 from collections.abc import Iterable, Iterator

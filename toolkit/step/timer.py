@@ -1,4 +1,4 @@
-"""Where the time of a step goes, the memory it takes, and how busy the machines are."""
+"""Measures the time and memory of a step, and the load of the machines."""
 
 import math
 import platform

@@ -1,4 +1,4 @@
-"""What one does with a trained detector: evaluate it again, predict, export.
+"""What is done with a trained detector: evaluation, prediction, export.
 
 It may import everything but session, training and validation.
 """

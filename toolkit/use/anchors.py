@@ -1,4 +1,4 @@
-"""Anchors of YOLOv3 for a data set.
+"""Computes YOLOv3 anchors for a data set.
 
     python -m toolkit.use.anchors --annotations bccd/annotations/train.json --image-size 256
 """

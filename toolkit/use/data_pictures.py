@@ -1,4 +1,4 @@
-"""Pictures of a data set: samples of each class, where boxes lie, how large they are, their shapes."""
+"""Pictures of a data set: samples of each class, and positions, sizes and aspect ratios of boxes."""
 
 import math
 import re

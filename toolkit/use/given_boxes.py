@@ -1,4 +1,4 @@
-"""Boxes that a scene-graph model is to describe, from a COCO file: for modes predcls and sgcls."""
+"""Boxes given to a scene-graph model from a COCO file, for the modes predcls and sgcls."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Image files: which ones were meant, and what a predictor finds in them."""
+"""Finds image files, and runs a predictor over them."""
 
 import atexit
 import glob

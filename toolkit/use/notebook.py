@@ -1,4 +1,4 @@
-"""What the notebooks share: scripts and their settings, pictures, and a training below its own curves."""
+"""Shared code of the notebooks: scripts and their settings, pictures, and training with live curves."""
 
 import difflib
 import importlib

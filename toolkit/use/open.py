@@ -1,6 +1,7 @@
-"""The one door to trained detectors: whatever `toolkit.runs.open_run.kind_of` tells a path to be becomes a `Predictor`.
+"""Opens trained detectors: `open_predictor` makes a `Predictor` of any source that `toolkit.runs.open_run.kind_of`
+knows.
 
-Runs are rebuilt from their folder alone: the detector, what measures it, and its loss weights.
+Runs are rebuilt from their folder alone: the detector, its evaluator and its loss weights.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What was found in images, in the formats that other programs read."""
+"""Writes predictions in the formats that other programs read."""
 
 import json
 import shutil

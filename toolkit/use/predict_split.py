@@ -1,4 +1,4 @@
-"""Predictions on a split, from whatever makes or holds them: a run, a checkpoint, an exported model, a file."""
+"""Predictions on a split, from any source: a run, a checkpoint, an exported model, or a predictions file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a detector finds in images: those of this toolkit, exported ones and those of transformers, by one loop."""
+"""Prediction on images with any detector, of this toolkit, exported or of transformers, in one loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

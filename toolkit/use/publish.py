@@ -1,4 +1,4 @@
-"""What a run that is done leaves: its report, the card of its model, and `final/` on the Hugging Face hub."""
+"""Publishes a finished run: its report, its model card, and `final/` on the Hugging Face hub."""
 
 import json
 from collections.abc import Iterator

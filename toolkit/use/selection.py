@@ -1,4 +1,4 @@
-"""Which detections are wanted: some classes, and the scores that the report recommends."""
+"""Selects detections by class and by the score thresholds that the report recommends."""
 
 from collections.abc import Sequence
 from dataclasses import replace

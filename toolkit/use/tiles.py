@@ -1,4 +1,4 @@
-"""Large images in tiles, and images seen mirrored too: several looks at one image, merged into one answer."""
+"""Tiled prediction on large images, and flip test-time augmentation, merged into one result."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Videos and cameras: frames in, boxes as JSON lines and drawn out, with memory that does not grow with the length.
+"""Prediction on videos and cameras: JSON lines and drawn frames, with memory that does not depend on the length.
 
-PyAV reads and writes them, the extra `video`.
+PyAV (the extra `video`) reads and writes them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Data sets of any format as one Arrow table."""
+"""Readers of data sets: every format becomes one Arrow table."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""What readers of one file per image, and of tables of boxes, share: from their boxes to a checked, cached table.
+"""Shared code of the readers of VOC, YOLO and CSV data: from their boxes to a checked, cached table.
 
-Each of those formats is a module with three functions: `recognise(folder)` gives the names of its splits, or None where
-it is another format; `read(folder, split, ...)` a table; `write(table, folder, split)` the same boxes as files again.
-The format's one writer is `write_<format>`: it takes `LabelledImages`, those of a data set or predictions.
+Each format is a module with three functions: `recognise(folder)` returns the names of its splits, or None for another
+format; `read(folder, split, ...)` returns a table; `write(table, folder, split)` writes its boxes as files. The writer
+of a format is `write_<format>`, for the `LabelledImages` of a data set or of predictions.
 """
 
 import os

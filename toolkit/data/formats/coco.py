@@ -1,4 +1,5 @@
-"""COCO annotation files (also with relations): read item by item into columns, whatever their size, and written."""
+"""Reads COCO annotation files, with or without relations, item by item into columns whatever their size; writes
+them."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Folders with COCO files for their splits: `annotations/instances_*.json`, or `_annotations.coco.json` in each."""
+"""Folders with one COCO file per split: `annotations/instances_*.json`, or `_annotations.coco.json` in each split."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Tables of boxes as CSV files: a row for each box, columns told by the names in the header."""
+"""CSV tables with one row per box; columns are recognised by their names in the header."""
 
 import csv
 import os

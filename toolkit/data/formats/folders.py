@@ -1,4 +1,4 @@
-"""A folder as an annotation tool leaves it: which format it has, and its splits."""
+"""Recognises the format and the splits of a folder as an annotation tool leaves it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Local folders of the `datasets` library: `save_to_disk`, Parquet files, images with `metadata.jsonl`.
 
-The library is imported where it is used: every start of a run, whatever its data, would wait for it.
+The library is imported where it is used, because its import would delay the start of every run.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Parquet files of the `datasets` library whose images stay where they are: only the other columns are read before."""
+"""Streams images from Parquet files of the `datasets` library; only the other columns are read in advance."""
 
 import os
 from collections.abc import Iterator

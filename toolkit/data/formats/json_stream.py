@@ -1,4 +1,4 @@
-"""The items of the lists of a large JSON object, one at a time: memory for a window of text, not for the file.
+"""Iterates over the items of lists in a large JSON object, with memory for a window of text instead of the file.
 
 Python's own scanner reads each item, so numbers, NaN and strings are what `json.loads` gives.
 """

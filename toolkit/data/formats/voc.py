@@ -1,4 +1,4 @@
-"""Pascal VOC: one XML file for each image."""
+"""Pascal VOC: one XML file per image."""
 
 import os
 import xml.etree.ElementTree as ElementTree

@@ -1,4 +1,4 @@
-"""YOLO: a text file for each image, of lines "class centre-x centre-y width height" in fractions of the image."""
+"""YOLO: one text file per image, with lines "class centre-x centre-y width height" in fractions of the image."""
 
 import math
 import os

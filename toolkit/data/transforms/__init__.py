@@ -1,1 +1,1 @@
-"""Augmentation: `(image, target, generator) -> (image, target)` on uint8 images, one file a family."""
+"""Augmentations: `(image, target, generator) -> (image, target)` on uint8 images, one file per family."""

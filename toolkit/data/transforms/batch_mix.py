@@ -1,7 +1,7 @@
-"""What DEIM and DEIMv2 make of a whole batch (Huang et al., 2025; DEIMv2, engine/data/dataloader.py).
+"""Batch augmentations of DEIM and DEIMv2 (Huang et al., 2025; DEIMv2, engine/data/dataloader.py).
 
-Either every image is mixed with the one before it, or objects of the batch are blended into every image: more objects
-an image, so that more queries learn from each ("dense one-to-one matching").
+Either every image is mixed with the previous one, or objects of the batch are blended into every image. Both give more
+objects per image, so that more queries learn from each ("dense one-to-one matching").
 """
 
 from collections.abc import Sequence

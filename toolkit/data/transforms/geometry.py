@@ -1,4 +1,4 @@
-"""Resize, flip and crop an image together with its target, as DETR's training recipe does; uint8 in, uint8 out.
+"""Resizes, flips and crops an image together with its target, as in DETR's training recipe; uint8 in, uint8 out.
 
 A transform is any callable `(image, target, generator) -> (image, target)`:
 

@@ -1,4 +1,4 @@
-"""What relations become in a mirrored picture: "left of" is "right of" there."""
+"""Relations of a mirrored image: "left of" becomes "right of"."""
 
 import re
 from collections.abc import Mapping, Sequence

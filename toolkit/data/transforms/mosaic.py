@@ -1,4 +1,4 @@
-"""Mosaic (Bochkovskiy et al., YOLOv4, 2020): four images around one point, at about the scale that each has alone."""
+"""Mosaic (Bochkovskiy et al., YOLOv4, 2020): four images around one point, each at about its own scale."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""An augmentation policy as data: torchvision's v2 transforms by name, for image, boxes and what belongs to them.
+"""Augmentation policies as data: torchvision's v2 transforms by name, applied to image, boxes and their other columns.
 
 data:
   augment:

@@ -1,7 +1,7 @@
 """Training augmentation of SSD (Liu et al., ECCV 2016, section 2.2), by torchvision's definitions, pixels resized once.
 
-Zooming out, the crop that overlaps the boxes and the flip only decide which region of the plane is seen; the picture of
-it is made in one resize, at the size of the batch, and coloured there.
+Zoom-out, IoU crop and flip only determine the visible region; it is rendered in one resize to the size of the batch,
+followed by the photometric distortion.
 """
 
 from dataclasses import dataclass

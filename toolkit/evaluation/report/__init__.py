@@ -1,4 +1,4 @@
-"""The report of a run: `README.md` for a folder's view, `index.html` with everything, `report.json` for programs."""
+"""The report of a run: `README.md` as a summary, `index.html` with everything, `report.json` for programs."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""What to try next: sentences that follow from the numbers, each with the figure it rests on and the flag to change.
+"""Suggests what to try next; each suggestion cites the figure it rests on and the flag to change.
 
-No evidence, no sentence. Each rule is a function that looks at one thing and says nothing where it does not hold.
+Each rule is a function that checks one thing and returns nothing without evidence.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Boxes that the annotation seems to have wrong: where a detector that is usually right disagrees with it.
+"""Finds boxes that are probably annotated wrongly: where a usually correct detector disagrees with them.
 
 Four kinds: a confident prediction where no box is ("no box"); one of another class on a box that no confident
 prediction of its own class supports ("class"); one beside such a box ("place"); and a box that no prediction supports

@@ -1,9 +1,9 @@
-"""The twelve COCO numbers and the AP of each class, of the data and of data sets drawn from it again: the bootstrap.
+"""Bootstrap intervals of the twelve COCO metrics and of the AP of each class.
 
-Images are drawn, with replacement, as many as there are (Efron 1979). An image that is drawn twice has each of its
-scores twice, which smooths less and so raises every AP by itself; the draws are therefore moved so that their mean is
-the number of the data: the interval tells the spread. Two detectors are compared on the same draws, so that what makes
-an image hard for both does not count (paired).
+Images are resampled with replacement (Efron 1979). An image that is drawn twice has each of its scores twice, which
+raises every AP; the samples are therefore shifted so that their mean is the metric on the data, and the interval shows
+the spread only. Two detectors are compared on the same samples (paired), so that images that are hard for both cancel
+out.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Charts, drawn by matplotlib: as SVG in the colours of the page (light, dark, print), as PNG, as its own figures."""
+"""Charts, drawn by matplotlib: as SVG in the colours of the page (light, dark, print), as PNG, and as figures."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""Several detectors on the same data, side by side: what differs, and whether chance explains it."""
+"""Compares several detectors on the same data: what differs, and whether chance explains it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The page that puts several detectors side by side."""
+"""The page that compares several detectors."""
 
 import numpy as np
 

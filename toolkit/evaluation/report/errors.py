@@ -1,8 +1,8 @@
-"""What kind of mistakes there are, and the AP that each kind costs: TIDE (Bolya et al., ECCV 2020).
+"""Error types and the AP that each of them costs: TIDE (Bolya et al., ECCV 2020).
 
-Every wrong prediction has one kind, by what it overlaps (IoU 0.5 counts as found, below 0.1 as background); a box that
-no prediction found and no mended one would find is missed. What a kind costs is AP50 with all mistakes of that kind
-mended (class or place put right, the others taken away) less AP50. The costs do not add up to 1 - AP50.
+Every wrong prediction has one type, by what it overlaps (IoU 0.5 counts as found, below 0.1 as background); a box that
+no prediction finds, and no corrected one would find, is missed. The cost of a type is AP50 with all its errors
+corrected (class or location fixed, others removed) minus AP50. The costs do not add up to 1 - AP50.
 """
 
 from dataclasses import dataclass

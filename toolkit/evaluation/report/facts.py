@@ -1,4 +1,4 @@
-"""What the folder of a run tells a report, read once."""
+"""Facts about a run for its report, read once from its folder."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The charts of a report, one function each: the curves of a training, thresholds, confusions, AP."""
+"""The charts of a report, one function each: training curves, thresholds, confusions, AP."""
 
 import re
 from collections.abc import Mapping, Sequence

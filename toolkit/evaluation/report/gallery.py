@@ -1,4 +1,4 @@
-"""The pictures of a report: best and worst images, confident mistakes, likely mistakes of the annotation."""
+"""The pictures of a report: best and worst images, confident errors, probable annotation errors."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The command that goes on with a run that has ended."""
+"""The command that continues a run that has ended."""
 
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""All that can be counted about one set of predictions, once; pages, tables and JSON are made of it."""
+"""All statistics of one set of predictions, computed once; pages, tables and JSON are made from them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

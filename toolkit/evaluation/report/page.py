@@ -1,4 +1,4 @@
-"""One HTML file with everything in it, no script and nothing from a network; and the small parts of its sections."""
+"""A self-contained HTML page without scripts or network access, and the small parts of its sections."""
 
 from collections.abc import Sequence
 from html import escape

@@ -1,4 +1,4 @@
-"""Small pictures inside the page: images and parts of images with boxes, as JPEG in the HTML itself."""
+"""Small pictures inside the page: images and crops with boxes, as JPEG in the HTML itself."""
 
 import base64
 import io

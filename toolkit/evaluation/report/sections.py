@@ -1,4 +1,4 @@
-"""The sections of a report about one detector: summary, numbers, thresholds, confusions, mistakes, pictures."""
+"""The sections of a report about one detector: summary, metrics, thresholds, confusions, errors, pictures."""
 
 import re
 from html import escape

@@ -1,4 +1,4 @@
-"""Recall by what an object is like: its size, its neighbours, its place in the image, whether the edge cuts it."""
+"""Recall by properties of an object: size, neighbours, position in the image, truncation at the border."""
 
 from dataclasses import dataclass
 

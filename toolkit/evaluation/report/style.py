@@ -1,4 +1,4 @@
-"""How a report looks: one style sheet for light, dark, narrow and printed pages."""
+"""The style sheet of a report, for light, dark, narrow and printed pages."""
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1c1e21;--dim:#5b6168;--line:#d9dde2;--card:#f6f7f9;--accent:#0b63a5;

@@ -1,4 +1,4 @@
-"""Precision, recall and F1 against the score that a prediction needs: which threshold to deploy, and what it costs."""
+"""Precision, recall and F1 against the score threshold: which threshold to deploy, and what it costs."""
 
 from dataclasses import dataclass
 

@@ -1,1 +1,1 @@
-"""The DETR family: transformers' models, our criteria; one file an architecture."""
+"""The DETR family: transformers' models with our criteria, one file per architecture."""

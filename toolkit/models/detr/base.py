@@ -1,4 +1,4 @@
-"""What all detectors of this family have in common: how they are told about, and saved for transformers."""
+"""What all detectors of the family share: construction from options, and saving for transformers."""
 
 import os
 from collections.abc import Mapping, Sequence

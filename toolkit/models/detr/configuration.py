@@ -1,4 +1,4 @@
-"""How the DETR family is configured: options over a hub model's config over the published values, and its backbone."""
+"""The transformers configuration of the DETR family: options over a hub model's config over the published values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,8 @@
 """D-FINE (Peng et al., 2024, arXiv 2410.13842) and DEIMv2 (Huang et al., 2025, arXiv 2509.20787) on any timm backbone.
 
-transformers' models, our criterion, as in `rt_detr.py`, whose decoder they refine: a side of a box is a distribution
-over offsets, which every layer adds to. DEIMv2 is D-FINE with lighter encoder and decoder, and another loss of classes.
+transformers' models with our criterion. They refine the decoder of `rt_detr.py`: each side of a box is a distribution
+over offsets that every layer updates. DEIMv2 is D-FINE with a lighter encoder and decoder and another classification
+loss.
 """
 
 from collections.abc import Mapping, Sequence

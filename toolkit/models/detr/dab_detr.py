@@ -1,6 +1,7 @@
 """DAB-DETR (Liu et al., ICLR 2022) on any timm backbone: transformers' model, our losses.
 
-Queries are anchor boxes that every decoder layer moves; its auxiliary outputs are the original's, so they are used.
+Queries are anchor boxes that every decoder layer updates. transformers' auxiliary outputs are those of the original, so
+they are used.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Deformable DETR (Zhu et al., ICLR 2021) on any timm backbone, plain, with box refinement, or two-stage.
 
-transformers' model, our losses. transformers gives the proposals of the two-stage variant no loss, so they would never
-learn; here they have one, as in the original.
+transformers' model with our losses. transformers computes no loss for the proposals of the two-stage variant, so they
+would never learn; here they have one, as in the original.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""transformers' encoder layers, without what a host waits for.
+"""transformers' encoder layers without their host synchronisation.
 
-In training each of them asks whether all that it gives is finite, and clamps it if not: a host then waits for its GPU
-once a layer, in the middle of a step. Clamping finite numbers changes none, so here nobody asks.
+In training each of them checks whether its output is finite, and clamps it if not, so that the host waits for the GPU
+once per layer, in the middle of a step. Clamping does not change finite values, so here nothing is checked.
 """
 
 from types import MethodType

@@ -1,4 +1,4 @@
-"""Criterion of the detectors after DETR that classify with sigmoids: Conditional, Deformable, DAB and RF-DETR.
+"""Criterion of the family members that classify with sigmoids: Conditional, Deformable, DAB and RF-DETR.
 
 The numbers are those of transformers' `DeformableDetrForObjectDetectionLoss` and `LwDetrForObjectDetectionLoss`, which
 go through the layers one by one; here one cost tensor covers them all, as in `detr_criterion.py`.

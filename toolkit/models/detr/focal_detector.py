@@ -1,4 +1,4 @@
-"""What Conditional, Deformable, DAB and RF-DETR have in common beside their criterion: what comes after the forward."""
+"""What Conditional, Deformable, DAB and RF-DETR share besides their criterion: decoding of the outputs."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -8,39 +8,38 @@ from toolkit.models.options import DetectorOptions
 
 @dataclass
 class TransformerOptions(DetectorOptions):
-    """What every member has."""
+    """Settings of every member of the DETR family."""
 
     d_model: int | None = 256
-    """Width of the transformer in channels; null: a pretrained model's encoder and decoder keep different widths."""
+    """Hidden dimension of the transformer; null: a pretrained model's encoder and decoder have different ones."""
     heads: int | None = 8
-    """Attention heads per transformer layer; null: a pretrained model's encoder and decoder keep different numbers."""
+    """Attention heads per transformer layer; null: a pretrained model's encoder and decoder have different numbers."""
     encoder_layers: int = 6
     """Number of encoder layers."""
     ffn_dim: int | None = 2048
-    """Width of the feed-forward layers in channels; null: a pretrained model's encoder and decoder keep different
-    widths."""
+    """Hidden dimension of the feed-forward layers; null: a pretrained model's encoder and decoder have different
+    ones."""
     num_queries: int = 300
-    """Number of queries, each of which may find one object of an image."""
+    """Number of object queries, each of which can detect one object per image."""
     dropout: float = 0.0
-    """Probability of dropout in the transformer, from 0 to 1."""
+    """Dropout probability in the transformer."""
     mean: list[float] | None = None
-    """Mean of the red, green and blue values, from 0 to 1, that is subtracted from images; null: that of the
-    images that the backbone was trained with, else ImageNet's."""
+    """Mean RGB values in [0, 1] for normalising images; null: those of the backbone's training, else ImageNet's."""
     std: list[float] | None = None
-    """Standard deviation of the red, green and blue values, from 0 to 1, that images are divided by; null: that of
-    the images that the backbone was trained with, else ImageNet's."""
+    """Standard deviations of RGB values in [0, 1] for normalising images; null: those of the backbone's training, else
+    ImageNet's."""
 
 
 @dataclass
 class MatchingOptions(TransformerOptions):
-    """Members whose matching has weights of its own."""
+    """Members with matching cost weights."""
 
     class_cost: float = 2.0
-    """Weight of the class term in the matching of queries with objects."""
+    """Matching cost weight of the class probability, in the assignment of queries to objects."""
     bbox_cost: float = 5.0
-    """Weight of the L1 distance of boxes in the matching of queries with objects."""
+    """Matching cost weight of the L1 distance between boxes, in the assignment of queries to objects."""
     giou_cost: float = 2.0
-    """Weight of the generalised IoU of boxes in the matching of queries with objects."""
+    """Matching cost weight of the generalised IoU of boxes, in the assignment of queries to objects."""
 
 
 @dataclass
@@ -50,7 +49,7 @@ class DecoderOptions(MatchingOptions):
     decoder_layers: int = 6
     """Number of decoder layers."""
     aux_loss: bool = True
-    """Give every decoder layer a loss, instead of the last one alone."""
+    """Compute the losses after every decoder layer (auxiliary losses) instead of the last one only."""
 
 
 @dataclass
@@ -58,11 +57,10 @@ class BackboneOptions(DecoderOptions):
     """Members on a timm backbone."""
 
     backbone: str | None = "resnet50"
-    """Name of the timm model that images go through first; null: a pretrained model's backbone that is not timm's."""
+    """timm model that is the backbone; null: a pretrained model's backbone that is not timm's."""
     freeze: Literal["paper", "norms", "none"] = "paper"
-    """What of the backbone is not trained: `paper`: stem, first stage and batch norms; `norms`: batch norms; `none`:
-    nothing. A pretrained model's own backbone that is neither timm's nor a ResNet is trained whole if this is not
-    given."""
+    """Backbone parts to freeze: paper (stem, first stage and batch norms), norms (batch norms only) or none. If this is
+    not given, a pretrained model's own backbone that is neither timm's nor a ResNet is trained as a whole."""
 
 
 @dataclass
@@ -72,7 +70,8 @@ class ConditionalDetrOptions(BackboneOptions):
     architecture: str = "conditional_detr"
     dropout: float = 0.1
     dilation: bool = False
-    """Dilate the last stage of the backbone instead of striding it (DC5), which doubles height and width of its map."""
+    """Use dilation instead of stride in the last stage of the backbone (DC5), which doubles the resolution of its
+    feature map."""
 
 
 @dataclass
@@ -91,17 +90,17 @@ class DetrOptions(ConditionalDetrOptions):
     num_queries: int = 100
     class_cost: float = 1.0
     eos_coef: float = 0.1
-    """Weight of the no-object class in the loss of classes, where an object's class weighs 1."""
+    """Weight of the no-object class in the classification loss, relative to 1 for the class of an object."""
     position_embedding: Literal["sine", "learned"] = "sine"
-    """How positions in the image are told apart: by fixed sines, or by learned vectors, which reach 50 positions along
-    a side (1600 pixels, 800 with dilation)."""
+    """Position encoding of the feature map: fixed sines, or learned embeddings, which cover 50 positions along a side
+    (1600 pixels, 800 with dilation)."""
     query_points: bool = False
-    """Give each query a point of a grid over the image, around which it looks first and from which its box is told.
-    Short trainings from random weights learn many times sooner with it. transformers has no such DETR, so `final/` is
-    then in this toolkit's own format."""
+    """Queries anchored at reference points on a grid: each first attends near its point and predicts its box relative
+    to it. Short trainings from random weights converge many times faster with it. transformers has no such DETR, so
+    `final/` is then in this toolkit's own format."""
     pre_norm: bool = False
-    """Normalise before each part of a transformer layer instead of after it. transformers has no such DETR, so `final/`
-    is then in this toolkit's own format."""
+    """Normalise before instead of after each sublayer of the transformer (pre-norm). transformers has no such DETR, so
+    `final/` is then in this toolkit's own format."""
 
 
 @dataclass
@@ -112,10 +111,10 @@ class DeformableDetrOptions(BackboneOptions):
     ffn_dim: int | None = 1024
     dropout: float = 0.1
     d_model: int | None = 256
-    """Width of the transformer in channels, a multiple of 32."""
+    """Hidden dimension of the transformer, a multiple of 32."""
     box_refine: Literal["none", "iterative", "two_stage"] = "none"
-    """Whether boxes are refined: `iterative`: every decoder layer refines those of the layer before; `two_stage`: the
-    encoder also proposes those to start from; `none`: every decoder layer begins at the same points."""
+    """Box refinement: none (all decoder layers use the same reference points), iterative (each layer refines the boxes
+    of the previous one), or two_stage (iterative, starting from proposals of the encoder)."""
 
 
 @dataclass
@@ -124,10 +123,10 @@ class RfDetrOptions(DecoderOptions):
 
     architecture: str = "rf_detr"
     heads: int | None = 8
-    """Attention heads of the decoder's self-attention, of which its deformable attention has twice as many; null: a
-    pretrained model keeps another proportion."""
+    """Attention heads of the decoder's self-attention; its deformable attention has twice as many. null: a pretrained
+    model has another ratio."""
     encoder_layers: int = 12
-    """Number of layers of the vision transformer, whose maps are taken at four depths."""
+    """Number of layers of the vision transformer backbone; feature maps are taken at four depths."""
     decoder_layers: int = 3
 
 
@@ -137,18 +136,18 @@ class YolosOptions(MatchingOptions):
 
     architecture: str = "yolos"
     d_model: int | None = 192
-    """Width of the vision transformer in channels."""
+    """Hidden dimension of the vision transformer."""
     heads: int | None = 3
     """Attention heads per layer of the vision transformer."""
     encoder_layers: int = 12
     """Number of layers of the vision transformer."""
     ffn_dim: int | None = 768
-    """Width of the vision transformer's feed-forward layers in channels."""
+    """Hidden dimension of the vision transformer's feed-forward layers."""
     num_queries: int = 100
-    """Number of detection tokens, each of which may find one object of an image."""
+    """Number of detection tokens, each of which can detect one object per image."""
     class_cost: float = 1.0
     eos_coef: float = 0.1
-    """Weight of the no-object class in the loss of classes, where an object's class weighs 1."""
+    """Weight of the no-object class in the classification loss, relative to 1 for the class of an object."""
 
 
 @dataclass
@@ -157,26 +156,26 @@ class RTDetrV2Options(TransformerOptions):
 
     architecture: str = "rt_detr_v2"
     backbone: str | None = "resnet18d"
-    """Name of the timm model that images go through first, with maps of stride 8, 16 and 32 pixels; null: a pretrained
-    model's backbone that is not timm's."""
+    """timm model that is the backbone, with feature maps of strides 8, 16 and 32; null: a pretrained model's backbone
+    that is not timm's."""
     freeze: Literal["paper", "norms", "none"] = "norms"
-    """What of the backbone is not trained: `paper`: stem, first stage and batch norms; `norms`: batch norms; `none`:
-    nothing. If this is not given, a pretrained model's own setting counts."""
+    """Backbone parts to freeze: paper (stem, first stage and batch norms), norms (batch norms only) or none. If this is
+    not given, a pretrained model's own setting is used."""
     encoder_layers: int = 1
     """Number of transformer layers in the encoder."""
     decoder_layers: int = 6
-    """Number of decoder layers, 2 or more."""
+    """Number of decoder layers, at least 2."""
     ffn_dim: int | None = 1024
     num_queries: int = 300
-    """Number of queries, each of which may find one object of an image; the maps of an image must have as many
-    positions."""
+    """Number of object queries, each of which can detect one object per image; at most the number of positions in the
+    feature maps of an image."""
     num_denoising: int = 100
-    """Number of denoising queries in training, made from the objects of the image; 0: none."""
+    """Number of denoising queries in training, made from the annotated objects of an image; 0 disables denoising."""
     hidden_expansion: float = 1.0
-    """Width of the encoder's convolution blocks as a fraction of d_model."""
+    """Width of the encoder's convolution blocks as a fraction of `model.d_model`."""
     varifocal_gamma: float = 2.0
-    """Exponent by which a wrong class counts less while its probability is low, in the loss of classes; 1 tells classes
-    apart sooner when training from random weights."""
+    """Focusing exponent of the varifocal classification loss: the larger, the less do wrong classes with a low
+    probability count. 1 separates classes sooner when training from random weights."""
 
 
 @dataclass
@@ -189,14 +188,14 @@ class DFineOptions(RTDetrV2Options):
     decoder_layers: int = 3
     hidden_expansion: float = 0.5
     depth_mult: float = 0.34
-    """Number of blocks in the encoder's convolution layers as a fraction of 3."""
+    """Depth multiplier: number of blocks in the encoder's convolution layers as a fraction of 3."""
     union_matching: bool = True
-    """Give the losses of boxes to every query that any layer matched, instead of to each layer's own matches."""
+    """Compute box losses on the union of the matches of all decoder layers, instead of on each layer's own matches."""
 
 
 @dataclass
 class Deimv2Options(DFineOptions):
-    """DEIMv2-S, on the backbone of DEIMv2-N with a map of stride 8 too, as its own DINOv3 is none of timm's."""
+    """DEIMv2-S on the backbone of DEIMv2-N with an additional stride 8, because timm does not have its own DINOv3."""
 
     architecture: str = "deimv2"
     d_model: int | None = 192

@@ -1,5 +1,5 @@
-"""DETR's pre-norm variant (`normalize_before` of facebookresearch/detr `models/transformer.py`), which transformers has
-not: its layers with the norms moved in front of attention and feed-forward, and a norm behind the encoder."""
+"""DETR's pre-norm variant (`normalize_before` of facebookresearch/detr `models/transformer.py`), which transformers
+lacks: its layers with the norms moved before attention and feed-forward, and a norm after the encoder."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,8 +1,9 @@
-"""Queries of a DETR that each have a point of the image: they look around it first, and their boxes are told from it.
+"""Queries anchored at reference points: each first attends near its point and predicts its box relative to it.
 
-As published, a query's position chooses what it attends to, and is not told to its box. A network from random weights
-has to learn where each query looks and which coordinates that has before it learns anything of objects. Conditional
-DETR (Meng et al., ICCV 2021) tells boxes from points, too; it changes the attention, which here only begins otherwise.
+In the published DETR a query's position determines what it attends to, but its box is not relative to that position.
+Training from random weights must first learn where each query looks, and at which coordinates. Conditional DETR (Meng
+et al., ICCV 2021) predicts boxes relative to points too; it changes the attention, which here is only initialised
+differently.
 """
 
 import math

@@ -1,7 +1,8 @@
 """RF-DETR (Robinson et al., 2025, arXiv 2511.09554) with its own DINOv2 in windows: transformers' model, our losses.
 
-LW-DETR's criterion: groups of queries that train side by side (Group DETR), of which one detects, and a classification
-that aims at score and IoU together. The numbers are those of transformers' `LwDetrForObjectDetectionLoss`.
+LW-DETR's criterion: groups of queries that are trained in parallel (Group DETR), one of which is used for detection,
+and a classification loss whose targets combine score and IoU. The numbers are those of transformers'
+`LwDetrForObjectDetectionLoss`.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """RT-DETR-v2 (Lv et al., 2024, arXiv 2407.17140) on any timm backbone: transformers' model, our criterion.
 
-transformers computes the loss inside the model's forward, in whatever precision that runs in, already weighted, and
-divided by the boxes of that batch. Here the forward only collects what the loss needs; `criterion` comes after it, in
-float32, unweighted, divided by the denominators it is given. Its numbers are those of transformers' `RTDetrLoss`.
+transformers computes the loss inside the model's forward, in autocast's precision, weighted, and divided by the boxes
+of the batch. Here the forward only collects what the loss needs; `criterion` computes it afterwards in float32,
+unweighted, and divides it by the given denominators. Its numbers are those of transformers' `RTDetrLoss`.
 """
 
 from collections.abc import Mapping, Sequence

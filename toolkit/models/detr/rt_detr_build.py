@@ -1,4 +1,4 @@
-"""What RT-DETR-v2, D-FINE and DEIMv2 are built from: a transformers config, and random weights as published."""
+"""Building blocks of RT-DETR-v2, D-FINE and DEIMv2: the transformers config, and the published initialisation."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
-"""What transformers' RT-DETR, D-FINE and DEIMv2 wait for in mid-forward on a GPU, without waiting.
+"""The forward of transformers' RT-DETR, D-FINE and DEIMv2 without its waits for a GPU.
 
-Between the projection of their maps and the choice of queries they write the sizes of the maps into a tensor, number by
-number, each of which is copied from the CPU, and look up where the positives of the denoising queries are, although
-it is known how many there are.
+Between the projection of the feature maps and the selection of queries, transformers copies the sizes of the maps to
+the device one by one, and looks up the positives of the denoising queries although their number is known.
 """
 
 from collections.abc import Iterator, Sequence

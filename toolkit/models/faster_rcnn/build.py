@@ -1,4 +1,4 @@
-"""Faster R-CNNs by their settings: on any timm backbone, and torchvision's own improved ResNet-50."""
+"""Builds Faster R-CNNs from their settings: on any timm backbone, and torchvision's own ResNet-50 variants."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Matching, sampling and losses of the two stages of Faster R-CNN (Ren et al., NeurIPS 2015), free of host reads.
+"""Matching, sampling and losses of the two stages of Faster R-CNN (Ren et al., NeurIPS 2015), without host reads.
 
 Box deltas are torchvision's (dx, dy, dw, dh). Definitions are those of torchvision and, for crowd regions, of seamseg.
 """

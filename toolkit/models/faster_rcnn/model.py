@@ -1,7 +1,7 @@
-"""Faster R-CNN with a feature pyramid (Ren et al. 2015; Lin et al. 2017), of torchvision's modules.
+"""Faster R-CNN with a feature pyramid (Ren et al. 2015; Lin et al. 2017), made of torchvision's modules.
 
 torchvision computes its losses inside the model, in autocast's precision and divided by the samples of one batch. Here
-`forward` gives predictions and what they are to be, `criterion` the losses, in float32 and divided by denominators of
+`forward` returns predictions and their targets; `criterion` computes the losses in float32, divided by denominators of
 the whole optimizer step. `toolkit.models.faster_rcnn.build` makes the modules. What differs from torchvision and
 seamseg is listed in docs/differences.md.
 """

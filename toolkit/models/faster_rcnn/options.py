@@ -1,4 +1,4 @@
-"""The settings of the Faster R-CNNs, with torchvision's values; `rpn_*` and `box_*` are its names."""
+"""The settings of the Faster R-CNNs, with torchvision's defaults; the `rpn_*` and `box_*` names are torchvision's."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -18,54 +18,56 @@ class TwoStageOptions(DetectorOptions):
         "rpn_post_nms_top_n_test",
     )
     rpn_pre_nms_top_n_train: int = 2000
-    """Anchors of each level that become candidates for proposals in training, the best ones."""
+    """RPN in training: number of best anchors per level before non-maximum suppression."""
     rpn_pre_nms_top_n_test: int = 1000
-    """Anchors of each level that become candidates for proposals in evaluation, the best ones."""
+    """RPN in evaluation: number of best anchors per level before non-maximum suppression."""
     rpn_post_nms_top_n_train: int = 2000
-    """Largest number of proposals of an image in training."""
+    """RPN in training: maximum number of proposals per image after non-maximum suppression."""
     rpn_post_nms_top_n_test: int = 1000
-    """Largest number of proposals of an image in evaluation."""
+    """RPN in evaluation: maximum number of proposals per image after non-maximum suppression."""
     rpn_nms_thresh: float = 0.7
-    """IoU above which a better proposal suppresses another one."""
+    """RPN: IoU above which non-maximum suppression removes the lower-scoring of two proposals."""
     rpn_fg_iou_thresh: float = 0.7
-    """IoU from which an anchor is trained to find an object."""
+    """RPN: minimum IoU with an object for an anchor to be a positive training sample."""
     rpn_bg_iou_thresh: float = 0.3
-    """IoU below which an anchor is trained as background."""
+    """RPN: IoU with all objects below which an anchor is a negative training sample."""
     rpn_batch_size_per_image: int = 256
-    """Anchors of an image that are trained."""
+    """RPN: number of anchors sampled per image for the losses."""
     rpn_positive_fraction: float = 0.5
-    """Largest share of the trained anchors that may have an object."""
+    """RPN: maximum fraction of positives among the sampled anchors."""
     rpn_crowd_overlap: float = 0.7
-    """Share of its area in a crowd region from which an anchor is not trained."""
+    """RPN: fraction of an anchor's area inside a crowd region from which the anchor is ignored in training."""
     rpn_min_size: float = 1e-3
-    """Proposals with a side below this many pixels are left out."""
+    """RPN: minimum side of a proposal in pixels; smaller proposals are dropped."""
     rpn_smooth_l1_beta: float = 1 / 9
-    """Error of a proposal's box, in its deltas, from which the loss is linear: 1 / sigma^2 of other programs."""
+    """RPN: transition point from quadratic to linear of the smooth L1 box loss, in box deltas (1 / sigma^2 in other
+    programs)."""
     rpn_score_thresh: float = 0.0
-    """Proposals with a probability of an object below this are left out."""
+    """RPN: minimum objectness probability of a proposal."""
     score_threshold: float = 0.05
-    """Detections need a probability of their class above this."""
+    """Minimum class probability of a detection."""
     nms_threshold: float = 0.5
-    """IoU above which a better detection of the same class suppresses another one."""
+    """IoU above which non-maximum suppression removes the lower-scoring of two detections of the same class."""
     detections_per_image: int = 100
-    """Largest number of detections of an image."""
+    """Maximum number of detections per image."""
     box_fg_iou_thresh: float = 0.5
-    """IoU from which a proposal is trained to be classified as its object."""
+    """Box head: minimum IoU with an object for a proposal to be a positive training sample of its class."""
     box_bg_iou_thresh: float = 0.5
-    """IoU below which a proposal is trained as background."""
+    """Box head: IoU with all objects below which a proposal is a negative training sample (background)."""
     box_bg_iou_from: float = 0.0
-    """IoU from which a proposal is trained as background, up to `box_bg_iou_thresh`; below it, it is not trained."""
+    """Box head: minimum IoU for a negative training sample; proposals below it are ignored in training (see
+    `model.box_bg_iou_thresh`)."""
     box_crowd_overlap: float = 0.7
-    """Share of its area in a crowd region from which a proposal is not trained."""
+    """Box head: fraction of a proposal's area inside a crowd region from which the proposal is ignored in training."""
     bbox_reg_weights: list[float] = field(default_factory=lambda: [10.0, 10.0, 5.0, 5.0])
-    """Factors on the four deltas of a box (x, y, width, height) that the box head predicts."""
+    """Box head: scale factors of the four regression targets (x, y, width, height)."""
     box_smooth_l1_beta: float = 1 / 9
-    """Error of a detection's box, in its deltas times `bbox_reg_weights`, from which the loss is linear: 1 / sigma^2 of
-    other programs."""
+    """Box head: transition point from quadratic to linear of the smooth L1 box loss, in box deltas times
+    `model.bbox_reg_weights` (1 / sigma^2 in other programs)."""
     box_batch_size_per_image: int = 512
-    """Proposals of an image that are trained."""
+    """Box head: number of proposals sampled per image for the losses."""
     box_positive_fraction: float = 0.25
-    """Largest share of the trained proposals that may have an object."""
+    """Box head: maximum fraction of positives among the sampled proposals."""
 
 
 @dataclass
@@ -73,49 +75,46 @@ class FasterRcnnOptions(TwoStageOptions):
     """A Faster R-CNN with a feature pyramid on a timm backbone (Ren et al. 2015; Lin et al. 2017)."""
 
     architecture: str = "faster_rcnn"
-    """Name of a detector of this toolkit, or `module:Class` of your own; this one is Faster R-CNN on a timm
-    backbone."""
+    """Detector: a name of this toolkit, or `module:Class` of your own; this one is Faster R-CNN on a timm backbone."""
     backbone: str = "resnet50"
-    """Name of a timm model that gives feature maps."""
+    """timm model that is the backbone."""
     norm: Literal["batch", "frozen", "group", "sync"] = "batch"
-    """What the batch norms of the backbone become: batch norms as they are, constants, group norms, or batch norms with
-    the statistics of all processes."""
+    """Normalisation layers of the backbone: batch (BatchNorm), frozen (BatchNorm with fixed statistics and weights),
+    group (GroupNorm) or sync (BatchNorm with statistics over all processes)."""
     freeze: Literal["paper", "norms", "none"] = "paper"
-    """What of the backbone is not trained: its stem, first stage and batch norms (paper), its batch norms alone
-    (norms), or nothing (none)."""
+    """Backbone parts to freeze: paper (stem, first stage and batch norms), norms (batch norms only) or none."""
     strides: list[int] = field(default_factory=lambda: [4, 8, 16, 32])
-    """Strides in pixels of the feature maps that boxes are pooled from, each twice the one before."""
+    """Strides in pixels of the feature pyramid levels that boxes are pooled from, each twice the previous one."""
     fpn_channels: int = 256
-    """Channels of the feature pyramid."""
+    """Number of channels of the feature pyramid."""
     head_norm: Literal["none", "batch", "group", "sync"] = "none"
-    """Norm after the convolutions of the feature pyramid and of the box head."""
+    """Normalisation layers after the convolutions of the feature pyramid and the box head: none, batch, group or
+    sync."""
     anchor_sizes: list[list[float]] = field(default_factory=lambda: [[32.0], [64.0], [128.0], [256.0], [512.0]])
-    """For each level, the lengths in pixels of its anchors, which are square roots of areas. One level more than
-    strides is a coarser one for anchors only."""
+    """Anchor sizes per level in pixels (square roots of areas). One more level than `model.strides` adds a coarser
+    level that is used for proposals only."""
     aspect_ratios: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
-    """Height divided by width of the anchors."""
+    """Aspect ratios of the anchors, height divided by width."""
     rpn_convs: int = 1
-    """Number of 3 x 3 convolutions in the head that makes proposals."""
+    """RPN: number of 3 x 3 convolutions in the head."""
     box_convs: int = 0
-    """Number of 3 x 3 convolutions in the box head; without any it has a second linear layer instead."""
+    """Box head: number of 3 x 3 convolutions; 0 uses a second linear layer instead."""
     representation_size: int = 1024
-    """Width of the linear layers of the box head."""
+    """Box head: hidden dimension of the linear layers."""
     norm_eps: float = 1e-5
-    """What is added to variances in the batch norms of the backbone where they are constants; 0 in Detectron and
-    maskrcnn-benchmark."""
+    """Epsilon of the backbone's frozen batch norms; 0 in Detectron and maskrcnn-benchmark."""
     stride_in_1x1: bool = False
-    """Stages of a ResNet halve their maps in the 1 x 1 convolution of the first block, as Caffe2's do, instead of in
+    """Put the stride of a ResNet stage into the 1 x 1 convolution of its first block, as in Caffe2 models, instead of
     the 3 x 3 one."""
     whole_pixels: bool = False
-    """Boxes are pooled as maskrcnn-benchmark does, which takes the last pixel of a box for its end: one pixel less."""
+    """Pool boxes as maskrcnn-benchmark does, whose boxes end at their last pixel: one pixel less."""
     cell_anchors: list[list[list[float]]] = field(default_factory=list)
-    """For each level, anchors around a position as x1, y1, x2, y2 in pixels; an empty list: they are made of
-    `anchor_sizes` and `aspect_ratios`."""
+    """Explicit anchors per level as [x1, y1, x2, y2] in pixels around a position; empty: made from `model.anchor_sizes`
+    and `model.aspect_ratios`."""
     mean: list[float] | None = None
-    """Mean of the red, green and blue values in [0, 1]; without a value, that which the backbone was trained with."""
+    """Mean RGB values in [0, 1] for normalising images; null: those of the backbone's training."""
     std: list[float] | None = None
-    """Standard deviation of the red, green and blue values in [0, 1]; without a value, that which the backbone was
-    trained with."""
+    """Standard deviations of RGB values in [0, 1] for normalising images; null: those of the backbone's training."""
 
 
 @dataclass
@@ -123,15 +122,14 @@ class ResNet50Options(TwoStageOptions):
     """torchvision's `fasterrcnn_resnet50_fpn` (Ren et al. 2015; Lin et al. 2017), whose structure is fixed."""
 
     architecture: str = "fasterrcnn_resnet50_fpn"
-    """Name of a detector of this toolkit, or `module:Class` of your own; this one is torchvision's."""
+    """Detector: a name of this toolkit, or `module:Class` of your own; this one is torchvision's."""
     pretrained_backbone: bool | str = False
-    """torchvision's ImageNet weights for the ResNet-50 (downloaded once), or a file of such weights; not used with
-    `pretrained`."""
+    """Start from torchvision's ImageNet weights of the ResNet-50 (downloaded once), or from a file of them; not used
+    with `model.pretrained`."""
     freeze: Literal["paper", "norms"] = "paper"
-    """What of the backbone is not trained: its stem, first stage and batch norms (paper), or its batch norms alone
-    (norms)."""
+    """Backbone parts to freeze: paper (stem, first stage and batch norms) or norms (batch norms only)."""
     norm_eps: float = 1e-5
-    """What is added to variances in the batch norms, which are constants; torchvision's published detector has 0."""
+    """Epsilon of the frozen batch norms; 0 in torchvision's published detector."""
 
 
 @dataclass
@@ -139,10 +137,10 @@ class ResNet50V2Options(TwoStageOptions):
     """torchvision's `fasterrcnn_resnet50_fpn_v2` (Li et al. 2021), whose structure is fixed."""
 
     architecture: str = "fasterrcnn_resnet50_fpn_v2"
-    """Name of a detector of this toolkit, or `module:Class` of your own; this one is torchvision's."""
+    """Detector: a name of this toolkit, or `module:Class` of your own; this one is torchvision's."""
     pretrained_backbone: bool | str = False
-    """torchvision's ImageNet weights for the ResNet-50 (downloaded once), or a file of such weights; not used with
-    `pretrained`."""
+    """Start from torchvision's ImageNet weights of the ResNet-50 (downloaded once), or from a file of them; not used
+    with `model.pretrained`."""
     freeze: Literal["paper", "none"] | None = None
-    """What of the backbone is not trained: its stem and first stage (paper), or nothing (none). Without a value, paper
-    if it starts from pretrained weights, else none."""
+    """Backbone parts to freeze: paper (stem and first stage) or none. null: paper with pretrained weights, else
+    none."""

@@ -1,5 +1,4 @@
-"""RoIAlign on the level of the pyramid that fits each box, with one host read at most; torchvision's asks level by
-level."""
+"""RoIAlign on the pyramid level that fits each box, with at most one host read; torchvision's reads once per level."""
 
 from collections.abc import Mapping, Sequence
 

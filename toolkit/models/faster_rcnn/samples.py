@@ -1,6 +1,6 @@
-"""What the two stages are trained on, for the whole batch at once: candidates, what they match, and a random choice.
+"""Training samples of the two stages for a whole batch at once: candidates, their matches, and random sampling.
 
-How many boxes each image has is known on the host, so that everything is padded and cut there, and nobody waits.
+The number of boxes of each image is known on the host, so everything is padded and cut there without waiting.
 """
 
 from collections.abc import Callable, Mapping, Sequence

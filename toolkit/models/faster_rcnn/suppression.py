@@ -1,5 +1,5 @@
-"""Boxes of the two stages, and the proposals of a whole batch at once, for a GPU: torchvision goes image by image, and
-waits in each. On a CPU its loop is faster."""
+"""Decoding of boxes and selection of proposals for a whole batch at once on a GPU, where torchvision goes image by
+image and waits for each. On a CPU torchvision's loop is faster."""
 
 import math
 from collections.abc import Sequence

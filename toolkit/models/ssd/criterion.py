@@ -1,7 +1,7 @@
 """Anchors, matching and multibox loss of SSD (Liu et al., ECCV 2016), as CVNets (apple/ml-cvnets) defines them.
 
-Boxes are fractions of the image here, so an anchor of an image that is no square is none either. Everything works on a
-whole batch at once and reads nothing on the host.
+Boxes are fractions of the image, so square anchors are not square in an image that is not. Everything works on a whole
+batch at once, without host reads.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The settings of SSD and SSDLite, with CVNets' values; lists have an entry for each level, fine to coarse."""
+"""The settings of SSD and SSDLite, with CVNets' defaults; lists have one entry per level, from fine to coarse."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -12,56 +12,56 @@ class SsdOptions(DetectorOptions):
 
     inference_only: ClassVar[tuple[str, ...]] = ("score_threshold", "nms_threshold")
     architecture: str = "ssd"
-    """Name of a detector of this toolkit, or `module:Class` of your own; ssd has plain convolutions, ssdlite separable
-    ones, as CVNets has them."""
+    """Detector: a name of this toolkit, or `module:Class` of your own; ssd has plain convolutions, ssdlite depthwise
+    separable ones."""
     backbone: str = "mobilevit_s"
-    """Name of a timm model that gives feature maps."""
+    """timm model that is the backbone."""
     norm: Literal["batch", "frozen", "group", "sync"] = "batch"
-    """What the batch norms become: batch norms as they are, constants (in the backbone only), group norms, or batch
-    norms with the statistics of all processes."""
+    """Normalisation layers: batch (BatchNorm), frozen (BatchNorm with fixed statistics and weights; backbone only),
+    group (GroupNorm) or sync (BatchNorm with statistics over all processes)."""
     strides: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256, -1])
-    """Strides in pixels of the levels: some that the backbone has, increasing, then each twice the one before; -1 at
-    the end is the whole image."""
+    """Strides in pixels of the feature levels: strides of the backbone in increasing order, then levels of twice the
+    previous stride; -1 at the end is one level for the whole image."""
     channels: list[int] = field(default_factory=lambda: [512, 256, 256, 128, 128, 64])
-    """Channels that the feature map of each level is projected to."""
+    """Number of channels that the feature map of each level is projected to."""
     aspect_ratios: list[list[float]] = field(
         default_factory=lambda: [[2.0, 3.0], [2.0, 3.0], [2.0, 3.0], [2.0, 3.0], [2.0, 3.0], [2.0]]
     )
-    """For each level, the aspect ratios of its anchors beside two squares; each counts as width to height and as height
-    to width."""
+    """Aspect ratios of the anchors of each level, in addition to two squares; each is used as width to height and as
+    height to width."""
     min_scale: float = 0.1
-    """Side of the small square anchors of the finest level, as a fraction of the side of the image."""
+    """Side of the small square anchors of the finest level, as a fraction of the image side."""
     max_scale: float = 1.05
-    """Side that the small square anchors of one more, coarsest level would have, as a fraction of the side of the
-    image."""
+    """Side of the small square anchors that a further, coarsest level would have, as a fraction of the image side;
+    levels between are spaced evenly."""
     clip_anchors: bool = True
-    """Clamp centres and sides of anchors to the image."""
+    """Clip centres and sides of anchors to the image."""
     iou_threshold: float = 0.5
-    """IoU from which an anchor is trained to find a box."""
+    """Minimum IoU with an object for an anchor to be a positive training sample."""
     center_variance: float = 0.1
-    """Unit of the predicted centres, as a fraction of the sides of the anchor."""
+    """Scale of the regression targets of box centres, as a fraction of the anchor's sides."""
     size_variance: float = 0.2
-    """Unit of the predicted logarithms of sides."""
+    """Scale of the regression targets of box sides, which are logarithms."""
     negatives_per_positive: int = 3
-    """Background anchors that count in the loss of an image for each anchor with a box, those with the largest loss."""
+    """Hard negative mining: number of background anchors per positive anchor of an image in the classification loss,
+    those with the largest loss."""
     label_smoothing: float = 0.0
-    """Share of the probability that the targets of the classification spread evenly over all classes."""
+    """Label smoothing of the classification loss: probability mass that is spread evenly over all classes."""
     self_weighting_steps: int = 0
-    """Optimizer steps over which the loss of boxes is brought to weigh as much as that of classes; 0 leaves both as
-    they are."""
+    """Number of optimizer steps during which the box loss is reweighted to the magnitude of the classification loss; 0
+    disables it."""
     self_weighting_every: int = 200
-    """Optimizer steps between two adjustments of the weight of the loss of boxes."""
+    """Number of optimizer steps between two updates of that weight (`model.self_weighting_steps`)."""
     score_threshold: float = 0.01
-    """Detections need a probability of their class above this."""
+    """Minimum class probability of a detection."""
     nms_threshold: float = 0.5
-    """IoU above which a better detection of the same class suppresses another one."""
+    """IoU above which non-maximum suppression removes the lower-scoring of two detections of the same class."""
     candidates_per_class: int = 400
-    """Best detections of each class of an image that enter the suppression."""
+    """Maximum number of candidates per class and image before non-maximum suppression."""
     mean: list[float] | None = None
-    """Mean of the red, green and blue values in [0, 1]; without a value, that which the backbone was trained with."""
+    """Mean RGB values in [0, 1] for normalising images; null: those of the backbone's training."""
     std: list[float] | None = None
-    """Standard deviation of the red, green and blue values in [0, 1]; without a value, that which the backbone was
-    trained with."""
+    """Standard deviations of RGB values in [0, 1] for normalising images; null: those of the backbone's training."""
 
 
 @dataclass
@@ -69,8 +69,8 @@ class SsdliteOptions(SsdOptions):
     """SSD with depthwise separable convolutions (Sandler et al. 2018), which is what CVNets trains."""
 
     architecture: str = "ssdlite"
-    """Name of a detector of this toolkit, or `module:Class` of your own; ssdlite has separable convolutions, as CVNets
-    has them, ssd plain ones."""
+    """Detector: a name of this toolkit, or `module:Class` of your own; ssdlite has depthwise separable convolutions,
+    ssd plain ones."""
 
 
 @dataclass
@@ -79,17 +79,18 @@ class Ssd300Options(DetectorOptions):
 
     inference_only: ClassVar[tuple[str, ...]] = ("score_threshold", "nms_threshold")
     architecture: str = "ssd300_vgg16"
-    """Name of a detector of this toolkit, or `module:Class` of your own; this one is torchvision's."""
+    """Detector: a name of this toolkit, or `module:Class` of your own; this one is torchvision's."""
     iou_threshold: float = 0.5
-    """IoU from which an anchor is trained to find a box."""
+    """Minimum IoU with an object for an anchor to be a positive training sample."""
     negatives_per_positive: int = 3
-    """Background anchors that count in the loss of an image for each anchor with a box, those with the largest loss."""
+    """Hard negative mining: number of background anchors per positive anchor of an image in the classification loss,
+    those with the largest loss."""
     score_threshold: float = 0.01
-    """Detections need a probability of their class above this."""
+    """Minimum class probability of a detection."""
     nms_threshold: float = 0.45
-    """IoU above which a better detection of the same class suppresses another one."""
+    """IoU above which non-maximum suppression removes the lower-scoring of two detections of the same class."""
     candidates_per_class: int = 400
-    """Best detections of each class of an image that enter the suppression."""
+    """Maximum number of candidates per class and image before non-maximum suppression."""
 
 
 @dataclass
@@ -98,10 +99,10 @@ class Ssdlite320Options(Ssd300Options):
     `data.image_size 320`."""
 
     architecture: str = "ssdlite320_mobilenet_v3_large"
-    """Name of a detector of this toolkit, or `module:Class` of your own; this one is torchvision's."""
+    """Detector: a name of this toolkit, or `module:Class` of your own; this one is torchvision's."""
     score_threshold: float = 0.001
-    """Detections need a probability of their class above this."""
+    """Minimum class probability of a detection."""
     nms_threshold: float = 0.55
-    """IoU above which a better detection of the same class suppresses another one."""
+    """IoU above which non-maximum suppression removes the lower-scoring of two detections of the same class."""
     candidates_per_class: int = 300
-    """Best detections of each class of an image that enter the suppression."""
+    """Maximum number of candidates per class and image before non-maximum suppression."""

@@ -1,4 +1,4 @@
-"""torchvision's own SSDs: its modules, names, anchors and boxes, with our criterion, which divides as the others do."""
+"""torchvision's own SSDs: its modules, names, anchors and decoding, with our criterion and its denominators."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,1 +1,1 @@
-"""Trained weights: where they come from, and which tensor takes which."""
+"""Pretrained weights: their sources, and the mapping of their tensors."""

@@ -1,5 +1,4 @@
-"""A file of weights for a backbone: which of the backbone's tensors took what, said, and refused where a part took
-nothing."""
+"""Loads a file of backbone weights, reports which tensors were loaded, and refuses a part that got none."""
 
 import re
 from collections.abc import Mapping

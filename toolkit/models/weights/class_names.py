@@ -1,4 +1,4 @@
-"""Names of the classes that published weights know, in the order of their rows."""
+"""Class names of published weights, in the order of their rows."""
 
 COCO_80 = (
     "person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light, fire hydrant, stop sign, "

@@ -1,6 +1,6 @@
 """facebookresearch/detr: `detr-r50-*.pth`, `detr-r101-*.pth` and their DC5 variants, as the architecture `detr`.
 
-What the heads of attention are cannot be read from tensors: 8, as published.
+The number of attention heads cannot be read from the tensors; it is 8, as published.
 """
 
 from collections.abc import Mapping

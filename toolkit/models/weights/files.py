@@ -1,4 +1,4 @@
-"""A file of published weights: read without unpickling, and recognised by the names of its tensors."""
+"""Files of published weights: read without unpickling, and recognised by the names of their tensors."""
 
 import pickle
 import re

@@ -1,4 +1,4 @@
-"""Which tensor of a model takes which of a checkpoint, row by row where the classes differ, and a table of it."""
+"""Maps tensors of a checkpoint to those of a model, row by row where the classes differ, and reports it as a table."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Published weights under our names: what a file says, pairs of prefixes, and attention's joint matrices."""
+"""Renaming of published weights: prefix pairs, and joint attention matrices."""
 
 import re
 from collections.abc import Mapping, Sequence

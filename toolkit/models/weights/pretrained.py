@@ -1,12 +1,12 @@
-"""Fine-tuning: a detector that starts from trained weights, and a table of which of its tensors took what.
+"""Fine-tuning: starts a detector from pretrained weights, and reports where each of its tensors came from.
 
     detector = start_detector(config.model, class_names, folder, resumed_from=None, say=print)
 
-is all that a training script does about it. `config.model.pretrained` is a hub name, a transformers folder (a `final/`
+is all that a training script needs. `config.model.pretrained` is a hub name, a transformers folder (a `final/`
 too), a `final/` folder of our own kind, a run folder or one of its checkpoints, or a file that one of the publishers in
 this folder put out (`files.py` knows them all).
 
-What a detector has to offer:
+What a detector has to provide:
 
 - Every tensor of its state dict takes the source's tensor of the same name and shape. A detector around a transformers
   model holds it as `self.model`: the source's names are then those of that model below "model.". Another shape is an

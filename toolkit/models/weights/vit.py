@@ -1,6 +1,6 @@
 """Weights of timm's plain vision transformers for the ViTs that transformers builds YOLOS and RF-DETR with.
 
-Both papers start there: YOLOS from DeiT (ImageNet), RF-DETR from DINOv2.
+Both papers start from them: YOLOS from DeiT (ImageNet), RF-DETR from DINOv2.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The settings of YOLOv3, with GluonCV's values."""
+"""The settings of YOLOv3, with GluonCV's defaults."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -23,35 +23,35 @@ class Yolov3Options(DetectorOptions):
 
     inference_only: ClassVar[tuple[str, ...]] = ("score_threshold", "nms_threshold", "nms_topk")
     architecture: str = "yolov3"
-    """Name of a detector of this toolkit, or `module:Class` of your own; this one is YOLOv3."""
+    """Detector: a name of this toolkit, or `module:Class` of your own; this one is YOLOv3."""
     backbone: str = "darknet53"
-    """Name of a timm model with feature maps of strides 8, 16 and 32."""
+    """timm model that is the backbone, with feature maps of strides 8, 16 and 32."""
     norm: Literal["batch", "frozen", "group", "sync"] = "batch"
-    """What the batch norms become: batch norms as they are, constants (in the backbone only), group norms, or batch
-    norms with the statistics of all processes."""
+    """Normalisation layers: batch (BatchNorm), frozen (BatchNorm with fixed statistics and weights; backbone only),
+    group (GroupNorm) or sync (BatchNorm with statistics over all processes)."""
     leaky_slope: float | None = None
-    """Slope of the leaky ReLUs of a Darknet for negative values; without a value 0.1, which YOLO has. The pretrained
-    weights of timm were trained with 0.01: with such weights it must be given."""
+    """Negative slope of the leaky ReLUs of a Darknet; null: 0.1, as in YOLO. timm's pretrained weights were trained
+    with 0.01, which must be given with them."""
     head_channels: list[int] | None = None
-    """Channels of the heads at strides 32, 16 and 8; without a value half of those of the backbone's feature maps."""
+    """Channels of the heads at strides 32, 16 and 8; null: half the channels of the backbone's feature maps."""
     anchors: list[list[list[float]]] = field(default_factory=_default_anchors)
-    """[width, height] in pixels of the network input of the anchors, three lists for strides 32, 16 and 8;
-    `python -m toolkit.use.anchors` computes them for a data set."""
+    """Anchors as [width, height] in pixels of the network input: three lists, for strides 32, 16 and 8. `python -m
+    toolkit.use.anchors` computes them for a data set."""
     label_smoothing: bool = False
-    """Train class probabilities towards s and 1 - s instead of 0 and 1, where s = min(1 / classes, 1 / 40)."""
+    """Label smoothing: class targets are s and 1 - s instead of 0 and 1, where s = min(1 / classes, 1 / 40)."""
     ignore_iou: float = 0.7
-    """IoU with a box above which a prediction that is not assigned to it is not trained as background."""
+    """IoU with an object above which a prediction that is not assigned to it is ignored by the objectness loss, instead
+    of being a negative."""
     objectness_prior: float = 0.5
-    """Probability of an object that the heads start with; at 0.01 the first steps are not spent on learning that most
-    cells are empty, which helps short runs from random weights."""
+    """Initial objectness probability of the heads. 0.01 spares short runs from random weights the steps in which they
+    learn that most cells are empty."""
     score_threshold: float = 0.01
-    """Detections need a score, the probability of an object times that of the class, above this."""
+    """Minimum score of a detection, objectness times class probability."""
     nms_threshold: float = 0.45
-    """IoU above which a better detection of the same class suppresses another one."""
+    """IoU above which non-maximum suppression removes the lower-scoring of two detections of the same class."""
     nms_topk: int = 400
-    """Best candidates of an image, of all classes together, that enter the suppression."""
+    """Maximum number of candidates per image, over all classes, before non-maximum suppression."""
     mean: list[float] | None = None
-    """Mean of the red, green and blue values in [0, 1]; without a value, that which the backbone was trained with."""
+    """Mean RGB values in [0, 1] for normalising images; null: those of the backbone's training."""
     std: list[float] | None = None
-    """Standard deviation of the red, green and blue values in [0, 1]; without a value, that which the backbone was
-    trained with."""
+    """Standard deviations of RGB values in [0, 1] for normalising images; null: those of the backbone's training."""

@@ -1,6 +1,6 @@
-"""Programs that show a run while it goes on: W&B, TensorBoard, and others that Accelerate knows. One file for each.
+"""Experiment trackers: W&B, TensorBoard, and others that Accelerate supports, one file each.
 
-They are handed plain values by `toolkit.runs.writer`, which also catches what they raise. A new one is a subclass of
+They get plain values from `toolkit.runs.writer`, which also catches their exceptions. A new one is a subclass of
 `Tracker` and a line in `OWN`.
 """
 

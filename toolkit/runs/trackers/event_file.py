@@ -1,4 +1,4 @@
-"""A run in TensorBoard: one folder of event files, with rows, pictures, curves and the table of settings."""
+"""TensorBoard: one folder of event files with rows, pictures, curves and the table of hyperparameters."""
 
 from collections.abc import Mapping
 from pathlib import Path

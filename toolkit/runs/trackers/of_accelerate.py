@@ -1,4 +1,4 @@
-"""Trackers that only Accelerate knows: rows and settings through its own class, under one name and id over resumes."""
+"""Trackers supported through Accelerate: rows and settings, under one name and id across resumes."""
 
 import uuid
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a tracker is told of a run, and when."""
+"""The tracker interface: what a tracker is told about a run, and when."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A run in W&B: rows, pictures whose boxes can be switched, plots, the data and the finished detector.
+"""W&B: rows, pictures with switchable boxes, plots, the data as a reference, and the finished detector.
 
 Without an account or a network everything goes to files in the run folder; `wandb sync` sends them later.
 """

@@ -1,7 +1,7 @@
 """Causal analysis of predicates (Tang et al., "Unbiased Scene Graph Generation from Biased Training", CVPR 2020).
 
 Three branches (context of the objects, union features, frequency of the labels) are trained together; in evaluation
-the effect of the context alone is the difference to what the model would say without it.
+the effect of the context alone is the difference between predictions with and without it.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Pieces that several relation heads share."""
+"""Modules shared by several relation heads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Predicates as the nearest of learned prototypes: PE-Net (Zheng et al., CVPR 2023) and REACT (Neau et al., 2024).
+"""Predicates by the nearest learned prototype: PE-Net (Zheng et al., CVPR 2023) and REACT (Neau et al., 2024).
 
-Subject, object and predicate are embedded words corrected by what is seen; a pair is compared with the prototype of
-every predicate by cosine. REACT is PE-Net made fast: the detector's labels stay, and subject and object are joined by a
-linear layer in place of a product of sum and difference.
+Subject, object and predicate are word embeddings corrected by visual features; a pair is compared with the prototype of
+every predicate by cosine similarity. REACT is a faster PE-Net: it keeps the detector's labels, and joins subject and
+object by a linear layer instead of a product of sum and difference.
 """
 
 import math

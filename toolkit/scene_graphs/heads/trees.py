@@ -1,4 +1,4 @@
-"""Trees over the objects of an image, built and walked for all images of a batch at once (VCTree)."""
+"""Builds and traverses trees over the objects of an image, for all images of a batch at once (VCTree)."""
 
 from dataclasses import dataclass
 from itertools import product

@@ -1,4 +1,4 @@
-"""Class vectors of relation heads from GloVe (Pennington et al., 2014): text files of a word and its numbers a line."""
+"""Class embeddings of relation heads from GloVe (Pennington et al., 2014): text files with one word vector per line."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Data sets with relations, one module each, and what reads their splits as tables.
+"""Readers of data sets with relations, one module each, and the code that makes tables of their splits.
 
 A module has `files_of(place, split)`, `annotations_of(files, images, split, num_val)` and `NUM_VAL_IMAGES`, how many of
 the training images are val (None: val has files of its own). Visual Genome is checked by its own reader.

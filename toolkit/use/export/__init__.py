@@ -1,7 +1,7 @@
-"""Detectors outside PyTorch: from pixels to boxes in one file, and the proof that it finds the same.
+"""Exported detectors: from pixels to boxes in one file, verified against PyTorch.
 
-graph: a detector as one function; faster_rcnn: that of two stages. operators: two operators in ONNX. about: what a file
-says of itself. files, openvino: how a file is written and run. check: files held to PyTorch.
+graph: a detector as one function; faster_rcnn: the same for two stages. operators: two custom operators. about: the
+metadata of a file. files, openvino: writing and running files. check: comparison with PyTorch.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What an exported file says of itself, so that it can be used by itself: classes, sizes, threshold."""
+"""The metadata of an exported file, which make it usable by itself: classes, sizes, threshold."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Exported files held to PyTorch: the same outputs, and the same AP on data that were labelled."""
+"""Verifies exported files against PyTorch: the same outputs, and the same AP on labelled data."""
 
 import statistics
 import timeit

@@ -1,5 +1,5 @@
-"""Faster R-CNN as a function from pixels to boxes: its first stage, which has as many rows as it finds, with fixed
-numbers of rows, in which a score of 0 means that there is none; its second stage is the detector's own."""
+"""Faster R-CNN as a function from pixels to boxes. The first stage, whose number of proposals varies, has a fixed
+number of rows, where a score of 0 means that there is none; the second stage is the detector's own."""
 
 import torch
 from torch import Tensor, nn

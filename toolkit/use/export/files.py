@@ -1,4 +1,4 @@
-"""Exported detectors as files: ONNX, a program of torch.export, OpenVINO; how each is written and run.
+"""Writes and runs exported detectors: ONNX, torch.export, OpenVINO.
 
 A runner is a function from images uint8 (B, 3, H, W) to boxes, scores and labels, as NumPy arrays; see
 `toolkit.use.export.graph.PixelsToBoxes`.

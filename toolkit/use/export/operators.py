@@ -1,4 +1,4 @@
-"""Two operators that an exported detector needs and no exporter can trace: their shapes depend on what is seen.
+"""Two operators that an exported detector needs and no exporter can trace, because their shapes depend on the data.
 
 Each is one operator of PyTorch here and a few of ONNX there. A program of torch.export holds them by name, so this
 module must be imported before one is loaded.
