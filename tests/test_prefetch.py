@@ -4,10 +4,13 @@ python -m pytest tests/test_prefetch.py
 """
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from toolkit.data.prefetch import Prefetcher
+from toolkit.session import Session
 
 
 class Stream:
@@ -60,3 +63,10 @@ def test_a_step_waits_for_its_own_window_and_not_for_the_next(monkeypatch):
             begins = said.index(("computes", "wait", f"event {index}"))
             assert said.index(("copies", "record", f"event {index + 1}")) < begins
     assert not ahead._sent
+
+
+@pytest.mark.parametrize(("device", "pins"), [("cpu", False), ("cuda", True)])
+def test_only_what_goes_to_a_gpu_is_pinned(monkeypatch, device, pins):
+    """A run on the CPU of a machine with a GPU pins nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Session.pins.fget(SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(device)))) is pins
