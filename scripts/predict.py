@@ -49,6 +49,7 @@ from toolkit.models.inference_settings import inference_flags
 from toolkit.scene_graphs.draw import draw_found
 from toolkit.scene_graphs.formats import SUFFIXES
 from toolkit.text import ShortUsage
+from toolkit.trust import TRUST, trust_files
 from toolkit.use.given_boxes import given_boxes
 from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
 from toolkit.use.open import open_predictor
@@ -231,7 +232,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=8, help="images at a time (default 8)")
     parser.add_argument("--no-pictures", action="store_true", help="write no pictures and no videos")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     arguments, rest = parser.parse_known_args(argv)
+    trust_files(arguments.trust)
     arguments.settings, rest = inference_flags(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

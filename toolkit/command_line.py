@@ -24,6 +24,7 @@ from toolkit.models.options import DetectorOptions
 from toolkit.runs.failures import as_sentences
 from toolkit.runs.launcher import find_launch, refuse
 from toolkit.text import print_every_letter
+from toolkit.trust import trust_class
 
 Config = TypeVar("Config")
 
@@ -116,6 +117,8 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
                 setattr(group, key, _plain(value))
     _check_finite(made)
     if "model" in made:
+        below = getattr(made["model"], "detector_options", None) or {}  # of a scene graph
+        trust_class(below.get("architecture", ""))
         made["model"].only_given(_given_keys("model", argv, files))
     return cls(**made)
 
@@ -167,6 +170,7 @@ def _groups(cls: type, architecture: str | None) -> list[tuple[str, type, Callab
 def _options_of_family(default: type[DetectorOptions], architecture: str) -> type[DetectorOptions]:
     """The options of an architecture that a script trains: those beside its default, and any `module:Class`."""
     if ":" in architecture:
+        trust_class(architecture)  # a person named it, in a flag or in a settings file
         kind = options_class(architecture)
         return make_dataclass(kind.__name__, [("architecture", str, architecture)], bases=(kind,),
                               namespace={"__doc__": kind.__doc__})  # fmt: skip

@@ -107,8 +107,9 @@ def _open_transformers(source: str | Path, device: torch.device | str) -> Predic
     name = str(path) if path.exists() else str(source)
     try:
         with cached_when_offline():
-            processor = AutoImageProcessor.from_pretrained(name)
-            model = AutoModelForObjectDetection.from_pretrained(name).eval().to(device)
+            # said, as transformers would ask on standard input whether to run what lies beside the weights
+            processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+            model = AutoModelForObjectDetection.from_pretrained(name, trust_remote_code=False).eval().to(device)
     except (OSError, ValueError) as error:  # not there, offline, or no detector
         reason = str(error).strip().partition("\n")[0]
         raise BadInput(

@@ -4,7 +4,7 @@ A runner is a function from images uint8 (B, 3, H, W) to boxes, scores and label
 `toolkit.use.export.graph.PixelsToBoxes`.
 """
 
-import zipfile
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import torch
 
 from toolkit.errors import BadInput
 from toolkit.imports import import_extra
+from toolkit.text import escaped
+from toolkit.trust import files_are_trusted
 from toolkit.use.export.about import KEY, About
 
 Runner = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -47,11 +49,14 @@ def _to_onnx(program: torch.export.ExportedProgram, optimize: bool):
     )  # fmt: skip
 
 
-def open_file(path: Path) -> tuple[Runner, About]:
+def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
     """What runs an exported file on the CPU, and what it says of itself.
 
+    trusted: this process wrote it, or a person said so; see `toolkit.trust`.
+
     Raises:
-        BadInput: no such file, none that `scripts/export.py` wrote, or the program that runs it is not installed.
+        BadInput: no such file, none that `scripts/export.py` wrote, a `.pt2` that nobody trusts, or the program that
+            runs it is not installed.
     """
     path = Path(path)
     if not path.is_file():
@@ -59,7 +64,15 @@ def open_file(path: Path) -> tuple[Runner, About]:
     openers = {".onnx": _open_onnx, ".pt2": _open_program, ".xml": _open_openvino}
     if path.suffix not in openers:
         raise BadInput(f"{path}: {path.suffix} is no exported detector; there are {', '.join(openers)}")
+    # beside its pickles, torch.export evaluates expressions of the file, calls what it names and loads its libraries
+    if path.suffix == ".pt2" and not (trusted or files_are_trusted()):
+        raise BadInput(f"{path}: a .pt2 can run any code when it is opened; add --trust if you exported it or trust "
+                       "who did, or take the .onnx, which cannot")  # fmt: skip
     return openers[path.suffix](path)
+
+
+def _first_line(error: Exception) -> str:
+    return escaped(str(error).strip().partition("\n")[0], 300) or type(error).__name__
 
 
 def _open_onnx(path: Path) -> tuple[Runner, About]:
@@ -72,7 +85,7 @@ def _open_onnx(path: Path) -> tuple[Runner, About]:
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001 - its errors have no common class
-        raise BadInput(f"{path}: ONNX Runtime cannot load it: {str(error).splitlines()[0]}") from error
+        raise BadInput(f"{path}: ONNX Runtime cannot load it: {_first_line(error)}") from error
     about = About.from_text(session.get_modelmeta().custom_metadata_map.get(KEY), path)
     return lambda images: tuple(session.run(list(OUTPUTS), {"images": images})), about
 
@@ -81,10 +94,11 @@ def _open_program(path: Path) -> tuple[Runner, About]:
     from toolkit.use.export import operators  # noqa: F401 - the program names its operators
 
     texts = {KEY: ""}
+    logging.getLogger("torch.export").setLevel(logging.ERROR)  # warns with a traceback of what it then raises
     try:
         module = torch.export.load(path, extra_files=texts).module()
-    except (RuntimeError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise BadInput(f"{path}: torch.export cannot load it: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # noqa: BLE001 - of a changed file, any
+        raise BadInput(f"{path}: torch.export cannot load it: {_first_line(error)}") from error
     about = About.from_text(texts[KEY], path)
 
     @torch.no_grad()
@@ -99,7 +113,7 @@ def _open_openvino(path: Path) -> tuple[Runner, About]:
     try:
         model = openvino.Core().read_model(path)
     except RuntimeError as error:
-        raise BadInput(f"{path}: OpenVINO cannot load it: {str(error).splitlines()[0]}") from error
+        raise BadInput(f"{path}: OpenVINO cannot load it: {_first_line(error)}") from error
     text = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
     return openvino_runner(model), About.from_text(text, path)
 

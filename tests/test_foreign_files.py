@@ -1,0 +1,179 @@
+"""Files of strangers: nothing in them runs, and what cannot be read is refused in one sentence.
+
+    python -m pytest tests/test_foreign_files.py
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from scripts import predict
+from toolkit import trust
+from toolkit.command_line import parse_config
+from toolkit.errors import BadInput
+from toolkit.models import build_detector
+from toolkit.models.weights.pretrained import open_pretrained
+from toolkit.runs.checkpoint_content import FORMAT
+from toolkit.use.export.files import open_file
+from toolkit.use.open import open_predictor, rebuild_detector
+
+ROOT = Path(__file__).resolve().parents[1]
+CLASS = "strangers_module:Detector"
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_trusted(monkeypatch):
+    monkeypatch.setattr(trust, "_all", False)
+    monkeypatch.setattr(trust, "_named", set())
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """A file that is there once a stranger's code has run; `strangers_module.py` makes it when it is imported."""
+    marker = tmp_path / "ran"
+    (tmp_path / "strangers_module.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\nfrom tests_own import Own as Detector\n"
+    )
+    own = Path(__file__).with_name("fcos_detector.py").read_text().replace("class FCOS(", "class Own(")
+    (tmp_path / "tests_own.py").write_text(own)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield marker
+    for name in ("strangers_module", "tests_own"):
+        sys.modules.pop(name, None)
+
+
+def final_folder(folder: Path, model: dict) -> Path:
+    folder.mkdir()
+    config = {"format": FORMAT, "model": model, "processor_size": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "categories.json").write_text(json.dumps([{"label": 0, "id": 1, "name": "a"}]))
+    return folder
+
+
+# ---- a class that a file names ---------------------------------------------------------------------------------------
+
+BELOW = {"architecture": "scene_graph", "predicates": ["on"], "mode": "sgdet", "head": "motifs", "hidden_dim": 16,
+         "embed_dim": 8, "detector_options": {"architecture": CLASS}}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [{"architecture": CLASS}, BELOW], ids=["detector", "below a scene graph"])
+def test_a_class_that_a_file_names_is_not_imported(model, ran, tmp_path, capsys):
+    final = final_folder(tmp_path / "final", model)
+    for opened in (lambda: open_predictor(final), lambda: open_predictor(final, settings={"score_threshold": 0.1}),
+                   lambda: open_pretrained(str(final)), lambda: rebuild_detector({"model": model}, ["a"])):  # fmt: skip
+        with pytest.raises(BadInput, match=f"{CLASS} is a class that a file names.*--trust"):
+            opened()
+    (tmp_path / "photo.jpg").write_bytes(b"")
+    assert predict.main([str(final), "photo.jpg", "--out", "found"]) == 2
+    assert CLASS in capsys.readouterr().err and not ran.exists()
+
+
+def test_a_class_is_imported_where_a_person_trusts_the_file(ran):
+    trust.trust_files()
+    assert type(rebuild_detector({"model": {"architecture": CLASS}}, ["a"])).__name__ == "Own" and ran.exists()
+
+
+@pytest.mark.parametrize("argv", [["--model.architecture", CLASS], ["--config", "mine.yaml"]])
+def test_a_class_is_imported_where_a_person_named_it(argv, ran, tmp_path):
+    from scripts.train_faster_rcnn import Config
+
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"model": {"architecture": CLASS}}))
+    assert parse_config(Config, argv).model.architecture == CLASS and ran.exists()
+    rebuild_detector({"model": {"architecture": CLASS}}, ["a"])
+
+
+def test_a_detector_below_a_scene_graph_may_be_one_that_a_person_named(ran):
+    from scripts.train_sgg import Config
+
+    parse_config(Config, ["--model.detector_options", f"{{architecture: '{CLASS}'}}"])
+    assert trust.may_import(CLASS) and not ran.exists()
+
+
+def test_a_class_that_the_program_itself_imported_needs_no_trust(ran):
+    import strangers_module  # noqa: F401
+
+    assert type(build_detector(CLASS, class_names=["a"])).__name__ == "Own"
+
+
+def test_detect_imports_nothing_from_the_current_folder(ran, tmp_path):
+    """A package that is not installed must not be found there."""
+    (tmp_path / "openvino.py").write_text((tmp_path / "strangers_module.py").read_text())
+    (tmp_path / "model.xml").write_text("")
+    (tmp_path / "photo.jpg").write_bytes(b"")
+    hide = "import sys; sys.path[:] = [p for p in sys.path if p]; from toolkit import detect; sys.exit(detect.main())"
+    command = [sys.executable, "-c", hide, "predict", "model.xml", "photo.jpg", "--out", "found"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 2 and not ran.exists(), done.stderr
+
+
+def test_a_model_of_transformers_runs_no_module_of_its_own(ran, tmp_path, monkeypatch):
+    """Nor does it ask on standard input, where a list of images may be."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    classes = {"AutoConfig": "strangers_module.C", "AutoModelForObjectDetection": "strangers_module.Detector",
+               "AutoImageProcessor": "strangers_module.P"}  # fmt: skip
+    (folder / "strangers_module.py").write_text((tmp_path / "strangers_module.py").read_text())
+    for name in ("config.json", "preprocessor_config.json"):
+        (folder / name).write_text(json.dumps({"model_type": "strangers", "auto_map": classes}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(BadInput):
+        open_predictor(folder)
+    with pytest.raises(BadInput):
+        open_pretrained(str(folder))
+    assert not ran.exists()
+
+
+# ---- a program of torch.export ---------------------------------------------------------------------------------------
+
+
+class Twice(torch.nn.Module):
+    def forward(self, images):
+        return images.float() * 2
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("program") / "model.pt2"
+    batch = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+    exported = torch.export.export(Twice(), (batch,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.export.save(exported, path)
+    return path
+
+
+def test_a_pt2_file_is_not_opened_before_it_is_trusted(program, ran, tmp_path, capsys):
+    """The pickles in this one are harmless; torch evaluates the sizes that it names."""
+    path = tmp_path / "model.pt2"
+    with zipfile.ZipFile(program) as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            text = old.read(name)
+            if name.endswith("models/model.json"):
+                code = f"__import__('pathlib').Path({str(ran)!r}).touch()"
+                text = re.sub(r'"expr_str": ?"[^"]*"', f'"expr_str": "{code}"', text.decode()).encode()
+            new.writestr(name, text)
+    (tmp_path / "photo.jpg").write_bytes(b"")
+    assert predict.main([str(path), "photo.jpg", "--out", "found"]) == 2
+    assert "add --trust" in capsys.readouterr().err and not ran.exists()
+    with pytest.raises(BadInput, match="cannot load it"):
+        open_file(path, trusted=True)
+    assert ran.exists(), "else this is not the file that it is meant to be"
+
+
+def test_a_pt2_file_that_is_cut_off_is_one_sentence(program, tmp_path, capfd):
+    whole = program.read_bytes()
+    trust.trust_files()
+    for size in (0, 100, len(whole) // 2, len(whole) - 10):
+        path = tmp_path / "model.pt2"
+        path.write_bytes(whole[:size])
+        with pytest.raises(BadInput, match="torch.export cannot load it: ."):
+            open_file(path)
+    assert "Traceback" not in capfd.readouterr().err
