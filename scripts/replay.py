@@ -1,7 +1,9 @@
 """Run a batch that the NaN guard reported again, and say what breaks.
 
     python scripts/replay.py runs/detr/nan/step_000123/rank0
+    python scripts/replay.py runs/mine/nan/step_000123/rank0 --trust        # of a script or a detector of your own
 
+The loop that runs is that of the script that environment.json of the run names.
 Exit code: 0 the same thing breaks in the same place, 1 it does not (a transient fault, or other hardware), 2 bad input.
 """
 

@@ -3,6 +3,7 @@
     python -m pytest tests/test_foreign_files.py
 """
 
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.weights.pretrained import open_pretrained
 from toolkit.runs.checkpoint_content import FORMAT
+from toolkit.runs.script import open_script
 from toolkit.use.export.files import open_file
 from toolkit.use.open import open_predictor, rebuild_detector
 
@@ -177,3 +179,20 @@ def test_a_pt2_file_that_is_cut_off_is_one_sentence(program, tmp_path, capfd):
         with pytest.raises(BadInput, match="torch.export cannot load it: ."):
             open_file(path)
     assert "Traceback" not in capfd.readouterr().err
+
+
+# ---- the script that a run names -------------------------------------------------------------------------------------
+
+
+def test_only_scripts_of_this_project_are_run_again_before_the_run_is_trusted(ran, tmp_path):
+    script = tmp_path / "strangers_module.py"
+    own = ROOT / "scripts" / "train_detr.py"
+    for path in (script, ROOT / "scripts" / ".." / script, ROOT / "scripts" / "predict.py"):
+        with pytest.raises(BadInput, match="none of this project's.*--trust"):
+            open_script({"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+    assert not ran.exists()
+    assert open_script({"path": str(own), "sha256": "another"})[0].__name__ == "replayed_train_detr"
+    for nothing in (None, [], {}, {"path": 3}):
+        assert open_script(nothing)[0] is None
+    trust.trust_files()
+    assert open_script({"path": str(script), "sha256": ""})[0] is not None and ran.exists()
