@@ -48,7 +48,7 @@ from toolkit.files import distinct, without_suffix
 from toolkit.models.inference_settings import inference_flags
 from toolkit.scene_graphs.draw import draw_found
 from toolkit.scene_graphs.formats import SUFFIXES
-from toolkit.text import ShortUsage
+from toolkit.text import ShortUsage, shown
 from toolkit.trust import TRUST, trust_files
 from toolkit.use.given_boxes import given_boxes
 from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
@@ -134,7 +134,7 @@ def predict_images(
     entries, found = {}, {}
     for prediction in tqdm(predictions, "prediction", len(names), unit="image", disable=None):
         if prediction.error is not None:
-            tqdm.write(f"{prediction.path}: {prediction.error}", file=sys.stderr)
+            tqdm.write(f"{shown(prediction.path, 300)}: {prediction.error}", file=sys.stderr)
             errors[prediction.path] = {"file_name": str(prediction.path), "error": prediction.error}
             continue
         entries[prediction.path] = {"id": ids[prediction.path], **entry(prediction, predictor, arguments)}
@@ -190,7 +190,7 @@ def entry(prediction: FilePrediction, predictor: Predictor, arguments: argparse.
 
 def summary(document: dict, out: Path) -> str:
     found = Counter(each["category"] for image in document["images"] for each in image["detections"])
-    counts = ", ".join(f"{count} {name}" for name, count in found.most_common())
+    counts = ", ".join(f"{count} {shown(name, 40)}" for name, count in found.most_common())
     lines = [
         f"{document['model']}: {len(document['images'])} images, {found.total()} detections of score above "
         f"{document['score_threshold']}" + (f" ({counts})" if counts else ""),

@@ -3,6 +3,7 @@
     python -m pytest tests/test_foreign_files.py
 """
 
+import csv
 import hashlib
 import json
 import os
@@ -12,13 +13,20 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from scripts import predict
 from toolkit import trust
+from toolkit.boxes import Boxes
 from toolkit.command_line import parse_config
+from toolkit.data.annotations import ImageRow
+from toolkit.data.formats import open_dataset
+from toolkit.data.formats.csv import write_csv
+from toolkit.data.table import Category, LabelledImages
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.weights.pretrained import open_pretrained
@@ -196,3 +204,31 @@ def test_only_scripts_of_this_project_are_run_again_before_the_run_is_trusted(ra
         assert open_script(nothing)[0] is None
     trust.trust_files()
     assert open_script({"path": str(script), "sha256": ""})[0] is not None and ran.exists()
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+NAMES = ["=1+1", "'=1+1", "+x", "-x", "@SUM(A1)", "'it'", "it's", "''", "plain", "a,b", 'say "=x"', "＝1", "=it'"]
+
+
+@pytest.mark.parametrize("names", [NAMES, ["=it'"], ["'-'"]], ids=len)
+def test_names_in_a_csv_file_are_no_formulas_and_come_back(names, tmp_path):
+    names = sorted(names)
+    count = len(names)
+    boxes = Boxes.found([count], np.array([[1, 2, 30, 20]] * count), np.full(count, 0.5), np.arange(count))
+    categories = [Category(number, name) for number, name in enumerate(names, start=1)]
+    write_csv(LabelledImages([ImageRow(1, "=photo.png", 40, 30)], boxes, categories), tmp_path / "predictions.csv")
+    with open(tmp_path / "predictions.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert not [row for row in rows for key in ("image", "label") if row[key][0] in "=+-@＝"]
+    Image.new("RGB", (40, 30)).save(tmp_path / "=photo.png")
+    table = open_dataset("train", path=tmp_path / "predictions.csv", format="csv", cache_dir=tmp_path / "cache")
+    assert table.class_names == names and table.row(0)["file_name"] == "=photo.png"
+    assert table.row(0)["objects"]["category"].tolist() == list(range(count))
+
+
+def test_names_of_classes_act_on_no_console():
+    document = {"model": "m", "images": [{"detections": [{"category": "a\x1b[2J\n\u202eb"}]}], "score_threshold": 0.3,
+                "errors": []}  # fmt: skip
+    said = predict.summary(document, Path("found"))
+    assert "\x1b" not in said and "\u202e" not in said and "1 a\\x1b[2J\\n\\u202eb" in said
