@@ -126,7 +126,7 @@ def check(name: str, path: Path, graph, images: np.ndarray, expected: float | No
     if name != "int8":  # which is another detector, by design
         try:
             row.differences = batches_agree(graph, path, torch.from_numpy(images))
-        except RuntimeError as error:
+        except (RuntimeError, BadInput) as error:
             problem = str(error)
     if ap is not None:
         row.AP_moved = ap - expected

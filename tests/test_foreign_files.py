@@ -8,18 +8,21 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import yaml
 from PIL import Image
 
 from scripts import predict
+from scripts.train_faster_rcnn import Config
 from toolkit import trust
 from toolkit.boxes import Boxes
 from toolkit.command_line import parse_config
@@ -28,10 +31,16 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.formats.csv import write_csv
 from toolkit.data.table import Category, LabelledImages
 from toolkit.errors import BadInput
+from toolkit.evaluation.predictions_file import read_predictions
+from toolkit.evaluation.report.facts import run_facts
 from toolkit.models import build_detector
 from toolkit.models.weights.pretrained import open_pretrained
 from toolkit.runs.checkpoint_content import FORMAT
+from toolkit.runs.metrics_log import read_metrics
+from toolkit.runs.open_run import open_run
 from toolkit.runs.script import open_script
+from toolkit.step.nan_report import load_report
+from toolkit.use.export.about import KEY
 from toolkit.use.export.files import open_file
 from toolkit.use.open import open_predictor, rebuild_detector
 
@@ -94,8 +103,6 @@ def test_a_class_is_imported_where_a_person_trusts_the_file(ran):
 
 @pytest.mark.parametrize("argv", [["--model.architecture", CLASS], ["--config", "mine.yaml"]])
 def test_a_class_is_imported_where_a_person_named_it(argv, ran, tmp_path):
-    from scripts.train_faster_rcnn import Config
-
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"model": {"architecture": CLASS}}))
     assert parse_config(Config, argv).model.architecture == CLASS and ran.exists()
     rebuild_detector({"model": {"architecture": CLASS}}, ["a"])
@@ -232,3 +239,128 @@ def test_names_of_classes_act_on_no_console():
                 "errors": []}  # fmt: skip
     said = predict.summary(document, Path("found"))
     assert "\x1b" not in said and "\u202e" not in said and "1 a\\x1b[2J\\n\\u202eb" in said
+
+
+# ---- what cannot be read ---------------------------------------------------------------------------------------------
+
+DEEP = "[" * 100_000 + "]" * 100_000
+SSD = {"architecture": "ssd", "backbone": "lcnet_035", "strides": [4, -1], "channels": [16, 16],
+       "aspect_ratios": [[2], [2]]}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def final(once) -> Path:
+    def make(folder: Path) -> None:
+        build_detector(class_names=["a", "b"], **SSD).save_final(
+            folder / "final", [Category(1, "a"), Category(2, "b")], {"height": 64, "width": 64}
+        )
+
+    return once("foreign_final", make) / "final"
+
+
+def with_header(file: Path, changes) -> bytes:
+    """A safetensors file whose header says something else."""
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    name = next(key for key in header if len(header[key].get("shape", [])) == 4)
+    text = json.dumps(header | {name: header[name] | changes(header[name])}).encode()
+    return len(text).to_bytes(8, "little") + text + whole[8 + length :]
+
+
+def test_a_header_of_safetensors_that_lies_is_one_sentence(final, tmp_path):
+    shutil.copytree(final, tmp_path / "final")
+    file = tmp_path / "final" / "model.safetensors"
+    whole = file.read_bytes()
+    assert open_predictor(tmp_path / "final").class_names == ["a", "b"]
+    lies = {
+        "longer than the file": (2**62).to_bytes(8, "little") + whole[8:], "cut off": whole[: len(whole) // 2],
+        "empty": b"", "no JSON": whole[:8] + b"x" + whole[9:],
+        "shape": with_header(final / file.name, lambda entry: {"shape": [2**40]}),
+        "offsets": with_header(final / file.name, lambda entry: {"data_offsets": [0, 2**40]}),
+        "type": with_header(final / file.name, lambda entry: {"dtype": "F4"}),
+        "turned": with_header(final / file.name, lambda entry: {"shape": [1, *entry["shape"]]}),
+    }  # fmt: skip
+    for lie, content in lies.items():
+        file.write_bytes(content)
+        with pytest.raises(BadInput, match="model.safetensors: (no safetensors|the weights are not)") as refused:
+            open_predictor(tmp_path / "final")
+        assert "\n" not in str(refused.value), lie
+    file.unlink()
+    with pytest.raises(BadInput, match="model.safetensors"):
+        open_predictor(tmp_path / "final")
+
+
+@pytest.mark.parametrize("text", [DEEP, "[]", "3", "{", b"\xff\xfe", '{"format": 2}', '{"format": 2, "model": 3}',
+                                  '{"format": 2, "model": {"architecture": ["ssd"]}, "processor_size": null}',
+                                  '{"format": 2, "model": {"architecture": "ssd", "strides": "x"}, '
+                                  '"processor_size": null}'], ids=range(9))  # fmt: skip
+def test_a_final_folder_with_another_config_is_one_sentence(text, final, tmp_path, capsys):
+    shutil.copytree(final, tmp_path / "final")
+    (tmp_path / "final" / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "photo.jpg").write_bytes(b"")
+    assert predict.main([str(tmp_path / each) for each in ("final", "photo.jpg")] + [f"--out={tmp_path}/found"]) == 2
+    assert capsys.readouterr().err.count("error: ") == 1
+
+
+def onnx_file(path: Path, of_input: str = "images", outputs=(4,), about: dict | None = None) -> Path:
+    """A model with our metadata that adds something up."""
+    float_, image = onnx.TensorProto.FLOAT, onnx.TensorProto.UINT8
+    nodes, given = [onnx.helper.make_node("Cast", [of_input], ["x"], to=float_)], []
+    for name, size in zip(("boxes", "scores", "labels"), outputs, strict=False):
+        nodes.append(onnx.helper.make_node("ReduceMean", ["x"], [name], keepdims=size))
+        given.append(onnx.helper.make_tensor_value_info(name, float_, None))
+    graph = onnx.helper.make_graph(
+        nodes, "g", [onnx.helper.make_tensor_value_info(of_input, image, ["b", 3, "h", "w"])], given
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    entries = {"architecture": "ssd", "categories": [{"id": 1, "name": "a"}], "size": {"height": 8, "width": 8},
+               "sides": "fixed", "stride": 1, "score_threshold": 0.3, "top_k": 5, "source": "s"}  # fmt: skip
+    text = DEEP if about is None else json.dumps(entries | about)
+    model.metadata_props.add(key=KEY, value=text)
+    onnx.save(model, path)
+    return path
+
+
+def test_an_onnx_file_with_our_metadata_and_another_graph_is_one_sentence(tmp_path, capsys):
+    Image.new("RGB", (40, 30)).save(tmp_path / "photo.png")
+    path = tmp_path / "model.onnx"
+    for of_input, outputs, about, said in (
+        ("pixels", (1, 1, 1), {}, "does not run on images uint8 .1, 3, 8, 8.: "),
+        ("images", (1,), {}, "does not run on images"), ("images", (1, 0, 0), {}, "gives boxes .1, 1, 1, 1., scores"),
+        ("images", (1, 1, 1), {"size": {"height": 10**9, "width": 1}}, "does not say what its classes and sizes are"),
+        ("images", (1, 1, 1), {"categories": [3]}, "does not say what"), ("images", (1, 1, 1), None, "does not say"),
+    ):  # fmt: skip
+        onnx_file(path, of_input, outputs, about)
+        assert predict.main([str(path), str(tmp_path / "photo.png"), "--out", str(tmp_path / "found")]) == 2
+        error = capsys.readouterr().err
+        assert re.search(said, error) and "Traceback" not in error, error
+        shutil.rmtree(tmp_path / "found", ignore_errors=True)
+
+
+def test_rows_settings_and_predictions_that_are_nested_too_deeply_or_no_utf8_are_one_sentence(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + DEEP + "\n")
+    with pytest.raises(BadInput, match="line 2: not a row of metrics"):
+        read_metrics(tmp_path / "metrics.jsonl")
+    for content in (b"model: {name: \xff}\n", DEEP.encode()):
+        (tmp_path / "config.yaml").write_bytes(content)
+        with pytest.raises(BadInput, match="config.yaml: cannot be read"):
+            open_run(tmp_path)
+        with pytest.raises(BadInput, match="config.yaml: cannot be read"):
+            run_facts(tmp_path)
+        with pytest.raises(BadInput, match="config.yaml: no YAML"):
+            parse_config(Config, ["--config", str(tmp_path / "config.yaml")])
+    (tmp_path / "config.yaml").write_text("model: {architecture: ssd}\n")
+    (tmp_path / "pretrained_config.json").write_text(DEEP)
+    with pytest.raises(BadInput, match="pretrained_config.json: cannot be read"):
+        open_run(tmp_path)
+    (tmp_path / "results.json").write_text(DEEP)
+    with pytest.raises(BadInput, match="no COCO results file"):
+        read_predictions(tmp_path / "results.json", None)
+
+
+def test_a_report_of_the_guard_that_cannot_be_read_is_one_sentence(tmp_path):
+    for name in ("report.json", "batch_0.safetensors", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(BadInput, match="the report cannot be read"):
+        load_report(tmp_path)

@@ -198,7 +198,7 @@ def _read_yaml(path: str) -> dict:
         content = yaml.safe_load(Path(path).expanduser().read_text())
     except OSError as error:
         raise BadInput(f"--config {path}: cannot be read ({error.strerror}).") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(f"--config {path}: no YAML: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(group, dict) for group in content.values()):
         raise BadInput(f"--config {path}: expected groups of settings, such as `run:` with `name: mine` below it.")

@@ -68,7 +68,28 @@ def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
     if path.suffix == ".pt2" and not (trusted or files_are_trusted()):
         raise BadInput(f"{path}: a .pt2 can run any code when it is opened; add --trust if you exported it or trust "
                        "who did, or take the .onnx, which cannot")  # fmt: skip
-    return openers[path.suffix](path)
+    run, about = openers[path.suffix](path)
+    return _held_to(about, run, path), about
+
+
+def _held_to(about: About, run: Runner, path: Path) -> Runner:
+    """The runner of a file that may take other images, or give something else, than it says: BadInput then."""
+
+    def checked(images: np.ndarray):
+        try:
+            boxes, scores, labels = run(images)
+        except Exception as error:  # noqa: BLE001 - three programs that run files, each with errors of its own
+            raise BadInput(f"{path}: it does not run on images {images.dtype} {images.shape}: "
+                           f"{_first_line(error)}") from error  # fmt: skip
+        rows = (len(images), *np.shape(labels)[1:])
+        same = len(rows) == 2 and (np.shape(boxes), np.shape(scores), np.shape(labels)) == ((*rows, 4), rows, rows)
+        if not same or np.max(labels, initial=-1) >= len(about.categories):
+            raise BadInput(f"{path}: for {len(images)} images it gives boxes {np.shape(boxes)}, scores "
+                           f"{np.shape(scores)} and labels {np.shape(labels)} up to {np.max(labels, initial=-1)}; "
+                           f"expected (B, K, 4), (B, K) and (B, K) below {len(about.categories)}")  # fmt: skip
+        return boxes, scores, labels
+
+    return checked
 
 
 def _first_line(error: Exception) -> str:
