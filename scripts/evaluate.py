@@ -31,6 +31,7 @@ from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.models.inference_settings import inference_flags
 from toolkit.text import ShortUsage
+from toolkit.trust import TRUST, trust_files
 from toolkit.use.predict_split import Predicted, SplitOptions, open_any
 
 
@@ -100,7 +101,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far a metric may be below --expect.METRIC")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     arguments, rest = parser.parse_known_args(argv)
+    trust_files(arguments.trust)
     arguments.settings, rest = inference_flags(rest)
     return 0 if evaluate(arguments, expected_numbers(rest)) else 1
 

@@ -9,7 +9,7 @@
 xyxy in their pixels, scores (B, K) and labels (B, K), best first; rows without a detection have score 0 and label -1.
 Normalisation, padding, decoding and suppression are inside; any batch goes in, and any size where the model allows.
 Classes, the size that images are resized to, and the threshold are in the metadata. scripts/predict.py takes these
-files like a run.
+files like a run, a `.pt2` with `--trust`: it can run any code.
 
 Then each file finds the boxes of the run's validation data (or of `--split`), and its AP is compared with PyTorch's.
 All detectors can be exported; of a scene graph its detector alone, without relations. Exit code 0: written and as good;
@@ -35,6 +35,7 @@ from toolkit.runs.open_run import run_folder_of
 from toolkit.runs.settings_file import load_config_dict
 from toolkit.signals import interrupt_ends_at_once
 from toolkit.text import ShortUsage
+from toolkit.trust import TRUST, trust_files
 from toolkit.use.export import check_exportable, export_detector
 from toolkit.use.export.about import trace_hw
 from toolkit.use.export.check import Difference, batches_agree, run_in_pytorch, speed
@@ -119,13 +120,13 @@ class Line:
 
 def check(name: str, path: Path, graph, images: np.ndarray, expected: float | None, table, arguments):
     """A file's row of the table, and what is wrong with it (None: nothing)."""
-    run, about = open_file(path)
+    run, about = open_file(path, trusted=True)  # written a moment ago
     ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about)), table)
     row, problem = Line(path.name, ap, **speed(run, images)), None
     if name != "int8":  # which is another detector, by design
         try:
             row.differences = batches_agree(graph, path, torch.from_numpy(images))
-        except RuntimeError as error:
+        except (RuntimeError, BadInput) as error:
             problem = str(error)
     if ap is not None:
         row.AP_moved = ap - expected
@@ -209,12 +210,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tolerance", type=float, default=0.001, help="maximum change of AP (default 0.001)")
     parser.add_argument("--int8-tolerance", type=float, default=0.02, help="maximum drop of AP in int8 (default 0.02)")
     parser.add_argument("--calibration", type=int, default=100, help="calibration images for int8 (default 100)")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     return parser
 
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    trust_files(arguments.trust)
     with interrupt_ends_at_once():
         return 0 if export(arguments) else 1
 

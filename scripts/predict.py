@@ -48,7 +48,8 @@ from toolkit.files import distinct, without_suffix
 from toolkit.models.inference_settings import inference_flags
 from toolkit.scene_graphs.draw import draw_found
 from toolkit.scene_graphs.formats import SUFFIXES
-from toolkit.text import ShortUsage
+from toolkit.text import ShortUsage, shown
+from toolkit.trust import TRUST, trust_files
 from toolkit.use.given_boxes import given_boxes
 from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
 from toolkit.use.open import open_predictor
@@ -133,7 +134,7 @@ def predict_images(
     entries, found = {}, {}
     for prediction in tqdm(predictions, "prediction", len(names), unit="image", disable=None):
         if prediction.error is not None:
-            tqdm.write(f"{prediction.path}: {prediction.error}", file=sys.stderr)
+            tqdm.write(f"{shown(prediction.path, 300)}: {prediction.error}", file=sys.stderr)
             errors[prediction.path] = {"file_name": str(prediction.path), "error": prediction.error}
             continue
         entries[prediction.path] = {"id": ids[prediction.path], **entry(prediction, predictor, arguments)}
@@ -189,7 +190,7 @@ def entry(prediction: FilePrediction, predictor: Predictor, arguments: argparse.
 
 def summary(document: dict, out: Path) -> str:
     found = Counter(each["category"] for image in document["images"] for each in image["detections"])
-    counts = ", ".join(f"{count} {name}" for name, count in found.most_common())
+    counts = ", ".join(f"{count} {shown(name, 40)}" for name, count in found.most_common())
     lines = [
         f"{document['model']}: {len(document['images'])} images, {found.total()} detections of score above "
         f"{document['score_threshold']}" + (f" ({counts})" if counts else ""),
@@ -231,7 +232,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=8, help="images per batch (default 8)")
     parser.add_argument("--no-pictures", action="store_true", help="write no pictures and no videos")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     arguments, rest = parser.parse_known_args(argv)
+    trust_files(arguments.trust)
     arguments.settings, rest = inference_flags(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -1,7 +1,9 @@
 """Run a batch that the NaN guard reported again, and say what breaks.
 
     python scripts/replay.py runs/detr/nan/step_000123/rank0
+    python scripts/replay.py runs/mine/nan/step_000123/rank0 --trust        # of a script or a detector of your own
 
+The loop that runs is that of the script that environment.json of the run names.
 Exit code: 0 the same thing breaks in the same place, 1 it does not (a transient fault, or other hardware), 2 bad input.
 """
 
@@ -16,6 +18,7 @@ from toolkit.runs.script import open_script
 from toolkit.runs.settings_file import load_config_dict, newest_config
 from toolkit.step.nan_report import describe_finding, load_report, replay
 from toolkit.text import ShortUsage
+from toolkit.trust import TRUST, trust_files
 from toolkit.use.open import rebuild_detector
 
 
@@ -23,7 +26,10 @@ from toolkit.use.open import rebuild_detector
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("folder", type=Path, help="folder of one rank's report, <run>/nan/step_*/rank*")
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument("--trust", action="store_true", help=TRUST)
+    given = parser.parse_args(arguments)
+    trust_files(given.trust)
+    folder = given.folder
     report, batches, state, extra = load_report(folder)
     run = folder.absolute().parents[2]
     config = load_config_dict(newest_config(run))

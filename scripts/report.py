@@ -23,6 +23,7 @@ from toolkit.evaluation.report.facts import RunFacts, run_facts
 from toolkit.evaluation.report.judgement import Judgement, judge
 from toolkit.evaluation.report.write import write_comparison, write_page
 from toolkit.text import ShortUsage
+from toolkit.trust import TRUST, trust_files
 from toolkit.use.predict_split import Predicted, SplitOptions, open_any
 
 
@@ -77,7 +78,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--path", help="folder or hub name of another data set, of which --split is a split")
     parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
     parser.add_argument("--out", type=Path, help="folder of the report")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     arguments = parser.parse_args(argv)
+    trust_files(arguments.trust)
     print(f"wrote {report(arguments)}")
 
 

@@ -172,4 +172,4 @@ class Blind(Detector):
 def test_a_detector_without_maps_is_refused(table):
     with pytest.raises(BadInput, match="test_any_detector:Blind has no feature maps"):
         build_detector("scene_graph", class_names=table.class_names, predicates=["on"],
-                       detector_options={"architecture": "test_any_detector:Blind"})  # fmt: skip
+                       detector_options={"architecture": f"{__name__}:Blind"})  # fmt: skip

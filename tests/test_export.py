@@ -20,6 +20,7 @@ from timm.layers.pool2d_same import MaxPool2dSame
 from torch.nn.functional import pad
 
 from scripts import export
+from toolkit import trust
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
@@ -143,7 +144,7 @@ def test_one_file_serves_every_batch_and_says_what_it_is(ssd):
     files, graph = ssd
     for path in files.values():
         assert list(batches_agree(graph, path, images_of(5, 64, 64))) == [1, 2, 5]
-        about = open_file(path)[1]
+        about = open_file(path, trusted=True)[1]
         assert list(about.categories) == CATEGORIES and about.size == {"height": 64, "width": 64}
         assert (about.score_threshold, about.sides, about.top_k) == (0.42, "fixed", 100)
     session = onnx.load(files["onnx"])
@@ -151,8 +152,9 @@ def test_one_file_serves_every_batch_and_says_what_it_is(ssd):
     assert json.loads({each.key: each.value for each in session.metadata_props}[KEY])["architecture"] == "ssd"
 
 
-def test_files_predict_on_images_of_any_size_as_the_detector(ssd, detectors, tmp_path):
+def test_files_predict_on_images_of_any_size_as_the_detector(ssd, detectors, tmp_path, monkeypatch):
     files, _ = ssd
+    monkeypatch.setattr(trust, "_all", True)
     detectors("ssd").save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
     images = [images_of(1, *hw, seed=i)[0] for i, hw in enumerate([(64, 64), (90, 120), (33, 20), (90, 120)])]
     expected = open_predictor(tmp_path).predict(images, 0.0)
@@ -264,7 +266,7 @@ def test_other_files_are_bad_input(tmp_path):
     for name in ("model.onnx", "model.pt2"):
         (tmp_path / name).write_bytes(b"nothing")
         with pytest.raises(BadInput, match="cannot load it"):
-            open_file(tmp_path / name)
+            open_file(tmp_path / name, trusted=True)
     other = onnx.helper.make_model(
         onnx.helper.make_graph(
             [onnx.helper.make_node("Identity", ["a"], ["b"])], "g",

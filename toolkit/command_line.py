@@ -25,6 +25,7 @@ from toolkit.models.options import DetectorOptions
 from toolkit.runs.failures import as_sentences
 from toolkit.runs.launcher import find_launch, refuse
 from toolkit.text import print_every_letter
+from toolkit.trust import trust_class
 
 Config = TypeVar("Config")
 # What people change first: `--help` begins with it. A detector without a choice of backbones leaves that line out.
@@ -135,6 +136,8 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
                 setattr(group, key, _plain(value))
     _check_finite(made)
     if "model" in made:
+        below = getattr(made["model"], "detector_options", None) or {}  # of a scene graph
+        trust_class(below.get("architecture", ""))
         made["model"].only_given(_given_keys("model", argv, files))
     return cls(**made)
 
@@ -194,6 +197,7 @@ def _groups(cls: type, architecture: str | None) -> list[tuple[str, type, Callab
 def _options_of_family(default: type[DetectorOptions], architecture: str) -> type[DetectorOptions]:
     """The options of an architecture that a script trains: those beside its default, and any `module:Class`."""
     if ":" in architecture:
+        trust_class(architecture)  # a person named it, in a flag or in a settings file
         kind = options_class(architecture)
         return make_dataclass(kind.__name__, [("architecture", str, architecture)], bases=(kind,),
                               namespace={"__doc__": kind.__doc__})  # fmt: skip
@@ -221,7 +225,7 @@ def _read_yaml(path: str) -> dict:
         content = yaml.safe_load(Path(path).expanduser().read_text())
     except OSError as error:
         raise BadInput(f"--config {path}: cannot be read ({error.strerror}).") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(f"--config {path}: no YAML: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(group, dict) for group in content.values()):
         raise BadInput(f"--config {path}: expected groups of settings, such as `run:` with `name: mine` below it.")

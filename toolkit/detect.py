@@ -70,9 +70,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_as_main(script: Path, arguments: list[str]) -> int:
-    """Runs a script as `python SCRIPT ARGUMENTS` does; modules of the current folder can be imported, last of all."""
+    """Runs a script as `python SCRIPT ARGUMENTS` does."""
     sys.argv = [str(script), *arguments]
-    sys.path[:] = [str(script.parent), *sys.path, str(Path.cwd())]
+    sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")  # ends with the SystemExit of the script
     return 0
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from toolkit.errors import BadInput
+
 MAX_IMAGE_PIXELS = 100_000_000  # default of data.max_image_pixels: 300 MB decoded
 _NONFINITE = "__nonfinite__"  # key of the encoded form of a float that strict JSON lacks
 
@@ -49,13 +51,23 @@ def without_suffix(name: str) -> str:
     return os.path.splitext(name)[0]
 
 
+def read_json(path: Path, kind: type = dict):
+    """What a JSON file holds. Raises BadInput: it cannot be read, or holds something else than a `kind`."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, kind):
+        raise BadInput(f"{path}: cannot be read: it holds a {type(found).__name__}; expected a {kind.__name__}")
+    return found
+
+
 def read_json_object(path: Path) -> dict:
     """The object in a JSON file; empty where there is none or it is not readable."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(path)
+    except BadInput:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def fsync_folder(folder: Path) -> None:

@@ -138,7 +138,7 @@ def check_replay(server, folder) -> None:
     report = json.loads(path.read_text())
     assert report["where"] == "module" and "backbone" in report["first_nonfinite_module"], report["where"]
     planted = {"nan": "activation", "ids": report["image_ids"][-1]}
-    again = server.run(ROOT / "scripts" / "replay.py", [path.parent], faults=[planted])
+    again = server.run(ROOT / "scripts" / "replay.py", [path.parent, "--trust"], faults=[planted])
     assert again.code == 0 and "changed since" not in again.text, again.text
 
 
@@ -228,7 +228,7 @@ def test_a_term_in_backward_alone_is_replayed(changed, server, data, tmp_path):
     ended = server.run(changed("mine", hunks), args)
     assert ended.code == 3, ended.text
     (report,) = ended.folder.glob("nan/*/rank0")
-    again = server.run(ROOT / "scripts" / "replay.py", [report])
+    again = server.run(ROOT / "scripts" / "replay.py", [report, "--trust"])
     assert again.code == 0 and "not reproduced" not in again.text, again.text
 
 

@@ -40,11 +40,13 @@ def test_fcos_is_trained_resumed_evaluated_and_predicted(server, arguments, data
     assert any("train/bbox_ctrness" in row for row in all_rows(folder))
     assert "architecture: fcos_detector:FCOS" in (folder / "config.yaml").read_text()
 
-    evaluated = server.run(ROOT / "scripts" / "evaluate.py", [folder], env=ENV).ok()
+    refused = server.run(ROOT / "scripts" / "evaluate.py", [folder], env=ENV)
+    assert refused.code == 2 and "add --trust" in refused.text
+    evaluated = server.run(ROOT / "scripts" / "evaluate.py", [folder, "--trust"], env=ENV).ok()
     assert "val/bbox_AP" in all_rows(folder)[-1] and "bbox_AP" in evaluated.text
     for source in (folder, folder / "final"):
         out = folder.parent / f"found_{source.name}"
-        predict = [source, data / "val", "--out", out, "--score-threshold", "0.01"]
+        predict = [source, data / "val", "--out", out, "--score-threshold", "0.01", "--trust"]
         server.run(ROOT / "scripts" / "predict.py", predict, env=ENV).ok()
         assert len(json.loads((out / "predictions.json").read_text())["images"]) == 10
 

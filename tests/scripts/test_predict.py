@@ -152,9 +152,9 @@ def test_exported_files_find_what_the_run_finds(server, script, settings, photos
     for name in ("model.onnx", "model.pt2"):
         assert abs(lines[name]["AP_moved"]) <= 1e-3 and set(lines[name]["differences"]) == {"1", "2", "5"}
         document, _ = predict(server, out / name, photos / "0.png", "--out", tmp_path / name, "--score-threshold", 0,
-                              "--format", "json", "coco")  # fmt: skip
+                              "--format", "json", "coco", "--trust")  # fmt: skip
         assert document["images"][0]["detections"] and (tmp_path / name / "results.json").exists()
-        split = ["--split", data / "annotations" / "val.json", "--image-dir", data / "val"]
+        split = ["--split", data / "annotations" / "val.json", "--image-dir", data / "val", "--trust"]
         ended = server.run(EVALUATE, [out / name, *split, "--save", tmp_path / f"{name}.json"]).ok()
         assert json.loads(ended.text.split("wrote")[0].splitlines()[-1])["bbox_AP"] == lines[name]["AP"]
         server.run(REPORT, [out / name, *split, "--out", tmp_path / f"report_{name}"]).ok()

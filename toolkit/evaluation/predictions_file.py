@@ -129,14 +129,14 @@ def read_about(path: str | Path) -> dict:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{file}: cannot be read ({error}); remove it to read {path} without it") from error
 
 
 def _entries(path: Path) -> list[dict]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path}: no COCO results file ({error}); expected a JSON list of detections") from error
     named = {}
     if isinstance(entries, dict) and isinstance(entries.get("annotations"), list):  # some write a whole COCO document

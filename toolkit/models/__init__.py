@@ -3,13 +3,17 @@
 import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import BadInput
 from toolkit.imports import import_without, importing
 from toolkit.models.options import DetectorOptions
+from toolkit.text import escaped
+from toolkit.trust import may_import
 
 if TYPE_CHECKING:
     from toolkit.models.detector import Detector
@@ -43,7 +47,8 @@ def detector_class(architecture: str) -> type["Detector"]:
     """The class of a detector: by a name of `ARCHITECTURES`, or as `module:Class`.
 
     Raises:
-        BadInput: no such name, module or class, or a class that is no `Detector`.
+        BadInput: no such name, module or class, a class that is no `Detector`, or one that only a file names, see
+            `toolkit.trust`.
     """
     if architecture in ARCHITECTURES:
         with importing():
@@ -54,11 +59,18 @@ def detector_class(architecture: str) -> type["Detector"]:
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
         raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(ARCHITECTURES)}, and no "
                        f"`module:Class` of your own{hint}")  # fmt: skip
+    if not may_import(architecture):
+        raise BadInput(f"model.architecture: {escaped(architecture)} is a class that a file names, and importing it "
+                       "runs its code; if you trust it, add --trust, in training name it yourself (as "
+                       "--model.architecture, below a scene graph in --model.detector_options), in Python import its "
+                       "module first")  # fmt: skip
+    if (here := str(Path.cwd())) not in sys.path:  # for this alone: what lies there must not stand in for a package
+        sys.path.append(here)
     try:
         found = _load(architecture)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise BadInput(f"model.architecture: {architecture} cannot be imported: {error}. Expected `module:Class` with "
-                       "the module beside the script or on PYTHONPATH") from error  # fmt: skip
+                       "the module in this folder, beside the script or on PYTHONPATH") from error  # fmt: skip
     from toolkit.models.detector import Detector  # torch, for which `--help` need not wait
 
     if not (isinstance(found, type) and issubclass(found, Detector)):

@@ -7,16 +7,18 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
+from toolkit.files import read_json
 from toolkit.models import build_detector
 from toolkit.models.card import write_card
 from toolkit.models.inference_settings import with_inference_settings
+from toolkit.models.weights.files import read_tensors
 from toolkit.runs.checkpoint_content import FORMAT, stale
 
 
@@ -86,19 +88,27 @@ def load_detector_folder(
         BadInput: no such folder, one that something else wrote, settings that cannot be changed.
     """
     folder = Path(folder)
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        table = json.loads((folder / "categories.json").read_text())
-        options, size = config["model"], config["processor_size"]
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error
+    config, table = read_json(folder / "config.json"), read_json(folder / "categories.json", list)
     if fault := stale(config.get("format", 1)):
         raise BadInput(f"{folder} {fault}")
-    categories = [Category(entry["id"], entry["name"]) for entry in table]
-    options = with_inference_settings(options, settings)
-    detector = build_detector(**options, class_names=[category.name for category in categories])
-    detector.load_state_dict(load_file(folder / "model.safetensors"))
+    try:
+        categories = [Category(entry["id"], entry["name"]) for entry in table]
+        options, size = with_inference_settings(config["model"], settings), config["processor_size"]
+        detector = build_detector(**options, class_names=[category.name for category in categories])
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error
+    weights = folder / "model.safetensors"
+    load_weights(detector, read_tensors(weights, "model"), weights)
     return detector.eval(), categories, size
+
+
+def load_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
+    """Gives a detector all its weights, as `source` has them. Raises BadInput: they are those of another one."""
+    try:
+        detector.load_state_dict(tensors)
+    except RuntimeError as error:
+        first = (str(error).splitlines()[1:] or [str(error)])[0].strip()[:300]
+        raise BadInput(f"{source}: the weights are not those of the detector beside them: {first}") from error
 
 
 def _write_categories(folder: Path, categories: Sequence) -> None:

@@ -1,6 +1,5 @@
 """The detector that a run starts with: built from the settings, with pretrained weights if any, partly frozen."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput
-from toolkit.files import write_json
+from toolkit.files import read_json, write_json
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector
 from toolkit.models.options import DetectorOptions
@@ -167,4 +166,4 @@ def _stored_options(checkpoint: Path) -> dict | None:
         path = run_folder_of(checkpoint) / PRETRAINED_CONFIG
     except BadInput:  # its folder was removed, settings and all, before it was saved: those of this command must fit
         return None
-    return json.loads(path.read_text())["options"] if path.is_file() else None
+    return read_json(path).get("options") if path.is_file() else None

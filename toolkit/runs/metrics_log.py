@@ -152,7 +152,7 @@ class GrowingMetrics:
     def _row(self, number: int, line: bytes) -> dict:
         try:
             return _row(line)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadInput(f"{self.path}, line {number}: not a row of metrics ({error}); mend or remove it.") from error
 
     def close(self) -> None:

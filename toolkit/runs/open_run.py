@@ -1,6 +1,5 @@
 """Opens a finished or unfinished run from its folder alone, for evaluation, prediction, export and replay."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.files import near_names
+from toolkit.files import near_names, read_json
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
 from toolkit.runs.settings_file import load_config_dict, newest_config, read_settings
 
@@ -70,10 +69,7 @@ def kind_of(source: str | Path) -> str:
         return "transformers"
     if not (path / "config.json").exists():
         return "run"
-    try:
-        return "transformers" if "model_type" in json.loads((path / "config.json").read_text()) else "final"
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path / 'config.json'}: cannot be read: {error}") from error
+    return "transformers" if "model_type" in read_json(path / "config.json") else "final"
 
 
 def check_there(source: str | Path) -> None:

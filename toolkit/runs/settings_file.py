@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from toolkit.errors import BadInput
-from toolkit.files import write_text_atomic
+from toolkit.files import read_json, write_text_atomic
 
 CONFIG = "config.yaml"
 PRETRAINED_CONFIG = "pretrained_config.json"
@@ -55,13 +55,21 @@ def read_settings(path: Path) -> dict:
     Raises:
         BadInput: the file is missing or no mapping with a group `model`.
     """
-    try:
-        groups = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise BadInput(f"{path}: cannot be read as the settings of a run: {error}") from error
-    if not isinstance(groups, dict) or not isinstance(groups.get("model"), dict):
+    groups = read_groups(path)
+    if not isinstance(groups.get("model"), dict):
         raise BadInput(f"{path}: expected the settings of a run, a mapping of groups with the group model")
     return groups
+
+
+def read_groups(path: Path) -> dict:
+    """`read_settings` of a file that may say nothing of a model, or nothing at all."""
+    try:
+        groups = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8
+        raise BadInput(f"{path}: cannot be read as the settings of a run: {error}") from error
+    if not isinstance(groups, dict | type(None)):
+        raise BadInput(f"{path}: expected the settings of a run, a mapping of groups")
+    return groups or {}
 
 
 def detector_options(settings: Mapping) -> dict:
@@ -80,7 +88,9 @@ def load_config_dict(path: Path) -> dict:
     groups = read_settings(path)
     source = path.with_name(PRETRAINED_CONFIG)
     if source.is_file():
-        stored = json.loads(source.read_text())
+        stored = read_json(source)
+        if not isinstance(stored.get("options"), dict):
+            raise BadInput(f"{source}: expected an object with the object options")
         given = {key: value for key, value in groups["model"].items() if value is not None}
         if "source_config" in stored["options"] and "given" in stored:
             kept = {"architecture", *stored["given"], *ABOUT_STARTING}

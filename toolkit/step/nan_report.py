@@ -219,17 +219,21 @@ def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor
     """(report, window, model state, extra) of a folder that `write_report` made; CPU tensors.
 
     Raises:
-        BadInput: it is no such folder, or its weights were left out.
+        BadInput: it is no such folder, its weights were left out, or a file cannot be read.
     """
     folder = Path(folder)
     needed = ("report.json", "batch_0.safetensors", "model.safetensors")
     missing = [name for name in needed if not (folder / name).exists()]
     if missing:
         raise BadInput(f"{folder}: no {', '.join(missing)}; expected the folder of one rank, <run>/nan/step_*/rank*")
-    report = json.loads((folder / "report.json").read_text())
-    batches = [_join_batch(path) for path in sorted(folder.glob("batch_*.safetensors"), key=lambda p: int(p.stem[6:]))]
-    extra = torch.load(folder / EXTRA, weights_only=True) if (folder / EXTRA).exists() else {}
-    return report, batches, load_file(folder / "model.safetensors"), extra
+    files = sorted(folder.glob("batch_*.safetensors"), key=lambda path: (len(path.name), path.name))
+    try:
+        report = json.loads((folder / "report.json").read_text())
+        extra = torch.load(folder / EXTRA, weights_only=True) if (folder / EXTRA).exists() else {}
+        return report, [_join_batch(path) for path in files], load_file(folder / "model.safetensors"), extra
+    except Exception as error:  # noqa: BLE001 - what a foreign file makes these readers raise is not a closed list
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{folder}: the report cannot be read: {reason[:300]}") from error
 
 
 def replay(

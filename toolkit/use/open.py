@@ -4,7 +4,6 @@ knows.
 Runs are rebuilt from their folder alone: the detector, its evaluator and its loss weights.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,10 @@ from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category, DetectionTable
 from toolkit.errors import BadInput
 from toolkit.evaluation.choose import make_evaluator
-from toolkit.files import near_names
+from toolkit.files import near_names, read_json
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector
-from toolkit.models.final import load_detector_folder
+from toolkit.models.final import load_detector_folder, load_weights
 from toolkit.models.inference_settings import with_inference_settings
 from toolkit.models.weights.pretrained import cached_when_offline
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run
@@ -108,10 +107,11 @@ def _open_transformers(source: str | Path, device: torch.device | str) -> Predic
     name = str(path) if path.exists() else str(source)
     try:
         with cached_when_offline():
-            processor = AutoImageProcessor.from_pretrained(name)
-            model = AutoModelForObjectDetection.from_pretrained(name).eval().to(device)
-    except (OSError, ValueError) as error:  # not there, offline, or no detector
-        reason = str(error).strip().partition("\n")[0]
+            # said, as transformers would ask on standard input whether to run what lies beside the weights
+            processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+            model = AutoModelForObjectDetection.from_pretrained(name, trust_remote_code=False).eval().to(device)
+    except Exception as error:  # noqa: BLE001 - not there, offline, no detector, and of a foreign folder any
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise BadInput(
             f"{source}: neither a run folder, a checkpoint, a final/ folder nor a detection model that transformers "
             f"loads ({reason}); give a folder that exists, or the hub name of a model and a connection to fetch it"
@@ -120,7 +120,7 @@ def _open_transformers(source: str | Path, device: torch.device | str) -> Predic
     names, ids = model.config.id2label, path / "categories.json"
     categories = [Category(label, names.get(label, f"label {label}")) for label in range(max(names) + 1)]
     if ids.is_file():  # a final/ folder of ours
-        categories = [Category(entry["id"], entry["name"]) for entry in json.loads(ids.read_text())]
+        categories = [Category(entry["id"], entry["name"]) for entry in read_json(ids, list)]
     return Predictor(str(source), categories, transformers_predict(model, processor))
 
 
@@ -136,9 +136,9 @@ def report_thresholds(path: Path) -> dict[str, float] | None:
         file = folder / "report" / REPORT
         if file.is_file():
             try:
-                entries = json.loads(file.read_text())
+                entries = read_json(file)
                 return {"": float(entries["threshold"])} | {k: float(v) for k, v in entries["thresholds"].items()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise BadInput(f"{file}: no list of thresholds: {error!r}; make the report again") from error
         if (folder / "config.yaml").is_file():  # the run folder: what is above is none of its
             break
@@ -156,7 +156,7 @@ def with_settings(run: Run, asked: Mapping[str, Any]) -> Run:
 def load_detector(run: Run, weights: str) -> Detector:
     """The run's detector in evaluation mode, with the weights of that name; see `chosen_weights`."""
     detector = rebuild_detector(run.config, [category.name for category in run.categories])
-    detector.load_state_dict(run.checkpoint.tensors[weights])
+    load_weights(detector, run.checkpoint.tensors[weights], run.checkpoint.path)
     return detector.eval()
 
 

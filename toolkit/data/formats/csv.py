@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,8 @@ COLUMNS = {
 HEADERLESS = ("image", "x1", "y1", "x2", "y2", "label")  # as keras-retinanet has it
 WRITTEN = (*HEADERLESS, "width", "height", "iscrowd")
 SCORED = ("score", "image_id", "category_id")  # further columns of predictions
+# What a spreadsheet would compute instead of showing it. We write an apostrophe before it, which makes it a text.
+FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs")
 
 
@@ -98,7 +101,10 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
 
 def write_csv(labelled: LabelledImages, path: Path) -> None:
-    """A row for each box, with `SCORED` too where it has a score; an image without boxes is a row without numbers."""
+    """A row for each box, with `SCORED` too where it has a score; an image without boxes is a row without numbers.
+
+    Names that a spreadsheet takes for a formula (`=1+1`) begin with an apostrophe, which `read` takes off again.
+    """
     header = WRITTEN if labelled.boxes.scores is None else (*WRITTEN, *SCORED)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="", encoding="utf-8") as file:
@@ -109,9 +115,18 @@ def write_csv(labelled: LabelledImages, path: Path) -> None:
             for label, xyxy, score, crowd in boxes:
                 category, corners = labelled.categories[label], dict(zip(HEADERLESS[1:5], digits(xyxy), strict=True))
                 of_box = {"label": category.name, "iscrowd": int(crowd), "score": score, "category_id": category.id}
-                out.writerow(about | corners | of_box)
+                out.writerow(_as_texts(about | of_box) | corners)
             if not boxes:
-                out.writerow(about)
+                out.writerow(_as_texts(about))
+
+
+def _as_texts(values: Mapping[str, object]) -> dict[str, object]:
+    return {key: f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
+            for key, value in values.items()}  # fmt: skip
+
+
+def _as_meant(row: Sequence[str]) -> list[str]:
+    return [word[1:] if word.startswith("'") and FORMULA.match(word) else word for word in row]
 
 
 def _tables(folder: Path) -> list[tuple[str | None, Path]]:
@@ -154,9 +169,11 @@ def _dialect(file) -> type[csv.Dialect] | csv.Dialect:
     head = file.read(4096)
     file.seek(0)
     try:
-        return csv.Sniffer().sniff(head, ",;\t")
+        found = csv.Sniffer().sniff(head, ",;\t")
     except csv.Error:
         return csv.excel
+    found.quotechar, found.doublequote = '"', True  # not what it makes of apostrophes in names
+    return found
 
 
 def _number(word: str) -> bool:
@@ -172,7 +189,7 @@ def _load(path: Path) -> tuple[dict[str, int], list[list[str]]]:
     if columns is None:
         raise BadInput(f"{path}: no table of boxes; expected columns image, x1, y1, x2, y2, label, told by their names")
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
-        rows = [row for row in csv.reader(file, _dialect(file)) if any(word.strip() for word in row)]
+        rows = [_as_meant(row) for row in csv.reader(file, _dialect(file)) if any(word.strip() for word in row)]
     return columns, rows if "headerless" in columns else rows[1:]
 
 

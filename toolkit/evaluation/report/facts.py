@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from toolkit.evaluation.report.going_on import command_that_goes_on, flags_that_go_on
+from toolkit.files import read_json
 from toolkit.runs.metrics_log import read_metrics
-from toolkit.runs.settings_file import newest_config
+from toolkit.runs.settings_file import newest_config, read_groups
 
 
 @dataclass
@@ -39,25 +38,22 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
     if run_folder is None:
         return RunFacts()
     config = newest_config(run_folder)
-    texts = {
-        name: (run_folder / name).read_text(encoding="utf-8") if (run_folder / name).exists() else ""
-        for name in (config.name, "environment.json", "status.json")
-    }
-    status = json.loads(texts["status.json"] or "{}")
+    settings = read_groups(config) if config.exists() else {}
+    environment, status = (read_json(path) if path.exists() else {}
+                           for path in (run_folder / "environment.json", run_folder / "status.json"))  # fmt: skip
     ended_by = status.get("ended_by", [])
     status |= {"state": state, "reason": status.get("reason") if ended_by else ""} if state else {}
     words = ", ".join(f"{key} {status[key]}" for key in ("state", "reason") if status.get(key))
-    rows, settings = read_metrics(run_folder / "metrics.jsonl"), yaml.safe_load(texts[config.name]) or {}
+    rows = read_metrics(run_folder / "metrics.jsonl")
     trained = [row for row in rows if "train/loss" in row]
     flags = flags_that_go_on(ended_by, settings, trained[-1]["step"], trained[-1]["epoch"] + 1) if trained else []
-    command_line = json.loads(texts["environment.json"] or "{}").get("command_line", [])
     return RunFacts(
         rows,
         settings,
         config.name,
-        texts[config.name],
-        texts["environment.json"],
+        config.read_text(encoding="utf-8") if settings else "",
+        json.dumps(environment, indent=2) if environment else "",
         words,
         status.get("reason", "") if ended_by else "",
-        command_that_goes_on(flags, command_line, config) if flags else "",
+        command_that_goes_on(flags, environment.get("command_line", []), config) if flags else "",
     )

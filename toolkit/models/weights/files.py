@@ -80,7 +80,7 @@ def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
     if path.suffix.lower() == ".safetensors":
         try:
             return load_file(path)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise BadInput(f"{setting} {path}: no safetensors file: {error}") from error
     try:
         with torch.serialization.safe_globals([Namespace]):  # a record of flags: DETR and its relatives save theirs

@@ -119,9 +119,9 @@ def _from_transformers(name: str, place: str) -> Pretrained:
 
     try:
         with cached_when_offline():
-            config = AutoConfig.from_pretrained(place)
-            model = AutoModelForObjectDetection.from_pretrained(place)
-    except (OSError, ValueError) as error:
+            config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+            model = AutoModelForObjectDetection.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - of a foreign folder, any
         what = _first_sentence(error)
         if Path(place).is_dir():
             raise BadInput(f"model.pretrained {name}: not a detector of transformers: {what}") from error
@@ -133,7 +133,7 @@ def _from_transformers(name: str, place: str) -> Pretrained:
     options: dict = {"source_config": json.loads(config.to_json_string(use_diff=False))}
     try:
         with cached_when_offline():
-            processor = AutoImageProcessor.from_pretrained(place)
+            processor = AutoImageProcessor.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError):  # weights without a processor say nothing of their images
         processor = None
     if processor is not None:

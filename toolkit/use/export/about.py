@@ -9,6 +9,8 @@ from toolkit.errors import BadInput
 
 KEY = "detection_toolkit"  # of the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
 
+LARGEST_SIDE = 20_000  # pixels that an image may be resized to
+
 
 @dataclass
 class About:
@@ -42,9 +44,13 @@ class About:
         """Raises BadInput for a file that this toolkit did not write."""
         try:
             entries = json.loads(text or "")
-            entries["categories"] = [Category(each["id"], each["name"]) for each in entries["categories"]]
+            entries["categories"] = [Category(each["id"], str(each["name"])) for each in entries["categories"]]
+            entries["score_threshold"] = float(entries["score_threshold"])
+            sides = (entries["size"] or {"none": 1}).values()
+            if not all(isinstance(side, int) and 0 < side <= LARGEST_SIDE for side in sides):
+                raise ValueError(f"size {entries['size']}")
             return cls(**entries)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadInput(
                 f"{path}: it does not say what its classes and sizes are ({KEY} in its metadata); give a file that "
                 "scripts/export.py wrote"

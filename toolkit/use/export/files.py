@@ -4,7 +4,7 @@ A runner is a function from images uint8 (B, 3, H, W) to boxes, scores and label
 `toolkit.use.export.graph.PixelsToBoxes`.
 """
 
-import zipfile
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import torch
 
 from toolkit.errors import BadInput
 from toolkit.imports import import_extra
+from toolkit.text import escaped
+from toolkit.trust import files_are_trusted
 from toolkit.use.export.about import KEY, About
 
 Runner = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -41,11 +43,14 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) 
     exported.save(str(path), external_data=False)
 
 
-def open_file(path: Path) -> tuple[Runner, About]:
+def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
     """What runs an exported file on the CPU, and what it says of itself.
 
+    trusted: this process wrote it, or a person said so; see `toolkit.trust`.
+
     Raises:
-        BadInput: no such file, none that `scripts/export.py` wrote, or the program that runs it is not installed.
+        BadInput: no such file, none that `scripts/export.py` wrote, a `.pt2` that nobody trusts, or the program that
+            runs it is not installed.
     """
     path = Path(path)
     if not path.is_file():
@@ -53,7 +58,36 @@ def open_file(path: Path) -> tuple[Runner, About]:
     openers = {".onnx": _open_onnx, ".pt2": _open_program, ".xml": _open_openvino}
     if path.suffix not in openers:
         raise BadInput(f"{path}: {path.suffix} is no exported detector; there are {', '.join(openers)}")
-    return openers[path.suffix](path)
+    # beside its pickles, torch.export evaluates expressions of the file, calls what it names and loads its libraries
+    if path.suffix == ".pt2" and not (trusted or files_are_trusted()):
+        raise BadInput(f"{path}: a .pt2 can run any code when it is opened; add --trust if you exported it or trust "
+                       "who did, or take the .onnx, which cannot")  # fmt: skip
+    run, about = openers[path.suffix](path)
+    return _held_to(about, run, path), about
+
+
+def _held_to(about: About, run: Runner, path: Path) -> Runner:
+    """The runner of a file that may take other images, or give something else, than it says: BadInput then."""
+
+    def checked(images: np.ndarray):
+        try:
+            boxes, scores, labels = run(images)
+        except Exception as error:  # noqa: BLE001 - three programs that run files, each with errors of its own
+            raise BadInput(f"{path}: it does not run on images {images.dtype} {images.shape}: "
+                           f"{_first_line(error)}") from error  # fmt: skip
+        rows = (len(images), *np.shape(labels)[1:])
+        same = len(rows) == 2 and (np.shape(boxes), np.shape(scores), np.shape(labels)) == ((*rows, 4), rows, rows)
+        if not same or np.max(labels, initial=-1) >= len(about.categories):
+            raise BadInput(f"{path}: for {len(images)} images it gives boxes {np.shape(boxes)}, scores "
+                           f"{np.shape(scores)} and labels {np.shape(labels)} up to {np.max(labels, initial=-1)}; "
+                           f"expected (B, K, 4), (B, K) and (B, K) below {len(about.categories)}")  # fmt: skip
+        return boxes, scores, labels
+
+    return checked
+
+
+def _first_line(error: Exception) -> str:
+    return escaped(str(error).strip().partition("\n")[0], 300) or type(error).__name__
 
 
 def _open_onnx(path: Path) -> tuple[Runner, About]:
@@ -66,7 +100,7 @@ def _open_onnx(path: Path) -> tuple[Runner, About]:
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001 - its errors have no common class
-        raise BadInput(f"{path}: ONNX Runtime cannot load it: {str(error).splitlines()[0]}") from error
+        raise BadInput(f"{path}: ONNX Runtime cannot load it: {_first_line(error)}") from error
     about = About.from_text(session.get_modelmeta().custom_metadata_map.get(KEY), path)
     return lambda images: tuple(session.run(list(OUTPUTS), {"images": images})), about
 
@@ -75,10 +109,11 @@ def _open_program(path: Path) -> tuple[Runner, About]:
     from toolkit.use.export import operators  # noqa: F401 - the program names its operators
 
     texts = {KEY: ""}
+    logging.getLogger("torch.export").setLevel(logging.ERROR)  # warns with a traceback of what it then raises
     try:
         module = torch.export.load(path, extra_files=texts).module()
-    except (RuntimeError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise BadInput(f"{path}: torch.export cannot load it: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # noqa: BLE001 - of a changed file, any
+        raise BadInput(f"{path}: torch.export cannot load it: {_first_line(error)}") from error
     about = About.from_text(texts[KEY], path)
 
     @torch.no_grad()
@@ -93,7 +128,7 @@ def _open_openvino(path: Path) -> tuple[Runner, About]:
     try:
         model = openvino.Core().read_model(path)
     except RuntimeError as error:
-        raise BadInput(f"{path}: OpenVINO cannot load it: {str(error).splitlines()[0]}") from error
+        raise BadInput(f"{path}: OpenVINO cannot load it: {_first_line(error)}") from error
     text = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
     return openvino_runner(model), About.from_text(text, path)
 
