@@ -6,20 +6,23 @@
 What depends on the machine or the moment is left out: paths, times, progress, warnings.
 """
 
+import base64
 import os
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 
 import nbclient
 import nbformat
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LARGEST_BYTES = 400_000
+LARGEST_BYTES, LARGE_PICTURE = 400_000, 80_000
 TIMES = re.compile(r"\b\d+:\d\d(:\d\d)?\b|\b[\d.]+ ?(s|ms|sec|seconds|minutes|[KMG]i?B)\b|img/s")
 HOMES = ("home", "root", "tmp", "var")  # of users and temporary files, whatever the machine
 MACHINE = re.compile("".join(f"/{name}/|" for name in HOMES) + r"\bUsers/|" + re.escape(str(ROOT)))
@@ -71,9 +74,20 @@ def storable(executed: nbformat.NotebookNode, folder: Path) -> nbformat.Notebook
             elif "data" in output:
                 texts = {key: _lines(text, folder) for key, text in output.data.items() if key.startswith("text/")}
                 output.data |= texts
+                _shrink_pictures(output.data)
             kept.append(output)
         cell.outputs = kept
     return executed
+
+
+def _shrink_pictures(data: dict) -> None:
+    """Large pictures become JPEG files of at most 900 pixels: a page to be read needs no more."""
+    for kind in ("image/png", "image/jpeg"):
+        if len(data.get(kind, "")) > LARGE_PICTURE:
+            picture, smaller = Image.open(BytesIO(base64.b64decode(data.pop(kind)))).convert("RGB"), BytesIO()
+            picture.thumbnail((900, 900))
+            picture.save(smaller, "JPEG", quality=80)
+            data["image/jpeg"] = base64.b64encode(smaller.getvalue()).decode()
 
 
 def _lines(text: str, folder: Path) -> str:

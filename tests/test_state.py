@@ -24,8 +24,8 @@ from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import diagnose, load_report, replay
+from toolkit.step.pace import Pace
 from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
-from toolkit.training import Pace
 from toolkit.validation import finish, validate
 
 NAN, INF = math.nan, math.inf

@@ -32,8 +32,9 @@ from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import StepBudget
 from toolkit.step.losses import LossWeights
+from toolkit.step.pace import Pace
 from toolkit.step.schedules import Schedule
-from toolkit.training import Pace, Training
+from toolkit.training import Training
 from toolkit.validation import Validation, _show, finish, note_metric, validate
 
 

@@ -185,3 +185,16 @@ class Log:
         self._elapsed_before, self._began = state["elapsed_s"], time.monotonic()
         self.epoch_s, self.epoch_steps = state["epoch_s"], state["epoch_steps"]
         self.logged_epoch, self.has_notes = state["logged_epoch"], state["has_notes"]
+
+
+def training_row(t, reduced: Mapping[str, float]) -> dict[str, float]:
+    """One step of a `toolkit.training.Training` as a row: weighted and unscaled losses, metrics that counted, rates."""
+    row = {"train/loss": reduced["loss"]}
+    for name in t.weights.names:
+        row |= {f"train/{name}": reduced[name], f"train/{name}_unscaled": reduced[f"{name}_unscaled"]}
+    for name in t.detector.metric_names:
+        if reduced[f"{name}/count"] > 0:
+            row[f"train/{name}"] = reduced[f"{name}/sum"] / reduced[f"{name}/count"]
+    row |= {f"train/lr/{group['name']}": group["lr"] for group in t.optimizer.param_groups}
+    row |= {f"train/{name}": value for name, value in reduced.items() if name.startswith("grad_norm")}
+    return row

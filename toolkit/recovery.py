@@ -101,7 +101,7 @@ def state_is_sound(t) -> bool:
 
 
 def ranks_apart(t) -> str:
-    """The first parameters whose bits are not the same on all ranks, by name; "": none. A collective; one host read."""
+    """What to say where weights have not the same bits on all ranks; "": they have. A collective, and one host read."""
     if world()[1] == 1:
         return ""
     named = dict(t.detector.named_parameters())
@@ -109,7 +109,12 @@ def ranks_apart(t) -> str:
     sums = [p.detach().flatten().view(bits[p.element_size()]).sum() for p in named.values()]
     of_ranks = gather_objects(torch.stack(sums).tolist())
     apart = [name for name, *found in zip(named, *of_ranks, strict=True) if len(set(found)) > 1]
-    return ", ".join(apart[:2]) + (f" and {len(apart) - 2} more" if len(apart) > 2 else "")
+    if not apart:
+        return ""
+    return (
+        f"warning: the processes hold different weights ({', '.join(apart[:2])}; {len(apart)} of {len(named)}); what "
+        "changes gradients or weights must be the same on all: draw by a generator seeded with t.seed and t.step"
+    )
 
 
 def keep_start(t) -> None:

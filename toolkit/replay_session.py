@@ -31,8 +31,9 @@ from toolkit.step.ema import Ema
 from toolkit.step.guard import NanGuard
 from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import autocast, rerun_window
+from toolkit.step.pace import Pace
 from toolkit.step.schedules import Schedule
-from toolkit.training import Pace, Training
+from toolkit.training import Training
 from toolkit.validation import Validation
 
 

@@ -62,9 +62,10 @@ from toolkit.step.guard import NanGuard
 from toolkit.step.length import StepBudget, is_time, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
+from toolkit.step.pace import Pace
 from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers, precision_of_device
 from toolkit.step.schedules import schedule_of_settings
-from toolkit.training import Pace, Training, raise_trouble
+from toolkit.training import Training, raise_trouble
 from toolkit.use.export import check_exportable, export_final
 from toolkit.use.publish import check_push, push, report_and_card
 from toolkit.validation import Validation, check_metric, evaluate_test_split, finish, validate

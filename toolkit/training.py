@@ -21,7 +21,7 @@ from toolkit.data.sampling import EpochSampler, accumulation_at
 from toolkit.distributed import OUTSIDE_MICRO_BATCHES, agree_max, broadcast_object, seed_step
 from toolkit.draws import seed_micro_batch
 from toolkit.errors import BadInput, Preempted
-from toolkit.log import Log
+from toolkit.log import Log, training_row
 from toolkit.models.detector import Detector
 from toolkit.recovery import broken_state, in_words, keep_start, ranks_apart, recover, state_is_sound, state_of
 from toolkit.runs.best import Best
@@ -37,37 +37,13 @@ from toolkit.step.length import StepBudget, is_time
 from toolkit.step.loop_check import LoopCheck
 from toolkit.step.losses import LossWeights, WeightedLosses, window_denominators
 from toolkit.step.norms import bn_momentum, set_bn_momentum
+from toolkit.step.pace import Pace
 from toolkit.step.schedules import PlateauSchedule, Schedule
 from toolkit.step.state import looks_finite, unusable_rate
 from toolkit.validation import Validation, validate
 
-
-@dataclass
-class Pace:
-    """When a run does what, in optimizer steps (0: never, or only at the end), and how it accumulates.
-
-    accumulation_steps, accumulate_after_epoch: micro-batches of a step, and the first epoch in which it has them.
-    denominators: "global" or "original", see `window_denominators`.
-    bn_momentum: momentum of batch norms at the end and steps of the warm-up before it changes; None: it stays.
-    plain_epochs: last epochs without mixup and mosaic, see `MixedDataset.plan`.
-    warmup_steps: of the learning rate; a run that is shorter is warned of.
-    """
-
-    eval_every: int = 0
-    save_every: int = 0
-    keep: int = 2
-    keep_every: int = 0
-    gradient_table_every: int = 0
-    accumulation_steps: int = 1
-    accumulate_after_epoch: int = 0
-    denominators: str = "global"
-    bn_momentum: tuple[float, int] | None = None
-    plain_epochs: float = 0.0
-    warmup_steps: int = 0
-
-    @property
-    def accumulation(self) -> tuple[int, int]:
-        return self.accumulation_steps, self.accumulate_after_epoch
+OWN_RATES = """warning: the learning rates that the loop set for the last update were gone at this one. Set them before
+every update (docs/change_the_loop.md, recipe 12), or change group["initial_lr"], which stays"""
 
 
 @dataclass
@@ -118,9 +94,7 @@ class Training:
         self._own_losses: dict[str, str | None] = {}  # announced by the script -> what it divides them by
         self._micro: tuple[dict, Mapping] = {}, {}  # counts and denominators of the micro-batch under way
         self._micro_batches = 1
-        self._given = self.optimizer, len(self.optimizer.param_groups)  # what rates and checkpoints know
-        self._passed: list[tuple[Mapping, int]] = []  # targets of the micro-batch under way, and their numbers of boxes
-        self._had_gradients = self._unscaled = self._own_rates = False
+        self._unscaled = self._own_rates = False
         self._best_step = -1  # before the window
         self._versions: int | None = None  # of the parameters, after the last update
         self._layout: list[str] = []
@@ -197,7 +171,7 @@ class Training:
             for note in retime(self, self.accumulation):
                 self.log.say(note)
             self.accumulation = now
-        self._check_optimizer()
+        self.check.same_optimizer(self.optimizer)
         self._own_rates |= self.schedule.is_overwritten
         self.set_rates()
         keep_start(self)
@@ -218,7 +192,7 @@ class Training:
             self.sampler.advance_batches(len(window))
             self.optimizer.zero_grad()
             self.extra.zero_grad()
-            self._check_optimizer()
+            self.check.same_optimizer(self.optimizer)
             self._unscaled = False
             self._best_step = self.best.step
             self.seed_window()
@@ -229,35 +203,17 @@ class Training:
                 return
             self.log.timer.start()
 
-    def _check_optimizer(self) -> None:
-        """Raises BadInput: the script has put another optimizer in its place, or another group into it."""
-        optimizer, groups = self._given
-        if self.optimizer is not optimizer:
-            raise BadInput(
-                f"t.optimizer is a {type(self.optimizer).__name__}, not the optimizer that session.training made, the "
-                "only one that rates, checks and checkpoints know. Choose one by optim.name, or keep it and put a rule "
-                "of your own behind t.optimizer.step(), with its state in t.extra"
-            )
-        if (now := len(optimizer.param_groups)) != groups:
-            raise BadInput(
-                f"t.optimizer has {now} groups, session.training made {groups}. New parameters get an optimizer of "
-                "their own in t.extra; what is thawed later is in the optimizer from the start "
-                "(docs/change_the_loop.md, recipes 4 and 9)"
-            )
-
     def _end_window(self) -> None:
         self.under_way = None
-        if self.check.end():
-            return
-        if self._unscaled and (scaler := self.accelerator.scaler) is not None:
-            scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, which it does once per update
-        words = "the loop passed over a window without an update; the data go on behind it"
-        self._warn_once("passed over", f"step {self.step}: {words}")
+        if not self.check.end():
+            if self._unscaled and (scaler := self.accelerator.scaler) is not None:
+                scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, once per update
+            self._warn_once("passed over", "the loop passed over a window without an update; the data go on behind it")
 
     def _warn_once(self, kind: str, words: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            self.log.say(words)
+            self.log.say(f"step {self.step}: {words}")
 
     def _counts(self) -> dict[str, int]:
         """What the objects of the run know of what was done to them, for `LoopCheck`."""
@@ -271,13 +227,7 @@ class Training:
 
         Raises BadInput: the detector is in evaluation mode.
         """
-        if not self.detector.training and "train" not in self.check.left_out:
-            raise BadInput(
-                f"the loop, step {self.step}: the detector is in evaluation mode; call t.model.train() after an "
-                'evaluation of your own, or say t.without("train") in main'
-            )
-        self.check.micro_batches(len(window))
-        self._had_gradients = False  # a second pass may begin anew
+        self.check.begin_pass(self.detector.training, len(window))
         device, original = self.accelerator.device, self.detector.averaged_denominators
         counts = [self.detector.denominators(batch.targets) | self._own_counts(batch) for batch in window]
         self._denominators = window_denominators(counts, device, self.pace.denominators, original)
@@ -286,11 +236,10 @@ class Training:
             arrived = self._ahead.arrived(batch)
             self.seed_micro_batch(micro, arrived)
             self._micro = counts[micro], denominators
-            self._passed = [(target, len(target["labels"])) for target in arrived.targets]
+            self.check.hand_out(arrived.targets)
             last = micro == len(window) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 yield arrived, denominators
-            self._had_gradients = self._has_gradients()
 
     def seed_window(self) -> None:
         """What the loop draws before its micro-batches becomes a function of (seed, step, rank) too."""
@@ -311,23 +260,11 @@ class Training:
 
         Raises BadInput: boxes of the micro-batch, or gradients of the one before, are gone.
         """
-        if any(len(target["labels"]) != count for target, count in self._passed):
-            raise BadInput(
-                f"the loop, step {self.step}: boxes were changed inside of t.micro_batches(window), whose denominators "
-                "count those of before; change them in the window, before that line (docs/change_the_loop.md, recipe 8)"
-            )
-        if self._had_gradients and not self._has_gradients():
-            raise BadInput(
-                f"the loop, step {self.step}: the gradients of earlier micro-batches are gone; take zero_grad out of "
-                "the loop, t.windows() does it"
-            )
+        self.check.before_backward()
         counts, denominators = self._micro
         own = {name: losses[name] * (counts[f"own {kind}"] / denominators[f"own {kind}"])
                for name, kind in self._own_losses.items() if kind is not None and name in losses}  # fmt: skip
         return self.weights({**losses, **own}, self.step, self._micro_batches)
-
-    def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.trained_parameters)
 
     def add(self, weighted: WeightedLosses, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Adds one micro-batch to the window's sums."""
@@ -418,11 +355,7 @@ class Training:
         if self.epoch_is_over or self.step >= self.total_steps:
             self.log.note_epoch(self.step, epoch)
         if self._own_rates and not self.schedule.is_overwritten:
-            self._warn_once("own rates", (
-                f"warning: the learning rates that the loop set for update {self.step - 1} were gone at update "
-                f"{self.step}: the schedule sets them before each one. Set them before every update "
-                '(docs/change_the_loop.md, recipe 12), or change group["initial_lr"], which stays'
-            ))  # fmt: skip
+            self._warn_once("own rates", OWN_RATES)
         self._own_rates = self.schedule.is_overwritten
         self.set_rates()
 
@@ -476,11 +409,8 @@ class Training:
             return
         self.optimizer.zero_grad()  # their memory is the evaluation's
         if state_is_sound(self):
-            if names := ranks_apart(self):
-                self._warn_once("ranks", (
-                    f"warning: the processes hold different weights ({names}); what changes gradients or weights must "
-                    "be the same on all of them: draw by a generator seeded with t.seed and t.step"
-                ))  # fmt: skip
+            if words := ranks_apart(self):
+                self._warn_once("ranks", words)
             better = (evaluates and validate(self)) or noted
             if better or signal or saves:
                 save(self, best=better)
@@ -506,28 +436,15 @@ class Training:
 
 
     def _count_versions(self) -> int:
+        """Counts the changes of the weights in place."""
         return sum(parameter._version for parameter in self.detector.parameters())
 
     @property
     def weights_were_changed(self) -> bool:
-        """Whether somebody changed the weights in place after the last epoch."""
-        return self._versions is not None and self._versions != self._count_versions()
+        return self._versions not in (None, self._count_versions())
 
 
 def raise_trouble(t: Training) -> None:
     """Raises BadInput on every rank if the main process could not write a row; a collective."""
     if trouble := broadcast_object(t.log.trouble):
         raise BadInput(trouble)
-
-
-def training_row(t: Training, reduced: Mapping[str, float]) -> dict[str, float]:
-    """One step as a row of metrics.jsonl: weighted and unscaled losses, metrics that had something to count, rates."""
-    row = {"train/loss": reduced["loss"]}
-    for name in t.weights.names:
-        row |= {f"train/{name}": reduced[name], f"train/{name}_unscaled": reduced[f"{name}_unscaled"]}
-    for name in t.detector.metric_names:
-        if reduced[f"{name}/count"] > 0:
-            row[f"train/{name}"] = reduced[f"{name}/sum"] / reduced[f"{name}/count"]
-    row |= {f"train/lr/{group['name']}": group["lr"] for group in t.optimizer.param_groups}
-    row |= {f"train/{name}": value for name, value in reduced.items() if name.startswith("grad_norm")}
-    return row

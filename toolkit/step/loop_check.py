@@ -49,16 +49,19 @@ class LoopCheck:
         self._start: Mapping[str, int] | None = None  # None: no window is under way
         self._micro_batches = 0
         self._nested = 0  # PyTorch calls the hooks once more where `step` of a subclass calls that of its class
+        self._handed_out: list[tuple[Mapping, int]] = []  # targets of the micro-batch, with their numbers of boxes
+        self._had_gradients = False  # before the micro-batch
         self._others: dict[int, str | None] = {}
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Counts its updates, each of which is asked about before it is made."""
+        """Counts its updates, each of which is asked about before it is made. Rates and checkpoints know no other."""
         inner = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's
+        self._optimizer, self._groups = optimizer, len(inner.param_groups)
 
         def before(_, args: tuple, kwargs: dict) -> None:
             if self._nested == 0:
                 self.before_update()
-                self._ask_of_update(inner, kwargs.get("closure", args[1] if len(args) > 1 else None))
+                self._ask_of_update(kwargs.get("closure", args[1] if len(args) > 1 else None))
             self._nested += 1
 
         def after(*_) -> None:
@@ -87,7 +90,7 @@ class LoopCheck:
         if self._start is not None:
             self._compare(BEFORE, "the update comes too early")
 
-    def _ask_of_update(self, optimizer: torch.optim.Optimizer, closure: Callable | None) -> None:
+    def _ask_of_update(self, closure: Callable | None) -> None:
         """Raises BadInput: the update takes gradients that nobody has looked at, or has none."""
         if self._start is None or "update" in self.left_out:
             return
@@ -97,14 +100,58 @@ class LoopCheck:
                 f"{where}`t.optimizer.step(closure)` takes gradients that come after the guard and the clipping; "
                 "compute them before `t.unscaled_gradient_norm()`, and call `t.optimizer.step()`"
             )
-        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        if not self._has_gradients():
             raise BadInput(
                 f"{where}the update has no gradients: was `zero_grad()` called before it? `t.windows()` does that"
             )
 
-    def micro_batches(self, count: int) -> None:
-        """The loop takes so many micro-batches of the window, which it may have changed."""
-        self._micro_batches = count
+    def same_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises BadInput: the script has put another optimizer in the place of the watched one, or a group into it."""
+        if optimizer is not self._optimizer:
+            raise BadInput(
+                f"t.optimizer is a {type(optimizer).__name__}, not the optimizer that session.training made, the only "
+                "one that rates, checks and checkpoints know. Choose one by optim.name, or keep it and put a rule of "
+                "your own behind t.optimizer.step(), with its state in t.extra"
+            )
+        if (now := len(optimizer.param_groups)) != self._groups:
+            raise BadInput(
+                f"t.optimizer has {now} groups, session.training made {self._groups}. New parameters get an optimizer "
+                "of their own in t.extra; what is thawed later is in the optimizer from the start "
+                "(docs/change_the_loop.md, recipes 4 and 9)"
+            )
+
+    def begin_pass(self, training: bool, micro_batches: int) -> None:
+        """The loop begins to go through so many micro-batches of the window, which it may have changed.
+
+        training: whether the detector is in training mode. Raises BadInput: it is not.
+        """
+        if not training and "train" not in self.left_out:
+            raise BadInput(
+                "the loop: the detector is in evaluation mode; call t.model.train() after an evaluation of your own, "
+                'or say t.without("train") in main'
+            )
+        self._micro_batches, self._handed_out = micro_batches, []
+
+    def hand_out(self, targets: Iterable[Mapping]) -> None:
+        """The loop gets the next micro-batch of the pass."""
+        self._had_gradients = bool(self._handed_out) and self._has_gradients()
+        self._handed_out = [(target, len(target["labels"])) for target in targets]
+
+    def before_backward(self) -> None:
+        """Raises BadInput: boxes of the micro-batch, or the gradients of those before it, are gone."""
+        if any(len(target["labels"]) != count for target, count in self._handed_out):
+            raise BadInput(
+                "the loop: boxes were changed inside of t.micro_batches(window), whose denominators count those of "
+                "before; change them in the window, before that line (docs/change_the_loop.md, recipe 8)"
+            )
+        if self._had_gradients and not self._has_gradients():
+            raise BadInput(
+                "the loop: the gradients of earlier micro-batches are gone; take zero_grad out of the loop, "
+                "t.windows() does it"
+            )
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
 
     def after_step(self, name: str) -> None:
         """Raises BadInput where what belongs after `t.step += 1` comes before it."""
