@@ -22,7 +22,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LARGEST_BYTES, LARGE_PICTURE = 400_000, 80_000
+LARGEST_BYTES, LARGE_PICTURE = 500_000, 40_000
 TIMES = re.compile(r"\b\d+:\d\d(:\d\d)?\b|\b[\d.]+ ?(s|ms|sec|seconds|minutes|[KMG]i?B)\b|img/s")
 HOMES = ("home", "root", "tmp", "var")  # of users and temporary files, whatever the machine
 MACHINE = re.compile("".join(f"/{name}/|" for name in HOMES) + r"\bUsers/|" + re.escape(str(ROOT)))
@@ -81,12 +81,12 @@ def storable(executed: nbformat.NotebookNode, folder: Path) -> nbformat.Notebook
 
 
 def _shrink_pictures(data: dict) -> None:
-    """Large pictures become JPEG files of at most 900 pixels: a page to be read needs no more."""
+    """Large pictures become JPEG files of at most 700 pixels: a page to be read needs no more."""
     for kind in ("image/png", "image/jpeg"):
         if len(data.get(kind, "")) > LARGE_PICTURE:
             picture, smaller = Image.open(BytesIO(base64.b64decode(data.pop(kind)))).convert("RGB"), BytesIO()
-            picture.thumbnail((900, 900))
-            picture.save(smaller, "JPEG", quality=80)
+            picture.thumbnail((700, 700))
+            picture.save(smaller, "JPEG", quality=70)
             data["image/jpeg"] = base64.b64encode(smaller.getvalue()).decode()
 
 
