@@ -110,7 +110,7 @@ def _open_transformers(source: str | Path, device: torch.device | str) -> Predic
             # said, as transformers would ask on standard input whether to run what lies beside the weights
             processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
             model = AutoModelForObjectDetection.from_pretrained(name, trust_remote_code=False).eval().to(device)
-    except Exception as error:  # noqa: BLE001 - not there, offline, no detector, and of a foreign folder any
+    except Exception as error:  # noqa: BLE001 - offline, no detector, or anything of a foreign folder
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise BadInput(
             f"{source}: neither a run folder, a checkpoint, a final/ folder nor a detection model that transformers "

@@ -121,7 +121,7 @@ def _from_transformers(name: str, place: str) -> Pretrained:
         with cached_when_offline():
             config = AutoConfig.from_pretrained(place, trust_remote_code=False)
             model = AutoModelForObjectDetection.from_pretrained(place, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - of a foreign folder, any
+    except Exception as error:  # noqa: BLE001 - a foreign folder makes transformers raise anything
         what = _first_sentence(error)
         if Path(place).is_dir():
             raise BadInput(f"model.pretrained {name}: not a detector of transformers: {what}") from error

@@ -112,7 +112,7 @@ def _open_program(path: Path) -> tuple[Runner, About]:
     logging.getLogger("torch.export").setLevel(logging.ERROR)  # warns with a traceback of what it then raises
     try:
         module = torch.export.load(path, extra_files=texts).module()
-    except Exception as error:  # noqa: BLE001 - of a changed file, any
+    except Exception as error:  # noqa: BLE001 - torch.export raises anything on a changed file
         raise BadInput(f"{path}: torch.export cannot load it: {_first_line(error)}") from error
     about = About.from_text(texts[KEY], path)
 
