@@ -1,5 +1,6 @@
 """Imports of optional packages (extras of pyproject.toml), and measures that make imports faster."""
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -64,3 +65,4 @@ def importing() -> Iterator[None]:
         yield
         if gc.get_freeze_count() == 0:
             gc.freeze()
+            atexit.register(gc.unfreeze)  # or what is never collected is reported as leaked by libraries that count
