@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
+
 from toolkit.boxes import Boxes
 from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.splits import READING, open_split
@@ -113,7 +115,7 @@ def predict_run(
     )
     measured = same and bool(table.num_boxes().any())  # a test split without annotations has no loss
     found = predict_dataset(
-        detector.to(accelerator.device),
+        detector.to(accelerator.device, memory_format=torch.channels_last),  # as in training: the same sums
         loader,
         accelerator.device,
         step=run.checkpoint.step,
