@@ -4,6 +4,7 @@
     python -m pytest tests/test_export.py -m "slow or not slow"    # every detector as ONNX and torch.export: minutes
 """
 
+import copy
 import importlib.util
 import itertools
 import json
@@ -12,6 +13,8 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from PIL import Image
 from report_data import SIZE, table_of
 from timm.layers import Conv2dSame
@@ -249,14 +252,17 @@ def test_a_wrong_file_is_refused(ssd, fault):
         check_outputs(Wrong(), files["onnx"], images_of(2, 64, 64))
 
 
-def test_final_folder_gets_both_files(detectors, tmp_path):
-    detector = detectors("ssd")
-    detector.save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
-    detector.train()
-    said = export_final(detector, tmp_path, images_of(2, 64, 64))
-    assert detector.training
-    detector.eval()
-    assert "model.pt2 scores" in said and "model.onnx scores" in said
+def test_final_folder_gets_both_files_in_float32_after_a_training_in_bfloat16(detectors, tmp_path):
+    plain = detectors("ssd")
+    plain.save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
+    try:
+        detector = Accelerator(cpu=True, mixed_precision="bf16").prepare(copy.deepcopy(plain).train())
+    finally:
+        AcceleratorState._reset_state(True)
+    images = images_of(2, 64, 64)
+    said = export_final(detector, tmp_path, images)
+    assert detector.training and "model.pt2 scores" in said and "model.onnx scores" in said
+    assert check_outputs(make_graph(plain), tmp_path / "model.onnx", images)
     assert open_predictor(tmp_path / "model.onnx").categories == CATEGORIES
 
 

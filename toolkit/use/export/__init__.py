@@ -57,7 +57,9 @@ def export_detector(
     from toolkit.use.export.graph import make_graph, trace
 
     check_exportable(detector)
-    graph = make_graph(copy.deepcopy(detector).cpu().float().eval(), top_k)
+    detector = copy.deepcopy(detector).cpu().float().eval()
+    vars(detector).pop("forward", None)  # that of Accelerate, under autocast: a file computes in float32
+    graph = make_graph(detector, top_k)
     architecture, stride = detector.options["architecture"], graph.detector.stride
     say(f"tracing {architecture} with torch.export")
     program = trace(graph, trace_hw(graph.sides, stride, size, architecture))
