@@ -99,16 +99,7 @@ def test_they_are_numbered_without_a_gap():
     assert [path.stem[:3] for path in NOTEBOOKS] == [f"{i + 1:02d}_" for i in range(len(NOTEBOOKS))]
 
 
-# Their pictures are over a megabyte (the first), or they train for long: what they show is not stored yet.
-WITHOUT_OUTPUTS = {"04_compare"}
-
-
-def test_those_without_outputs_have_none():
-    stored = {path.stem for path in NOTEBOOKS if any(c.outputs for c in code_of(nbformat.read(path, as_version=4)))}
-    assert stored == {path.stem for path in NOTEBOOKS} - WITHOUT_OUTPUTS
-
-
-@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem not in WITHOUT_OUTPUTS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_stored_with_what_its_cells_show(path):
     """Pictures and curves are seen without running anything; nothing in them is of one machine or moment."""
     notebook = nbformat.read(path, as_version=4)
