@@ -26,6 +26,7 @@ from accelerate.utils import find_executable_batch_size
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
 from toolkit.runs.watch import WatchedRun
+from toolkit.signals import stop_signals_raise
 from toolkit.text import ShortUsage
 
 TOO_FEW_IMAGES = "data.batch_size_per_device of at most"  # of toolkit/data/sampling.py
@@ -107,7 +108,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("batch.yaml"), help="file to write (default batch.yaml)")
     parser.add_argument("--most", type=int, default=256, help="first batch size to try (default 256), then half")
     parser.add_argument("--memory-gib", type=float, help="on a CPU: memory of the process (default: 80 %% of the free)")
-    find(*parser.parse_known_args(argv))
+    with stop_signals_raise():
+        find(*parser.parse_known_args(argv))
 
 
 if __name__ == "__main__":

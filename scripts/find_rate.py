@@ -23,6 +23,7 @@ from pathlib import Path
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
 from toolkit.runs.watch import WatchedRun
+from toolkit.signals import stop_signals_raise
 from toolkit.text import ShortUsage
 
 SMOOTHING = 0.9
@@ -113,7 +114,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps from lowest to highest (default 100)")
     parser.add_argument("--lowest", type=float, default=1e-6, help="learning rate of the first step (default 1e-6)")
     parser.add_argument("--highest", type=float, default=1.0, help="learning rate of the last step (default 1)")
-    find(*parser.parse_known_args(argv))
+    with stop_signals_raise():
+        find(*parser.parse_known_args(argv))
 
 
 if __name__ == "__main__":

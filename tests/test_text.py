@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import re
 import sys
 import unicodedata
@@ -25,7 +26,7 @@ from toolkit.text import (
     escaped,
     in_markdown,
     in_plot,
-    print_every_letter,
+    lasting_console,
     shown,
 )
 
@@ -119,9 +120,26 @@ def test_problems_are_one_line_each():
 def test_a_console_without_the_letters(monkeypatch):
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, io.TextIOWrapper(io.BytesIO(), "ascii"))
-    print_every_letter()
-    print("na\xefve", "\u6771", flush=True)
+    with lasting_console():
+        print("na\xefve", "\u6771")
     assert sys.stdout.buffer.getvalue() == rb"na\xefve \u6771" + b"\n"
+
+
+@pytest.mark.parametrize("end", ["reader gone", "disk full"])
+def test_a_console_that_takes_nothing_ends_no_program(monkeypatch, end):
+    reading, writing = os.pipe()
+    os.close(reading)
+    if end == "disk full":
+        writing = os.open("/dev/full", os.O_WRONLY)
+    with open(writing, "w") as console:
+        monkeypatch.setattr(sys, "stdout", console)
+        with pytest.raises(OSError):
+            os.write(writing, b"plain")
+        with lasting_console():
+            print("dropped", flush=True)
+            print("x" * 100_000)
+        assert sys.stdout is console
+        os.write(writing, b"child processes drop theirs too")
 
 
 def test_the_usage_of_a_script_is_one_line():

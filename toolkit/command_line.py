@@ -24,7 +24,7 @@ from toolkit.models import ARCHITECTURES, options_class
 from toolkit.models.options import DetectorOptions
 from toolkit.runs.failures import as_sentences
 from toolkit.runs.launcher import find_launch, refuse
-from toolkit.text import print_every_letter
+from toolkit.text import lasting_console
 from toolkit.trust import trust_class
 
 Config = TypeVar("Config")
@@ -54,20 +54,20 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
     A mistake of the user, a stop by the guard and a preemption end with one message; anything else is a defect of
     the program and keeps its traceback.
     """
-    print_every_letter()
     if os.environ.get("RANK", "0") != "0":  # what torch itself warns of, every process would; read when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    try:
-        config = parse_config(cls, argv, default_config)
-        refuse(find_launch(), os.environ)
-        with as_sentences():
-            main(config)
-    except (BadInput, StoppedByGuard, Preempted, FailedElsewhere) as error:
-        rank = os.environ.get("RANK", "0")
-        word = "error" if isinstance(error, BadInput) else "stopped"
-        print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    return 0
+    with lasting_console():
+        try:
+            config = parse_config(cls, argv, default_config)
+            refuse(find_launch(), os.environ)
+            with as_sentences():
+                main(config)
+        except (BadInput, StoppedByGuard, Preempted, FailedElsewhere) as error:
+            rank = os.environ.get("RANK", "0")
+            word = "error" if isinstance(error, BadInput) else "stopped"
+            print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+        return 0
 
 
 def _check_finite(made: Mapping[str, object]) -> None:

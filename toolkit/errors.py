@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
+from toolkit.text import lasting_console
+
 
 class BadInput(Exception):
     """Something the user gave cannot be used. Exit code 2.
@@ -56,10 +58,11 @@ def says_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
 
     @wraps(main)
     def wrapped(*arguments, **named) -> int:
-        try:
-            return main(*arguments, **named) or 0
-        except BadInput as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_code
+        with lasting_console():
+            try:
+                return main(*arguments, **named) or 0
+            except BadInput as error:
+                print(f"error: {error}", file=sys.stderr)
+                return error.exit_code
 
     return wrapped

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")  # those that this platform has are caught
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")  # those that this platform has are caught
 # Some launchers hand one Ctrl-C on although the terminal has sent it to the whole group already.
 SAME_INTERRUPT_S = 0.25
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGUSR1 (Slurm's `--signal`) and SIGINT while entered; the earlier handlers come back on exit.
+    """Notes SIGTERM, SIGUSR1 (Slurm's `--signal`), SIGHUP (a closed terminal, a lost connection) and SIGINT while
+    entered; the earlier handlers come back on exit. A SIGHUP that is ignored already stays so: that is `nohup`.
 
         with StopSignals() as stop:
             for batch in loader:
@@ -39,9 +40,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            for name in STOP_SIGNALS:
-                if hasattr(signal, name):
-                    number = getattr(signal, name)
+            for number in (getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)):
+                if signal_name(number) != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -76,6 +76,24 @@ def interrupt_ends_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@contextlib.contextmanager
+def stop_signals_raise() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise SystemExit with 128 + their number, so that what the program began is
+    cleaned up: for programs whose trainings end with them. In the main thread; elsewhere nothing changes."""
+
+    def leave(number: int, frame) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    ours = threading.current_thread() is threading.main_thread()
+    before = {each: signal.signal(each, leave) for each in numbers if signal.getsignal(each) is signal.SIG_DFL and ours}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def signal_name(number: int) -> str:
     """Name of a signal, such as SIGTERM for 15; empty for 0; "signal N" for one this platform does not name."""
     if not number:
@@ -90,10 +108,10 @@ def ignore_in_worker(worker_id: int = 0) -> None:
     """Let a DataLoader worker outlive the signals that ask its trainer to stop; for `worker_init_fn`.
 
     Terminals and launchers signal the whole process group. A worker that died of it would raise in the trainer before
-    its checkpoint is written. SIGINT and SIGUSR1 are ignored; SIGTERM ends the worker only when its own trainer sends
-    it, which is how DataLoader ends a worker that hangs. A worker whose trainer is gone ends by DataLoader's watchdog.
+    its checkpoint is written. SIGINT, SIGHUP and SIGUSR1 are ignored; SIGTERM ends the worker only when its own trainer
+    sends it, which is how DataLoader ends a worker that hangs. A worker whose trainer is gone ends by its watchdog.
     """
-    for name in ("SIGINT", "SIGUSR1"):
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS, where SIGTERM keeps torch's handler

@@ -1,10 +1,13 @@
 """Displays untrusted text (names of classes and files, messages) safely: escaped, so that it cannot act on a terminal
-or page."""
+or page, and on a console that may go away."""
 
 import argparse
+import contextlib
+import os
 import re
 import sys
 import unicodedata
+from collections.abc import Iterator
 
 JOINERS = "\u200c\u200d"  # invisible, and part of words and emoji
 RIGHT_TO_LEFT = ("R", "AL", "AN")
@@ -69,11 +72,49 @@ def columns(text: str) -> int:
     return len(text) if text.isascii() else sum(map(_width, text))
 
 
-def print_every_letter() -> None:
-    """Lets print() escape letters that the console's encoding lacks, instead of ending with UnicodeEncodeError."""
-    for stream in (sys.stdout, sys.stderr):
+class _Lasting:
+    """A stream of the console that takes everything; what it can no longer print is dropped."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())  # for what the stream still holds, and child processes
+
+
+@contextlib.contextmanager
+def lasting_console() -> Iterator[None]:
+    """Inside, nothing that is printed ends the program: neither a reader that went away (`| head -1`, a closed
+    terminal) nor a full disk below `> file`, from where on nothing is printed; letters that the console's encoding
+    lacks are escaped."""
+    before = sys.stdout, sys.stderr
+    for stream in before:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = (stream and _Lasting(stream) for stream in before)  # None under pythonw
+    try:
+        yield
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        sys.stdout, sys.stderr = before
 
 
 def _visible(letter: str) -> str:

@@ -7,9 +7,9 @@
 # Adds `--run.resume latest` to the command. Ends with 0 when the run is done, with 2 or 3 when starting it again would
 # not help (bad input, stopped by the guard), and with 1 after three starts in a row that left no new checkpoint.
 #
-# SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 go on to every process of the run, which saves its state; then this ends too, with
-# 85 (preempted, to be resumed). `accelerate launch` of one process does not hand a signal on, but this script sends it
-# to the whole process group.
+# SIGTERM, SIGHUP, SIGINT (Ctrl-C) and SIGUSR1 go on to every process of the run, which saves its state; then this ends
+# too, with 85 (preempted, to be resumed). `accelerate launch` of one process does not hand a signal on, but this script
+# sends it to the whole process group.
 set -um # -m: what is started here has a process group of its own
 folder=$1
 shift
@@ -22,7 +22,7 @@ hand_on() {
     signals=$((signals + 1))
     [ -n "$group" ] && kill -s "$1" -- "-$group" 2>/dev/null
 }
-for name in TERM INT USR1; do
+for name in TERM INT HUP USR1; do
     # shellcheck disable=SC2064
     trap "hand_on $name" $name
 done

@@ -68,7 +68,7 @@ def test_second_interrupt_stops_at_once(server, script, settings, tmp_path):
 
 
 def test_real_processes_end_with_85_and_under_a_launcher_say_so_in_status(script, settings, tmp_path):
-    """`kill` of one process, and of one rank of torchrun, which flattens the exit code."""
+    """A process whose terminal is closed, and a `kill` of one rank of torchrun, which flattens the exit code."""
     args = settings("--run.output_dir", tmp_path, "--run.epochs", 1000, "--run.eval_every", 0)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     commands = {
@@ -86,7 +86,8 @@ def test_real_processes_end_with_85_and_under_a_launcher_say_so_in_status(script
             if "step 2/" in line:
                 break
         if name == "alone":
-            os.kill(process.pid, signal.SIGTERM)
+            process.stdout.close()
+            os.kill(process.pid, signal.SIGHUP)
     os.kill(int((tmp_path / "pid_of_rank1").read_text()), signal.SIGUSR1)
     ended = {name: finish(process) for name, process in processes.items()}
     assert ended["alone"][0] == 85, seen["alone"]

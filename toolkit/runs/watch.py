@@ -1,8 +1,10 @@
 """Starts a training script as a separate process, and follows the rows that it writes."""
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -12,6 +14,7 @@ from toolkit.runs.metrics_log import GrowingMetrics
 from toolkit.runs.status import read_status
 
 POLL_S = 0.5
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 STOP_S = 120  # a process that was asked to stop saves its state first
 
 
@@ -22,6 +25,8 @@ class WatchedRun:
         command: words that start it. folder: its run folder. output: file for what it prints, made longer.
         environment: variables on top of those of this process.
         limit: called in the new process before the command, such as one that limits its memory.
+
+    It ends with this process: on Linux the system sends it SIGTERM, which saves its state, however this one ended.
     """
 
     def __init__(
@@ -30,10 +35,20 @@ class WatchedRun:
     ):  # fmt: skip
         self.folder, self.output = Path(folder), Path(output)
         self.output.parent.mkdir(parents=True, exist_ok=True)
+        system, ours = ctypes.CDLL(None) if sys.platform == "linux" else None, os.getpid()
+
+        def begin() -> None:
+            if system is not None:
+                system.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+                if os.getppid() != ours:  # gone before it was asked for
+                    os.kill(os.getpid(), signal.SIGTERM)
+            if limit is not None:
+                limit()
+
         with open(self.output, "ab") as file:
             self.process = subprocess.Popen(
                 [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                env=os.environ | dict(environment or {}), start_new_session=True, preexec_fn=limit,
+                env=os.environ | dict(environment or {}), start_new_session=True, preexec_fn=begin,
             )  # fmt: skip
 
     def rows(self, stop: Callable[[], object] = lambda: False) -> Iterator[dict]:
