@@ -7,6 +7,7 @@ data:
     - RandomHorizontalFlip
 """
 
+import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,29 +20,15 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from toolkit.batch import Target
-from toolkit.data.transforms.geometry import keep_boxes
+from toolkit.data.transforms.geometry import clipped, keep_boxes
 from toolkit.errors import BadInput
 
 # Of whole batches, or away from uint8 images: the loader and the detector do that.
-NOT_HERE = {
-    "MixUp",
-    "CutMix",
-    "ToTensor",
-    "PILToTensor",
-    "ToPILImage",
-    "ToImage",
-    "ToPureTensor",
-    "ToDtype",
-    "Normalize",
-    "ConvertImageDtype",
-    "ConvertBoundingBoxFormat",
-    "LinearTransformation",
-    "FiveCrop",
-    "TenCrop",
-    "Lambda",
-    "UniformTemporalSubsample",
-    "Transform",
-}
+NOT_HERE = (
+    "MixUp CutMix ToTensor PILToTensor ToPILImage ToImage ToPureTensor ToDtype Normalize ConvertImageDtype".split()
+)
+NOT_HERE += "ConvertBoundingBoxFormat LinearTransformation FiveCrop TenCrop Lambda UniformTemporalSubsample".split()
+NOT_HERE += ["Transform"]
 TRIALS = 8
 
 
@@ -108,8 +95,7 @@ def policy_of(entries: str | Sequence[Any]) -> Policy:
 def _taken(sample: Mapping[str, Tensor], target: Target) -> tuple[Tensor, Target]:
     image, left = sample["image"].as_subclass(Tensor), sample["labels"]
     height, width = image.shape[-2:]
-    boxes = sample["boxes"].as_subclass(Tensor).to(torch.float32)
-    boxes = boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=torch.float32))
+    boxes = clipped(sample["boxes"].as_subclass(Tensor).to(torch.float32), height, width)
     keep = torch.zeros(len(target["boxes"]), dtype=torch.bool)
     keep[left] = True
     before = (target["boxes"][:, 2:] - target["boxes"][:, :2]).prod(1)
@@ -137,31 +123,20 @@ def _made(entry: Any) -> v2.Transform:
             raise BadInput(f"{dict(entry)}: expected one name with its arguments")
         name, arguments = next(iter(entry.items()))
         arguments = {} if arguments is None else arguments
-    kind = getattr(v2, name, None) if isinstance(name, str) and name not in NOT_HERE else None
-    if not (inspect.isclass(kind) and issubclass(kind, v2.Transform)) or name.startswith("_"):
-        import difflib
-
-        known = [
-            each
-            for each in dir(v2)
-            if inspect.isclass(getattr(v2, each))
-            and each not in NOT_HERE
-            and issubclass(getattr(v2, each), v2.Transform)
-        ]
+    classes = {each: kind for each in dir(v2) if inspect.isclass(kind := getattr(v2, each))}
+    known = {each: kind for each, kind in classes.items() if issubclass(kind, v2.Transform) and each not in NOT_HERE}
+    if not isinstance(name, str) or name not in known:
         near = difflib.get_close_matches(str(name), known, n=1)
-        raise BadInput(
-            f"{name!r} is no transform of torchvision.transforms.v2 that can stand here"
-            + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}")
-        )
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise BadInput(f"{name!r} is no transform of torchvision.transforms.v2 that can stand here; {hint}")
     if not isinstance(arguments, Mapping):
         raise BadInput(f"{name}: expected its arguments by name, such as {{p: 0.5}}; found {arguments!r}")
     given = {key: [_made(each) for each in value] if key == "transforms" else value for key, value in arguments.items()}
     try:
-        return kind(**given)
+        return known[name](**given)
     except (TypeError, ValueError, AttributeError) as error:
-        raise BadInput(
-            f"{name}: {error}; its arguments are {inspect.signature(kind.__init__)}".replace("(self, ", "(")
-        ) from error
+        signature = str(inspect.signature(known[name].__init__)).replace("(self, ", "(")
+        raise BadInput(f"{name}: {error}; its arguments are {signature}") from error
 
 
 def _tried(transform: v2.Transform) -> None:

@@ -15,24 +15,10 @@ from torchvision.transforms.v2 import functional as F
 
 from toolkit.batch import Target
 from toolkit.box_ops import pairwise_iou
-from toolkit.data.transforms.geometry import (
-    Compose,
-    RandomFlip,
-    ThenResize,
-    Transform,
-    crop,
-    keep_boxes,
-    resize_target,
-)
+from toolkit.data.transforms.geometry import RandomFlip, ThenResize, Transform, crop, keep_boxes, resize_target
 
 FILL_RGB = (124, 116, 104)  # ImageNet's mean, rounded
-INTERPOLATIONS = (
-    Image.Resampling.NEAREST,
-    Image.Resampling.BILINEAR,
-    Image.Resampling.BICUBIC,
-    Image.Resampling.BOX,
-    Image.Resampling.LANCZOS,
-)
+INTERPOLATIONS = [Image.Resampling[name] for name in ("NEAREST", "BILINEAR", "BICUBIC", "BOX", "LANCZOS")]
 
 
 @dataclass(frozen=True)
@@ -155,7 +141,7 @@ def yolov3_transform(
 ) -> Transform:
     """GluonCV's recipe, or what of it is wanted (there zoom_out is 4); 1 and nothing else: a plain resize."""
     if not (photometric or zoom_out > 1 or iou_crop or flip):
-        return ThenResize(Compose(()))
+        return ThenResize()
     steps = (ColourDistortion(),) * photometric + (RandomExpand(zoom_out),) * (zoom_out > 1)
     steps += (ConstrainedCrop(),) * iou_crop
     return Yolov3Transform(steps, 0.5 if flip else 0.0)
