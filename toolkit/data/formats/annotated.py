@@ -8,11 +8,11 @@ of a format is `write_<format>`, for the `LabelledImages` of a data set or of pr
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations, ImageRow
-from toolkit.data.check_files import check_image_files, image_names, parallel, waits_for
+from toolkit.data.check_files import image_names, parallel, waits_for, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, probe_image, read_file
 from toolkit.data.image_sources import ImageSources, digest_of
@@ -138,20 +138,14 @@ def _make(
     if not found.images:
         raise BadInput(f"{name}: no images")
     valid = check(found.annotations, name, max_image_pixels)
-    problems = found.problems + valid.problems
-    unreadable = {problem.image_id for problem in problems if problem.severity == "error" and problem.image_id}
-    checked = {str(path): digest_of(path) for path in found.watched}
-    if check_images and valid.images:
-        listed = valid.listed | found.listed
-        seen, digests = check_image_files(valid.images, listed, found.image_root, check_images, max_image_pixels)
-        problems = [p for p in problems if p.annotation_id or p.image_id not in unreadable or p.severity != "error"]
-        problems += seen
-        checked |= digests
-    good = valid.without({p.image_id for p in problems if p.severity == "error" and p.annotation_id is None})
-    return write_table(
-        good.images, good.boxes, cache_file=cache_file, categories=good.categories,
-        image_root=found.image_root.resolve(), problems=problems, name=name, checked=checked,
-    )  # fmt: skip
+    # reported once, as the file's fault: that an unreadable image is too large is no other one
+    unread = {problem.image_id for problem in found.problems if problem.severity == "error"} - {None}
+    faults = [p for p in valid.problems if p.annotation_id is not None or p.image_id not in unread]
+    valid = replace(valid, problems=found.problems + faults)
+    good, digests = with_good_files(valid, found.image_root, check_images, max_image_pixels, found.listed)
+    checked = {str(path): digest_of(path) for path in found.watched} | digests
+    place = {"cache_file": cache_file, "image_root": found.image_root.resolve(), "name": name, "checked": checked}
+    return write_table(good.images, good.boxes, categories=good.categories, problems=good.problems, **place)
 
 
 def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:

@@ -24,11 +24,9 @@ from toolkit.data.transforms.geometry import clipped, keep_boxes
 from toolkit.errors import BadInput
 
 # Of whole batches, or away from uint8 images: the loader and the detector do that.
-NOT_HERE = (
-    "MixUp CutMix ToTensor PILToTensor ToPILImage ToImage ToPureTensor ToDtype Normalize ConvertImageDtype".split()
-)
-NOT_HERE += "ConvertBoundingBoxFormat LinearTransformation FiveCrop TenCrop Lambda UniformTemporalSubsample".split()
-NOT_HERE += ["Transform"]
+NOT_HERE = "MixUp CutMix ToTensor PILToTensor ToPILImage ToImage ToPureTensor ToDtype Normalize Transform".split()
+NOT_HERE += "ConvertImageDtype ConvertBoundingBoxFormat LinearTransformation FiveCrop TenCrop Lambda".split()
+NOT_HERE += ["UniformTemporalSubsample"]
 TRIALS = 8
 
 
