@@ -19,7 +19,7 @@ from toolkit.data.image_sources import ImageSources, digest_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS, distinct
+from toolkit.files import distinct
 
 # What folders and files of a split are called.
 SPLIT_NAMES = {
@@ -114,10 +114,9 @@ def open_annotated(
     split: str,
     listing: Callable[[], Listing],
     *,
-    on_error: str = "raise",
-    cache_dir: str | Path | None = None,
-    check_images: bool | str = True,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    check_images: bool | str,
+    max_image_pixels: int,
+    **cached,
 ) -> DetectionTable:
     """The table of a split, from the cache while the files it was made of stay as they are; else by `listing()`.
 
@@ -125,27 +124,23 @@ def open_annotated(
     annotation tool leaves behind, is left out with a warning. Raises BadInput.
     """
     name = f"{folder} ({split})"
-    return cached_table(
-        [kind, split, check_images, folder.resolve()],
-        lambda cache_file: _make(listing(), name, check_images, max_image_pixels, cache_file),
-        name=name, cache_dir=cache_dir, on_error=on_error, max_image_pixels=max_image_pixels,
-    )  # fmt: skip
 
+    def make(cache_file: Path) -> DetectionTable:
+        found = listing()
+        if not found.images:
+            raise BadInput(f"{name}: no images")
+        valid = check(found.annotations, name, max_image_pixels)
+        # reported once, as the file's fault: that an unreadable image is too large is no other one
+        unread = {problem.image_id for problem in found.problems if problem.severity == "error"} - {None}
+        faults = [p for p in valid.problems if p.annotation_id is not None or p.image_id not in unread]
+        valid = replace(valid, problems=found.problems + faults)
+        good, digests = with_good_files(valid, found.image_root, check_images, max_image_pixels, found.listed)
+        checked = {str(path): digest_of(path) for path in found.watched} | digests
+        place = {"cache_file": cache_file, "image_root": found.image_root.resolve()}
+        return write_table(**good.columns(), **place, name=name, checked=checked)
 
-def _make(
-    found: Listing, name: str, check_images: bool | str, max_image_pixels: int, cache_file: Path
-) -> DetectionTable:
-    if not found.images:
-        raise BadInput(f"{name}: no images")
-    valid = check(found.annotations, name, max_image_pixels)
-    # reported once, as the file's fault: that an unreadable image is too large is no other one
-    unread = {problem.image_id for problem in found.problems if problem.severity == "error"} - {None}
-    faults = [p for p in valid.problems if p.annotation_id is not None or p.image_id not in unread]
-    valid = replace(valid, problems=found.problems + faults)
-    good, digests = with_good_files(valid, found.image_root, check_images, max_image_pixels, found.listed)
-    checked = {str(path): digest_of(path) for path in found.watched} | digests
-    place = {"cache_file": cache_file, "image_root": found.image_root.resolve(), "name": name, "checked": checked}
-    return write_table(good.images, good.boxes, categories=good.categories, problems=good.problems, **place)
+    key = [kind, split, check_images, folder.resolve()]
+    return cached_table(key, make, name=name, max_image_pixels=max_image_pixels, **cached)
 
 
 def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:
