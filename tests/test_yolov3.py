@@ -33,7 +33,7 @@ from toolkit.models.yolov3.targets import (
     kmeans_anchors,
     make_grid,
 )
-from toolkit.step.norms import FrozenBatchNorm2d
+from toolkit.step.freezing import FrozenBatchNorm2d
 from toolkit.use.anchors import main
 
 BENCH = Path(__file__).parents[1] / "scripts" / "benches" / "yolov3.py"

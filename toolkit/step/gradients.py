@@ -28,13 +28,9 @@ def gradient_table(
     return "\n".join([f"{head}-----------------", *lines, "-------------------------------"])
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], scale: Tensor | float | None = None) -> Tensor:
-    """Total L2 norm of the gradients, 0-dim on their device; NaN or infinite when any entry is.
-
-    scale: loss scale that the gradients still carry; the norm is divided by it on the device.
-    """
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm if scale is None else norm / scale
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Total L2 norm of the gradients, 0-dim on their device; NaN or infinite when any entry is."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def group_norms(param_groups: Iterable[Mapping]) -> dict[str, Tensor]:

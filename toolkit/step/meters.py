@@ -66,9 +66,8 @@ class SmoothedValue:
         return self.window[-1] if self.window else math.nan
 
     def __str__(self) -> str:
-        return self.fmt.format(
-            median=self.median, avg=self.avg, global_avg=self.global_avg, max=self.max, value=self.value
-        )
+        shown = ("median", "avg", "global_avg", "max", "value")
+        return self.fmt.format_map({name: getattr(self, name) for name in shown})
 
     def state_dict(self) -> dict:
         """JSON-able and exact: a Python float survives JSON to the last bit."""
@@ -128,10 +127,6 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
             if name not in self:
                 self[name] = SmoothedValue(1, "{value:.2f}") if name == "class_error" else self.new()
             self[name].update(value)
-
-    def averages(self) -> dict[str, float]:
-        """Mean of all values by name: what DETR logs at the end of an epoch."""
-        return {name: m.global_avg if isinstance(m, SmoothedValue) else m.mean for name, m in self.items()}
 
     def __str__(self) -> str:
         return "  ".join(f"{name}: {meter}" for name, meter in self.items())

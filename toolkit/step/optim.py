@@ -131,8 +131,8 @@ def build_optimizer(
         BadInput: an unknown name, nesterov without momentum, betas that are not two numbers from 0 to below 1.
     """
     if name == "sgd" and nesterov and momentum <= 0:
-        raise BadInput(f"optim.nesterov is true, but optim.momentum is {momentum}: expected a momentum above 0, such "
-                       "as 0.9, or optim.nesterov false")  # fmt: skip
+        wanted = "expected a momentum above 0, such as 0.9, or optim.nesterov false"
+        raise BadInput(f"optim.nesterov is true, but optim.momentum is {momentum}: {wanted}")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise BadInput(f"optim.betas is {list(betas)}; expected two numbers from 0 to below 1, such as [0.9, 0.999]")
     groups, betas = list(groups), tuple(betas)

@@ -6,7 +6,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import psutil
 import torch
@@ -64,18 +63,9 @@ class StepTimer:
         """Seconds of the last step alone; 0 before the first."""
         return self._step.value if self._step.count else 0.0
 
-    @property
-    def images_per_s(self) -> float:
-        return self._images.avg / self._step.avg if self._step.avg else math.nan
-
     def eta_s(self, steps_left: int) -> float:
         """Seconds of training left, evaluation and saving not counted; NaN before the first step."""
         return self.step_s * steps_left
-
-    def eta(self, steps_left: int) -> str:
-        """`eta_s` as text: 0:12:05, or "?" before the first step."""
-        seconds = self.eta_s(steps_left)
-        return "?" if math.isnan(seconds) else str(timedelta(seconds=round(seconds)))
 
     def row(self, steps_left: int) -> dict[str, float]:
         """The numbers as columns of metrics.jsonl; empty before the first step."""
@@ -84,7 +74,7 @@ class StepTimer:
         return {
             "time/data_s": self.data_s,
             "time/step_s": self.step_s,
-            "time/images_per_s": self.images_per_s,
+            "time/images_per_s": self._images.avg / self.step_s if self.step_s else math.nan,
             "time/eta_s": self.eta_s(steps_left),
             "mem/peak_mb": peak_memory_mb(),
         }
