@@ -92,10 +92,8 @@ class FrozenBatchNorm2d(nn.Module):
     ):
         super().__init__()
         self.num_features, self.eps = num_features, eps
-        self.register_buffer("weight", torch.ones(num_features))
-        self.register_buffer("bias", torch.zeros(num_features))
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("running_var", torch.ones(num_features))
+        for name, fill in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((num_features,), fill))
         self.drop, self.act = drop or nn.Identity(), act or nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:

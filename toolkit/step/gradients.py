@@ -9,11 +9,11 @@ from toolkit.distributed import all_reduce, world
 
 
 def gradient_table(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], max_norm: float | None = None, top: int | None = None
+    named_parameters: Iterable[tuple[str, nn.Parameter]], max_norm: float = 0.0, top: int | None = None
 ) -> str:
     """Lines of text: total norm and clipping factor, then name, norm and shape of the `top` largest gradients.
 
-    max_norm: None or 0: nothing is clipped. Call it before clipping. One host read.
+    max_norm: 0: nothing is clipped. Call it before clipping. One host read.
     """
     named = [(name, p.grad) for name, p in named_parameters if p.grad is not None]
     if not named:

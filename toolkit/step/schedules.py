@@ -276,25 +276,15 @@ class PlateauSchedule(GroupRates):
 
     name = "plateau"
     _STATE = ("scale", "decays", "best", "bad", "cooling", "options")
-
-    _DEFAULTS = {
-        "gamma": 0.1,
-        "patience": 2,
-        "threshold": 1e-3,
-        "cooldown": 0,
-        "max_decays": 3,
-        "warmup_steps": 500,
-        "warmup_start": 0.1,
-        "warmup_method": "linear",
-    }
+    _DEFAULTS = {"gamma": 0.1, "patience": 2, "threshold": 1e-3, "cooldown": 0, "max_decays": 3}
+    _DEFAULTS |= {"warmup_steps": 500, "warmup_start": 0.1, "warmup_method": "linear"}
 
     def __init__(self, optimizer: torch.optim.Optimizer, **options):
+        if unknown := options.keys() - self._DEFAULTS:
+            raise TypeError(f"PlateauSchedule has no {', '.join(unknown)}")
         options = self._DEFAULTS | options
-        problems = [
-            f"schedule.{name} is {options[name]}; expected at least 1"
-            for name in ("patience", "max_decays")
-            if options[name] < 1
-        ]
+        least = {name: options[name] for name in ("patience", "max_decays") if options[name] < 1}
+        problems = [f"schedule.{name} is {value}; expected at least 1" for name, value in least.items()]
         if (method := options["warmup_method"]) not in ("linear", "constant"):
             problems.append(f"schedule.warmup_method is {method!r}; expected linear or constant")
         if problems:

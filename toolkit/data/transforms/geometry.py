@@ -21,7 +21,10 @@ from torchvision.transforms.v2 import functional as F
 from toolkit.batch import Target
 from toolkit.errors import BadInput
 
-Transform = Callable[[Tensor, Target, torch.Generator], tuple[Tensor, Target]]
+Sample = tuple[Tensor, Target]
+Transform = Callable[[Tensor, Target, torch.Generator], Sample]
+Size = tuple[int, int]  # height, width in pixels
+Region = tuple[int, int, int, int]  # top, left, height, width in pixels
 
 PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "mixup")  # the last: of mixup only
 DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
@@ -32,7 +35,7 @@ UNKNOWN = -1  # predicate that has no name in a mirrored picture
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def shorter_side_size(size_hw: tuple[int, int], shorter: int, max_longer: int | None = None) -> tuple[int, int]:
+def shorter_side_size(size_hw: Size, shorter: int, max_longer: int | None = None) -> Size:
     """Size (h, w) after resizing the shorter side to `shorter`, or to less where the longer would pass `max_longer`.
 
     DETR's `get_size_with_aspect_ratio` to the letter (rounding of the limited side, truncation of the other), except
@@ -59,16 +62,13 @@ def keep_boxes(target: Target, keep: Tensor) -> Target:
         return target
     target = {**target, **{name: target[name][keep] for name in PER_BOX_FIELDS if name in target}}
     if "relations" in target:
-        relations = target["relations"]
-        new_index = keep.cumsum(0) - 1
-        relations = relations[keep[relations[:, 0]] & keep[relations[:, 1]]]
-        target["relations"] = torch.stack(
-            [new_index[relations[:, 0]], new_index[relations[:, 1]], relations[:, 2]], dim=1
-        )
+        new_index, relations = keep.cumsum(0) - 1, target["relations"]
+        relations = relations[keep[relations[:, :2]].all(1)]
+        target["relations"] = torch.cat([new_index[relations[:, :2]], relations[:, 2:]], dim=1)
     return target
 
 
-def resize_target(target: Target, old_hw: tuple[int, int], new_hw: tuple[int, int]) -> Target:
+def resize_target(target: Target, old_hw: Size, new_hw: Size) -> Target:
     """Boxes and areas scaled from an image of `old_hw` to one of `new_hw`; `size` set."""
     y, x = new_hw[0] / old_hw[0], new_hw[1] / old_hw[1]
     return {
@@ -133,7 +133,7 @@ def _other_side(word: re.Match) -> str:
 # ---- images with their targets ---------------------------------------------------------------------------------------
 
 
-def resize(image: Tensor, target: Target, size_hw: tuple[int, int]) -> tuple[Tensor, Target]:
+def resize(image: Tensor, target: Target, size_hw: Size) -> Sample:
     """Antialiased bilinear resize to exactly `size_hw`."""
     target = resize_target(target, tuple(image.shape[-2:]), size_hw)
     # The uint8 kernel is three times faster on channels-last memory; a crop or an odd decoder may have lost that.
@@ -141,7 +141,7 @@ def resize(image: Tensor, target: Target, size_hw: tuple[int, int]) -> tuple[Ten
     return F.resize(image, list(size_hw), antialias=True), target
 
 
-def flip(image: Tensor, target: Target) -> tuple[Tensor, Target]:
+def flip(image: Tensor, target: Target) -> Sample:
     """Mirrored left to right, and relations with it, by `mirrored_predicates` of the target where it has them; as they
     are if one of the relations has no name in a mirrored picture."""
     if (mirrored := target.get("mirrored_predicates")) is not None:
@@ -156,7 +156,7 @@ def flip(image: Tensor, target: Target) -> tuple[Tensor, Target]:
     return F.horizontal_flip(image), {**target, "boxes": boxes}
 
 
-def crop(image: Tensor, target: Target, region: tuple[int, int, int, int]) -> tuple[Tensor, Target]:
+def crop(image: Tensor, target: Target, region: Region) -> Sample:
     """The region of the image, as a view of its memory; boxes are moved and clipped to it, and go where no width or
     height is left. As in DETR the area becomes the clipped box's, also for boxes that the crop does not cut."""
     top, left, height, width = region
@@ -181,7 +181,7 @@ class Compose:
 
     transforms: Sequence[Transform]
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         for transform in self.transforms:
             image, target = transform(image, target, generator)
         return image, target
@@ -193,7 +193,7 @@ class RandomChoice:
 
     branches: Sequence[Transform]
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         return self.branches[draw_int(0, len(self.branches) - 1, generator)](image, target, generator)
 
 
@@ -203,7 +203,7 @@ class RandomFlip:
 
     probability: float = 0.5
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         if float(torch.rand((), generator=generator)) < self.probability:
             return flip(image, target)
         return image, target
@@ -216,12 +216,12 @@ class ResizeShorter:
     scales: Sequence[int]
     max_longer: int | None = None
 
-    def draw(self, size_hw: tuple[int, int], generator: torch.Generator) -> tuple[int, int]:
+    def draw(self, size_hw: Size, generator: torch.Generator) -> Size:
         """The (h, w) to resize to."""
         scale = self.scales[draw_int(0, len(self.scales) - 1, generator)]
         return shorter_side_size(size_hw, scale, self.max_longer)
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         return resize(image, target, self.draw(tuple(image.shape[-2:]), generator))
 
 
@@ -234,11 +234,11 @@ class ThenResize:
 
     before: Transform = Compose(())
     after: Transform = Compose(())
-    size_hw: tuple[int, int] | None = None
+    size_hw: Size | None = None
 
     def __call__(
-        self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int] | None = None
-    ) -> tuple[Tensor, Target]:
+        self, image: Tensor, target: Target, generator: torch.Generator, size_hw: Size | None = None
+    ) -> Sample:
         image, target = resize(*self.before(image, target, generator), size_hw or self.size_hw)
         return self.after(image, target, generator)
 
@@ -250,7 +250,7 @@ class RandomSizeCrop:
     min_size: int
     max_size: int
 
-    def draw(self, size_hw: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
+    def draw(self, size_hw: Size, generator: torch.Generator) -> Region:
         """The region to cut from an image of `size_hw`; drawn in DETR's order: width, height, top, left."""
         height, width = size_hw
         crop_width = draw_int(min(self.min_size, width), min(self.max_size, width), generator)
@@ -259,7 +259,7 @@ class RandomSizeCrop:
         left = draw_int(0, width - crop_width, generator)
         return top, left, crop_height, crop_width
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         return crop(image, target, self.draw(tuple(image.shape[-2:]), generator))
 
 
@@ -276,7 +276,7 @@ class ResizeCropResize:
     size_crop: RandomSizeCrop
     last: ResizeShorter
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         source_hw = tuple(image.shape[-2:])
         middle_hw = self.first.draw(source_hw, generator)
         top, left, height, width = self.size_crop.draw(middle_hw, generator)

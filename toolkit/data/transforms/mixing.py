@@ -9,18 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from toolkit.batch import Target
-from toolkit.data.transforms.geometry import PER_BOX_FIELDS, crop, draw_int, keep_boxes, resize
+from toolkit.data.transforms.geometry import PER_BOX_FIELDS, Sample, Size, crop, draw_int, keep_boxes, resize
 from toolkit.data.transforms.yolov3 import centres_inside, filled_canvas
 
 SHARES = (0.45, 0.55)  # of the image itself
 OBJECTS = 3  # blended into each image
 SMALLEST_AREA = 100.0  # of such an object, square pixels
 MARGIN = (0.1, 0.25)  # of its sides, blended with it
-
-Sample = tuple[Tensor, Target]
 
 
 def draw_mixup_lambda(generator: torch.Generator, alpha: float = 1.5) -> float:
@@ -52,7 +49,7 @@ def mixup(first: Sample, second: Sample, lam: float) -> Sample:
     return canvas.to(torch.uint8), joined
 
 
-def join_targets(targets: Sequence[Target], size_hw: tuple[int, int] | None = None) -> Target:
+def join_targets(targets: Sequence[Target], size_hw: Size | None = None) -> Target:
     """One target with the boxes and relations of several, in order; everything else is the first's, but the sizes where
     one is given."""
     joined = dict(targets[0])
@@ -70,7 +67,7 @@ def join_targets(targets: Sequence[Target], size_hw: tuple[int, int] | None = No
     return joined
 
 
-def mosaic(samples: Sequence[Sample], size_hw: tuple[int, int], point_yx: tuple[int, int]) -> Sample:
+def mosaic(samples: Sequence[Sample], size_hw: Size, point_yx: tuple[int, int]) -> Sample:
     """Four samples, in reading order, each with one corner at `point_yx`, cut off at the border of a canvas.
 
     Args:
@@ -98,13 +95,13 @@ def mosaic(samples: Sequence[Sample], size_hw: tuple[int, int], point_yx: tuple[
     return canvas, join_targets(parts, size_hw)
 
 
-def draw_point(size_hw: tuple[int, int], generator: torch.Generator) -> tuple[int, int]:
+def draw_point(size_hw: Size, generator: torch.Generator) -> tuple[int, int]:
     """Row and column in the middle half of each side."""
     down, right = (0.25 + 0.5 * torch.rand(2, generator=generator)).tolist()
     return int(size_hw[0] * down), int(size_hw[1] * right)
 
 
-def _fitted_size(image_hw: tuple[int, int], into_hw: tuple[int, int]) -> tuple[int, int]:
+def _fitted_size(image_hw: Size, into_hw: Size) -> tuple[int, int]:
     """The largest size of the same aspect that fits."""
     scale = min(into_hw[0] / image_hw[0], into_hw[1] / image_hw[1])
     return tuple(max(1, min(into_hw[i], round(image_hw[i] * scale))) for i in range(2))

@@ -20,7 +20,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from toolkit.batch import Target
-from toolkit.data.transforms.geometry import clipped, keep_boxes
+from toolkit.data.transforms.geometry import Sample, clipped, keep_boxes
 from toolkit.errors import BadInput
 
 # Of whole batches, or away from uint8 images: the loader and the detector do that.
@@ -41,7 +41,7 @@ class Policy:
     def __init__(self, transforms: Sequence[v2.Transform]):
         self.transforms = list(transforms)
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         seed = int(torch.randint(2**63 - 1, (), generator=generator))
         boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=tuple(image.shape[-2:]))
         sample = {"image": tv_tensors.Image(image), "boxes": boxes, "labels": torch.arange(len(boxes))}
@@ -61,7 +61,7 @@ class Before:
     def __init__(self, policy: Policy, transform):
         self.policy, self.transform = policy, transform
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, *size) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, *size) -> Sample:
         return self.transform(*self.policy(image, target, generator), generator, *size)
 
 
@@ -90,7 +90,7 @@ def policy_of(entries: str | Sequence[Any]) -> Policy:
     return Policy(made)
 
 
-def _taken(sample: Mapping[str, Tensor], target: Target) -> tuple[Tensor, Target]:
+def _taken(sample: Mapping[str, Tensor], target: Target) -> Sample:
     image, left = sample["image"].as_subclass(Tensor), sample["labels"]
     height, width = image.shape[-2:]
     boxes = clipped(sample["boxes"].as_subclass(Tensor).to(torch.float32), height, width)

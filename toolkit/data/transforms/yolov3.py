@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as F
 
 from toolkit.batch import Target
 from toolkit.box_ops import pairwise_iou
-from toolkit.data.transforms.geometry import RandomFlip, ThenResize, Transform, crop, keep_boxes, resize_target
+from toolkit.data.transforms.geometry import RandomFlip, Sample, ThenResize, Transform, crop, keep_boxes, resize_target
 
 FILL_RGB = (124, 116, 104)  # ImageNet's mean, rounded
 INTERPOLATIONS = [Image.Resampling[name] for name in ("NEAREST", "BILINEAR", "BICUBIC", "BOX", "LANCZOS")]
@@ -35,7 +35,7 @@ class ColourDistortion:
     hue: float = 18 / 255
     probability: float = 0.5
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         contrast_first, *chances = torch.rand(5, generator=generator).tolist()
         u = torch.rand(4, generator=generator).tolist()
         saturation = (F.adjust_saturation, _between(*self.saturation, u[1]), chances[1])
@@ -58,7 +58,7 @@ class RandomExpand:
     max_ratio: float = 4.0
     probability: float = 0.5
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         chance, ratio, down, right = torch.rand(4, generator=generator).tolist()
         if chance >= self.probability:
             return image, target
@@ -114,7 +114,7 @@ class ConstrainedCrop:
         top, left = (u[2] * (size_hw[0] - height)).long(), (u[3] * (size_hw[1] - width)).long()
         return torch.stack((top, left, height, width), dim=-1)
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         region = self.draw(target["boxes"], tuple(image.shape[-2:]), generator)
         return crop(image, keep_boxes(target, centres_inside(target["boxes"], region)), region)
 
@@ -126,9 +126,7 @@ class Yolov3Transform:
     steps: Sequence[Transform]
     flip_probability: float = 0.5
 
-    def __call__(
-        self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int]
-    ) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int]) -> Sample:
         for step in self.steps:
             image, target = step(image, target, generator)
         method = INTERPOLATIONS[int(torch.randint(len(INTERPOLATIONS), (), generator=generator))]
@@ -147,9 +145,7 @@ def yolov3_transform(
     return Yolov3Transform(steps, 0.5 if flip else 0.0)
 
 
-def resize_by(
-    image: Tensor, target: Target, size_hw: tuple[int, int], method: Image.Resampling
-) -> tuple[Tensor, Target]:
+def resize_by(image: Tensor, target: Target, size_hw: tuple[int, int], method: Image.Resampling) -> Sample:
     """Resized to exactly `size_hw` by one of Pillow's filters, which widen when they shrink an image."""
     target = resize_target(target, tuple(image.shape[-2:]), size_hw)
     if tuple(image.shape[-2:]) == tuple(size_hw):
