@@ -13,8 +13,17 @@ from processes import run_on_ranks
 from toolkit.distributed import world
 from toolkit.errors import BadInput
 from toolkit.log import Log
-from toolkit.step.meters import KINDS, Averages, Meters, MomentumMeter, SmoothedValue, make_meters
-from toolkit.step.timer import StepTimer, machine_figures, peak_memory_mb
+from toolkit.step.meters import (
+    KINDS,
+    Averages,
+    Meters,
+    MomentumMeter,
+    SmoothedValue,
+    StepTimer,
+    machine_figures,
+    make_meters,
+    peak_memory_mb,
+)
 
 
 def test_an_empty_meter_is_nan_and_can_be_shown():

@@ -148,8 +148,10 @@ def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:
     return list(enumerate(sorted(set(names)), start=1))
 
 
-def copy_images(table: DetectionTable, names: Sequence[str], folder: Path, link: bool) -> None:
-    """The encoded images of a table as files of these names in a folder; link: hard links where the system can."""
+def copy_images(table: DetectionTable, folder: Path, link: bool, names: Sequence[str] | None = None) -> Sequence[str]:
+    """The encoded images of a table as files in a folder, called as `names` are, else as the table names them; returns
+    the names. link: hard links where the system can."""
+    names = names or file_names(table)
     for index, name in enumerate(names):
         source, target = table.image_source(table.row(index)), folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -157,6 +159,7 @@ def copy_images(table: DetectionTable, names: Sequence[str], folder: Path, link:
             target.write_bytes(read_file(source, table.max_image_pixels)[1])
         elif not (link and _linked(source, target)):
             shutil.copyfile(source, target)
+    return names
 
 
 def _linked(source: Path, target: Path) -> bool:

@@ -15,7 +15,7 @@ from toolkit.boxes import Boxes, Relations
 from toolkit.data.annotations import Annotations, ImageRow, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
-from toolkit.data.formats.annotated import ALL, copy_images, file_names, ordered, split_of
+from toolkit.data.formats.annotated import ALL, copy_images, ordered, split_of
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
@@ -53,8 +53,7 @@ def write(
     names: of the image files, by default those of the table.
     """
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
-    names = names or file_names(table)
-    copy_images(table, names, folder / split, link)
+    names = copy_images(table, folder / split, link, names)
     write_coco(table.labelled().renamed(names), folder / "annotations" / f"{split}.json")
 
 

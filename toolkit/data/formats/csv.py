@@ -15,7 +15,6 @@ from toolkit.data.formats.annotated import (
     Listing,
     copy_images,
     digits,
-    file_names,
     images_in,
     open_annotated,
     ordered,
@@ -98,8 +97,7 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
     Ignored are what the table cannot say: annotated areas, ids, relations and attributes.
     """
-    names = [f"images/{split}/{name}" for name in file_names(table)]
-    copy_images(table, names, folder, link)
+    names = [f"images/{split}/{name}" for name in copy_images(table, folder / "images" / split, link)]
     write_csv(table.labelled().renamed(names), folder / f"{split}.csv")
 
 

@@ -95,7 +95,7 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
     names = [name.replace("/", "_") for name in file_names(table)]
     there = folder / "JPEGImages"
     names = distinct((f"{split}_{name}" if (there / name).exists() else name for name in names), without_suffix)
-    copy_images(table, names, there, link)
+    copy_images(table, there, link, names)
     write_voc(table.labelled().renamed([f"{there.name}/{name}" for name in names]), folder / "Annotations", names)
     sets = folder / "ImageSets" / "Main"
     sets.mkdir(parents=True, exist_ok=True)

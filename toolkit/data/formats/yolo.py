@@ -9,16 +9,7 @@ import yaml
 
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import parallel
-from toolkit.data.formats.annotated import (
-    ALL,
-    SPLIT_NAMES,
-    Listing,
-    copy_images,
-    file_names,
-    images_in,
-    open_annotated,
-    ordered,
-)
+from toolkit.data.formats.annotated import ALL, SPLIT_NAMES, Listing, copy_images, images_in, open_annotated, ordered
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.errors import BadInput
@@ -59,8 +50,7 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
     Ignored are what YOLO cannot say: crowd regions (left out), annotated areas, ids, relations and attributes.
     """
-    names = file_names(table)
-    copy_images(table, names, folder / "images" / split, link)
+    names = copy_images(table, folder / "images" / split, link)
     write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
     entries = {split: f"images/{split}", "names": dict(enumerate(table.class_names))}
     settings = _settings(folder)[1] | entries
