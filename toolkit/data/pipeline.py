@@ -22,7 +22,7 @@ from toolkit.data.transforms.geometry import (
     detr_train_transform,
     square_transform,
 )
-from toolkit.data.transforms.policy import Before, policy_of
+from toolkit.data.transforms.policy import policy_of
 from toolkit.data.transforms.ssd import PhotometricDistortion, SeenRegion, SsdTransform
 from toolkit.data.transforms.yolov3 import yolov3_transform
 from toolkit.data.variable_sizes import VariableSizes
@@ -83,7 +83,7 @@ def train_transform(
     if augment:
         own = {"scales": scales, "max_size": max_size, "random_crop": random_crop, "flip": flip,
                "photometric": photometric, "zoom_out": zoom_out, "iou_crop": iou_crop}  # fmt: skip
-        return Before(policy_of(augment), train_transform(recipe=recipe, image_size=image_size, **own))
+        return policy_of(augment, train_transform(recipe=recipe, image_size=image_size, **own))
     if recipe == "ssd":
         return SsdTransform(zoom_out=zoom_out, iou_crop=iou_crop, flip=flip, photometric=photometric)
     if recipe == "yolov3":

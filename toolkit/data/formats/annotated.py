@@ -22,11 +22,7 @@ from toolkit.errors import BadInput
 from toolkit.files import distinct
 
 # What folders and files of a split are called.
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation"),
-    "test": ("test", "testing"),
-}
+SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 ALL = "all"  # the one split of a folder that has none
 UNKNOWN_SIZE = 2**31
 

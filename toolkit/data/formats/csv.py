@@ -242,12 +242,8 @@ def _are_fractions(rows: Sequence[_Row]) -> bool:
 
 def _found_name(root: Path | ImageSources, name: str) -> str:
     """The name with a suffix, where the table leaves it away, or by its last part, where its path is of elsewhere."""
-    tail = name.rsplit("/", 1)[-1]
-    for suffix in ("", ".jpg", ".jpeg", ".png"):
-        for candidate in (name + suffix, tail + suffix):
-            if not os.path.isabs(candidate) and is_there(root / candidate):
-                return candidate
-    return name
+    names = (each + suffix for suffix in ("", ".jpg", ".jpeg", ".png") for each in (name, name.rsplit("/", 1)[-1]))
+    return next((each for each in names if not os.path.isabs(each) and is_there(root / each)), name)
 
 
 def _image_root(folder: Path, split: str, beside: Path, names: Sequence[str]) -> Path:

@@ -66,8 +66,8 @@ def _copied(name: str, split: str, source: str, check_images: bool | str, max_pi
     rows = _load(name, split)
     columns = columns_of(rows.features, name)
     rows = rows.cast_column(columns.image, datasets.Image(decode=False))
-    states = [os.stat(file["filename"]) for file in rows.cache_files]
-    states = [(state.st_size, state.st_mtime_ns) for state in states]
+    stats = [os.stat(file["filename"]) for file in rows.cache_files]
+    states = [(each.st_size, each.st_mtime_ns) for each in stats]
 
     def make(cache_file: Path) -> DetectionTable:
         annotations, problems = _annotations(rows, columns, source)

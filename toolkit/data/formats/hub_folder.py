@@ -60,13 +60,9 @@ def _rows(table: DetectionTable, labelled: LabelledImages, first: int, last: int
         image, part = labelled.images[index], boxes.of_image(index)
         source = table.image_source(table.row(index))
         data = source if isinstance(source, bytes) else source.read_bytes()
-        yield {
-            "image_id": image.image_id,
-            "image": {"bytes": data, "path": image.file_name},
-            "width": image.width,
-            "height": image.height,
-            "objects": {name: column[part].tolist() for name, column in columns.items()},
-        }
+        about = {"image_id": image.image_id, "width": image.width, "height": image.height}
+        objects = {name: column[part].tolist() for name, column in columns.items()}
+        yield about | {"image": {"bytes": data, "path": image.file_name}, "objects": objects}
 
 
 def _bytes(table: DetectionTable) -> int:

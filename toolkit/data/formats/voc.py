@@ -99,8 +99,7 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
     write_voc(table.labelled().renamed([f"{there.name}/{name}" for name in names]), folder / "Annotations", names)
     sets = folder / "ImageSets" / "Main"
     sets.mkdir(parents=True, exist_ok=True)
-    stems = map(without_suffix, names)
-    (sets / f"{split}.txt").write_text("".join(f"{stem}\n" for stem in stems), encoding="utf-8")
+    (sets / f"{split}.txt").write_text("".join(f"{without_suffix(name)}\n" for name in names), encoding="utf-8")
     (folder / "labels.txt").write_text("".join(f"{name}\n" for name in table.class_names), encoding="utf-8")
 
 
@@ -297,9 +296,8 @@ def _image_root(folder: Path, place: Path, split: str) -> Path:
     near = [place, place.parent] if place.parent != folder.parent else [place]
     candidates = [at / name for at in near for name in (*IMAGE_FOLDERS, f"images/{split}", f"images/{place.name}")]
     candidates += [folder / "images" / place.name, folder / "JPEGImages" / place.name]
-    for candidate in candidates:
-        if images_in(candidate):
-            return candidate
+    if found := next(filter(images_in, candidates), None):
+        return found
     tried = ", ".join(str(candidate) for candidate in dict.fromkeys(candidates))
     raise BadInput(f"{folder}: no images found; tried {tried}; set their folder (--data.image_dir)")
 

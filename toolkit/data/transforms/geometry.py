@@ -6,8 +6,7 @@ A transform is any callable `(image, target, generator) -> (image, target)`:
 - target: the dict of `toolkit.data.dataset`; a transform returns a new one and leaves the given one alone.
 - generator: the only source of random numbers, so that an augmentation can be repeated anywhere.
 
-Geometry follows facebookresearch/detr `datasets/transforms.py`. Sizes are (height, width), regions are
-(top, left, height, width) in whole pixels, boxes are xyxy pixels.
+Geometry follows facebookresearch/detr `datasets/transforms.py`. Boxes are xyxy pixels.
 """
 
 import re
@@ -30,9 +29,6 @@ PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "mixup")  
 DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
 OTHER_SIDE = {"left": "right", "right": "left", "leftmost": "rightmost", "rightmost": "leftmost"}
 UNKNOWN = -1  # predicate that has no name in a mirrored picture
-
-
-# ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
 def shorter_side_size(size_hw: Size, shorter: int, max_longer: int | None = None) -> Size:
@@ -71,12 +67,8 @@ def keep_boxes(target: Target, keep: Tensor) -> Target:
 def resize_target(target: Target, old_hw: Size, new_hw: Size) -> Target:
     """Boxes and areas scaled from an image of `old_hw` to one of `new_hw`; `size` set."""
     y, x = new_hw[0] / old_hw[0], new_hw[1] / old_hw[1]
-    return {
-        **target,
-        "boxes": target["boxes"] * torch.tensor([x, y, x, y]),
-        "area": target["area"] * (x * y),
-        "size": torch.tensor(new_hw),
-    }
+    boxes, area = target["boxes"] * torch.tensor([x, y, x, y]), target["area"] * (x * y)
+    return {**target, "boxes": boxes, "area": area, "size": torch.tensor(new_hw)}
 
 
 def clipped(boxes: Tensor, height: int, width: int) -> Tensor:

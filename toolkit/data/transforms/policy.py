@@ -9,7 +9,7 @@ data:
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,14 @@ class Policy:
     Their random numbers follow from the generator alone; torch's own state stays as it is. Boxes are clipped to the
     image and go where nothing is left of them; areas change as those of the clipped boxes do; labels, crowd flags,
     attributes and relations follow their boxes.
+
+    then: a transform that follows; what else the policy is called with, such as a size, is for it.
     """
 
-    def __init__(self, transforms: Sequence[v2.Transform]):
-        self.transforms = list(transforms)
+    def __init__(self, transforms: Sequence[v2.Transform], then: Callable[..., Sample] | None = None):
+        self.transforms, self.then = list(transforms), then
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, *size) -> Sample:
         seed = int(torch.randint(2**63 - 1, (), generator=generator))
         boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=tuple(image.shape[-2:]))
         sample = {"image": tv_tensors.Image(image), "boxes": boxes, "labels": torch.arange(len(boxes))}
@@ -49,26 +51,18 @@ class Policy:
             torch.manual_seed(seed)
             for transform in self.transforms:
                 sample = transform(sample)
-        return _taken(sample, target)
+        image, target = _taken(sample, target)
+        return self.then(image, target, generator, *size) if self.then is not None else (image, target)
 
     def __repr__(self) -> str:
         return f"Policy({self.transforms})"
 
 
-class Before:
-    """`policy`, then another transform, which may be called with a size."""
-
-    def __init__(self, policy: Policy, transform):
-        self.policy, self.transform = policy, transform
-
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, *size) -> Sample:
-        return self.transform(*self.policy(image, target, generator), generator, *size)
-
-
-def policy_of(entries: str | Sequence[Any]) -> Policy:
+def policy_of(entries: str | Sequence[Any], then: Callable[..., Sample] | None = None) -> Policy:
     """The policy of a list of transforms, or of a YAML file with one; tried on small images here.
 
     entries: names, or mappings of one name to its arguments; `transforms` among arguments is again such a list.
+    then: see `Policy`.
 
     Raises BadInput: a name that is none, wrong arguments, or a result that is no uint8 RGB image; naming each entry.
     """
@@ -87,7 +81,7 @@ def policy_of(entries: str | Sequence[Any]) -> Policy:
             faults += [f"{where}, entry {number}: {problem}" for problem in error.problems]
     if faults:
         raise BadInput(faults)
-    return Policy(made)
+    return Policy(made, then)
 
 
 def _taken(sample: Mapping[str, Tensor], target: Target) -> Sample:
@@ -142,13 +136,7 @@ def _tried(transform: v2.Transform) -> None:
     for seed in range(TRIALS):
         boxes = torch.tensor([[4.0, 4, 30, 40], [20, 10, 60, 44]])[: seed % 3]
         image = torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-        target = {
-            "image_id": 0,
-            "boxes": boxes,
-            "labels": torch.zeros(len(boxes), dtype=torch.int64),
-            "area": (boxes[:, 2:] - boxes[:, :2]).prod(1),
-            "size": torch.tensor((48, 64)),
-        }
+        target = {"boxes": boxes, "labels": torch.arange(len(boxes)), "area": (boxes[:, 2:] - boxes[:, :2]).prod(1)}
         try:
             out, _ = Policy([transform])(image, target, torch.Generator().manual_seed(seed))
         except (TypeError, ValueError, RuntimeError, NotImplementedError, IndexError, KeyError) as error:
