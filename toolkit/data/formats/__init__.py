@@ -72,10 +72,9 @@ def open_dataset(
     if format == "shapes":
         if source not in SPLITS or name is not None:
             asked = repr(source) if name is None else f"data set {name!r}"
-            raise BadInput(
-                f"the bundled shapes have no {asked}; choose from {', '.join(SPLITS)}, or set the format of "
-                f"your data (--data.format {', '.join(each for each in FORMATS if each != 'shapes')})"
-            )
+            others = f"--data.format {', '.join(each for each in FORMATS if each != 'shapes')}"
+            remedy = f"choose from {', '.join(SPLITS)}, or set the format of your data ({others})"
+            raise BadInput(f"the bundled shapes have no {asked}; {remedy}")
         folder = ensure_shapes(cache_dir)
         return read_coco(folder / "annotations" / f"{source}.json", folder / source, cache_dir=cache_dir)
     return read_coco(source, image_dir, **options)
@@ -88,7 +87,5 @@ def _is_folder(source: str) -> bool:
 
 def _unknown(source: str) -> str:
     hint = "; the bundled data needs format 'shapes'" if source in SPLITS else ""
-    raise BadInput(
-        f"{source}: cannot tell the format (a COCO file ends in .json; --data.path takes a folder){hint}; "
-        f"choose a format from {', '.join(FORMATS[1:])}"
-    )
+    known = "a COCO file ends in .json; --data.path takes a folder"
+    raise BadInput(f"{source}: cannot tell the format ({known}){hint}; choose a format from {', '.join(FORMATS[1:])}")
