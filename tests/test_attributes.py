@@ -19,8 +19,7 @@ from toolkit.data.shapes import ATTRIBUTES, draw_scene, make_shapes
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import crop, flip, recheck_boxes
-from toolkit.data.transforms.mixup import mixup
-from toolkit.data.transforms.mosaic import mosaic
+from toolkit.data.transforms.mixing import mixup, mosaic
 from toolkit.errors import BadInput
 from toolkit.evaluation.choose import make_evaluator
 from toolkit.evaluation.detections import best_first, detections_as_json

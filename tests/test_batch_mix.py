@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.shapes import make_shapes
-from toolkit.data.transforms.batch_mix import OBJECTS, blend_objects, mix_batch, mix_neighbours
+from toolkit.data.transforms.mixing import OBJECTS, blend_objects, mix_batch, mix_neighbours
 from toolkit.errors import BadInput
 from toolkit.runs.settings import DataConfig
 

@@ -22,8 +22,7 @@ from toolkit.models.faster_rcnn.criterion import BACKGROUND, IGNORED, covered_sh
 from toolkit.models.faster_rcnn.options import FasterRcnnOptions, ResNet50V2Options, TwoStageOptions
 from toolkit.models.final import load_detector_folder
 from toolkit.models.start import start_detector
-from toolkit.step.freezing import eval_mode
-from toolkit.step.norms import FrozenBatchNorm2d
+from toolkit.step.freezing import FrozenBatchNorm2d, eval_mode
 
 CLASSES = ("red", "white", "platelet")
 TINY = {

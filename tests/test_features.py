@@ -9,7 +9,7 @@ from torch import nn
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.timm_features import group_norms, number_of_groups, timm_features
-from toolkit.step.norms import FrozenBatchNorm2d
+from toolkit.step.freezing import FrozenBatchNorm2d
 
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 

@@ -434,6 +434,22 @@ def test_what_is_no_data_set_is_said(tmp_path):
         open_dataset("val", path=tmp_path, cache_dir=tmp_path / "c")
 
 
+@pytest.mark.parametrize("check_images", [True, False, "header", "full"])
+@pytest.mark.parametrize("format", ["yolo", "csv"])
+def test_an_image_without_a_readable_size_is_an_error_once(shapes, tmp_path, format, check_images):
+    """YOLO and CSV read sizes out of the images; one that cannot be read is named, not left out without a word."""
+    write_folder(shapes[1]["train"], tmp_path / "d", "train", format)
+    if format == "csv":  # whose sizes are optional
+        lines = [line.split(",") for line in (tmp_path / "d" / "train.csv").read_text().splitlines()]
+        (tmp_path / "d" / "train.csv").write_text("".join(f"{','.join(line[:6])}\n" for line in lines))
+    (tmp_path / "d" / "images" / "train" / "000003.jpg").write_bytes(b"\xff\xd8nothing")
+    options = {"path": tmp_path / "d", "cache_dir": tmp_path / "c", "check_images": check_images}
+    with pytest.raises(BadInput, match="1 errors .*\n.*000003.jpg .image 4.: not an image"):
+        open_dataset("train", **options)
+    table = open_dataset("train", on_error="drop", **options)
+    assert len(table) == 19 and [problem.image_id for problem in table.problems] == [4]
+
+
 def test_the_cache_notices_changed_annotations(tmp_path):
     picture(tmp_path / "d" / "train" / "1.png")
     (tmp_path / "d" / "train" / "1.xml").write_text(xml("1.png"))

@@ -17,7 +17,7 @@ from toolkit.data.dataset import DetectionDataset, sample_generator
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
-from toolkit.data.transforms.geometry import detr_train_transform, eval_transform, square_transform
+from toolkit.data.transforms.geometry import ResizeShorter, detr_train_transform, square_transform
 from toolkit.errors import BadInput
 
 # A busy machine is no failure.
@@ -84,7 +84,7 @@ def epochs(loader, sampler, first, last):
 
 
 def test_target_of_a_row(table):
-    image, target = DetectionDataset(table, eval_transform(30, None))[SampleKey(0, 3)]
+    image, target = DetectionDataset(table, ResizeShorter((30,)))[SampleKey(0, 3)]
     height, width = table.sizes_hw()[3].tolist()
     assert image.dtype == torch.uint8 and min(image.shape[1:]) == 30
     assert target["image_id"] == 103 and target["orig_size"].tolist() == [height, width]
@@ -96,7 +96,7 @@ def test_target_of_a_row(table):
     assert {name: value.dtype for name, value in target.items() if name != "image_id"} == {
         "boxes": torch.float32, "labels": torch.int64, "area": torch.float32, "iscrowd": torch.int64,
         "relations": torch.int64, "orig_size": torch.int64, "size": torch.int64}  # fmt: skip
-    _, empty = DetectionDataset(table, eval_transform(30, None))[SampleKey(0, 0)]
+    _, empty = DetectionDataset(table, ResizeShorter((30,)))[SampleKey(0, 0)]
     assert empty["boxes"].shape == (0, 4) and empty["relations"].shape == (0, 3) and empty["labels"].shape == (0,)
 
 

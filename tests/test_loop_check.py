@@ -21,8 +21,8 @@ from toolkit.models import detector as base
 from toolkit.recovery import ranks_apart
 from toolkit.runs.checkpoint import linked
 from toolkit.step.extra import Extra
+from toolkit.step.length import Pace
 from toolkit.step.loop_check import LINES, LoopCheck
-from toolkit.step.pace import Pace
 from toolkit.step.schedules import Schedule
 from toolkit.validation import finish
 

@@ -13,8 +13,17 @@ from processes import run_on_ranks
 from toolkit.distributed import world
 from toolkit.errors import BadInput
 from toolkit.log import Log
-from toolkit.step.meters import KINDS, Averages, Meters, MomentumMeter, SmoothedValue, make_meters
-from toolkit.step.timer import StepTimer, machine_figures, peak_memory_mb
+from toolkit.step.meters import (
+    KINDS,
+    Averages,
+    Meters,
+    MomentumMeter,
+    SmoothedValue,
+    StepTimer,
+    machine_figures,
+    make_meters,
+    peak_memory_mb,
+)
 
 
 def test_an_empty_meter_is_nan_and_can_be_shown():
@@ -23,7 +32,7 @@ def test_an_empty_meter_is_nan_and_can_be_shown():
         assert "nan" in str(meter)
     assert all(math.isnan(getattr(SmoothedValue(), name)) for name in ("median", "avg", "global_avg", "max", "value"))
     assert math.isnan(MomentumMeter().mean)
-    assert StepTimer().row(10) == {} and StepTimer().eta(10) == "?"
+    assert StepTimer().row(10) == {}
 
 
 def test_window_statistics_forget_and_global_average_does_not():
@@ -63,7 +72,6 @@ def test_meters_continue_from_json_as_if_never_stopped():
         second.update(**row)
     assert second.state_dict() == whole.state_dict()
     assert str(second) == str(whole)
-    assert second.averages() == whole.averages()
 
 
 def test_each_kind_smooths_as_its_original():
@@ -137,10 +145,10 @@ def test_timer_splits_waiting_from_work_and_leaves_evaluation_out():
         timer.data_ready()
         now += work
         assert timer.step_done(images=12) == wait + work
-    assert (timer.data_s, timer.step_s, timer.images_per_s) == (1.0, 3.0, 4.0)
-    assert timer.eta_s(100) == 300.0 and timer.eta(100) == "0:05:00"
+    assert (timer.data_s, timer.step_s) == (1.0, 3.0)
     row = timer.row(100)
-    assert row["time/step_s"] == 3.0 and row["mem/peak_mb"] > 1.0
+    assert (row["time/step_s"], row["time/images_per_s"], row["time/eta_s"]) == (3.0, 4.0, 300.0)
+    assert row["mem/peak_mb"] > 1.0
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists() or torch.cuda.is_initialized(), reason="reads Linux's count")

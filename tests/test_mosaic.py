@@ -14,7 +14,7 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.mixed_dataset import ALL_EPOCHS, MixedDataset, mixed_epochs
 from toolkit.data.sampling import EpochSampler, SampleKey
 from toolkit.data.shapes import make_shapes
-from toolkit.data.transforms.mosaic import draw_point, mosaic
+from toolkit.data.transforms.mixing import draw_point, mosaic
 from toolkit.data.transforms.yolov3 import FILL_RGB, yolov3_transform
 from toolkit.data.variable_sizes import VariableSizes
 from toolkit.errors import BadInput

@@ -131,8 +131,6 @@ def test_faults_name_what_exists():
     assert "clas_embed" in str(error.value) and "class_embed" in error.value.problems[0]
     with pytest.raises(BadInput, match="backbone_lr"):
         parameter_groups(nn.Linear(2, 2), lr=1.0, weight_decay=0.0, backbone_lr=0.1)
-    with pytest.raises(BadInput, match="backbone_lr"):
-        parameter_groups(Detector(), lr=1.0, weight_decay=0.0, backbone_lr=0.1, backbone_prefix="model.bones")
     with pytest.raises(BadInput, match="frozen"):
         parameter_groups(nn.Linear(2, 2).requires_grad_(False), lr=1.0, weight_decay=0.0)
 

@@ -24,11 +24,11 @@ from toolkit.data.transforms.geometry import (
     Compose,
     RandomFlip,
     ResizeShorter,
-    ResizeSquare,
     detr_train_transform,
     recheck_boxes,
+    square_transform,
 )
-from toolkit.data.transforms.photometric import PhotometricDistortion
+from toolkit.data.transforms.ssd import PhotometricDistortion
 from toolkit.data.transforms.yolov3 import ColourDistortion, ConstrainedCrop, RandomExpand, Yolov3Transform
 from toolkit.data.variable_sizes import VariableSizes
 from toolkit.errors import BadInput
@@ -112,7 +112,7 @@ def same(one, other):
 def direct_transforms(flip, photometric):
     """(options of train_transform, the transform that a script built for itself), all with image_size SIDE."""
     p, colours = 0.5 * flip, (PhotometricDistortion(),) * photometric
-    square = (RandomFlip(p),) * flip + (ResizeSquare(SIDE),)
+    square = (RandomFlip(p),) * flip + (square_transform(SIDE),)
     yield {"recipe": "detr"}, Compose((*square, *colours))
     yield {"recipe": "detr", "scales": [40]}, Compose((RandomFlip(p), ResizeShorter((40,), 90), *colours))
     yield (

@@ -22,9 +22,9 @@ from toolkit.runs.checkpoint import load_checkpoint, newest_valid
 from toolkit.saving import save
 from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
+from toolkit.step.length import Pace
 from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import diagnose, load_report, replay
-from toolkit.step.pace import Pace
 from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.validation import finish, validate
 

@@ -30,9 +30,8 @@ from toolkit.runs.checkpoint import linked, load_checkpoint, newest_valid
 from toolkit.saving import infinite_buffers, load, save
 from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
-from toolkit.step.length import StepBudget
+from toolkit.step.length import Pace, StepBudget
 from toolkit.step.losses import LossWeights
-from toolkit.step.pace import Pace
 from toolkit.step.schedules import Schedule
 from toolkit.training import Training
 from toolkit.validation import Validation, _show, finish, note_metric, validate

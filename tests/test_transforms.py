@@ -16,15 +16,14 @@ from toolkit.data.transforms.geometry import (
     ResizeShorter,
     crop,
     detr_train_transform,
-    eval_transform,
     flip,
+    mirrored_predicates,
     recheck_boxes,
     resize,
     resize_target,
     shorter_side_size,
     square_transform,
 )
-from toolkit.data.transforms.mirrored import mirrored_predicates
 from toolkit.errors import BadInput
 
 # A busy machine is no failure.
@@ -180,7 +179,7 @@ def test_fused_crop_branch_is_the_three_steps(sample, seed):
 def test_recipes_give_well_formed_targets(sample, seed, square):
     image, target = sample
     given_boxes = target["boxes"].clone()
-    transform = square_transform(32, 0.5) if square else detr_train_transform(**SMALL_DETR)
+    transform = Compose((RandomFlip(0.5), square_transform(32))) if square else detr_train_transform(**SMALL_DETR)
     out_image, out = transform(image, target, generator(seed))
     assert_well_formed(out_image, recheck_boxes(out_image, out), target)
     assert target["boxes"].equal(given_boxes)  # the given target is left alone
@@ -240,9 +239,9 @@ def test_choice_and_flip_frequencies():
     assert 150 < flips < 250
 
 
-def test_eval_transform_is_not_random():
+def test_one_scale_is_not_random():
     image, target = torch.zeros(3, 48, 64, dtype=torch.uint8), make_target([[0, 0, 64, 48]], (48, 64))
-    image, target = eval_transform(80, 133)(image, target, generator())
+    image, target = ResizeShorter((80,), 133)(image, target, generator())
     assert image.shape == (3, 80, 106) and target["boxes"].tolist() == [[0, 0, 106, 80]]
     assert target["orig_size"].tolist() == [48, 64] and target["size"].tolist() == [80, 106]
 

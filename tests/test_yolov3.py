@@ -20,7 +20,7 @@ from torch import nn
 from torchvision.ops import box_iou
 
 from toolkit.data.table import Category
-from toolkit.data.transforms.mixup import draw_mixup_lambda, mixup
+from toolkit.data.transforms.mixing import draw_mixup_lambda, mixup
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
@@ -33,7 +33,7 @@ from toolkit.models.yolov3.targets import (
     kmeans_anchors,
     make_grid,
 )
-from toolkit.step.norms import FrozenBatchNorm2d
+from toolkit.step.freezing import FrozenBatchNorm2d
 from toolkit.use.anchors import main
 
 BENCH = Path(__file__).parents[1] / "scripts" / "benches" / "yolov3.py"

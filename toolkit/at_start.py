@@ -16,8 +16,8 @@ from toolkit.models.start import check_weights
 from toolkit.step.freezing import eval_mode
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.memory import describe_batch, largest_samples, naming_the_batch, state_stand_in
+from toolkit.step.meters import peak_memory_mb
 from toolkit.step.nan_report import rerun_window
-from toolkit.step.timer import peak_memory_mb
 
 
 def open_what_it_needs(

@@ -14,8 +14,7 @@ from toolkit.runs.failures import attempt
 from toolkit.runs.writer import RunWriter
 from toolkit.step.compiling import GraphCount
 from toolkit.step.length import is_time
-from toolkit.step.meters import Averages, MomentumMeter, make_meters
-from toolkit.step.timer import StepTimer
+from toolkit.step.meters import Averages, MomentumMeter, StepTimer, make_meters
 
 
 class Log:

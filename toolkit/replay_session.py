@@ -29,9 +29,9 @@ from toolkit.runs.best import Best
 from toolkit.signals import StopSignals
 from toolkit.step.ema import Ema
 from toolkit.step.guard import NanGuard
+from toolkit.step.length import Pace
 from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import autocast, rerun_window
-from toolkit.step.pace import Pace
 from toolkit.step.schedules import Schedule
 from toolkit.training import Training
 from toolkit.validation import Validation

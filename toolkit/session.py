@@ -55,14 +55,12 @@ from toolkit.runs.watchdog import watchdog
 from toolkit.runs.writer import RunWriter
 from toolkit.saving import load, save
 from toolkit.signals import StopSignals, signal_name
-from toolkit.step.compiling import compile_in_place
-from toolkit.step.determinism import be_deterministic
+from toolkit.step.compiling import be_deterministic, compile_in_place
 from toolkit.step.ema import Ema
 from toolkit.step.guard import NanGuard
-from toolkit.step.length import StepBudget, is_time, steps_from
+from toolkit.step.length import Pace, StepBudget, is_time, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
-from toolkit.step.pace import Pace
 from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers, precision_of_device
 from toolkit.step.schedules import schedule_of_settings
 from toolkit.training import Training, raise_trouble

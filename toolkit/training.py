@@ -31,13 +31,12 @@ from toolkit.saving import infinite_buffers, retime, save
 from toolkit.signals import StopSignals
 from toolkit.step.ema import Ema
 from toolkit.step.extra import Extra
+from toolkit.step.freezing import bn_momentum, set_bn_momentum
 from toolkit.step.gradients import gradient_norm, gradient_table, group_norms
 from toolkit.step.guard import Action, NanGuard
-from toolkit.step.length import StepBudget, is_time
+from toolkit.step.length import Pace, StepBudget, is_time
 from toolkit.step.loop_check import LoopCheck
 from toolkit.step.losses import LossWeights, WeightedLosses, window_denominators
-from toolkit.step.norms import bn_momentum, set_bn_momentum
-from toolkit.step.pace import Pace
 from toolkit.step.schedules import PlateauSchedule, Schedule
 from toolkit.step.state import looks_finite, unusable_rate
 from toolkit.validation import Validation, validate

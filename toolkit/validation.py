@@ -26,8 +26,8 @@ from toolkit.runs.best import no_such_metric
 from toolkit.runs.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
 from toolkit.runs.ending import in_words
 from toolkit.saving import save
+from toolkit.step.meters import machine_figures
 from toolkit.step.state import nonfinite
-from toolkit.step.timer import machine_figures
 
 
 @dataclass

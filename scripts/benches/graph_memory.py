@@ -15,7 +15,7 @@ from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
 from toolkit.scene_graphs.evaluator import TOP, SceneGraphEvaluator
 from toolkit.scene_graphs.matches import compact_graph
-from toolkit.step.timer import peak_memory_mb
+from toolkit.step.meters import peak_memory_mb
 
 # Of VG150's test split, and of what a model with the published settings says of each image.
 IMAGES, CLASSES, PREDICATES, OBJECTS, RELATIONS, DETECTIONS, PAIRS = 26_446, 150, 50, 12, 7, 80, 100

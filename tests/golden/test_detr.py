@@ -186,7 +186,7 @@ def test_lines_of_meters_equal_the_original(golden):
         meters.update(lr=1e-4 if i <= 5 else 1e-5)
         assert str(meters) == line
     for name, value in reference["metric_logger"]["global_avg"].items():
-        assert meters.averages()[name] == pytest.approx(value, abs=1e-12)
+        assert meters[name].global_avg == pytest.approx(value, abs=1e-12)
 
 
 # --- model ------------------------------------------------------------------------------------------------------------

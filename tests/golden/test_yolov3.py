@@ -17,7 +17,7 @@ from torch import nn
 
 from scripts import train_yolov3
 from toolkit.batch import Batch
-from toolkit.data.transforms.mixup import mixup
+from toolkit.data.transforms.mixing import mixup
 from toolkit.models.yolov3.model import YOLOv3, class_nms, class_scores
 from toolkit.models.yolov3.options import DEFAULT_ANCHORS, Yolov3Options
 from toolkit.models.yolov3.targets import (

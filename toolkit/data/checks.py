@@ -34,6 +34,10 @@ class Checked:
     problems: list[Problem]
     listed: set[str]
 
+    def columns(self) -> dict:
+        """What `write_table` takes of it."""
+        return {name: value for name, value in vars(self).items() if name != "listed"}
+
     def without(self, image_ids: Set) -> "Checked":
         """Some images less."""
         kept = np.array([row.image_id not in image_ids for row in self.images], bool)

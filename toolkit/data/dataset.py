@@ -11,8 +11,7 @@ from toolkit.batch import Target
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.sampling import SampleKey
 from toolkit.data.table import DetectionTable
-from toolkit.data.transforms.geometry import Transform, recheck_boxes
-from toolkit.data.transforms.mirrored import mirrored_predicates
+from toolkit.data.transforms.geometry import Transform, mirrored_predicates, recheck_boxes
 from toolkit.errors import BadInput
 
 

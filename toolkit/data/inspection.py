@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.boxes import Boxes, common_and_union
 from toolkit.data.check_files import UNLISTED, unlisted_files
-from toolkit.data.formats import coco_folder
+from toolkit.data.formats import coco
 from toolkit.data.formats.annotated import names_by_content
 from toolkit.data.near_duplicates import Looks, alike_pairs, looks_of, same_files
 from toolkit.data.table import DetectionTable, Problem
@@ -271,7 +271,7 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
         log += [f"{split}: {problem}" for problem in table.problems if problem.severity != "note"]
         name = "train" if split == "all" else split
         cleaned = _cleaned(split, table, inspection, unused, log)
-        coco_folder.write(cleaned, out, name, names=names_by_content(cleaned))
+        coco.write(cleaned, out, name, names=names_by_content(cleaned))
     (out / "changes.txt").write_text("".join(f"{line}\n" for line in log), encoding="utf-8")
     return log
 

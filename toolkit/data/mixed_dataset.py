@@ -9,10 +9,8 @@ from toolkit.batch import Target
 from toolkit.data.dataset import DetectionDataset, sample_generator
 from toolkit.data.sampling import SampleKey
 from toolkit.data.table import DetectionTable
-from toolkit.data.transforms.batch_mix import Sample, mix_batch
-from toolkit.data.transforms.geometry import recheck_boxes
-from toolkit.data.transforms.mixup import draw_mixup_lambda, mixup
-from toolkit.data.transforms.mosaic import draw_point, mosaic
+from toolkit.data.transforms.geometry import Sample, recheck_boxes
+from toolkit.data.transforms.mixing import draw_mixup_lambda, draw_point, mix_batch, mixup, mosaic
 from toolkit.errors import BadInput
 
 ALL_EPOCHS = 2**62

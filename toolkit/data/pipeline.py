@@ -20,12 +20,10 @@ from toolkit.data.transforms.geometry import (
     ThenResize,
     Transform,
     detr_train_transform,
-    eval_transform,
     square_transform,
 )
-from toolkit.data.transforms.photometric import PhotometricDistortion
-from toolkit.data.transforms.policy import Before, policy_of
-from toolkit.data.transforms.ssd import SeenRegion, SsdTransform
+from toolkit.data.transforms.policy import policy_of
+from toolkit.data.transforms.ssd import PhotometricDistortion, SeenRegion, SsdTransform
 from toolkit.data.transforms.yolov3 import yolov3_transform
 from toolkit.data.variable_sizes import VariableSizes
 from toolkit.distributed import world
@@ -85,7 +83,7 @@ def train_transform(
     if augment:
         own = {"scales": scales, "max_size": max_size, "random_crop": random_crop, "flip": flip,
                "photometric": photometric, "zoom_out": zoom_out, "iou_crop": iou_crop}  # fmt: skip
-        return Before(policy_of(augment), train_transform(recipe=recipe, image_size=image_size, **own))
+        return policy_of(augment, train_transform(recipe=recipe, image_size=image_size, **own))
     if recipe == "ssd":
         return SsdTransform(zoom_out=zoom_out, iou_crop=iou_crop, flip=flip, photometric=photometric)
     if recipe == "yolov3":
@@ -151,7 +149,7 @@ def training_sizes(
 
 def val_transform(image_size: int, scales: list[int], max_size: int) -> Transform:
     """What validation images go through; nothing random."""
-    return eval_transform(scales[-1], max_size) if scales else square_transform(image_size)
+    return ResizeShorter((scales[-1],), max_size) if scales else square_transform(image_size)
 
 
 def processor_size(image_size: int, scales: list[int], max_size: int) -> dict[str, int]:

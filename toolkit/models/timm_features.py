@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import BadInput
 from toolkit.models.backbones import feature_strides, timm_extractor, wake_frozen_norms
-from toolkit.step.norms import freeze_batch_norms
+from toolkit.step.freezing import freeze_batch_norms
 
 NORM_CHOICES = ("batch", "frozen", "group", "sync")
 

@@ -28,7 +28,7 @@ from toolkit.scene_graphs.frequency import log_prior
 from toolkit.scene_graphs.graph_detector import GraphDetector, naming_its_options
 from toolkit.scene_graphs.options import EgtrOptions
 from toolkit.step.freezing import freeze as freeze_module
-from toolkit.step.norms import hold_batch_norms
+from toolkit.step.freezing import hold_batch_norms
 
 # Their decoders keep queries and keys apart, have one group of queries, and classify with sigmoids.
 BELOW = ("deformable_detr", "rt_detr_v2", "d_fine", "deimv2")

@@ -44,8 +44,7 @@ from toolkit.scene_graphs.options import SceneGraphOptions
 from toolkit.scene_graphs.postprocess import graphs_on_host, rank_triplets, shortlist, strong_only
 from toolkit.scene_graphs.union import AllLevelsPool, UnionFeatures
 from toolkit.step.freezing import freeze as freeze_module
-from toolkit.step.freezing import freeze_prefixes
-from toolkit.step.norms import hold_batch_norms, set_bn_momentum
+from toolkit.step.freezing import freeze_prefixes, hold_batch_norms, set_bn_momentum
 
 FREEZE_CHOICES = ("detector", "norms", "detector_and_norms", "none")
 

@@ -1,6 +1,8 @@
-"""torch.compile in place, which keeps the names of the state dict."""
+"""torch.compile in place, which keeps the names of the state dict; deterministic algorithms."""
 
+import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 
@@ -9,6 +11,7 @@ from torch import nn
 
 from toolkit.errors import BadInput
 
+_NO_DETERMINISTIC = re.compile(r"^(\S+) does not have a deterministic implementation")
 VARIANTS = 64  # of one block: its widths, with and without gradients, sizes of images; torch would give up after 8
 
 
@@ -67,3 +70,25 @@ class GraphCount:
         breaks = sum(dynamo.counters["graph_break"].values())
         more = "more " if again else ""
         return f"torch.compile: {made} {more}graphs up to step {step}, {graphs} in all, {breaks} graph breaks{reason}"
+
+
+def be_deterministic() -> None:
+    """Switches deterministic algorithms on and names, once each, the operations that have none when they are met.
+
+    On CPU two runs are equal to the bit without this too; on a GPU atomic additions (scatter, grid_sample backward) are
+    what it is for.
+    """
+    met: set[str] = set()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    show = warnings.showwarning
+
+    def name_once(message, category, filename, lineno, file=None, line=None):
+        found = _NO_DETERMINISTIC.match(str(message))
+        if found is None:
+            show(message, category, filename, lineno, file, line)
+        elif found[1] not in met:
+            met.add(found[1])
+            print(f"stays non-deterministic: {found[1]}", flush=True)
+
+    warnings.showwarning = name_once

@@ -2,7 +2,8 @@
 ranks."""
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from toolkit.errors import BadInput
 from toolkit.step.gradients import average_gradients
 
 
-class Extra(MutableMapping):
+class Extra(UserDict):
     """By name: modules, optimizers, anything with `state_dict` and `load_state_dict`, and plain values.
 
         critic = t.extra["critic"] = Critic()
@@ -27,44 +28,32 @@ class Extra(MutableMapping):
     """
 
     def __init__(self, accelerator: Accelerator):
+        super().__init__()
         self._accelerator = accelerator
-        self._values: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}  # of the checkpoint, not taken up yet
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Raises BadInput: the checkpoint's state does not fit, or the value cannot be saved."""
-        if name in self._values and not _has_state(value):
-            self._values[name] = _plain(name, value)
+        if name in self.data and not _has_state(value):
+            self.data[name] = _plain(name, value)
             return
         if isinstance(value, nn.Module):
             value.to(self._accelerator.device)
         elif isinstance(value, torch.optim.Optimizer):
             value = self._accelerator.prepare_optimizer(value)
-        self._values[name] = value if _has_state(value) else _plain(name, value)
+        self.data[name] = value if _has_state(value) else _plain(name, value)
         if name in self._saved:
             self._take(name, self._saved.pop(name))
         elif isinstance(value, nn.Module) and world()[1] > 1:
             value.load_state_dict(state_from_main(lambda: dict(value.state_dict())))
 
-    def __delitem__(self, name: str) -> None:
-        del self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
     @property
     def modules(self) -> list[nn.Module]:
-        return [value for value in self._values.values() if isinstance(value, nn.Module)]
+        return [value for value in self.values() if isinstance(value, nn.Module)]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [value for value in self._values.values() if isinstance(value, torch.optim.Optimizer)]
+        return [value for value in self.values() if isinstance(value, torch.optim.Optimizer)]
 
     @property
     def not_taken_up(self) -> list[str]:
@@ -73,13 +62,11 @@ class Extra(MutableMapping):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, floating-point tensor) of all states that are to be finite."""
-        for name, value in self._values.items():
+        for name, value in self.items():
             if isinstance(value, nn.Module):
                 yield from ((f"{name}.{key}", tensor) for key, tensor in value.named_parameters())
-            elif _has_state(value):
-                yield from _floats(name, value.state_dict())
             else:
-                yield from _floats(name, value)
+                yield from _floats(name, value.state_dict() if _has_state(value) else value)
 
     def average_gradients(self) -> None:
         """Averages the gradients of the modules over the ranks; a collective. With one process nothing is done."""
@@ -91,19 +78,19 @@ class Extra(MutableMapping):
             each.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value.state_dict() if _has_state(value) else value for name, value in self._values.items()}
+        return {name: value.state_dict() if _has_state(value) else value for name, value in self.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """What is there already takes up its state now, the rest when the script assigns it. Raises BadInput."""
         self._saved = {name: copy.deepcopy(state) for name, state in saved.items()}
-        for name in list(self._values):
+        for name in list(self.data):
             if name in self._saved:
                 self._take(name, self._saved.pop(name))
 
     def _take(self, name: str, state: Any) -> None:
-        value = self._values[name]
+        value = self.data[name]
         if not _has_state(value):
-            self._values[name] = state
+            self.data[name] = state
             return
         try:
             value.load_state_dict(state)
@@ -136,9 +123,8 @@ def _floats(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.dim():
             yield name, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _floats(f"{name}.{key}", each)
-    elif isinstance(value, list | tuple):
-        for i, each in enumerate(value):
-            yield from _floats(f"{name}.{i}", each)
+        return
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    for key, each in value.items() if isinstance(value, Mapping) else ():
+        yield from _floats(f"{name}.{key}", each)

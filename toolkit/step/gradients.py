@@ -9,11 +9,11 @@ from toolkit.distributed import all_reduce, world
 
 
 def gradient_table(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], max_norm: float | None = None, top: int | None = None
+    named_parameters: Iterable[tuple[str, nn.Parameter]], max_norm: float = 0.0, top: int | None = None
 ) -> str:
     """Lines of text: total norm and clipping factor, then name, norm and shape of the `top` largest gradients.
 
-    max_norm: None or 0: nothing is clipped. Call it before clipping. One host read.
+    max_norm: 0: nothing is clipped. Call it before clipping. One host read.
     """
     named = [(name, p.grad) for name, p in named_parameters if p.grad is not None]
     if not named:
@@ -28,13 +28,9 @@ def gradient_table(
     return "\n".join([f"{head}-----------------", *lines, "-------------------------------"])
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], scale: Tensor | float | None = None) -> Tensor:
-    """Total L2 norm of the gradients, 0-dim on their device; NaN or infinite when any entry is.
-
-    scale: loss scale that the gradients still carry; the norm is divided by it on the device.
-    """
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm if scale is None else norm / scale
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Total L2 norm of the gradients, 0-dim on their device; NaN or infinite when any entry is."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def group_norms(param_groups: Iterable[Mapping]) -> dict[str, Tensor]:

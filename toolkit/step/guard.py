@@ -1,13 +1,5 @@
 """The NaN guard: nothing that is not finite reaches weights, buffers, averages or optimizer state.
 
-In every optimizer step:
-
-    guard.snapshot(model)                                      # before the window's first forward
-    ... forward, criterion, backward of the window ...
-    reduced = reduce_dict({**losses, "grad_norm": gradient_norm(parameters), "buffers": guard.buffers_finite()}, ...)
-    action = guard.decide(step, losses, reduced["grad_norm"], scale, reduced["buffers"])
-    if action is not Action.STEP: ...                          # no update; see `Action`
-
 `decide` sees reduced values only, which are equal on every rank, and so is what it decides. It comes before the
 update, so weights, optimizer state and averages never see the gradient; only buffers, which the forward alone can spoil
 (running statistics of a batch norm), have to be put back. A finite gradient can still make an update that overflows:
@@ -50,8 +42,8 @@ class NanGuard:
         max_skips: windows skipped in succession; the next one that fails stops the run.
         max_rollbacks: rollbacks in the whole run; the next failure stops it.
         lr_factor: factor on every learning rate per rollback, see `lr_scale`.
-        min_scale, max_calibrations: a non-finite gradient with finite losses is the fp16 scaler's business while its
-            scale is above `min_scale`, for at most `max_calibrations` windows in succession; then it is divergence.
+        max_calibrations: a non-finite gradient with finite losses is the fp16 scaler's business while its scale is
+            above 1, for at most so many windows in succession; then it is divergence.
 
     Attributes:
         reason: in words, what was not finite in the window last refused.
@@ -63,15 +55,13 @@ class NanGuard:
         max_skips: int = 10,
         max_rollbacks: int = 3,
         lr_factor: float = 1.0,
-        min_scale: float = 1.0,
         max_calibrations: int = 50,
     ):
         if policy not in POLICIES:
             raise BadInput(f"run.on_nonfinite is {policy!r}; expected one of {', '.join(POLICIES)}")
         self.policy, self.max_skips, self.max_rollbacks, self.lr_factor = policy, max_skips, max_rollbacks, lr_factor
-        self.min_scale, self.max_calibrations = min_scale, max_calibrations
-        self.skips = self.calibrations = self.rollbacks = 0
-        self.snapshots = 0
+        self.max_calibrations = max_calibrations
+        self.skips = self.calibrations = self.rollbacks = self.snapshots = 0
         self.reason = ""
         self._model: nn.Module | None = None
 
@@ -110,7 +100,7 @@ class NanGuard:
             self.skips = self.calibrations = 0
             return Action.STEP
         self.reason = f"at step {step} {', '.join(broken)}"
-        if scale is not None and not forward_broken and not gradients_finite and scale > self.min_scale:
+        if scale is not None and not forward_broken and not gradients_finite and scale > 1.0:
             self.calibrations += 1
             if self.calibrations <= self.max_calibrations:
                 return Action.CALIBRATE

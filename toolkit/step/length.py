@@ -1,9 +1,10 @@
-"""The length of training, and when something is due, in optimizer steps."""
+"""The length of training, and when a run evaluates, saves and updates, in optimizer steps."""
 
 import copy
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from toolkit.errors import BadInput
 
@@ -27,8 +28,7 @@ class StepBudget:
             rests on all steps since the plan before it, so what was slow at the start alone is forgotten.
     """
 
-    _STATE = ("total_steps", "steps", "elapsed_s", "measured_s", "planned_steps", "planned_s", "begun_steps", "begun_s",
-              "settled")  # fmt: skip
+    _STATE = "total_steps steps elapsed_s measured_s planned_steps planned_s begun_steps begun_s settled".split()
 
     def __init__(self, max_minutes: float, skip_steps: int = 3, measure_steps: int = 20):
         self.max_minutes, self.skip_steps, self.measure_steps = max_minutes, skip_steps, measure_steps
@@ -102,6 +102,34 @@ class StepBudget:
     def load_state_dict(self, state: Mapping) -> None:
         for name in self._STATE:
             setattr(self, name, copy.copy(state[name]))
+
+
+@dataclass
+class Pace:
+    """When a run does what, in optimizer steps (0: never, or only at the end), and how it accumulates.
+
+    accumulation_steps, accumulate_after_epoch: micro-batches of a step, and the first epoch in which it has them.
+    denominators: "global" or "original", see `window_denominators`.
+    bn_momentum: momentum of batch norms at the end and steps of the warm-up before it changes; None: it stays.
+    plain_epochs: last epochs without mixup and mosaic, see `MixedDataset.plan`.
+    warmup_steps: of the learning rate; a run that is shorter is warned of.
+    """
+
+    eval_every: int = 0
+    save_every: int = 0
+    keep: int = 2
+    keep_every: int = 0
+    gradient_table_every: int = 0
+    accumulation_steps: int = 1
+    accumulate_after_epoch: int = 0
+    denominators: str = "global"
+    bn_momentum: tuple[float, int] | None = None
+    plain_epochs: float = 0.0
+    warmup_steps: int = 0
+
+    @property
+    def accumulation(self) -> tuple[int, int]:
+        return self.accumulation_steps, self.accumulate_after_epoch
 
 
 def steps_from(value: int | str, steps_per_epoch: int) -> int:

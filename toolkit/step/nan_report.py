@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import NanGuard
 
 EXTRA = "extra.pt"
+RunWindow = Callable[[], Sequence[Mapping[str, Tensor]]]  # gives the losses of each micro-batch
+Facts = Mapping[str, Any]
 MAX_FULL_REPORTS = 10  # per run folder; later ones leave the weights out, which may be hundreds of MB each
 
 ADVICE = {
@@ -44,12 +46,12 @@ ADVICE = {
 def investigate(
     guard: NanGuard,
     model: nn.Module,
-    run_window: Callable[[], Sequence[Mapping[str, Tensor]]],
+    run_window: RunWindow,
     run_folder: Path,
     batches: Sequence[Batch],
-    facts: Mapping[str, Any],
-    known: Mapping[str, Any] | None = None,
-    extra: Mapping[str, Any] | None = None,
+    facts: Facts,
+    known: Facts | None = None,
+    extra: Facts | None = None,
 ) -> str:
     """Finds out what broke, lets each rank at fault write its report, and leaves buffers and gradients clean.
 
@@ -96,9 +98,7 @@ def _nothing_found() -> dict[str, Any]:
     return finding | dict.fromkeys(nothing)
 
 
-def diagnose(
-    model: nn.Module, run_window: Callable[[], Sequence[Mapping[str, Tensor]]], scale: float = 1.0
-) -> dict:
+def diagnose(model: nn.Module, run_window: RunWindow, scale: float = 1.0) -> dict:
     """Runs a window again and says where the first non-finite number appears.
 
     scale: loss scale that the window's gradients carry.
@@ -180,11 +180,7 @@ def rerun_window(
 
 
 def write_report(
-    run_folder: Path,
-    report: Mapping[str, Any],
-    batches: Sequence[Batch],
-    model_state: Mapping[str, Tensor],
-    extra: Mapping[str, Any] | None = None,
+    run_folder: Path, report: Facts, batches: Sequence[Batch], state: Mapping[str, Tensor], extra: Facts | None = None
 ) -> Path | None:
     """Writes report.json, report.txt, batch_<i>.safetensors, model.safetensors (the state before the update), extra.pt.
 
@@ -204,7 +200,7 @@ def write_report(
             tensors, rest = _split_batch(batch)
             save_file(tensors, folder / f"batch_{i}.safetensors", metadata={"targets": json.dumps(rest)})
         if len(list(nan_folder.glob("step_*/rank*/model.safetensors"))) < MAX_FULL_REPORTS:
-            save_file({k: _plain(v) for k, v in model_state.items()}, folder / "model.safetensors")
+            save_file({k: _plain(v) for k, v in state.items()}, folder / "model.safetensors")
         if extra:
             torch.save(extra, folder / EXTRA)
         (folder / "report.json").write_text(json.dumps(_jsonable(report), indent=1))
@@ -236,12 +232,7 @@ def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor
         raise BadInput(f"{folder}: the report cannot be read: {reason[:300]}") from error
 
 
-def replay(
-    detector: nn.Module,
-    report: Mapping[str, Any],
-    batches: Sequence[Batch],
-    run_window: Callable[[], Sequence[Mapping[str, Tensor]]],
-) -> dict:
+def replay(detector: nn.Module, report: Facts, batches: Sequence[Batch], run_window: RunWindow) -> dict:
     """Runs a reported window again on a detector that holds the report's model state.
 
     run_window: `rerun_window` of the report, or the loop of the script itself.
@@ -314,10 +305,9 @@ def _backward_operation(model: nn.Module, run_window: Callable[[], object]) -> s
     if world()[1] > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         return None  # its forward waits for the other ranks, which need not be here
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the mode is slow, and a traceback into this file
-            with torch.autograd.detect_anomaly(check_nan=True):
-                run_window()
+        # ignored: that the mode is slow, and a traceback into this file
+        with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly(check_nan=True):
+            run_window()
     except RuntimeError as error:
         return str(error)
     finally:
@@ -327,17 +317,17 @@ def _backward_operation(model: nn.Module, run_window: Callable[[], object]) -> s
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in nested dicts (ModelOutput is one), sequences and dataclasses."""
+    inside: Iterable = ()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
+        inside = value.values()
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
+        inside = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name))
+        inside = (getattr(value, field.name) for field in dataclasses.fields(value))
+    for each in inside:
+        yield from _tensors_in(each)
 
 
 def _is_broken(tensor: Tensor) -> bool:
@@ -397,7 +387,7 @@ def _jsonable(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def describe_finding(finding: Mapping[str, Any]) -> str:
+def describe_finding(finding: Facts) -> str:
     """Where it broke, in one sentence."""
     module = f"{finding['first_nonfinite_module']} ({finding['module_type']})"
     if finding["where"] == "batch":
@@ -426,7 +416,7 @@ def describe_finding(finding: Mapping[str, Any]) -> str:
     return "finite when run again."
 
 
-def _text(report: Mapping[str, Any], folder: Path) -> str:
+def _text(report: Facts, folder: Path) -> str:
     ids = [", ".join(map(str, micro)) for micro in report["image_ids"]]
     gradients = report["nonfinite_gradients"]
     lines = [

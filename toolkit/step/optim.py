@@ -21,14 +21,13 @@ def parameter_groups(
     slow_prefixes: Sequence[str] = (),
     slow_factor: float = 0.1,
     layer_decay: float = 1.0,
-    backbone_prefix: str | None = None,
 ) -> list[dict]:
     """Groups of an optimizer: every parameter that requires a gradient, in exactly one.
 
     Args:
         model: the unwrapped model (and, as a child or merged afterwards, nothing else that trains).
         lr, weight_decay: of everything that nothing below applies to. Several factors on a rate are multiplied.
-        backbone_lr: learning rate of the backbone.
+        backbone_lr: learning rate of the backbone: what is below a "backbone", or transformers' "_backbone".
         no_decay_on_norm_and_bias: no weight decay on parameters of norm layers (found by the type of the module, not by
             a pattern on names) and on biases.
         bias_lr_factor: factor on the learning rate of biases, those of norm layers too.
@@ -37,7 +36,6 @@ def parameter_groups(
         slow_prefixes: what is below these, and below no prefix of `multipliers`, has the factor `slow_factor`.
         layer_decay: factor on the learning rate of a layer of the timm backbone for each layer between it and what is
             above the backbone; see `layer_depths`.
-        backbone_prefix: of the backbone's parameters; None: what is below a "backbone", or transformers' "_backbone".
 
     Returns:
         [{name, params, param_names, lr, weight_decay}], in the order of their first parameter. Names, for
@@ -50,12 +48,12 @@ def parameter_groups(
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     of_prefixes = (dict(multipliers or {}), dict.fromkeys(slow_prefixes, slow_factor))
-    _check(model, trained, *of_prefixes, backbone_lr, backbone_prefix)
+    _check(model, trained, *of_prefixes, backbone_lr)
     kinds = _kinds(model, trained, weight_decay, no_decay_on_norm_and_bias, bias_lr_factor, bias_weight_decay)
     depths = layer_depths(model) if layer_decay != 1.0 else {}
     groups: dict[str, dict] = {}
     for name, parameter in trained:
-        in_backbone = backbone_lr is not None and _in_backbone(name, backbone_prefix)
+        in_backbone = backbone_lr is not None and _in_backbone(name)
         group_name, group_lr = ("backbone", backbone_lr) if in_backbone else ("main", lr)
         kind, kind_factor, decay = kinds[name]
         traits = [(kind, kind_factor), _of_longest_prefix(name, *of_prefixes)]
@@ -116,7 +114,6 @@ def build_optimizer(
     momentum: float = 0.9,
     nesterov: bool = False,
     betas: Sequence[float] = (0.9, 0.999),
-    eps: float = 1e-8,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
     """"adamw", "adam" (L2 penalty in the gradient) or "sgd" over `parameter_groups`.
@@ -131,17 +128,17 @@ def build_optimizer(
         BadInput: an unknown name, nesterov without momentum, betas that are not two numbers from 0 to below 1.
     """
     if name == "sgd" and nesterov and momentum <= 0:
-        raise BadInput(f"optim.nesterov is true, but optim.momentum is {momentum}: expected a momentum above 0, such "
-                       "as 0.9, or optim.nesterov false")  # fmt: skip
+        wanted = "expected a momentum above 0, such as 0.9, or optim.nesterov false"
+        raise BadInput(f"optim.nesterov is true, but optim.momentum is {momentum}: {wanted}")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise BadInput(f"optim.betas is {list(betas)}; expected two numbers from 0 to below 1, such as [0.9, 0.999]")
     groups, betas = list(groups), tuple(betas)
     if fused is None:
         fused = {p.device.type for group in groups for p in group["params"]} <= {"cpu", "cuda"} or None
     if name == "adamw":
-        return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=fused)
+        return torch.optim.AdamW(groups, betas=betas, fused=fused)
     if name == "adam":
-        return torch.optim.Adam(groups, betas=betas, eps=eps, fused=fused)
+        return torch.optim.Adam(groups, betas=betas, fused=fused)
     if name == "sgd":
         sgd = torch.optim.SGD(groups, lr=groups[0]["lr"], momentum=momentum, nesterov=nesterov, fused=fused)
         # Left to itself the fused update makes them without content, and fills them in its first step: where the scaler
@@ -220,8 +217,8 @@ def _of_longest_prefix(name: str, *of_prefixes: Mapping[str, float]) -> tuple[st
     return "", 1.0
 
 
-def _in_backbone(name: str, prefix: str | None) -> bool:
-    return not {"backbone", "_backbone"}.isdisjoint(name.split(".")) if prefix is None else _below(name, prefix)
+def _in_backbone(name: str) -> bool:
+    return not {"backbone", "_backbone"}.isdisjoint(name.split("."))
 
 
 def _below(name: str, prefix: str) -> bool:
@@ -234,7 +231,6 @@ def _check(
     multipliers: Mapping[str, float],
     slow: Mapping[str, float],
     backbone_lr: float | None,
-    backbone_prefix: str | None,
 ) -> None:
     names, every = [name for name, _ in trained], [name for name, _ in model.named_parameters()]
     prefixes = sorted({".".join(name.split(".")[:depth]) for name in names for depth in (1, 2, 3)})
@@ -249,9 +245,8 @@ def _check(
         for prefix in slow
         if not any(_below(name, prefix) for name in every)
     ]
-    if backbone_lr is not None and not any(_in_backbone(name, backbone_prefix) for name in names):
-        wanted = "a part named backbone" if backbone_prefix is None else f"the prefix {backbone_prefix}"
-        problems.append(f"optim.backbone_lr: no trained parameter has {wanted}; prefixes: {known}")
+    if backbone_lr is not None and not any(map(_in_backbone, names)):
+        problems.append(f"optim.backbone_lr: no trained parameter has a part named backbone; prefixes: {known}")
     if not trained:
         problems.append("no parameter requires a gradient: everything is frozen")
     if problems:

@@ -196,8 +196,9 @@ class GroupRates:
         Raises BadInput: the state of a `Schedule` for a `PlateauSchedule`, or the other way round.
         """
         if ("name" in state) != ("name" in self._STATE):
-            raise BadInput(f"schedule.name is {self.name}, that of the checkpoint {state.get('name', 'plateau')}: "
-                           "resume with that one, or begin the new one with --run.resume_schedule new")  # fmt: skip
+            theirs = state.get("name", "plateau")
+            remedy = "resume with that one, or begin the new one with --run.resume_schedule new"
+            raise BadInput(f"schedule.name is {self.name}, that of the checkpoint {theirs}: {remedy}")
         for key in self._STATE:
             setattr(self, key, copy.copy(state[key]))
         self.clock = tuple(state["clock"])
@@ -275,33 +276,22 @@ class PlateauSchedule(GroupRates):
 
     name = "plateau"
     _STATE = ("scale", "decays", "best", "bad", "cooling", "options")
+    _DEFAULTS = {"gamma": 0.1, "patience": 2, "threshold": 1e-3, "cooldown": 0, "max_decays": 3}
+    _DEFAULTS |= {"warmup_steps": 500, "warmup_start": 0.1, "warmup_method": "linear"}
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gamma: float = 0.1,
-        patience: int = 2,
-        threshold: float = 1e-3,
-        cooldown: int = 0,
-        max_decays: int = 3,
-        warmup_steps: int = 500,
-        warmup_start: float = 0.1,
-        warmup_method: str = "linear",
-    ):
-        problems = [
-            f"schedule.{name} is {value}; expected at least 1"
-            for name, value in (("patience", patience), ("max_decays", max_decays))
-            if value < 1
-        ]
-        if warmup_method not in ("linear", "constant"):
-            problems.append(f"schedule.warmup_method is {warmup_method!r}; expected linear or constant")
+    def __init__(self, optimizer: torch.optim.Optimizer, **options):
+        if unknown := options.keys() - self._DEFAULTS:
+            raise TypeError(f"PlateauSchedule has no {', '.join(unknown)}")
+        options = self._DEFAULTS | options
+        least = {name: options[name] for name in ("patience", "max_decays") if options[name] < 1}
+        problems = [f"schedule.{name} is {value}; expected at least 1" for name, value in least.items()]
+        if (method := options["warmup_method"]) not in ("linear", "constant"):
+            problems.append(f"schedule.warmup_method is {method!r}; expected linear or constant")
         if problems:
             raise BadInput(problems)
         super().__init__(optimizer)
-        self.options = {"gamma": gamma, "patience": patience, "threshold": threshold, "cooldown": cooldown}
-        self.options |= {"max_decays": max_decays, "warmup_steps": warmup_steps}
-        self.options |= {"warmup_start": warmup_start, "warmup_method": warmup_method}
-        self.decays, self.best, self.bad, self.cooling = 0, None, 0, cooldown
+        self.options = options
+        self.decays, self.best, self.bad, self.cooling = 0, None, 0, options["cooldown"]
         self.set(0)
 
     @property
@@ -339,16 +329,12 @@ def schedule_of_settings(c: Any, optimizer: torch.optim.Optimizer, total_steps: 
 
     total_steps: length of the run. per_epoch: optimizer steps of an epoch, for what is given in epochs.
     """
-    warmup_steps = steps_from(c.warmup_steps, per_epoch)
+    shared = {"gamma": c.gamma, "warmup_steps": steps_from(c.warmup_steps, per_epoch), "warmup_method": c.warmup_method}
     if c.name == "plateau":
-        return PlateauSchedule(
-            optimizer, gamma=c.gamma, patience=c.plateau_patience, threshold=c.plateau_threshold,
-            cooldown=c.plateau_cooldown, max_decays=c.max_decays, warmup_steps=warmup_steps,
-            warmup_start=c.warmup_factor, warmup_method=c.warmup_method,
-        )  # fmt: skip
-    return Schedule(
-        optimizer, c.name, total_steps, warmup_steps=warmup_steps, warmup_factor=c.warmup_factor, gamma=c.gamma,
-        power=c.power, milestones=[steps_from(milestone, per_epoch) for milestone in c.milestones],
-        step_size=steps_from(c.step_size, per_epoch), final_factor=c.final_factor, stairs=c.stairs, cycles=c.cycles,
-        last_cycle=c.last_cycle, warmup_method=c.warmup_method, every=per_epoch if c.per == "epoch" else 1,
-    )  # fmt: skip
+        bad = {"patience": c.plateau_patience, "threshold": c.plateau_threshold, "cooldown": c.plateau_cooldown}
+        return PlateauSchedule(optimizer, **shared, **bad, max_decays=c.max_decays, warmup_start=c.warmup_factor)
+    same = ("warmup_factor", "power", "final_factor", "stairs", "cycles", "last_cycle")
+    options = shared | {name: getattr(c, name) for name in same}
+    options["milestones"] = [steps_from(milestone, per_epoch) for milestone in c.milestones]
+    options["step_size"] = steps_from(c.step_size, per_epoch)
+    return Schedule(optimizer, c.name, total_steps, every=per_epoch if c.per == "epoch" else 1, **options)

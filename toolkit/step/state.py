@@ -19,15 +19,15 @@ def named_state(
     buffers: Iterable[tuple[str, Tensor]],
     averages: Iterable[tuple[str, Tensor]],
     optimizer: torch.optim.Optimizer,
-    extra: nn.Module | None = None,
+    weights: nn.Module,
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """((kind, name), tensor) of all that a run trains.
 
-    buffers, averages: by name, those that are to be finite. extra: a further module that is trained (loss weights).
+    buffers, averages: by name, those that are to be finite. weights: of the losses.
     """
     names = {}
-    for kind, module in (("weight", model), ("loss weight", extra)):
-        for name, parameter in module.named_parameters() if module is not None else ():
+    for kind, module in (("weight", model), ("loss weight", weights)):
+        for name, parameter in module.named_parameters():
             names[parameter] = name
             yield (kind, name), parameter
     yield from ((("buffer", name), buffer) for name, buffer in buffers)

@@ -39,15 +39,15 @@ def open_dataset(
     image_dir: folder of the images, or several, or archives; see `toolkit.data.image_sources`.
     format: "auto" goes by `path`, by `name` and by the suffix of `source`. With `path` "shapes" means "auto".
     on_error, cache_dir, check_images, max_image_pixels: as in `read_coco`.
-    streaming: leave the images in the Parquet files of a `datasets` data set; see `read_shards`.
+    streaming: leave the images in the Parquet files of a `datasets` data set; see `open_hub`.
     keep_images_without_relations: train on those of Visual Genome too, see `load_graphs`; other formats keep all.
     Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format.
     """
     source = str(source)
     if format not in FORMATS:
         raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
-    options = {"on_error": on_error, "cache_dir": cache_dir, "check_images": check_images,
-               "max_image_pixels": max_image_pixels} | ({"streaming": True} if streaming else {})  # fmt: skip
+    options = {"on_error": on_error, "cache_dir": cache_dir, "check_images": check_images}
+    options |= {"max_image_pixels": max_image_pixels} | ({"streaming": True} if streaming else {})
     if path is not None:
         kind = "auto" if format == "shapes" else format
         return open_folder(path, source, format=kind, image_dir=image_dir, **options)
@@ -58,7 +58,7 @@ def open_dataset(
     if format == "hub":
         if name is None:
             raise BadInput(f"format 'hub' with split {source!r}: set the data set's name or folder (--data.name)")
-        from toolkit.data.formats.hub_shards import open_hub  # here, since every start would pay for `datasets`
+        from toolkit.data.formats.hub import open_hub  # here, since every start would pay for `datasets`
 
         return open_hub(name, source, **options)
     if streaming:
@@ -72,8 +72,9 @@ def open_dataset(
     if format == "shapes":
         if source not in SPLITS or name is not None:
             asked = repr(source) if name is None else f"data set {name!r}"
-            raise BadInput(f"the bundled shapes have no {asked}; choose from {', '.join(SPLITS)}, or set the format of "
-                           f"your data (--data.format {', '.join(each for each in FORMATS if each != 'shapes')})")
+            others = f"--data.format {', '.join(each for each in FORMATS if each != 'shapes')}"
+            remedy = f"choose from {', '.join(SPLITS)}, or set the format of your data ({others})"
+            raise BadInput(f"the bundled shapes have no {asked}; {remedy}")
         folder = ensure_shapes(cache_dir)
         return read_coco(folder / "annotations" / f"{source}.json", folder / source, cache_dir=cache_dir)
     return read_coco(source, image_dir, **options)
@@ -86,5 +87,5 @@ def _is_folder(source: str) -> bool:
 
 def _unknown(source: str) -> str:
     hint = "; the bundled data needs format 'shapes'" if source in SPLITS else ""
-    raise BadInput(f"{source}: cannot tell the format (a COCO file ends in .json; --data.path takes a folder){hint}; "
-                   f"choose a format from {', '.join(FORMATS[1:])}")
+    known = "a COCO file ends in .json; --data.path takes a folder"
+    raise BadInput(f"{source}: cannot tell the format ({known}){hint}; choose a format from {', '.join(FORMATS[1:])}")

@@ -8,25 +8,21 @@ of a format is `write_<format>`, for the `LabelledImages` of a data set or of pr
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations, ImageRow
-from toolkit.data.check_files import check_image_files, image_names, parallel, waits_for
+from toolkit.data.check_files import image_names, parallel, waits_for, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, probe_image, read_file
 from toolkit.data.image_sources import ImageSources, digest_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS, distinct
+from toolkit.files import distinct
 
 # What folders and files of a split are called.
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation"),
-    "test": ("test", "testing"),
-}
+SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 ALL = "all"  # the one split of a folder that has none
 UNKNOWN_SIZE = 2**31
 
@@ -114,10 +110,9 @@ def open_annotated(
     split: str,
     listing: Callable[[], Listing],
     *,
-    on_error: str = "raise",
-    cache_dir: str | Path | None = None,
-    check_images: bool | str = True,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    check_images: bool | str,
+    max_image_pixels: int,
+    **cached,
 ) -> DetectionTable:
     """The table of a split, from the cache while the files it was made of stay as they are; else by `listing()`.
 
@@ -125,33 +120,23 @@ def open_annotated(
     annotation tool leaves behind, is left out with a warning. Raises BadInput.
     """
     name = f"{folder} ({split})"
-    return cached_table(
-        [kind, split, check_images, folder.resolve()],
-        lambda cache_file: _make(listing(), name, check_images, max_image_pixels, cache_file),
-        name=name, cache_dir=cache_dir, on_error=on_error, max_image_pixels=max_image_pixels,
-    )  # fmt: skip
 
+    def make(cache_file: Path) -> DetectionTable:
+        found = listing()
+        if not found.images:
+            raise BadInput(f"{name}: no images")
+        valid = check(found.annotations, name, max_image_pixels)
+        # reported once, as the file's fault: that an unreadable image is too large is no other one
+        unread = {problem.image_id for problem in found.problems if problem.severity == "error"} - {None}
+        faults = [p for p in valid.problems if p.annotation_id is not None or p.image_id not in unread]
+        valid = replace(valid, problems=found.problems + faults)
+        good, digests = with_good_files(valid, found.image_root, check_images, max_image_pixels, found.listed)
+        checked = {str(path): digest_of(path) for path in found.watched} | digests
+        place = {"cache_file": cache_file, "image_root": found.image_root.resolve()}
+        return write_table(**good.columns(), **place, name=name, checked=checked)
 
-def _make(
-    found: Listing, name: str, check_images: bool | str, max_image_pixels: int, cache_file: Path
-) -> DetectionTable:
-    if not found.images:
-        raise BadInput(f"{name}: no images")
-    valid = check(found.annotations, name, max_image_pixels)
-    problems = found.problems + valid.problems
-    unreadable = {problem.image_id for problem in problems if problem.severity == "error" and problem.image_id}
-    checked = {str(path): digest_of(path) for path in found.watched}
-    if check_images and valid.images:
-        listed = valid.listed | found.listed
-        seen, digests = check_image_files(valid.images, listed, found.image_root, check_images, max_image_pixels)
-        problems = [p for p in problems if p.annotation_id or p.image_id not in unreadable or p.severity != "error"]
-        problems += seen
-        checked |= digests
-    good = valid.without({p.image_id for p in problems if p.severity == "error" and p.annotation_id is None})
-    return write_table(
-        good.images, good.boxes, cache_file=cache_file, categories=good.categories,
-        image_root=found.image_root.resolve(), problems=problems, name=name, checked=checked,
-    )  # fmt: skip
+    key = [kind, split, check_images, folder.resolve()]
+    return cached_table(key, make, name=name, max_image_pixels=max_image_pixels, **cached)
 
 
 def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:
@@ -159,8 +144,10 @@ def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:
     return list(enumerate(sorted(set(names)), start=1))
 
 
-def copy_images(table: DetectionTable, names: Sequence[str], folder: Path, link: bool) -> None:
-    """The encoded images of a table as files of these names in a folder; link: hard links where the system can."""
+def copy_images(table: DetectionTable, folder: Path, link: bool, names: Sequence[str] | None = None) -> Sequence[str]:
+    """The encoded images of a table as files in a folder, called as `names` are, else as the table names them; returns
+    the names. link: hard links where the system can."""
+    names = names or file_names(table)
     for index, name in enumerate(names):
         source, target = table.image_source(table.row(index)), folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -168,6 +155,7 @@ def copy_images(table: DetectionTable, names: Sequence[str], folder: Path, link:
             target.write_bytes(read_file(source, table.max_image_pixels)[1])
         elif not (link and _linked(source, target)):
             shutil.copyfile(source, target)
+    return names
 
 
 def _linked(source: Path, target: Path) -> bool:

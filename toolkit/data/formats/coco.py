@@ -1,8 +1,10 @@
-"""Reads COCO annotation files, with or without relations, item by item into columns whatever their size; writes
-them."""
+"""COCO: annotation files, read item by item into columns whatever their size, and written; folders with one for each
+split: `annotations/instances_*.json`, or `_annotations.coco.json` in each split."""
 
 import dataclasses
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,6 +15,7 @@ from toolkit.boxes import Boxes, Relations
 from toolkit.data.annotations import Annotations, ImageRow, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
+from toolkit.data.formats.annotated import ALL, copy_images, ordered, split_of
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
@@ -21,10 +24,37 @@ from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS, write_text_atomic
 from toolkit.imports import uncollected
 
+TITLE = "COCO"
+HEAD = 4096  # bytes that a COCO file must show one of its keys in
+OTHER_TASKS = ("captions", "person_keypoints", "stuff", "panoptic", "image_info", "results")
 AT_ONCE = 2048  # annotations that wait for their columns
 LISTS = ("images", "annotations", "categories")
 OTHER_LISTS = ("rel_categories", "rel_annotations", "relations", "attribute_categories")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def recognise(folder: Path) -> tuple[str, ...] | None:
+    """Names of the splits of a folder of COCO files; None: there are none."""
+    return ordered(_files(folder)) or None
+
+
+def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
+    """One split, by `read_coco`; the folder of the images is looked for near the annotation file."""
+    files = _files(folder)
+    siblings = [file for name, file in files.items() if name != split]
+    return read_coco(files[split], image_dir, siblings=siblings, **options)
+
+
+def write(
+    table: DetectionTable, folder: Path, split: str, *, link: bool = False, names: Sequence[str] | None = None
+) -> None:
+    """`annotations/<split>.json` and the images in `<split>/`; nothing that a table holds is lost.
+
+    names: of the image files, by default those of the table.
+    """
+    (folder / "annotations").mkdir(parents=True, exist_ok=True)
+    names = copy_images(table, folder / split, link, names)
+    write_coco(table.labelled().renamed(names), folder / "annotations" / f"{split}.json")
 
 
 def read_coco(
@@ -55,21 +85,30 @@ def read_coco(
         raise BadInput(f"check_images is {check_images!r}; expected True, False, 'full' or 'header'")
     file = Path(annotation_file).expanduser()
     image_dir = open_sources(image_dir)
-    place = f"in {image_dir.resolve()}" if image_dir else f"near {file.resolve()}"
-    return cached_table(
-        ["coco", check_images, place, file_digest(file)],
-        lambda cache_file: _read(file, image_dir, check_images, max_image_pixels, cache_file, siblings),
-        name=str(file), cache_dir=cache_dir, on_error=on_error, max_image_pixels=max_image_pixels,
-    )  # fmt: skip
+
+    def make(cache_file: Path) -> DetectionTable:
+        with uncollected():
+            checked = check(read_annotations(file), str(file), max_image_pixels)
+        root = image_dir or find_image_root(file, [row.file_name for row in checked.images])
+        # The siblings are read only where the images are checked.
+        others = set(chain.from_iterable(map(listed_names, siblings))) if check_images and checked.images else set()
+        good, digests = with_good_files(checked, root, check_images, max_image_pixels, others)
+        good.problems[:0] = _notes(file)
+        place = {"cache_file": cache_file, "image_root": root.resolve()}
+        return write_table(**good.columns(), **place, name=str(file), checked=digests)
+
+    where = f"in {image_dir.resolve()}" if image_dir else f"near {file.resolve()}"
+    cached = {"cache_dir": cache_dir, "on_error": on_error, "max_image_pixels": max_image_pixels}
+    return cached_table(["coco", check_images, where, file_digest(file)], make, name=str(file), **cached)
 
 
 def read_annotations(file: Path) -> Annotations:
     """What a COCO file says, in columns: 66 bytes for each box. Raises BadInput for what is no such file."""
     lists: dict[str, object] = {}
     found, triplets = Annotations(), RelationColumns()
-    add = {"images": found.add_image, "rel_annotations": found.relations.add,
-           "relations": triplets.add_triplet, "categories": found.categories.append,
-           "rel_categories": found.predicates.append, "attribute_categories": found.attributes.append}  # fmt: skip
+    add = {"images": found.add_image, "categories": found.categories.append, "relations": triplets.add_triplet}
+    add |= {"rel_annotations": found.relations.add, "rel_categories": found.predicates.append}
+    add |= {"attribute_categories": found.attributes.append}
     waiting: list = []  # annotations
     for key, item in stream_lists(file):
         if isinstance(item, Whole):
@@ -108,6 +147,40 @@ def write_coco(labelled: LabelledImages, path: str | Path) -> None:
     """
     text = json.dumps(_document(labelled)) if labelled.boxes.scores is None else _results(labelled)
     write_text_atomic(Path(path), text)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The annotation file of each split. Of several for one split the one in `annotations`, then the first, counts."""
+    if folder.is_file():
+        return {split_of(folder.name) or ALL: folder} if _is_coco(folder) else {}
+    if not folder.is_dir():
+        return {}
+    found, single = {}, []
+    for place in (folder / "annotations", folder):
+        for path in sorted(place.glob("*.json")) if place.is_dir() else ():
+            if path.name.startswith(OTHER_TASKS) or not _is_coco(path):
+                continue
+            split = split_of(re.sub(r"\.coco$", "", path.stem))
+            found.setdefault(split, path) if split else single.append(path)
+    for place in sorted(each for each in folder.iterdir() if each.is_dir() and split_of(each.name)):
+        for path in sorted(place.glob("*.json")):
+            if _is_coco(path):
+                found.setdefault(split_of(place.name), path)
+    return found or ({ALL: single[0]} if single else {})
+
+
+def _is_coco(path: Path) -> bool:
+    """Whether a JSON file begins like an object with COCO's lists; a large file is not read for it."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(HEAD)
+            file.seek(max(0, os.path.getsize(path) - HEAD))
+            tail = file.read()
+    except OSError:
+        return False
+    text = head.lstrip(b"\xef\xbb\xbf \r\n\t")
+    keys = (b'"images"', b'"annotations"', b'"categories"', b'"info"', b'"licenses"')
+    return text.startswith(b"{") and any(key in head + tail for key in keys)
 
 
 def _document(labelled: LabelledImages) -> dict:
@@ -156,24 +229,6 @@ def _results(labelled: LabelledImages) -> str:
     return "[" + ",\n".join(lines) + "]\n"
 
 
-def _read(
-    file: Path, image_dir: ImageSources | None, check_images: bool | str, max_pixels: int, cache_file: Path,
-    siblings: Sequence[Path],
-) -> DetectionTable:
-    with uncollected():
-        checked = check(read_annotations(file), str(file), max_pixels)
-    root = image_dir or find_image_root(file, [row.file_name for row in checked.images])
-    # The siblings are read only where the images are checked.
-    others = set(chain.from_iterable(map(listed_names, siblings))) if check_images and checked.images else set()
-    good, digests = with_good_files(checked, root, check_images, max_pixels, others)
-    problems = [*_notes(file), *good.problems]
-    return write_table(
-        good.images, good.boxes, good.relations, cache_file=cache_file, categories=good.categories,
-        predicates=good.predicates, attributes=good.attributes, image_root=root.resolve(), problems=problems,
-        name=str(file), checked=digests,
-    )  # fmt: skip
-
-
 def _notes(file: Path) -> list[Problem]:
     with open(file, "rb") as stream:
         marked = stream.read(3) == BYTE_ORDER_MARK
@@ -182,8 +237,8 @@ def _notes(file: Path) -> list[Problem]:
 
 def _check_lists(lists: dict[str, object], file: str) -> None:
     faults = [f"{file}: key `{key}` missing" for key in LISTS if key not in lists]
-    faults += [f"{file}: `{key}` is a {type(lists[key]).__name__}; expected a list"
-               for key in (*LISTS, *OTHER_LISTS) if key in lists and not isinstance(lists[key], list)]  # fmt: skip
+    others = [key for key in (*LISTS, *OTHER_LISTS) if key in lists and not isinstance(lists[key], list)]
+    faults += [f"{file}: `{key}` is a {type(lists[key]).__name__}; expected a list" for key in others]
     faults += [f"{file}: `{key}` is empty" for key in ("images", "categories") if lists.get(key) == []]
     if faults:
         raise BadInput(faults)

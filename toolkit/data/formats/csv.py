@@ -3,9 +3,10 @@
 import csv
 import os
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats.annotated import (
@@ -14,7 +15,6 @@ from toolkit.data.formats.annotated import (
     Listing,
     copy_images,
     digits,
-    file_names,
     images_in,
     open_annotated,
     ordered,
@@ -27,31 +27,20 @@ from toolkit.errors import BadInput
 
 TITLE = "CSV"
 COLUMNS = {
-    "image": (
-        "image",
-        "filename",
-        "file_name",
-        "image_path",
-        "path",
-        "file",
-        "img",
-        "image_name",
-        "image_id",
-        "imageid",
-    ),
-    "x1": ("x1", "xmin", "x_min", "left", "bbox_x1"),
-    "y1": ("y1", "ymin", "y_min", "top", "bbox_y1"),
-    "x2": ("x2", "xmax", "x_max", "right", "bbox_x2"),
-    "y2": ("y2", "ymax", "y_max", "bottom", "bbox_y2"),
-    "x": ("x", "bbox_x"),
-    "y": ("y", "bbox_y"),
-    "w": ("w", "bbox_w", "bbox_width", "box_width"),
-    "h": ("h", "bbox_h", "bbox_height", "box_height"),
-    "label": ("label", "class", "class_name", "category", "category_name", "name", "label_name", "labelname"),
-    "width": ("width", "image_width", "img_width"),
-    "height": ("height", "image_height", "img_height"),
-    "split": ("split", "set", "subset", "partition", "fold"),
-    "ignored": ("iscrowd", "difficult", "ignore", "isgroupof"),
+    "image": "image filename file_name image_path path file img image_name image_id imageid".split(),
+    "x1": "x1 xmin x_min left bbox_x1".split(),
+    "y1": "y1 ymin y_min top bbox_y1".split(),
+    "x2": "x2 xmax x_max right bbox_x2".split(),
+    "y2": "y2 ymax y_max bottom bbox_y2".split(),
+    "x": "x bbox_x".split(),
+    "y": "y bbox_y".split(),
+    "w": "w bbox_w bbox_width box_width".split(),
+    "h": "h bbox_h bbox_height box_height".split(),
+    "label": "label class class_name category category_name name label_name labelname".split(),
+    "width": "width image_width img_width".split(),
+    "height": "height image_height img_height".split(),
+    "split": "split set subset partition fold".split(),
+    "ignored": "iscrowd difficult ignore isgroupof".split(),
 }
 HEADERLESS = ("image", "x1", "y1", "x2", "y2", "label")  # as keras-retinanet has it
 WRITTEN = (*HEADERLESS, "width", "height", "iscrowd")
@@ -61,22 +50,36 @@ FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs")
 
 
+class _Row(NamedTuple):
+    """A row of a table: where it stands, its words, and those of known columns by what they mean, stripped."""
+
+    path: Path
+    line: int
+    words: list[str]
+    known: dict[str, str]
+
+    @property
+    def split(self) -> str:
+        own = self.known.get("split", ALL)
+        return split_of(own) or own
+
+    @property
+    def corners(self) -> list[str]:
+        names = ("x1", "y1", "x2", "y2") if "x1" in self.known else ("x", "y", "w", "h")
+        return [self.known[name] for name in names]
+
+
 def recognise(folder: Path) -> tuple[str, ...] | None:
     """Names of the splits of a folder of CSV files, or of one file; None: there is no table of boxes.
 
     Known are `<split>.csv`, a CSV file in the folder of each split, and one CSV file, with a column `split` or without.
     """
-    tables = _tables(Path(folder))
-    if not tables:
-        return None
+    tables = _tables(folder)
     named = {split for split, _ in tables if split}
-    if named:
-        return ordered(named)
+    if named or not tables:
+        return ordered(named) or None
     path = tables[0][1]
-    columns, rows = _load(path)
-    if "split" in columns:
-        return ordered(split_of(row[columns["split"]]) or row[columns["split"]] for row in rows)
-    return (ALL,)
+    return ordered(row.split for row in _load(path)) if "split" in _columns_of(path) else (ALL,)
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
@@ -86,7 +89,6 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
     all coordinates are at most 1 and one is no whole number they are fractions of the image. Classes are the names of
     all splits in alphabetical order.
     """
-    folder = Path(folder)
     return open_annotated("csv", folder, split, lambda: _listing(folder, split, image_dir), **options)
 
 
@@ -95,8 +97,7 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
     Ignored are what the table cannot say: annotated areas, ids, relations and attributes.
     """
-    names = [f"images/{split}/{name}" for name in file_names(table)]
-    copy_images(table, names, folder, link)
+    names = [f"images/{split}/{name}" for name in copy_images(table, folder / "images" / split, link)]
     write_csv(table.labelled().renamed(names), folder / f"{split}.csv")
 
 
@@ -121,12 +122,12 @@ def write_csv(labelled: LabelledImages, path: Path) -> None:
 
 
 def _as_texts(values: Mapping[str, object]) -> dict[str, object]:
-    return {key: f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
-            for key, value in values.items()}  # fmt: skip
+    formulas = {key: f"'{text}" for key, text in values.items() if isinstance(text, str) and FORMULA.match(text)}
+    return {**values, **formulas}
 
 
-def _as_meant(row: Sequence[str]) -> list[str]:
-    return [word[1:] if word.startswith("'") and FORMULA.match(word) else word for word in row]
+def _as_meant(word: str) -> str:
+    return word[1:] if word.startswith("'") and FORMULA.match(word) else word
 
 
 def _tables(folder: Path) -> list[tuple[str | None, Path]]:
@@ -136,10 +137,9 @@ def _tables(folder: Path) -> list[tuple[str | None, Path]]:
     if not folder.is_dir():
         return []
     found = [(split_of(path.name), path) for path in sorted(folder.glob("*.csv")) if _columns_of(path)]
-    for names in SPLIT_NAMES.values():
-        for name in names:
-            inside = [path for path in sorted((folder / name).glob("*.csv")) if _columns_of(path)]
-            found += [(split_of(name), path) for path in inside[:1]]
+    for name in chain.from_iterable(SPLIT_NAMES.values()):
+        inside = [path for path in sorted((folder / name).glob("*.csv")) if _columns_of(path)]
+        found += [(split_of(name), path) for path in inside[:1]]
     named = [(split, path) for split, path in found if split]
     return named or found[:1]
 
@@ -184,91 +184,66 @@ def _number(word: str) -> bool:
     return True
 
 
-def _load(path: Path) -> tuple[dict[str, int], list[list[str]]]:
+def _load(path: Path) -> list[_Row]:
     columns = _columns_of(path)
     if columns is None:
         raise BadInput(f"{path}: no table of boxes; expected columns image, x1, y1, x2, y2, label, told by their names")
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
-        rows = [_as_meant(row) for row in csv.reader(file, _dialect(file)) if any(word.strip() for word in row)]
-    return columns, rows if "headerless" in columns else rows[1:]
+        lines = [words for words in csv.reader(file, _dialect(file)) if any(word.strip() for word in words)]
+    loaded = []
+    for number, words in enumerate(lines, start=1):
+        words = [_as_meant(word) for word in words]
+        known = {key: words[place].strip() if place < len(words) else "" for key, place in columns.items()}
+        loaded.append(_Row(path, number, words, known))
+    return loaded if "headerless" in columns else loaded[1:]
 
 
 def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) -> Listing:
     tables = _tables(folder)
-    names: set[str] = set()
-    chosen, listed = [], set()
-    for of, path in tables:
-        columns, rows = _load(path)
-        names |= {row[columns["label"]].strip() for row in rows if len(row) > columns["label"]} - {""}
-        listed |= {row[columns["image"]].strip() for row in rows}
-        for number, row in enumerate(rows, start=1 if "headerless" in columns else 2):
-            own = of or (split_of(row[columns["split"]]) or row[columns["split"]] if "split" in columns else ALL)
-            if own == split:
-                chosen.append((path, columns, number, row))
+    rows = [(of or row.split, row) for of, path in tables for row in _load(path)]
+    chosen = [row for own, row in rows if own == split]
     if not chosen:
         raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
     here = folder.parent if folder.is_file() else folder
-    root = image_dir or _image_root(here, split, chosen[0][0].parent, [c[3][c[1]["image"]].strip() for c in chosen])
-    watched, listed = [path for _, path in tables], listed | set(images_in(root))
-    return _found(chosen, root, sorted_classes(names), watched, listed)
-
-
-def _found(
-    chosen: Sequence[tuple],
-    root: Path | ImageSources,
-    classes: list[tuple[int, str]],
-    watched: list[Path],
-    listed: set[str],
-) -> Listing:
-    boxes: Mapping[str, list[tuple]] = defaultdict(list)
-    sizes, problems, shares = {}, [], _are_fractions(chosen)
-    for path, columns, number, row in chosen:
-        name = row[columns["image"]].strip().replace("\\", "/")
+    root = image_dir or _image_root(here, split, chosen[0].path.parent, [row.known["image"] for row in chosen])
+    sizes, boxes, problems, shares = {}, [], [], _are_fractions(chosen)
+    for row in chosen:
+        name = row.known["image"].replace("\\", "/")
         name = name if is_there(root / name) else _found_name(root, name)
-        of_image = boxes[name]
-        size = [row[columns[key]].strip() if key in columns else "" for key in ("width", "height")]
+        size = [row.known.get(key, "") for key in ("width", "height")]
         sizes.setdefault(name, [int(float(text)) or None if _number(text) else None for text in size])
-        words = _corners(columns, row)
-        if not any(words):
+        label = row.known["label"]
+        if not any(row.corners):
             continue
-        label = row[columns["label"]].strip() if len(row) > columns["label"] else ""
-        if not all(map(_number, words)) or not label:
-            message = f"{path.name}, line {number}: {','.join(row)[:80]!r}; expected 4 numbers and a label"
+        if not all(map(_number, row.corners)) or not label:
+            message = f"{row.path.name}, line {row.line}: {','.join(row.words)[:80]!r}; expected 4 numbers and a label"
             problems.append(Problem("error", name, None, None, message))
             continue
-        x1, y1, x2, y2 = map(float, words)
-        if "x1" not in columns:
+        x1, y1, x2, y2 = map(float, row.corners)
+        if "x1" not in row.known:
             x2, y2 = x1 + x2, y1 + y2
-        ignored = "ignored" in columns and row[columns["ignored"]].strip().lower() in ("1", "true")
-        of_image.append((label, (x1, y1, x2, y2), chosen[0][0].name, ignored, shares))
-    images = [ImageRow(number, name, *sizes[name]) for number, name in enumerate(boxes, start=1)]
-    found = Listing(root, images, classes, watched, listed, problems)
-    for place, of_image in enumerate(boxes.values()):
-        for box in of_image:
-            found.add(place, *box)
+        ignored = row.known.get("ignored", "").lower() in ("1", "true")
+        boxes.append((name, label, (x1, y1, x2, y2), row.path.name, ignored, shares))
+    places = {name: place for place, name in enumerate(sizes)}
+    images = [ImageRow(place + 1, name, *sizes[name]) for name, place in places.items()]
+    classes = sorted_classes({row.known["label"] for _, row in rows} - {""})
+    listed = {row.known["image"] for _, row in rows} | set(images_in(root))
+    found = Listing(root, images, classes, [path for _, path in tables], listed, problems)
+    for name, *box in sorted(boxes, key=lambda box: places[box[0]]):
+        found.add(places[name], *box)
     return found
 
 
-def _corners(columns: Mapping[str, int], row: Sequence[str]) -> list[str]:
-    names = ("x1", "y1", "x2", "y2") if "x1" in columns else ("x", "y", "w", "h")
-    return [row[columns[name]].strip() if len(row) > columns[name] else "" for name in names]
-
-
-def _are_fractions(chosen: Sequence[tuple]) -> bool:
+def _are_fractions(rows: Sequence[_Row]) -> bool:
     """Whether all coordinates are from 0 to 1, and not all of them whole."""
-    words = [word for _, columns, _, row in chosen for word in _corners(columns, row)]
-    values = [float(word) for word in words if _number(word)]
+    values = [float(word) for row in rows for word in row.corners if _number(word)]
     return bool(values) and all(0 <= value <= 1 for value in values) and any(value % 1 for value in values)
 
 
 def _found_name(root: Path | ImageSources, name: str) -> str:
     """The name with a suffix, where the table leaves it away, or by its last part, where its path is of elsewhere."""
-    tail = name.rsplit("/", 1)[-1]
-    for suffix in ("", ".jpg", ".jpeg", ".png"):
-        for candidate in (name + suffix, tail + suffix):
-            if not os.path.isabs(candidate) and is_there(root / candidate):
-                return candidate
-    return name
+    names = (each + suffix for suffix in ("", ".jpg", ".jpeg", ".png") for each in (name, name.rsplit("/", 1)[-1]))
+    return next((each for each in names if not os.path.isabs(each) and is_there(root / each)), name)
 
 
 def _image_root(folder: Path, split: str, beside: Path, names: Sequence[str]) -> Path:

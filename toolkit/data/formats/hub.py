@@ -1,11 +1,15 @@
-"""Data sets of the `datasets` library, from the hub or a local folder, with the usual `objects` column."""
+"""Data sets of the `datasets` library, from the hub or a local folder, with the usual `objects` column: copied into the
+cached table, or with the images streamed from their Parquet files."""
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import datasets
+import fsspec
 from datasets.exceptions import DatasetsError
 
 from toolkit.data.annotations import Annotations
@@ -13,13 +17,15 @@ from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
 from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, probe_image, read_file
 from toolkit.data.formats.annotated import UNKNOWN_SIZE
+from toolkit.data.image_sources import ImageSources, Shards, open_shard
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS
 
 CATEGORY_KEYS = ("category", "categories", "category_id", "label", "labels")
 ID_KEYS = ("id", "bbox_id", "ids")
+CONVERT = "scripts/convert.py --to parquet"
+Make = Callable[[Path], DetectionTable]  # writes the table to the cache file that it is given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,46 +38,116 @@ class Columns:
     class_names: tuple[str, ...] | None  # None: labels are not a ClassLabel
 
 
-def read_hub(
-    name: str,
-    split: str,
-    *,
-    on_error: str = "raise",
-    cache_dir: str | Path | None = None,
-    check_images: bool | str = True,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
+def open_hub(
+    name: str, split: str, *, check_images: bool | str, max_image_pixels: int, streaming: bool = False, **cached
 ) -> DetectionTable:
     """Reads a split of a hub data set, of a `save_to_disk` folder, or of a folder of Parquet files.
 
     Expected: an image column and `objects {bbox (COCO xywh), category, [id], [area], [iscrowd]}`; `image_id`, `width`
     and `height` are used when there. Class names come from the ClassLabel feature. The encoded images are copied into
-    the cached table. Validation and `on_error` as in `read_coco`. Raises BadInput, without network too.
+    the cached table. Validation and options as in `read_coco`.
+
+    streaming: of Parquet files; the images are read there when they are asked for. None is looked at before, so
+        `width`, `height` and class names (ClassLabel) are needed, and `check_images` has no effect.
+
+    Raises BadInput, without network too.
     """
-    split_rows = _load(name, split)
-    columns = columns_of(split_rows.features, name)
-    split_rows = split_rows.cast_column(columns.image, datasets.Image(decode=False))
     source = f"{name} ({split})"
-    states = [os.stat(file["filename"]) for file in split_rows.cache_files]
-    states = [(state.st_size, state.st_mtime_ns) for state in states]
-    return cached_table(
-        ["hub", source, check_images, split_rows._fingerprint, split_rows.cache_files, states],
-        lambda cache_file: _read(split_rows, columns, source, (check_images, max_image_pixels), cache_file),
-        name=source, cache_dir=cache_dir, on_error=on_error, max_image_pixels=max_image_pixels,
-        empty="the split has no images",
-    )  # fmt: skip
+    if streaming:
+        key, make = _streamed(name, split, source, max_image_pixels)
+    else:
+        key, make = _copied(name, split, source, check_images, max_image_pixels)
+    empty = "the split has no images"
+    return cached_table(key, make, name=source, max_image_pixels=max_image_pixels, empty=empty, **cached)
+
+
+def _copied(name: str, split: str, source: str, check_images: bool | str, max_pixels: int) -> tuple[list, Make]:
+    """What the cache goes by, and what makes the table, of data whose images are copied."""
+    rows = _load(name, split)
+    columns = columns_of(rows.features, name)
+    rows = rows.cast_column(columns.image, datasets.Image(decode=False))
+    stats = [os.stat(file["filename"]) for file in rows.cache_files]
+    states = [(each.st_size, each.st_mtime_ns) for each in stats]
+
+    def make(cache_file: Path) -> DetectionTable:
+        annotations, problems = _annotations(rows, columns, source)
+        full = check_images == "full" or (check_images is True and len(rows) <= FULL_CHECK_LIMIT)
+        look = partial(_look, rows, columns.image, annotations, full if check_images else None, max_pixels)
+        problems += parallel(look, range(len(rows)), "checking images")
+        places = {image.image_id: index for index, image in enumerate(annotations.images)}
+        checked = check(annotations, source)
+        good = checked.without({problem.image_id for problem in problems if problem.severity == "error"})
+        good.problems[:0] = problems
+        encoded = (_encoded(rows[places[row.image_id]][columns.image], max_pixels) for row in good.images)
+        return write_table(**good.columns(), cache_file=cache_file, encoded=encoded, name=source)
+
+    return ["hub", source, check_images, rows._fingerprint, rows.cache_files, states], make
+
+
+def _look(
+    rows: datasets.Dataset, image_column: str, found: Annotations, full: bool | None, max_pixels: int, index: int
+) -> list[Problem]:
+    """Problems of an image, whose size is filled in where the row lacks it. full: whether it is decoded; None: it is
+    not checked."""
+    image = found.images[index]
+    try:
+        data = _encoded(rows[index][image_column], max_pixels)
+        height, width = probe_image(data, max_pixels).size_hw
+        fault = []
+    except ImageError as error:
+        # reported once, as the file's fault: neither the missing size nor a box outside it is another
+        height = width = UNKNOWN_SIZE
+        fault = [Problem("error", image.file_name, image.image_id, None, error.reason)]
+    image = found.images[index] = image._replace(width=image.width or width, height=image.height or height)
+    return fault or ([] if full is None else check_image(image, data, full, max_pixels))
+
+
+def _streamed(name: str, split: str, source: str, max_pixels: int) -> tuple[list, Make]:
+    """What the cache goes by, and what makes the table, of data whose images stay in their Parquet files."""
+    files = _files(name, split)
+    root = os.path.commonpath([os.path.dirname(file) for file in files]) if "://" not in files[0] else _shared(files)
+    with open_shard(files[0]) as first:
+        features = datasets.Features.from_arrow_schema(first.schema_arrow)
+    columns = columns_of(features, name)
+    missing = [f"column {key!r}" for key in ("width", "height") if key not in features]
+    missing += ["class names (a ClassLabel)"] if columns.class_names is None else []
+    if missing:
+        why = "since images are not read before training; leave data.streaming out, or write the data"
+        raise BadInput(f"{name}: data.streaming needs {' and '.join(missing)}, {why} by {CONVERT}")
+
+    def make(cache_file: Path) -> DetectionTable:
+        found = Annotations(numbered(columns.class_names))
+        for place, rows in _parts(files, root, columns):
+            for number, row in enumerate(rows):
+                add_row(found, row, f"{place}/{number}", columns)
+        shards = ImageSources([Shards(columns.image, root)])
+        good = check(found, source, max_pixels)
+        return write_table(**good.columns(), cache_file=cache_file, image_root=shards, name=source)
+
+    return ["shards", source, *map(_state, files)], make
+
+
+@contextmanager
+def _in_words(name: str, failure: str) -> Iterator[None]:
+    """Turns what `datasets` raises into BadInput: the data are neither on this machine nor to be had, or `failure`."""
+    try:
+        yield
+    except ConnectionError as error:
+        remedy = "give a local folder (save_to_disk or Parquet) as --data.name, or load it once with network and set"
+        raise BadInput(
+            f"{name}: the hub cannot be reached, and there is no copy on this machine; {remedy} HF_HUB_OFFLINE=1 "
+            f"({error})"
+        ) from error
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise BadInput(f"{name}: {failure}: {str(error).splitlines()[0]}") from error
 
 
 def _load(name: str, split: str) -> datasets.Dataset:
     folder = Path(name).expanduser()
-    try:
-        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            loaded = datasets.load_from_disk(str(folder))
-        else:
+    with _in_words(name, f"split {split!r} cannot be loaded"):
+        if not (folder / "dataset_dict.json").exists() and not (folder / "state.json").exists():
             return datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
-    except ConnectionError as error:
-        raise unreachable(name, error) from error
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise BadInput(f"{name}: split {split!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+        loaded = datasets.load_from_disk(str(folder))
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise BadInput(f"{name}: no split {split!r}; choose from {', '.join(loaded)}")
@@ -80,13 +156,6 @@ def _load(name: str, split: str) -> datasets.Dataset:
         # one folder given for training and validation would otherwise pass unseen
         raise BadInput(f"{name}: the folder holds split {str(loaded.split)!r}, not {split!r}")
     return loaded
-
-
-def unreachable(name: str, error: Exception) -> BadInput:
-    """What is said where a data set is neither on this machine nor to be had."""
-    return BadInput(f"{name}: the hub cannot be reached, and there is no copy on this machine; give a local folder "
-                    "(save_to_disk or Parquet) as --data.name, or load it once with network and set "
-                    f"HF_HUB_OFFLINE=1 ({error})")  # fmt: skip
 
 
 def columns_of(features: datasets.Features, name: str) -> Columns:
@@ -109,39 +178,6 @@ def columns_of(features: datasets.Features, name: str) -> Columns:
     names = tuple(label.names) if isinstance(label, datasets.ClassLabel) else None
     image = "image" if "image" in images else images[0]
     return Columns(image, category, next((key for key in ID_KEYS if key in keys), None), names)
-
-
-def _read(
-    rows: datasets.Dataset, columns: Columns, source: str, checking: tuple[bool | str, int], cache_file: Path
-) -> DetectionTable:
-    check_images, max_pixels = checking
-    annotations, problems = _annotations(rows, columns, source)
-    full = check_images == "full" or (check_images is True and len(rows) <= FULL_CHECK_LIMIT)
-
-    def look(index: int) -> list[Problem]:
-        image = annotations.images[index]
-        try:
-            data = _encoded(rows[index][columns.image], max_pixels)
-            height, width = probe_image(data, max_pixels).size_hw
-        except ImageError as error:
-            # reported once, as the file's fault: neither the missing size nor a box outside it is another
-            height = width = UNKNOWN_SIZE
-            fault = [Problem("error", image.file_name, image.image_id, None, error.reason)]
-        else:
-            fault = []
-        image = image._replace(width=image.width or width, height=image.height or height)
-        annotations.images[index] = image
-        return fault or (check_image(image, data, full, max_pixels) if check_images else [])
-
-    problems += parallel(look, range(len(rows)), "checking images")
-    places = {image.image_id: index for index, image in enumerate(annotations.images)}
-    checked = check(annotations, source)
-    good = checked.without({problem.image_id for problem in problems if problem.severity == "error"})
-    return write_table(
-        good.images, good.boxes, cache_file=cache_file, categories=good.categories,
-        encoded=(_encoded(rows[places[row.image_id]][columns.image], max_pixels) for row in good.images),
-        problems=problems + checked.problems, name=source,
-    )  # fmt: skip
 
 
 def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple[Annotations, list[Problem]]:
@@ -183,3 +219,38 @@ def _encoded(image: Mapping | None, max_pixels: int) -> bytes:
     if image.get("bytes") is not None:
         return image["bytes"]
     return bytes(read_file(Path(image["path"]), max_pixels)[1])
+
+
+def _files(name: str, split: str) -> list[str]:
+    """Paths or URLs of the Parquet files of a split."""
+    with _in_words(name, "cannot be opened"):
+        found = datasets.load_dataset_builder(name).config.data_files or {}
+    if split not in found:
+        raise BadInput(f"{name}: no split {split!r}; choose from {', '.join(map(str, found)) or 'none'}")
+    files = [str(file) for file in found[split]]
+    if others := [file for file in files if not file.endswith(".parquet")]:
+        wrong = f"data.streaming reads Parquet files, and {others[0]} is none"
+        raise BadInput(f"{name}: {wrong}; leave it out, or write the data by {CONVERT}")
+    return files
+
+
+def _shared(urls: list[str]) -> str:
+    """The URL of the folder that all files are below."""
+    return os.path.commonprefix([f"{url.rpartition('/')[0]}/" for url in urls]).rpartition("/")[0]
+
+
+def _state(file: str) -> str:
+    """What changes when a file does."""
+    system, path = fsspec.core.url_to_fs(file)
+    info = system.info(path)
+    return f"{file} {info.get('size')} {info.get('mtime')} {info.get('ETag', info.get('etag'))}"
+
+
+def _parts(files: list[str], root: str, columns: Columns) -> Iterator[tuple[str, list[dict]]]:
+    """(`<file>/<row group>`, its rows without images) of each row group."""
+    for url in files:
+        with open_shard(url) as file:
+            kept = [key for key in ("image_id", "width", "height", "objects") if key in file.schema_arrow.names]
+            for group in range(file.num_row_groups):
+                rows = file.read_row_group(group, columns=kept).to_pylist()
+                yield f"{url[len(root) + 1 :]}/{group}", rows

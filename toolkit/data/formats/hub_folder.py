@@ -16,15 +16,15 @@ TITLE = "datasets"
 
 def recognise(folder: Path) -> tuple[str, ...] | None:
     """Names of the splits of a local `datasets` folder; None: it is none."""
-    names = _names(Path(folder))
+    names = _names(folder)
     return ordered(split_of(name) or name for name in names) if names else None
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
     """One split; `image_dir` means nothing here, since the images are in the data."""
-    from toolkit.data.formats.hub_shards import open_hub
+    from toolkit.data.formats.hub import open_hub
 
-    own = next((name for name in _names(Path(folder)) if name == split or split_of(name) == split), split)
+    own = next((name for name in _names(folder) if name == split or split_of(name) == split), split)
     return open_hub(str(folder), own, **options)
 
 
@@ -35,17 +35,13 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
     """
     import datasets
 
-    names = [category.name for category in table.categories]
-    features = datasets.Features({
-        "image_id": datasets.Value("string" if table.image_ids().dtype == object else "int64"),
-        "image": datasets.Image(), "width": datasets.Value("int64"), "height": datasets.Value("int64"),
-        "objects": {
-            "id": datasets.List(datasets.Value("int64")),
-            "bbox": datasets.List(datasets.List(datasets.Value("float32"), length=4)),
-            "category": datasets.List(datasets.ClassLabel(names=names)),
-            "area": datasets.List(datasets.Value("float32")), "iscrowd": datasets.List(datasets.Value("bool")),
-        },
-    })  # fmt: skip
+    value, several = datasets.Value, datasets.List
+    objects = {"id": several(value("int64")), "bbox": several(several(value("float32"), length=4))}
+    objects |= {"category": several(datasets.ClassLabel(names=table.class_names))}
+    objects |= {"area": several(value("float32")), "iscrowd": several(value("bool"))}
+    image_id = value("string" if table.image_ids().dtype == object else "int64")
+    columns = {"image_id": image_id, "image": datasets.Image(), "width": value("int64"), "height": value("int64")}
+    features = datasets.Features(columns | {"objects": objects})
     (folder / "data").mkdir(parents=True, exist_ok=True)
     labelled = table.labelled()
     parts = max(1, -(-_bytes(table) // 500_000_000))
@@ -64,13 +60,9 @@ def _rows(table: DetectionTable, labelled: LabelledImages, first: int, last: int
         image, part = labelled.images[index], boxes.of_image(index)
         source = table.image_source(table.row(index))
         data = source if isinstance(source, bytes) else source.read_bytes()
-        yield {
-            "image_id": image.image_id,
-            "image": {"bytes": data, "path": image.file_name},
-            "width": image.width,
-            "height": image.height,
-            "objects": {name: column[part].tolist() for name, column in columns.items()},
-        }
+        about = {"image_id": image.image_id, "width": image.width, "height": image.height}
+        objects = {name: column[part].tolist() for name, column in columns.items()}
+        yield about | {"image": {"bytes": data, "path": image.file_name}, "objects": objects}
 
 
 def _bytes(table: DetectionTable) -> int:

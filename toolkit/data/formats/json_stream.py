@@ -31,9 +31,8 @@ def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object
             raise BadInput(f"{path}: empty file")
         if text.next_sign() != "{":
             kind = KINDS.get(type(text.value()), "null")
-            hint = " (a list is the form of a results file)" if kind == "list" else ""
-            expected = "expected an object with `images`, `annotations`, `categories`"
-            raise BadInput(f"{path}: {expected}; found a {kind}{hint}")
+            found = f"{kind} (a list is the form of a results file)" if kind == "list" else kind
+            raise BadInput(f"{path}: expected an object with `images`, `annotations`, `categories`; found a {found}")
         text.at += 1
         if text.next_sign() == "}":
             return
@@ -104,7 +103,7 @@ class _Text:
         self.text, self.at, self.lines, self.column, self.ended, self.read = "", 0, 1, 1, False, 0
 
     def is_empty(self) -> bool:
-        """Whether there is nothing but white space."""
+        """Whether nothing but white space is left, which is taken."""
         while True:
             self.at = _SPACE.match(self.text, self.at).end()
             if self.at < len(self.text) or not self.more():
@@ -112,12 +111,9 @@ class _Text:
 
     def next_sign(self) -> str:
         """The next character that is no white space, not taken."""
-        while True:
-            self.at = _SPACE.match(self.text, self.at).end()
-            if self.at < len(self.text):
-                return self.text[self.at]
-            if not self.more():
-                raise self.error("the file ends too early")
+        if self.is_empty():
+            raise self.error("the file ends too early")
+        return self.text[self.at]
 
     def expect(self, sign: str) -> None:
         """Takes a sign."""
@@ -153,10 +149,7 @@ class _Text:
         """Reads on, dropping what was taken; False at the end of the file."""
         if self.ended:
             return False
-        taken = self.text[: self.at]
-        breaks = taken.count("\n")
-        self.lines += breaks
-        self.column = len(taken) - taken.rfind("\n") if breaks else self.column + len(taken)
+        self.lines, self.column = self._position()
         data = self.file.read(self.window * times)
         try:
             fresh = self.decoder.decode(data, final=not data)
@@ -167,8 +160,12 @@ class _Text:
         self.text, self.at = self.text[self.at :] + fresh, 0
         return bool(data)
 
-    def error(self, message: str) -> BadInput:
+    def _position(self) -> tuple[int, int]:
+        """Line and column of what comes next, from 1."""
         taken = self.text[: self.at]
         breaks = taken.count("\n")
-        column = len(taken) - taken.rfind("\n") if breaks else self.column + len(taken)
-        return BadInput(f"{self.path}: invalid JSON at line {self.lines + breaks}, column {column}: {message}")
+        return self.lines + breaks, len(taken) - taken.rfind("\n") if breaks else self.column + len(taken)
+
+    def error(self, message: str) -> BadInput:
+        line, column = self._position()
+        return BadInput(f"{self.path}: invalid JSON at line {line}, column {column}: {message}")

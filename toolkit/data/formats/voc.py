@@ -95,12 +95,11 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
     names = [name.replace("/", "_") for name in file_names(table)]
     there = folder / "JPEGImages"
     names = distinct((f"{split}_{name}" if (there / name).exists() else name for name in names), without_suffix)
-    copy_images(table, names, there, link)
+    copy_images(table, there, link, names)
     write_voc(table.labelled().renamed([f"{there.name}/{name}" for name in names]), folder / "Annotations", names)
     sets = folder / "ImageSets" / "Main"
     sets.mkdir(parents=True, exist_ok=True)
-    stems = map(without_suffix, names)
-    (sets / f"{split}.txt").write_text("".join(f"{stem}\n" for stem in stems), encoding="utf-8")
+    (sets / f"{split}.txt").write_text("".join(f"{without_suffix(name)}\n" for name in names), encoding="utf-8")
     (folder / "labels.txt").write_text("".join(f"{name}\n" for name in table.class_names), encoding="utf-8")
 
 
@@ -170,14 +169,16 @@ def _annotations(folder: Path) -> Path | None:
 
 def _splits(folder: Path) -> tuple[str, ...] | None:
     """Names of the splits of one data set."""
-    splits = _image_sets(folder) or _split_folders(folder)
-    return ordered(splits) if splits else (ALL,) if _annotations(folder) else None
+    return ordered(_places(folder)) or None
 
 
-def _split_folders(folder: Path) -> dict[str, Path]:
-    """The folder of the XML files of each split that has a folder of its own."""
+def _places(folder: Path) -> dict[str, Path]:
+    """The folder of the XML files of each split of one data set; the same for all where lists choose from it."""
+    if sets := _image_sets(folder):
+        return dict.fromkeys(sets, folder / "Annotations")
     under = [place for top in ("", "Annotations", "annotations") for place in _folders(folder / top)]
-    return {split: found for place in under if (split := split_of(place.name)) and (found := _annotations(place))}
+    named = {split: found for place in under if (split := split_of(place.name)) and (found := _annotations(place))}
+    return named or ({ALL: found} if (found := _annotations(folder)) else {})
 
 
 def _image_sets(folder: Path) -> dict[str, Path]:
@@ -194,26 +195,22 @@ def _image_sets(folder: Path) -> dict[str, Path]:
 
 def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | ImageSources | None) -> Listing:
     """A split of all data sets that have it; classes are those of all of them."""
-    parsed: dict[Path, dict[Path, dict[str, _Parsed | str]]] = {}
-    for each in data_sets:
-        places = [each / "Annotations"] if _image_sets(each) else _split_folders(each).values() or [_annotations(each)]
-        parsed[each] = {place: _parse_all(place) for place in places}
-    of_split = [each for each in data_sets if split in (_splits(each) or ())]
-    if not of_split:
-        raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
-    everything = [image for places in parsed.values() for found in places.values() for image in found.values()]
+    places = {each: _places(each) for each in data_sets}
+    folders = dict.fromkeys(chain.from_iterable(found.values() for found in places.values()))
+    parsed = {place: _parse_all(place) for place in folders}
+    everything = chain.from_iterable(found.values() for found in parsed.values())
     names = {name for image in everything if isinstance(image, _Parsed) for name, *_ in image.boxes}
     class_files = [each / name for each in dict.fromkeys((folder, *data_sets)) for name in CLASS_FILES]
     class_files = [file for file in class_files if file.is_file()]
     classes, problems = _classes(class_files, names)
-    parts = (_part(each, split, parsed[each], image_dir) for each in of_split)
+    parts = (_part(each, split, found[split], parsed, image_dir) for each, found in places.items() if split in found)
     roots, parts_images, watched, listed, more = zip(*parts, strict=True)
     images = list(chain(*parts_images))
     found = Listing(
         roots[0] if len(roots) == 1 else image_dir or open_sources(roots),
         [ImageRow(number, *image[:3]) for number, image in enumerate(images, start=1)],
         classes,
-        [*chain(*parsed.values()), *class_files, *chain(*watched)],
+        [*parsed, *class_files, *chain(*watched)],
         set().union(*listed),
         [*problems, *chain(*more)],
     )
@@ -223,14 +220,12 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
     return found
 
 
-def _part(folder: Path, split: str, parsed: dict[Path, dict], image_dir: Path | ImageSources | None) -> tuple:
+def _part(folder: Path, split: str, place: Path, parsed: dict, image_dir: Path | ImageSources | None) -> tuple:
     """(root of the images, images, watched, listed, problems) of the split of one data set.
 
-    parsed: its folders of XML files and what stands in them.
+    place: the folder of its XML files. parsed: what stands in those of all folders.
     """
-    sets, images, problems = _image_sets(folder), [], []
-    place = folder / "Annotations" if sets else _annotations(folder) if split == ALL else _split_folders(folder)[split]
-    found = parsed[place]
+    sets, images, problems, found = _image_sets(folder), [], [], parsed[place]
     if sets:
         found, problems = _chosen(found, sets[split], place.name, split)
     root = image_dir or _image_root(folder, place, split)
@@ -301,9 +296,8 @@ def _image_root(folder: Path, place: Path, split: str) -> Path:
     near = [place, place.parent] if place.parent != folder.parent else [place]
     candidates = [at / name for at in near for name in (*IMAGE_FOLDERS, f"images/{split}", f"images/{place.name}")]
     candidates += [folder / "images" / place.name, folder / "JPEGImages" / place.name]
-    for candidate in candidates:
-        if images_in(candidate):
-            return candidate
+    if found := next(filter(images_in, candidates), None):
+        return found
     tried = ", ".join(str(candidate) for candidate in dict.fromkeys(candidates))
     raise BadInput(f"{folder}: no images found; tried {tried}; set their folder (--data.image_dir)")
 

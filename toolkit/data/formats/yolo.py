@@ -9,16 +9,7 @@ import yaml
 
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import parallel
-from toolkit.data.formats.annotated import (
-    ALL,
-    SPLIT_NAMES,
-    Listing,
-    copy_images,
-    file_names,
-    images_in,
-    open_annotated,
-    ordered,
-)
+from toolkit.data.formats.annotated import ALL, SPLIT_NAMES, Listing, copy_images, images_in, open_annotated, ordered
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.errors import BadInput
@@ -36,14 +27,12 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     or text files that list images; and without it `train/images` with `train/labels`, `images/train` with
     `labels/train`, and one folder without splits.
     """
-    settings = _settings(folder)
+    _, settings = _settings(folder)
     if settings:
-        splits = [split for split in SPLIT_NAMES if _entry(settings[1], split)]
-        return ordered(split for split in splits if _exists(folder, settings[1], split)) or None
+        splits = [split for split in SPLIT_NAMES if _entry(settings, split)]
+        return ordered(s for s in splits if all(place.exists() for place in _located(folder, settings, s))) or None
     splits = [name for name in SPLIT_NAMES if _plain_folders(folder, name)]
-    if splits:
-        return ordered(splits)
-    return (ALL,) if _plain_folders(folder, ALL) else None
+    return ordered(splits) or ((ALL,) if _plain_folders(folder, ALL) else None)
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
@@ -53,7 +42,6 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
     one has no objects. Lines of more than six numbers are polygons, and become the box around them; where `data.yaml`
     has `kpt_shape` they are a box with key points, and the box is read. Classes keep their numbers from 0.
     """
-    folder = Path(folder)
     return open_annotated("yolo", folder, split, lambda: _listing(folder, split, image_dir), **options)
 
 
@@ -62,12 +50,10 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
     Ignored are what YOLO cannot say: crowd regions (left out), annotated areas, ids, relations and attributes.
     """
-    names = file_names(table)
-    copy_images(table, names, folder / "images" / split, link)
+    names = copy_images(table, folder / "images" / split, link)
     write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
-    written = _settings(folder)
-    settings = written[1] if written else {}
-    settings = {**settings, split: f"images/{split}", "names": dict(enumerate(table.class_names))}
+    entries = {split: f"images/{split}", "names": dict(enumerate(table.class_names))}
+    settings = _settings(folder)[1] | entries
     (folder / "data.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
@@ -85,19 +71,17 @@ def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> 
         target.write_text("".join(lines))
 
 
-def _settings(folder: Path) -> tuple[Path, dict] | None:
-    """The YAML file that names classes and splits, and what it says."""
-    if not folder.is_dir():
-        return None
-    paths = sorted((*folder.glob("*.yaml"), *folder.glob("*.yml")), key=lambda path: (path.stem != "data", path.name))
-    for path in paths:
+def _settings(folder: Path) -> tuple[Path | None, dict]:
+    """The YAML file that names classes and splits, and what it says; None and {} where there is none."""
+    paths = (*folder.glob("*.yaml"), *folder.glob("*.yml")) if folder.is_dir() else ()
+    for path in sorted(paths, key=lambda path: (path.stem != "data", path.name)):
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
         except (yaml.YAMLError, UnicodeDecodeError):
             continue
         if isinstance(content, dict) and "names" in content and ("train" in content or "val" in content):
             return path, content
-    return None
+    return None, {}
 
 
 def _entry(settings: dict, split: str):
@@ -111,23 +95,21 @@ def _located(folder: Path, settings: dict, split: str) -> list[Path]:
     for text in entry if isinstance(entry, list) else [entry]:
         text = str(text)
         bases = [folder / str(settings.get("path") or ""), folder]
-        tails = [text, text.removeprefix("../"), str(Path(text) / "images")]
-        tails += ["/".join(Path(text).parts[-count:]) for count in (3, 2, 1)]  # of a path on another computer
+        tails = [text, text.removeprefix("../"), str(Path(text) / "images"), *_ends(text)]
         candidates = [base / tail for base in bases for tail in tails]
         found.append(next((place for place in candidates if place.exists() and _is_of_split(place)), folder / text))
     return found
 
 
+def _ends(path: str) -> list[str]:
+    """The last parts of a path, which may be one on another computer."""
+    return ["/".join(Path(path).parts[-count:]) for count in (3, 2, 1)]
+
+
 def _is_of_split(place: Path) -> bool:
-    return place.is_file() or bool(images_in(place)) or bool(images_in(place / "images")) or _nested(place)
-
-
-def _nested(place: Path) -> bool:
+    if place.is_file() or images_in(place) or images_in(place / "images"):
+        return True
     return any(images_in(inner) for inner in place.iterdir() if inner.is_dir())
-
-
-def _exists(folder: Path, settings: dict, split: str) -> bool:
-    return all(place.exists() for place in _located(folder, settings, split))
 
 
 def _plain_folders(folder: Path, split: str) -> Path | None:
@@ -152,12 +134,6 @@ def _is_label_folder(folder: Path) -> bool:
     return False
 
 
-def _label_folders(folder: Path) -> set[Path]:
-    """Folders of the label files of all splits of a folder without a YAML file."""
-    images = [_plain_folders(folder, split) for split in (*SPLIT_NAMES, ALL)]
-    return {labels.parent for place in images if place for labels in _labels_of(place / "x.jpg")}
-
-
 def _is_number(word: str) -> bool:
     try:
         return math.isfinite(float(word))
@@ -167,14 +143,9 @@ def _is_number(word: str) -> bool:
 
 def _images(folder: Path, split: str) -> tuple[list[Path], list[Path], dict]:
     """(image files of a split, folders and lists to watch, what the YAML file says)."""
-    settings = _settings(folder)
-    places = _located(folder, settings[1], split) if settings and split in SPLIT_NAMES else []
-    if not settings:
-        plain = _plain_folders(folder, split)
-        places = [plain] if plain else []
-    if not places:
-        raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
-    files, watched = [], [settings[0]] if settings else []
+    file, settings = _settings(folder)
+    places = _located(folder, settings, split) if settings else [_plain_folders(folder, split)]
+    files, watched = [], [file] if file else []
     for place in places:
         if place.is_file():
             lines = place.read_text(encoding="utf-8-sig").splitlines()
@@ -182,19 +153,17 @@ def _images(folder: Path, split: str) -> tuple[list[Path], list[Path], dict]:
             watched.append(place)
             continue
         if not place.is_dir():
-            raise BadInput(f"{place}: no such folder, which {settings[0].name} names for {split}")
+            raise BadInput(f"{place}: no such folder, which {file.name} names for {split}")
         inner = place / "images" if not images_in(place) and images_in(place / "images") else place
         for at in [inner, *sorted(each for each in inner.rglob("*") if each.is_dir())]:
             files += [at / name for name in images_in(at)]
             watched.append(at)
-    return files, watched, settings[1] if settings else {}
+    return files, watched, settings
 
 
 def _listed(line: str, file: Path, folder: Path) -> Path:
     """An image of a list: its path as it stands, relative to the list or to the folder, or by its last parts."""
-    parts = Path(line).parts
-    tails = [line, *("/".join(parts[-count:]) for count in (3, 2, 1))]
-    candidates = [base / tail for tail in tails for base in (file.parent, folder)]
+    candidates = [base / tail for tail in (line, *_ends(line)) for base in (file.parent, folder)]
     return next((path for path in candidates if path.is_file()), candidates[0])
 
 
@@ -276,7 +245,9 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
         if file.is_file():
             listed = file.read_text(encoding="utf-8-sig").splitlines()
             return [name.strip() for name in listed if name.strip()], []
-    everywhere = [path for path in folder.rglob("*.txt") if path.parent in _label_folders(folder)]
+    images = [_plain_folders(folder, split) for split in (*SPLIT_NAMES, ALL)]
+    label_folders = {labels.parent for place in images if place for labels in _labels_of(place / "x.jpg")}
+    everywhere = [path for path in folder.rglob("*.txt") if path.parent in label_folders]
     others = (path.read_text(errors="replace").splitlines() for path in everywhere if path not in lines)
     firsts = {line.split()[0] for content in (*lines.values(), *others) for line in content if line.split()}
     highest = max((int(word) for word in firsts if word.isdecimal()), default=0)

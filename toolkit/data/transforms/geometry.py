@@ -6,11 +6,11 @@ A transform is any callable `(image, target, generator) -> (image, target)`:
 - target: the dict of `toolkit.data.dataset`; a transform returns a new one and leaves the given one alone.
 - generator: the only source of random numbers, so that an augmentation can be repeated anywhere.
 
-Geometry follows facebookresearch/detr `datasets/transforms.py`. Sizes are (height, width), regions are
-(top, left, height, width) in whole pixels, boxes are xyxy pixels.
+Geometry follows facebookresearch/detr `datasets/transforms.py`. Boxes are xyxy pixels.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,18 +18,20 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from toolkit.batch import Target
-from toolkit.data.transforms.mirrored import mirrored_relations
+from toolkit.errors import BadInput
 
-Transform = Callable[[Tensor, Target, torch.Generator], tuple[Tensor, Target]]
+Sample = tuple[Tensor, Target]
+Transform = Callable[[Tensor, Target, torch.Generator], Sample]
+Size = tuple[int, int]  # height, width in pixels
+Region = tuple[int, int, int, int]  # top, left, height, width in pixels
 
 PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "mixup")  # the last: of mixup only
 DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
+OTHER_SIDE = {"left": "right", "right": "left", "leftmost": "rightmost", "rightmost": "leftmost"}
+UNKNOWN = -1  # predicate that has no name in a mirrored picture
 
 
-# ---- sizes -----------------------------------------------------------------------------------------------------------
-
-
-def shorter_side_size(size_hw: tuple[int, int], shorter: int, max_longer: int | None = None) -> tuple[int, int]:
+def shorter_side_size(size_hw: Size, shorter: int, max_longer: int | None = None) -> Size:
     """Size (h, w) after resizing the shorter side to `shorter`, or to less where the longer would pass `max_longer`.
 
     DETR's `get_size_with_aspect_ratio` to the letter (rounding of the limited side, truncation of the other), except
@@ -56,43 +58,22 @@ def keep_boxes(target: Target, keep: Tensor) -> Target:
         return target
     target = {**target, **{name: target[name][keep] for name in PER_BOX_FIELDS if name in target}}
     if "relations" in target:
-        relations = target["relations"]
-        new_index = keep.cumsum(0) - 1
-        relations = relations[keep[relations[:, 0]] & keep[relations[:, 1]]]
-        target["relations"] = torch.stack(
-            [new_index[relations[:, 0]], new_index[relations[:, 1]], relations[:, 2]], dim=1
-        )
+        new_index, relations = keep.cumsum(0) - 1, target["relations"]
+        relations = relations[keep[relations[:, :2]].all(1)]
+        target["relations"] = torch.cat([new_index[relations[:, :2]], relations[:, 2:]], dim=1)
     return target
 
 
-def resize_target(target: Target, old_hw: tuple[int, int], new_hw: tuple[int, int]) -> Target:
+def resize_target(target: Target, old_hw: Size, new_hw: Size) -> Target:
     """Boxes and areas scaled from an image of `old_hw` to one of `new_hw`; `size` set."""
     y, x = new_hw[0] / old_hw[0], new_hw[1] / old_hw[1]
-    return {
-        **target,
-        "boxes": target["boxes"] * torch.tensor([x, y, x, y]),
-        "area": target["area"] * (x * y),
-        "size": torch.tensor(new_hw),
-    }
+    boxes, area = target["boxes"] * torch.tensor([x, y, x, y]), target["area"] * (x * y)
+    return {**target, "boxes": boxes, "area": area, "size": torch.tensor(new_hw)}
 
 
-def flip_target(target: Target, width: int) -> Target:
-    """Boxes mirrored left to right in an image `width` pixels wide."""
-    x_min, y_min, x_max, y_max = target["boxes"].unbind(1)
-    return {**target, "boxes": torch.stack([width - x_max, y_min, width - x_min, y_max], dim=1)}
-
-
-def crop_target(target: Target, region: tuple[int, int, int, int]) -> Target:
-    """Boxes moved and clipped to the region; those left without width or height go; area = area of the clipped box.
-
-    As in DETR the box's area replaces the annotated (mask) area, also for boxes the crop does not cut.
-    """
-    top, left, height, width = region
-    boxes = target["boxes"] - torch.tensor([left, top, left, top], dtype=torch.float32)
-    boxes = boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=torch.float32))
-    sides = boxes[:, 2:] - boxes[:, :2]
-    target = {**target, "boxes": boxes, "area": sides.prod(1), "size": torch.tensor((height, width))}
-    return keep_boxes(target, (sides > 0).all(1))
+def clipped(boxes: Tensor, height: int, width: int) -> Tensor:
+    """(N, 4) float32 xyxy boxes clipped to an image of this size."""
+    return boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=torch.float32))
 
 
 def recheck_boxes(image: Tensor, target: Target) -> Target:
@@ -111,15 +92,40 @@ def recheck_boxes(image: Tensor, target: Target) -> Target:
         )
     if not bool(boxes.isfinite().all()):
         raise ValueError(f"image id {target['image_id']}: the transform returned non-finite boxes {boxes.tolist()}")
-    limit = torch.tensor([size_hw[1], size_hw[0], size_hw[1], size_hw[0]], dtype=torch.float32)
-    boxes = boxes.clamp(min=0).minimum(limit)
+    boxes = clipped(boxes, *size_hw)
     return keep_boxes({**target, "boxes": boxes}, (boxes[:, 2:] > boxes[:, :2]).all(1))
+
+
+def mirrored_predicates(names: Sequence[str], pairs: Mapping[str, str] | None = None) -> Tensor:
+    """(P,) int64: which predicate each becomes in a mirrored picture; `UNKNOWN`: there is no name for it.
+
+    A name that says left or right becomes the one that says the other side; all others stay.
+
+    Args:
+        names: of the predicates, in the order of their labels.
+        pairs: what further ones become, such as {"west of": "east of"}, and back.
+
+    Raises:
+        BadInput: pairs of names that are none.
+    """
+    pairs = dict(pairs or {})
+    if strange := sorted({*pairs, *pairs.values()} - set(names)):
+        words = f"{', '.join(strange)}: no predicates of the data, which has {', '.join(names)}"
+        raise BadInput(f"data.mirrored_predicates: {words}")
+    pairs |= {other: name for name, other in pairs.items()}
+    rows = {name: row for row, name in enumerate(names)}
+    wanted = (pairs.get(name) or re.sub(r"[A-Za-z]+", _other_side, name) for name in names)
+    return torch.tensor([rows.get(name, UNKNOWN) for name in wanted], dtype=torch.int64)
+
+
+def _other_side(word: re.Match) -> str:
+    return OTHER_SIDE.get(word[0], word[0])
 
 
 # ---- images with their targets ---------------------------------------------------------------------------------------
 
 
-def resize(image: Tensor, target: Target, size_hw: tuple[int, int]) -> tuple[Tensor, Target]:
+def resize(image: Tensor, target: Target, size_hw: Size) -> Sample:
     """Antialiased bilinear resize to exactly `size_hw`."""
     target = resize_target(target, tuple(image.shape[-2:]), size_hw)
     # The uint8 kernel is three times faster on channels-last memory; a crop or an odd decoder may have lost that.
@@ -127,27 +133,36 @@ def resize(image: Tensor, target: Target, size_hw: tuple[int, int]) -> tuple[Ten
     return F.resize(image, list(size_hw), antialias=True), target
 
 
-def flip(image: Tensor, target: Target) -> tuple[Tensor, Target]:
+def flip(image: Tensor, target: Target) -> Sample:
     """Mirrored left to right, and relations with it, by `mirrored_predicates` of the target where it has them; as they
     are if one of the relations has no name in a mirrored picture."""
     if (mirrored := target.get("mirrored_predicates")) is not None:
-        relations = mirrored_relations(target["relations"], mirrored)
-        if relations is None:
+        relations = target["relations"]
+        predicates = mirrored[relations[:, 2]]
+        if (predicates == UNKNOWN).any():
             return image, target
-        target = {**target, "relations": relations}
-    return F.horizontal_flip(image), flip_target(target, image.shape[-1])
+        target = {**target, "relations": torch.cat([relations[:, :2], predicates[:, None]], dim=1)}
+    width = image.shape[-1]
+    x_min, y_min, x_max, y_max = target["boxes"].unbind(1)
+    boxes = torch.stack([width - x_max, y_min, width - x_min, y_max], dim=1)
+    return F.horizontal_flip(image), {**target, "boxes": boxes}
 
 
-def crop(image: Tensor, target: Target, region: tuple[int, int, int, int]) -> tuple[Tensor, Target]:
-    """The region of the image, as a view of its memory."""
+def crop(image: Tensor, target: Target, region: Region) -> Sample:
+    """The region of the image, as a view of its memory; boxes are moved and clipped to it, and go where no width or
+    height is left. As in DETR the area becomes the clipped box's, also for boxes that the crop does not cut."""
     top, left, height, width = region
-    return image[:, top : top + height, left : left + width], crop_target(target, region)
+    boxes = target["boxes"] - torch.tensor([left, top, left, top], dtype=torch.float32)
+    boxes = clipped(boxes, height, width)
+    sides = boxes[:, 2:] - boxes[:, :2]
+    target = {**target, "boxes": boxes, "area": sides.prod(1), "size": torch.tensor((height, width))}
+    return image[:, top : top + height, left : left + width], keep_boxes(target, (sides > 0).all(1))
 
 
 # ---- transforms ------------------------------------------------------------------------------------------------------
 
 
-def _draw_int(low: int, high: int, generator: torch.Generator) -> int:
+def draw_int(low: int, high: int, generator: torch.Generator) -> int:
     """A whole number from [low, high], both included."""
     return int(torch.randint(low, high + 1, (), generator=generator))
 
@@ -158,7 +173,7 @@ class Compose:
 
     transforms: Sequence[Transform]
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         for transform in self.transforms:
             image, target = transform(image, target, generator)
         return image, target
@@ -170,8 +185,8 @@ class RandomChoice:
 
     branches: Sequence[Transform]
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
-        return self.branches[_draw_int(0, len(self.branches) - 1, generator)](image, target, generator)
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
+        return self.branches[draw_int(0, len(self.branches) - 1, generator)](image, target, generator)
 
 
 @dataclass(frozen=True)
@@ -180,7 +195,7 @@ class RandomFlip:
 
     probability: float = 0.5
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         if float(torch.rand((), generator=generator)) < self.probability:
             return flip(image, target)
         return image, target
@@ -193,23 +208,13 @@ class ResizeShorter:
     scales: Sequence[int]
     max_longer: int | None = None
 
-    def draw(self, size_hw: tuple[int, int], generator: torch.Generator) -> tuple[int, int]:
+    def draw(self, size_hw: Size, generator: torch.Generator) -> Size:
         """The (h, w) to resize to."""
-        scale = self.scales[_draw_int(0, len(self.scales) - 1, generator)]
+        scale = self.scales[draw_int(0, len(self.scales) - 1, generator)]
         return shorter_side_size(size_hw, scale, self.max_longer)
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         return resize(image, target, self.draw(tuple(image.shape[-2:]), generator))
-
-
-@dataclass(frozen=True)
-class ResizeSquare:
-    """To `size` x `size` pixels, aspect ratio not kept; for models that ignore a pixel mask."""
-
-    size: int
-
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
-        return resize(image, target, (self.size, self.size))
 
 
 @dataclass(frozen=True)
@@ -219,13 +224,13 @@ class ThenResize:
     size_hw: the size where the batch has none of its own (the keys of its samples carry none).
     """
 
-    before: Transform
+    before: Transform = Compose(())
     after: Transform = Compose(())
-    size_hw: tuple[int, int] | None = None
+    size_hw: Size | None = None
 
     def __call__(
-        self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int] | None = None
-    ) -> tuple[Tensor, Target]:
+        self, image: Tensor, target: Target, generator: torch.Generator, size_hw: Size | None = None
+    ) -> Sample:
         image, target = resize(*self.before(image, target, generator), size_hw or self.size_hw)
         return self.after(image, target, generator)
 
@@ -237,16 +242,16 @@ class RandomSizeCrop:
     min_size: int
     max_size: int
 
-    def draw(self, size_hw: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
+    def draw(self, size_hw: Size, generator: torch.Generator) -> Region:
         """The region to cut from an image of `size_hw`; drawn in DETR's order: width, height, top, left."""
         height, width = size_hw
-        crop_width = _draw_int(min(self.min_size, width), min(self.max_size, width), generator)
-        crop_height = _draw_int(min(self.min_size, height), min(self.max_size, height), generator)
-        top = _draw_int(0, height - crop_height, generator)
-        left = _draw_int(0, width - crop_width, generator)
+        crop_width = draw_int(min(self.min_size, width), min(self.max_size, width), generator)
+        crop_height = draw_int(min(self.min_size, height), min(self.max_size, height), generator)
+        top = draw_int(0, height - crop_height, generator)
+        left = draw_int(0, width - crop_width, generator)
         return top, left, crop_height, crop_width
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         return crop(image, target, self.draw(tuple(image.shape[-2:]), generator))
 
 
@@ -263,7 +268,7 @@ class ResizeCropResize:
     size_crop: RandomSizeCrop
     last: ResizeShorter
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         source_hw = tuple(image.shape[-2:])
         middle_hw = self.first.draw(source_hw, generator)
         top, left, height, width = self.size_crop.draw(middle_hw, generator)
@@ -295,12 +300,6 @@ def detr_train_transform(
     return Compose((RandomFlip(flip_probability), RandomChoice((multi_scale, cropped))))
 
 
-def square_transform(size: int, flip_probability: float = 0.0) -> Transform:
-    """Every image to `size` x `size`; mirrored with the given probability (training)."""
-    resize_square = ResizeSquare(size)
-    return Compose((RandomFlip(flip_probability), resize_square)) if flip_probability else resize_square
-
-
-def eval_transform(shorter: int = 800, max_longer: int | None = 1333) -> Transform:
-    """DETR's validation transform: shorter side to `shorter`, the longer side at most `max_longer`; nothing random."""
-    return ResizeShorter((shorter,), max_longer)
+def square_transform(size: int) -> Transform:
+    """Every image to `size` x `size` pixels, aspect ratio not kept; for models that ignore a pixel mask."""
+    return ThenResize(size_hw=(size, size))

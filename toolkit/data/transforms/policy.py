@@ -7,8 +7,9 @@ data:
     - RandomHorizontalFlip
 """
 
+import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +20,13 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from toolkit.batch import Target
-from toolkit.data.transforms.geometry import keep_boxes
+from toolkit.data.transforms.geometry import Sample, clipped, keep_boxes
 from toolkit.errors import BadInput
 
 # Of whole batches, or away from uint8 images: the loader and the detector do that.
-NOT_HERE = {
-    "MixUp",
-    "CutMix",
-    "ToTensor",
-    "PILToTensor",
-    "ToPILImage",
-    "ToImage",
-    "ToPureTensor",
-    "ToDtype",
-    "Normalize",
-    "ConvertImageDtype",
-    "ConvertBoundingBoxFormat",
-    "LinearTransformation",
-    "FiveCrop",
-    "TenCrop",
-    "Lambda",
-    "UniformTemporalSubsample",
-    "Transform",
-}
+NOT_HERE = "MixUp CutMix ToTensor PILToTensor ToPILImage ToImage ToPureTensor ToDtype Normalize Transform".split()
+NOT_HERE += "ConvertImageDtype ConvertBoundingBoxFormat LinearTransformation FiveCrop TenCrop Lambda".split()
+NOT_HERE += ["UniformTemporalSubsample"]
 TRIALS = 8
 
 
@@ -51,12 +36,14 @@ class Policy:
     Their random numbers follow from the generator alone; torch's own state stays as it is. Boxes are clipped to the
     image and go where nothing is left of them; areas change as those of the clipped boxes do; labels, crowd flags,
     attributes and relations follow their boxes.
+
+    then: a transform that follows; what else the policy is called with, such as a size, is for it.
     """
 
-    def __init__(self, transforms: Sequence[v2.Transform]):
-        self.transforms = list(transforms)
+    def __init__(self, transforms: Sequence[v2.Transform], then: Callable[..., Sample] | None = None):
+        self.transforms, self.then = list(transforms), then
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, *size) -> Sample:
         seed = int(torch.randint(2**63 - 1, (), generator=generator))
         boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=tuple(image.shape[-2:]))
         sample = {"image": tv_tensors.Image(image), "boxes": boxes, "labels": torch.arange(len(boxes))}
@@ -64,26 +51,18 @@ class Policy:
             torch.manual_seed(seed)
             for transform in self.transforms:
                 sample = transform(sample)
-        return _taken(sample, target)
+        image, target = _taken(sample, target)
+        return self.then(image, target, generator, *size) if self.then is not None else (image, target)
 
     def __repr__(self) -> str:
         return f"Policy({self.transforms})"
 
 
-class Before:
-    """`policy`, then another transform, which may be called with a size."""
-
-    def __init__(self, policy: Policy, transform):
-        self.policy, self.transform = policy, transform
-
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, *size) -> tuple[Tensor, Target]:
-        return self.transform(*self.policy(image, target, generator), generator, *size)
-
-
-def policy_of(entries: str | Sequence[Any]) -> Policy:
+def policy_of(entries: str | Sequence[Any], then: Callable[..., Sample] | None = None) -> Policy:
     """The policy of a list of transforms, or of a YAML file with one; tried on small images here.
 
     entries: names, or mappings of one name to its arguments; `transforms` among arguments is again such a list.
+    then: see `Policy`.
 
     Raises BadInput: a name that is none, wrong arguments, or a result that is no uint8 RGB image; naming each entry.
     """
@@ -102,14 +81,13 @@ def policy_of(entries: str | Sequence[Any]) -> Policy:
             faults += [f"{where}, entry {number}: {problem}" for problem in error.problems]
     if faults:
         raise BadInput(faults)
-    return Policy(made)
+    return Policy(made, then)
 
 
-def _taken(sample: Mapping[str, Tensor], target: Target) -> tuple[Tensor, Target]:
+def _taken(sample: Mapping[str, Tensor], target: Target) -> Sample:
     image, left = sample["image"].as_subclass(Tensor), sample["labels"]
     height, width = image.shape[-2:]
-    boxes = sample["boxes"].as_subclass(Tensor).to(torch.float32)
-    boxes = boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=torch.float32))
+    boxes = clipped(sample["boxes"].as_subclass(Tensor).to(torch.float32), height, width)
     keep = torch.zeros(len(target["boxes"]), dtype=torch.bool)
     keep[left] = True
     before = (target["boxes"][:, 2:] - target["boxes"][:, :2]).prod(1)
@@ -137,31 +115,20 @@ def _made(entry: Any) -> v2.Transform:
             raise BadInput(f"{dict(entry)}: expected one name with its arguments")
         name, arguments = next(iter(entry.items()))
         arguments = {} if arguments is None else arguments
-    kind = getattr(v2, name, None) if isinstance(name, str) and name not in NOT_HERE else None
-    if not (inspect.isclass(kind) and issubclass(kind, v2.Transform)) or name.startswith("_"):
-        import difflib
-
-        known = [
-            each
-            for each in dir(v2)
-            if inspect.isclass(getattr(v2, each))
-            and each not in NOT_HERE
-            and issubclass(getattr(v2, each), v2.Transform)
-        ]
+    classes = {each: kind for each in dir(v2) if inspect.isclass(kind := getattr(v2, each))}
+    known = {each: kind for each, kind in classes.items() if issubclass(kind, v2.Transform) and each not in NOT_HERE}
+    if not isinstance(name, str) or name not in known:
         near = difflib.get_close_matches(str(name), known, n=1)
-        raise BadInput(
-            f"{name!r} is no transform of torchvision.transforms.v2 that can stand here"
-            + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}")
-        )
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise BadInput(f"{name!r} is no transform of torchvision.transforms.v2 that can stand here; {hint}")
     if not isinstance(arguments, Mapping):
         raise BadInput(f"{name}: expected its arguments by name, such as {{p: 0.5}}; found {arguments!r}")
     given = {key: [_made(each) for each in value] if key == "transforms" else value for key, value in arguments.items()}
     try:
-        return kind(**given)
+        return known[name](**given)
     except (TypeError, ValueError, AttributeError) as error:
-        raise BadInput(
-            f"{name}: {error}; its arguments are {inspect.signature(kind.__init__)}".replace("(self, ", "(")
-        ) from error
+        signature = str(inspect.signature(known[name].__init__)).replace("(self, ", "(")
+        raise BadInput(f"{name}: {error}; its arguments are {signature}") from error
 
 
 def _tried(transform: v2.Transform) -> None:
@@ -169,13 +136,7 @@ def _tried(transform: v2.Transform) -> None:
     for seed in range(TRIALS):
         boxes = torch.tensor([[4.0, 4, 30, 40], [20, 10, 60, 44]])[: seed % 3]
         image = torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-        target = {
-            "image_id": 0,
-            "boxes": boxes,
-            "labels": torch.zeros(len(boxes), dtype=torch.int64),
-            "area": (boxes[:, 2:] - boxes[:, :2]).prod(1),
-            "size": torch.tensor((48, 64)),
-        }
+        target = {"boxes": boxes, "labels": torch.arange(len(boxes)), "area": (boxes[:, 2:] - boxes[:, :2]).prod(1)}
         try:
             out, _ = Policy([transform])(image, target, torch.Generator().manual_seed(seed))
         except (TypeError, ValueError, RuntimeError, NotImplementedError, IndexError, KeyError) as error:

@@ -8,18 +8,42 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torchvision.transforms.v2 import functional as F
 
 from toolkit.batch import Target
 from toolkit.box_ops import pairwise_iou
-from toolkit.data.transforms.geometry import crop, flip, keep_boxes, resize
-from toolkit.data.transforms.photometric import PhotometricDistortion
+from toolkit.data.transforms.geometry import Region, Sample, Size, crop, draw_int, flip, keep_boxes, resize
 
 FILL_RGB = (123, 117, 104)  # ImageNet's mean
 MIN_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of which a crop draws one; 1: no crop
 TRIALS = 40
 MAX_CANVAS_PIXELS = 4096 * 4096  # of `SeenRegion`: 48 MiB, where 4 times the sides of 12 megapixels would take 550
 
-Region = tuple[int, int, int, int]  # top, left, height, width in pixels of the image, perhaps beyond it
+
+@dataclass(frozen=True)
+class PhotometricDistortion:
+    """Brightness, contrast, saturation and hue, each on half of the images (SSD, Liu et al. 2016, section 2.2).
+
+    The ranges are torchvision's; contrast comes first or last, as likely. uint8 saturates at 0 and 255.
+    hue is in turns.
+    """
+
+    brightness: tuple[float, float] = (0.875, 1.125)
+    contrast: tuple[float, float] = (0.5, 1.5)
+    saturation: tuple[float, float] = (0.5, 1.5)
+    hue: tuple[float, float] = (-0.05, 0.05)
+    probability: float = 0.5
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
+        contrast_first, *chances = torch.rand(5, generator=generator).tolist()
+        factors = torch.rand(4, generator=generator).tolist()
+        steps = [(F.adjust_brightness, self.brightness), (F.adjust_saturation, self.saturation)]
+        steps.append((F.adjust_hue, self.hue))
+        steps.insert(1 if contrast_first < 0.5 else 3, (F.adjust_contrast, self.contrast))
+        for (adjust, (low, high)), chance, factor in zip(steps, chances, factors, strict=True):
+            if chance < self.probability:
+                image = adjust(image, low + (high - low) * factor)
+        return image, target
 
 
 @dataclass(frozen=True)
@@ -38,9 +62,7 @@ class SsdTransform:
     flip: bool = True
     photometric: bool = True
 
-    def __call__(
-        self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int]
-    ) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, size_hw: Size) -> Sample:
         region, target = draw_seen(image, target, self.zoom_out, self.iou_crop, generator)
         image, target = view(image, target, region, size_hw)
         if self.flip and float(torch.rand((), generator=generator)) < 0.5:
@@ -58,7 +80,7 @@ class SeenRegion:
     zoom_out: float = 4.0
     iou_crop: bool = True
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         region, seen = draw_seen(image, target, self.zoom_out, self.iou_crop, generator)
         if region == (0, 0, *image.shape[-2:]):
             return image, seen
@@ -79,7 +101,7 @@ def draw_seen(
     return region, target
 
 
-def draw_zoom_out(size_hw: tuple[int, int], max_side: float, generator: torch.Generator) -> Region:
+def draw_zoom_out(size_hw: Size, max_side: float, generator: torch.Generator) -> Region:
     """A canvas of the image's shape with the image somewhere on it, or, as likely, the image alone (`RandomZoomOut`).
 
     max_side: sides of the largest canvas, in sides of the image.
@@ -103,7 +125,7 @@ def draw_iou_crop(region: Region, boxes: Tensor, generator: torch.Generator) -> 
     """
     top, left, height, width = region
     while len(boxes):
-        min_iou = MIN_IOUS[int(torch.randint(len(MIN_IOUS), (), generator=generator))]
+        min_iou = MIN_IOUS[draw_int(0, len(MIN_IOUS) - 1, generator)]
         if min_iou >= 1:
             break
         scales, places = torch.rand(2, TRIALS, 2, generator=generator, dtype=torch.float64).unbind(0)
@@ -135,7 +157,7 @@ def keep_seen(target: Target, region: Region) -> Target:
     return keep_boxes(target, centres_inside(target["boxes"], corners)[0] | (target["iscrowd"] != 0))
 
 
-def view(image: Tensor, target: Target, region: Region, size_hw: tuple[int, int]) -> tuple[Tensor, Target]:
+def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample:
     """The region as an image of `size_hw`, `FILL_RGB` where it lies beyond the given one; boxes clipped to it.
 
     The picture begins and ends at whole pixels, and the boxes follow it.
@@ -160,4 +182,3 @@ def _span(start: int, length: int, side: int, out_side: int) -> tuple[slice, int
     out_first = min(round((first - start) * out_side / length), out_side - 1)
     out_last = max(round((last - start) * out_side / length), out_first + 1)
     return slice(first, last), out_first, out_last - out_first
-

@@ -15,24 +15,10 @@ from torchvision.transforms.v2 import functional as F
 
 from toolkit.batch import Target
 from toolkit.box_ops import pairwise_iou
-from toolkit.data.transforms.geometry import (
-    Compose,
-    RandomFlip,
-    ThenResize,
-    Transform,
-    crop,
-    keep_boxes,
-    resize_target,
-)
+from toolkit.data.transforms.geometry import RandomFlip, Sample, ThenResize, Transform, crop, keep_boxes, resize_target
 
 FILL_RGB = (124, 116, 104)  # ImageNet's mean, rounded
-INTERPOLATIONS = (
-    Image.Resampling.NEAREST,
-    Image.Resampling.BILINEAR,
-    Image.Resampling.BICUBIC,
-    Image.Resampling.BOX,
-    Image.Resampling.LANCZOS,
-)
+INTERPOLATIONS = [Image.Resampling[name] for name in ("NEAREST", "BILINEAR", "BICUBIC", "BOX", "LANCZOS")]
 
 
 @dataclass(frozen=True)
@@ -49,7 +35,7 @@ class ColourDistortion:
     hue: float = 18 / 255
     probability: float = 0.5
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         contrast_first, *chances = torch.rand(5, generator=generator).tolist()
         u = torch.rand(4, generator=generator).tolist()
         saturation = (F.adjust_saturation, _between(*self.saturation, u[1]), chances[1])
@@ -72,7 +58,7 @@ class RandomExpand:
     max_ratio: float = 4.0
     probability: float = 0.5
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         chance, ratio, down, right = torch.rand(4, generator=generator).tolist()
         if chance >= self.probability:
             return image, target
@@ -128,7 +114,7 @@ class ConstrainedCrop:
         top, left = (u[2] * (size_hw[0] - height)).long(), (u[3] * (size_hw[1] - width)).long()
         return torch.stack((top, left, height, width), dim=-1)
 
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         region = self.draw(target["boxes"], tuple(image.shape[-2:]), generator)
         return crop(image, keep_boxes(target, centres_inside(target["boxes"], region)), region)
 
@@ -140,9 +126,7 @@ class Yolov3Transform:
     steps: Sequence[Transform]
     flip_probability: float = 0.5
 
-    def __call__(
-        self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int]
-    ) -> tuple[Tensor, Target]:
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int]) -> Sample:
         for step in self.steps:
             image, target = step(image, target, generator)
         method = INTERPOLATIONS[int(torch.randint(len(INTERPOLATIONS), (), generator=generator))]
@@ -155,15 +139,13 @@ def yolov3_transform(
 ) -> Transform:
     """GluonCV's recipe, or what of it is wanted (there zoom_out is 4); 1 and nothing else: a plain resize."""
     if not (photometric or zoom_out > 1 or iou_crop or flip):
-        return ThenResize(Compose(()))
+        return ThenResize()
     steps = (ColourDistortion(),) * photometric + (RandomExpand(zoom_out),) * (zoom_out > 1)
     steps += (ConstrainedCrop(),) * iou_crop
     return Yolov3Transform(steps, 0.5 if flip else 0.0)
 
 
-def resize_by(
-    image: Tensor, target: Target, size_hw: tuple[int, int], method: Image.Resampling
-) -> tuple[Tensor, Target]:
+def resize_by(image: Tensor, target: Target, size_hw: tuple[int, int], method: Image.Resampling) -> Sample:
     """Resized to exactly `size_hw` by one of Pillow's filters, which widen when they shrink an image."""
     target = resize_target(target, tuple(image.shape[-2:]), size_hw)
     if tuple(image.shape[-2:]) == tuple(size_hw):

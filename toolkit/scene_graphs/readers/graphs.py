@@ -46,9 +46,8 @@ def read_graphs(
         found = read(places)
         checked = found if isinstance(found, Checked) else check(found, str(files[0]), max_image_pixels)
         good, digests = with_good_files(checked, places, check_images, max_image_pixels)
-        columns = {name: value for name, value in vars(good).items() if name != "listed"}
         place = {"cache_file": cache_file, "image_root": places.resolve()}
-        return write_table(**columns, **place, name=name, checked=digests)
+        return write_table(**good.columns(), **place, name=name, checked=digests)
 
     parts = [*(key or [what]), check_images, places.resolve(), *map(file_digest, files)]
     checking = {"on_error": on_error, "max_image_pixels": max_image_pixels}
