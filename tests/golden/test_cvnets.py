@@ -177,8 +177,6 @@ def test_ema(golden):
 
 def test_norm_momentum(momentum_case):
     options = {key.rpartition(".")[2]: value for key, value in momentum_case["options"].items()}
-    if options["anneal_type"] != "cosine":
-        pytest.skip("no setting asks for it")
     by_step, epoch_steps = options["is_iteration_based"], momentum_case["iters_per_epoch"]
     epochs_or_steps = options["max_iterations"] if by_step else options["max_epochs"]
     total, warmup = (epochs_or_steps, options["warmup_iterations"]) if by_step else (epochs_or_steps * epoch_steps, 0)
@@ -190,7 +188,7 @@ def test_norm_momentum(momentum_case):
             break  # beyond the end of training
         moment = step if by_step else step // epoch_steps * epoch_steps if step >= options["warmup_iterations"] else 0
         start = options["momentum"]
-        momentum = bn_momentum(moment, total, start, options["final_momentum_value"], warmup)
+        momentum = bn_momentum(moment, total, start, options["final_momentum_value"], warmup, options["anneal_type"])
         set_bn_momentum(modules, momentum)
         for (kind, mode), module, value in zip(kinds, modules, theirs, strict=True):
             if kind in ("BatchNorm2d", "SyncBatchNorm") or mode != "(train)":

@@ -140,11 +140,16 @@ def set_bn_momentum(module: nn.Module, momentum: float) -> None:
             child.momentum = momentum
 
 
-def bn_momentum(step: int, total_steps: int, start: float, final: float, warmup_steps: int = 0) -> float:
-    """Batch-norm momentum at an optimizer step: `start` during the warm-up, then by a cosine to `final` at
-    `total_steps`. As CVNets' AdjustBatchNormMomentum, which ends statistics that still move."""
+def bn_momentum(
+    step: int, total_steps: int, start: float, final: float, warmup_steps: int = 0, shape: str = "cosine"
+) -> float:
+    """Batch-norm momentum at an optimizer step: `start` during the warm-up, then to `final` at `total_steps`.
+
+    shape: "cosine" or "linear". As CVNets' AdjustBatchNormMomentum, which ends statistics that still move.
+    """
     done = min(max((step - warmup_steps) / max(1, total_steps - warmup_steps), 0.0), 1.0)
-    return final + (start - final) * ((1 + math.cos(math.pi * done)) / 2)
+    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}[shape]
+    return final + (start - final) * left
 
 
 def _frozen(norm: nn.Module) -> FrozenBatchNorm2d:
