@@ -1,6 +1,6 @@
 """Scene graphs of a whole test split on one process: seconds and peak memory from predictions to all metrics.
 
-    PYTHONPATH=. python scripts/benches/graph_memory.py            # VG150's 26,446 test images, sgdet, minutes
+PYTHONPATH=.:scripts python scripts/benches/graph_memory.py    # VG150's 26,446 test images, sgdet, minutes
 """
 
 import sys
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from benches.measuring import random_boxes, row, table_row
 
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
@@ -22,7 +23,7 @@ IMAGES, CLASSES, PREDICATES, OBJECTS, RELATIONS, DETECTIONS, PAIRS = 26_446, 150
 
 
 def bench_graph_memory(images: int = IMAGES, mode: str = "sgdet") -> list[dict]:
-    """Rows with `name`, `value` and `unit`: seconds, megabytes of the predictions and of the process at its peak.
+    """Rows: seconds, megabytes of the predictions and of the process at its peak.
 
     Predictions are random, made one by one as batches would give them, and kept as `predict_dataset` keeps them.
     """
@@ -33,33 +34,28 @@ def bench_graph_memory(images: int = IMAGES, mode: str = "sgdet") -> list[dict]:
         began = time.perf_counter()
         kept = {image_id: compact_graph(_random_prediction(rng), TOP[-1]) for image_id in evaluator.image_ids}
         made = time.perf_counter()
-        row = evaluator.evaluate(kept)
+        scores = evaluator.evaluate(kept)
         done = time.perf_counter()
     held = sum(value.nbytes for found in kept.values() for value in found.values()) / 2**20
-    title = f"scene graphs of {images} images, {mode}"
-    return [
-        {"name": f"{title}, making and compacting predictions", "value": made - began, "unit": "s"},
-        {"name": f"{title}, evaluation", "value": done - made, "unit": "s"},
-        {"name": f"{title}, predictions", "value": held, "unit": "MB"},
-        {"name": f"{title}, process before", "value": before, "unit": "MB"},
-        {"name": f"{title}, process at its peak", "value": peak_memory_mb(), "unit": "MB"},
-        {"name": f"{title}, R@100", "value": row["R@100"], "unit": "recall"},
-    ]
+    measured = {
+        "making and compacting predictions": (made - began, "s"),
+        "evaluation": (done - made, "s"),
+        "predictions": (held, "MB"),
+        "process before": (before, "MB"),
+        "process at its peak": (peak_memory_mb(), "MB"),
+        "R@100": (scores["R@100"], "recall"),
+    }
+    return [row(f"scene graphs of {images} images, {mode}, {name}", *value) for name, value in measured.items()]
 
 
 def _random_table(folder: Path, images: int, rng: np.random.Generator) -> DetectionTable:
-    def row(index: int) -> dict:
-        boxes = _random_boxes(OBJECTS, rng)
-        ends = np.argsort(rng.random((RELATIONS, OBJECTS)), axis=1)[:, :2]
-        objects = {"id": list(range(OBJECTS)), "bbox": boxes.tolist(), "iscrowd": [0] * OBJECTS}
-        objects |= {"category": rng.integers(0, CLASSES, OBJECTS).tolist(), "area": [100.0] * OBJECTS}
-        relations = dict(zip(("subject", "object"), ends.T.tolist(), strict=True))
-        relations["predicate"] = rng.integers(0, PREDICATES, RELATIONS).tolist()
-        about = {"image_id": index + 1, "file_name": f"{index + 1}.jpg", "width": 1024, "height": 768}
-        return about | {"objects": objects, "relations": relations}
-
+    rows = []
+    for image_id in range(1, images + 1):
+        boxes, ends = _random_boxes(OBJECTS, rng), np.argsort(rng.random((RELATIONS, OBJECTS)), axis=1)[:, :2]
+        labels, predicates = rng.integers(0, CLASSES, OBJECTS), rng.integers(0, PREDICATES, RELATIONS)
+        rows.append(table_row(image_id, 1024, 768, boxes, labels, relations=np.column_stack([ends, predicates])))
     return write_rows(
-        [row(index) for index in range(images)],
+        rows,
         cache_file=folder / "table.json",
         categories=[Category(i + 1, f"class {i}") for i in range(CLASSES)],
         predicates=[f"predicate {i}" for i in range(PREDICATES)],
@@ -81,8 +77,7 @@ def _random_prediction(rng: np.random.Generator) -> dict[str, torch.Tensor]:
 
 
 def _random_boxes(count: int, rng: np.random.Generator) -> np.ndarray:
-    corner, size = rng.uniform(0, 500, (count, 2)), rng.uniform(20, 240, (count, 2))
-    return np.concatenate([corner, corner + size], 1).astype(np.float32)
+    return random_boxes(rng, count, 500, 20, 240)
 
 
 if __name__ == "__main__":

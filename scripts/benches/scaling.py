@@ -23,8 +23,8 @@ import numpy as np
 from toolkit.data.shapes import ensure_shapes
 from toolkit.text import ShortUsage
 
-PARTS = ("wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard",
-         "optimizer", "averaged weights", "meters and rows", "the rest")  # fmt: skip
+PARTS = ["wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard"]
+PARTS += ["optimizer", "averaged weights", "meters and rows", "the rest"]
 DRIVEN = "--driven"
 FASTEST = 25  # percentile over the steps: what else the machine does makes a step slower, never faster
 
@@ -37,18 +37,18 @@ def bench_scaling(processes: Sequence[int] = (1, 2, 4), steps: int = 40, options
         measured = _measure(count, steps + 2, options)
         found = [(part, measured["parts"][part], "s") for part in ("a step", "a step, processor time", *PARTS)]
         found += [(name, size, "bytes/step") for name, size in measured["bytes"].items()]
-        found += [("checkpoint", measured["checkpoint"], "MB"), ("checkpoint", measured["save"], "s"),
-                  ("evaluation of 200 images", measured["validate"], "s"),
-                  ("trained", measured["parameters"], "parameters")]  # fmt: skip
-        rows += [{"name": f"scaling, {count} processes, {name}", "value": value, "unit": unit}
-                 for name, value, unit in found]  # fmt: skip
+        found += [("checkpoint", measured["checkpoint"], "MB"), ("checkpoint", measured["save"], "s")]
+        found += [("evaluation of 200 images", measured["validate"], "s")]
+        found += [("trained", measured["parameters"], "parameters")]
+        title = f"scaling, {count} processes"
+        rows += [{"name": f"{title}, {name}", "value": value, "unit": unit} for name, value, unit in found]
     return rows
 
 
 def _measure(count: int, steps: int, options: Sequence[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        given = ["--run.output_dir", folder, "--run.name", "run", "--run.max_steps", str(steps), "--run.log_every", "1",
-                 "--run.max_minutes", "null", "--run.eval_every", "0", "--run.save_every", str(steps - 1), *options]
+        given = f"--run.name run --run.max_steps {steps} --run.save_every {steps - 1} --run.eval_every 0".split()
+        given += ["--run.output_dir", folder, "--run.log_every", "1", "--run.max_minutes", "null", *options]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)] if count > 1 else []
         command = [sys.executable, *launcher, __file__, DRIVEN, str(Path(folder) / "measured.json"), *given]
         environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -102,7 +102,7 @@ class Clocks:
             "parts": {part: float(np.percentile(values, FASTEST)) for part, values in counted.items()},
             "bytes": {name: size / steps for name, size in self.bytes.items()},
             "checkpoint": sum(sizes) / len(list((folder / "checkpoints").glob("step_*"))) / 1e6,
-        }  # fmt: skip
+        }
 
 
 def train_with_clocks(out: Path, arguments: list[str]) -> None:
@@ -116,14 +116,17 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
 
     def with_clocks(*args):
         t = make(*args)
-        for owner, name, part in (
-            (t.model, "forward", "forward"), (t.detector, "criterion", "criterion"),
-            (t.accelerator, "backward", "backward"), (t, "unscaled_gradient_norm", "gradient norm"),
-            (t, "sums", "what the step must know"), (distributed, "reduce_dict", "what the step must know"),
-            (t.guard, "snapshot", "guard"), (t, "accepts", "guard"), (t.optimizer, "step", "optimizer"),
-            (t, "note_step", "meters and rows"), (t.ema, "update", "averaged weights"),
-        ):  # fmt: skip
-            clocks.around(owner, name, part)
+        clocks.around(t.model, "forward", "forward")
+        clocks.around(t.detector, "criterion", "criterion")
+        clocks.around(t.accelerator, "backward", "backward")
+        clocks.around(t, "unscaled_gradient_norm", "gradient norm")
+        clocks.around(t, "sums", "what the step must know")
+        clocks.around(distributed, "reduce_dict", "what the step must know")
+        clocks.around(t.guard, "snapshot", "guard")
+        clocks.around(t, "accepts", "guard")
+        clocks.around(t.optimizer, "step", "optimizer")
+        clocks.around(t, "note_step", "meters and rows")
+        clocks.around(t.ema, "update", "averaged weights")
         clocks.others["parameters"] = sum(parameter.numel() for parameter in t.trained_parameters)
         _count_bytes(t, clocks)
         _wait_for_data(t, clocks)
