@@ -50,12 +50,10 @@ from toolkit.scene_graphs.draw import draw_found
 from toolkit.scene_graphs.formats import SUFFIXES
 from toolkit.text import ShortUsage, shown
 from toolkit.trust import TRUST, trust_files
-from toolkit.use.given_boxes import given_boxes
-from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
+from toolkit.use.image_files import FilePrediction, find_or_fetch, given_boxes, image_ids_of, predict_files
 from toolkit.use.open import open_predictor
-from toolkit.use.outputs import FORMATS, check_outputs, clear_outputs, image_ids_of, write_outputs
-from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor
-from toolkit.use.selection import from_report, of_classes, smallest_threshold
+from toolkit.use.outputs import FORMATS, check_outputs, clear_outputs, write_outputs
+from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor, from_report, of_classes, smallest_threshold
 from toolkit.use.tiles import flipped, tiled
 from toolkit.use.video import VIDEO_SUFFIXES, predict_video
 

@@ -25,10 +25,9 @@ from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.use.export import check_exportable, export_detector, export_final
-from toolkit.use.export.about import KEY, About, trace_hw
 from toolkit.use.export.check import batches_agree, check_outputs, difference
-from toolkit.use.export.files import OUTPUTS, open_file
-from toolkit.use.export.graph import PixelsToBoxes, make_graph, same_padding, trace, traceable
+from toolkit.use.export.files import KEY, OUTPUTS, About, open_file
+from toolkit.use.export.graph import PixelsToBoxes, make_graph, same_padding, trace, trace_hw, traceable
 from toolkit.use.open import OwnDetector, open_predictor
 from toolkit.use.prediction import own_predict
 
@@ -351,7 +350,7 @@ def test_the_file_of_the_exporter_of_before_is_refused(detectors, tmp_path):
 @pytest.mark.slow
 def test_openvino_finds_the_same(ssd):
     pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install openvino nncf")
-    from toolkit.use.export.openvino import write_openvino
+    from toolkit.use.export.files import write_openvino
 
     files, graph = ssd
     path, about = files["onnx"].with_name("model.xml"), open_file(files["onnx"])[1]

@@ -1,7 +1,8 @@
-"""Finds image files, and runs a predictor over them."""
+"""Finds image files and what a COCO file says of them, and runs a predictor over them."""
 
 import atexit
 import glob
+import math
 import shutil
 import sys
 import tempfile
@@ -12,11 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, decode_image, probe_image
+from toolkit.data.formats.coco import read_annotations
+from toolkit.data.formats.json_stream import items_of
 from toolkit.errors import BadInput
-from toolkit.use.prediction import Found, Predictor
+from toolkit.evaluation.detections import Found
+from toolkit.use.prediction import Predictor
 
 
 class FilePrediction(NamedTuple):
@@ -98,6 +103,84 @@ def _is_image_file(path: Path, leave_out: Path | None) -> bool:
     if leave_out is not None and leave_out.resolve() in path.resolve().parents:
         return False
     return path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
+
+
+# ---- what a COCO file says of them -----------------------------------------------------------------------------------
+
+
+def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
+    """The id of each image: that of a COCO file, by the end of its path; without a file 1, 2, 3, ...
+
+    Raises:
+        BadInput: no COCO file, or images that it does not have, or has twice.
+    """
+    if annotations is None:
+        return list(range(1, len(names) + 1))
+    try:
+        images = items_of(Path(annotations), ("images",))
+        known = [(Path(each["file_name"]).parts, each["id"]) for _, each in images]
+    except (OSError, KeyError, TypeError) as error:
+        raise BadInput(f"--image-ids {annotations}: no COCO file with images: {error!r}") from error
+    if not known:
+        raise BadInput(f"--image-ids {annotations}: no COCO file with images")
+    ids, problems, by_name = [], [], {}
+    for parts, image_id in known:
+        by_name.setdefault(parts[-1], []).append((parts, image_id))
+    for name in names:
+        found = [image_id for parts, image_id in by_name.get(name.name, ()) if name.parts[-len(parts) :] == parts]
+        ids.append(found[0] if found else None)
+        if len(found) != 1:
+            problems.append(f"{name}: {annotations} names {len(found)} such images; expected 1")
+    if problems:
+        raise BadInput(problems)
+    return ids
+
+
+def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[str]) -> dict[Path, dict[str, Tensor]]:
+    """`boxes (N, 4)` float32 xyxy in pixels and `labels (N,)` int64 from 0 of each image; N = 0 is ordinary.
+
+    Args:
+        file: COCO annotations, whose images are found by the end of their paths; crowd regions are left out.
+        names: the image files, each with its name below the folder that was given.
+        class_names: of the model, in the order of the labels; categories are theirs by name.
+
+    Raises:
+        BadInput: no COCO file, images that it does not have, boxes without width or height, categories that the model
+            does not know; all of them.
+    """
+    image_ids = dict(zip(image_ids_of(file, list(names.values())), names, strict=True))
+    annotations = read_annotations(Path(file))
+    labels = {name: label for label, name in enumerate(class_names)}
+    known = {each.get("id"): labels.get(each.get("name")) for each in annotations.categories if isinstance(each, dict)}
+    rows: dict[Path, list] = {path: [] for path in names}
+    problems = []
+    for number, each in enumerate(map(annotations.entry, range(len(annotations)))):
+        if each.get("image_id") not in image_ids or each.get("iscrowd"):
+            continue
+        label, box = known.get(each.get("category_id")), each.get("bbox")
+        where = f"{file}, annotation {each.get('id', number)}"
+        if label is None:
+            problems.append(f"{where}: category {each.get('category_id')} is none of the model's, {class_names[:10]}")
+        if not _is_box(box):
+            problems.append(f"{where}: bbox {box}; expected [x, y, width, height] in pixels, both sides above 0")
+        else:
+            x, y, width, height = box
+            rows[image_ids[each["image_id"]]].append(([x, y, x + width, y + height], label))
+    if problems:
+        raise BadInput(problems)
+    found = {}
+    for path, of_image in rows.items():
+        boxes = torch.tensor([box for box, _ in of_image], dtype=torch.float32).reshape(-1, 4)
+        found[path] = {"boxes": boxes, "labels": torch.tensor([label for _, label in of_image], dtype=torch.int64)}
+    return found
+
+
+def _is_box(box: object) -> bool:
+    numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box)
+    return numbers and all(map(math.isfinite, box)) and box[2] > 0 and box[3] > 0
+
+
+# ---- image files -> found --------------------------------------------------------------------------------------------
 
 
 def predict_files(

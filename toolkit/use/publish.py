@@ -66,7 +66,9 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
     with _in_one_sentence(name):
         repository = api.create_repo(name, private=private, exist_ok=True).repo_id
         api.upload_folder(
-            repo_id=repository, folder_path=card.parent, ignore_patterns=list(LEFT_OUT),
+            repo_id=repository,
+            folder_path=card.parent,
+            ignore_patterns=list(LEFT_OUT),
             commit_message="Model and its card",
         )
     say(f"uploaded: {api.endpoint}/{repository}")
