@@ -34,12 +34,12 @@ from toolkit.runs.open_run import run_folder_of
 from toolkit.runs.settings_file import load_config_dict
 from toolkit.signals import interrupt_ends_at_once
 from toolkit.text import ShortUsage
-from toolkit.trust import TRUST, trust_files
+from toolkit.trust import trust_files
 from toolkit.use.export import check_exportable, export_detector
 from toolkit.use.export.check import Difference, batches_agree, speed
 from toolkit.use.export.files import open_file, runner_of, write_openvino
 from toolkit.use.export.graph import trace_hw
-from toolkit.use.open import OwnDetector, open_own_detector, report_thresholds
+from toolkit.use.open import OwnDetector, add_flags, open_own_detector, report_thresholds
 from toolkit.use.predict_split import SplitOptions, data_settings
 from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor, predict_table, predict_with, resized
 
@@ -195,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("model", help="run folder, checkpoint or final/ folder")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["onnx", "torch"], help="default: onnx torch")
-    parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
+    add_flags(parser, "--weights", "--trust")
     parser.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="resize images to this size")
     parser.add_argument("--top-k", type=int, default=300, help="maximum number of detections per image (default 300)")
     parser.add_argument("--split", help="annotation file to compare AP on, instead of the run's validation data")
@@ -204,7 +204,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tolerance", type=float, default=0.001, help="maximum change of AP (default 0.001)")
     parser.add_argument("--int8-tolerance", type=float, default=0.02, help="maximum drop of AP in int8 (default 0.02)")
     parser.add_argument("--calibration", type=int, default=100, help="calibration images for int8 (default 100)")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
     return parser
 
 

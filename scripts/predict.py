@@ -49,9 +49,9 @@ from toolkit.models.inference_settings import inference_flags
 from toolkit.scene_graphs.draw import draw_found
 from toolkit.scene_graphs.formats import SUFFIXES
 from toolkit.text import ShortUsage, shown
-from toolkit.trust import TRUST, trust_files
+from toolkit.trust import trust_files
 from toolkit.use.image_files import FilePrediction, find_or_fetch, given_boxes, image_ids_of, predict_files
-from toolkit.use.open import open_predictor
+from toolkit.use.open import add_flags, open_predictor
 from toolkit.use.outputs import FORMATS, check_outputs, clear_outputs, write_outputs
 from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor, from_report, of_classes, smallest_threshold
 from toolkit.use.tiles import flipped, tiled
@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     free = "keep the 100 best (pair, predicate) combinations, not one predicate per pair"
     parser.add_argument("--no-graph-constraint", action="store_true", help=free)
     parser.add_argument("--image-ids", type=Path, help="COCO file to take image ids from (default: 1, 2, 3, ...)")
-    parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
+    add_flags(parser, "--weights", "--trust")
     smallest = "minimum score (default 0.3); auto: thresholds of the report"
     parser.add_argument(
         "--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD, help=smallest
@@ -230,7 +230,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=8, help="images per batch (default 8)")
     parser.add_argument("--no-pictures", action="store_true", help="write no pictures and no videos")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
     arguments, rest = parser.parse_known_args(argv)
     trust_files(arguments.trust)
     arguments.settings, rest = inference_flags(rest)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from toolkit.data.formats import FORMATS
 from toolkit.errors import says_bad_input
 from toolkit.evaluation.report import PREDICTIONS
 from toolkit.evaluation.report.comparison import settings_without_seed
@@ -23,7 +22,8 @@ from toolkit.evaluation.report.facts import RunFacts, run_facts
 from toolkit.evaluation.report.judgement import Judgement, judge
 from toolkit.evaluation.report.write import write_comparison, write_page
 from toolkit.text import ShortUsage
-from toolkit.trust import TRUST, trust_files
+from toolkit.trust import trust_files
+from toolkit.use.open import add_flags
 from toolkit.use.predict_split import Predicted, SplitOptions, open_any
 
 
@@ -68,17 +68,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     kinds = "run folder, checkpoint, exported model, or COCO results file"
     parser.add_argument("sources", nargs="+", metavar="RUN_OR_PREDICTIONS", help=kinds)
-    parser.add_argument("--split", help="annotation file or split instead of the validation data of the run")
-    parser.add_argument(
-        "--image-dir",
-        action="append",
-        help="folder, archive or URL of the images, if not those of the run; may be repeated",
-    )
-    parser.add_argument("--format", choices=FORMATS, help="how to read other data than the run's (default auto)")
-    parser.add_argument("--path", help="folder or hub name of another data set, of which --split is a split")
-    parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
+    add_flags(parser, "--split", "--image-dir", "--format", "--path", "--weights", "--trust")
     parser.add_argument("--out", type=Path, help="folder of the report")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
     arguments = parser.parse_args(argv)
     trust_files(arguments.trust)
     print(f"wrote {report(arguments)}")

@@ -2,6 +2,7 @@
 knows. Runs are rebuilt from their folder alone.
 """
 
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from toolkit.data.formats import FORMATS
 from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
@@ -22,9 +24,22 @@ from toolkit.models.inference_settings import with_inference_settings
 from toolkit.models.weights.pretrained import cached_when_offline
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
+from toolkit.trust import TRUST
 from toolkit.use.export.files import open_file
 from toolkit.use.prediction import Predictor, own_predict, predict_with, transformers_predict
 
+# Flags of the scripts that open what was trained, and what argparse is told of them.
+FLAGS = {
+    "--weights": {"choices": ("model", "ema"), "help": "raw or averaged weights of a run"},
+    "--split": {"help": "annotation file or split instead of the run's validation data"},
+    "--image-dir": {
+        "action": "append",
+        "help": "folder, archive or URL of the images, if not those of the run; may be repeated",
+    },
+    "--format": {"choices": FORMATS, "help": "how to read other data than the run's (default auto)"},
+    "--path": {"help": "folder or hub name of another data set, of which --split is a split"},
+    "--trust": {"action": "store_true", "help": TRUST},
+}
 REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 
 
@@ -35,6 +50,12 @@ class OwnDetector(NamedTuple):
     detector: nn.Module
     categories: list[Category]
     size: dict[str, int] | None
+
+
+def add_flags(parser: ArgumentParser, *names: str) -> None:
+    """Gives a script those of `FLAGS` that are named."""
+    for name in names:
+        parser.add_argument(name, **FLAGS[name])
 
 
 def open_predictor(
