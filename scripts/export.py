@@ -80,14 +80,14 @@ def write_and_check(
 ) -> tuple[list["Line"], dict[str, str]]:
     """The table of the files beside PyTorch, and what is wrong with those that are renamed, by name."""
     formats, out = arguments.formats, arguments.out
-    written, graph = export_detector(
-        own.detector, out, ["torch", "onnx"] if "torch" in formats else ["onnx"], categories=own.categories,
-        size=own.size, source=own.source, top_k=arguments.top_k, score_threshold=score_threshold,
-    )  # fmt: skip
+    what = {"categories": own.categories, "size": own.size, "source": own.source}
+    how = {"top_k": arguments.top_k, "score_threshold": score_threshold}
+    asked = ["torch", "onnx"] if "torch" in formats else ["onnx"]
+    written, graph = export_detector(own.detector, out, asked, **what, **how)
     about = open_file(written["onnx"])[1]
-    for name in ("openvino", "int8"):
+    for name, file in (("openvino", "model.xml"), ("int8", "model_int8.xml")):
         if name in formats:
-            written[name] = out / ("model.xml" if name == "openvino" else "model_int8.xml")
+            written[name] = out / file
             shown = calibration(table, own, arguments.calibration) if name == "int8" else None
             write_openvino(written["onnx"], written[name], about, shown)
     if "onnx" not in formats:

@@ -250,9 +250,8 @@ def test_a_wrong_file_is_refused(ssd, fault):
 
 def test_final_folder_gets_both_files(detectors, tmp_path):
     detector = detectors("ssd")
-    detector.save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
     detector.train()
-    said = export_final(detector, tmp_path, images_of(2, 64, 64))
+    said = export_final(detector, tmp_path, images_of(2, 64, 64), CATEGORIES, {"height": 64, "width": 64})
     assert detector.training
     detector.eval()
     assert "model.pt2 scores" in said and "model.onnx scores" in said

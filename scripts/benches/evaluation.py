@@ -51,7 +51,7 @@ def random_detections(
         count = min(int(rng.poisson(7)), num_detections)
         boxes, labels = random_boxes(rng, count, 440, 8, 200), rng.integers(0, num_classes, count)
         crowd = (rng.random(count) < 0.02).astype(int)
-        rows.append(table_row(image_id, 640, 640, boxes, labels, crowd=crowd))
+        rows.append(table_row(image_id, (640, 640), boxes, labels, crowd=crowd))
         found = random_boxes(rng, num_detections, 440, 8, 200)
         classes = rng.integers(0, num_classes, num_detections)
         found[:count], classes[:count] = boxes + rng.normal(0, 4, boxes.shape), labels

@@ -53,7 +53,7 @@ def _random_table(folder: Path, images: int, rng: np.random.Generator) -> Detect
     for image_id in range(1, images + 1):
         boxes, ends = _random_boxes(OBJECTS, rng), np.argsort(rng.random((RELATIONS, OBJECTS)), axis=1)[:, :2]
         labels, predicates = rng.integers(0, CLASSES, OBJECTS), rng.integers(0, PREDICATES, RELATIONS)
-        rows.append(table_row(image_id, 1024, 768, boxes, labels, relations=np.column_stack([ends, predicates])))
+        rows.append(table_row(image_id, (1024, 768), boxes, labels, relations=np.column_stack([ends, predicates])))
     return write_rows(
         rows,
         cache_file=folder / "table.json",

@@ -84,7 +84,7 @@ def write_photographs(folder: Path, count: int, seed: int) -> DetectionTable:
     rows = []
     for i in range(count):
         boxes = _write_photograph(folder / f"{i}.jpg", rng)
-        rows.append(table_row(i, 640, 480, boxes, np.zeros(len(boxes), int)))
+        rows.append(table_row(i, (640, 480), boxes, np.zeros(len(boxes), int)))
     return write_rows(rows, cache_file=folder / "table.json", categories=[Category(1, "thing")], image_root=folder)
 
 

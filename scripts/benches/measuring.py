@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NO_RELATIONS = np.zeros((0, 3), np.int64)
-
 
 def seconds(run: Callable[[], object]) -> float:
     """Of one call, with what it left to a device."""
@@ -94,18 +92,19 @@ def random_boxes(rng: np.random.Generator, count: int, corner: float, smallest: 
     return np.concatenate([corners, corners + rng.uniform(smallest, largest, (count, 2))], axis=1).astype(np.float32)
 
 
-def table_row(
-    image_id: int, width: int, height: int, boxes: np.ndarray, labels: np.ndarray, *,
-    crowd: np.ndarray | None = None, relations: np.ndarray = NO_RELATIONS,
-) -> dict:  # fmt: skip
-    """A row for `toolkit.data.table_cache.write_rows`; relations (R, 3): subject, object, predicate."""
+def table_row(image_id: int, size_wh: tuple[int, int], boxes: np.ndarray, labels: np.ndarray, **others) -> dict:
+    """A row for `toolkit.data.table_cache.write_rows`.
+
+    others: `crowd` (N,), 0 for all where it is not given, and `relations` (R, 3) of subject, object and predicate.
+    """
+    relations, crowd = others.get("relations", np.zeros((0, 3), int)), others.get("crowd", np.zeros(len(boxes), int))
     columns = zip(("subject", "object", "predicate"), relations.T.tolist(), strict=True)
     objects = {
         "id": list(range(len(boxes))),
         "bbox": boxes.tolist(),
         "category": labels.tolist(),
         "area": (boxes[:, 2:] - boxes[:, :2]).prod(1).tolist(),
-        "iscrowd": np.zeros(len(boxes), int).tolist() if crowd is None else crowd.tolist(),
+        "iscrowd": crowd.tolist(),
     }
-    about = {"image_id": image_id, "file_name": f"{image_id}.jpg", "width": width, "height": height}
+    about = {"image_id": image_id, "file_name": f"{image_id}.jpg", "width": size_wh[0], "height": size_wh[1]}
     return about | {"objects": objects, "relations": dict(columns)}

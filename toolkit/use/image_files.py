@@ -72,8 +72,8 @@ def find_or_fetch(given: Sequence[str], leave_out: Path | None = None) -> tuple[
     Returns:
         the files with their names, and the error of each address that could not be fetched.
     """
-    lines = [line.strip() for each in given for line in (sys.stdin if each == "-" else [each])]
-    lines = [line for line in lines if line]
+    said = (line.strip() for each in given for line in (sys.stdin if each == "-" else [each]))
+    lines = [line for line in said if line]
     addresses = [line for line in lines if line.startswith(("http://", "https://"))]
     local = [line for line in lines if line not in addresses]
     if not lines:
@@ -82,7 +82,8 @@ def find_or_fetch(given: Sequence[str], leave_out: Path | None = None) -> tuple[
     errors = {}
     for address in addresses:
         try:
-            files[_fetched(address)] = Path(Path(urllib.parse.urlparse(address).path).name or "image")
+            path = _fetched(address)
+            files[path] = Path(path.name)
         except (OSError, ValueError) as error:
             errors[Path(address)] = f"cannot be fetched: {getattr(error, 'reason', error)}"
     return files, errors
@@ -198,13 +199,12 @@ def predict_files(
         in_order = [path for _, path in sorted(zip(sizes, paths, strict=True))]
         for start in range(0, len(in_order), batch_size):
             some = in_order[start : start + batch_size]
-            decoded = list(pool.map(_decode_or_error, some))
-            whole = [path for path, image in zip(some, decoded, strict=True) if isinstance(image, Tensor)]
-            boxes = [] if given is None else [[given[path] for path in whole]]
-            images = [image for image in decoded if isinstance(image, Tensor)]
-            found = iter(predictor.predict(images, score_threshold, *boxes) if whole else [])
-            for path, image in zip(some, decoded, strict=True):
-                if isinstance(image, Tensor):
+            decoded = dict(zip(some, pool.map(_decode_or_error, some), strict=True))
+            images = {path: image for path, image in decoded.items() if isinstance(image, Tensor)}
+            boxes = [] if given is None else [[given[path] for path in images]]
+            found = iter(predictor.predict(list(images.values()), score_threshold, *boxes) if images else [])
+            for path, image in decoded.items():
+                if path in images:
                     yield FilePrediction(path, image, next(found), None)
                 else:
                     yield FilePrediction(path, None, None, image.reason)

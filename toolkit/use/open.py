@@ -28,14 +28,12 @@ from toolkit.trust import TRUST
 from toolkit.use.export.files import open_file
 from toolkit.use.prediction import Predictor, own_predict, predict_with, transformers_predict
 
+IMAGES = "folder, archive or URL of the images, if not those of the run; may be repeated"
 # Flags of the scripts that open what was trained, and what argparse is told of them.
 FLAGS = {
     "--weights": {"choices": ("model", "ema"), "help": "raw or averaged weights of a run"},
     "--split": {"help": "annotation file or split instead of the run's validation data"},
-    "--image-dir": {
-        "action": "append",
-        "help": "folder, archive or URL of the images, if not those of the run; may be repeated",
-    },
+    "--image-dir": {"action": "append", "help": IMAGES},
     "--format": {"choices": FORMATS, "help": "how to read other data than the run's (default auto)"},
     "--path": {"help": "folder or hub name of another data set, of which --split is a split"},
     "--trust": {"action": "store_true", "help": TRUST},

@@ -17,7 +17,13 @@ from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.errors import BadInput
-from toolkit.evaluation.detections import Found, best_first
+from toolkit.evaluation.detections import (
+    Found,
+    best_first,
+    detections_as_json,
+    relations_as_json,
+    without_graph_constraint,
+)
 from toolkit.evaluation.predictions import joined
 from toolkit.use.export.files import About, Runner
 
@@ -69,6 +75,14 @@ class Predictor:
         minimum = self.recommended_threshold if score_threshold is None else score_threshold
         found = self.predict([as_image(each) for each in (images if several else [images])], minimum)
         return found if several else found[0]
+
+    def as_json(self, found: Found, all_scores: bool = False, graph_constraint: bool = True) -> dict:
+        """`detections` of an image as in predictions.json, and `relations` of a scene graph."""
+        entry = {"detections": detections_as_json(found, self.categories, self.attributes)}
+        if "pairs" in found:
+            graph = found if graph_constraint else without_graph_constraint(found)
+            entry["relations"] = relations_as_json(graph, self.predicates, all_scores)
+        return entry
 
 
 def as_image(image) -> Tensor:

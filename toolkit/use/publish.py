@@ -1,15 +1,13 @@
 """Publishes a finished run: its report, its model card, and `final/` on the Hugging Face hub."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.errors import BadInput
 from toolkit.evaluation.report import write_report
+from toolkit.files import read_json
 from toolkit.models.card import LICENCE, check_licence, write_card
-
-LEFT_OUT = ("*.wrong", ".*")
 
 
 def final_folder(source: str | Path) -> Path:
@@ -39,8 +37,7 @@ def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
     """
     folder = final_folder(source)
     check_licence(licence)
-    names = [each["name"] for each in json.loads((folder / "categories.json").read_text())]
-    return write_card(folder, names, licence)
+    return write_card(folder, [each["name"] for each in read_json(folder / "categories.json", list)], licence)
 
 
 def push(source: str | Path, name: str, *, private: bool = False, licence: str = LICENCE, say=print) -> str:
@@ -65,12 +62,8 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
     api = HfApi()
     with _in_one_sentence(name):
         repository = api.create_repo(name, private=private, exist_ok=True).repo_id
-        api.upload_folder(
-            repo_id=repository,
-            folder_path=card.parent,
-            ignore_patterns=list(LEFT_OUT),
-            commit_message="Model and its card",
-        )
+        what = {"folder_path": card.parent, "ignore_patterns": ["*.wrong", ".*"]}
+        api.upload_folder(repo_id=repository, **what, commit_message="Model and its card")
     say(f"uploaded: {api.endpoint}/{repository}")
     return f"{api.endpoint}/{repository}"
 

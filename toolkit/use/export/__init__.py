@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.files import read_json
 from toolkit.use.export.check import check_outputs
 from toolkit.use.export.files import About, write_onnx, write_program
 from toolkit.use.export.graph import detector_meant, make_graph, trace, trace_hw
@@ -70,26 +69,21 @@ def export_detector(
     return written, graph
 
 
-def export_final(detector: nn.Module, folder: Path, images: Tensor, say: Callable[[str], None] = print) -> str:
+def export_final(
+    detector: nn.Module,
+    folder: Path,
+    images: Tensor,
+    categories: Sequence[Category],
+    size: Mapping[str, int],
+    say: Callable[[str], None] = print,
+) -> str:
     """Writes ONNX and torch.export beside the final weights in `folder`, and says how far they are from PyTorch.
 
     images: uint8 (B, 3, H, W), real ones that both are held to. Raises BadInput as `export_detector`, RuntimeError for
     a file that does not compute what PyTorch does.
     """
-    categories = [Category(each["id"], each["name"]) for each in read_json(Path(folder) / "categories.json", list)]
-    size = size_of_final(folder) or dict(zip(("height", "width"), images.shape[-2:], strict=True))
-    written, graph = export_detector(
-        detector, folder, ("torch", "onnx"), categories=categories, size=size, source=str(folder), say=say
-    )
+    about = {"categories": categories, "size": size, "source": str(folder)}
+    written, graph = export_detector(detector, folder, ("torch", "onnx"), **about, say=say)
     images = images.cpu().contiguous()
     found = [f"{path.name} {check_outputs(graph, path, images)}" for path in written.values()]
     return f"exported; largest differences from PyTorch on {len(images)} images: {'; '.join(found)}"
-
-
-def size_of_final(folder: Path) -> dict[str, int] | None:
-    """What images are resized to for the model of a `final/` folder, of ours or of transformers; None: not at all."""
-    config = read_json(Path(folder) / "config.json")
-    if "model_type" not in config:
-        return config["processor_size"]
-    processor = read_json(Path(folder) / "preprocessor_config.json")
-    return dict(processor["size"]) if processor.get("do_resize", True) else None
