@@ -33,19 +33,15 @@ from toolkit.errors import BadInput, says_bad_input
 from toolkit.text import ShortUsage
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
+TRAINING = ("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg")
 LISTED = 50
 CHECK_IMAGES = {"auto": True, "none": False}  # as readers have it
 
 
 def open_all(options: argparse.Namespace) -> dict[str, DetectionTable]:
     """Every split that was asked for, by name."""
-    reading = {
-        "image_dir": options.image_dir,
-        "format": options.format,
-        "name": options.name,
-        "on_error": "drop",
-        "check_images": CHECK_IMAGES.get(options.check_images, options.check_images),
-    }
+    reading = {key: getattr(options, key) for key in ("image_dir", "format", "name", "check_images")}
+    reading["on_error"] = "drop"
     tables = {}
     for source in options.source:
         if options.name is None and Path(source).expanduser().is_dir():
@@ -109,7 +105,7 @@ def data_settings(config: str, script: str | None = None):
     try:
         text = Path(config).read_text()
         given = (yaml.safe_load(text) or {}).get("data", {})
-        named = script or next(iter(re.findall(r"\b(train_(?:detr|faster_rcnn|yolov3|ssd|sgg))\.py", text)), None)
+        named = script or next(iter(re.findall(rf"\b({'|'.join(TRAINING)})\.py", text)), None)
         if named is None and "recipe" not in given:
             raise BadInput(
                 f"--augment {config}: the file names no training script, whose defaults decide the recipe; "
@@ -146,8 +142,8 @@ def training_command(options: argparse.Namespace, tables: dict[str, DetectionTab
     else:
         sources = dict(zip(tables, options.source, strict=True))
         splits = {split_of(source) or name: source for name, source in sources.items()}
-        train = splits.get("train") or next((splits[name] for name in splits if name not in ("val", "test")), None)
-        settings["train"] = train
+        others = (source for name, source in splits.items() if name not in ("val", "test"))
+        settings["train"] = splits.get("train") or next(others, None)
     if not {"train", "trainval", ALL} & splits.keys() and not settings.get("train"):
         return f"no training data: there is only {', '.join(splits)}"
     settings["val"] = splits.get("val", "0.2")
@@ -190,10 +186,10 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
         raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")
+    options.check_images = CHECK_IMAGES.get(options.check_images, options.check_images)
     tables = open_all(options)
     size = options.image_size or 640
-    check = CHECK_IMAGES.get(options.check_images, options.check_images)
-    decoded = all(depth(check, len(table), table.name)[0] for table in tables.values())
+    decoded = all(depth(options.check_images, len(table), table.name)[0] for table in tables.values())
     found = inspect_tables(tables, size, compare=decoded)
     print(report(tables, found))
     first = next(iter(tables.values()))
@@ -228,41 +224,24 @@ def _item(item: object) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("source", nargs="+", help="folder, annotation files, or names of splits, as --data.train")
-    parser.add_argument(
-        "--image-dir",
-        action="append",
-        help="folder, archive or URL that file names are relative to; may be repeated (default: looked for)",
-    )
+    images = "folder, archive or URL that file names are relative to; may be repeated (default: looked for)"
+    parser.add_argument("--image-dir", action="append", help=images)
     parser.add_argument("--format", choices=FORMATS, default="auto")
     parser.add_argument("--name", help="as --data.name in training")
-    parser.add_argument(
-        "--on-error",
-        choices=("raise", "drop"),
-        default="raise",
-        help="as --data.on_error in training; with drop, faulty records count as warnings",
-    )
-    parser.add_argument(
-        "--check-images",
-        choices=("auto", "full", "header", "none"),
-        default="auto",
-        help="full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "
-        "header reads sizes and ends of files; none opens no image",
-    )
-    parser.add_argument(
-        "--image-size", type=int, help="image side in pixels in training (default: 640, for statistics of box sizes)"
-    )
+    faulty = "as --data.on_error in training; with drop, faulty records count as warnings"
+    parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help=faulty)
+    depths = "full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "
+    depths += "header reads sizes and ends of files; none opens no image"
+    parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto", help=depths)
+    side = "image side in pixels in training (default: 640, for statistics of box sizes)"
+    parser.add_argument("--image-size", type=int, help=side)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")
-    parser.add_argument(
-        "--pictures", type=Path, help="write pictures to this folder: samples of classes, positions, sizes, shapes"
-    )
+    shown = "write pictures to this folder: samples of classes, positions, sizes, shapes"
+    parser.add_argument("--pictures", type=Path, help=shown)
     parser.add_argument("--anchors", action="store_true", help="also print anchors of YOLOv3 that fit")
     parser.add_argument("--augment", metavar="CONFIG", help="draw an augmented batch as this settings file makes it")
-    parser.add_argument(
-        "--script",
-        choices=("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg"),
-        help="training script: of the settings file, where it does not name it, and of the command at the end "
-        "(default: train_detr)",
-    )
+    which = "training script: of the settings file, where it does not name it, and of the command at the end "
+    parser.add_argument("--script", choices=TRAINING, help=which + "(default: train_detr)")
     parser.add_argument("--fix", type=Path, metavar="OUT", help="new folder for a cleaned COCO copy and changes.txt")
     return parser
 

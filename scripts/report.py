@@ -18,13 +18,13 @@ from accelerate import Accelerator
 from toolkit.errors import says_bad_input
 from toolkit.evaluation.report import PREDICTIONS
 from toolkit.evaluation.report.comparison import settings_without_seed
-from toolkit.evaluation.report.facts import RunFacts, run_facts
-from toolkit.evaluation.report.judgement import Judgement, judge
+from toolkit.evaluation.report.facts import run_facts
+from toolkit.evaluation.report.judgement import judge
 from toolkit.evaluation.report.write import write_comparison, write_page
 from toolkit.text import ShortUsage
 from toolkit.trust import trust_files
 from toolkit.use.open import add_flags
-from toolkit.use.predict_split import Predicted, SplitOptions, open_any
+from toolkit.use.predict_split import SplitOptions, open_any
 
 
 def report(arguments: argparse.Namespace) -> Path:
@@ -41,14 +41,10 @@ def report(arguments: argparse.Namespace) -> Path:
         judged.append((found, facts, judge(name, found.predictions, found.table, about)))
     if len(judged) > 1:
         return write_comparison(arguments.out or Path("report_comparison"), [each for *_, each in judged])
-    return _single(Path(arguments.sources[0]).expanduser(), *judged[0], arguments.out)
-
-
-def _single(source: Path, found: Predicted, facts: RunFacts, judged: Judgement, out: Path | None) -> Path:
+    (found, facts, judgement), source = judged[0], Path(arguments.sources[0]).expanduser()
     own = found.run_folder is not None
-    if out is None:
-        out = found.run_folder / "report" if own else source.with_name(f"{source.stem}_report")
-    return write_page(out, judged, facts, judged.name)
+    beside = found.run_folder / "report" if own else source.with_name(f"{source.stem}_report")
+    return write_page(arguments.out or beside, judgement, facts, judgement.name)
 
 
 def _file_of_run(source: str, weights: str | None, options: SplitOptions) -> Path | str:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +81,18 @@ class Clocks:
 
         setattr(owner, name, timed)
 
+    def once(self, owner: object, name: str) -> None:
+        """Keeps the seconds of the first call of `owner.name`."""
+        call = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            result = call(*args, **kwargs)
+            self.others.setdefault(name, time.perf_counter() - start)
+            return result
+
+        setattr(owner, name, timed)
+
     def step_ends(self) -> None:
         now = time.perf_counter()
         self.now["the rest"] = now - self.began - sum(self.now.values())
@@ -109,7 +121,7 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     """Runs main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
     import train_detr
 
-    from toolkit import distributed, session, training
+    from toolkit import distributed, session, training, validation
     from toolkit.command_line import parse_config
 
     clocks, make = Clocks(), session.training
@@ -134,25 +146,12 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
         return t
 
     session.training = with_clocks
-    for name in ("save", "validate"):
-        setattr(training, name, _timed_once(getattr(training, name), name, clocks))
-    import toolkit.validation as validation
-
-    validation.validate = _timed_once(validation.validate, "validate", clocks)
+    for module, name in ((training, "save"), (training, "validate"), (validation, "validate")):
+        clocks.once(module, name)
     config = parse_config(train_detr.Config, arguments, train_detr.DEFAULT_CONFIG)
     train_detr.main(config)
     if int(os.environ.get("RANK", 0)) == 0:
         out.write_text(json.dumps(clocks.written(Path(config.run.output_dir) / config.run.name)))
-
-
-def _timed_once(call: Callable, name: str, clocks: Clocks) -> Callable:
-    def timed(*args, **kwargs):
-        start = time.perf_counter()
-        result = call(*args, **kwargs)
-        clocks.others.setdefault(name, time.perf_counter() - start)
-        return result
-
-    return timed
 
 
 def _wait_for_data(t, clocks: Clocks) -> None:

@@ -47,19 +47,16 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
     images, problems = {}, []
     for each in map(str, given):
         path = Path(each).expanduser()
-        if path.is_dir():
-            here = {file: file.relative_to(path) for file in sorted(path.rglob("*"))}
-        elif path.exists():
-            here = {path: Path(path.name)}
+        if path.is_file():
+            here = [path]
         else:
-            here = {Path(match): Path(Path(match).name) for match in sorted(glob.glob(str(path), recursive=True))}
-        if not path.is_file():
-            here = {file: name for file, name in here.items() if _is_image_file(file, leave_out)}
+            matches = path.rglob("*") if path.is_dir() else glob.glob(str(path), recursive=True)
+            here = [file for file in map(Path, sorted(matches)) if _is_image_file(file, leave_out)]
         if not here:
             what = "holds no image files" if path.is_dir() else "no such file or folder, and no image file matches it"
             problems.append(f"{each}: {what} (looked for {' '.join(sorted(IMAGE_SUFFIXES))})")
-        for file, name in here.items():
-            images.setdefault(file, name)
+        for file in here:
+            images.setdefault(file, file.relative_to(path) if path.is_dir() else Path(file.name))
     if problems:
         raise BadInput(problems)
     return images

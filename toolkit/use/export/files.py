@@ -101,18 +101,14 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
     openvino = import_extra("openvino", "openvino", "OpenVINO files")
     model = openvino.convert_model(onnx)
     if calibration is not None:
-        model = _quantized(model, calibration)
+        nncf = import_extra("nncf", "openvino", "int8 files")
+        nncf.set_log_level(40)  # errors
+        batches = list(calibration)
+        # Convolutions and matrix products of transformers, not of boxes: those are known to a fraction of a pixel.
+        mixed = nncf.QuantizationPreset.MIXED
+        model = nncf.quantize(model, nncf.Dataset(batches), subset_size=len(batches), preset=mixed)
     model.set_rt_info(about.to_text(), [KEY])
     openvino.save_model(model, path, compress_to_fp16=False)
-
-
-def _quantized(model, calibration: Iterable[np.ndarray]):
-    nncf = import_extra("nncf", "openvino", "int8 files")
-    nncf.set_log_level(40)  # errors
-    batches = list(calibration)
-    # Convolutions and matrix products of transformers, not of boxes: those are known to a fraction of a pixel.
-    mixed = nncf.QuantizationPreset.MIXED
-    return nncf.quantize(model, nncf.Dataset(batches), subset_size=len(batches), preset=mixed)
 
 
 def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
