@@ -50,7 +50,7 @@ def report(arguments: argparse.Namespace) -> Path:
 def _file_of_run(source: str, weights: str | None, options: SplitOptions) -> Path | str:
     """The predictions that a run has left, unless others are asked for."""
     file = Path(source).expanduser() / "report" / PREDICTIONS
-    return file if file.is_file() and weights is None and not options else source
+    return file if file.is_file() and weights is None and options == SplitOptions() else source
 
 
 def _names(sources: list[str]) -> list[str]:

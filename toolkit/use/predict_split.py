@@ -35,10 +35,6 @@ class SplitOptions:
     format: str | None = None
     path: str | None = None
 
-    def __bool__(self) -> bool:
-        """Whether anything is asked for."""
-        return any(each is not None for each in (self.split, self.image_dir, self.format, self.path))
-
 
 @dataclass
 class Predicted:
@@ -145,7 +141,10 @@ def _data_of(
     Raises:
         BadInput: none are known, or they cannot be read.
     """
-    folder = _run_folder_above(source)
+    try:
+        folder = run_folder_of(Path(source).expanduser())
+    except BadInput:
+        folder = None
     if options.split is None and options.path is None and about.get("data"):
         data = dict(about["data"]) | _given(options)
     elif folder is not None:
@@ -157,21 +156,15 @@ def _data_of(
     return folder, data, open_split(**data, say=say)
 
 
-def _run_folder_above(path: str | Path) -> Path | None:
-    """The run folder that a path is or lies in; None: none."""
-    try:
-        return run_folder_of(Path(path).expanduser())
-    except BadInput:
-        return None
-
-
 def data_settings(config: Mapping, options: SplitOptions) -> dict:
     """Arguments of `open_split`, from those of a run and what was asked for instead."""
-    data = config["data"]
-    if options.path is not None or options.split is not None and _is_place(options.split, data):
+    data, split = config["data"], options.split
+    named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
+    own = split is not None and (not named or Path(split).expanduser().is_file())  # not a split of the run's data
+    if options.path is not None or own:
         return _other_data(options) | {"on_error": data["on_error"]}
     reading = {key: data[key] for key in READING if key in data}
-    return {"source": options.split or data["val"], "part_of": data["train"]} | reading | _given(options)
+    return {"source": split or data["val"], "part_of": data["train"]} | reading | _given(options)
 
 
 def _other_data(options: SplitOptions) -> dict:
@@ -184,9 +177,3 @@ def _other_data(options: SplitOptions) -> dict:
 def _given(options: SplitOptions) -> dict:
     both = {"image_dir": options.image_dir, "format": options.format}
     return {key: value for key, value in both.items() if value is not None}
-
-
-def _is_place(split: str, data: Mapping) -> bool:
-    """A file or folder of its own, not the name of a split of the run's data."""
-    named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
-    return Path(split).expanduser().is_file() or not named

@@ -87,14 +87,12 @@ class VideoWriter:
             codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
             self._stream = self._container.add_stream(codec, rate=self.rate)
             self._stream.height, self._stream.width, self._stream.pix_fmt = *pixels.shape[:2], "yuv420p"
-        for packet in self._stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
-            self._container.mux(packet)
+        self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
 
     def close(self) -> None:
         """Writes what is left."""
         if self._container is not None:
-            for packet in self._stream.encode():
-                self._container.mux(packet)
+            self._container.mux(self._stream.encode())
             self._container.close()
 
 
