@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 import yaml
-from benches.loading import write_photographs
-from benches.measuring import row
 
 from toolkit.data.pipeline import loader_of_settings
+
+from .loading import write_photographs
+from .measuring import row
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = """detr/detr_r50_coco detr/rtdetr_v2_r18_coco detr/d_fine_s_coco detr/deimv2_s_coco detr/own_data

@@ -3,12 +3,13 @@
 from types import SimpleNamespace
 
 import torch
-from benches.measuring import in_turn, medians
 from torch import Tensor
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
 from toolkit.box_ops import cxcywh_to_xyxy
 from toolkit.models.detr.detr_criterion import DetrCriterion
+
+from .measuring import in_turn, medians
 
 NUM_CLASSES = 91
 WEIGHTS = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}

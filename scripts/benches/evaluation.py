@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benches.measuring import against, in_turn, random_boxes, row, table_row
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
 from toolkit.evaluation.coco import CocoEvaluator
+
+from .measuring import against, in_turn, random_boxes, row, table_row
 
 NAMES = [f"bbox_{name}" for name in "AP AP50 AP75 APs APm APl AR1 AR10 AR100 ARs ARm ARl".split()]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benches.measuring import medians, table_row
 from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms import functional as F
@@ -25,6 +24,8 @@ from toolkit.data.sampling import SampleKey
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import DETR_SCALES, detr_train_transform, shorter_side_size
+
+from .measuring import medians, table_row
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

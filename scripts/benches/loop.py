@@ -21,8 +21,6 @@ import train_detr
 import train_faster_rcnn
 import train_ssd
 import train_yolov3
-from benches.measuring import medians
-from benches.measuring import seconds as seconds_of
 from torch import nn
 
 from toolkit import session
@@ -34,6 +32,9 @@ from toolkit.models import options_class
 from toolkit.runs.settings import OptimConfig
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.training import Training
+
+from .measuring import medians
+from .measuring import seconds as seconds_of
 
 # As many layers, parameters and losses as DETR-R50 (ResNet-50 has 53 convolutions, this backbone 52), hardly any work.
 DETR = {"architecture": "detr", "dropout": 0.0}

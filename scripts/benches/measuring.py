@@ -92,19 +92,16 @@ def random_boxes(rng: np.random.Generator, count: int, corner: float, smallest: 
     return np.concatenate([corners, corners + rng.uniform(smallest, largest, (count, 2))], axis=1).astype(np.float32)
 
 
-def table_row(image_id: int, size_wh: tuple[int, int], boxes: np.ndarray, labels: np.ndarray, **others) -> dict:
-    """A row for `toolkit.data.table_cache.write_rows`.
-
-    others: `crowd` (N,), 0 for all where it is not given, and `relations` (R, 3) of subject, object and predicate.
-    """
-    relations, crowd = others.get("relations", np.zeros((0, 3), int)), others.get("crowd", np.zeros(len(boxes), int))
-    columns = zip(("subject", "object", "predicate"), relations.T.tolist(), strict=True)
+def table_row(
+    image_id: int, size_wh: tuple[int, int], boxes: np.ndarray, labels: np.ndarray, crowd: np.ndarray | None = None
+) -> dict:
+    """A row for `toolkit.data.table_cache.write_rows`, without relations; crowd: None for none."""
     objects = {
         "id": list(range(len(boxes))),
         "bbox": boxes.tolist(),
         "category": labels.tolist(),
         "area": (boxes[:, 2:] - boxes[:, :2]).prod(1).tolist(),
-        "iscrowd": crowd.tolist(),
+        "iscrowd": [0] * len(boxes) if crowd is None else crowd.tolist(),
     }
     about = {"image_id": image_id, "file_name": f"{image_id}.jpg", "width": size_wh[0], "height": size_wh[1]}
-    return about | {"objects": objects, "relations": dict(columns)}
+    return about | {"objects": objects, "relations": {"subject": [], "object": [], "predicate": []}}

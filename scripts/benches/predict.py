@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benches.measuring import row, seconds
 from PIL import Image
 
 from toolkit.models import build_detector
 from toolkit.use.image_files import predict_files
 from toolkit.use.prediction import Predictor, own_predict
+
+from .measuring import row, seconds
 
 
 def bench_predict(images: int = 48, side: int = 640, size: int = 256, rounds: int = 5) -> list[dict]:

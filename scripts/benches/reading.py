@@ -8,7 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from benches.measuring import row
+
+from .measuring import row
 
 # Arguments: annotation file, cache folder, way. Prints seconds, MB and images.
 PROGRAM = """

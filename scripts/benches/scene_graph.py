@@ -7,12 +7,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from benches.measuring import against, in_turn, random_boxes, row
 
 from toolkit.scene_graphs.batch import RelationBatch
 from toolkit.scene_graphs.heads import HeadSizes, build_relation_head
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.scene_graphs.sampling import pairs_to_ask
+
+from .measuring import against, in_turn, random_boxes, row
 
 TOP = (20, 50, 100)
 

@@ -4,7 +4,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from benches.measuring import losses_against, random_target
 from torch import Tensor
 from torchvision.models.detection import _utils as detection
 from torchvision.models.detection.ssd import SSD
@@ -12,6 +11,8 @@ from torchvision.ops import box_iou
 
 from toolkit.box_ops import cxcywh_to_xyxy
 from toolkit.models.ssd.criterion import SsdCriterion, anchor_scales, level_anchors
+
+from .measuring import losses_against, random_target
 
 STRIDES = (8, 16, 32, 64, 128)
 RATIOS = (2, 3)

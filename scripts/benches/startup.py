@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benches.measuring import medians
-
 from toolkit.data.shapes import ensure_shapes
+
+from .measuring import medians
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train_detr.py"
 

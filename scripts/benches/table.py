@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from benches.measuring import row, seconds
-from benches.reading import write_large
 from torch.utils.data import DataLoader, Dataset
 
 from toolkit.data.dataset import row_target
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.table import DetectionTable
+
+from .measuring import row, seconds
+from .reading import write_large
 
 WORKERS = 2
 

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from benches.measuring import in_turn, losses_against, random_target, row
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torchvision.ops import box_iou
@@ -25,6 +24,8 @@ from toolkit.models.yolov3.targets import (
 from toolkit.use.export import export_detector
 from toolkit.use.export.check import difference
 from toolkit.use.export.files import open_file
+
+from .measuring import in_turn, losses_against, random_target, row
 
 
 def bench_yolov3_losses(
