@@ -45,8 +45,7 @@ class FasterRcnnGraph(PixelsToBoxes):
             moved = deltas[:, of_level].gather(1, rows[..., None].expand(-1, -1, 4))
             boxes = rpn.box_coder.decode_single(moved.flatten(0, 1), anchors[of_level][rows].flatten(0, 1))
             boxes = clip_boxes(boxes.reshape(-1, limit, 4), sizes)
-            width, height = (boxes[..., 2:] - boxes[..., :2]).unbind(-1)
-            scores = scores.sigmoid().where((width >= rpn.min_size) & (height >= rpn.min_size), 0)
+            scores = scores.sigmoid().where(_large(boxes, rpn.min_size), 0)
             scores = scores.where(scores >= rpn.score_thresh, 0)
             kept.append((boxes, scores.where(nms_keep(boxes, scores, rpn.nms_thresh), 0)))
         boxes, scores = (torch.cat(parts, dim=1) for parts in zip(*kept, strict=True))
@@ -67,3 +66,7 @@ class FasterRcnnGraph(PixelsToBoxes):
             for i, (each, scale) in enumerate(zip(maps, pool.scales, strict=True))
         ]
         return sum(pooled[1:], start=pooled[0])
+
+
+def _large(boxes: Tensor, side: float) -> Tensor:
+    return ((boxes[..., 2] - boxes[..., 0]) >= side) & ((boxes[..., 3] - boxes[..., 1]) >= side)
