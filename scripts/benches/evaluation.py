@@ -14,6 +14,7 @@ import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from toolkit.data.formats.coco import write_coco
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
 from toolkit.evaluation.coco import CocoEvaluator
@@ -33,7 +34,7 @@ def bench_evaluation(
     """
     with tempfile.TemporaryDirectory() as folder:
         table, predictions = random_detections(Path(folder), num_images, num_detections, num_classes, seed)
-        evaluator, truth = CocoEvaluator(table), _coco_ground_truth(table)
+        evaluator, truth = CocoEvaluator(table), _coco_ground_truth(table, Path(folder) / "truth.json")
         ours, plain = evaluator.evaluate(predictions), plain_pycocotools(truth, predictions)
         rounds = in_turn(
             lambda: evaluator.evaluate(predictions), lambda: plain_pycocotools(truth, predictions), repeats
@@ -71,7 +72,7 @@ def plain_pycocotools(truth: COCO, predictions: Mapping[int, Mapping]) -> dict[s
     for image_id, found in predictions.items():
         boxes = found["boxes"].double()
         boxes[:, 2:] -= boxes[:, :2]
-        columns = (boxes.tolist(), found["scores"].tolist(), found["labels"].tolist())
+        columns = (boxes.tolist(), found["scores"].tolist(), (found["labels"] + 1).tolist())
         results += [
             {"image_id": image_id, "category_id": label, "bbox": box, "score": score}
             for box, score, label in zip(*columns, strict=True)
@@ -84,23 +85,7 @@ def plain_pycocotools(truth: COCO, predictions: Mapping[int, Mapping]) -> dict[s
     return dict(zip(NAMES, map(float, run.stats), strict=True))
 
 
-def _coco_ground_truth(table: DetectionTable) -> COCO:
-    annotations: list[dict] = []
-    for i in range(len(table)):
-        image = table.row(i)
-        objects = image["objects"]
-        boxes = objects["bbox"].astype(float)
-        boxes[:, 2:] -= boxes[:, :2]
-        columns = (boxes.tolist(), *(objects[key].tolist() for key in ("category", "area", "iscrowd")))
-        for box, label, area, crowd in zip(*columns, strict=True):
-            known = {"id": len(annotations) + 1, "image_id": image["image_id"], "category_id": label}
-            annotations.append(known | {"bbox": box, "area": area, "iscrowd": crowd})
-    truth = COCO()
-    truth.dataset = {
-        "images": [{"id": i} for i in table.image_ids().tolist()],
-        "annotations": annotations,
-        "categories": [{"id": k} for k in range(len(table.categories))],
-    }
+def _coco_ground_truth(table: DetectionTable, file: Path) -> COCO:
+    write_coco(table.labelled(), file)
     with contextlib.redirect_stdout(io.StringIO()):
-        truth.createIndex()
-    return truth
+        return COCO(file)

@@ -97,7 +97,7 @@ def table_row(
 ) -> dict:
     """A row for `toolkit.data.table_cache.write_rows`, without relations; crowd: None for none."""
     objects = {
-        "id": list(range(len(boxes))),
+        "id": [1000 * image_id + number for number in range(1, len(boxes) + 1)],
         "bbox": boxes.tolist(),
         "category": labels.tolist(),
         "area": (boxes[:, 2:] - boxes[:, :2]).prod(1).tolist(),
