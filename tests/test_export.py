@@ -26,7 +26,7 @@ from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.use.export import check_exportable, export_detector, export_final
 from toolkit.use.export.check import batches_agree, check_outputs, difference
-from toolkit.use.export.files import KEY, OUTPUTS, About, open_file
+from toolkit.use.export.files import KEY, OUTPUTS, About, open_file, write_onnx
 from toolkit.use.export.graph import PixelsToBoxes, make_graph, same_padding, trace, trace_hw, traceable
 from toolkit.use.open import OwnDetector, open_predictor
 from toolkit.use.prediction import own_predict
@@ -191,7 +191,7 @@ class CellsAsBoxes(PixelsToBoxes):
 
 
 @pytest.mark.parametrize("stride", [1, 32])
-def test_same_padding_leaves_no_maximum_in_the_sizes(stride):
+def test_same_padding_leaves_no_maximum_in_the_sizes(stride, tmp_path):
     """Nested ones of a real backbone keep SymPy busy for many minutes."""
     graph = CellsAsBoxes(SamePadded(stride), 5).eval()
     program = trace(graph, (96, 128))
@@ -202,6 +202,12 @@ def test_same_padding_leaves_no_maximum_in_the_sizes(stride):
         images = images_of(3, *hw)
         for one, other in zip(graph(images), program.module()(images), strict=True):
             torch.testing.assert_close(one, other)
+    write_onnx(program, tmp_path / "model.onnx", About("cells", CATEGORIES, None, "any", stride, 0.3, 5, "test"))
+    run = open_file(tmp_path / "model.onnx")[0]
+    for hw in [(96, 128), (95, 129)]:  # sides that are multiples of the stride, and others: padded in the file
+        images = images_of(3, *hw)
+        for one, other in zip(graph(images), run(images.numpy()), strict=True):
+            torch.testing.assert_close(one, torch.from_numpy(other), rtol=1e-3, atol=1e-3)
 
 
 def test_same_padding_is_that_of_timm():

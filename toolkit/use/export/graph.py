@@ -43,7 +43,8 @@ class PixelsToBoxes(nn.Module):
         sizes = torch.tensor([height, width], device=images.device).expand(images.shape[0], 2)
         stride = self.detector.stride
         if self.sides == "any" and stride > 1:
-            rows, columns = -(-height // stride), -(-width // stride)  # of -height % stride SymPy simplifies nothing
+            # of -height % stride SymPy simplifies nothing, and ONNX rounds the quotient of a negative number up
+            rows, columns = (height + stride - 1) // stride, (width + stride - 1) // stride
             images = pad(images, (0, columns * stride - width, 0, rows * stride - height))
         boxes, scores, labels = self.found(images, sizes)
         boxes, scores, labels = best(boxes, scores.where(labels >= 0, 0), labels, self.top_k)
@@ -146,7 +147,7 @@ def _symbolic_len(of):
 def same_padding(side: int, kernel_size: int, stride: int, dilation: int) -> int:
     """`timm.layers.padding.get_same_padding` in whole numbers, without a maximum where none is needed."""
     reach = dilation * (kernel_size - 1) + 1
-    missing = -(-side // stride) * stride - side + reach - stride  # from reach - stride to reach - 1
+    missing = (side + stride - 1) // stride * stride - side + reach - stride  # from reach - stride to reach - 1
     if reach == 1:
         return 0
     return missing if reach >= stride else max(missing, 0)
