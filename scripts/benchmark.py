@@ -9,11 +9,12 @@ itself, which is the noise: a ratio that is no further from its requirement than
 """
 
 import argparse
-import importlib.metadata
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 
 from benches.augmentation import bench_augmentation
 from benches.criterion import bench_criterion
@@ -106,20 +107,15 @@ def machine() -> str:
     """Date, processor, accelerators, threads and versions in one paragraph."""
     found = hardware()
     gpus = ", ".join(found["gpus"]) or "no GPU"
-    installed = {dist.metadata["Name"]: dist.version for dist in map(_distribution, PACKAGES) if dist is not None}
-    versions = ", ".join(f"{name} {version}" for name, version in installed.items())
+    installed = []
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed.append(f"{name} {version(name)}")
     return (
         f"{date.today()}, {found['cpu']}, {found['cpu_cores_usable']} of {found['cpu_cores']} cores, "
         f"{found['memory_bytes'] / 2**30:.0f} GiB, {gpus}; torch uses {found['torch_threads']} threads; "
-        f"Python {sys.version.split()[0]}, {versions}."
+        f"Python {sys.version.split()[0]}, {', '.join(installed)}."
     )
-
-
-def _distribution(name: str) -> importlib.metadata.Distribution | None:
-    try:
-        return importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

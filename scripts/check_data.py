@@ -27,25 +27,21 @@ from toolkit.data.check_files import depth
 from toolkit.data.formats import FORMATS, open_dataset
 from toolkit.data.formats.annotated import ALL, split_of
 from toolkit.data.formats.folders import recognise
-from toolkit.data.inspection import Inspection, clean_copy, inspect_tables
+from toolkit.data.inspection import Finding, Inspection, clean_copy, inspect_tables
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.text import ShortUsage
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
+TRAINING = ("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg")
 LISTED = 50
 CHECK_IMAGES = {"auto": True, "none": False}  # as readers have it
 
 
 def open_all(options: argparse.Namespace) -> dict[str, DetectionTable]:
     """Every split that was asked for, by name."""
-    reading = {
-        "image_dir": options.image_dir,
-        "format": options.format,
-        "name": options.name,
-        "on_error": "drop",
-        "check_images": CHECK_IMAGES.get(options.check_images, options.check_images),
-    }
+    reading = {key: getattr(options, key) for key in ("image_dir", "format", "name", "check_images")}
+    reading["on_error"] = "drop"
     tables = {}
     for source in options.source:
         if options.name is None and Path(source).expanduser().is_dir():
@@ -66,20 +62,10 @@ def report(tables: dict[str, DetectionTable], found: Inspection) -> str:
         findings = [finding for finding in found.findings if finding.severity == severity]
         if findings:
             count = sum(len(each.items) if each.kind == "record" else 1 for each in findings)
-            lines.append(f"{heading}: {count}")
-            for each in findings:
-                if each.kind != "record":
-                    lines.append(f"  {each.message}")
-                indent = "  " if each.kind == "record" else "    "
-                shown = each.items if each.kind == "record" else each.items[:LISTED]
-                if each.kind not in ("small boxes", "unused classes", "missing classes", "balance", "classes"):
-                    lines += [f"{indent}{_item(item)}" for item in shown]
-                    if len(shown) < len(each.items):
-                        lines.append(f"{indent}and {len(each.items) - len(shown)} more; --json lists all")
-            lines.append("")
+            lines += [f"{heading}: {count}", *(line for each in findings for line in _lines_of(each)), ""]
     for split, table in tables.items():
         summary = found.splits[split]
-        width = max(len("class"), *(len(name) for name in summary.classes))
+        width = max(map(len, ["class", *summary.classes]))
         lines.append(f"{'class':{width}}  {'id':>8}  {'boxes':>8}  {'images':>8}")
         for category in table.categories:
             counts = summary.classes[category.name]
@@ -96,11 +82,16 @@ def report(tables: dict[str, DetectionTable], found: Inspection) -> str:
     return "\n".join(lines)
 
 
-def fitting_anchors(table: DetectionTable, image_size: int) -> str:
-    """Anchors of YOLOv3 and how well they fit, as `python -m toolkit.use.anchors` says it."""
-    from toolkit.use.anchors import anchors_report  # here: it imports the detectors
-
-    return anchors_report(table, (image_size, image_size), 3, 0)
+def _lines_of(finding: Finding) -> list[str]:
+    """Its message and what it lists; of faulty records the list alone, whole."""
+    if finding.kind == "record":
+        return [f"  {_item(item)}" for item in finding.items]
+    lines = [f"  {finding.message}"]
+    if finding.kind not in ("small boxes", "unused classes", "missing classes", "balance", "classes"):
+        lines += [f"    {_item(item)}" for item in finding.items[:LISTED]]
+        if len(finding.items) > LISTED:
+            lines.append(f"    and {len(finding.items) - LISTED} more; --json lists all")
+    return lines
 
 
 def data_settings(config: str, script: str | None = None):
@@ -114,16 +105,17 @@ def data_settings(config: str, script: str | None = None):
     try:
         text = Path(config).read_text()
         given = (yaml.safe_load(text) or {}).get("data", {})
-        named = script or next(iter(re.findall(r"\b(train_(?:detr|faster_rcnn|yolov3|ssd|sgg))\.py", text)), None)
+        named = script or next(iter(re.findall(rf"\b({'|'.join(TRAINING)})\.py", text)), None)
         if named is None and "recipe" not in given:
-            raise BadInput(f"--augment {config}: the file names no training script, whose defaults decide the recipe; "
-                           "say it: --script train_detr")  # fmt: skip
+            raise BadInput(
+                f"--augment {config}: the file names no training script, whose defaults decide the recipe; "
+                "say it: --script train_detr"
+            )
         base = DataConfig() if "recipe" in given else importlib.import_module(named).Config().data
         return dataclasses.replace(base, **given)
     except (OSError, yaml.YAMLError, TypeError, AttributeError) as error:
-        raise BadInput(
-            f"--augment {config}: expected a settings file of training with a group `data`: {error}"
-        ) from error
+        expected = "expected a settings file of training with a group `data`"
+        raise BadInput(f"--augment {config}: {expected}: {error}") from error
 
 
 def draw_augmented(config: str, script: str | None, table: DetectionTable, file: Path) -> Path:
@@ -150,14 +142,14 @@ def training_command(options: argparse.Namespace, tables: dict[str, DetectionTab
     else:
         sources = dict(zip(tables, options.source, strict=True))
         splits = {split_of(source) or name: source for name, source in sources.items()}
-        train = splits.get("train") or next((splits[name] for name in splits if name not in ("val", "test")), None)
-        settings["train"] = train
+        others = (source for name, source in splits.items() if name not in ("val", "test"))
+        settings["train"] = splits.get("train") or next(others, None)
     if not {"train", "trainval", ALL} & splits.keys() and not settings.get("train"):
         return f"no training data: there is only {', '.join(splits)}"
     settings["val"] = splits.get("val", "0.2")
-    settings |= {"format": options.format, "name": options.name, "on_error": options.on_error,
-                 "image_dir": options.image_dir and f"[{', '.join(options.image_dir)}]",
-                 "image_size": options.image_size}  # fmt: skip
+    settings |= {"format": options.format, "name": options.name, "on_error": options.on_error}
+    settings["image_dir"] = options.image_dir and f"[{', '.join(options.image_dir)}]"
+    settings["image_size"] = options.image_size
     if any(each.severity == "error" for each in found.findings):
         settings["on_error"] = "drop"
     usual = {"val": "val", "format": "auto", "name": None, "on_error": "raise", "image_dir": None, "image_size": None}
@@ -194,14 +186,17 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
         raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")
+    options.check_images = CHECK_IMAGES.get(options.check_images, options.check_images)
     tables = open_all(options)
     size = options.image_size or 640
-    check = CHECK_IMAGES.get(options.check_images, options.check_images)
-    decoded = all(depth(check, len(table), table.name)[0] for table in tables.values())
+    decoded = all(depth(options.check_images, len(table), table.name)[0] for table in tables.values())
     found = inspect_tables(tables, size, compare=decoded)
     print(report(tables, found))
+    first = next(iter(tables.values()))
     if options.anchors:
-        print(fitting_anchors(next(iter(tables.values())), size))
+        from toolkit.use.anchors import anchors_report  # here: it imports the detectors
+
+        print(anchors_report(first, (size, size), per_level=3, seed=0))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(found.to_json(), encoding="utf-8")
@@ -210,9 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(f"pictures: {len(draw_data(tables, size, options.pictures))} in {options.pictures}")
     if options.augment:
-        place = options.pictures or Path("found")
-        table = next(iter(tables.values()))
-        print(f"pictures: {draw_augmented(options.augment, options.script, table, place / 'augmented.jpg')}")
+        file = (options.pictures or Path("found")) / "augmented.jpg"
+        print(f"pictures: {draw_augmented(options.augment, options.script, first, file)}")
     if options.fix:
         log = clean_copy(tables, found, options.fix)
         print(f"{options.fix}: written, with {len(log)} changes, listed in {options.fix / 'changes.txt'}")
@@ -230,43 +224,24 @@ def _item(item: object) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("source", nargs="+", help="folder, annotation files, or names of splits, as --data.train")
-    parser.add_argument(
-        "--image-dir",
-        action="append",
-        help="folder, archive or URL that file names are relative to; may be repeated (default: looked for)",
-    )
+    images = "folder, archive or URL that file names are relative to; may be repeated (default: looked for)"
+    parser.add_argument("--image-dir", action="append", help=images)
     parser.add_argument("--format", choices=FORMATS, default="auto")
     parser.add_argument("--name", help="as --data.name in training")
-    parser.add_argument(
-        "--on-error",
-        choices=("raise", "drop"),
-        default="raise",
-        help="as --data.on_error in training; with drop, faulty records count as warnings",
-    )
-    parser.add_argument(
-        "--check-images",
-        choices=("auto", "full", "header", "none"),
-        default="auto",
-        help="full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "
-        "header reads sizes and ends of files; none opens no image",
-    )
-    parser.add_argument(
-        "--image-size", type=int, help="image side in pixels in training (default: 640, for statistics of box sizes)"
-    )
+    faulty = "as --data.on_error in training; with drop, faulty records count as warnings"
+    parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help=faulty)
+    depths = "full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "
+    depths += "header reads sizes and ends of files; none opens no image"
+    parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto", help=depths)
+    side = "image side in pixels in training (default: 640, for statistics of box sizes)"
+    parser.add_argument("--image-size", type=int, help=side)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")
-    parser.add_argument(
-        "--pictures", type=Path, help="write pictures to this folder: samples of classes, positions, sizes, shapes"
-    )
+    shown = "write pictures to this folder: samples of classes, positions, sizes, shapes"
+    parser.add_argument("--pictures", type=Path, help=shown)
     parser.add_argument("--anchors", action="store_true", help="also print anchors of YOLOv3 that fit")
-    parser.add_argument(
-        "--augment", metavar="CONFIG", help="draw an augmented batch as this settings file makes it"
-    )
-    parser.add_argument(
-        "--script",
-        choices=("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg"),
-        help="training script: of the settings file, where it does not name it, and of the command at the end "
-        "(default: train_detr)",
-    )
+    parser.add_argument("--augment", metavar="CONFIG", help="draw an augmented batch as this settings file makes it")
+    which = "training script: of the settings file, where it does not name it, and of the command at the end "
+    parser.add_argument("--script", choices=TRAINING, help=which + "(default: train_detr)")
     parser.add_argument("--fix", type=Path, metavar="OUT", help="new folder for a cleaned COCO copy and changes.txt")
     return parser
 

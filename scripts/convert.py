@@ -44,11 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("target", metavar="DST", type=Path, help="new or empty folder")
     parser.add_argument("--to", required=True, choices=WRITTEN, help="format to write")
     parser.add_argument("--format", choices=FORMATS, default="auto", help="format of SRC; auto recognises it")
-    parser.add_argument(
-        "--image-dir",
-        action="append",
-        help="folder, archive or URL of the images, where SRC does not say it; may be repeated",
-    )
+    images = "folder, archive or URL of the images, where SRC does not say it; may be repeated"
+    parser.add_argument("--image-dir", action="append", help=images)
     parser.add_argument("--val", type=float, help="fraction of the training images to hold out as split val")
     parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error in training")
     parser.add_argument("--link", action="store_true", help="hard-link images on the same disk instead of copying")

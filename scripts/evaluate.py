@@ -22,7 +22,6 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from toolkit.data.formats import FORMATS
 from toolkit.distributed import run_on_main
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.coco import CocoEvaluator
@@ -31,7 +30,8 @@ from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.models.inference_settings import inference_flags
 from toolkit.text import ShortUsage
-from toolkit.trust import TRUST, trust_files
+from toolkit.trust import trust_files
+from toolkit.use.open import add_flags
 from toolkit.use.predict_split import Predicted, SplitOptions, open_any
 
 
@@ -89,19 +89,10 @@ def _number(value: float | None) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("run", type=Path, help="run folder, checkpoint, exported model, or predictions file")
-    parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights")
-    parser.add_argument("--split", help="annotation file or split instead of the run's validation data")
-    parser.add_argument(
-        "--image-dir",
-        action="append",
-        help="folder, archive or URL of the images, if not those of the run; may be repeated",
-    )
-    parser.add_argument("--format", choices=FORMATS, help="how to read other data than the run's (default auto)")
-    parser.add_argument("--path", help="folder or hub name of another data set, of which --split is a split")
+    add_flags(parser, "--weights", "--split", "--image-dir", "--format", "--path", "--trust")
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far a metric may be below --expect.METRIC")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
     arguments, rest = parser.parse_known_args(argv)
     trust_files(arguments.trust)
     arguments.settings, rest = inference_flags(rest)

@@ -27,22 +27,21 @@ import numpy as np
 import torch
 
 from toolkit.data.decoding import decode_image
-from toolkit.data.splits import READING, open_split
-from toolkit.data.transforms.geometry import resize
+from toolkit.data.splits import open_split
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.runs.open_run import run_folder_of
 from toolkit.runs.settings_file import load_config_dict
 from toolkit.signals import interrupt_ends_at_once
 from toolkit.text import ShortUsage
-from toolkit.trust import TRUST, trust_files
+from toolkit.trust import trust_files
 from toolkit.use.export import check_exportable, export_detector
-from toolkit.use.export.about import trace_hw
-from toolkit.use.export.check import Difference, batches_agree, run_in_pytorch, speed
-from toolkit.use.export.files import open_file
-from toolkit.use.export.openvino import write_openvino
-from toolkit.use.open import OwnDetector, open_own_detector, report_thresholds
-from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor, image_hw, input_hw, predict_table, predict_with
+from toolkit.use.export.check import Difference, batches_agree, speed
+from toolkit.use.export.files import open_file, runner_of, write_openvino
+from toolkit.use.export.graph import trace_hw
+from toolkit.use.open import OwnDetector, add_flags, open_own_detector, report_thresholds
+from toolkit.use.predict_split import SplitOptions, data_settings
+from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor, predict_table, predict_with, resized
 
 FORMATS = ("onnx", "torch", "openvino", "int8")
 SPEED_BATCH = 5
@@ -81,19 +80,19 @@ def write_and_check(
 ) -> tuple[list["Line"], dict[str, str]]:
     """The table of the files beside PyTorch, and what is wrong with those that are renamed, by name."""
     formats, out = arguments.formats, arguments.out
-    written, graph = export_detector(
-        own.detector, out, ["torch", "onnx"] if "torch" in formats else ["onnx"], categories=own.categories,
-        size=own.size, source=own.source, top_k=arguments.top_k, score_threshold=score_threshold,
-    )  # fmt: skip
+    what = {"categories": own.categories, "size": own.size, "source": own.source}
+    how = {"top_k": arguments.top_k, "score_threshold": score_threshold}
+    asked = ["torch", "onnx"] if "torch" in formats else ["onnx"]
+    written, graph = export_detector(own.detector, out, asked, **what, **how)
     about = open_file(written["onnx"])[1]
-    for name in ("openvino", "int8"):
+    for name, file in (("openvino", "model.xml"), ("int8", "model_int8.xml")):
         if name in formats:
-            written[name] = out / ("model.xml" if name == "openvino" else "model_int8.xml")
+            written[name] = out / file
             shown = calibration(table, own, arguments.calibration) if name == "int8" else None
             write_openvino(written["onnx"], written[name], about, shown)
     if "onnx" not in formats:
         written.pop("onnx").unlink()
-    images, run = example_images(table, own, graph), run_in_pytorch(graph)
+    images, run = example_images(table, own, graph), runner_of(graph)
     expected = Predictor("PyTorch", own.categories, predict_with(run, about))
     lines, problems = [Line("PyTorch", ap_of(expected, table), **speed(run, images))], {}
     for name, path in written.items():
@@ -143,11 +142,10 @@ def validation_table(arguments: argparse.Namespace):
     if arguments.split is not None:
         return open_split(arguments.split, say=print, image_dir=arguments.image_dir, format=arguments.format)
     try:
-        data = load_config_dict(run_folder_of(Path(arguments.model).expanduser()) / "config.yaml")["data"]
+        config = load_config_dict(run_folder_of(Path(arguments.model).expanduser()) / "config.yaml")
     except BadInput:
         return None
-    reading = {key: data[key] for key in READING if key in data}
-    return open_split(data["val"], say=print, part_of=data["train"], **reading)
+    return open_split(**data_settings(config, SplitOptions()), say=print)
 
 
 def ap_of(predictor: Predictor, table) -> float | None:
@@ -177,12 +175,8 @@ def calibration(table, own: OwnDetector, count: int) -> list[np.ndarray]:
 
 def resized_images(table, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
     """The first images of a table as a detector takes them, uint8 (3, H, W)."""
-    no_boxes = {"boxes": torch.zeros(0, 4), "area": torch.zeros(0)}
-    found = []
-    for index in range(min(count, len(table))):
-        image = decode_image(table.image_source(table.row(index)))
-        found.append(resize(image, no_boxes, input_hw(image_hw(image), size))[0].contiguous().numpy())
-    return found
+    images = (decode_image(table.image_source(table.row(index))) for index in range(min(count, len(table))))
+    return [resized(size, image)[0].contiguous().numpy() for image in images]
 
 
 def as_table(lines: list[Line]) -> str:
@@ -201,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("model", help="run folder, checkpoint or final/ folder")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["onnx", "torch"], help="default: onnx torch")
-    parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
+    add_flags(parser, "--weights", "--trust")
     parser.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="resize images to this size")
     parser.add_argument("--top-k", type=int, default=300, help="maximum number of detections per image (default 300)")
     parser.add_argument("--split", help="annotation file to compare AP on, instead of the run's validation data")
@@ -210,7 +204,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tolerance", type=float, default=0.001, help="maximum change of AP (default 0.001)")
     parser.add_argument("--int8-tolerance", type=float, default=0.02, help="maximum drop of AP in int8 (default 0.02)")
     parser.add_argument("--calibration", type=int, default=100, help="calibration images for int8 (default 100)")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
     return parser
 
 

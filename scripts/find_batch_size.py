@@ -21,7 +21,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from accelerate.utils import find_executable_batch_size
 
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
@@ -41,8 +40,8 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
-    settings = {"data.batch_size_per_device": batch_size, "run.probe_memory": "true", "data.workers": 0,
-                "optim.accumulation_steps": 1}  # fmt: skip
+    settings = {"data.batch_size_per_device": batch_size, "data.workers": 0}
+    settings |= {"run.probe_memory": "true", "optim.accumulation_steps": 1}
     with tempfile.TemporaryDirectory() as place:
         folder, output = Path(place) / "run", Path(place) / "output"
         command = steps_alone(script, arguments, folder, 2, settings)
@@ -61,49 +60,38 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
 
 
 def find(arguments: argparse.Namespace, rest: list[str]) -> None:
-    settings, size, why = resolved_settings(arguments.script, rest), arguments.most, "not tried"
+    settings, largest, why = resolved_settings(arguments.script, rest), arguments.most, "not tried"
     on_cpu = not torch.accelerator.is_available()
     if arguments.memory_gib is None and on_cpu:
         arguments.memory_gib = 0.8 * psutil.virtual_memory().available / GIB
     memory = int(arguments.memory_gib * GIB) if on_cpu else None
-
-    def halve() -> int:
-        nonlocal size
-        size //= 2
-        return size
-
-    @find_executable_batch_size(starting_batch_size=arguments.most, reduce_batch_size_fn=halve)
-    def attempt(batch_size: int) -> int:
-        nonlocal why
-        print(f"{batch_size} images: ", end="", flush=True)
-        if refused := obstacle(arguments.script, rest, batch_size, memory):
-            print(why := refused, flush=True)
-            raise torch.OutOfMemoryError("CUDA out of memory.")  # the words that Accelerate looks for
-        print("fits", flush=True)
-        return batch_size
-
-    try:
-        largest = attempt()
-    except RuntimeError as error:
-        raise BadInput("not even one image fits into memory: give smaller images (data.image_size, data.scales), a "
-                       "smaller model, or --run.precision bf16") from error  # fmt: skip
+    while largest:
+        print(f"{largest} images: ", end="", flush=True)
+        refused = obstacle(arguments.script, rest, largest, memory)
+        print(refused or "fits", flush=True)
+        if not refused:
+            break
+        largest, why = largest // 2, refused
+    else:
+        remedy = "give smaller images (data.image_size, data.scales), a smaller model, or --run.precision bf16"
+        raise BadInput(f"not even one image fits into memory: {remedy}")
     asked = settings["data"]["batch_size_per_device"] * settings["optim"]["accumulation_steps"]
     found = {"data": {"batch_size_per_device": largest}}
     if asked > largest:
         found["optim"] = {"accumulation_steps": -(-asked // largest)}
     where = f"a CPU with {arguments.memory_gib:.1f} GiB" if on_cpu else "an accelerator"
-    write_settings(arguments.out, found, [
+    remarks = [
         f"Found by scripts/find_batch_size.py {arguments.script} {' '.join(rest)}",
         f"{largest} images fit into the memory of {where}; twice as many: {why}.",
         f"The settings have {asked} images in a step of one device.",
-    ])  # fmt: skip
+    ]
+    write_settings(arguments.out, found, remarks)
     print(f"data.batch_size_per_device {largest}; written: {arguments.out}")
 
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage,
-                                     allow_abbrev=False)  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage, allow_abbrev=False)
     parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")
     parser.add_argument("--out", type=Path, default=Path("batch.yaml"), help="file to write (default batch.yaml)")
     parser.add_argument("--most", type=int, default=256, help="first batch size to try (default 256), then half")

@@ -69,12 +69,12 @@ def draw(curve: list[tuple[float, float, float]], rate: float, path: Path) -> No
 def find(arguments: argparse.Namespace, rest: list[str]) -> None:
     low, high, steps = arguments.lowest, arguments.highest, arguments.steps
     if not (0 < low < high < math.inf) or steps < 10:
-        raise BadInput(f"--lowest {low:g}, --highest {high:g}, --steps {steps}: expected 0 < lowest < highest and at "
-                       "least 10 steps")  # fmt: skip
+        given = f"--lowest {low:g}, --highest {high:g}, --steps {steps}"
+        raise BadInput(f"{given}: expected 0 < lowest < highest and at least 10 steps")
     optim = resolved_settings(arguments.script, rest)["optim"]
     ratio = None if optim["backbone_lr"] is None else optim["backbone_lr"] / (optim["lr"] or 1)
-    settings = {"optim.lr": low, "schedule.name": "exponential", "schedule.final_factor": high / low,
-                "schedule.warmup_steps": 0, "schedule.per": "step"}  # fmt: skip
+    settings = {"optim.lr": low, "schedule.name": "exponential", "schedule.per": "step"}
+    settings |= {"schedule.final_factor": high / low, "schedule.warmup_steps": 0}
     settings |= {} if ratio is None else {"optim.backbone_lr": low * ratio}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
@@ -90,11 +90,12 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
     draw(curve, rate, arguments.out.with_suffix(".png"))
     found = {"lr": float(f"{rate:.2g}")} | ({} if ratio is None else {"backbone_lr": float(f"{rate * ratio:.2g}")})
     smallest = min(curve, key=lambda row: row[2])
-    write_settings(arguments.out, {"optim": found}, [
-        f"Found by scripts/find_rate.py {arguments.script} {' '.join(rest)}",
+    remarks = [f"Found by scripts/find_rate.py {arguments.script} {' '.join(rest)}"]
+    remarks.append(
         f"The smoothed loss was smallest ({smallest[2]:.4g}) at {smallest[0]:.2g}; {len(curve)} of {steps} steps from "
-        f"{low:g} to {high:g}.",
-    ])  # fmt: skip
+        f"{low:g} to {high:g}."
+    )
+    write_settings(arguments.out, {"optim": found}, remarks)
     print(f"optim.lr {found['lr']:g}; written: {arguments.out}, {arguments.out.with_suffix('.png')}")
 
 
@@ -107,8 +108,7 @@ def _until(rows: Iterable[dict], low: float, high: float, steps: int) -> Iterabl
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage,
-                                     allow_abbrev=False)  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage, allow_abbrev=False)
     parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")
     parser.add_argument("--out", type=Path, default=Path("rate.yaml"), help="file to write (default rate.yaml)")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps from lowest to highest (default 100)")

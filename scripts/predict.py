@@ -42,20 +42,17 @@ from tqdm import tqdm
 from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
 from toolkit.errors import BadInput, says_bad_input
-from toolkit.evaluation.detections import detections_as_json, relations_as_json, without_graph_constraint
 from toolkit.evaluation.predictions import joined
 from toolkit.files import distinct, without_suffix
 from toolkit.models.inference_settings import inference_flags
 from toolkit.scene_graphs.draw import draw_found
 from toolkit.scene_graphs.formats import SUFFIXES
 from toolkit.text import ShortUsage, shown
-from toolkit.trust import TRUST, trust_files
-from toolkit.use.given_boxes import given_boxes
-from toolkit.use.image_files import FilePrediction, find_or_fetch, predict_files
-from toolkit.use.open import open_predictor
-from toolkit.use.outputs import FORMATS, check_outputs, clear_outputs, image_ids_of, write_outputs
-from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor
-from toolkit.use.selection import from_report, of_classes, smallest_threshold
+from toolkit.trust import trust_files
+from toolkit.use.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
+from toolkit.use.open import add_flags, open_predictor
+from toolkit.use.outputs import FORMATS, check_outputs, clear_outputs, write_outputs
+from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor, from_report, of_classes, smallest_threshold
 from toolkit.use.tiles import flipped, tiled
 from toolkit.use.video import VIDEO_SUFFIXES, predict_video
 
@@ -77,17 +74,15 @@ def predict(arguments: argparse.Namespace) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out {arguments.out}: cannot be written: {error.strerror}") from error
-    errors = {path: {"file_name": str(path), "error": reason} for path, reason in errors.items()}
-    document, found, errors = predict_images(arguments, predictor, threshold, names, ids, errors, given)
+    document, found, failed = predict_images(arguments, predictor, threshold, names, ids, given)
+    errors |= failed
     for source in [*videos, *([arguments.camera] if arguments.camera is not None else [])]:
-        error = one_video(arguments, predictor, threshold, source)
-        if error:
-            errors[source] = {"file_name": str(source), "error": error}
+        if error := one_video(arguments, predictor, threshold, source):
+            errors[source] = error
     if names or errors:
-        document["errors"] = list(errors.values())
+        document["errors"] = [{"file_name": str(path), "error": reason} for path, reason in errors.items()]
         chosen = distinct((name.as_posix() for name in names.values()), without_suffix)
-        done = {row.file_name for row in found.images}
-        kept = [name for path, name in zip(names, chosen, strict=True) if str(path) in done]
+        kept = [name for path, name in zip(names, chosen, strict=True) if path not in errors]
         write_outputs(document, found, kept, arguments.format, arguments.out)
         print(summary(document, arguments.out))
     return 1 if errors else 0
@@ -114,46 +109,46 @@ def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: lis
         raise BadInput(f"{predictor.source} describes {predictor.given} of images: give them, --boxes FILE.json")
     if arguments.boxes and not predictor.given:
         raise BadInput(f"--boxes {arguments.boxes}: {predictor.source} finds boxes by itself; leave it out")
-    graph_formats = [name for name in arguments.format if name in SUFFIXES]
-    flags = ["--all-scores"] if arguments.all_scores else []
-    flags += [f"--format {name}" for name in graph_formats]
-    flags += ["--no-graph-constraint"] if arguments.no_graph_constraint else []
-    for flag in flags:
-        if not predictor.predicates:
-            raise BadInput(f"{flag} is for scene graphs, and {predictor.source} finds none; see scripts/train_sgg.py")
+    flags = ["--all-scores"] * arguments.all_scores
+    flags += [f"--format {name}" for name in arguments.format if name in SUFFIXES]
+    flags += ["--no-graph-constraint"] * arguments.no_graph_constraint
+    if flags and not predictor.predicates:
+        raise BadInput(f"{flags[0]} is for scene graphs, and {predictor.source} finds none; see scripts/train_sgg.py")
 
 
 def predict_images(
-    arguments, predictor: Predictor, threshold: float, names, ids, errors, given
-) -> tuple[dict, LabelledImages, dict]:
-    """The document for all image files, with their pictures drawn; their boxes as columns; what could not be read."""
+    arguments, predictor: Predictor, threshold: float, names, ids, given
+) -> tuple[dict, LabelledImages, dict[Path, str]]:
+    """The document for all image files, with their pictures drawn; their boxes as columns; why others were not read."""
     pictures = {} if arguments.no_pictures else picture_names(names)
-    predictions = predict_files(
-        predictor, list(names), batch_size=arguments.batch_size, score_threshold=threshold, given=given
-    )
-    entries, found = {}, {}
+    options = {"batch_size": arguments.batch_size, "score_threshold": threshold, "given": given}
+    predictions = predict_files(predictor, list(names), **options)
+    entries, found, errors = {}, {}, {}
     for prediction in tqdm(predictions, "prediction", len(names), unit="image", disable=None):
+        path = prediction.path
         if prediction.error is not None:
-            tqdm.write(f"{shown(prediction.path, 300)}: {prediction.error}", file=sys.stderr)
-            errors[prediction.path] = {"file_name": str(prediction.path), "error": prediction.error}
+            tqdm.write(f"{shown(path, 300)}: {prediction.error}", file=sys.stderr)
+            errors[path] = prediction.error
             continue
-        entries[prediction.path] = {"id": ids[prediction.path], **entry(prediction, predictor, arguments)}
-        found[prediction.path] = prediction.found
+        height, width = prediction.image.shape[-2:]
+        entry = {"id": ids[path], "file_name": str(path), "width": width, "height": height}
+        entry |= predictor.as_json(prediction.found, arguments.all_scores, not arguments.no_graph_constraint)
+        found[path], entries[path] = prediction.found, entry
         if pictures:
-            picture = pictures[prediction.path]
-            entries[prediction.path]["picture"] = str(picture)
-            path = arguments.out / picture
-            draw_found(prediction.image, prediction.found, predictor.class_names, predictor.predicates, path)
+            entry["picture"] = str(pictures[path])
+            drawn = arguments.out / pictures[path]
+            draw_found(prediction.image, prediction.found, predictor.class_names, predictor.predicates, drawn)
+    done = [path for path in names if path in entries]
     document = {
         "model": predictor.source,
         "score_threshold": arguments.score_threshold if arguments.score_threshold == "auto" else threshold,
         "categories": [asdict(category) for category in predictor.categories],
-        "images": [entries[path] for path in names if path in entries],
+        "images": [entries[path] for path in done],
     }
     rows = [ImageRow(*(each[key] for key in ("id", "file_name", "width", "height"))) for each in document["images"]]
-    boxes = joined([found[path] for path in names if path in found], [row.image_id for row in rows])
-    in_order = [*(each for each in errors if each not in names), *(path for path in names if path in errors)]
-    return document, LabelledImages(rows, boxes, predictor.categories), {path: errors[path] for path in in_order}
+    boxes = joined([found[path] for path in done], [row.image_id for row in rows])
+    failed = {path: errors[path] for path in names if path in errors}
+    return document, LabelledImages(rows, boxes, predictor.categories), failed
 
 
 def one_video(arguments, predictor: Predictor, threshold: float, source: Path | int) -> str | None:
@@ -176,16 +171,6 @@ def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
     suffixes = [name.suffix if name.suffix.lower() in (".jpg", ".jpeg") else ".png" for name in names.values()]
     pictures = [name.with_suffix(suffix).as_posix() for name, suffix in zip(names.values(), suffixes, strict=True)]
     return {path: Path("pictures") / name for path, name in zip(names, distinct(pictures), strict=True)}
-
-
-def entry(prediction: FilePrediction, predictor: Predictor, arguments: argparse.Namespace) -> dict:
-    height, width = prediction.image.shape[-2:]
-    detections = detections_as_json(prediction.found, predictor.categories, predictor.attributes)
-    result = {"file_name": str(prediction.path), "width": width, "height": height, "detections": detections}
-    if "pairs" in prediction.found:
-        found = without_graph_constraint(prediction.found) if arguments.no_graph_constraint else prediction.found
-        result["relations"] = relations_as_json(found, predictor.predicates, arguments.all_scores)
-    return result
 
 
 def summary(document: dict, out: Path) -> str:
@@ -218,11 +203,9 @@ def main(argv: list[str] | None = None) -> int:
     free = "keep the 100 best (pair, predicate) combinations, not one predicate per pair"
     parser.add_argument("--no-graph-constraint", action="store_true", help=free)
     parser.add_argument("--image-ids", type=Path, help="COCO file to take image ids from (default: 1, 2, 3, ...)")
-    parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
-    smallest = "minimum score (default 0.3); auto: thresholds of the report"
-    parser.add_argument(
-        "--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD, help=smallest
-    )
+    add_flags(parser, "--weights", "--trust")
+    least = "minimum score (default 0.3); auto: thresholds of the report"
+    parser.add_argument("--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD, help=least)
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep only these classes")
     parser.add_argument("--tile", type=int, metavar="PIXELS", help="predict large images in square tiles of this side")
     parser.add_argument("--overlap", type=float, default=0.2, help="fraction by which tiles overlap (default 0.2)")
@@ -232,7 +215,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=8, help="images per batch (default 8)")
     parser.add_argument("--no-pictures", action="store_true", help="write no pictures and no videos")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
     arguments, rest = parser.parse_known_args(argv)
     trust_files(arguments.trust)
     arguments.settings, rest = inference_flags(rest)

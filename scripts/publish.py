@@ -15,13 +15,6 @@ from toolkit.text import ShortUsage
 from toolkit.use.publish import push, write_run_card
 
 
-def publish(arguments: argparse.Namespace) -> None:
-    if arguments.name is None:
-        print(f"written: {write_run_card(arguments.run, arguments.licence)}")
-    else:
-        push(arguments.run, arguments.name, private=arguments.private, licence=arguments.licence)
-
-
 @says_bad_input
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
@@ -29,7 +22,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--hub.push", dest="name", metavar="USER/NAME", help="hub repository to upload to")
     parser.add_argument("--hub.private", dest="private", action="store_true", help="make the hub repository private")
     parser.add_argument("--licence", default=LICENCE, help=f"of the weights, as the hub spells it (default {LICENCE})")
-    publish(parser.parse_args(argv))
+    arguments = parser.parse_args(argv)
+    if arguments.name is None:
+        print(f"written: {write_run_card(arguments.run, arguments.licence)}")
+    else:
+        push(arguments.run, arguments.name, private=arguments.private, licence=arguments.licence)
 
 
 if __name__ == "__main__":

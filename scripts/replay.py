@@ -18,15 +18,15 @@ from toolkit.runs.script import open_script
 from toolkit.runs.settings_file import load_config_dict, newest_config
 from toolkit.step.nan_report import describe_finding, load_report, replay
 from toolkit.text import ShortUsage
-from toolkit.trust import TRUST, trust_files
-from toolkit.use.open import rebuild_detector
+from toolkit.trust import trust_files
+from toolkit.use.open import add_flags, rebuild_detector
 
 
 @says_bad_input
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("folder", type=Path, help="folder of one rank's report, <run>/nan/step_*/rank*")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
+    add_flags(parser, "--trust")
     given = parser.parse_args(arguments)
     trust_files(given.trust)
     folder = given.folder

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from toolkit.data.formats import FORMATS
 from toolkit.errors import says_bad_input
 from toolkit.evaluation.report import PREDICTIONS
 from toolkit.evaluation.report.comparison import settings_without_seed
-from toolkit.evaluation.report.facts import RunFacts, run_facts
-from toolkit.evaluation.report.judgement import Judgement, judge
+from toolkit.evaluation.report.facts import run_facts
+from toolkit.evaluation.report.judgement import judge
 from toolkit.evaluation.report.write import write_comparison, write_page
 from toolkit.text import ShortUsage
-from toolkit.trust import TRUST, trust_files
-from toolkit.use.predict_split import Predicted, SplitOptions, open_any
+from toolkit.trust import trust_files
+from toolkit.use.open import add_flags
+from toolkit.use.predict_split import SplitOptions, open_any
 
 
 def report(arguments: argparse.Namespace) -> Path:
@@ -41,20 +41,16 @@ def report(arguments: argparse.Namespace) -> Path:
         judged.append((found, facts, judge(name, found.predictions, found.table, about)))
     if len(judged) > 1:
         return write_comparison(arguments.out or Path("report_comparison"), [each for *_, each in judged])
-    return _single(Path(arguments.sources[0]).expanduser(), *judged[0], arguments.out)
-
-
-def _single(source: Path, found: Predicted, facts: RunFacts, judged: Judgement, out: Path | None) -> Path:
+    (found, facts, judgement), source = judged[0], Path(arguments.sources[0]).expanduser()
     own = found.run_folder is not None
-    if out is None:
-        out = found.run_folder / "report" if own else source.with_name(f"{source.stem}_report")
-    return write_page(out, judged, facts, judged.name)
+    beside = found.run_folder / "report" if own else source.with_name(f"{source.stem}_report")
+    return write_page(arguments.out or beside, judgement, facts, judgement.name)
 
 
 def _file_of_run(source: str, weights: str | None, options: SplitOptions) -> Path | str:
     """The predictions that a run has left, unless others are asked for."""
     file = Path(source).expanduser() / "report" / PREDICTIONS
-    return file if file.is_file() and weights is None and not options else source
+    return file if file.is_file() and weights is None and options == SplitOptions() else source
 
 
 def _names(sources: list[str]) -> list[str]:
@@ -68,17 +64,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     kinds = "run folder, checkpoint, exported model, or COCO results file"
     parser.add_argument("sources", nargs="+", metavar="RUN_OR_PREDICTIONS", help=kinds)
-    parser.add_argument("--split", help="annotation file or split instead of the validation data of the run")
-    parser.add_argument(
-        "--image-dir",
-        action="append",
-        help="folder, archive or URL of the images, if not those of the run; may be repeated",
-    )
-    parser.add_argument("--format", choices=FORMATS, help="how to read other data than the run's (default auto)")
-    parser.add_argument("--path", help="folder or hub name of another data set, of which --split is a split")
-    parser.add_argument("--weights", choices=("model", "ema"), help="raw or averaged weights of a run")
+    add_flags(parser, "--split", "--image-dir", "--format", "--path", "--weights", "--trust")
     parser.add_argument("--out", type=Path, help="folder of the report")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
     arguments = parser.parse_args(argv)
     trust_files(arguments.trust)
     print(f"wrote {report(arguments)}")

@@ -44,8 +44,8 @@ def open_study(optuna: ModuleType, sweep: Sweep, out: Path, seed: int):
         pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_min_trials=2)
     with locked(out / "locks" / "study"):  # two workers that begin together would both make the tables
         storage = optuna.storages.RDBStorage(STORAGE.format(out), engine_kwargs={"connect_args": {"timeout": 100}})
-        study = optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True, direction=direction,
-                                    pruner=pruner, sampler=sampler(optuna, sweep, seed))  # fmt: skip
+        how = {"direction": direction, "pruner": pruner, "sampler": sampler(optuna, sweep, seed)}
+        study = optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True, **how)
         about = {"program": sweep.program, "metric": sweep.metric, "parameters": sorted(sweep.parameters)}
         known = study.user_attrs.get("about", about)
         if known != about:

@@ -73,14 +73,6 @@ def test_unknown_bench_is_refused(benchmark, capsys):
     assert ended.value.code == 2 and "criterion" in capsys.readouterr().err
 
 
-def test_graphs_of_a_split_are_evaluated_from_what_is_kept_of_them(benchmark):
-    from benches.graph_memory import bench_graph_memory
-
-    rows = {row["name"].rpartition(", ")[2]: row["value"] for row in bench_graph_memory(30, "sgdet")}
-    assert 0 < rows["predictions"] < 30 * 100 * 50 * 4 / 2**20, "less than the scores of all predicates alone"
-    assert 0 <= rows["R@100"] <= 1 and rows["process at its peak"] >= rows["process before"] > 0
-
-
 @pytest.mark.slow
 def test_costs_of_a_step_and_bytes_of_its_collectives(benchmark):
     """The figures of docs/scaling.md: parts are parts of the step, and gradients are four bytes a parameter."""

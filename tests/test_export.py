@@ -28,10 +28,9 @@ from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.use.export import check_exportable, export_detector, export_final
-from toolkit.use.export.about import KEY, About, trace_hw
 from toolkit.use.export.check import batches_agree, check_outputs, difference
-from toolkit.use.export.files import OUTPUTS, open_file
-from toolkit.use.export.graph import PixelsToBoxes, make_graph, same_padding, trace, traceable
+from toolkit.use.export.files import KEY, OUTPUTS, About, open_file, write_onnx
+from toolkit.use.export.graph import PixelsToBoxes, make_graph, same_padding, trace, trace_hw, traceable
 from toolkit.use.open import OwnDetector, open_predictor
 from toolkit.use.prediction import own_predict
 
@@ -195,7 +194,7 @@ class CellsAsBoxes(PixelsToBoxes):
 
 
 @pytest.mark.parametrize("stride", [1, 32])
-def test_same_padding_leaves_no_maximum_in_the_sizes(stride):
+def test_same_padding_leaves_no_maximum_in_the_sizes(stride, tmp_path):
     """Nested ones of a real backbone keep SymPy busy for many minutes."""
     graph = CellsAsBoxes(SamePadded(stride), 5).eval()
     program = trace(graph, (96, 128))
@@ -206,6 +205,12 @@ def test_same_padding_leaves_no_maximum_in_the_sizes(stride):
         images = images_of(3, *hw)
         for one, other in zip(graph(images), program.module()(images), strict=True):
             torch.testing.assert_close(one, other)
+    write_onnx(program, tmp_path / "model.onnx", About("cells", CATEGORIES, None, "any", stride, 0.3, 5, "test"))
+    run = open_file(tmp_path / "model.onnx")[0]
+    for hw in [(96, 128), (95, 129)]:  # sides that are multiples of the stride, and others: padded in the file
+        images = images_of(3, *hw)
+        for one, other in zip(graph(images), run(images.numpy()), strict=True):
+            torch.testing.assert_close(one, torch.from_numpy(other), rtol=1e-3, atol=1e-3)
 
 
 def test_same_padding_is_that_of_timm():
@@ -254,13 +259,12 @@ def test_a_wrong_file_is_refused(ssd, fault):
 
 def test_final_folder_gets_both_files_in_float32_after_a_training_in_bfloat16(detectors, tmp_path):
     plain = detectors("ssd")
-    plain.save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
     try:
         detector = Accelerator(cpu=True, mixed_precision="bf16").prepare(copy.deepcopy(plain).train())
     finally:
         AcceleratorState._reset_state(True)
     images = images_of(2, 64, 64)
-    said = export_final(detector, tmp_path, images)
+    said = export_final(detector, tmp_path, images, CATEGORIES, {"height": 64, "width": 64})
     assert detector.training and "model.pt2 scores" in said and "model.onnx scores" in said
     assert check_outputs(make_graph(plain), tmp_path / "model.onnx", images)
     assert open_predictor(tmp_path / "model.onnx").categories == CATEGORIES
@@ -357,7 +361,7 @@ def test_the_file_of_the_exporter_of_before_is_refused(detectors, tmp_path):
 @pytest.mark.slow
 def test_openvino_finds_the_same(ssd):
     pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install openvino nncf")
-    from toolkit.use.export.openvino import write_openvino
+    from toolkit.use.export.files import write_openvino
 
     files, graph = ssd
     path, about = files["onnx"].with_name("model.xml"), open_file(files["onnx"])[1]

@@ -41,8 +41,7 @@ from toolkit.runs.metrics_log import read_metrics
 from toolkit.runs.open_run import open_run
 from toolkit.runs.script import open_script
 from toolkit.step.nan_report import load_report
-from toolkit.use.export.about import KEY
-from toolkit.use.export.files import open_file
+from toolkit.use.export.files import KEY, open_file
 from toolkit.use.open import open_predictor, rebuild_detector
 
 ROOT = Path(__file__).resolve().parents[1]

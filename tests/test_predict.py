@@ -30,12 +30,11 @@ from toolkit.evaluation.detections import detections_as_json
 from toolkit.evaluation.draw import COLOURS, draw_detections, picture_with_boxes
 from toolkit.files import distinct, without_suffix
 from toolkit.runs.open_run import check_there, kind_of, open_run
-from toolkit.use.image_files import find_images, find_or_fetch, predict_files
+from toolkit.use.image_files import find_images, find_or_fetch, image_ids_of, predict_files
 from toolkit.use.open import open_predictor
-from toolkit.use.outputs import check_outputs, clear_outputs, image_ids_of, write_outputs
+from toolkit.use.outputs import check_outputs, clear_outputs, write_outputs
 from toolkit.use.predict_split import SplitOptions, open_any
-from toolkit.use.prediction import Predictor, as_image, input_hw
-from toolkit.use.selection import from_report, of_classes
+from toolkit.use.prediction import Predictor, as_image, from_report, input_hw, of_classes
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("predict", ROOT / "scripts" / "predict.py")

@@ -1,19 +1,18 @@
 """Scene graph metrics at their edges. Run: python -m pytest tests/test_scene_graph.py"""
 
 import json
-import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from scripts.benches import scene_graph
 from toolkit.errors import BadInput
 from toolkit.scene_graphs.evaluator import grouped_recall, predicate_groups
 from toolkit.scene_graphs.matches import compact_graph
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
-BENCH = Path(__file__).parents[1] / "scripts" / "benches" / "scene_graph.py"
 BOXES = np.asarray([[0, 0, 20, 20], [50, 50, 80, 80], [0, 60, 30, 90]], np.float32)
 
 
@@ -32,10 +31,9 @@ def prediction(pairs, predicates, num_predicates=4, boxes=BOXES, labels=None):
 
 
 def test_equals_the_plain_evaluation():
-    bench = runpy.run_path(str(BENCH))
     for shape in ((1, 2, 2, 1), (70, 9, 60, 7), (5, 20, 380, 50)):
-        data = *bench["random_scene_graphs"](*shape), shape[-1]
-        ours, plain = bench["our_evaluation"](*data), bench["plain_evaluation"](*data)
+        data = *scene_graph.random_scene_graphs(*shape), shape[-1]
+        ours, plain = scene_graph.our_evaluation(*data), scene_graph.plain_evaluation(*data)
         assert plain.keys() == ours.keys() - {"F1"}
         for name in plain:
             np.testing.assert_allclose(ours[name], plain[name], rtol=0, atol=1e-12, err_msg=name)
@@ -131,8 +129,7 @@ def test_predicates_are_grouped_by_how_often_training_had_them():
 
 def test_a_compact_graph_measures_the_same():
     """With the hundred best combinations of pair and predicate in place of all scores; of no pairs and few, too."""
-    bench = runpy.run_path(str(BENCH))
-    truths, predictions, unseen = bench["random_scene_graphs"](70, 9, 60, 7)
+    truths, predictions, unseen = scene_graph.random_scene_graphs(70, 9, 60, 7)
     truths.append(truth([[0, 1, 2]]))
     predictions.append(prediction([], [], 7))
     compact = [compact_graph(each, 100) for each in predictions]

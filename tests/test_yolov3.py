@@ -3,7 +3,6 @@
 Run: python -m pytest tests/test_yolov3.py
 """
 
-import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision.ops import box_iou
 
+from scripts.benches.yolov3 import looped_losses, our_losses
 from toolkit.data.table import Category
 from toolkit.data.transforms.mixing import draw_mixup_lambda, mixup
 from toolkit.errors import BadInput
@@ -36,7 +36,6 @@ from toolkit.models.yolov3.targets import (
 from toolkit.step.freezing import FrozenBatchNorm2d
 from toolkit.use.anchors import main
 
-BENCH = Path(__file__).parents[1] / "scripts" / "benches" / "yolov3.py"
 LOSSES = YOLOv3.loss_names
 ANCHORS = torch.tensor(DEFAULT_ANCHORS, dtype=torch.float32)
 
@@ -87,13 +86,6 @@ def criterion(detector: YOLOv3, outputs: dict, targets: list, images: float = 1.
 # ---- targets and losses --------------------------------------------------------------------------------------------
 
 
-def bench_module():
-    spec = importlib.util.spec_from_file_location("benches_yolov3", BENCH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @st.composite
 def image_boxes(draw, side: int = 96):
     """Boxes on whole pixels, so on cell borders too, often several in one cell; at least one pixel wide and high."""
@@ -109,14 +101,13 @@ def image_boxes(draw, side: int = 96):
 @given(st.lists(image_boxes(), min_size=1, max_size=3), st.integers(0, 5))
 def test_losses_are_those_of_a_loop_over_boxes(targets, seed):
     predictions = torch.randn(len(targets), 567, 8, generator=torch.Generator().manual_seed(seed))
-    bench = bench_module()
     for t, row in zip(targets, predictions, strict=True):
         if len(t["boxes"]):  # a prediction that really overlaps: the box itself, at the place it belongs to
             grid = make_grid((96, 96), ANCHORS)
             a = assign_boxes([t], torch.tensor([[96, 96]]), ANCHORS, grid)
             row[a.index[0], 2:4] = a.scale[0]
-    ours = bench.our_losses(predictions, targets, ANCHORS, 96)
-    loop = bench.looped_losses(predictions, targets, ANCHORS, 96)
+    ours = our_losses(predictions, targets, ANCHORS, 96)
+    loop = looped_losses(predictions, targets, ANCHORS, 96)
     for name in LOSSES:
         torch.testing.assert_close(ours[name], loop[name], rtol=1e-4, atol=1e-4)
 

@@ -206,11 +206,11 @@ def settings() -> list[str]:
 
 
 def flags(script: Path | None) -> list[str]:
-    """Flags of a script, from its calls of `add_argument`."""
+    """Flags of a script, from its calls of `add_argument` and `add_flags`."""
     nodes = ast.walk(ast.parse(script.read_text(encoding="utf-8"))) if script else ()
-    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    given = [word.value for call in calls if call.func.attr == "add_argument" for word in call.args
-             if isinstance(word, ast.Constant)]  # fmt: skip
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    adding = [call for call in calls if ast.unparse(call.func).endswith(("add_argument", "add_flags"))]
+    given = [word.value for call in adding for word in call.args if isinstance(word, ast.Constant)]
     return sorted({"--help", *(word for word in given if str(word).startswith("--"))})
 
 

@@ -270,12 +270,13 @@ def stop_if_asked(s: Session, when: str) -> None:
 
 
 def _write_final(s: Session, t: Training) -> None:
-    c, folder = s.config.data, s.folder / "final"
+    c, folder, categories = s.config.data, s.folder / "final", t.validation.table.categories
     size = pipeline.processor_size(c.image_size, c.scales, c.max_size)
     with as_sentences():
-        t.detector.save_final(folder, t.validation.table.categories, size)
+        t.detector.save_final(folder, categories, size)
         if s.config.run.export:
-            t.log.say(export_final(t.detector, folder, next(iter(t.validation.loader)).images[:4], t.log.say))
+            images = next(iter(t.validation.loader)).images[:4]
+            t.log.say(export_final(t.detector, folder, images, categories, size, t.log.say))
 
 
 def _evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> DataLoader:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 import yaml
-from benches.loading import write_photographs
 
 from toolkit.data.pipeline import loader_of_settings
 
+from .loading import write_photographs
+from .measuring import row
+
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-RECIPES = (
-    "detr/detr_r50_coco", "detr/rtdetr_v2_r18_coco", "detr/d_fine_s_coco", "detr/deimv2_s_coco", "detr/own_data",
-    "faster_rcnn/faster_rcnn_r50_fpn_coco", "faster_rcnn/own_data", "ssd/mobilevit_s_coco", "ssd/own_data",
-    "yolov3/darknet53_coco", "yolov3/own_data",
-)  # fmt: skip
+RECIPES = """detr/detr_r50_coco detr/rtdetr_v2_r18_coco detr/d_fine_s_coco detr/deimv2_s_coco detr/own_data
+faster_rcnn/faster_rcnn_r50_fpn_coco faster_rcnn/own_data ssd/mobilevit_s_coco ssd/own_data
+yolov3/darknet53_coco yolov3/own_data""".split()
 
 
 def bench_augmentation(num_images: int = 48, recipes: Iterable[str] = RECIPES) -> list[dict]:
@@ -30,15 +30,14 @@ def bench_augmentation(num_images: int = 48, recipes: Iterable[str] = RECIPES) -
             table = write_photographs(Path(folder), num_images, 0)
             for recipe in recipes:
                 defaults = importlib.import_module(f"train_{recipe.partition('/')[0]}").Config().data
-                settings = dataclasses.replace(
-                    defaults, **yaml.safe_load((CONFIGS / f"{recipe}.yaml").read_text())["data"]
-                )
+                given = yaml.safe_load((CONFIGS / f"{recipe}.yaml").read_text())["data"]
+                settings = dataclasses.replace(defaults, **given)
                 settings.workers, settings.batch_size_per_device = 0, min(8, num_images)
                 _, loader = loader_of_settings(table, settings, seed=0, stride=1)
                 start = time.process_time()
                 count = sum(len(batch.targets) for batch in loader)
                 speed = count / (time.process_time() - start)
-                rows.append({"name": f"augmentation, {recipe}", "value": speed, "unit": "images/s/core"})
+                rows.append(row(f"augmentation, {recipe}", speed, "images/s/core"))
     finally:
         torch.set_num_threads(threads)
     return rows

@@ -1,8 +1,5 @@
 """DETR's criterion, forward and backward: this toolkit against transformers' `ForObjectDetectionLoss`."""
 
-import statistics
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -12,13 +9,14 @@ from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 from toolkit.box_ops import cxcywh_to_xyxy
 from toolkit.models.detr.detr_criterion import DetrCriterion
 
+from .measuring import in_turn, medians
+
 NUM_CLASSES = 91
 WEIGHTS = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
 # What ForObjectDetectionLoss reads from a DetrConfig; the paper's values.
-TRANSFORMERS_CONFIG = SimpleNamespace(
-    class_cost=1, bbox_cost=5, giou_cost=2, num_labels=NUM_CLASSES, eos_coefficient=0.1, auxiliary_loss=True,
-    decoder_layers=6, bbox_loss_coefficient=5, giou_loss_coefficient=2,
-)  # fmt: skip
+COSTS = {"class_cost": 1, "bbox_cost": 5, "giou_cost": 2, "bbox_loss_coefficient": 5, "giou_loss_coefficient": 2}
+OTHERS = {"num_labels": NUM_CLASSES, "eos_coefficient": 0.1, "auxiliary_loss": True, "decoder_layers": 6}
+TRANSFORMERS_CONFIG = SimpleNamespace(**COSTS, **OTHERS)
 
 
 def bench_criterion(
@@ -32,8 +30,8 @@ def bench_criterion(
 ) -> list[dict]:
     """Seconds of one criterion with its matching, forward and backward, in interleaved rounds.
 
-    Rows with `name`, `value` and `unit`: milliseconds of both (medians), their ratio, and ours against itself (the
-    noise); ratios are medians of the rounds' ratios. The totals of both agree, or it is an error.
+    Rows: milliseconds of both (medians), their ratio, and ours against itself (the noise). The totals of both agree, or
+    it is an error.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_layers, batch_size, num_queries, NUM_CLASSES + 1, generator=generator).to(device)
@@ -54,17 +52,14 @@ def bench_criterion(
         return total
 
     torch.testing.assert_close(ours(), theirs(), rtol=1e-4, atol=0)
-    rounds = [[_seconds(loss, device) for loss in (ours, theirs, ours)] for _ in range(repeats + 2)][2:]
+    rounds = in_turn(lambda: ours().backward(), lambda: theirs().backward(), repeats, warm_up=2)
     measured = {
         "ours": ("ms", [1000 * first for first, _, _ in rounds]),
         "transformers": ("ms", [1000 * other for _, other, _ in rounds]),
         "transformers / ours": ("x", [other / first for first, other, _ in rounds]),
         "ours / ours (noise)": ("x", [again / first for first, _, again in rounds]),
     }
-    return [
-        {"name": f"criterion: {name}", "value": statistics.median(values), "unit": unit}
-        for name, (unit, values) in measured.items()
-    ]
+    return medians("criterion: ", measured)
 
 
 def _random_target(num_boxes: int, generator: torch.Generator, device: str) -> dict[str, Tensor]:
@@ -76,16 +71,3 @@ def _random_target(num_boxes: int, generator: torch.Generator, device: str) -> d
         "size": torch.tensor([1, 1]),
     }
     return {key: value.to(device) for key, value in target.items()}
-
-
-def _seconds(loss: Callable[[], Tensor], device: str) -> float:
-    start = time.perf_counter()
-    loss().backward()
-    if device != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    for row in bench_criterion():
-        print(f"{row['name']:<40} {row['value']:8.2f} {row['unit']}")

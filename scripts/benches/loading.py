@@ -6,7 +6,6 @@ its workers decode, normalise and pad in float32. Ours hands over uint8, and the
 """
 
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,15 +25,16 @@ from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import DETR_SCALES, detr_train_transform, shorter_side_size
 
+from .measuring import medians, table_row
+
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def bench_loading(num_images: int = 64, batch_size: int = 8, repeats: int = 5, seed: int = 0) -> list[dict]:
     """Images per second of one core: medians over `repeats` interleaved rounds of `num_images` images.
 
-    Rows with `name`, `value` and `unit`: images/s of ours, of ours with the normalisation done on the same core too
-    (which is the device's work), and of Pillow; the ratios of both to Pillow, and ours against itself (the noise).
-    Ratios are medians of the rounds' ratios.
+    Rows: images/s of ours, of ours with the normalisation done on the same core too (which is the device's work), and
+    of Pillow; the ratios of both to Pillow, and ours against itself (the noise).
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -55,8 +55,9 @@ def bench_loading(num_images: int = 64, batch_size: int = 8, repeats: int = 5, s
                 return pillow_collate([pillow_sample(table, i) for i in indices])
 
             batches = [range(i, min(i + batch_size, num_images)) for i in range(0, num_images, batch_size)]
-            rounds = [[num_images / _seconds(load, epoch, batches) for load in (ours, pillow, ours_normalized, ours)]
-                      for epoch in range(repeats + 1)][1:]  # fmt: skip
+            loads = (ours, pillow, ours_normalized, ours)
+            seconds = [[_seconds(load, epoch, batches) for load in loads] for epoch in range(repeats + 1)]
+            rounds = [[num_images / each for each in times] for times in seconds[1:]]
     finally:
         torch.set_num_threads(threads)
     measured = {
@@ -67,10 +68,7 @@ def bench_loading(num_images: int = 64, batch_size: int = 8, repeats: int = 5, s
         "ours, normalised on the core / Pillow": ("x", [normalized / pillow for _, pillow, normalized, _ in rounds]),
         "ours / ours (noise)": ("x", [ours / again for ours, _, _, again in rounds]),
     }
-    return [
-        {"name": f"loading: {name}", "value": statistics.median(values), "unit": unit}
-        for name, (unit, values) in measured.items()
-    ]
+    return medians("loading: ", measured)
 
 
 def _seconds(load: Callable[[int, Sequence[int]], object], epoch: int, batches: Sequence[Sequence[int]]) -> float:
@@ -87,12 +85,7 @@ def write_photographs(folder: Path, count: int, seed: int) -> DetectionTable:
     rows = []
     for i in range(count):
         boxes = _write_photograph(folder / f"{i}.jpg", rng)
-        width, height = (boxes[:, 2:] - boxes[:, :2]).T
-        objects = {"id": range(len(boxes)), "bbox": boxes.tolist(), "category": [0] * len(boxes),
-                   "area": (width * height).tolist(), "iscrowd": [0] * len(boxes)}  # fmt: skip
-        relations = {"subject": [], "object": [], "predicate": []}
-        rows.append({"image_id": i, "file_name": f"{i}.jpg", "width": 640, "height": 480, "objects": objects,
-                     "relations": relations})  # fmt: skip
+        rows.append(table_row(i, (640, 480), boxes, np.zeros(len(boxes), int)))
     return write_rows(rows, cache_file=folder / "table.json", categories=[Category(1, "thing")], image_root=folder)
 
 
@@ -122,8 +115,8 @@ def pillow_sample(table: DetectionTable, index: int) -> tuple[Tensor, dict]:
     row = table.row(index)
     image = Image.open(table.image_source(row)).convert("RGB")
     objects = row["objects"]
-    target = {"boxes": torch.as_tensor(objects["bbox"]), "labels": torch.as_tensor(objects["category"]),
-              "area": torch.as_tensor(objects["area"]), "iscrowd": torch.as_tensor(objects["iscrowd"])}  # fmt: skip
+    names = {"boxes": "bbox", "labels": "category", "area": "area", "iscrowd": "iscrowd"}
+    target = {name: torch.as_tensor(objects[column]) for name, column in names.items()}
     if random.random() < 0.5:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         boxes = target["boxes"][:, [2, 1, 0, 3]] * torch.tensor([-1, 1, -1, 1])

@@ -10,10 +10,10 @@ import copy
 import io
 import itertools
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -33,12 +33,15 @@ from toolkit.runs.settings import OptimConfig
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.training import Training
 
+from .measuring import medians
+from .measuring import seconds as seconds_of
+
 # As many layers, parameters and losses as DETR-R50 (ResNet-50 has 53 convolutions, this backbone 52), hardly any work.
-NARROW = {"architecture": "detr", "backbone": "mobilenetv2_035", "d_model": 16, "heads": 2, "ffn_dim": 16,
-          "num_queries": 10, "dropout": 0.0}  # fmt: skip
+DETR = {"architecture": "detr", "dropout": 0.0}
+NARROW = DETR | {"backbone": "mobilenetv2_035", "d_model": 16, "heads": 2, "ffn_dim": 16, "num_queries": 10}
 # title, script, model; dropout is off, so that both loops compute the same
 WIDE = (
-    ("loop, DETR-R50", train_detr, {"architecture": "detr", "backbone": "resnet50", "dropout": 0.0}),
+    ("loop, DETR-R50", train_detr, DETR | {"backbone": "resnet50"}),
     ("loop, Faster R-CNN-R50", train_faster_rcnn, {"backbone": "resnet50"}),
     ("loop, SSD-MobileViT-S", train_ssd, {"backbone": "mobilevit_s"}),
     ("loop, YOLOv3-Darknet53", train_yolov3, {"backbone": "darknet53"}),
@@ -51,8 +54,8 @@ def bench_loop(blocks: int = 9, steps: int = 1, narrow_blocks: int = 15, narrow_
     Each detector at 256 px, two images, random weights; then a DETR as deep but so narrow that what our loop adds to a
     step shows: that time in ms is what counts where the step itself is short, as on a GPU.
 
-    Rows with `name`, `value` and `unit`: the medians of both, the median of the blocks' ratios, the bare loop against
-    itself (the noise), and the largest relative difference between the losses of both.
+    Rows: the medians of both, the median of the blocks' ratios, the bare loop against itself (the noise), and the
+    largest relative difference between the losses of both.
     """
     rows = []
     for title, script, model in WIDE:
@@ -67,29 +70,22 @@ def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size:
         bare = bare_loop(copy.deepcopy(training.detector), config, training.loader, bare_losses)
         ours = script_loop(script, training)
         runs = (bare, ours, bare)
-        times = [[_seconds(run, steps) for run in runs] for _ in range(blocks + 1)][1:]
+        times = [[seconds_of(partial(run, steps)) for run in runs] for _ in range(blocks + 1)][1:]
         rows = map(json.loads, (training.folder / "metrics.jsonl").read_text().splitlines())
         our_losses = [row["train/loss"] for row in rows if "train/loss" in row]  # one row a block, of its last step
     seconds = [[t[i] / steps for t in times] for i in range(3)]
     added_ms = [1000 * (ours - (bare + again) / 2) for bare, ours, again in zip(*seconds, strict=True)]
     pairs = zip(our_losses, (float(loss) for loss in bare_losses), strict=False)  # the bare loop made twice the steps
-    rows = {
-        "ours": ("s/step", statistics.median(seconds[1])),
-        "bare": ("s/step", statistics.median(seconds[0] + seconds[2])),
-        "ours / bare": ("x", statistics.median(2 * t[1] / (t[0] + t[2]) for t in times)),
-        "bare / bare": ("x", statistics.median(t[2] / t[0] for t in times)),
-        "added to a step": ("ms", statistics.median(added_ms)),
-        "largest difference of a loss": ("relative", max(abs(a / b - 1) for a, b in pairs)),
+    apart = max(abs(a / b - 1) for a, b in pairs)
+    measured = {
+        "ours": ("s/step", seconds[1]),
+        "bare": ("s/step", seconds[0] + seconds[2]),
+        "ours / bare": ("x", [2 * t[1] / (t[0] + t[2]) for t in times]),
+        "bare / bare": ("x", [t[2] / t[0] for t in times]),
+        "added to a step": ("ms", added_ms),
+        "largest difference of a loss": ("relative", [apart]),
     }
-    return [{"name": f"{title}, {name}", "value": value, "unit": unit} for name, (unit, value) in rows.items()]
-
-
-def _seconds(run: Callable[[int], None], steps: int) -> float:
-    began = time.perf_counter()
-    run(steps)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return medians(f"{title}, ", measured)
 
 
 @contextlib.contextmanager
@@ -99,16 +95,11 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
     options = options_class(model["architecture"]) if "architecture" in model else type(config.model)
     config.model = options(**model)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
-        settings = (
-            (config.run, {"output_dir": folder, "name": "bench", "epochs": 1000, "log_every": log_every,
-                          "eval_every": 0, "save_every": 0}),
-            (config.data, {"format": "shapes", "image_size": image_size, "batch_size_per_device": 2, "workers": 0,
-                           "cache_images": True, "max_train_images": 64}),
-            (config.optim, {"backbone_lr": 1e-5, "ema_decay": 0.9998}),
-        )  # fmt: skip
-        for group, values in settings:
-            for name, value in values.items():
-                setattr(group, name, value)
+        often = {"epochs": 1000, "log_every": log_every, "eval_every": 0, "save_every": 0}
+        config.run = replace(config.run, output_dir=folder, name="bench", **often)
+        shapes = {"format": "shapes", "image_size": image_size, "cache_images": True, "max_train_images": 64}
+        config.data = replace(config.data, **shapes, batch_size_per_device=2, workers=0)
+        config.optim = replace(config.optim, backbone_lr=1e-5, ema_decay=0.9998)
         with contextlib.redirect_stdout(io.StringIO()):
             s = held.enter_context(session.session(config))
             table, val_table = session.open_data(s)
@@ -138,13 +129,10 @@ def bare_loop(
 ) -> Callable[[int], None]:
     """The shortest loop that trains the same: no check, no numbers for people, nothing read from the device."""
     optim: OptimConfig = config.optim
-    groups = parameter_groups(
-        detector, lr=optim.lr, backbone_lr=optim.backbone_lr, weight_decay=optim.weight_decay,
-        no_decay_on_norm_and_bias=optim.no_weight_decay_on_norm_and_bias,
-    )  # fmt: skip
-    optimizer = build_optimizer(
-        optim.name, groups, momentum=optim.momentum, nesterov=optim.nesterov, betas=optim.betas
-    )
+    plain = optim.no_weight_decay_on_norm_and_bias
+    rates = {"lr": optim.lr, "backbone_lr": optim.backbone_lr, "weight_decay": optim.weight_decay}
+    groups = parameter_groups(detector, **rates, no_decay_on_norm_and_bias=plain)
+    optimizer = build_optimizer(optim.name, groups, momentum=optim.momentum, nesterov=optim.nesterov, betas=optim.betas)
     trained = [parameter for group in groups for parameter in group["params"]]
     average = copy.deepcopy(detector).eval().requires_grad_(False)
     source, into = list(detector.parameters()), list(average.parameters())

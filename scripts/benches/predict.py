@@ -2,7 +2,6 @@
 
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,31 +12,33 @@ from toolkit.models import build_detector
 from toolkit.use.image_files import predict_files
 from toolkit.use.prediction import Predictor, own_predict
 
+from .measuring import row, seconds
+
 
 def bench_predict(images: int = 48, side: int = 640, size: int = 256, rounds: int = 5) -> list[dict]:
     """Images/s of an SSD on JPEG files of `side` pixels, and the largest difference of a score."""
     torch.manual_seed(0)
-    detector = build_detector("ssd", class_names=["a", "b"], backbone="lcnet_050", strides=[16, 32, -1],
-                              channels=[64] * 3, aspect_ratios=[[2]] * 3).eval()  # fmt: skip
-    predict = own_predict(detector, {"height": size, "width": size})
-    predictor = Predictor("bench", [], predict)
+    levels = {"strides": [16, 32, -1], "channels": [64] * 3, "aspect_ratios": [[2]] * 3}
+    detector = build_detector("ssd", class_names=["a", "b"], backbone="lcnet_050", **levels).eval()
+    predictor = Predictor("bench", [], own_predict(detector, {"height": size, "width": size}))
     with tempfile.TemporaryDirectory() as folder:
         paths = _write_images(Path(folder), images, side)
-        found, times = {}, {"ours": [], "plain": []}
-        for _ in range(rounds):
-            start = time.perf_counter()
-            found["ours"] = {each.path: each.found["scores"] for each in predict_files(predictor, paths)}
-            times["ours"].append(time.perf_counter() - start)
-            start = time.perf_counter()
-            found["plain"] = _plain_loop(detector, paths, size)
-            times["plain"].append(time.perf_counter() - start)
-    apart = max(_apart(found["ours"][path], found["plain"][path]) for path in paths)
-    pairs = zip(times["plain"], times["ours"], strict=True)
+
+        def ours() -> dict:
+            return {each.path: each.found["scores"] for each in predict_files(predictor, paths)}
+
+        def plain() -> dict:
+            return _plain_loop(detector, paths, size)
+
+        times = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
+        found, expected = ours(), plain()
+    speed = [images / statistics.median(each) for each in zip(*times, strict=True)]
+    ratio = statistics.median(b / a for a, b in times)
     return [
-        {"name": "prediction, ours", "value": images / statistics.median(times["ours"]), "unit": "images/s"},
-        {"name": "prediction, plain loop", "value": images / statistics.median(times["plain"]), "unit": "images/s"},
-        {"name": "prediction, ours / plain", "value": statistics.median(a / b for a, b in pairs), "unit": "x"},
-        {"name": "prediction, largest difference of a score", "value": apart, "unit": ""},
+        row("prediction, ours", speed[0], "images/s"),
+        row("prediction, plain loop", speed[1], "images/s"),
+        row("prediction, ours / plain", ratio, "x"),
+        row("prediction, largest difference of a score", max(_apart(found[p], expected[p]) for p in paths), ""),
     ]
 
 
@@ -67,8 +68,3 @@ def _write_images(folder: Path, count: int, side: int) -> list[Path]:
         paths.append(folder / f"{i:03d}.jpg")
         coarse.resize((side, side), Image.Resampling.BICUBIC).save(paths[-1], quality=90)
     return paths
-
-
-if __name__ == "__main__":
-    for row in bench_predict():
-        print(f"{row['name']}: {row['value']:.4g} {row['unit']}")

@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from .measuring import row
+
 # Arguments: annotation file, cache folder, way. Prints seconds, MB and images.
 PROGRAM = """
 import sys, time
@@ -25,7 +27,7 @@ print(time.process_time() - began, peak_mb() - before, len(table))
 
 
 def bench_reading(sizes: Mapping[int, int] = MappingProxyType({118_000: 860_000, 300_000: 2_190_000})) -> list[dict]:
-    """Rows with `name`, `value` and `unit`.
+    """Rows: megabytes of each file, seconds of processor time and megabytes that reading it takes, and checking it too.
 
     sizes: images, and boxes, of the files. Memory is what reading adds to the peak of a process that has imported
     everything (Linux). Checked: as scripts/check_data.py does it without a look at the images, opened from the cache.
@@ -35,15 +37,15 @@ def bench_reading(sizes: Mapping[int, int] = MappingProxyType({118_000: 860_000,
         with tempfile.TemporaryDirectory() as folder:
             file = write_large(Path(folder) / "annotations.json", count, boxes)
             what = f"COCO file of {count:,} images"
-            rows.append({"name": f"{what}, on disk", "value": file.stat().st_size / 1e6, "unit": "MB"})
+            rows.append(row(f"{what}, on disk", file.stat().st_size / 1e6, "MB"))
             for way in ("read", "checked"):
                 command = [sys.executable, "-c", PROGRAM, str(file), f"{folder}/cache", way]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 seconds, memory, images = (float(word) for word in done.stdout.split())
                 if images != count:
                     raise RuntimeError(f"{images:.0f} of {count} images were read")
-                rows.append({"name": f"{what}, {way}", "value": seconds, "unit": "s of processor time"})
-                rows.append({"name": f"{what}, {way}, memory", "value": memory, "unit": "MB"})
+                rows.append(row(f"{what}, {way}", seconds, "s of processor time"))
+                rows.append(row(f"{what}, {way}, memory", memory, "MB"))
     return rows
 
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,8 @@ import numpy as np
 from toolkit.data.shapes import ensure_shapes
 from toolkit.text import ShortUsage
 
-PARTS = ("wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard",
-         "optimizer", "averaged weights", "meters and rows", "the rest")  # fmt: skip
+PARTS = ["wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard"]
+PARTS += ["optimizer", "averaged weights", "meters and rows", "the rest"]
 DRIVEN = "--driven"
 FASTEST = 25  # percentile over the steps: what else the machine does makes a step slower, never faster
 
@@ -37,18 +37,18 @@ def bench_scaling(processes: Sequence[int] = (1, 2, 4), steps: int = 40, options
         measured = _measure(count, steps + 2, options)
         found = [(part, measured["parts"][part], "s") for part in ("a step", "a step, processor time", *PARTS)]
         found += [(name, size, "bytes/step") for name, size in measured["bytes"].items()]
-        found += [("checkpoint", measured["checkpoint"], "MB"), ("checkpoint", measured["save"], "s"),
-                  ("evaluation of 200 images", measured["validate"], "s"),
-                  ("trained", measured["parameters"], "parameters")]  # fmt: skip
-        rows += [{"name": f"scaling, {count} processes, {name}", "value": value, "unit": unit}
-                 for name, value, unit in found]  # fmt: skip
+        found += [("checkpoint", measured["checkpoint"], "MB"), ("checkpoint", measured["save"], "s")]
+        found += [("evaluation of 200 images", measured["validate"], "s")]
+        found += [("trained", measured["parameters"], "parameters")]
+        title = f"scaling, {count} processes"
+        rows += [{"name": f"{title}, {name}", "value": value, "unit": unit} for name, value, unit in found]
     return rows
 
 
 def _measure(count: int, steps: int, options: Sequence[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        given = ["--run.output_dir", folder, "--run.name", "run", "--run.max_steps", str(steps), "--run.log_every", "1",
-                 "--run.max_minutes", "null", "--run.eval_every", "0", "--run.save_every", str(steps - 1), *options]
+        given = f"--run.name run --run.max_steps {steps} --run.save_every {steps - 1} --run.eval_every 0".split()
+        given += ["--run.output_dir", folder, "--run.log_every", "1", "--run.max_minutes", "null", *options]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)] if count > 1 else []
         command = [sys.executable, *launcher, __file__, DRIVEN, str(Path(folder) / "measured.json"), *given]
         environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -81,6 +81,18 @@ class Clocks:
 
         setattr(owner, name, timed)
 
+    def once(self, owner: object, name: str) -> None:
+        """Keeps the seconds of the first call of `owner.name`."""
+        call = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            result = call(*args, **kwargs)
+            self.others.setdefault(name, time.perf_counter() - start)
+            return result
+
+        setattr(owner, name, timed)
+
     def step_ends(self) -> None:
         now = time.perf_counter()
         self.now["the rest"] = now - self.began - sum(self.now.values())
@@ -102,28 +114,31 @@ class Clocks:
             "parts": {part: float(np.percentile(values, FASTEST)) for part, values in counted.items()},
             "bytes": {name: size / steps for name, size in self.bytes.items()},
             "checkpoint": sum(sizes) / len(list((folder / "checkpoints").glob("step_*"))) / 1e6,
-        }  # fmt: skip
+        }
 
 
 def train_with_clocks(out: Path, arguments: list[str]) -> None:
     """Runs main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
     import train_detr
 
-    from toolkit import distributed, session, training
+    from toolkit import distributed, session, training, validation
     from toolkit.command_line import parse_config
 
     clocks, make = Clocks(), session.training
 
     def with_clocks(*args):
         t = make(*args)
-        for owner, name, part in (
-            (t.model, "forward", "forward"), (t.detector, "criterion", "criterion"),
-            (t.accelerator, "backward", "backward"), (t, "unscaled_gradient_norm", "gradient norm"),
-            (t, "sums", "what the step must know"), (distributed, "reduce_dict", "what the step must know"),
-            (t.guard, "snapshot", "guard"), (t, "accepts", "guard"), (t.optimizer, "step", "optimizer"),
-            (t, "note_step", "meters and rows"), (t.ema, "update", "averaged weights"),
-        ):  # fmt: skip
-            clocks.around(owner, name, part)
+        clocks.around(t.model, "forward", "forward")
+        clocks.around(t.detector, "criterion", "criterion")
+        clocks.around(t.accelerator, "backward", "backward")
+        clocks.around(t, "unscaled_gradient_norm", "gradient norm")
+        clocks.around(t, "sums", "what the step must know")
+        clocks.around(distributed, "reduce_dict", "what the step must know")
+        clocks.around(t.guard, "snapshot", "guard")
+        clocks.around(t, "accepts", "guard")
+        clocks.around(t.optimizer, "step", "optimizer")
+        clocks.around(t, "note_step", "meters and rows")
+        clocks.around(t.ema, "update", "averaged weights")
         clocks.others["parameters"] = sum(parameter.numel() for parameter in t.trained_parameters)
         _count_bytes(t, clocks)
         _wait_for_data(t, clocks)
@@ -131,25 +146,12 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
         return t
 
     session.training = with_clocks
-    for name in ("save", "validate"):
-        setattr(training, name, _timed_once(getattr(training, name), name, clocks))
-    import toolkit.validation as validation
-
-    validation.validate = _timed_once(validation.validate, "validate", clocks)
+    for module, name in ((training, "save"), (training, "validate"), (validation, "validate")):
+        clocks.once(module, name)
     config = parse_config(train_detr.Config, arguments, train_detr.DEFAULT_CONFIG)
     train_detr.main(config)
     if int(os.environ.get("RANK", 0)) == 0:
         out.write_text(json.dumps(clocks.written(Path(config.run.output_dir) / config.run.name)))
-
-
-def _timed_once(call: Callable, name: str, clocks: Clocks) -> Callable:
-    def timed(*args, **kwargs):
-        start = time.perf_counter()
-        result = call(*args, **kwargs)
-        clocks.others.setdefault(name, time.perf_counter() - start)
-        return result
-
-    return timed
 
 
 def _wait_for_data(t, clocks: Clocks) -> None:

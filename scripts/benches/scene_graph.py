@@ -2,9 +2,8 @@
 heads on a batch against one image at a time.
 """
 
-import statistics
-import timeit
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +13,8 @@ from toolkit.scene_graphs.heads import HeadSizes, build_relation_head
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.scene_graphs.sampling import pairs_to_ask
 
+from .measuring import against, in_turn, random_boxes, row
+
 TOP = (20, 50, 100)
 
 
@@ -22,19 +23,15 @@ def bench_graph_evaluation(
 ) -> list[dict]:
     """Seconds from predictions to all metrics: medians of interleaved rounds.
 
-    Rows with `name`, `value` and `unit`: ours, the plain program, their ratio (median of the rounds' ratios), ours
-    against itself (the noise), and the largest difference of a number. In sgcls, where all metrics are defined, with
-    boxes that are matched like detections.
+    Rows: ours, the plain program, their ratio, ours against itself (the noise), and the largest difference of a number.
+    In sgcls, where all metrics are defined, with boxes that are matched like detections.
     """
     data = random_scene_graphs(num_images, num_objects, num_pairs, num_predicates)
-    runs = [lambda f=f: f(*data, num_predicates) for f in (our_evaluation, plain_evaluation)]
-    ours, plain = (run() for run in runs)
-    rounds = [[timeit.timeit(run, number=1) for run in (*runs, runs[0])] for _ in range(repeats)]
-    difference = max(float(np.abs(ours[name] - plain[name]).max()) for name in plain)
-    return [
-        *_rows("scene graph evaluation", "ours", "plain", rounds),
-        {"name": "scene graph evaluation, largest difference", "value": difference, "unit": "recall"},
-    ]
+    ours, plain = (partial(f, *data, num_predicates) for f in (our_evaluation, plain_evaluation))
+    found, expected = ours(), plain()
+    apart = max(float(np.abs(found[name] - value).max()) for name, value in expected.items())
+    rows = against("scene graph evaluation", "plain", in_turn(ours, plain, repeats))
+    return [*rows, row("scene graph evaluation, largest difference", apart, "recall")]
 
 
 def bench_relation_heads(num_images: int = 8, num_objects: int = 10, repeats: int = 15) -> list[dict]:
@@ -44,32 +41,15 @@ def bench_relation_heads(num_images: int = 8, num_objects: int = 10, repeats: in
     """
     rows = []
     for name in ("motifs", "vctree"):
-        head, alone, together = head_and_batches(name, num_images, num_objects)
-        runs = [
-            lambda head=head, batch=together: head(batch).relation_logits,
-            lambda head=head, batches=alone: torch.cat([head(batch).relation_logits for batch in batches]),
-        ]
+        head, images, batch = head_and_batches(name, num_images, num_objects)
+        together, alone = partial(_logits, head, [batch]), partial(_logits, head, images)
         with torch.inference_mode():
-            joined, separate = (run() for run in runs)
-            rounds = [[timeit.timeit(run, number=1) for run in (*runs, runs[0])] for _ in range(repeats)]
-        rows += _rows(f"relation head {name}", "together", "alone", rounds)
-        difference = float((joined - separate).abs().max())
-        rows.append({"name": f"relation head {name}, largest difference", "value": difference, "unit": "logit"})
+            joined, separate = together(), alone()
+            rounds = in_turn(together, alone, repeats)
+        rows += against(f"relation head {name}", "alone", rounds, ours="together")
+        apart = float((joined - separate).abs().max())
+        rows.append(row(f"relation head {name}, largest difference", apart, "logit"))
     return rows
-
-
-def _rows(title: str, ours: str, other: str, rounds: Sequence[Sequence[float]]) -> list[dict]:
-    """Medians of rounds (seconds of ours, of the other, of ours again)."""
-    measured = {
-        ours: ("s", [t[0] for t in rounds]),
-        other: ("s", [t[1] for t in rounds]),
-        f"{other} / {ours}": ("x", [t[1] / t[0] for t in rounds]),
-        f"{ours} / {ours}": ("x", [t[2] / t[0] for t in rounds]),
-    }
-    return [
-        {"name": f"{title}, {name}", "value": statistics.median(values), "unit": unit}
-        for name, (unit, values) in measured.items()
-    ]
 
 
 def random_scene_graphs(num_images: int, num_objects: int, num_pairs: int, num_predicates: int, num_classes: int = 150):
@@ -80,8 +60,7 @@ def random_scene_graphs(num_images: int, num_objects: int, num_pairs: int, num_p
     rng = np.random.default_rng(0)
     truths, predictions = [], []
     for _ in range(num_images):
-        corner, size = rng.uniform(0, 400, (num_objects, 2)), rng.uniform(20, 200, (num_objects, 2))
-        boxes = np.concatenate([corner, corner + size], 1).astype(np.float32)
+        boxes = random_boxes(rng, num_objects, 400, 20, 200)
         labels = rng.integers(0, num_classes, num_objects)
         every_pair = np.argwhere(~np.eye(num_objects, dtype=bool))
         pairs = every_pair[rng.permutation(len(every_pair))[:num_pairs]]
@@ -192,6 +171,5 @@ def head_and_batches(
     return head, alone, together
 
 
-if __name__ == "__main__":
-    for row in bench_graph_evaluation() + bench_relation_heads():
-        print(f"{row['name']}: {row['value']:.4g} {row['unit']}")
+def _logits(head: torch.nn.Module, batches: Sequence[RelationBatch]) -> torch.Tensor:
+    return torch.cat([head(batch).relation_logits for batch in batches])

@@ -1,7 +1,6 @@
 """Seconds from `python scripts/train_detr.py` to the first optimizer step, on the bundled data with the defaults."""
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,8 @@ from pathlib import Path
 
 from toolkit.data.shapes import ensure_shapes
 
+from .measuring import medians
+
 SCRIPT = Path(__file__).resolve().parents[1] / "train_detr.py"
 
 
@@ -19,27 +20,25 @@ def bench_startup(repeats: int = 3, options: Sequence[str] = ()) -> list[dict]:
 
     options: further arguments of the script.
 
-    Rows with `name`, `value` and `unit`: until the run folder is made (imports and settings), from there to the first
-    row of metrics.jsonl (data, model, loader processes, the step itself), and both together.
+    Rows: until the run folder is made (imports and settings), from there to the first row of metrics.jsonl (data,
+    model, loader processes, the step itself), and both together.
     """
     ensure_shapes()
     starts = [_first_step(options) for _ in range(repeats + 1)][1:]
-    imports, data_and_model, whole = (
-        statistics.median(values) for values in zip(*((a, b - a, b) for a, b in starts), strict=True)
-    )
-    return [
-        {"name": "start, until the run folder is made", "value": imports, "unit": "s"},
-        {"name": "start, from there to the first step", "value": data_and_model, "unit": "s"},
-        {"name": "start, launch to first step", "value": whole, "unit": "s"},
-    ]
+    measured = {
+        "until the run folder is made": ("s", [made for made, _ in starts]),
+        "from there to the first step": ("s", [stepped - made for made, stepped in starts]),
+        "launch to first step": ("s", [stepped for _, stepped in starts]),
+    }
+    return medians("start, ", measured)
 
 
 def _first_step(options: Sequence[str]) -> tuple[float, float]:
     """Seconds from the launch until status.json and until the first row of metrics.jsonl."""
     with tempfile.TemporaryDirectory() as output_dir, tempfile.TemporaryFile("w+") as printed:
         folder = Path(output_dir) / "start"
-        command = [sys.executable, str(SCRIPT), "--run.output_dir", output_dir, "--run.name", "start",
-                   "--run.max_steps", "1", "--run.log_every", "1", *options]  # fmt: skip
+        settings = "--run.name start --run.max_steps 1 --run.log_every 1".split()
+        command = [sys.executable, str(SCRIPT), "--run.output_dir", output_dir, *settings, *options]
         environment = {name: v for name, v in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
         began = time.perf_counter()
         process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, env=environment)

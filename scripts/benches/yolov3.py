@@ -2,8 +2,7 @@
 
 import statistics
 import tempfile
-import timeit
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,53 +25,21 @@ from toolkit.use.export import export_detector
 from toolkit.use.export.check import difference
 from toolkit.use.export.files import open_file
 
+from .measuring import in_turn, losses_against, random_target, row
+
 
 def bench_yolov3_losses(
     batch: int = 16, side: int = 416, boxes: int = 20, num_classes: int = 80, repeats: int = 7, seed: int = 0
 ) -> list[dict]:
-    """Seconds from raw predictions and boxes to losses, and to their gradients too: medians of interleaved rounds.
-
-    Rows with `name`, `value` and `unit`: ours, the loop, their ratio (median of the rounds' ratios), ours against
-    itself (the noise), and the largest relative difference of a loss. The gradient is one array as large as the
-    predictions for either, which narrows the distance.
-    """
+    """Rows of `losses_against`, from raw predictions and boxes. The gradient is one array as large as the predictions
+    for either, which narrows the distance."""
     generator = torch.Generator().manual_seed(seed)
     anchors = torch.tensor(DEFAULT_ANCHORS, dtype=torch.float32)
     count = len(make_grid((side, side), anchors).cells_xy)
     predictions = torch.randn(batch, count, 5 + num_classes, generator=generator)
-    targets = [random_target(boxes, side, num_classes, generator) for _ in range(batch)]
-    rows = []
-    for what, gradient in (("losses", False), ("losses and gradients", True)):
-        runs = [
-            lambda f=f, gradient=gradient: run_losses(f, predictions, targets, anchors, side, gradient=gradient)
-            for f in (our_losses, looped_losses)
-        ]
-        ours, loop = (run() for run in runs)
-        rounds = [[timeit.timeit(run, number=1) for run in (*runs, runs[0])] for _ in range(repeats)]
-        rows += [
-            {"name": f"yolov3 {what}, ours", "value": statistics.median(t[0] for t in rounds), "unit": "s"},
-            {"name": f"yolov3 {what}, loop over boxes", "value": statistics.median(t[1] for t in rounds), "unit": "s"},
-            {
-                "name": f"yolov3 {what}, loop / ours",
-                "value": statistics.median(t[1] / t[0] for t in rounds),
-                "unit": "x",
-            },
-            {
-                "name": f"yolov3 {what}, ours / ours",
-                "value": statistics.median(t[2] / t[0] for t in rounds),
-                "unit": "x",
-            },
-        ]
-    difference = max(float((ours[name] / loop[name] - 1).abs()) for name in loop)
-    return [*rows, {"name": "yolov3 losses, largest difference", "value": difference, "unit": "relative"}]
-
-
-def random_target(boxes: int, side: int, num_classes: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Boxes of 2 % to 60 % of the side anywhere in the image."""
-    sizes = side * (0.02 + 0.58 * torch.rand(boxes, 2, generator=generator) ** 2)
-    corners = torch.rand(boxes, 2, generator=generator) * (side - sizes)
-    labels = torch.randint(num_classes, (boxes,), generator=generator)
-    return {"boxes": torch.cat((corners, corners + sizes), dim=1), "labels": labels}
+    targets = [random_target(boxes, side, num_classes, generator, 0.02) for _ in range(batch)]
+    both = [partial(f, targets=targets, anchors=anchors, side=side) for f in (our_losses, looped_losses)]
+    return losses_against("yolov3", "loop", both, (predictions,), repeats, alone="loop over boxes")
 
 
 def our_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, side: int) -> dict[str, Tensor]:
@@ -116,14 +83,6 @@ def looped_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, sid
     }
 
 
-def run_losses(losses: Callable, predictions: Tensor, *rest, gradient: bool = False) -> dict[str, Tensor]:
-    leaf = predictions.detach().requires_grad_()
-    result = losses(leaf, *rest)
-    if gradient:
-        sum(result.values()).backward()
-    return {name: value.detach() for name, value in result.items()}
-
-
 def bench_yolov3_export(
     backbone: str = "lcnet_050", batch: int = 4, side: int = 256, repeats: int = 7, seed: int = 0
 ) -> list[dict]:
@@ -138,26 +97,19 @@ def bench_yolov3_export(
     detector(images, torch.tensor([[side, side]] * batch))
     detector.eval()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        files, graph = export_detector(
-            detector, Path(folder), ["onnx"], categories=[Category(name, name) for name in names],
-            size={"height": side, "width": side}, source="bench", top_k=100,
-        )  # fmt: skip
+        about = {"categories": [Category(name, name) for name in names], "source": "bench", "top_k": 100}
+        size = {"height": side, "width": side}
+        files, graph = export_detector(detector, Path(folder), ["onnx"], size=size, **about)
         onnx = open_file(files["onnx"])[0]
         array = images.numpy()
         expected, found = graph(images), [torch.from_numpy(each) for each in onnx(array)]
-        runs = (lambda: graph(images), lambda: onnx(array))
-        rounds = [[timeit.timeit(run, number=1) for run in (*runs, runs[0])] for _ in range(repeats)]
+        rounds = in_turn(lambda: graph(images), lambda: onnx(array), repeats)
     medians = [statistics.median(t[i] for t in rounds) for i in range(2)]
     apart = difference(expected, found, side)
     return [
-        {"name": "yolov3, PyTorch", "value": batch / medians[0], "unit": "images/s"},
-        {"name": "yolov3, ONNX Runtime", "value": batch / medians[1], "unit": "images/s"},
-        {"name": "yolov3, PyTorch / PyTorch", "value": statistics.median(t[2] / t[0] for t in rounds), "unit": "x"},
-        {"name": "yolov3, largest difference of a box", "value": apart.box * side, "unit": "pixels"},
-        {"name": "yolov3, largest difference of a score", "value": apart.score, "unit": ""},
+        row("yolov3, PyTorch", batch / medians[0], "images/s"),
+        row("yolov3, ONNX Runtime", batch / medians[1], "images/s"),
+        row("yolov3, PyTorch / PyTorch", statistics.median(t[2] / t[0] for t in rounds), "x"),
+        row("yolov3, largest difference of a box", apart.box * side, "pixels"),
+        row("yolov3, largest difference of a score", apart.score, ""),
     ]
-
-
-if __name__ == "__main__":
-    for row in bench_yolov3_losses() + bench_yolov3_export():
-        print(f"{row['name']}: {row['value']:.4g} {row['unit']}")

@@ -21,11 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = argparse.ArgumentParser(prog="python -m toolkit.use.anchors", description=main.__doc__)
     command.add_argument("--annotations", required=True, help="annotation file, folder or split, as --data.train")
     command.add_argument("--path", help="as --data.path; --annotations is then the name of a split")
-    command.add_argument(
-        "--image-dir",
-        action="append",
-        help="folder, archive or URL of the images, where the annotations do not say; may be repeated",
-    )
+    images = "folder, archive or URL of the images, where the annotations do not say; may be repeated"
+    command.add_argument("--image-dir", action="append", help=images)
     command.add_argument("--format", default="auto", help="as --data.format")
     command.add_argument("--name", help="as --data.name")
     command.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error")
@@ -48,11 +45,9 @@ def anchors_report(table: DetectionTable, input_hw: tuple[int, int], per_level: 
         raise BadInput(f"{table.name}: {len(sizes)} boxes with area are too few for {3 * per_level} anchors.")
     anchors, fit = kmeans_anchors(sizes, 3 * per_level, seed)
     default_fit = shape_iou(sizes, np.array(DEFAULT_ANCHORS, dtype=np.float64).reshape(-1, 2)).max(axis=1).mean()
-    lines = [
-        f"# {len(sizes)} boxes at {input_hw[0]} x {input_hw[1]} px: mean IoU with the nearest anchor {fit:.3f}, "
-        f"default anchors {default_fit:.3f}",
-        "anchors:  # [width, height] in pixels for strides 32, 16, 8",
-    ]
+    fits = f"mean IoU with the nearest anchor {fit:.3f}, default anchors {default_fit:.3f}"
+    lines = [f"# {len(sizes)} boxes at {input_hw[0]} x {input_hw[1]} px: {fits}"]
+    lines.append("anchors:  # [width, height] in pixels for strides 32, 16, 8")
     return "\n".join(lines + [f"  - {level}" for level in anchors.round(1).reshape(3, -1, 2)[::-1].tolist()])
 
 

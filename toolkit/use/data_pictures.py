@@ -36,7 +36,7 @@ def draw_data(tables: Mapping[str, DetectionTable], image_size: int, folder: Pat
     files.append(_positions(np.concatenate(list(boxes.values())), folder / "positions.png"))
     for name, unit, of in (
         ("sizes", f"root of the area in px, images {image_size} px", lambda b: np.sqrt(b[:, 2] * b[:, 3]) * image_size),
-        ("aspect_ratios", "width / height", lambda b: b[:, 2] / b[:, 3] * b[:, 5] / b[:, 6]),
+        ("aspect_ratios", "width / height", lambda b: b[:, 2] / b[:, 3] * b[:, 4] / b[:, 5]),
     ):
         files.append(_histogram({split: of(each) for split, each in boxes.items()}, unit, folder / f"{name}.png"))
     return files
@@ -71,11 +71,10 @@ def _grid(tiles: list[Image.Image], file: Path) -> Path:
 
 
 def _boxes(table: DetectionTable) -> np.ndarray:
-    """(N, 7) centre x, y, width, height in fractions of the image, label, and width, height of the image in pixels."""
+    """(N, 6) centre x, y, width, height in fractions of the image, and width, height of the image in pixels."""
     truth = table.boxes()
     size, low, high = table.sizes_hw()[truth.image_index, ::-1], truth.xyxy[:, :2], truth.xyxy[:, 2:]
-    columns = [(low + high) / 2 / size, (high - low) / size, truth.labels[:, None], size]
-    return np.concatenate(columns, axis=1)[:MAX_BOXES]
+    return np.concatenate([(low + high) / 2 / size, (high - low) / size, size], axis=1)[:MAX_BOXES]
 
 
 def _positions(boxes: np.ndarray, file: Path) -> Path:

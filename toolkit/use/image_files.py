@@ -1,7 +1,8 @@
-"""Finds image files, and runs a predictor over them."""
+"""Finds image files and what a COCO file says of them, and runs a predictor over them."""
 
 import atexit
 import glob
+import math
 import shutil
 import sys
 import tempfile
@@ -12,11 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, decode_image, probe_image
+from toolkit.data.formats.coco import read_annotations
+from toolkit.data.formats.json_stream import items_of
 from toolkit.errors import BadInput
-from toolkit.use.prediction import Found, Predictor
+from toolkit.evaluation.detections import Found
+from toolkit.use.prediction import Predictor
 
 
 class FilePrediction(NamedTuple):
@@ -42,19 +47,16 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
     images, problems = {}, []
     for each in map(str, given):
         path = Path(each).expanduser()
-        if path.is_dir():
-            here = {file: file.relative_to(path) for file in sorted(path.rglob("*"))}
-        elif path.exists():
-            here = {path: Path(path.name)}
+        if path.is_file():
+            here = [path]
         else:
-            here = {Path(match): Path(Path(match).name) for match in sorted(glob.glob(str(path), recursive=True))}
-        if not path.is_file():
-            here = {file: name for file, name in here.items() if _is_image_file(file, leave_out)}
+            matches = path.rglob("*") if path.is_dir() else glob.glob(str(path), recursive=True)
+            here = [file for file in map(Path, sorted(matches)) if _is_image_file(file, leave_out)]
         if not here:
             what = "holds no image files" if path.is_dir() else "no such file or folder, and no image file matches it"
             problems.append(f"{each}: {what} (looked for {' '.join(sorted(IMAGE_SUFFIXES))})")
-        for file, name in here.items():
-            images.setdefault(file, name)
+        for file in here:
+            images.setdefault(file, file.relative_to(path) if path.is_dir() else Path(file.name))
     if problems:
         raise BadInput(problems)
     return images
@@ -67,8 +69,8 @@ def find_or_fetch(given: Sequence[str], leave_out: Path | None = None) -> tuple[
     Returns:
         the files with their names, and the error of each address that could not be fetched.
     """
-    lines = [line.strip() for each in given for line in (sys.stdin if each == "-" else [each])]
-    lines = [line for line in lines if line]
+    said = (line.strip() for each in given for line in (sys.stdin if each == "-" else [each]))
+    lines = [line for line in said if line]
     addresses = [line for line in lines if line.startswith(("http://", "https://"))]
     local = [line for line in lines if line not in addresses]
     if not lines:
@@ -77,7 +79,8 @@ def find_or_fetch(given: Sequence[str], leave_out: Path | None = None) -> tuple[
     errors = {}
     for address in addresses:
         try:
-            files[_fetched(address)] = Path(Path(urllib.parse.urlparse(address).path).name or "image")
+            path = _fetched(address)
+            files[path] = Path(path.name)
         except (OSError, ValueError) as error:
             errors[Path(address)] = f"cannot be fetched: {getattr(error, 'reason', error)}"
     return files, errors
@@ -100,6 +103,84 @@ def _is_image_file(path: Path, leave_out: Path | None) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
 
 
+# ---- what a COCO file says of them -----------------------------------------------------------------------------------
+
+
+def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
+    """The id of each image: that of a COCO file, by the end of its path; without a file 1, 2, 3, ...
+
+    Raises:
+        BadInput: no COCO file, or images that it does not have, or has twice.
+    """
+    if annotations is None:
+        return list(range(1, len(names) + 1))
+    try:
+        images = items_of(Path(annotations), ("images",))
+        known = [(Path(each["file_name"]).parts, each["id"]) for _, each in images]
+    except (OSError, KeyError, TypeError) as error:
+        raise BadInput(f"--image-ids {annotations}: no COCO file with images: {error!r}") from error
+    if not known:
+        raise BadInput(f"--image-ids {annotations}: no COCO file with images")
+    ids, problems, by_name = [], [], {}
+    for parts, image_id in known:
+        by_name.setdefault(parts[-1], []).append((parts, image_id))
+    for name in names:
+        found = [image_id for parts, image_id in by_name.get(name.name, ()) if name.parts[-len(parts) :] == parts]
+        ids.append(found[0] if found else None)
+        if len(found) != 1:
+            problems.append(f"{name}: {annotations} names {len(found)} such images; expected 1")
+    if problems:
+        raise BadInput(problems)
+    return ids
+
+
+def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[str]) -> dict[Path, dict[str, Tensor]]:
+    """`boxes (N, 4)` float32 xyxy in pixels and `labels (N,)` int64 from 0 of each image; N = 0 is ordinary.
+
+    Args:
+        file: COCO annotations, whose images are found by the end of their paths; crowd regions are left out.
+        names: the image files, each with its name below the folder that was given.
+        class_names: of the model, in the order of the labels; categories are theirs by name.
+
+    Raises:
+        BadInput: no COCO file, images that it does not have, boxes without width or height, categories that the model
+            does not know; all of them.
+    """
+    image_ids = dict(zip(image_ids_of(file, list(names.values())), names, strict=True))
+    annotations = read_annotations(Path(file))
+    labels = {name: label for label, name in enumerate(class_names)}
+    known = {each.get("id"): labels.get(each.get("name")) for each in annotations.categories if isinstance(each, dict)}
+    rows: dict[Path, list] = {path: [] for path in names}
+    problems = []
+    for number, each in enumerate(map(annotations.entry, range(len(annotations)))):
+        if each.get("image_id") not in image_ids or each.get("iscrowd"):
+            continue
+        label, box = known.get(each.get("category_id")), each.get("bbox")
+        where = f"{file}, annotation {each.get('id', number)}"
+        if label is None:
+            problems.append(f"{where}: category {each.get('category_id')} is none of the model's, {class_names[:10]}")
+        if not _is_box(box):
+            problems.append(f"{where}: bbox {box}; expected [x, y, width, height] in pixels, both sides above 0")
+        else:
+            x, y, width, height = box
+            rows[image_ids[each["image_id"]]].append(([x, y, x + width, y + height], label))
+    if problems:
+        raise BadInput(problems)
+    found = {}
+    for path, of_image in rows.items():
+        boxes = torch.tensor([box for box, _ in of_image], dtype=torch.float32).reshape(-1, 4)
+        found[path] = {"boxes": boxes, "labels": torch.tensor([label for _, label in of_image], dtype=torch.int64)}
+    return found
+
+
+def _is_box(box: object) -> bool:
+    numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box)
+    return numbers and all(map(math.isfinite, box)) and box[2] > 0 and box[3] > 0
+
+
+# ---- image files -> found --------------------------------------------------------------------------------------------
+
+
 def predict_files(
     predictor: Predictor,
     paths: Sequence[Path],
@@ -115,13 +196,12 @@ def predict_files(
         in_order = [path for _, path in sorted(zip(sizes, paths, strict=True))]
         for start in range(0, len(in_order), batch_size):
             some = in_order[start : start + batch_size]
-            decoded = list(pool.map(_decode_or_error, some))
-            whole = [path for path, image in zip(some, decoded, strict=True) if isinstance(image, Tensor)]
-            boxes = [] if given is None else [[given[path] for path in whole]]
-            images = [image for image in decoded if isinstance(image, Tensor)]
-            found = iter(predictor.predict(images, score_threshold, *boxes) if whole else [])
-            for path, image in zip(some, decoded, strict=True):
-                if isinstance(image, Tensor):
+            decoded = dict(zip(some, pool.map(_decode_or_error, some), strict=True))
+            images = {path: image for path, image in decoded.items() if isinstance(image, Tensor)}
+            boxes = [] if given is None else [[given[path] for path in images]]
+            found = iter(predictor.predict(list(images.values()), score_threshold, *boxes) if images else [])
+            for path, image in decoded.items():
+                if path in images:
                     yield FilePrediction(path, image, next(found), None)
                 else:
                     yield FilePrediction(path, None, None, image.reason)

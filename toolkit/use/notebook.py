@@ -6,9 +6,10 @@ import io
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -106,7 +107,7 @@ def train_live(main: Callable, config: object, curves: Mapping[str, Sequence[str
 
     curves: the keys of metrics.jsonl in each panel, by its title.
     """
-    with LiveCurves(folder_of(config) / "metrics.jsonl", curves):
+    with live_curves(folder_of(config) / "metrics.jsonl", curves):
         try:
             return main(config)
         except Preempted as stopped:
@@ -114,50 +115,48 @@ def train_live(main: Callable, config: object, curves: Mapping[str, Sequence[str
             return None
 
 
-class LiveCurves:
+@contextmanager
+def live_curves(file: Path, curves: Mapping[str, Sequence[str]], every_s: float = 3.0) -> Iterator[None]:
     """Curves of a `metrics.jsonl` in the output of a cell, drawn anew by a thread as long as the block runs."""
+    from IPython.display import Image, display  # which notebooks alone have
 
-    def __init__(self, file: Path, curves: Mapping[str, Sequence[str]], every_s: float = 3.0):
-        self.file, self.curves, self.every_s = file, curves, every_s
-        self._ended, self._drawn_at = threading.Event(), 0.0
-        self._thread = threading.Thread(target=self._run, name="curves", daemon=True)
+    handle, drawn_at = display(Image(_picture(file, curves)), display_id=True), 0.0
+    ended = threading.Event()
 
-    def __enter__(self) -> "LiveCurves":
-        from IPython.display import Image, display  # which notebooks alone have
+    def draw() -> None:
+        nonlocal drawn_at
+        changed_at = file.stat().st_mtime if file.exists() else 0.0
+        if changed_at != drawn_at:
+            drawn_at = changed_at
+            handle.update(Image(_picture(file, curves)))
 
-        self._image = Image
-        self._handle = display(Image(self._picture()), display_id=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._draw()
-
-    def _run(self) -> None:
-        pause = self.every_s
-        while not self._ended.wait(pause):
+    def draw_on() -> None:
+        pause = every_s
+        while not ended.wait(pause):
             start = time.perf_counter()
-            self._draw()
-            pause = max(self.every_s, 20 * (time.perf_counter() - start))  # at most a twentieth of the run's time
+            draw()
+            pause = max(every_s, 20 * (time.perf_counter() - start))  # at most a twentieth of the run's time
 
-    def _draw(self) -> None:
-        changed_at = self.file.stat().st_mtime if self.file.exists() else 0.0
-        if changed_at != self._drawn_at:
-            self._drawn_at = changed_at
-            self._handle.update(self._image(self._picture()))
+    thread = threading.Thread(target=draw_on, name="curves", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        draw()
 
-    def _picture(self) -> bytes:
-        try:
-            rows = read_metrics(self.file) if self.file.exists() else []
-        except (BadInput, OSError):  # a row that is just being written; the next drawing has it
-            rows = []
-        charts = []
-        for title, keys in self.curves.items():
-            lines = [line for i, key in enumerate(keys) for line in smooth_lines(rows, key, key, i)]
-            charts.append(LineChart(title, lines, STEP))
-        return _encoded(figure(charts))
+
+def _picture(file: Path, curves: Mapping[str, Sequence[str]]) -> bytes:
+    try:
+        rows = read_metrics(file) if file.exists() else []
+    except (BadInput, OSError):  # a row that is just being written; the next drawing has it
+        rows = []
+    charts = []
+    for title, keys in curves.items():
+        lines = [line for i, key in enumerate(keys) for line in smooth_lines(rows, key, key, i)]
+        charts.append(LineChart(title, lines, STEP))
+    return _encoded(figure(charts))
 
 
 def _encoded(figure: Figure, form: str = "png") -> bytes:

@@ -1,9 +1,8 @@
 """Opens trained detectors: `open_predictor` makes a `Predictor` of any source that `toolkit.runs.open_run.kind_of`
-knows.
-
-Runs are rebuilt from their folder alone: the detector, its evaluator and its loss weights.
+knows. Runs are rebuilt from their folder alone.
 """
 
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from toolkit.data.formats import FORMATS
 from toolkit.data.pipeline import processor_size
-from toolkit.data.table import Category, DetectionTable
+from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.evaluation.choose import make_evaluator
 from toolkit.files import near_names, read_json
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector
@@ -25,10 +24,20 @@ from toolkit.models.inference_settings import with_inference_settings
 from toolkit.models.weights.pretrained import cached_when_offline
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
-from toolkit.step.losses import LossWeights
+from toolkit.trust import TRUST
 from toolkit.use.export.files import open_file
 from toolkit.use.prediction import Predictor, own_predict, predict_with, transformers_predict
 
+IMAGES = "folder, archive or URL of the images, if not those of the run; may be repeated"
+# Flags of the scripts that open what was trained, and what argparse is told of them.
+FLAGS = {
+    "--weights": {"choices": ("model", "ema"), "help": "raw or averaged weights of a run"},
+    "--split": {"help": "annotation file or split instead of the run's validation data"},
+    "--image-dir": {"action": "append", "help": IMAGES},
+    "--format": {"choices": FORMATS, "help": "how to read other data than the run's (default auto)"},
+    "--path": {"help": "folder or hub name of another data set, of which --split is a split"},
+    "--trust": {"action": "store_true", "help": TRUST},
+}
 REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 
 
@@ -39,6 +48,12 @@ class OwnDetector(NamedTuple):
     detector: nn.Module
     categories: list[Category]
     size: dict[str, int] | None
+
+
+def add_flags(parser: ArgumentParser, *names: str) -> None:
+    """Gives a script those of `FLAGS` that are named."""
+    for name in names:
+        parser.add_argument(name, **FLAGS[name])
 
 
 def open_predictor(
@@ -59,28 +74,21 @@ def open_predictor(
         BadInput: nothing of all this is there, or it cannot be loaded.
     """
     path, kind = Path(source).expanduser(), kind_of(source)
-    if kind == "exported":
-        if weights is not None:
-            raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
-        _refuse_settings(source, settings)
-        run, about = open_file(path)
-        thresholds = {"": about.score_threshold}
-        return Predictor(str(path), list(about.categories), predict_with(run, about), thresholds=thresholds)
-    own = open_own_detector(source, weights, settings)
-    if own is None:
-        _refuse_settings(source, settings)
-        predictor = _open_transformers(source, device)
-    else:
-        names = (getattr(own.detector, kind, ()) for kind in ("predicates", "attributes"))
+    if kind == "exported" and weights is not None:
+        raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
+    own = None if kind == "exported" else open_own_detector(source, weights, settings)
+    if own is not None:
+        names = (getattr(own.detector, name, ()) for name in ("predicates", "attributes"))
         predict = own_predict(own.detector.to(device), own.size)
         given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(own.detector, "mode", ""))
-        predictor = Predictor(own.source, own.categories, predict, *names, given)
-    return replace(predictor, thresholds=report_thresholds(path))
-
-
-def _refuse_settings(source: str | Path, settings: Mapping) -> None:
+        return Predictor(own.source, own.categories, predict, *names, given, report_thresholds(path))
     if settings:
         raise BadInput(f"--model.{next(iter(settings))}: {source} is no run of this project, its settings are fixed")
+    if kind == "transformers":
+        return _open_transformers(source, device)
+    run, about = open_file(path)
+    thresholds = {"": about.score_threshold}
+    return Predictor(str(path), list(about.categories), predict_with(run, about), thresholds=thresholds)
 
 
 def open_own_detector(
@@ -121,7 +129,9 @@ def _open_transformers(source: str | Path, device: torch.device | str) -> Predic
     categories = [Category(label, names.get(label, f"label {label}")) for label in range(max(names) + 1)]
     if ids.is_file():  # a final/ folder of ours
         categories = [Category(entry["id"], entry["name"]) for entry in read_json(ids, list)]
-    return Predictor(str(source), categories, transformers_predict(model, processor))
+    return Predictor(
+        str(source), categories, transformers_predict(model, processor), thresholds=report_thresholds(path)
+    )
 
 
 def report_thresholds(path: Path) -> dict[str, float] | None:
@@ -169,17 +179,3 @@ def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
     detector = build_detector(**settings, class_names=class_names)
     freeze_prefixes(detector, settings.get("freeze_prefixes", ()))
     return detector
-
-
-def rebuild_evaluator(run: Run, detector: Detector, table: DetectionTable, backend: str | None = None):
-    """What measures the run's detector on a table, as in training. backend: None: the run's."""
-    settings = run.config["eval"]
-    of_graphs = {key: settings[key] for key in ("protocol", "zero_shot") if key in settings}
-    return make_evaluator(detector, table, backend or settings["backend"], **of_graphs)
-
-
-def rebuild_loss_weights(run: Run, detector: Detector) -> LossWeights:
-    """The loss weights as the checkpoint holds them."""
-    weights = LossWeights(detector.loss_names, run.config["loss"]["weights"], detector.default_weights)
-    weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
-    return weights

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from toolkit.data.formats.coco import write_coco
 from toolkit.data.formats.csv import write_csv
-from toolkit.data.formats.json_stream import items_of
 from toolkit.data.formats.voc import write_voc
 from toolkit.data.formats.yolo import write_yolo
 from toolkit.data.table import LabelledImages
@@ -38,7 +37,7 @@ def write_outputs(
     folder.mkdir(parents=True, exist_ok=True)
     for name in formats:
         if name == "json":
-            write_text_atomic(folder / "predictions.json", as_text(document))
+            write_text_atomic(folder / "predictions.json", _as_text(document))
         elif name == "jsonl":
             write_text_atomic(folder / "predictions.jsonl", "".join(f"{json.dumps(e)}\n" for e in document["images"]))
         elif name == "coco":
@@ -52,35 +51,10 @@ def write_outputs(
         elif name == "csv":
             write_csv(found, folder / "predictions.csv")
         else:
-            _write_graphs(document["images"], names, folder / "graphs", name)
-
-
-def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
-    """The id of each image: that of a COCO file, by the end of its path; without a file 1, 2, 3, ...
-
-    Raises:
-        BadInput: no COCO file, or images that it does not have, or has twice.
-    """
-    if annotations is None:
-        return list(range(1, len(names) + 1))
-    try:
-        images = items_of(Path(annotations), ("images",))
-        known = [(Path(each["file_name"]).parts, each["id"]) for _, each in images]
-    except (OSError, KeyError, TypeError) as error:
-        raise BadInput(f"--image-ids {annotations}: no COCO file with images: {error!r}") from error
-    if not known:
-        raise BadInput(f"--image-ids {annotations}: no COCO file with images")
-    ids, problems, by_name = [], [], {}
-    for parts, image_id in known:
-        by_name.setdefault(parts[-1], []).append((parts, image_id))
-    for name in names:
-        found = [image_id for parts, image_id in by_name.get(name.name, ()) if name.parts[-len(parts) :] == parts]
-        ids.append(found[0] if found else None)
-        if len(found) != 1:
-            problems.append(f"{name}: {annotations} names {len(found)} such images; expected 1")
-    if problems:
-        raise BadInput(problems)
-    return ids
+            for graph, image in zip(document["images"], names, strict=True):
+                path = folder / "graphs" / f"{without_suffix(image)}{SUFFIXES[name]}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text_atomic(path, graph_text(graph, name))
 
 
 def check_outputs(folder: Path, inputs: Sequence[Path], overwrite: bool) -> None:
@@ -114,16 +88,9 @@ def _earlier(folder: Path) -> list[Path]:
     return [folder / name for name in OUTPUTS if (folder / name).exists()]
 
 
-def as_text(document: Mapping) -> str:
+def _as_text(document: Mapping) -> str:
     """JSON with a line for each image."""
     lists = {key: ",\n  ".join(json.dumps(each) for each in document[key]) for key in ("images", "errors")}
     whole = {key: f"[\n  {text}]" for key, text in lists.items() if text}
     lines = [f"{json.dumps(key)}: {whole.get(key) or json.dumps(value)}" for key, value in document.items()]
     return "{" + ",\n".join(lines) + "}\n"
-
-
-def _write_graphs(graphs: Sequence[Mapping], names: Sequence[str], folder: Path, format: str) -> None:
-    for graph, name in zip(graphs, names, strict=True):
-        path = folder / f"{without_suffix(name)}{SUFFIXES[format]}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(path, graph_text(graph, format))

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,16 +17,21 @@ from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.errors import BadInput
-from toolkit.evaluation.detections import best_first
+from toolkit.evaluation.detections import (
+    Found,
+    best_first,
+    detections_as_json,
+    relations_as_json,
+    without_graph_constraint,
+)
 from toolkit.evaluation.predictions import joined
-from toolkit.use.export.about import About
-from toolkit.use.export.files import Runner
+from toolkit.use.export.files import About, Runner
 
 MAX_DETECTIONS = 300  # of one image; the number of queries of the DETR family
 TOP_K = 100  # of one image of a data set, as in the evaluations of a run
 IMAGES_AT_ONCE = 8
 DEFAULT_THRESHOLD = 0.3
-Found = dict[str, Tensor]
+NO_BOXES = {"boxes": torch.zeros(0, 4)}
 
 
 @dataclass
@@ -38,8 +44,8 @@ class Predictor:
         (K, 4)` float32 xyxy in pixels of that image, as the detector gives them (transformers clips nothing); `scores
         (K,)` above the threshold, best first; `labels (K,)` int64; of scene graphs also `pairs (P, 2)` of positions in
         `boxes`, `predicates (P,)` and `triplet_scores (P,)`, best first, and `attribute_scores (K, attributes)` if the
-        model tells any. What is found in an image does not depend on
-        the images beside it: batches are made of images of one size, so none is padded to the size of another.
+        model tells any. What is found in an image does not depend on the images beside it: batches are made of images
+        of one size, so none is padded to the size of another.
     predicates, attributes: names, of scene graphs.
     given: None; "boxes" or "boxes and labels" that a scene-graph model describes: `predict` then takes them third, a
         list of `boxes (N, 4)` and `labels (N,)` for each image.
@@ -70,6 +76,14 @@ class Predictor:
         found = self.predict([as_image(each) for each in (images if several else [images])], minimum)
         return found if several else found[0]
 
+    def as_json(self, found: Found, all_scores: bool = False, graph_constraint: bool = True) -> dict:
+        """`detections` of an image as in predictions.json, and `relations` of a scene graph."""
+        entry = {"detections": detections_as_json(found, self.categories, self.attributes)}
+        if "pairs" in found:
+            graph = found if graph_constraint else without_graph_constraint(found)
+            entry["relations"] = relations_as_json(graph, self.predicates, all_scores)
+        return entry
+
 
 def as_image(image) -> Tensor:
     """uint8 (3, H, W) RGB of a PIL image (turned upright), an array uint8 (H, W, 3) or (H, W), or such a tensor.
@@ -86,10 +100,48 @@ def as_image(image) -> Tensor:
     if isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim == 3 and image.shape[0] == 3:
         return image
     shape = f" {getattr(image, 'dtype', '')} {tuple(image.shape)}" if hasattr(image, "shape") else ""
-    raise BadInput(
-        f"an image is a {type(image).__name__}{shape}; expected a PIL image, an array uint8 (H, W, 3) or "
-        "(H, W), or a tensor uint8 (3, H, W), RGB"
-    )
+    expected = "a PIL image, an array uint8 (H, W, 3) or (H, W), or a tensor uint8 (3, H, W), RGB"
+    raise BadInput(f"an image is a {type(image).__name__}{shape}; expected {expected}")
+
+
+# ---- less of what is found -------------------------------------------------------------------------------------------
+
+
+def of_classes(predictor: Predictor, names: Sequence[str]) -> Predictor:
+    """A predictor that tells of these classes only. Raises BadInput for names that it does not have."""
+    known = {name: label for label, name in enumerate(predictor.class_names)}
+    if unknown := [name for name in names if name not in known]:
+        raise BadInput(f"--classes {', '.join(unknown)}: the detector knows {', '.join(known)}")
+    wanted = torch.tensor([known[name] for name in names])
+    return _filtered(predictor, lambda found: torch.isin(found["labels"], wanted))
+
+
+def from_report(predictor: Predictor) -> Predictor:
+    """A predictor whose detections have at least the score that the report recommends for their class.
+
+    Call it with the smallest of `thresholds`. Raises BadInput without a report.
+    """
+    if predictor.thresholds is None:
+        raise BadInput(
+            "--score-threshold auto: there is no report that recommends one; make it with scripts/report.py RUN, or "
+            "give a number"
+        )
+    overall = predictor.recommended_threshold
+    minimum = torch.tensor([predictor.thresholds.get(name, overall) for name in predictor.class_names])
+    return _filtered(predictor, lambda found: found["scores"] >= minimum[found["labels"]])
+
+
+def smallest_threshold(predictor: Predictor) -> float:
+    """A score just below all that `from_report` asks for."""
+    return max(0.0, min(predictor.thresholds.values()) - 1e-6)
+
+
+def _filtered(predictor: Predictor, wanted: Callable[[Found], Tensor]) -> Predictor:
+    def predict(images: Sequence[Tensor], score_threshold: float, *given) -> list[Found]:
+        found = predictor.predict(images, score_threshold, *given)
+        return [best_first(each | {"labels": each["labels"].where(wanted(each), -1)}) for each in found]
+
+    return replace(predictor, predict=predict)
 
 
 # ---- images -> found -------------------------------------------------------------------------------------------------
@@ -99,20 +151,20 @@ def _loop(prepare: Callable, find: Callable):
     """`Predictor.predict` of a detector.
 
     Args:
-        prepare: (image, its given boxes or None) -> (pixels as the detector wants them, what else belongs to them).
+        prepare: (image, its given boxes) -> (pixels as the detector wants them, what else belongs to them).
         find: (these of images with pixels of one shape, sizes (B, 2) int64 of the images, score_threshold) -> `Found`
             of each, in pixels of the image.
     """
 
     @torch.no_grad()
     def predict(images: Sequence[Tensor], score_threshold: float, given: Sequence[Found] = ()) -> list[Found]:
-        prepared = [prepare(*each) for each in zip(images, given or [None] * len(images), strict=True)]
+        prepared = [prepare(*each) for each in zip(images, given or [NO_BOXES] * len(images), strict=True)]
         groups: dict[torch.Size, list[int]] = {}
         for i, (pixels, _) in enumerate(prepared):
             groups.setdefault(pixels.shape, []).append(i)
         found: list[Found] = [{}] * len(images)
         for group in groups.values():
-            sizes_hw = torch.tensor([image_hw(images[i]) for i in group])
+            sizes_hw = torch.tensor([images[i].shape[-2:] for i in group])
             of_group = find([prepared[i] for i in group], sizes_hw, score_threshold)
             for i, each in zip(group, of_group, strict=True):
                 found[i] = best_first(each)
@@ -124,9 +176,6 @@ def _loop(prepare: Callable, find: Callable):
 def own_predict(detector: nn.Module, size: Mapping[str, int] | None):
     """`Predictor.predict` of a detector of this toolkit; size: what images are resized to, as in `input_hw`."""
 
-    def prepare(image: Tensor, given: Found | None) -> tuple[Tensor, dict]:
-        return resize(image, _target(given or {"boxes": torch.zeros(0, 4)}), input_hw(image_hw(image), size))
-
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
         device = next(detector.parameters()).device
         batch = collate(prepared, detector.stride).to(device)
@@ -134,22 +183,11 @@ def own_predict(detector: nn.Module, size: Mapping[str, int] | None):
         outputs = detector(batch.images, batch.sizes, *given)
         return detector.postprocess(outputs, batch.sizes, sizes_hw.to(device), score_threshold, MAX_DETECTIONS)
 
-    return _loop(prepare, find)
-
-
-def _target(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A target with boxes that are given; without any relations."""
-    count = len(given["boxes"])
-    nothing = {"area": torch.zeros(count), "iscrowd": torch.zeros(count, dtype=torch.int64)}
-    return dict(given) | nothing | {"relations": torch.zeros(0, 3, dtype=torch.int64)}
+    return _loop(partial(resized, size), find)
 
 
 def predict_with(run: Runner, about: About):
     """`Predictor.predict` of an exported detector."""
-
-    def prepare(image: Tensor, _) -> tuple[Tensor, dict]:
-        no_boxes = {"boxes": torch.zeros(0, 4), "area": torch.zeros(0)}
-        return resize(image, no_boxes, input_hw(image_hw(image), about.size))
 
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Found]:
         batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
@@ -160,7 +198,7 @@ def predict_with(run: Runner, about: About):
             boxes = boxes[keep] * torch.tensor([width, height, width, height])
             yield {"boxes": boxes, "scores": scores[keep], "labels": labels[keep].long()}
 
-    return _loop(prepare, find)
+    return _loop(partial(resized, about.size), find)
 
 
 def transformers_predict(model: nn.Module, processor):
@@ -179,6 +217,14 @@ def transformers_predict(model: nn.Module, processor):
     return _loop(prepare, find)
 
 
+def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Found = NO_BOXES) -> tuple[Tensor, Found]:
+    """The image as a detector takes it, and a target of its boxes, without relations; size: as in `input_hw`."""
+    count = len(boxes["boxes"])
+    nothing = {"area": torch.zeros(count), "iscrowd": torch.zeros(count, dtype=torch.int64)}
+    target = boxes | nothing | {"relations": torch.zeros(0, 3, dtype=torch.int64)}
+    return resize(image, target, input_hw(image.shape[-2:], size))
+
+
 def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[int, int]:
     """The (h, w) that an image of `size_hw` is resized to; `size` as in `toolkit.data.pipeline.processor_size`."""
     if size is None:
@@ -186,11 +232,6 @@ def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[
     if "shortest_edge" in size:
         return shorter_side_size(size_hw, size["shortest_edge"], size.get("longest_edge"))
     return size["height"], size["width"]
-
-
-def image_hw(image: Tensor) -> tuple[int, int]:
-    """(h, w) of an image (..., H, W)."""
-    return tuple(image.shape[-2:])
 
 
 # ---- a data set -> found ---------------------------------------------------------------------------------------------
@@ -203,22 +244,17 @@ def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
         BadInput: the table has classes that the predictor does not know, or an image that cannot be read.
     """
     labels, found = labels_in(table, predictor.class_names, predictor.source), []
-    with tqdm(total=len(table), desc=f"evaluation of {predictor.source}", delay=2, leave=False, disable=None) as bar:
-        for images in _batches(table):
-            found += [relabelled(each, labels) for each in predictor.predict(images, 0.0)]
-            bar.update(len(images))
-    return joined(found, table.image_ids().tolist())
-
-
-def _batches(table: DetectionTable) -> Iterator[list[Tensor]]:
-    with ThreadPoolExecutor() as pool:
+    bar = tqdm(total=len(table), desc=f"evaluation of {predictor.source}", delay=2, leave=False, disable=None)
+    with bar, ThreadPoolExecutor() as pool:
         for start in range(0, len(table), IMAGES_AT_ONCE):
-            rows = [table.row(i) for i in range(start, min(start + IMAGES_AT_ONCE, len(table)))]
+            rows = map(table.row, range(start, min(start + IMAGES_AT_ONCE, len(table))))
             try:
                 images = list(pool.map(decode_image, map(table.image_source, rows)))
             except ImageError as error:
                 raise BadInput(f"{table.name}: {error}") from error
-            yield images
+            found += [relabelled(each, labels) for each in predictor.predict(images, 0.0)]
+            bar.update(len(images))
+    return joined(found, table.image_ids().tolist())
 
 
 def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tensor:

@@ -1,15 +1,13 @@
 """Publishes a finished run: its report, its model card, and `final/` on the Hugging Face hub."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.errors import BadInput
 from toolkit.evaluation.report import write_report
+from toolkit.files import read_json
 from toolkit.models.card import LICENCE, check_licence, write_card
-
-LEFT_OUT = ("*.wrong", ".*")
 
 
 def final_folder(source: str | Path) -> Path:
@@ -39,8 +37,7 @@ def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
     """
     folder = final_folder(source)
     check_licence(licence)
-    names = [each["name"] for each in json.loads((folder / "categories.json").read_text())]
-    return write_card(folder, names, licence)
+    return write_card(folder, [each["name"] for each in read_json(folder / "categories.json", list)], licence)
 
 
 def push(source: str | Path, name: str, *, private: bool = False, licence: str = LICENCE, say=print) -> str:
@@ -57,20 +54,17 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
     Raises:
         BadInput: no such folder, no token, a name or token that the hub refuses, or no connection.
     """
-    from huggingface_hub import HfApi, ModelCard
+    from huggingface_hub import ModelCard
 
     card = write_run_card(source, licence)
     ModelCard.load(card)  # what the hub would refuse is refused here
-    _check_token()
-    api = HfApi()
-    with _in_one_sentence(name):
+    with _hub(name) as api:
         repository = api.create_repo(name, private=private, exist_ok=True).repo_id
-        api.upload_folder(
-            repo_id=repository, folder_path=card.parent, ignore_patterns=list(LEFT_OUT),
-            commit_message="Model and its card",
-        )
-    say(f"uploaded: {api.endpoint}/{repository}")
-    return f"{api.endpoint}/{repository}"
+        what = {"folder_path": card.parent, "ignore_patterns": ["*.wrong", ".*"]}
+        api.upload_folder(repo_id=repository, **what, commit_message="Model and its card")
+    address = f"{api.endpoint}/{repository}"
+    say(f"uploaded: {address}")
+    return address
 
 
 def check_push(name: str) -> None:
@@ -79,13 +73,11 @@ def check_push(name: str) -> None:
     Raises:
         BadInput: no token, or one that may only read, a name that is none or another's, or no connection.
     """
-    from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id
 
-    _check_token()
-    with _in_one_sentence(name):
+    with _hub(name) as api:
         validate_repo_id(name)
-        me = HfApi().whoami()
+        me = api.whoami()
     owner, owners = name.rpartition("/")[0], [me["name"], *(each["name"] for each in me.get("orgs", []))]
     if owner and owner not in owners:
         raise BadInput(f"--hub.push {name}: the token of the hub writes for {', '.join(owners)} only, not for {owner}")
@@ -93,21 +85,17 @@ def check_push(name: str) -> None:
         raise BadInput(f"--hub.push {name}: the token of the hub may only read; make one that may write")
 
 
-def _check_token() -> None:
-    from huggingface_hub import get_token
+@contextmanager
+def _hub(name: str) -> Iterator:
+    """The hub; what it refuses in the block, a connection that fails there and a token that is missing, as BadInput."""
+    import httpx
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if get_token() is None:
         raise BadInput("--hub.push: there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
-
-
-@contextmanager
-def _in_one_sentence(name: str) -> Iterator[None]:
-    """What the hub refuses in the block, and a connection that fails there, as BadInput."""
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
     try:
-        yield
+        yield HfApi()
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise BadInput(f"--hub.push {name}: the hub did not take it: {reason}") from error

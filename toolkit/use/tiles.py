@@ -9,7 +9,8 @@ from torchvision.ops import batched_nms
 
 from toolkit.box_ops import pairwise_iou
 from toolkit.errors import BadInput
-from toolkit.use.prediction import Found, Predictor
+from toolkit.evaluation.detections import Found
+from toolkit.use.prediction import Predictor
 
 CONTAINED = 0.8  # share of a box in another one of its class that makes it a part of that
 AS_SURE = 0.25  # share of a box's score that such another one has at least: a guess does not take a good part away

@@ -5,8 +5,8 @@ PyAV (the extra `video`) reads and writes them.
 
 import json
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import BadInput
-from toolkit.evaluation.detections import detections_as_json, relations_as_json
 from toolkit.evaluation.draw import picture_with_boxes
 from toolkit.imports import import_extra
 from toolkit.use.prediction import Predictor
@@ -34,7 +33,7 @@ class Frame(NamedTuple):
     image: Tensor
 
 
-class Video:
+class Video(AbstractContextManager):
     """The frames of a file, or of a camera by its number, once from the first to the last.
 
     `rate`: frames a second. Use it in a `with`.
@@ -57,9 +56,6 @@ class Video:
         self._stream.thread_type = "AUTO"
         self.rate = Fraction(self._stream.average_rate or 25).limit_denominator(65535)
         self.broken: str | None = None
-
-    def __enter__(self) -> "Video":
-        return self
 
     def __exit__(self, *_) -> None:
         self._container.close()
@@ -91,14 +87,12 @@ class VideoWriter:
             codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
             self._stream = self._container.add_stream(codec, rate=self.rate)
             self._stream.height, self._stream.width, self._stream.pix_fmt = *pixels.shape[:2], "yuv420p"
-        for packet in self._stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
-            self._container.mux(packet)
+        self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
 
     def close(self) -> None:
         """Writes what is left."""
         if self._container is not None:
-            for packet in self._stream.encode():
-                self._container.mux(packet)
+            self._container.mux(self._stream.encode())
             self._container.close()
 
 
@@ -136,18 +130,11 @@ def predict_video(
         while some := list(islice(frames, batch_size)):
             found = predictor.predict([frame.image for frame in some], score_threshold)
             for frame, each in zip(some, found, strict=True):
-                text.write(json.dumps(_entry(frame, each, predictor)) + "\n")
+                entry = {"frame": frame.index, "time_s": round(frame.time_s, 6), **predictor.as_json(each)}
+                text.write(json.dumps(entry) + "\n")
                 if writer is not None:
                     picture = picture_with_boxes(frame.image, each, predictor.class_names, smallest_side=1)
                     writer.add(np.asarray(picture))
                 count += 1
                 on_frame()
     return count, video.broken
-
-
-def _entry(frame: Frame, found, predictor: Predictor) -> dict:
-    detections: Sequence[dict] = detections_as_json(found, predictor.categories, predictor.attributes)
-    entry = {"frame": frame.index, "time_s": round(frame.time_s, 6), "detections": detections}
-    if "pairs" in found:
-        entry["relations"] = relations_as_json(found, predictor.predicates)
-    return entry

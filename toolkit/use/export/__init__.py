@@ -1,11 +1,10 @@
 """Exported detectors: from pixels to boxes in one file, verified against PyTorch.
 
-graph: a detector as one function; faster_rcnn: the same for two stages. operators: two custom operators. about: the
-metadata of a file. files, openvino: writing and running files. check: comparison with PyTorch.
+graph: a detector as one function; faster_rcnn: the same for two stages. operators: two custom operators. files: writing
+and running files, and their metadata. check: comparison with PyTorch.
 """
 
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,12 +12,13 @@ from torch import Tensor, nn
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
+from toolkit.use.export.check import check_outputs
+from toolkit.use.export.files import About, write_onnx, write_program
+from toolkit.use.export.graph import detector_meant, make_graph, trace, trace_hw
 
 
 def check_exportable(detector: nn.Module) -> None:
     """Raises BadInput for a detector that cannot be exported, such as one of your own."""
-    from toolkit.use.export.graph import detector_meant
-
     if not getattr(detector_meant(detector), "exported_sides", ""):
         raise BadInput(
             f"{detector.options['architecture']} cannot be exported (run.export false): only detectors of this toolkit "
@@ -52,10 +52,6 @@ def export_detector(
     Raises:
         BadInput: `check_exportable`; a detector that is exported for one size, with images of many.
     """
-    from toolkit.use.export.about import About, trace_hw
-    from toolkit.use.export.files import write_onnx, write_program
-    from toolkit.use.export.graph import make_graph, trace
-
     check_exportable(detector)
     detector = copy.deepcopy(detector).cpu().float().eval()
     vars(detector).pop("forward", None)  # that of Accelerate, under autocast: a file computes in float32
@@ -66,41 +62,30 @@ def export_detector(
     about = About(architecture, categories, size, graph.sides, stride, score_threshold, top_k, source)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    writers = {"torch": (write_program, "model.pt2"), "onnx": (write_onnx, "model.onnx")}
     written = {}
-    for name in formats:  # the program first: writing ONNX changes it
-        writer, file = writers[name]
-        say(f"writing {folder / file}")
-        writer(program, folder / file, about)
-        written[name] = folder / file
+    for name, file, write in (("torch", "model.pt2", write_program), ("onnx", "model.onnx", write_onnx)):
+        if name in formats:  # the program first: writing ONNX changes it
+            written[name] = folder / file
+            say(f"writing {folder / file}")
+            write(program, folder / file, about)
     return written, graph
 
 
 def export_final(
-    detector: nn.Module, folder: Path, images: Tensor, say: Callable[[str], None] = print
+    detector: nn.Module,
+    folder: Path,
+    images: Tensor,
+    categories: Sequence[Category],
+    size: Mapping[str, int],
+    say: Callable[[str], None] = print,
 ) -> str:
     """Writes ONNX and torch.export beside the final weights in `folder`, and says how far they are from PyTorch.
 
     images: uint8 (B, 3, H, W), real ones that both are held to. Raises BadInput as `export_detector`, RuntimeError for
     a file that does not compute what PyTorch does.
     """
-    from toolkit.use.export.check import check_outputs
-
-    classes = json.loads((Path(folder) / "categories.json").read_text())
-    categories = [Category(each["id"], each["name"]) for each in classes]
-    size = size_of_final(folder) or dict(zip(("height", "width"), images.shape[-2:], strict=True))
-    written, graph = export_detector(
-        detector, folder, ("torch", "onnx"), categories=categories, size=size, source=str(folder), say=say
-    )
+    about = {"categories": categories, "size": size, "source": str(folder)}
+    written, graph = export_detector(detector, folder, ("torch", "onnx"), **about, say=say)
     images = images.cpu().contiguous()
     found = [f"{path.name} {check_outputs(graph, path, images)}" for path in written.values()]
     return f"exported; largest differences from PyTorch on {len(images)} images: {'; '.join(found)}"
-
-
-def size_of_final(folder: Path) -> dict[str, int] | None:
-    """What images are resized to for the model of a `final/` folder, of ours or of transformers; None: not at all."""
-    config = json.loads((Path(folder) / "config.json").read_text())
-    if "model_type" not in config:
-        return config["processor_size"]
-    processor = json.loads((Path(folder) / "preprocessor_config.json").read_text())
-    return dict(processor["size"]) if processor.get("do_resize", True) else None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from toolkit.use.export.files import Runner, open_file
+from toolkit.use.export.files import open_file
 
 # Largest differences that rounding explains: of a score, and of a corner in units of the image's longer side.
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-4, 1e-4
@@ -69,16 +69,6 @@ def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Dif
     """`check_outputs` for batches of `BATCHES` images, taken from the given ones again and again."""
     rows = {size: torch.arange(size) % len(images) for size in BATCHES}
     return {size: check_outputs(graph, path, images[each].contiguous()) for size, each in rows.items()}
-
-
-def run_in_pytorch(graph: nn.Module) -> Runner:
-    """The function that was exported, as `open_file` gives that of a file."""
-
-    @torch.no_grad()
-    def run(images: np.ndarray):
-        return tuple(each.numpy() for each in graph(torch.from_numpy(images)))
-
-    return run
 
 
 def speed(run: Callable, images: np.ndarray, repeats: int = 7) -> dict[str, float]:

@@ -4,22 +4,69 @@ A runner is a function from images uint8 (B, 3, H, W) to boxes, scores and label
 `toolkit.use.export.graph.PixelsToBoxes`.
 """
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.imports import import_extra
 from toolkit.text import escaped
 from toolkit.trust import files_are_trusted
-from toolkit.use.export.about import KEY, About
 
 Runner = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
 OUTPUTS = ("boxes", "scores", "labels")
-OPSET = 18
+KEY = "detection_toolkit"  # of the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
+LARGEST_SIDE = 20_000  # pixels that an image may be resized to
+
+
+@dataclass
+class About:
+    """Beside the numbers of an exported detector; written as JSON under `KEY`.
+
+    categories: classes in the order of the labels, with the ids that the training data gave them.
+    size: what an image is resized to before, bilinear with antialiasing, as transformers' processors spell it; None:
+        images keep their size.
+    sides: images that the file takes, "any", "multiples" of `stride`, or "fixed": those of `size`.
+    score_threshold: from which on detections are meant to be used.
+    top_k: rows of an image. source: what was exported.
+    """
+
+    architecture: str
+    categories: Sequence[Category]
+    size: Mapping[str, int] | None
+    sides: str
+    stride: int
+    score_threshold: float
+    top_k: int
+    source: str
+    image: str = "uint8 (B, 3, H, W), RGB"
+
+    def to_text(self) -> str:
+        """JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | None, path) -> "About":
+        """Raises BadInput for a file that this toolkit did not write."""
+        try:
+            entries = json.loads(text or "")
+            entries["categories"] = [Category(each["id"], str(each["name"])) for each in entries["categories"]]
+            entries["score_threshold"] = float(entries["score_threshold"])
+            sides = (entries["size"] or {"none": 1}).values()
+            if not all(isinstance(side, int) and 0 < side <= LARGEST_SIDE for side in sides):
+                raise ValueError(f"size {entries['size']}")
+            return cls(**entries)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise BadInput(
+                f"{path}: it does not say what its classes and sizes are ({KEY} in its metadata); give a file that "
+                "scripts/export.py wrote"
+            ) from error
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
@@ -32,15 +79,36 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) 
     optimizer = import_extra("onnxscript", "onnx", "ONNX files").optimizer
     from toolkit.use.export.operators import TRANSLATIONS
 
-    exported = torch.onnx.export(
-        program, dynamo=True, opset_version=OPSET, input_names=["images"], output_names=list(OUTPUTS),
-        custom_translation_table=TRANSLATIONS, verbose=False, optimize=False,
-    )  # fmt: skip
+    names = {"input_names": ["images"], "output_names": list(OUTPUTS)}
+    how = {"dynamo": True, "opset_version": 18, "custom_translation_table": TRANSLATIONS}
+    exported = torch.onnx.export(program, **names, **how, verbose=False, optimize=False)
     # Not its patterns: a third of the time for a graph that runs as fast, and clamps that it joins wrongly.
     optimizer.fold_constants(exported.model)
     optimizer.remove_unused_nodes(exported.model)
     exported.model.metadata_props[KEY] = about.to_text()
     exported.save(str(path), external_data=False)
+
+
+def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[np.ndarray] | None = None) -> None:
+    """Writes `path` (.xml) and its weights (.bin).
+
+    calibration: batches of images uint8 (B, 3, H, W); the network is then in int8, with ranges that these show. What
+        comes behind the network (decoding, suppression) stays as it is.
+
+    Raises:
+        BadInput: a package is not installed.
+    """
+    openvino = import_extra("openvino", "openvino", "OpenVINO files")
+    model = openvino.convert_model(onnx)
+    if calibration is not None:
+        nncf = import_extra("nncf", "openvino", "int8 files")
+        nncf.set_log_level(40)  # errors
+        batches = list(calibration)
+        # Convolutions and matrix products of transformers, not of boxes: those are known to a fraction of a pixel.
+        mixed = nncf.QuantizationPreset.MIXED
+        model = nncf.quantize(model, nncf.Dataset(batches), subset_size=len(batches), preset=mixed)
+    model.set_rt_info(about.to_text(), [KEY])
+    openvino.save_model(model, path, compress_to_fp16=False)
 
 
 def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
@@ -60,10 +128,20 @@ def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
         raise BadInput(f"{path}: {path.suffix} is no exported detector; there are {', '.join(openers)}")
     # beside its pickles, torch.export evaluates expressions of the file, calls what it names and loads its libraries
     if path.suffix == ".pt2" and not (trusted or files_are_trusted()):
-        raise BadInput(f"{path}: a .pt2 can run any code when it is opened; add --trust if you exported it or trust "
-                       "who did, or take the .onnx, which cannot")  # fmt: skip
+        remedy = "add --trust if you exported it or trust who did, or take the .onnx, which cannot"
+        raise BadInput(f"{path}: a .pt2 can run any code when it is opened; {remedy}")
     run, about = openers[path.suffix](path)
     return _held_to(about, run, path), about
+
+
+def runner_of(module: Callable) -> Runner:
+    """The runner of a function of PyTorch."""
+
+    @torch.no_grad()
+    def run(images: np.ndarray):
+        return tuple(each.numpy() for each in module(torch.from_numpy(images)))
+
+    return run
 
 
 def _held_to(about: About, run: Runner, path: Path) -> Runner:
@@ -73,14 +151,15 @@ def _held_to(about: About, run: Runner, path: Path) -> Runner:
         try:
             boxes, scores, labels = run(images)
         except Exception as error:  # noqa: BLE001 - three programs that run files, each with errors of its own
-            raise BadInput(f"{path}: it does not run on images {images.dtype} {images.shape}: "
-                           f"{_first_line(error)}") from error  # fmt: skip
-        rows = (len(images), *np.shape(labels)[1:])
-        same = len(rows) == 2 and (np.shape(boxes), np.shape(scores), np.shape(labels)) == ((*rows, 4), rows, rows)
-        if not same or np.max(labels, initial=-1) >= len(about.categories):
-            raise BadInput(f"{path}: for {len(images)} images it gives boxes {np.shape(boxes)}, scores "
-                           f"{np.shape(scores)} and labels {np.shape(labels)} up to {np.max(labels, initial=-1)}; "
-                           f"expected (B, K, 4), (B, K) and (B, K) below {len(about.categories)}")  # fmt: skip
+            what = f"images {images.dtype} {images.shape}"
+            raise BadInput(f"{path}: it does not run on {what}: {_first_line(error)}") from error
+        shapes = np.shape(boxes), np.shape(scores), np.shape(labels)
+        rows, largest, classes = (len(images), *shapes[2][1:]), np.max(labels, initial=-1), len(about.categories)
+        if len(rows) != 2 or shapes != ((*rows, 4), rows, rows) or largest >= classes:
+            raise BadInput(
+                f"{path}: for {len(images)} images it gives boxes {shapes[0]}, scores {shapes[1]} and labels "
+                f"{shapes[2]} up to {largest}; expected (B, K, 4), (B, K) and (B, K) below {classes}"
+            )
         return boxes, scores, labels
 
     return checked
@@ -114,13 +193,7 @@ def _open_program(path: Path) -> tuple[Runner, About]:
         module = torch.export.load(path, extra_files=texts).module()
     except Exception as error:  # noqa: BLE001 - torch.export raises anything on a changed file
         raise BadInput(f"{path}: torch.export cannot load it: {_first_line(error)}") from error
-    about = About.from_text(texts[KEY], path)
-
-    @torch.no_grad()
-    def run(images: np.ndarray):
-        return tuple(each.numpy() for each in module(torch.from_numpy(images)))
-
-    return run, about
+    return runner_of(module), About.from_text(texts[KEY], path)
 
 
 def _open_openvino(path: Path) -> tuple[Runner, About]:
@@ -130,12 +203,7 @@ def _open_openvino(path: Path) -> tuple[Runner, About]:
     except RuntimeError as error:
         raise BadInput(f"{path}: OpenVINO cannot load it: {_first_line(error)}") from error
     text = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
-    return openvino_runner(model), About.from_text(text, path)
-
-
-def openvino_runner(model) -> Runner:
-    """Runs a model of OpenVINO, in float32 also where the processor has half precision."""
-    compiled = import_extra("openvino", "openvino", "OpenVINO files").compile_model(
-        model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    )
-    return lambda images: tuple(np.array(compiled([images])[name]) for name in OUTPUTS)
+    # in float32 also where the processor has half precision
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    compiled = openvino.compile_model(model, "CPU", settings)
+    return lambda images: tuple(np.array(compiled([images])[name]) for name in OUTPUTS), About.from_text(text, path)

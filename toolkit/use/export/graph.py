@@ -2,12 +2,16 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+
+from toolkit.errors import BadInput
+from toolkit.models.detector import Detector
 
 MAX_BATCH, MAX_SIDE = 4096, 16384
 
@@ -39,7 +43,8 @@ class PixelsToBoxes(nn.Module):
         sizes = torch.tensor([height, width], device=images.device).expand(images.shape[0], 2)
         stride = self.detector.stride
         if self.sides == "any" and stride > 1:
-            rows, columns = -(-height // stride), -(-width // stride)  # of -height % stride SymPy simplifies nothing
+            # of -height % stride SymPy simplifies nothing, and ONNX rounds the quotient of a negative number up
+            rows, columns = (height + stride - 1) // stride, (width + stride - 1) // stride
             images = pad(images, (0, columns * stride - width, 0, rows * stride - height))
         boxes, scores, labels = self.found(images, sizes)
         boxes, scores, labels = best(boxes, scores.where(labels >= 0, 0), labels, self.top_k)
@@ -69,11 +74,25 @@ def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
 
 def detector_meant(detector: nn.Module) -> nn.Module:
     """The detector itself; of a scene graph the one below."""
-    from toolkit.models.detector import Detector
-
     below = getattr(detector, "detector", None)
     below = getattr(below, "inner", below)
     return below if isinstance(below, Detector) else detector
+
+
+def trace_hw(sides: str, stride: int, size: Mapping[str, int] | None, architecture: str) -> tuple[int, int]:
+    """The (h, w) of images to trace a detector with; the only ones afterwards where `sides` is "fixed".
+
+    Raises:
+        BadInput: one size is needed, but `size` gives images of many.
+    """
+    if size is not None and "height" in size:
+        return size["height"], size["width"]
+    if sides == "fixed":
+        raise BadInput(
+            f"{architecture} can be exported for images of one size only, but these keep their aspect ratio "
+            "(data.scales of the run); give the size with --size HEIGHT WIDTH"
+        )
+    return -(-96 // stride) * stride, -(-128 // stride) * stride
 
 
 def trace(graph: PixelsToBoxes, size_hw: tuple[int, int]) -> torch.export.ExportedProgram:
@@ -89,8 +108,8 @@ def trace(graph: PixelsToBoxes, size_hw: tuple[int, int]) -> torch.export.Export
         rows, columns = (torch.export.Dim(name, min=2, max=MAX_SIDE // stride) for name in ("rows", "columns"))
         dynamic |= {2: stride * rows, 3: stride * columns}
     elif graph.sides == "any":
-        dynamic |= {i + 2: torch.export.Dim(name, min=graph.smallest_side, max=MAX_SIDE)
-                    for i, name in enumerate(("height", "width"))}  # fmt: skip
+        names, lowest = {2: "height", 3: "width"}, graph.smallest_side
+        dynamic |= {i: torch.export.Dim(name, min=lowest, max=MAX_SIDE) for i, name in names.items()}
     with torch.no_grad(), traceable(graph.detector):
         graph(images)  # what a detector keeps of an image size is made now, outside of the trace
         return torch.export.export(
@@ -108,8 +127,6 @@ def traceable(detector: nn.Module) -> Iterator[None]:
     "same" padding in floating point, of which SymPy simplifies nothing: the expressions of one layer are inside those
     of the next, and tracing such a backbone does not end.
     """
-    import sys
-
     from timm.layers import padding
 
     cores = [detector, getattr(detector, "model", None), getattr(getattr(detector, "model", None), "model", None)]
@@ -130,7 +147,7 @@ def _symbolic_len(of):
 def same_padding(side: int, kernel_size: int, stride: int, dilation: int) -> int:
     """`timm.layers.padding.get_same_padding` in whole numbers, without a maximum where none is needed."""
     reach = dilation * (kernel_size - 1) + 1
-    missing = -(-side // stride) * stride - side + reach - stride  # from reach - stride to reach - 1
+    missing = (side + stride - 1) // stride * stride - side + reach - stride  # from reach - stride to reach - 1
     if reach == 1:
         return 0
     return missing if reach >= stride else max(missing, 0)

@@ -48,14 +48,13 @@ def _(maps: Tensor, boxes: Tensor, image: Tensor, use: Tensor, scale: float, sid
 
 def _onnx_roi_align_where(maps, boxes, image, use, scale: float, side: int, samples: int):
     rows = op.Squeeze(op.NonZero(use), [0])
-    pooled = op.RoiAlign(
-        maps, op.Gather(boxes, rows), op.Gather(image, rows), output_height=side, output_width=side,
-        sampling_ratio=samples, spatial_scale=scale, coordinate_transformation_mode="output_half_pixel", mode="avg",
-    )  # fmt: skip
+    sides = {"output_height": side, "output_width": side, "sampling_ratio": samples, "spatial_scale": scale}
+    how = sides | {"coordinate_transformation_mode": "output_half_pixel", "mode": "avg"}
+    pooled = op.RoiAlign(maps, op.Gather(boxes, rows), op.Gather(image, rows), **how)
     count, channels = op.Shape(boxes, start=0, end=1), op.Shape(maps, start=1, end=2)
     shape = op.Concat(count, channels, op.Constant(value_ints=[side, side]), axis=0)
-    return op.ScatterND(op.Expand(op.CastLike(op.Constant(value_float=0.0), maps), shape), op.Unsqueeze(rows, [1]),
-                        pooled)  # fmt: skip
+    nothing = op.Expand(op.CastLike(op.Constant(value_float=0.0), maps), shape)
+    return op.ScatterND(nothing, op.Unsqueeze(rows, [1]), pooled)
 
 
 TRANSLATIONS = {
