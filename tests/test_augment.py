@@ -13,9 +13,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.dataset import DetectionDataset
+from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.formats import open_dataset
-from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.pipeline import loader_of_settings, train_transform
 from toolkit.data.sampling import EpochSampler, SampleKey, repeat_factors
 from toolkit.data.shapes import make_shapes

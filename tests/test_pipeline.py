@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from toolkit.data import splits
-from toolkit.data.dataset import DetectionDataset
+from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.formats import open_dataset
-from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.pipeline import RECIPES, train_transform, training_loader, training_sizes, val_transform
 from toolkit.data.sampling import SampleKey
 from toolkit.data.shapes import make_shapes

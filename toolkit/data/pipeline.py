@@ -8,9 +8,8 @@ import pyarrow.compute as pc
 import torch
 
 from toolkit.data.batches import make_loader
-from toolkit.data.dataset import DetectionDataset
+from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.image_sources import ImageSources, Shards
-from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, aspect_ratio_groups, repeat_factors
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import (
