@@ -107,7 +107,7 @@ def predict_run(
         table,
         val_transform(data["image_size"], data["scales"], data["max_size"]),
         workers=data["workers"],
-        batch_size_per_device=evaluation["batch_size_per_device"],
+        batch_size=evaluation["batch_size_per_device"],
         stride=detector.stride,
         pin=accelerator.device.type == "cuda",
     )
