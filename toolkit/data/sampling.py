@@ -54,13 +54,9 @@ def repeat_factors(
     return np.array([factors[of_image].max(initial=1.0) for of_image in labels])
 
 
-def aspect_ratio_groups(sizes_hw: np.ndarray, boundaries: Sequence[float] = (1.0,)) -> np.ndarray:
-    """Group id (N,) int64 of each image (N, 2): how many of the boundaries its width / height reaches.
-
-    (1.0,) makes two groups, portrait and landscape (with squares), as torchvision's references do.
-    """
-    sizes_hw = np.asarray(sizes_hw, dtype=np.float64).reshape(-1, 2)
-    return np.searchsorted(np.sort(np.asarray(boundaries, dtype=np.float64)), sizes_hw[:, 1] / sizes_hw[:, 0], "right")
+def aspect_ratio_groups(sizes_hw: np.ndarray) -> np.ndarray:
+    """Group (N,) int64 of each image (N, 2): 0 portrait, 1 landscape and squares, as torchvision's references do."""
+    return (sizes_hw[:, 1] >= sizes_hw[:, 0]).astype(np.int64)
 
 
 def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -260,7 +256,7 @@ class EpochSampler:
         (with groups: regrouped), cut into the new batches. Raises BadInput when the state is of another dataset.
         """
         saved_samples = state["num_samples"]
-        if saved_samples != self.num_samples or not 0 <= state["offset"] <= self.num_samples:
+        if saved_samples != self.num_samples or not 0 <= state["offset"] <= saved_samples:
             raise BadInput(
                 f"the checkpoint stopped at sample {state['offset']} of {saved_samples}, but the training data now has "
                 f"{self.num_samples} samples: resume with the same data, or start a new run"
@@ -268,9 +264,9 @@ class EpochSampler:
         notes = []
         if state["seed"] != self.seed:
             notes.append(f"data order continues with the checkpoint's seed {state['seed']}, not {self.seed}")
-        self.seed, self.epoch = state["seed"], state["epoch"]
         if state["sizes"] != repr(self.sizes):
             notes.append(f"image sizes now follow {self.sizes}, in the checkpoint {state['sizes']}")
+        self.seed, self.epoch = state["seed"], state["epoch"]
         before, now = (state["world_size"], state["batch_size"]), (self.world_size, self.batch_size)
         layout = [tuple(segment) for segment in state["layout"]]
         self._start(state["offset"], layout)
@@ -299,8 +295,10 @@ class EpochSampler:
         """Lay the current epoch out in segments, each (first sample, world_size, batch_size)."""
         self.offset = offset
         self._layout = layout or [(0, self.world_size, self.batch_size)]
-        self._shown = None if self.repeats is None else _repeated(self.repeats, self.num_samples, self.seed, self.epoch)
-        groups = self.groups if self._shown is None or self.groups is None else self.groups[self._shown[0]]
+        self._images, self._turns = np.arange(self.num_samples), np.zeros(self.num_samples, np.int64)
+        if self.repeats is not None:
+            self._images, self._turns = _repeated(self.repeats, self.num_samples, self.seed, self.epoch)
+        groups = None if self.groups is None else self.groups[self._images]
         order = self._first_order()
         place = None if self.blocks is None else np.argsort(order)
         ends: list[int] = []
@@ -323,18 +321,16 @@ class EpochSampler:
         rng = np.random.default_rng((self.seed, self.epoch))
         if self.blocks is None:
             return rng.permutation(self.num_samples)
-        return block_order(self.blocks if self._shown is None else self.blocks[self._shown[0]], rng)
+        return block_order(self.blocks[self._images], rng)
 
     def _keys(self, i: int) -> list[SampleKey]:
         """This rank's part of the epoch's i-th global micro-batch."""
         count, size_hw = self.samples_in_batch(i), self._drawn[i] if self._drawn else None
         first = int(self._ends[i]) - count
         start, stop = split_evenly(count, self.rank, self.world_size)
-        mine = self._order[first + start : first + stop].tolist()
-        if self._shown is None:
-            return [SampleKey(self.epoch, index, size_hw) for index in mine]
-        images, turns = self._shown
-        return [SampleKey(self.epoch, int(images[n]), size_hw, int(turns[n])) for n in mine]
+        mine = self._order[first + start : first + stop]
+        images, turns = self._images[mine].tolist(), self._turns[mine].tolist()
+        return [SampleKey(self.epoch, image, size_hw, turn) for image, turn in zip(images, turns, strict=True)]
 
 
 def _repeated(repeats: np.ndarray, count: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -358,10 +354,8 @@ class EvalSampler:
 
     def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1):
         if num_samples < 1 or batch_size < 1:
-            raise BadInput(
-                "evaluation needs at least one image and one image per batch, "
-                f"got {num_samples} images in batches of {batch_size}"
-            )
+            got = f"got {num_samples} images in batches of {batch_size}"
+            raise BadInput(f"evaluation needs at least one image and one image per batch, {got}")
         self.num_samples, self.batch_size, self.rank, self.world_size = num_samples, batch_size, rank, world_size
 
     def __len__(self) -> int:
@@ -381,9 +375,8 @@ def _check_sizes(num_samples: int, batch_size: int, world_size: int) -> None:
     if batch_size < 1:
         raise BadInput(f"data.batch_size_per_device is {batch_size}, it must be at least 1")
     if num_samples < world_size * batch_size:
-        remedy = "fewer processes"
-        if num_samples >= world_size:
-            remedy = f"data.batch_size_per_device of at most {num_samples // world_size}"
+        most = num_samples // world_size
+        remedy = f"data.batch_size_per_device of at most {most}" if most else "fewer processes"
         raise BadInput(
             f"one batch is {world_size} process(es) x {batch_size} images = {world_size * batch_size}, but the "
             f"training data has only {num_samples}: use {remedy}"
