@@ -62,8 +62,8 @@ class Annotations:
         self.images: list[ImageRow] = []
         self.odd_images: dict[int, object] = {}
         self.image_ids, self.category_ids = Codes(), Codes()
-        self.id, self.image, self.category = array("q"), array("i"), array("i")
-        self.xywh, self.whole, self.area, self.crowd = array("d"), array("B"), array("d"), array("b")
+        self.id, self.image, self.category, self.xywh = map(array, "qiid")
+        self.whole, self.area, self.crowd = map(array, "Bdb")
         self.attribute_ids: dict[int, list] = {}
         self.odd: dict[int, object] = {}
         self.relations = RelationColumns()
@@ -135,7 +135,9 @@ class Annotations:
         bbox = [int(value) if bits >> place & 1 else value for place, value in enumerate(numbers)]
         entry = {"id": self.id[number], "image_id": image_id, "category_id": category_id, "bbox": bbox}
         entry |= {"iscrowd": self.crowd[number], "area": self.area[number]}
-        return entry | ({"attribute_ids": self.attribute_ids[number]} if number in self.attribute_ids else {})
+        if number in self.attribute_ids:
+            entry["attribute_ids"] = self.attribute_ids[number]
+        return entry
 
 
 class RelationColumns:
@@ -144,8 +146,7 @@ class RelationColumns:
 
     def __init__(self):
         self.predicate_ids, self.image_ids = Codes(), Codes()
-        self.id, self.subject, self.object = array("q"), array("q"), array("q")
-        self.predicate, self.image = array("i"), array("i")
+        self.id, self.subject, self.object, self.predicate, self.image = map(array, "qqqii")
         self.odd: dict[int, object] = {}
 
     def __len__(self) -> int:
@@ -173,15 +174,8 @@ class RelationColumns:
 
     def extend(self, other: "RelationColumns") -> None:
         """Adds those of another list behind these."""
-        self.odd |= {number + len(self): entry for number, entry in other.odd.items()}
-        for codes, theirs, column, rows in (
-            (self.predicate_ids, other.predicate_ids, self.predicate, other.predicate),
-            (self.image_ids, other.image_ids, self.image, other.image),
-        ):
-            new = [codes(value) for value in theirs.values]
-            column.extend(new[code] if code >= 0 else -1 for code in rows)
-        for name in ("id", "subject", "object"):
-            getattr(self, name).extend(getattr(other, name))
+        for number in range(len(other)):
+            self.add(other.entry(number))
 
     def entry(self, number: int) -> object:
         """The entry of a row as the file has it."""
@@ -203,11 +197,7 @@ def is_id(value: object) -> bool:
 
 def is_unicode(text: str) -> bool:
     """False for text with halves of surrogate pairs, which no file and no table can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.encode(errors="ignore").decode() == text
 
 
 def _is_number(value: object) -> bool:

@@ -129,10 +129,9 @@ def _times(ids: np.ndarray, odd: Mapping[int, object]) -> dict[int, int]:
     """How often the ids are used that are used more than once, or by an odd entry."""
     given = (entry.get("id") for entry in odd.values() if isinstance(entry, dict))
     of_odd = Counter(id_ for id_ in given if isinstance(id_, int))
-    ordered = np.sort(ids)
-    repeated = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist()) | {id_ for id_ in of_odd if fits_int64(id_)}
-    left, right = (np.searchsorted(ordered, np.array(list(repeated), np.int64), side) for side in ("left", "right"))
-    return of_odd + Counter(dict(zip(repeated, (right - left).tolist(), strict=True)))
+    unique, times = np.unique(ids, return_counts=True)
+    several = (times > 1) | np.isin(unique, np.array([id_ for id_ in of_odd if fits_int64(id_)], np.int64))
+    return of_odd + Counter(dict(zip(unique[several].tolist(), times[several].tolist(), strict=True)))
 
 
 def _judge(
@@ -274,13 +273,13 @@ def check_relations(
     kept, seen = ~suspicious, set()
     for number in np.flatnonzero(suspicious).tolist():
         entry = r.entry(number)
-        ends_of = _relation_faults(entry, number, file, places, predicates, problems)
-        if ends_of is None:
+        image_id = _relation_faults(entry, number, file, places, predicates, problems)
+        if image_id is None:
             continue
         triplet = (entry["subject_id"], entry["object_id"], entry["predicate_id"])
         if triplet in seen or 0 <= first_of[number] < number and kept[first_of[number]]:
             message = f"relation {list(triplet)} (subject, object, predicate) is listed again; kept"
-            problems.append(Problem("warning", file, ends_of, None, message))
+            problems.append(Problem("warning", file, image_id, None, message))
         kept[number] = True
         (image[:, number], row[:, number]), label[number] = places.at(triplet[:2]), predicates[triplet[2]]
         seen.add(triplet)

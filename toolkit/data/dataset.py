@@ -41,20 +41,14 @@ def row_target(row: dict, size_hw: tuple[int, int]) -> Target:
     int64 subject, object, predicate; orig_size and size (2,) int64 (h, w). Of tables with attributes also attributes
     (N, A) int64, ids from 1, 0 after the last.
     """
-    objects, relations = row["objects"], row["relations"]
-    ends = [relations[name] for name in ("subject", "object", "predicate")]
-    target = {
-        "image_id": row["image_id"],
-        "boxes": torch.from_numpy(objects["bbox"]),
-        "labels": torch.from_numpy(objects["category"]),
-        "area": torch.from_numpy(objects["area"]),
-        "iscrowd": torch.from_numpy(objects["iscrowd"]),
-        "relations": torch.from_numpy(np.stack(ends, axis=1)),
-        "orig_size": torch.tensor(size_hw),
-        "size": torch.tensor(size_hw),
-    }
+    objects = {name: torch.from_numpy(values) for name, values in row["objects"].items()}
+    ends = [row["relations"][name] for name in ("subject", "object", "predicate")]
+    target = {"image_id": row["image_id"], "boxes": objects["bbox"], "labels": objects["category"]}
+    target |= {"area": objects["area"], "iscrowd": objects["iscrowd"]}
+    target["relations"] = torch.from_numpy(np.stack(ends, axis=1))
+    target["orig_size"], target["size"] = torch.tensor(size_hw), torch.tensor(size_hw)
     if "attributes" in objects:
-        target["attributes"] = torch.from_numpy(objects["attributes"])
+        target["attributes"] = objects["attributes"]
     return target
 
 

@@ -16,14 +16,14 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from toolkit.data.sampling import MIXED_BLOCKS
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, all_faults
 
 ARCHIVES = (".zip", ".tar")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
@@ -284,14 +284,9 @@ def open_sources(
     if not must_exist and isinstance(image_dir, Path):
         return image_dir
     given = [image_dir] if isinstance(image_dir, str | Path) else list(image_dir)
-    parts, faults = [], []
-    for spec in given:
-        try:
-            parts.append(_open(str(spec)))
-        except BadInput as error:
-            faults += error.problems
-    if faults or not parts:
-        raise BadInput(faults or "data.image_dir is an empty list; give a folder, or leave it out")
+    if not given:
+        raise BadInput("data.image_dir is an empty list; give a folder, or leave it out")
+    parts = all_faults(*(functools.partial(_open, str(spec)) for spec in given))
     if len(parts) == 1 and isinstance(parts[0], Folder):
         return Path(given[0]).expanduser()
     return ImageSources(parts)
@@ -349,9 +344,8 @@ def _open(spec: str) -> Folder | Archive | Storage | Shards:
     archive = next((each for each in (path, *path.parents) if each.is_file()), None)
     if archive is None:
         raise BadInput(f"{path}: no such image folder (data.image_dir)")
-    status = archive.stat()
-    members = _members(str(archive.resolve()), status.st_size, status.st_mtime_ns)
-    inner = PurePosixPath(path.relative_to(archive)).as_posix()
+    members = _members(str(archive.resolve()), digest_of(archive))
+    inner = path.relative_to(archive).as_posix()
     opened = Archive(archive.resolve(), "" if inner == "." else inner, members)
     if not opened.entries:
         tops = sorted({name.split("/")[0] for name in members})[:5]
@@ -360,8 +354,8 @@ def _open(spec: str) -> Folder | Archive | Storage | Shards:
 
 
 @functools.lru_cache(maxsize=16)
-def _members(path: str, size: int, mtime_ns: int) -> Mapping[str, tuple]:
-    """(size, packed size, offset, method, CRC) of each file of an archive; size and time are there for the cache."""
+def _members(path: str, digest: str) -> Mapping[str, tuple]:
+    """(size, packed size, offset, method, CRC) of each file of an archive; the digest is there for the cache."""
     if path.lower().endswith(COMPRESSED):
         raise BadInput(f"{path}: a compressed tar can only be read from its start; make a .tar or a .zip of it")
     try:

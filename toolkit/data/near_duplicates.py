@@ -105,13 +105,11 @@ def alike_pairs(looks: Looks, splits: np.ndarray | None = None) -> list[tuple[in
         splits: (N,) int64, the split of each image; None: all are of one.
     """
     firsts = np.sort(np.unique(looks.digests, return_index=True)[1])
-    splits = np.zeros(len(looks), np.int64) if splits is None else splits
-    kept = _Pairs(splits[firsts])
+    kept = _Pairs(np.zeros(len(firsts), np.int64) if splits is None else splits[firsts])
     for i, j in _candidates(looks.thumbnails[firsts], kept):
         kept.add(i, j)
-    pairs = firsts[kept.pairs()]
     copies = [(group[0], other) for group in same_files(looks) for other in group[1:]]
-    return sorted({*map(tuple, pairs.tolist()), *copies})
+    return sorted({*map(tuple, firsts[kept.pairs()].tolist()), *copies})
 
 
 class _Pairs:
@@ -188,9 +186,7 @@ def held_out(looks: Looks, share: float) -> np.ndarray:
             "images; give validation data of its own"
         )
     place = {group: _fraction(digest) for group, digest in least.items()}
-    chosen = {group for group, at in place.items() if at < share}
-    if not chosen:
-        chosen = {min(place, key=place.get)}
+    chosen = {group for group, at in place.items() if at < share} or {min(place, key=place.get)}
     if len(chosen) == len(place):
         chosen.remove(max(place, key=place.get))
     return np.array([group in chosen for group in member.tolist()])

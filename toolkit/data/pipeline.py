@@ -39,12 +39,9 @@ def check_one_size(stride: int, sides: Sequence[int], scales: Sequence[int]) -> 
     """For detectors that ignore padding: raises BadInput for `scales`, or a side in pixels that is no multiple of
     `stride`, whose images the loader would pad."""
     faults = ["the detector needs images of one size: leave data.scales empty, set data.image_size"] if scales else []
-    faults += [
-        f"images of side {side} (data.image_size, data.multi_scale) would be padded, which the detector ignores: give "
-        f"a multiple of {stride}, such as {max(1, round(side / stride)) * stride}"
-        for side in sides
-        if side % stride
-    ]
+    for side in (side for side in sides if side % stride):
+        fault = f"images of side {side} (data.image_size, data.multi_scale) would be padded, which the detector "
+        faults.append(fault + f"ignores: give a multiple of {stride}, such as {max(1, round(side / stride)) * stride}")
     if faults:
         raise BadInput(faults)
 
@@ -62,7 +59,7 @@ def train_transform(c: Any) -> Transform:
 
     Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
     """
-    _check_transform(c.recipe, c.scales, c.random_crop, c.zoom_out)
+    _check_transform(c)
     if c.augment:
         return Before(policy_of(c.augment), train_transform(replace(c, augment=None)))
     own = {"zoom_out": c.zoom_out, "iou_crop": c.iou_crop, "flip": c.flip, "photometric": c.photometric}
@@ -202,14 +199,17 @@ def _augmented(table: DetectionTable, transform: Transform, c: Any, seed: int) -
 
 
 def _repeats(table: DetectionTable, of_classes: float, of_predicates: float) -> np.ndarray | None:
-    factors, rows = [], [table.row(index) for index in range(len(table))] if of_classes or of_predicates else []
+    factors = []
     if of_classes:
-        labels = [row["objects"]["category"][row["objects"]["iscrowd"] == 0] for row in rows]
+        boxes = table.boxes()
+        plain = boxes[~boxes.iscrowd]
+        labels = np.split(plain.labels, plain.offsets[1:-1])
         factors.append(repeat_factors(labels, len(table.categories), of_classes))
     if of_predicates:
         if not table.predicates:
             raise BadInput(f"data.predicate_repeat_factor: {table.name} has no relations; leave it out")
-        predicates = [row["relations"]["predicate"] for row in rows]
+        relations = table.labelled().relations
+        predicates = np.split(relations.predicate, relations.offsets[1:-1])
         factors.append(repeat_factors(predicates, len(table.predicates), of_predicates, "predicate_repeat_factor"))
     return np.max(factors, axis=0) if factors else None
 
@@ -222,24 +222,24 @@ def validation_loader(
     return make_loader(DetectionDataset(table, transform), sampler, workers, stride, pin=pin)
 
 
-def _check_transform(recipe: str, scales: Sequence[int], random_crop: bool, zoom_out: float) -> None:
+def _check_transform(c: Any) -> None:
     faults = []
-    if recipe not in RECIPES:
-        faults.append(f"data.recipe is {recipe!r}; expected one of {', '.join(RECIPES)}")
-    elif scales and recipe != "detr":
+    if c.recipe not in RECIPES:
+        faults.append(f"data.recipe is {c.recipe!r}; expected one of {', '.join(RECIPES)}")
+    elif c.scales and c.recipe != "detr":
         faults.append(
-            f"data.recipe {recipe} makes squares, which data.scales are not: set data.recipe to detr, whose colours, "
+            f"data.recipe {c.recipe} makes squares, which data.scales are not: set data.recipe to detr, whose colours, "
             "zoom_out and iou_crop are those of ssd, or leave data.scales empty and set data.image_size"
         )
-    if scales and min(scales) < 1:
-        faults.append(f"data.scales is {list(scales)}; expected lengths of at least one pixel")
-    if random_crop and not scales:
+    if c.scales and min(c.scales) < 1:
+        faults.append(f"data.scales is {list(c.scales)}; expected lengths of at least one pixel")
+    if c.random_crop and not c.scales:
         faults.append(
             "data.random_crop is DETR's crop between two resizes of the shorter side: give data.scales, or use "
             "data.iou_crop, which also makes squares"
         )
-    if not 1 <= zoom_out < float("inf"):
-        faults.append(f"data.zoom_out is {zoom_out}; expected the largest canvas in sides of the image, 1 for none")
+    if not 1 <= c.zoom_out < float("inf"):
+        faults.append(f"data.zoom_out is {c.zoom_out}; expected the largest canvas in sides of the image, 1 for none")
     if faults:
         raise BadInput(faults)
 

@@ -51,13 +51,9 @@ class Problem:
 
     def __str__(self) -> str:
         """One line, whatever names and values of the data are in it."""
-        ids = []
-        if self.image_id is not None:
-            ids.append(f"image {shown(self.image_id)}")
-        if self.annotation_id is not None:
-            ids.append(f"annotation {shown(self.annotation_id)}")
-        file = shown(self.file, 300)
-        where = f"{file} ({', '.join(ids)})" if ids else file
+        given = {"image": self.image_id, "annotation": self.annotation_id}
+        ids = ", ".join(f"{name} {shown(id_)}" for name, id_ in given.items() if id_ is not None)
+        where = shown(self.file, 300) + (f" ({ids})" if ids else "")
         return f"{self.severity}: {where}: {shown(self.message, 1000)}"
 
 
@@ -221,8 +217,7 @@ class _Batch:
     """
 
     def __init__(self, batch: pa.RecordBatch):
-        self.num_rows = batch.num_rows
-        self.batch = batch
+        self.num_rows, self.batch = batch.num_rows, batch
         ids = batch.column("image_id")
         self.int_ids = np.from_dlpack(ids) if pa.types.is_integer(ids.type) else None
         self.sizes_hw = np.stack([np.from_dlpack(batch.column(name)) for name in ("height", "width")], 1)
