@@ -282,10 +282,10 @@ def _write_final(s: Session, t: Training) -> None:
 
 def _evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> DataLoader:
     c, images = s.config.data, s.config.eval.batch_size_per_device
+    transform = pipeline.val_transform(c.image_size, c.scales, c.max_size)
     return pipeline.validation_loader(
-        table, pipeline.val_transform(c.image_size, c.scales, c.max_size), batch_size=images,
-        workers=c.workers, stride=detector.stride, pin=s.pins,
-    )  # fmt: skip
+        table, transform, batch_size=images, workers=c.workers, stride=detector.stride, pin=s.pins
+    )
 
 
 def _loaders(
