@@ -37,7 +37,7 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
 
 def cached_table(
     key: Iterable[object],
-    make: Callable[[Path], DetectionTable],
+    write: Callable[[Path], DetectionTable],
     *,
     name: str,
     cache_dir: str | Path | None,
@@ -49,12 +49,12 @@ def cached_table(
 
     Args:
         key: format, options and places in words, and bytes such as digests of files.
-        make: writes the table (`write_table`) to the cache file that it is given.
+        write: writes the table (`write_table`) to the cache file that it is given.
         name: of the table, and the file that messages name.
         empty: what to say of a table without images.
 
     Raises:
-        BadInput: errors in the data with `on_error` "raise"; no images; what `make` raises.
+        BadInput: errors in the data with `on_error` "raise"; no images; what `write` raises.
     """
     digest = hashlib.blake2b(f"{TABLE_VERSION} {max_image_pixels}".encode(), digest_size=16)
     for part in key:
@@ -64,7 +64,7 @@ def cached_table(
     if cached and all(digest_of(place) == digest for place, digest in cached[1].items()):
         table = dataclasses.replace(cached[0], name=name)
     else:
-        table = make(cache_file)
+        table = write(cache_file)
     table.max_image_pixels = max_image_pixels
     settle(table.problems, on_error if len(table) else "raise", name)
     if not len(table):
