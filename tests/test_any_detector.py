@@ -6,7 +6,7 @@ from contract import assert_resolved_options_build_it_again
 
 from toolkit.box_ops import pairwise_iou
 from toolkit.data.formats import open_dataset
-from toolkit.data.pipeline import training_loader, val_transform
+from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
@@ -54,7 +54,7 @@ def table(tmp_path_factory):
 def batch_of(table, architecture):
     """Two images; the second without an object."""
     transform = val_transform(SIZES.get(architecture, 64), [], 0)
-    loader = training_loader(table, transform, batch_size_per_device=2, workers=0, seed=0, stride=1, shuffle=False)[1]
+    loader = validation_loader(table, transform, batch_size=2, workers=0, stride=1)
     batch = next(iter(loader))
     empty = batch.targets[1]
     empty.update({key: empty[key][:0] for key in ("boxes", "labels", "area", "iscrowd", "attributes", "relations")})

@@ -14,7 +14,7 @@ from toolkit.data.batches import collate
 from toolkit.data.dataset import row_target
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco, write_coco
-from toolkit.data.pipeline import training_loader, val_transform
+from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.shapes import ATTRIBUTES, draw_scene, make_shapes
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
@@ -191,8 +191,7 @@ def table(tmp_path_factory):
 
 
 def loader_of(table):
-    return training_loader(table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32,
-                           shuffle=False)[1]  # fmt: skip
+    return validation_loader(table, val_transform(64, [], 0), batch_size=6, workers=0, stride=32)
 
 
 @pytest.fixture(scope="module")

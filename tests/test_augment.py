@@ -3,8 +3,8 @@
 Run with `pytest tests/test_augment.py -n 0`.
 """
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +13,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.dataset import DetectionDataset
+from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.formats import open_dataset
-from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.pipeline import loader_of_settings, train_transform
 from toolkit.data.sampling import EpochSampler, SampleKey, repeat_factors
 from toolkit.data.shapes import make_shapes
@@ -154,8 +153,9 @@ def test_the_policy_comes_before_each_recipe(recipe):
         "size": torch.tensor((40, 60)),
         "orig_size": torch.tensor((40, 60)),
     }
-    plain = train_transform(recipe=recipe, image_size=32, flip=False)
-    both = train_transform(recipe=recipe, image_size=32, flip=False, augment=[{"RandomVerticalFlip": {"p": 1.0}}])
+    settings = DataConfig(recipe=recipe, image_size=32, flip=False)
+    plain = train_transform(settings)
+    both = train_transform(replace(settings, augment=[{"RandomVerticalFlip": {"p": 1.0}}]))
     size = ((32, 32),)
     out, got = both(image, target, generator(), *size)
     upside, flipped = policy_of([{"RandomVerticalFlip": {"p": 1.0}}])(image, target, generator())
@@ -222,7 +222,7 @@ def test_another_cut_of_repeated_and_grouped_images_has_the_same_samples():
 def test_repeated_images_are_augmented_anew(tmp_path):
     make_shapes(tmp_path / "d", 4, 1, 64)
     table = open_dataset("train", path=tmp_path / "d", cache_dir=tmp_path / "c")
-    dataset = DetectionDataset(table, train_transform(recipe="detr", image_size=48, photometric=True, zoom_out=3.0), 5)
+    dataset = DetectionDataset(table, train_transform(DataConfig(image_size=48, photometric=True, zoom_out=3.0)), 5)
     zero, again, one = (dataset[SampleKey(0, 1, None, turn)][0] for turn in (0, 0, 1))
     assert torch.equal(zero, again) and not torch.equal(zero, one)
 
@@ -248,14 +248,14 @@ def test_the_last_epochs_are_without_what_is_named(tmp_path):
     dataset = loader.dataset.dataset
     assert isinstance(dataset, MixedDataset) and dataset.has_plain_epochs
     dataset.plan(2, 40, 4)
-    plain = DetectionDataset(table, train_transform(recipe="detr", image_size=48, flip=False), 0)
+    plain = DetectionDataset(table, train_transform(DataConfig(image_size=48, flip=False)), 0)
     last, sample = dataset[SampleKey(9, 1, (32, 32))], plain[SampleKey(9, 1)]
     assert torch.equal(last[0], sample[0]) and torch.equal(last[1]["boxes"], sample[1]["boxes"])
     assert dataset[SampleKey(7, 1, (32, 32))][0].shape[-2:] == (32, 32)
     with pytest.raises(BadInput, match="mosaic cannot go on"):
-        loader_of_settings(table, SimpleNamespace(**{**vars(c), "mosaic": 0.5, "multi_scale": []}), seed=0, stride=1)
+        loader_of_settings(table, replace(c, mosaic=0.5, multi_scale=[]), seed=0, stride=1)
     with pytest.raises(BadInput, match="multi_scale_pixels"):
-        loader_of_settings(table, SimpleNamespace(**{**vars(c), "multi_scale_pixels": True}), seed=0, stride=1)
+        loader_of_settings(table, replace(c, multi_scale_pixels=True), seed=0, stride=1)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -10,7 +10,7 @@ from documents import checked, columns_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.box_formats import EVIDENCE, format_fault
+from toolkit.data.checks import EVIDENCE, format_fault
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 

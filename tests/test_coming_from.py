@@ -14,7 +14,7 @@ from test_commands import COMMANDS, ROOT, module_of, split
 
 from toolkit.command_line import parse_config
 from toolkit.data.formats import open_dataset
-from toolkit.data.pipeline import training_loader, val_transform
+from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.shapes import make_shapes
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
@@ -129,8 +129,7 @@ def test_a_checkpoint_of_detrs_own_program_is_evaluated(tmp_path, monkeypatch):
                 "args": argparse.Namespace(lr=1e-4, coco_path="coco", masks=False)}  # fmt: skip
     torch.save(document, tmp_path / "checkpoint.pth")
     (tmp_path / "checkpoint.names").write_text("\n".join(table.class_names))
-    loader = training_loader(table, val_transform(64, [64], 1333), batch_size_per_device=2, workers=0, seed=0,
-                             stride=detector.stride, shuffle=False)[1]  # fmt: skip
+    loader = validation_loader(table, val_transform(64, [64], 1333), batch_size=2, workers=0, stride=detector.stride)
     expected = CocoEvaluator(table).evaluate(predict_dataset(detector.eval(), loader, "cpu").by_image)
 
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))

@@ -18,7 +18,7 @@ from transformers import DeformableDetrConfig, DeformableDetrModel
 
 from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.data.formats import open_dataset
-from toolkit.data.pipeline import training_loader, val_transform
+from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 from toolkit.evaluation.choose import make_evaluator
@@ -189,8 +189,7 @@ def table(tmp_path_factory):
 @pytest.fixture(scope="module")
 def batch(table):
     """Four images: the second without an object, the third with a crowd region among its objects."""
-    loader = training_loader(table, val_transform(SIDE, [], 0), batch_size_per_device=4, workers=0, seed=0, stride=32,
-                             shuffle=False)[1]  # fmt: skip
+    loader = validation_loader(table, val_transform(SIDE, [], 0), batch_size=4, workers=0, stride=32)
     batch = next(iter(loader))
     empty, crowd = batch.targets[1:3]
     empty.update({key: empty[key][:0] for key in ("boxes", "labels", "area", "iscrowd", "attributes", "relations")})

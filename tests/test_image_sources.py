@@ -20,9 +20,10 @@ from toolkit.data import image_sources
 from toolkit.data.decoding import ImageError, decode_image, probe_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.image_sources import ImageSources, open_sources
-from toolkit.data.pipeline import train_transform, training_loader
+from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
+from toolkit.runs.settings import DataConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -96,9 +97,8 @@ def test_batches_and_their_continuation_are_the_same(shapes, tmp_path, kind):
 
     def batches(image_dir, workers, done):
         table = open_dataset(file, image_dir=image_dir)
-        transform = train_transform(recipe="detr", image_size=32, photometric=True)
-        options = {"batch_size_per_device": 2, "seed": 3, "stride": 1}
-        sampler, loader = training_loader(table, transform, workers=workers, **options)
+        settings = DataConfig(image_size=32, photometric=True, batch_size_per_device=2, workers=workers)
+        sampler, loader = loader_of_settings(table, settings, seed=3, stride=1)
         sampler.advance(2 * done)
         return [batch.images for batch in loader]
 

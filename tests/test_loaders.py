@@ -157,15 +157,8 @@ def test_collate_pads_with_zeros_to_the_stride(sizes, stride):
 def test_empty_batch():
     batch = collate([], stride=32)
     assert batch.images.shape == (0, 3, 32, 32) and batch.sizes.shape == (0, 2) and len(batch) == 0
-    assert collate([], fixed_hw=(20, 30)).images.shape == (0, 3, 20, 30)
     assert normalize_images(batch.images, batch.sizes, MEAN, STD).shape == (0, 3, 32, 32)
     assert batch.to("cpu").sizes.dtype == torch.int64
-
-
-def test_fixed_size_names_the_images_that_differ():
-    assert collate(some_samples([(20, 30)] * 2), fixed_hw=(20, 30)).images.shape == (2, 3, 20, 30)
-    with pytest.raises(ValueError, match=r"\(20, 30\), but image id 1 is \(30, 20\), image id 2 is \(20, 29\)"):
-        collate(some_samples([(20, 30), (30, 20), (20, 29)]), fixed_hw=(20, 30))
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
@@ -242,9 +235,9 @@ def test_ranks_together_see_what_one_process_sees(table):
 def test_evaluation_with_an_empty_rank(table, workers):
     sampler = EvalSampler(3, 2, rank=2, world_size=3)
     dataset = DetectionDataset(table, square_transform(32))
-    loader = make_loader(dataset, sampler, workers, fixed_hw=(32, 32))
+    loader = make_loader(dataset, sampler, workers, stride=32)
     assert [batch.images.shape for batch in loader] == [(1, 3, 32, 32)]
-    nothing = make_loader(dataset, EvalSampler(2, 2, rank=2, world_size=3), workers, fixed_hw=(32, 32))
+    nothing = make_loader(dataset, EvalSampler(2, 2, rank=2, world_size=3), workers, stride=32)
     assert [(len(batch), batch.images.shape) for batch in nothing] == [(0, (0, 3, 32, 32))]
 
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.data.batches import make_loader
-from toolkit.data.dataset import DetectionDataset
+from toolkit.data.dataset import ALL_EPOCHS, DetectionDataset, MixedDataset, mixed_epochs
 from toolkit.data.formats import open_dataset
-from toolkit.data.mixed_dataset import ALL_EPOCHS, MixedDataset, mixed_epochs
 from toolkit.data.sampling import EpochSampler, SampleKey
 from toolkit.data.shapes import make_shapes
 from toolkit.data.transforms.mixing import draw_point, mosaic

@@ -3,6 +3,8 @@
 Run with `pytest tests/test_pipeline.py -n 0`.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from toolkit.data import splits
-from toolkit.data.dataset import DetectionDataset
+from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.formats import open_dataset
-from toolkit.data.mixed_dataset import MixedDataset
-from toolkit.data.pipeline import RECIPES, train_transform, training_loader, training_sizes, val_transform
+from toolkit.data.pipeline import RECIPES, loader_of_settings, train_transform, training_sizes, val_transform
 from toolkit.data.sampling import SampleKey
 from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category
@@ -32,6 +33,7 @@ from toolkit.data.transforms.ssd import PhotometricDistortion
 from toolkit.data.transforms.yolov3 import ColourDistortion, ConstrainedCrop, RandomExpand, Yolov3Transform
 from toolkit.data.variable_sizes import VariableSizes
 from toolkit.errors import BadInput
+from toolkit.runs.settings import DataConfig
 
 # A busy machine is no failure.
 patient = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -57,7 +59,7 @@ def generator(seed=0):
 def made(name, **options):
     """The transform of a case, and a size to call it with: none, or one that is not square."""
     own, sizes = EVERYTHING[name]
-    transform = train_transform(**{"image_size": SIDE, **ALL_ON, **own, **options})
+    transform = train_transform(DataConfig(**{"image_size": SIDE, **ALL_ON, **own, **options}))
     return transform, () if own["recipe"] == "detr" and not sizes else ((40, 56),)
 
 
@@ -134,7 +136,8 @@ def direct_transforms(flip, photometric):
 def test_a_recipe_gives_what_its_own_transform_gives(flip, photometric):
     image, target = sample([[5, 5, 30, 40], [20, 10, 60, 50], [0, 0, 9, 9]], (60, 80), [[0, 1, 4]], crowd=[2])
     for options, direct in direct_transforms(flip, photometric):
-        transform = train_transform(image_size=SIDE, max_size=90, flip=flip, photometric=photometric, **options)
+        settings = DataConfig(image_size=SIDE, max_size=90, flip=flip, photometric=photometric, **options)
+        transform = train_transform(settings)
         size = () if options["recipe"] == "detr" else ((SIDE, 32),)
         for seed in range(6):
             same(transform(image, target, generator(seed), *size), direct(image, target, generator(seed), *size))
@@ -142,7 +145,7 @@ def test_a_recipe_gives_what_its_own_transform_gives(flip, photometric):
 
 def test_one_side_among_the_batches_sizes_is_the_plain_square():
     image, target = sample([[5, 5, 30, 40]], (60, 80))
-    transform = train_transform(recipe="detr", image_size=SIDE, photometric=True)
+    transform = train_transform(DataConfig(recipe="detr", image_size=SIDE, photometric=True))
     for seed in range(6):
         alone = transform(image, target, generator(seed))
         same(alone, transform(image, target, generator(seed), (SIDE, SIDE)))
@@ -153,7 +156,7 @@ def test_one_side_among_the_batches_sizes_is_the_plain_square():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_with_everything_off_a_recipe_is_a_resize_and_equals_that_of_validation(recipe):
     image, target = sample([[5, 5, 30, 40]], (60, 80))
-    transform = train_transform(recipe=recipe, image_size=SIDE, flip=False)
+    transform = train_transform(DataConfig(recipe=recipe, image_size=SIDE, flip=False))
     out, found = transform(image, target, generator(), (SIDE, SIDE))
     expected, boxes = val_transform(SIDE, [], 0)(image, target, generator())
     assert out.equal(expected) and found["boxes"].equal(boxes["boxes"])
@@ -164,16 +167,16 @@ def test_sizes_of_the_recipes():
         return tuple((side, side) for side in sides)
 
     every = {"image_size": 64, "multi_scale_every": 10}
-    assert training_sizes(recipe="detr", image_size=64) is None
-    assert training_sizes(recipe="detr", image_size=64, scales=[80]) is None
-    assert training_sizes(recipe="detr", image_size=64, mosaic=0.5) == VariableSizes(squares(64))
-    assert training_sizes(recipe="ssd", image_size=64, multi_scale_pixels=True) == VariableSizes(squares(64))
-    assert training_sizes(recipe="ssd", image_size=64, multi_scale=[32, 96], multi_scale_pixels=True) == VariableSizes(
-        squares(32, 96), base_hw=(64, 64)
-    )
-    assert training_sizes(recipe="yolov3", **every) == VariableSizes(squares(64), 10)
+    assert training_sizes(DataConfig(recipe="detr", image_size=64)) is None
+    assert training_sizes(DataConfig(recipe="detr", image_size=64, scales=[80])) is None
+    assert training_sizes(DataConfig(recipe="detr", image_size=64, mosaic=0.5)) == VariableSizes(squares(64))
+    alone = DataConfig(recipe="ssd", image_size=64, multi_scale_pixels=True)
+    assert training_sizes(alone) == VariableSizes(squares(64))
+    varied = DataConfig(recipe="ssd", image_size=64, multi_scale=[32, 96], multi_scale_pixels=True)
+    assert training_sizes(varied) == VariableSizes(squares(32, 96), base_hw=(64, 64))
+    assert training_sizes(DataConfig(recipe="yolov3", **every)) == VariableSizes(squares(64), 10)
     for recipe in RECIPES:
-        sizes = training_sizes(recipe=recipe, multi_scale=[32, 96], **every)
+        sizes = training_sizes(DataConfig(recipe=recipe, multi_scale=[32, 96], **every))
         assert sizes == VariableSizes(squares(32, 96), 10)
 
 
@@ -182,7 +185,7 @@ def test_crops_are_detrs_only_where_asked_for():
     target |= {"size": torch.tensor((800, 1200)), "orig_size": torch.tensor((800, 1200))}
     image, kept = torch.zeros(3, 800, 1200, dtype=torch.uint8), {}
     for scales, crop in (([100], False), ([100, 120], False), ([100, 120], True), ([100], True)):
-        transform = train_transform(recipe="detr", image_size=128, scales=scales, max_size=400, random_crop=crop)
+        transform = train_transform(DataConfig(scales=scales, max_size=400, random_crop=crop))
         outs = [transform(image, target, generator(seed)) for seed in range(20)]
         kept[len(scales), crop] = {len(out["boxes"]) for _, out in outs}
         assert {min(out.shape[-2:]) for out, _ in outs} == set(scales)
@@ -294,15 +297,11 @@ def table(tmp_path_factory):
                       attributes=[str(i) for i in range(80)])  # fmt: skip
 
 
-def loader_of(table, name, mixup=True, mosaic=0.5, **options):
+def loader_of(table, name, mixup=True, mosaic=0.5):
     own, sizes = EVERYTHING[name]
-    mosaic = 0.0 if "scales" in own else mosaic
-    shared = {"recipe": own["recipe"], "image_size": SIDE, "scales": own.get("scales", ())}
-    return training_loader(
-        table, train_transform(**{"image_size": SIDE, **ALL_ON, **own}), batch_size_per_device=4, workers=0, seed=1,
-        stride=1, sizes=training_sizes(**shared, **sizes, mosaic=mosaic), recipe=own["recipe"], mixup=mixup,
-        mosaic=mosaic, **options,
-    )  # fmt: skip
+    settings = DataConfig(**{"image_size": SIDE, **ALL_ON, **own, **sizes}, batch_size_per_device=4, workers=0)
+    settings = replace(settings, mixup=mixup, mosaic=0.0 if "scales" in own else mosaic)
+    return loader_of_settings(table, settings, seed=1, stride=1)
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -329,14 +328,14 @@ def test_without_mixing_only_the_yolov3_recipe_draws_whether_there_is_a_mosaic(t
         dataset = loader_of(table, name, mixup=False, mosaic=0.0)[1].dataset.dataset
         assert type(dataset) is (MixedDataset if own["recipe"] == "yolov3" else DetectionDataset)
     key = SampleKey(0, 3, (SIDE, SIDE))
-    plain = train_transform(recipe="yolov3", image_size=SIDE, flip=False)
+    plain = train_transform(DataConfig(recipe="yolov3", image_size=SIDE, flip=False))
     same(MixedDataset(table, plain, 1)[key], DetectionDataset(table, plain, 1)[key])
 
     def one_draw_first(image, target, generator, size_hw):
         torch.rand((), generator=generator)
         return random(image, target, generator, size_hw)
 
-    random = train_transform(recipe="yolov3", image_size=SIDE, **ALL_ON)
+    random = train_transform(DataConfig(recipe="yolov3", image_size=SIDE, **ALL_ON))
     for index in range(len(table)):
         key = SampleKey(0, index, (SIDE, SIDE))
         same(MixedDataset(table, random, 1)[key], DetectionDataset(table, one_draw_first, 1)[key])
@@ -363,24 +362,22 @@ def test_without_mixing_only_the_yolov3_recipe_draws_whether_there_is_a_mosaic(t
 )
 def test_what_cannot_go_together_is_named(make, options, named):
     with pytest.raises(BadInput, match=named):
-        make(image_size=64, **options)
+        make(DataConfig(image_size=64, **options))
 
 
 def test_all_faults_are_named_at_once():
     with pytest.raises(BadInput) as caught:
-        train_transform(recipe="detr", image_size=64, random_crop=True, zoom_out=0.0)
+        train_transform(DataConfig(recipe="detr", image_size=64, random_crop=True, zoom_out=0.0))
     assert len(caught.value.problems) == 2
 
 
-def test_loaders_refuse_mosaics_without_a_size_and_groups_with_a_varying_number(table):
-    common = {"batch_size_per_device": 2, "workers": 0, "seed": 0, "stride": 32}
-    with pytest.raises(BadInput, match="data.mosaic needs"):
-        training_loader(table, val_transform(64, [], 0), mosaic=0.5, **common)
+def test_loaders_refuse_what_is_no_probability_and_groups_with_a_varying_number(table):
+    settings = DataConfig(image_size=64, batch_size_per_device=2, workers=0)
     with pytest.raises(BadInput, match="data.mosaic is 1.5"):
-        training_loader(table, val_transform(64, [], 0), mosaic=1.5, sizes=VariableSizes(((64, 64),)), **common)
-    sizes = training_sizes(recipe="ssd", image_size=64, multi_scale=[32], multi_scale_pixels=True)
+        loader_of_settings(table, replace(settings, mosaic=1.5), seed=0, stride=32)
+    varied = replace(settings, recipe="ssd", multi_scale=[32], multi_scale_pixels=True, group_by_aspect_ratio=True)
     with pytest.raises(BadInput, match="data.group_by_aspect_ratio or data.multi_scale_pixels"):
-        training_loader(table, val_transform(64, [], 0), by_aspect_ratio=True, sizes=sizes, **common)
+        loader_of_settings(table, varied, seed=0, stride=32)
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
@@ -405,8 +402,6 @@ def test_splits_are_told_of_and_what_was_wrong_is_listed(tmp_path):
 
 
 def test_splits_of_other_classes_are_bad_input(table):
-    class Other:
-        categories = table.categories[:3]
-
+    other = replace(table, categories=table.categories[:3])
     with pytest.raises(BadInput, match="80 classes .*same categories in the same order"):
-        splits.check_same_classes(table, Other())
+        splits.check_same_classes(table, other)

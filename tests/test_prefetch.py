@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.data.prefetch import Prefetcher
+from toolkit.data.batches import Prefetcher
 from toolkit.session import Session
 
 

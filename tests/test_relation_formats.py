@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from toolkit.data.formats import open_dataset
-from toolkit.data.pipeline import training_loader, val_transform
+from toolkit.data.pipeline import loader_of_settings
 from toolkit.errors import BadInput
+from toolkit.runs.settings import DataConfig
 
 
 def pictures(folder, names, size=(60, 40)):
@@ -58,12 +59,12 @@ def test_images_with_rare_predicates_come_more_often(tmp_path):
     (tmp_path / "objects.json").write_text('["table", "cup"]')
     (tmp_path / "predicates.json").write_text('["under", "on"]')
     found = opened(tmp_path, "vrd", "test")
-    options = {"batch_size_per_device": 3, "workers": 0, "seed": 0, "stride": 1}
-    sampler, _ = training_loader(found, val_transform(32, [], 0), **options, predicate_repeat_factor=1.0)
+    settings = DataConfig(image_size=32, batch_size_per_device=3, workers=0, predicate_repeat_factor=1.0)
+    sampler, _ = loader_of_settings(found, settings, seed=0, stride=1)
     np.testing.assert_allclose(sampler.repeats, [1] * 8 + [3])  # sqrt(1 / (1 / 9))
     found.predicates = ()
     with pytest.raises(BadInput, match="predicate_repeat_factor: .* has no relations"):
-        training_loader(found, val_transform(32, [], 0), **options, predicate_repeat_factor=1.0)
+        loader_of_settings(found, settings, seed=0, stride=1)
 
 
 def test_gqa_keeps_its_most_frequent_names(tmp_path, monkeypatch):

@@ -252,8 +252,7 @@ def test_grouped_batches_are_homogeneous(layout, data):
 def test_aspect_ratio_groups():
     sizes_hw = np.array([[100, 50], [100, 100], [100, 150], [100, 200], [100, 300]])
     assert aspect_ratio_groups(sizes_hw).tolist() == [0, 1, 1, 1, 1]
-    assert aspect_ratio_groups(sizes_hw, (2.0, 0.75)).tolist() == [0, 1, 1, 2, 2]
-    assert aspect_ratio_groups(np.zeros((0, 2))).shape == (0,)
+    assert aspect_ratio_groups(np.zeros((0, 2), np.int64)).shape == (0,)
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4))

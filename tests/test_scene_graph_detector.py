@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.formats import open_dataset
-from toolkit.data.pipeline import training_loader, val_transform
+from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.sampling import SampleKey
 from toolkit.data.shapes import ATTRIBUTES, PREDICATES, make_shapes
 from toolkit.data.transforms.geometry import RandomFlip
@@ -50,9 +50,7 @@ def table(tmp_path_factory):
 @pytest.fixture(scope="module")
 def batch(table):
     """Six images as they are; then the first without objects, the second with one, the third with a crowd only."""
-    loader = training_loader(
-        table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32, shuffle=False
-    )[1]
+    loader = validation_loader(table, val_transform(64, [], 0), batch_size=6, workers=0, stride=32)
     batch = next(iter(loader))
     for count, target in zip((0, 1, 1), batch.targets, strict=False):
         target.update({key: target[key][:count] for key in ("boxes", "labels", "area", "iscrowd", "attributes")})
@@ -353,7 +351,7 @@ def test_counts_start_the_bias_and_travel_with_the_weights(table, tmp_path, batc
 
 def test_the_best_pairs_and_the_annotated_ones_are_all_that_metrics_need(table):
     """`top_k` pairs of each image give the numbers that all pairs give."""
-    loader = training_loader(table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32)[1]
+    loader = validation_loader(table, val_transform(64, [], 0), batch_size=6, workers=0, stride=32)
     model = model_of(table, "sgcls", "imp").eval()
     evaluator = make_evaluator(model, table, "toolkit")
     weights = LossWeights(model.loss_names, {}, model.default_weights)
@@ -404,7 +402,7 @@ def test_relations_are_true_of_mirrored_images_too(table):
 
 def test_pictures_and_json(table, tmp_path):
     model = model_of(table, "sgdet").eval()
-    loader = training_loader(table, val_transform(64, [], 0), batch_size_per_device=6, workers=0, seed=0, stride=32)[1]
+    loader = validation_loader(table, val_transform(64, [], 0), batch_size=6, workers=0, stride=32)
     found = predict_dataset(model, loader, "cpu").by_image
     path = make_evaluator(model, table, "toolkit").draw(found, 2, tmp_path / "graphs.png")
     assert path.stat().st_size > 1000

@@ -3,6 +3,8 @@
 Run with `pytest tests/test_streaming.py`.
 """
 
+from dataclasses import replace
+
 import datasets
 import numpy as np
 import pytest
@@ -13,10 +15,11 @@ from toolkit.data import image_sources
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import write_folder
 from toolkit.data.image_sources import open_sources
-from toolkit.data.pipeline import blocks_of, train_transform, training_loader, training_sizes
+from toolkit.data.pipeline import blocks_of, loader_of_settings
 from toolkit.data.sampling import MIXED_BLOCKS, EpochSampler, block_order, rank_runs
 from toolkit.data.splits import hold_out
 from toolkit.errors import BadInput
+from toolkit.runs.settings import DataConfig
 
 GROUP = 4  # images of a row group
 
@@ -134,15 +137,14 @@ def test_ranks_walk_through_parts_of_their_own():
 
 
 def test_rare_classes_come_more_often_and_a_loader_gives_the_images(table):
-    transform = train_transform(recipe="detr", image_size=32)
-    options = {"batch_size_per_device": 4, "workers": 2, "seed": 0, "stride": 1}
-    sampler, loader = training_loader(table, transform, **options, repeat_factor=1.0)
+    settings = DataConfig(image_size=32, batch_size_per_device=4)
+    sampler, loader = loader_of_settings(table, replace(settings, repeat_factor=1.0), seed=0, stride=1)
     assert sampler.num_samples > 22 and sampler.blocks is not None
     assert sum(len(batch.targets) for batch in loader) == sampler.num_samples
-    varied = training_sizes(recipe="detr", image_size=32, mosaic=0.5)
-    for given_key in ({"by_aspect_ratio": True}, {"mosaic": 0.5, "sizes": varied}, {"mixup": True}):
-        with pytest.raises(BadInput, match="streaming"):
-            training_loader(table, transform, **options, **given_key)
+    varied = {"multi_scale": [32, 64], "multi_scale_pixels": True}
+    for given_key in ({"group_by_aspect_ratio": True}, {"mosaic": 0.5}, {"mixup": True}, varied):
+        with pytest.raises(BadInput, match=f"data.{[*given_key][-1]} takes images .*streaming"):
+            loader_of_settings(table, replace(settings, **given_key), seed=0, stride=1)
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -172,8 +174,8 @@ def test_a_broken_image_is_named_when_it_is_read(table, folder, tmp_path):
     hidden = gone.rename(tmp_path / "gone")
     try:
         image_sources._row_group.cache_clear()
-        _, loader = training_loader(table, train_transform(recipe="detr", image_size=32), batch_size_per_device=4,
-                                    workers=0, seed=0, stride=1)  # fmt: skip
+        settings = DataConfig(image_size=32, batch_size_per_device=4, workers=0)
+        _, loader = loader_of_settings(table, settings, seed=0, stride=1)
         with pytest.raises(BadInput, match="cannot be read"):
             list(loader)
     finally:

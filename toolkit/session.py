@@ -280,23 +280,19 @@ def _write_final(s: Session, t: Training) -> None:
 
 
 def _evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> DataLoader:
-    images = s.config.eval.batch_size_per_device
-    return pipeline.evaluation_loader_of_settings(table, s.config.data, images, detector.stride, s.pins)
+    c, images = s.config.data, s.config.eval.batch_size_per_device
+    transform = pipeline.val_transform(c.image_size, c.scales, c.max_size)
+    return pipeline.validation_loader(
+        table, transform, batch_size=images, workers=c.workers, stride=detector.stride, pin=s.pins
+    )
 
 
 def _loaders(
     s: Session, detector: Detector, table: DetectionTable, val_table: DetectionTable
 ) -> tuple[EpochSampler, DataLoader, DataLoader]:
-    c = s.config.data
-    if c.overfit_batches is None:
-        seed, stride = s.config.run.seed, detector.stride
-        sampler, loader = pipeline.loader_of_settings(table, c, seed=seed, stride=stride, pin=s.pins)
-    else:  # nothing is augmented
-        sampler, loader = pipeline.training_loader(
-            table, pipeline.val_transform(c.image_size, c.scales, c.max_size), workers=c.workers,
-            batch_size_per_device=c.batch_size_per_device, seed=s.config.run.seed, stride=detector.stride,
-            by_aspect_ratio=c.group_by_aspect_ratio, cache_images=c.cache_images, pin=s.pins,
-        )  # fmt: skip
+    c, seed, stride = s.config.data, s.config.run.seed, detector.stride
+    augmented = c.overfit_batches is None
+    sampler, loader = pipeline.loader_of_settings(table, c, seed=seed, stride=stride, augmented=augmented, pin=s.pins)
     return sampler, loader, _evaluation_loader(s, detector, val_table)
 
 

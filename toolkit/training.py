@@ -14,9 +14,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from toolkit.batch import Batch
-from toolkit.data.batches import windows
-from toolkit.data.mixed_dataset import MixedDataset
-from toolkit.data.prefetch import Prefetcher
+from toolkit.data.batches import Prefetcher, windows
+from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, accumulation_at
 from toolkit.distributed import OUTSIDE_MICRO_BATCHES, agree_max, broadcast_object, seed_step
 from toolkit.draws import seed_micro_batch

@@ -15,6 +15,7 @@ import numpy as np
 FLOATS, NUMBERS = {float}, {int, float}
 MOST = 2**53  # whole numbers below it have a float64
 NO_ID, LARGEST_ID = -(2**63), 2**63 - 1
+NAMED, TRIPLET = ("id", "image_id", "category_id"), ("subject_id", "object_id", "predicate_id")
 LARGEST_AREA = 3e38  # the table's are float32
 
 
@@ -61,8 +62,8 @@ class Annotations:
         self.images: list[ImageRow] = []
         self.odd_images: dict[int, object] = {}
         self.image_ids, self.category_ids = Codes(), Codes()
-        self.id, self.image, self.category = array("q"), array("i"), array("i")
-        self.xywh, self.whole, self.area, self.crowd = array("d"), array("B"), array("d"), array("b")
+        self.id, self.image, self.category, self.xywh = map(array, "qiid")
+        self.whole, self.area, self.crowd = map(array, "Bdb")
         self.attribute_ids: dict[int, list] = {}
         self.odd: dict[int, object] = {}
         self.relations = RelationColumns()
@@ -80,8 +81,7 @@ class Annotations:
         self.images.append(row)
 
     def add_box(
-        self, id_: int, image_id: int | str, category_id: int | str, xywh: Sequence[float], crowd: bool = False,
-        area: float = np.nan,
+        self, id_: int, image_id: int | str, category_id: int | str, xywh: Sequence[float], crowd=False, area=np.nan
     ) -> None:
         """A box of four numbers, of an image and a category with usable ids."""
         self.id.append(id_)
@@ -103,8 +103,7 @@ class Annotations:
             for entry in entries:
                 self.add(entry)
             return
-        ids, image_ids, category_ids, boxes, areas, crowds = columns
-        flat = list(chain.from_iterable(boxes))
+        ids, image_ids, category_ids, flat, areas, crowds = columns
         self.id.extend(ids)
         self.image.extend(map(self.image_ids, image_ids))
         self.category.extend(map(self.category_ids, category_ids))
@@ -123,23 +122,22 @@ class Annotations:
         if "attribute_ids" in entry:
             self.attribute_ids[len(self)] = entry["attribute_ids"]
         area = entry.get("area")
-        known = type(area) in NUMBERS and 0 < area < LARGEST_AREA
-        self.add_box(entry["id"], entry["image_id"], entry["category_id"], entry["bbox"], entry.get("iscrowd", 0),
-                     area if known else np.nan)  # fmt: skip
+        area = area if type(area) in NUMBERS and 0 < area < LARGEST_AREA else np.nan
+        self.add_box(*(entry[key] for key in NAMED), entry["bbox"], entry.get("iscrowd", 0), area)
 
     def entry(self, number: int) -> object:
         """The entry of a row as the file has it; without keys that nobody looks at."""
         if number in self.odd:
             return self.odd[number]
-        bits = self.whole[number]
-        numbers = self.xywh[4 * number : 4 * number + 4]
-        entry = {
-            "id": self.id[number], "image_id": self.image_ids.values[self.image[number]],
-            "category_id": self.category_ids.values[self.category[number]],
-            "bbox": [int(value) if bits >> place & 1 else value for place, value in enumerate(numbers)],
-            "iscrowd": self.crowd[number], "area": self.area[number],
-        }  # fmt: skip
-        return entry | ({"attribute_ids": self.attribute_ids[number]} if number in self.attribute_ids else {})
+        image_id = self.image_ids.values[self.image[number]]
+        category_id = self.category_ids.values[self.category[number]]
+        bits, numbers = self.whole[number], self.xywh[4 * number : 4 * number + 4]
+        bbox = [int(value) if bits >> place & 1 else value for place, value in enumerate(numbers)]
+        entry = {"id": self.id[number], "image_id": image_id, "category_id": category_id, "bbox": bbox}
+        entry |= {"iscrowd": self.crowd[number], "area": self.area[number]}
+        if number in self.attribute_ids:
+            entry["attribute_ids"] = self.attribute_ids[number]
+        return entry
 
 
 class RelationColumns:
@@ -148,8 +146,7 @@ class RelationColumns:
 
     def __init__(self):
         self.predicate_ids, self.image_ids = Codes(), Codes()
-        self.id, self.subject, self.object = array("q"), array("q"), array("q")
-        self.predicate, self.image = array("i"), array("i")
+        self.id, self.subject, self.object, self.predicate, self.image = map(array, "qqqii")
         self.odd: dict[int, object] = {}
 
     def __len__(self) -> int:
@@ -157,15 +154,13 @@ class RelationColumns:
 
     def add(self, entry: object) -> None:
         """An entry of `rel_annotations`."""
-        plain = isinstance(entry, dict)
-        fits = plain and ("id" not in entry or _is_number(entry["id"]))
-        fits = fits and ("image_id" not in entry or is_id(entry["image_id"]))
-        ends = plain and all(_is_number(entry.get(key)) for key in ("subject_id", "object_id"))
+        ends = isinstance(entry, dict) and all(_is_number(entry.get(key)) for key in TRIPLET[:2])
         ends = ends and is_id(entry.get("predicate_id"))
-        if not (fits and ends):
+        fits = ends and ("id" not in entry or _is_number(entry["id"]))
+        if not fits or "image_id" in entry and not is_id(entry["image_id"]):
             self.odd[len(self)] = entry
-            kept = ("subject_id", "object_id", "predicate_id") if ends else ()
-            entry = {"subject_id": NO_ID, "object_id": NO_ID, "predicate_id": None} | {key: entry[key] for key in kept}
+            triplet = [entry[key] for key in TRIPLET] if ends else (NO_ID, NO_ID, None)
+            entry = dict(zip(TRIPLET, triplet, strict=True))
         self.id.append(entry.get("id", NO_ID))
         self.subject.append(entry["subject_id"])
         self.object.append(entry["object_id"])
@@ -175,26 +170,19 @@ class RelationColumns:
     def add_triplet(self, entry: object) -> None:
         """An entry of `relations`: a row [subject id, object id, predicate id]."""
         named = isinstance(entry, list) and len(entry) == 3
-        self.add(dict(zip(("subject_id", "object_id", "predicate_id"), entry, strict=True)) if named else entry)
+        self.add(dict(zip(TRIPLET, entry, strict=True)) if named else entry)
 
     def extend(self, other: "RelationColumns") -> None:
         """Adds those of another list behind these."""
-        self.odd |= {number + len(self): entry for number, entry in other.odd.items()}
-        for codes, theirs, column, rows in (
-            (self.predicate_ids, other.predicate_ids, self.predicate, other.predicate),
-            (self.image_ids, other.image_ids, self.image, other.image),
-        ):
-            new = [codes(value) for value in theirs.values]
-            column.extend(new[code] if code >= 0 else -1 for code in rows)
-        for name in ("id", "subject", "object"):
-            getattr(self, name).extend(getattr(other, name))
+        for number in range(len(other)):
+            self.add(other.entry(number))
 
     def entry(self, number: int) -> object:
         """The entry of a row as the file has it."""
         if number in self.odd:
             return self.odd[number]
-        entry = {"subject_id": self.subject[number], "object_id": self.object[number],
-                 "predicate_id": self.predicate_ids.values[self.predicate[number]]}  # fmt: skip
+        predicate_id = self.predicate_ids.values[self.predicate[number]]
+        entry = dict(zip(TRIPLET, (self.subject[number], self.object[number], predicate_id), strict=True))
         if self.id[number] != NO_ID:
             entry["id"] = self.id[number]
         return entry if self.image[number] < 0 else entry | {"image_id": self.image_ids.values[self.image[number]]}
@@ -209,11 +197,7 @@ def is_id(value: object) -> bool:
 
 def is_unicode(text: str) -> bool:
     """False for text with halves of surrogate pairs, which no file and no table can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.encode(errors="ignore").decode() == text
 
 
 def _is_number(value: object) -> bool:
@@ -222,22 +206,24 @@ def _is_number(value: object) -> bool:
 
 
 def _columns(entries: list[dict]) -> tuple | None:
-    """(ids, image ids, category ids, boxes, areas, crowds) of entries that all fit; None: some may not.
+    """(ids, image ids, category ids, numbers of the boxes, areas, crowds) of entries that all fit; None: some may not.
 
     Raises KeyError, TypeError, AttributeError or OverflowError for some that do not.
     """
-    ids, image_ids, category_ids, boxes = ([entry[key] for entry in entries]
-                                           for key in ("id", "image_id", "category_id", "bbox"))  # fmt: skip
+    ids, image_ids, category_ids, boxes = ([entry[key] for entry in entries] for key in (*NAMED, "bbox"))
     crowds, areas = [entry.get("iscrowd", 0) for entry in entries], [entry.get("area", math.nan) for entry in entries]
+    if any(set(map(type, column)) != {int} for column in (ids, image_ids, category_ids, crowds)):
+        return None
+    if min(ids) <= NO_ID or max(ids) > LARGEST_ID or min(crowds) < 0 or max(crowds) > 1:
+        return None
+    if set(map(type, boxes)) != {list} or set(map(len, boxes)) != {4}:
+        return None
     numbers = list(chain.from_iterable(boxes))
-    fits = (
-        all(set(map(type, column)) == {int} for column in (ids, image_ids, category_ids, crowds))
-        and NO_ID < min(ids) and max(ids) <= LARGEST_ID and 0 <= min(crowds) and max(crowds) <= 1
-        and set(map(type, boxes)) == {list} and set(map(len, boxes)) == {4} and NUMBERS.issuperset(map(type, numbers))
-        and all(-MOST < value < MOST for value in numbers if type(value) is int)
-        and NUMBERS.issuperset(map(type, areas)) and not any("attribute_ids" in entry for entry in entries)
-    )  # fmt: skip
-    return (ids, image_ids, category_ids, boxes, np.array(areas, np.float64), crowds) if fits else None
+    if not NUMBERS.issuperset(map(type, chain(numbers, areas))) or any("attribute_ids" in entry for entry in entries):
+        return None
+    if not all(-MOST < value < MOST for value in numbers if type(value) is int):
+        return None
+    return ids, image_ids, category_ids, numbers, np.array(areas, np.float64), crowds
 
 
 def _fits(entry: object) -> bool:

@@ -1,4 +1,6 @@
-"""Collates samples into padded uint8 batches in worker processes; normalisation happens on the device.
+"""Collates samples into padded uint8 batches in worker processes, and copies them to a GPU ahead of their step.
+
+Normalisation happens on the device.
 
 Workers run ahead of training (prefetching), so `iter(loader)` asks the sampler for keys that training has not seen yet.
 The sampler's `offset`, which a checkpoint stores, therefore moves only when the training loop calls
@@ -6,7 +8,6 @@ The sampler's `offset`, which a checkpoint stores, therefore moves only when the
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -14,31 +15,22 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from toolkit.batch import Batch, Target
-from toolkit.data.mixed_dataset import MixedDataset
+from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.errors import BadInput
 from toolkit.signals import ignore_in_worker
 
 
-def collate(
-    samples: Sequence[tuple[Tensor, Target]], stride: int = 1, fixed_hw: tuple[int, int] | None = None
-) -> Batch:
+def collate(samples: Sequence[tuple[Tensor, Target]], stride: int = 1) -> Batch:
     """Pads images (uint8 (3, h, w)) on the right and below with zeros to the largest height and width among them.
 
-    stride: height and width of the batch are rounded up to a multiple of it.
-    fixed_hw: every image must have this size already; ValueError naming those that have not. For models that ignore a
-        pixel mask.
-
-    No samples make a batch of B = 0, one stride (or `fixed_hw`) high and wide.
+    stride: height and width of the batch are rounded up to a multiple of it. No samples make a batch of B = 0, one
+    stride high and wide.
     """
     images, targets = [image for image, _ in samples], [target for _, target in samples]
     sizes = torch.tensor([image.shape[-2:] for image in images], dtype=torch.int64).reshape(-1, 2)
-    if fixed_hw is not None:
-        _check_fixed(images, targets, tuple(fixed_hw))
-        height, width = fixed_hw
-    else:
-        largest = sizes.amax(0).tolist() if images else (1, 1)
-        height, width = (-(-side // stride) * stride for side in largest)
+    largest = sizes.amax(0).tolist() if images else (1, 1)
+    height, width = (-(-side // stride) * stride for side in largest)
     # (B, H, W, 3) in memory, like the images: each row is then copied in one piece
     padded = torch.zeros((len(images), height, width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
     for into, image in zip(padded, images, strict=True):
@@ -47,12 +39,7 @@ def collate(
 
 
 def make_loader(
-    dataset: Dataset,
-    sampler: EpochSampler | EvalSampler,
-    workers: int = 0,
-    stride: int = 1,
-    fixed_hw: tuple[int, int] | None = None,
-    pin: bool = False,
+    dataset: Dataset, sampler: EpochSampler | EvalSampler, workers: int = 0, stride: int = 1, pin: bool = False
 ) -> DataLoader:
     """Loader over the sampler's batches, in the sampler's order.
 
@@ -62,7 +49,7 @@ def make_loader(
     A sample that raises BadInput in a worker raises the same BadInput here, naming file and image id.
     """
     return _Loader(
-        _Batches(dataset, stride, fixed_hw),
+        _Batches(dataset, stride),
         sampler=sampler,  # yields the keys of a whole batch
         batch_size=None,
         num_workers=workers,
@@ -84,45 +71,64 @@ def windows(loader: Iterable[Batch], accumulation_steps: int) -> Iterator[list[B
 class _Batches(Dataset):
     """Whole batches by their keys. BadInput becomes the item: raised in a worker it would arrive as a traceback."""
 
-    def __init__(self, dataset: Dataset, stride: int, fixed_hw: tuple[int, int] | None):
-        self.dataset, self.stride, self.fixed_hw = dataset, stride, fixed_hw
+    def __init__(self, dataset: Dataset, stride: int):
+        self.dataset, self.stride = dataset, stride
 
-    def __getitem__(self, keys: list[SampleKey]) -> "Batch | _Failure":
+    def __getitem__(self, keys: list[SampleKey]) -> Batch | BadInput:
         try:
             samples = [self.dataset[key] for key in keys]
         except BadInput as error:
-            return _Failure(error.problems)
+            return error
         if isinstance(self.dataset, MixedDataset):
             samples = self.dataset.finish(samples, keys)
-        return collate(samples, self.stride, self.fixed_hw)
-
-
-@dataclass(frozen=True)
-class _Failure:
-    problems: list[str]
-
-    def raised(self) -> None:
-        raise BadInput(self.problems)
+        return collate(samples, self.stride)
 
 
 class _Loader(DataLoader):
     """DataLoader that raises the failures its workers report."""
 
     def __iter__(self) -> Iterator[Batch]:
-        items = super().__iter__()  # now, so that the sampler is asked where it stands when iter() is called
-        return (item.raised() if isinstance(item, _Failure) else item for item in items)
+        return map(_raised, super().__iter__())  # the sampler is asked where it stands when iter() is called
 
 
-def _check_fixed(images: list[Tensor], targets: list[Target], fixed_hw: tuple[int, int]) -> None:
-    others = [
-        f"{target['image_id']} is {tuple(image.shape[-2:])}"
-        for image, target in zip(images, targets, strict=True)
-        if tuple(image.shape[-2:]) != fixed_hw
-    ]
-    if others:
-        raise ValueError(
-            f"this model needs unpadded images of (h, w) = {fixed_hw}, but image id {', image id '.join(others)}: "
-            "use a transform that gives every image this size, such as square_transform"
-        )
+def _raised(item: Batch | BadInput) -> Batch:
+    if isinstance(item, BadInput):
+        raise item
+    return item
 
 
+class Prefetcher:
+    """Copies the next window on a stream of its own; on other devices than CUDA it leaves everything where it is."""
+
+    def __init__(self, device: torch.device | str):
+        self.device = torch.device(device)
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._sent: dict[int, tuple[Batch, Batch, torch.cuda.Event]] = {}
+
+    def through(self, windows: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
+        """The same windows, each after the next one is on its way."""
+        if self.stream is None:
+            yield from windows
+            return
+        waiting, self._sent = None, {}
+        for window in windows:
+            with torch.cuda.stream(self.stream):
+                moved = [batch.to(self.device, non_blocking=True) for batch in window]
+                copied = self.stream.record_event()  # of this window: waiting for the stream is waiting for the next
+            self._sent |= {id(b): (b, on_device, copied) for b, on_device in zip(window, moved, strict=True)}
+            if waiting is not None:
+                yield waiting
+            waiting = window
+        if waiting is not None:
+            yield waiting
+
+    def arrived(self, batch: Batch) -> Batch:
+        """The batch on the device, ready for the stream that computes."""
+        if id(batch) not in self._sent:
+            return batch.to(self.device, non_blocking=True)
+        _, moved, copied = self._sent.pop(id(batch))
+        computing = torch.cuda.current_stream(self.device)
+        computing.wait_event(copied)
+        for tensor in (moved.images, moved.sizes):  # the targets lie in the memory of the sizes
+            tensor.record_stream(computing)
+        return moved

@@ -54,19 +54,18 @@ class Places:
 
 
 def check_boxes(
-    annotations: Annotations, file: str, rows: Mapping[int | str, ImageRow], labels: Mapping, attributes: Mapping,
-    problems: list[Problem],
+    annotations: Annotations, file: str, rows: Mapping, labels: Mapping, attributes: Mapping, problems: list[Problem]
 ) -> tuple[Boxes, Places]:
-    """Boxes of all `rows`, in their order, and where each annotation went.
+    """Boxes of all `rows`, the images by id, in their order, and where each annotation went.
 
     labels, attributes: label of each category id, row of each attribute id; no attributes: `attribute_ids` is an
     unknown key.
     """
     a, images = annotations, list(rows)
     position = {image_id: at for at, image_id in enumerate(images)}
-    image, label = a.image_ids.find(position)[_of(a.image, np.int32)], a.category_ids.find(labels)[
-        _of(a.category, np.int32)]  # fmt: skip
-    xywh, ids = _of(a.xywh, np.float64).reshape(-1, 4), _of(a.id, np.int64)
+    image = a.image_ids.find(position)[np.array(a.image, np.int32)]
+    label = a.category_ids.find(labels)[np.array(a.category, np.int32)]
+    xywh, ids = np.array(a.xywh, np.float64).reshape(-1, 4), np.array(a.id, np.int64)
     xyxy, suspicious = _inside(xywh, image, list(rows.values()))
     odd = np.zeros(len(a), bool)
     odd[list(a.odd)] = True
@@ -74,26 +73,32 @@ def check_boxes(
     repeated = np.array([id_ for id_ in times if fits_int64(id_)], np.int64)
     suspicious |= odd | (image < 0) | (label < 0) | np.isin(ids, repeated)
     suspicious[[n for n, of in a.attribute_ids.items() if _attribute_faults({"attribute_ids": of}, attributes)]] = True
-    area = _of(a.area, np.float64)
+    area = np.array(a.area, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):  # of suspicious ones
         area = np.where(np.isnan(area), (xyxy[:, 2] - xyxy[:, 0]) * (xyxy[:, 3] - xyxy[:, 1]), area)
-    crowd = _of(a.crowd, np.int8) > 0
+    crowd = np.array(a.crowd, np.int8) > 0
     kept, dropped, bereft = np.ones(len(a), bool), {}, Counter()
     for number in np.flatnonzero(suspicious).tolist():
         entry = a.entry(number)
-        found = _judge(entry, number, rows, times, labels, attributes, file, problems)
-        if isinstance(found, Problem):
+        if not isinstance(entry, dict):
             kept[number] = False
-        elif found is None:
+            problems.append(Problem("error", file, None, None, f"annotation entry {number}: {entry!r} is no object"))
+            continue
+        id_, image_id = entry.get("id"), entry.get("image_id")
+        row = rows.get(image_id) if is_id(image_id) else None
+        found, faults, repairs = _judge(entry, number, row, times, labels, attributes)
+        name = row.file_name if row and isinstance(row.file_name, str) else file
+        problems.extend(Problem("error", name, image_id, id_, fault) for fault in faults)
+        problems.extend(Problem("warning", name, image_id, id_, repair) for repair in repairs)
+        if faults:
             kept[number] = False
-            if isinstance(entry.get("id"), int):
-                dropped[entry["id"]] = entry.get("image_id")
-            if is_id(entry.get("image_id")) and entry["image_id"] in rows:
-                bereft[entry["image_id"]] += 1
+            if isinstance(id_, int):
+                dropped[id_] = image_id
+            if row is not None:
+                bereft[image_id] += 1
         else:
             (xyxy[number], area[number]), label[number] = found, labels[entry["category_id"]]
-            ids[number], image[number] = entry["id"], position[entry["image_id"]]
-            crowd[number] = entry.get("iscrowd", 0)
+            ids[number], image[number], crowd[number] = id_, position[image_id], entry.get("iscrowd", 0)
     filled = np.bincount(image[kept], minlength=len(images))
     for image_id, count in bereft.items():
         if not filled[position[image_id]]:
@@ -106,10 +111,6 @@ def check_boxes(
     by_id = np.argsort(boxes.ids, kind="stable")
     row = (np.arange(len(order)) - np.repeat(offsets[:-1], filled))[by_id]
     return boxes, Places(images, boxes.ids[by_id], boxes.image_index[by_id], row, dropped)
-
-
-def _of(column, dtype: type) -> np.ndarray:
-    return np.array(column, dtype)
 
 
 def _inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[np.ndarray, np.ndarray]:
@@ -128,29 +129,19 @@ def _times(ids: np.ndarray, odd: Mapping[int, object]) -> dict[int, int]:
     """How often the ids are used that are used more than once, or by an odd entry."""
     given = (entry.get("id") for entry in odd.values() if isinstance(entry, dict))
     of_odd = Counter(id_ for id_ in given if isinstance(id_, int))
-    ordered = np.sort(ids)
-    repeated = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist()) | {id_ for id_ in of_odd if fits_int64(id_)}
-    left, right = (np.searchsorted(ordered, np.array(list(repeated), np.int64), side) for side in ("left", "right"))
-    return of_odd + Counter(dict(zip(repeated, (right - left).tolist(), strict=True)))
+    unique, times = np.unique(ids, return_counts=True)
+    several = (times > 1) | np.isin(unique, np.array([id_ for id_ in of_odd if fits_int64(id_)], np.int64))
+    return of_odd + Counter(dict(zip(unique[several].tolist(), times[several].tolist(), strict=True)))
 
 
 def _judge(
-    entry: object, number: int, rows: Mapping, times: Mapping, labels: Mapping, attributes: Mapping, file: str,
-    problems: list[Problem],
-) -> tuple[tuple, float] | Problem | None:
-    """(box xyxy, area) of a suspicious entry that can be used; None, or the problem of what is no object: it cannot."""
-    if not isinstance(entry, dict):
-        problems.append(Problem("error", file, None, None, f"annotation entry {number}: {entry!r} is no object"))
-        return problems[-1]
-    id_, image_id = entry.get("id"), entry.get("image_id")
-    row = rows.get(image_id) if is_id(image_id) else None
+    entry: Mapping, number: int, row: ImageRow | None, times: Mapping, labels: Mapping, attributes: Mapping
+) -> tuple[tuple | None, list[str], list[str]]:
+    """(box xyxy and its area, faults, repairs) of a suspicious entry, which can be used if it has no faults."""
     box, faults, repairs = _box(entry.get("bbox"), row) if "bbox" in entry else (None, ["`bbox` missing"], [])
     faults += _annotation_faults(entry, number, times, labels, row is not None)
     faults += _attribute_faults(entry, attributes)
-    shown = row.file_name if row and isinstance(row.file_name, str) else file
-    for severity, messages in (("error", faults), ("warning", repairs)):
-        problems.extend(Problem(severity, shown, image_id, id_, message) for message in messages)
-    return None if faults else (box, _area(entry, box, bool(repairs)))
+    return None if faults else (box, _area(entry, box, bool(repairs))), faults, repairs
 
 
 def _annotation_faults(entry: Mapping, number: int, times: Mapping, labels: Mapping, has_image: bool) -> list[str]:
@@ -187,8 +178,8 @@ def _attribute_faults(entry: Mapping, attributes: Mapping) -> list[str]:
 
 def _attributes(annotations: Annotations, order: np.ndarray, attributes: Mapping) -> np.ndarray:
     """(N, A) int64 ids from 1 of the boxes in this order, filled up with 0 to one length of at least 1."""
-    given = annotations.attribute_ids | {n: e.get("attribute_ids", ()) for n, e in annotations.odd.items()
-                                         if isinstance(e, dict)}  # fmt: skip
+    odd = {number: entry for number, entry in annotations.odd.items() if isinstance(entry, dict)}
+    given = annotations.attribute_ids | {number: entry.get("attribute_ids", ()) for number, entry in odd.items()}
     lists = [list(dict.fromkeys(given.get(number, ()))) for number in order.tolist()]
     filled = np.zeros((len(lists), max(map(len, lists), default=0) or 1), np.int64)
     for row, ids in zip(filled, lists, strict=True):
@@ -202,12 +193,11 @@ def _box(bbox: object, row: ImageRow | None) -> tuple[tuple[float, ...] | None, 
         return None, [f"bbox is {bbox!r}; expected 4 numbers"], []
     if len(bbox) != 4:
         return None, [f"bbox needs 4 numbers, it has {len(bbox)}"], []
-    for value in bbox:
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return None, [f"bbox {bbox!r} holds something that is no number"], []
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in bbox):
+        return None, [f"bbox {bbox!r} holds something that is no number"], []
     x, y, w, h = bbox
-    largest = LARGEST_COORDINATE  # compared, not converted: a number of 400 digits has no float
-    if not (-largest < x < largest and -largest < y < largest and -largest < w < largest and -largest < h < largest):
+    # compared, not converted: a number of 400 digits has no float
+    if not all(-LARGEST_COORDINATE < value < LARGEST_COORDINATE for value in bbox):
         return None, [f"non-finite coordinate in bbox {list(bbox)}"], []
     if w < 0 or h < 0:
         return None, [f"negative {'width' if w < 0 else 'height'} in bbox {list(bbox)}"], []
@@ -283,13 +273,13 @@ def check_relations(
     kept, seen = ~suspicious, set()
     for number in np.flatnonzero(suspicious).tolist():
         entry = r.entry(number)
-        ends_of = _relation_faults(entry, number, file, places, predicates, problems)
-        if ends_of is None:
+        image_id = _relation_faults(entry, number, file, places, predicates, problems)
+        if image_id is None:
             continue
         triplet = (entry["subject_id"], entry["object_id"], entry["predicate_id"])
         if triplet in seen or 0 <= first_of[number] < number and kept[first_of[number]]:
             message = f"relation {list(triplet)} (subject, object, predicate) is listed again; kept"
-            problems.append(Problem("warning", file, ends_of, None, message))
+            problems.append(Problem("warning", file, image_id, None, message))
         kept[number] = True
         (image[:, number], row[:, number]), label[number] = places.at(triplet[:2]), predicates[triplet[2]]
         seen.add(triplet)
@@ -306,19 +296,14 @@ def _relation_faults(
         fault = f"{entry!r} is neither an object nor [subject id, object id, predicate id]"
         problems.append(Problem("error", file, None, None, f"relation entry {number}: {fault}"))
         return None
-    faults = []
-    ends = {}
-    for key in ("subject_id", "object_id"):
-        id_ = entry.get(key)
-        ends[key] = places.of(id_)
-        if ends[key] is None:
-            faults.append(f"annotation {id_!r} does not exist" if key in entry else f"`{key}` missing")
     predicate = entry.get("predicate_id")
+    ends = {key: places.of(entry.get(key)) for key in ("subject_id", "object_id")}
+    unknown = {key: f"annotation {entry.get(key)!r} does not exist" for key, place in ends.items() if place is None}
     if not is_id(predicate) or predicate not in predicates:
-        faults.append(f"predicate {predicate!r} is not defined" if "predicate_id" in entry
-                      else "`predicate_id` missing")  # fmt: skip
+        unknown["predicate_id"] = f"predicate {predicate!r} is not defined"
+    faults = [fault if key in entry else f"`{key}` missing" for key, fault in unknown.items()]
     if not faults:
-        (subject_image, subject), (object_image, object_) = ends["subject_id"], ends["object_id"]
+        (subject_image, subject), (object_image, object_) = ends.values()
         if subject_image != object_image:
             faults.append(f"subject is in image {subject_image}, object in image {object_image}")
         elif entry.get("image_id", subject_image) != subject_image:

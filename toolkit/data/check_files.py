@@ -13,16 +13,7 @@ from tqdm import tqdm
 from toolkit.data.annotations import ImageRow
 from toolkit.data.checks import Checked, unsafe_file_name
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_file
-from toolkit.data.image_sources import (
-    ImageSources,
-    Stored,
-    digest_of,
-    is_there,
-    names_in,
-    parts_of,
-    size_of,
-    watched_of,
-)
+from toolkit.data.image_sources import ImageSources, Stored, digest_of, is_there, parts_of, size_of, watched_of
 from toolkit.data.table import Problem
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS, usable_cores
@@ -52,8 +43,10 @@ def check_image_files(
     """
     if not any(is_there(image_root / row.file_name) for row in rows):
         named = f"; the first is {shown(rows[0].file_name)!r}" if rows else ""
-        raise BadInput(f"{image_root}: none of the {len(rows)} listed images is in this folder{named}; set the image "
-                       "folder (--data.image_dir)")
+        raise BadInput(
+            f"{image_root}: none of the {len(rows)} listed images is in this folder{named}; set the image folder "
+            "(--data.image_dir)"
+        )
     full, problems = depth(check_images, len(rows), image_root)
     check = image_checker(image_root, full, max_pixels)
     folders = sorted({os.path.dirname(row.file_name) for row in rows})
@@ -82,12 +75,11 @@ def image_checker(
             where = " and in ".join(map(str, holders))
             if len({size_of(holder.source(name)) for holder in holders}) > 1:
                 message = f"different files of this name are in {where}; give the place that is meant (data.image_dir)"
-                return [Problem("error", name, row.image_id, None, message)]
-            message = f"this file is in {where}; the first one is used"
-            problems.append(Problem("warning", name, row.image_id, None, message))
+                return [_problem(row, "error", message)]
+            problems.append(_problem(row, "warning", f"this file is in {where}; the first one is used"))
         if holders and holders[0].escapes(name):
             message = "unsafe file_name: a symbolic link leaves the image folder; refused before opening"
-            return [*problems, Problem("error", name, row.image_id, None, message)]
+            return [*problems, _problem(row, "error", message)]
         return problems + check_image(row, image_root / name, full, max_pixels)
 
     return check
@@ -122,10 +114,6 @@ def check_image(
     row: ImageRow, source: Path | bytes | Stored, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> list[Problem]:
     """Problems of one image: readable, whole, upright size as recorded, content as its name says."""
-
-    def problem(severity: str, message: str) -> Problem:
-        return Problem(severity, row.file_name, row.image_id, None, message)
-
     try:
         if isinstance(source, Stored):
             source = bytes(read_file(source, max_pixels)[1])  # once
@@ -134,17 +122,21 @@ def check_image(
         if full or (probe.format in TAIL and not _ends(source, *TAIL[probe.format])):
             decode_image(source, max_pixels)
     except ImageError as error:
-        return [problem("error", error.reason)]
-    problems = [problem("note", note) for note in probe.notes]
+        return [_problem(row, "error", error.reason)]
+    problems = [_problem(row, "note", note) for note in probe.notes]
     suffix = os.path.splitext(row.file_name)[1].lower()
     if suffix in IMAGE_SUFFIXES and suffix not in EXTENSIONS.get(probe.format, {suffix}):
-        problems.append(problem("warning", f"content is {probe.format}, which does not match the extension {suffix}; "
-                                           "read by its content"))
+        message = f"content is {probe.format}, which does not match the extension {suffix}; read by its content"
+        problems.append(_problem(row, "warning", message))
     height, width = probe.size_hw
     if (width, height) != (row.width, row.height):
         message = f"size differs from the JSON: the upright image is {width} x {height} (width x height), "
-        problems.append(problem("error", message + f"the JSON says {row.width} x {row.height}"))
+        problems.append(_problem(row, "error", message + f"the JSON says {row.width} x {row.height}"))
     return problems
+
+
+def _problem(row: ImageRow, severity: str, message: str) -> Problem:
+    return Problem(severity, row.file_name, row.image_id, None, message)
 
 
 def parallel(
@@ -174,10 +166,9 @@ def find_image_root(annotation_file: Path, file_names: Iterable[str]) -> Path:
     for candidate in candidates:
         if any(os.path.isfile(candidate / name) for name in names):
             return candidate
-    tried = ", ".join(str(candidate) for candidate in candidates)
+    tried = ", ".join(map(str, candidates))
     first = repr(shown(names[0])) if names else "(no usable file_name)"
-    raise BadInput(f"{annotation_file}: no image folder found for {first}; tried {tried}; set it with "
-                   "--data.image_dir")
+    raise BadInput(f"{annotation_file}: no image folder found for {first}; tried {tried}; set it with --data.image_dir")
 
 
 def _ends(source: Path | bytes, marker: bytes, reach: int) -> bool:
@@ -192,18 +183,13 @@ def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], list
     """Image files beside listed ones that no record names: one warning each, or one for all when there are many."""
     listed = {os.path.normpath(name) for name in listed}
     names = [name for name in image_names(image_root, folders) if name not in listed]
-    return unlisted_problems(image_root, names)
-
-
-def image_names(image_root: Path | ImageSources, folders: Iterable[str]) -> Iterator[str]:
-    """Names of the files in these folders of a root that are called like images."""
-    return (name for folder in folders for name in names_in(image_root, folder)
-            if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)  # fmt: skip
-
-
-def unlisted_problems(image_root: Path | ImageSources, names: Sequence[str]) -> list[Problem]:
-    """Warnings for image files that no record names."""
     if len(names) <= UNLISTED_NAMED:
         return [Problem("warning", name, None, None, f"file {UNLISTED}") for name in names]
     some = f"{len(names)} image files {UNLISTED}: {', '.join(shown(name) for name in names[:3])}, ..."
     return [Problem("warning", str(image_root), None, None, some)]
+
+
+def image_names(image_root: Path | ImageSources, folders: Iterable[str]) -> Iterator[str]:
+    """Names of the files in these folders of a root that are called like images."""
+    names = (name for folder in folders for part in parts_of(image_root) for name in part.names(folder))
+    return (name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)

@@ -1,7 +1,8 @@
 """Checks annotations before the first step, and reports every defect at once, in words."""
 
+import math
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath, PureWindowsPath
 
@@ -10,10 +11,23 @@ import numpy as np
 from toolkit.boxes import Boxes, Relations
 from toolkit.data.annotations import Annotations, ImageRow, is_id, is_unicode
 from toolkit.data.box_checks import check_boxes, check_relations, fits_int64, is_side, wrong_id
-from toolkit.data.box_formats import format_fault
 from toolkit.data.table import Category, Problem
 from toolkit.errors import BadInput
 
+EVIDENCE = 10  # boxes that must leave their image as they are; fewer may be slips
+TIMES_BETTER = 10  # boxes that leave their image as they are, for each that does in the other format
+OVERSHOOT = 0.1  # of its own side that a box must be outside to count, and
+PIXELS = 2.0  # at least so many pixels: rounding and padding are no evidence
+LARGEST_FRACTION = 1.01  # of boxes in fractions of the image, rounding included
+MOST = 0.99  # of the boxes must be fractions; a few may be slips
+SMALLEST_SIDE = 16  # pixels of an image in which boxes of one pixel are no objects
+LARGEST = 1e9  # pixels; what is beyond is no number of pixels
+NAMES = {
+    "xyxy": ("corners [x1, y1, x2, y2]", ("x1", "y1", "x2 - x1", "y2 - y1")),
+    "cxcywh": ("centre and size [cx, cy, width, height]", ("cx - width / 2", "cy - height / 2", "width", "height")),
+    "xywh": ("[x, y, width, height]", ("x", "y", "width", "height")),
+}
+_READ_AS = ("xywh", "xyxy", "cxcywh")  # where several fit equally well, the first is named
 _SUSPICIOUS = re.compile(r"^/|\.\.|[\\:\0]")  # in every name that leaves a folder
 
 
@@ -89,10 +103,6 @@ def unsafe_file_name(file_name: str) -> bool:
     return ".." in parts or "\0" in file_name or file_name.startswith("/") or bool(windows.drive or windows.root)
 
 
-def _sort_key(value: int | str) -> tuple:
-    return (isinstance(value, str), value)
-
-
 def _categories(entries: list, file: str, what: str, problems: list[Problem]) -> tuple[tuple[Category, ...], dict]:
     """(categories in the order of their ids, original id -> row)."""
 
@@ -108,30 +118,22 @@ def _categories(entries: list, file: str, what: str, problems: list[Problem]) ->
         elif not isinstance(entry.get("name"), str) or not entry["name"].strip():
             report("error", f"{what} {entry['id']}: `name` is {entry.get('name')!r}; expected a name")
         elif entry["id"] not in names:
-            names[entry["id"]] = _unicode_name(entry, what, report)
+            # a half of a surrogate pair, which no file can hold, becomes its number
+            names[entry["id"]] = name = entry["name"].encode("utf-8", "backslashreplace").decode()
+            if name != entry["name"]:
+                report("warning", f"{what} {entry['id']}: name {entry['name']!r} is no Unicode; it is called {name!r}")
         elif entry["name"] == names[entry["id"]]:
             report("warning", f"{what} id {entry['id']} listed twice under one name; taken once")
         else:
             report("error", f"{what} id {entry['id']} used twice: {names[entry['id']]!r} and {entry['name']!r}")
-    ordered = sorted(names, key=_sort_key)
-    seen: set[str] = set()
-    categories = []
-    for id_ in ordered:
-        name = names[id_]
+    categories, seen = [], set()
+    for id_, name in sorted(names.items(), key=lambda item: (isinstance(item[0], str), item[0])):
         if name in seen:
             name = f"{name} ({id_})"
             report("warning", f"{what} name {names[id_]!r} used twice; {what} {id_} is called {name!r}")
         seen.add(name)
         categories.append(Category(id_, name))
-    return tuple(categories), {id_: row for row, id_ in enumerate(ordered)}
-
-
-def _unicode_name(entry: Mapping, what: str, report: Callable[[str, str], None]) -> str:
-    """The name as text that files can hold; a half of a surrogate pair becomes its number."""
-    name = entry["name"].encode("utf-8", "backslashreplace").decode()
-    if name != entry["name"]:
-        report("warning", f"{what} {entry['id']}: name {entry['name']!r} is no Unicode; it is called {name!r}")
-    return name
+    return tuple(categories), {category.id: row for row, category in enumerate(categories)}
 
 
 def _images(
@@ -159,11 +161,11 @@ def _images(
             other = rows[image_id].file_name
             faults.append(f"image id {image_id} used twice, by {other!r} too")
             if image_id not in unusable:
-                problems.append(Problem("error", str(other), image_id, None,
-                                        f"image id {image_id} used twice, by {name!r} too"))
+                message = f"image id {image_id} used twice, by {name!r} too"
+                problems.append(Problem("error", str(other), image_id, None, message))
         elif isinstance(name, str) and name in used_names:
-            problems.append(Problem("warning", name, image_id, None,
-                                    f"this file is image {used_names[name]} too; both are kept"))
+            message = f"this file is image {used_names[name]} too; both are kept"
+            problems.append(Problem("warning", name, image_id, None, message))
         else:
             used_names[shown] = image_id
         if faults:
@@ -190,3 +192,93 @@ def _image_faults(row: ImageRow, max_pixels: int | None) -> list[str]:
     if max_pixels is not None and not faults and width * height > max_pixels:
         faults.append(f"{width} x {height} pixels are more than data.max_image_pixels {max_pixels}")
     return faults
+
+
+def format_fault(annotations: Annotations, images: Mapping[int | str, ImageRow]) -> str | None:
+    """What is wrong with the format of all boxes, and what mends it, in one sentence; None: nothing, or too few boxes.
+
+    Corners, centres or fractions are noticed where COCO's [x, y, width, height] is expected. One box is ambiguous: [10,
+    10, 40, 50] is valid in every format. Many are not: in the wrong format some leave their image, in the right one
+    none does. A file whose boxes stay inside their images as COCO boxes is never questioned. Crowd regions and entries
+    that cannot be read do not count.
+
+    Args:
+        images: by image id; boxes of others do not count.
+    """
+    boxes, sizes = _readable(annotations, images)
+    large = boxes[sizes.min(axis=1, initial=math.inf) >= SMALLEST_SIDE]
+    small = (np.abs(large) <= LARGEST_FRACTION).all(axis=1).sum()
+    whole = (large % 1 == 0).all(axis=1).sum()
+    if len(large) >= EVIDENCE and small >= MOST * len(large) and whole < 0.5 * len(large):
+        return _fractions(large)  # no number exceeds 1 and most are no whole ones, as no objects in pixels are
+    outside = {name: int(_outside(corners, sizes).sum()) for name, corners in _readings(boxes).items()}
+    doubtful = outside["xywh"]
+    other = min(("xyxy", "cxcywh"), key=outside.get)
+    wrong = outside[other]
+    if len(boxes) < EVIDENCE or doubtful < EVIDENCE or wrong * TIMES_BETTER > doubtful:
+        return None
+    called, formula = NAMES[other]
+    return (
+        f"the boxes look like {called}, expected [x, y, width, height]: read as such {doubtful} of {len(boxes)} leave "
+        f"their image, read as {called} {wrong or 'none'} would; write every bbox as [{', '.join(formula)}], or clip "
+        "the boxes to their images if they are [x, y, width, height] after all"
+    )
+
+
+def _fractions(boxes: np.ndarray) -> str:
+    one = np.ones((len(boxes), 2))
+    outside = {name: int(_outside(corners, one, 0.01).sum()) for name, corners in _readings(boxes).items()}
+    name = min(_READ_AS, key=outside.get)
+    called, formula = NAMES[name]
+    others = [NAMES[other][0] for other in _READ_AS if other != name and outside[other] == outside[name]]
+    called += f" (or {' or '.join(others)}: these boxes cannot tell)" if others else ""
+    factors = (f"({part})" if " " in part else part for part in formula)
+    written = ", ".join(f"{factor} * {side}" for factor, side in zip(factors, "WHWH", strict=True))
+    return (
+        f"the boxes have numbers from 0 to 1 ({len(boxes)} boxes), which look like fractions of the image, {called}; "
+        f"expected pixels [x, y, width, height]: write every bbox as [{written}] with the image's width W and height H"
+    )
+
+
+def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) -> tuple[np.ndarray, np.ndarray]:
+    """(N, 4) numbers as the file has them and (N, 2) width and height of their images, of all that can be read."""
+    known = {id_: (row.width, row.height) for id_, row in images.items() if _is_size(row)}
+    sizes = np.array([known.get(id_, (math.nan, math.nan)) for id_ in annotations.image_ids.values], np.float64)
+    sizes = sizes.reshape(-1, 2)[np.array(annotations.image, np.int32)]
+    boxes = np.array(annotations.xywh, np.float64).reshape(-1, 4)
+    kept = (np.array(annotations.crowd, np.int8) == 0) & ~np.isnan(sizes[:, 0])
+    for number, entry in annotations.odd.items():
+        bbox, image_id = (entry.get("bbox"), entry.get("image_id")) if isinstance(entry, dict) else (None, None)
+        readable = isinstance(bbox, list | tuple) and len(bbox) == 4 and not entry.get("iscrowd")
+        kept[number] = readable and isinstance(image_id, int | str) and image_id in known
+        if kept[number]:
+            boxes[number], sizes[number] = [_number(value) for value in bbox], known[image_id]
+    kept &= (np.abs(boxes) < LARGEST).all(axis=1)
+    return boxes[kept], sizes[kept]
+
+
+def _number(value: object) -> float:
+    """NaN for what is no number of pixels; validation names it."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
+    return float(value) if plain else math.nan
+
+
+def _is_size(row: ImageRow) -> bool:
+    return all(isinstance(side, int | float) and 0 < side < LARGEST for side in (row.width, row.height))
+
+
+def _readings(boxes: np.ndarray) -> dict[str, np.ndarray]:
+    """Corners (N, 4) by format that the numbers are taken to be in."""
+    first, second = boxes[:, :2], boxes[:, 2:]
+    return {
+        "xywh": np.concatenate([first, first + second], axis=1),
+        "xyxy": boxes,
+        "cxcywh": np.concatenate([first - second / 2, first + second / 2], axis=1),
+    }
+
+
+def _outside(corners: np.ndarray, sizes: np.ndarray, rounding: float = PIXELS) -> np.ndarray:
+    """(N,) bool: boxes without extent, or outside their image by more than a slip."""
+    sides = corners[:, 2:] - corners[:, :2]
+    slip = np.maximum(OVERSHOOT * sides, rounding)
+    return ((sides <= 0) | (corners[:, :2] < -slip) | (corners[:, 2:] > sizes + slip)).any(axis=1)

@@ -27,11 +27,11 @@ EXTENSIONS = {
     "PPM": {".ppm", ".pgm", ".pbm", ".pnm"},
 }
 # What Pillow's readers let out of broken files; OSError, which tells more of the cause, apart.
-BROKEN = (SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError, struct.error,
-          Image.DecompressionBombError)  # fmt: skip
+BROKEN = (SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError)
+BROKEN += (struct.error, Image.DecompressionBombError)
 IMAGE_SUFFIXES = frozenset().union(*EXTENSIONS.values())
-KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe (FIFO)", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device",
-         stat.S_IFBLK: "device"}  # fmt: skip
+KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe (FIFO)", stat.S_IFSOCK: "socket"}
+KINDS |= dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "device")
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit lets twice as much pass, and could not be raised by the setting
 
 
@@ -66,9 +66,8 @@ def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAG
         _check_pixels(_jpeg_size(data), max_pixels, path)
         try:
             # torchvision refuses truncated data, and rotates by EXIF only when told to
-            return decode_jpeg(
-                torch.frombuffer(data, dtype=torch.uint8), ImageReadMode.RGB, apply_exif_orientation=True
-            )
+            encoded = torch.frombuffer(data, dtype=torch.uint8)
+            return decode_jpeg(encoded, ImageReadMode.RGB, apply_exif_orientation=True)
         except RuntimeError as error:
             if "truncated" in str(error):
                 raise ImageError("image data truncated", path) from error
@@ -86,9 +85,8 @@ def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE
         with io.BytesIO(source) if in_memory else open_file(path, max_pixels) as file, Image.open(file) as image:
             _check_pixels(image.size, max_pixels, path)
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-            width, height = image.size
-            return ImageProbe((width, height) if orientation in (5, 6, 7, 8) else (height, width),
-                              _notes(image), image.format)
+            size_hw = image.size if orientation in (5, 6, 7, 8) else image.size[::-1]
+            return ImageProbe(size_hw, _notes(image), image.format)
     except UnidentifiedImageError as error:
         _, data = read_file(source, max_pixels)  # says "empty" where that is the reason
         raise ImageError(_no_image(data), path) from error
@@ -144,8 +142,8 @@ def _place_of(source: Path | str | bytes | Stored) -> Path | Stored | None:
 
 def _check_bytes(size: int, max_pixels: int, path: Path | Stored) -> None:
     if size > (most := 16 * max_pixels + 2**26):  # bytes of a pixel at the very most, and metadata
-        raise ImageError(f"the file has {size} bytes, more than the {most} of any image of data.max_image_pixels "
-                         f"{max_pixels}", path)  # fmt: skip
+        limit = f"more than the {most} of any image of data.max_image_pixels {max_pixels}"
+        raise ImageError(f"the file has {size} bytes, {limit}", path)
 
 
 def _check_pixels(size: tuple[int, int], max_pixels: int, path: Path | Stored | None) -> None:

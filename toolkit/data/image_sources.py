@@ -16,14 +16,14 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from toolkit.data.sampling import MIXED_BLOCKS
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, all_faults
 
 ARCHIVES = (".zip", ".tar")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
@@ -77,10 +77,10 @@ class Folder:
         """What is directly in a folder of this one."""
         try:
             with os.scandir(self.root / folder) as entries:
-                yield from sorted(os.path.normpath(os.path.join(folder, entry.name)) for entry in entries
-                                  if entry.is_file())  # fmt: skip
+                files = [entry.name for entry in entries if entry.is_file()]
         except OSError:
             return
+        yield from sorted(os.path.normpath(os.path.join(folder, name)) for name in files)
 
     def watched(self, folders: Iterable[str]) -> list[str]:
         """Of what `digest_of` tells whether something changed in these folders."""
@@ -91,7 +91,11 @@ class _Listed:
     """Files by name, listed when the place is opened: name -> what `_fetch` needs, the size first, and a stamp last."""
 
     remote = False
-    entries: Mapping[str, tuple]
+    watch = ""  # of what `digest_of` tells whether something changed
+    entries: Mapping[str, tuple] = {}
+
+    def watched(self, folders: Iterable[str]) -> list[str]:
+        return [self.watch] if self.watch else []
 
     def holds(self, name: str) -> bool:
         return os.path.normpath(name) in self.entries
@@ -123,14 +127,11 @@ class Archive(_Listed):
 
     def __init__(self, path: Path, inner: str, members: Mapping[str, tuple]):
         start = f"{inner}/" if inner else ""
-        self.path, self.inner = path, inner
+        self.path, self.inner, self.watch = path, inner, str(path)
         self.entries = {name.removeprefix(start): entry for name, entry in members.items() if name.startswith(start)}
 
     def __str__(self) -> str:
         return f"{self.path}/{self.inner}" if self.inner else str(self.path)
-
-    def watched(self, folders: Iterable[str]) -> list[str]:
-        return [str(self.path)]
 
     def _fetch(self, entry: tuple) -> bytes:
         size, packed, offset, method, check = entry
@@ -156,7 +157,7 @@ class Storage(_Listed):
     remote = True
 
     def __init__(self, url: str):
-        self.url = url.rstrip("/")
+        self.url = self.watch = url.rstrip("/")
         try:
             system, root = fsspec.core.url_to_fs(self.url)
             found = system.find(root, detail=True)
@@ -170,12 +171,8 @@ class Storage(_Listed):
     def __str__(self) -> str:
         return self.url
 
-    def watched(self, folders: Iterable[str]) -> list[str]:
-        return [self.url]
-
     def digest(self) -> str:
-        listing = repr(sorted((name, size, stamp) for name, (size, _, stamp) in self.entries.items()))
-        return hashlib.blake2b(listing.encode(errors="replace"), digest_size=16).hexdigest()
+        return _hash_of((name, size, stamp) for name, (size, _, stamp) in self.entries.items())
 
     def _fetch(self, entry: tuple) -> bytes:
         try:
@@ -185,7 +182,7 @@ class Storage(_Listed):
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
-class Shards:
+class Shards(_Listed):
     """One column of the Parquet files below a folder or URL: a row group is read when one of its images is asked for.
 
     The name of an image is `<file>/<row group>/<row in it>`. Processes keep the row groups that they read last, so a
@@ -193,33 +190,18 @@ class Shards:
     """
 
     remote = False  # many threads would read one row group many times
-    prefix = "parquet:"
 
     def __init__(self, column: str, root: str):
         self.column, self.root = column, root
 
-    @classmethod
-    def of_spec(cls, spec: str) -> "Shards":
-        """What `str` of it was."""
-        return cls(*spec.removeprefix(cls.prefix).split(":", 1))
-
     def __str__(self) -> str:
-        return f"{self.prefix}{self.column}:{self.root}"
+        return f"parquet:{self.column}:{self.root}"
 
     def holds(self, name: str) -> bool:
         return True
 
     def source(self, name: str) -> Stored:
         return Stored(self, name)
-
-    def escapes(self, name: str) -> bool:
-        return False
-
-    def names(self, folder: str) -> Iterator[str]:
-        return iter(())
-
-    def watched(self, folders: Iterable[str]) -> list[str]:
-        return []
 
     def read(self, name: str) -> bytes:
         """The encoded image. Raises OSError."""
@@ -234,6 +216,9 @@ class Shards:
         if data is None:
             raise FileNotFoundError(errno.ENOENT, f"image file not found in {self.root}/{file}: the row has no bytes")
         return data
+
+
+_storage = functools.lru_cache(maxsize=16)(Storage)  # listed once
 
 
 def open_shard(url: str) -> pq.ParquetFile:
@@ -299,14 +284,9 @@ def open_sources(
     if not must_exist and isinstance(image_dir, Path):
         return image_dir
     given = [image_dir] if isinstance(image_dir, str | Path) else list(image_dir)
-    parts, faults = [], []
-    for spec in given:
-        try:
-            parts.append(_open(str(spec)))
-        except BadInput as error:
-            faults += error.problems
-    if faults or not parts:
-        raise BadInput(faults or "data.image_dir is an empty list; give a folder, or leave it out")
+    if not given:
+        raise BadInput("data.image_dir is an empty list; give a folder, or leave it out")
+    parts = all_faults(*(functools.partial(_open, str(spec)) for spec in given))
     if len(parts) == 1 and isinstance(parts[0], Folder):
         return Path(given[0]).expanduser()
     return ImageSources(parts)
@@ -315,11 +295,6 @@ def open_sources(
 def parts_of(root: Path | ImageSources) -> tuple[Folder | Archive | Storage | Shards, ...]:
     """The places of a root, one by one."""
     return root.parts if isinstance(root, ImageSources) else (Folder(root),)
-
-
-def names_in(root: Path | ImageSources, folder: str = "") -> list[str]:
-    """Names, relative to the root, of the files directly in a folder of it."""
-    return [name for part in parts_of(root) for name in part.names(folder)]
 
 
 def is_there(source: Path | Stored) -> bool:
@@ -336,13 +311,12 @@ def size_of(source: Path | Stored) -> int:
 
 def watched_of(root: Path | ImageSources, folders: Iterable[str] = ("",)) -> list[str]:
     """Of what `digest_of` tells whether images in these folders of the root changed."""
-    folders = list(folders)
-    return [each for part in parts_of(root) for each in part.watched(folders)]
+    return [place for part in parts_of(root) for place in part.watched(folders)]
 
 
 def digest_of(place: str | Path) -> str:
     """What differs when files of a folder, an archive, a single file or a storage change; "" where there is none."""
-    if _is_url(str(place)):
+    if "://" in str(place):
         return _storage(str(place)).digest()
     try:
         status = os.stat(place)
@@ -352,14 +326,17 @@ def digest_of(place: str | Path) -> str:
             files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
     except OSError:
         return ""
-    listing = repr(sorted((name, status.st_size, status.st_mtime_ns) for name, status in files))
-    return hashlib.blake2b(listing.encode(errors="replace"), digest_size=16).hexdigest()
+    return _hash_of((name, status.st_size, status.st_mtime_ns) for name, status in files)
+
+
+def _hash_of(files: Iterable[tuple]) -> str:
+    return hashlib.blake2b(repr(sorted(files)).encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def _open(spec: str) -> Folder | Archive | Storage | Shards:
     if spec.startswith("parquet:"):
-        return Shards.of_spec(spec)
-    if _is_url(spec):
+        return Shards(*spec.removeprefix("parquet:").split(":", 1))
+    if "://" in spec:
         return _storage(spec)
     path = Path(spec).expanduser()
     if path.is_dir():
@@ -367,9 +344,8 @@ def _open(spec: str) -> Folder | Archive | Storage | Shards:
     archive = next((each for each in (path, *path.parents) if each.is_file()), None)
     if archive is None:
         raise BadInput(f"{path}: no such image folder (data.image_dir)")
-    status = archive.stat()
-    members = _members(str(archive.resolve()), status.st_size, status.st_mtime_ns)
-    inner = PurePosixPath(path.relative_to(archive)).as_posix()
+    members = _members(str(archive.resolve()), digest_of(archive))
+    inner = path.relative_to(archive).as_posix()
     opened = Archive(archive.resolve(), "" if inner == "." else inner, members)
     if not opened.entries:
         tops = sorted({name.split("/")[0] for name in members})[:5]
@@ -377,18 +353,9 @@ def _open(spec: str) -> Folder | Archive | Storage | Shards:
     return opened
 
 
-def _is_url(spec: str) -> bool:
-    return "://" in spec
-
-
 @functools.lru_cache(maxsize=16)
-def _storage(url: str) -> Storage:
-    return Storage(url)
-
-
-@functools.lru_cache(maxsize=16)
-def _members(path: str, size: int, mtime_ns: int) -> Mapping[str, tuple]:
-    """(size, packed size, offset, method, CRC) of each file of an archive; size and time are there for the cache."""
+def _members(path: str, digest: str) -> Mapping[str, tuple]:
+    """(size, packed size, offset, method, CRC) of each file of an archive; the digest is there for the cache."""
     if path.lower().endswith(COMPRESSED):
         raise BadInput(f"{path}: a compressed tar can only be read from its start; make a .tar or a .zip of it")
     try:

@@ -14,7 +14,7 @@ from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.formats import coco
 from toolkit.data.formats.annotated import names_by_content
 from toolkit.data.near_duplicates import Looks, alike_pairs, looks_of, same_files
-from toolkit.data.table import DetectionTable, Problem
+from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, write_table
 
 NEAR_BOX_IOU = 0.9
@@ -62,11 +62,8 @@ class Inspection:
 
     def to_json(self) -> str:
         """Findings and summaries, for programs."""
-        content = {
-            "exit_code": self.exit_code,
-            "findings": [asdict(each) for each in self.findings],
-            "splits": {name: asdict(each) for name, each in self.splits.items()},
-        }
+        all_ = asdict(self)
+        content = {"exit_code": self.exit_code, "findings": all_["findings"], "splits": all_["splits"]}
         return json.dumps(content, indent=2)
 
 
@@ -83,8 +80,7 @@ def inspect_tables(
     result = Inspection()
     for split, table in tables.items():
         result.splits[split] = _walk(split, table, image_size, result)
-    result.findings += _problems(tables)
-    result.findings += _classes(tables, result.splits)
+    result.findings += [*_problems(tables), *_classes(tables, result.splits)]
     if compare:
         _compare(tables, cache_dir, result)
     else:
@@ -108,11 +104,8 @@ def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection
     if found := int(is_small.sum()):
         few = np.bincount(plain.image_index[is_small])
         small = [{"split": split, "image": names[i], "boxes": int(few[i])} for i in np.flatnonzero(few)]
-        message = (
-            f"{split}: {found} of {len(plain)} boxes are less than {SMALL_PX} px wide or high at an input size of "
-            f"{image_size} px"
-        )
-        result.findings.append(Finding("note", "small boxes", message, small))
+        message = f"{split}: {found} of {len(plain)} boxes are less than {SMALL_PX} px wide or high at an input size "
+        result.findings.append(Finding("note", "small boxes", f"{message}of {image_size} px", small))
     sizes = np.sqrt(sides.prod(axis=1))
     quantiles = np.quantile(sizes, (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if len(sizes) else []
     boxes = np.bincount(plain.labels, minlength=classes)
@@ -169,16 +162,18 @@ def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
         if table.image_root in shared:
             shared[table.image_root].update(table.rows["file_name"].to_pylist())
             shared[table.image_root].update(problem.file for problem in table.problems)
+    found = {}
     for split, table in tables.items():
         problems = [p for p in table.problems if not (table.image_root in shared and UNLISTED in p.message)]
         for severity in ("error", "warning", "note"):
-            found = [problem for problem in problems if problem.severity == severity]
-            if found:
-                yield Finding(severity, "record", f"{split}: {len(found)}", [str(p).split(": ", 1)[1] for p in found])
+            found[split, severity] = [problem for problem in problems if problem.severity == severity]
     for root, listed in shared.items():
-        found = unlisted_files(root, sorted({str(Path(name).parent) for name in listed if ".." not in name}), listed)
-        if found:
-            yield Finding("warning", "record", f"{root}: {len(found)}", [str(p).split(": ", 1)[1] for p in found])
+        folders = sorted({str(Path(name).parent) for name in listed if ".." not in name})
+        found[root, "warning"] = unlisted_files(root, folders, listed)
+    for (where, severity), problems in found.items():
+        if problems:
+            items = [str(problem).split(": ", 1)[1] for problem in problems]
+            yield Finding(severity, "record", f"{where}: {len(items)}", items)
 
 
 def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSummary]) -> Iterator[Finding]:
@@ -189,11 +184,9 @@ def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSum
     totals = Counter()
     for summary in splits.values():
         totals.update({name: counts["boxes"] for name, counts in summary.classes.items()})
-    unused = [name for name, count in totals.items() if not count]
-    if unused:
-        yield Finding(
-            "warning", "unused classes", f"{len(unused)} classes have no box at all: {', '.join(unused[:10])}", unused
-        )
+    if unused := [name for name, count in totals.items() if not count]:
+        message = f"{len(unused)} classes have no box at all: {', '.join(unused[:10])}"
+        yield Finding("warning", "unused classes", message, unused)
     for split, summary in splits.items():
         missing = [name for name, counts in summary.classes.items() if not counts["boxes"] and totals[name]]
         if missing:
@@ -203,9 +196,7 @@ def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSum
 def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None, result: Inspection) -> None:
     """Images that are the same or look alike, between splits (leakage) and in one."""
     looks = [looks_of(table, cache_dir) for table in tables.values()]
-    joined = Looks(
-        np.concatenate([each.digests for each in looks]), np.concatenate([each.thumbnails for each in looks])
-    )
+    joined = Looks(*(np.concatenate([getattr(each, name) for each in looks]) for name in ("digests", "thumbnails")))
     place = [(split, index) for split, table in tables.items() for index in range(len(table))]
     same = {pair for group in same_files(joined) for pair in _copies(group, [place[i][0] for i in group])}
     splits = np.repeat(np.arange(len(looks)), [len(each) for each in looks])
@@ -238,22 +229,13 @@ def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, 
 
 def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
     counts = {name: each["boxes"] for name, each in summary.classes.items() if each["boxes"]}
-    rare = [name for name, count in counts.items() if count < RARE * summary.boxes]
-    if rare:
-        yield Finding(
-            "note",
-            "balance",
-            f"{split}: {', '.join(rare[:10])} have less than {RARE:.0%} of the boxes; "
-            "--data.repeat_factor 0.01 shows images with rare classes more often",
-            rare,
-        )
-    if summary.largest_count:
-        yield Finding(
-            "note",
-            "queries",
-            f"{split}: at most {summary.largest_count} objects in an image, so that a DETR "
-            f"needs at least {summary.largest_count} queries; twice as many leave room",
-        )
+    if rare := [name for name, count in counts.items() if count < RARE * summary.boxes]:
+        message = f"{split}: {', '.join(rare[:10])} have less than {RARE:.0%} of the boxes; "
+        message += "--data.repeat_factor 0.01 shows images with rare classes more often"
+        yield Finding("note", "balance", message, rare)
+    if most := summary.largest_count:
+        message = f"{split}: at most {most} objects in an image, so that a DETR needs at least {most} queries; "
+        yield Finding("note", "queries", message + "twice as many leave room")
 
 
 def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out: Path) -> list[str]:
@@ -293,15 +275,12 @@ def _cleaned(split: str, table: DetectionTable, inspection: Inspection, unused: 
             row = boxes.offsets[index] + place
             log.append(f"{split}: image {image.file_name}, annotation {boxes.ids[row]} left out: {why}")
             kept[row] = False
-    categories = [label for label, each in enumerate(whole.categories) if each.name not in unused]
-    labels = np.searchsorted(categories, boxes.labels)
+    labels = [label for label, each in enumerate(whole.categories) if each.name not in unused]
     return write_table(
-        [row for row, stays in zip(whole.images, images.tolist(), strict=True) if stays],
-        replace(boxes, labels=labels)[kept].of_images(images), relations.of_boxes(boxes, kept).of_images(images),
+        [whole.images[index] for index in np.flatnonzero(images)],
+        replace(boxes, labels=np.searchsorted(labels, boxes.labels))[kept].of_images(images),
+        relations.of_boxes(boxes, kept).of_images(images),
         cache_file=cache_root() / "tables" / f"{table.fingerprint}-clean.json",
-        categories=[whole.categories[label] for label in categories], predicates=table.predicates,
-        attributes=table.attributes, image_root=table.image_root,
-    )  # fmt: skip
-
-
-__all__ = ["Finding", "Inspection", "Problem", "SplitSummary", "clean_copy", "inspect_tables", "near_boxes"]
+        categories=[whole.categories[label] for label in labels],
+        **{name: getattr(table, name) for name in ("predicates", "attributes", "image_root")},
+    )

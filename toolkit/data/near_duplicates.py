@@ -11,7 +11,9 @@ N pictures of one standing camera are N² / 2 pairs. Of more than a million only
 image one that looks like it, in each split, and what joins the same groups.
 """
 
+import contextlib
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 
 from toolkit.data.check_files import parallel, waits_for
 from toolkit.data.decoding import ImageError, decode_image
-from toolkit.data.image_sources import Stored
+from toolkit.data.image_sources import Stored, digest_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root
 from toolkit.errors import BadInput
@@ -60,31 +62,28 @@ def looks_of(table: DetectionTable, cache_dir: str | Path | None = None) -> Look
 
     The cache holds while no file changed its size or time.
     """
-    indices = range(len(table))
-
-    def source(index: int) -> Path | Stored | bytes:
-        return table.image_source(table.row(index))
-
+    root = table.image_root
     key = hashlib.blake2b(f"looks {VERSION} {table.fingerprint}".encode(), digest_size=16)
-    for index in indices if table.image_root is not None else ():
-        key.update(_stamp(source(index)).encode(errors="surrogateescape"))
+    for name in table.rows["file_name"].to_pylist() if root is not None else ():
+        key.update(_stamp(root / name).encode(errors="surrogateescape"))
     file = cache_root(cache_dir) / "looks" / f"{key.hexdigest()}.npz"
     try:
         with np.load(file, allow_pickle=False) as saved:
             return Looks(saved["digests"], saved["thumbnails"])
     except (OSError, ValueError, KeyError):
         pass
-    threads = None if table.image_root is None else waits_for(table.image_root)
-    found = parallel(lambda index: [_digest_and_look(source(index))], indices, "comparing images", threads)
+
+    def looked(index: int) -> list[tuple[str, bytes]]:
+        return [_digest_and_look(table.image_source(table.row(index)))]
+
+    found = parallel(looked, range(len(table)), "comparing images", None if root is None else waits_for(root))
     thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in found), np.uint8)
     made = Looks(np.array([digest for digest, _ in found], dtype="S32"), thumbnails.reshape(-1, SIDE, SIDE))
-    try:
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{hashlib.blake2b(str(id(made)).encode()).hexdigest()[:8]}.tmp.npz")
+        temporary = file.with_suffix(f".{os.getpid()}-{id(made)}.tmp.npz")
         np.savez(temporary, digests=made.digests, thumbnails=made.thumbnails)
         temporary.replace(file)
-    except OSError:  # a cache that cannot be written costs time, nothing else
-        pass
     return made
 
 
@@ -106,13 +105,11 @@ def alike_pairs(looks: Looks, splits: np.ndarray | None = None) -> list[tuple[in
         splits: (N,) int64, the split of each image; None: all are of one.
     """
     firsts = np.sort(np.unique(looks.digests, return_index=True)[1])
-    splits = np.zeros(len(looks), np.int64) if splits is None else splits
-    kept = _Pairs(splits[firsts])
+    kept = _Pairs(np.zeros(len(firsts), np.int64) if splits is None else splits[firsts])
     for i, j in _candidates(looks.thumbnails[firsts], kept):
         kept.add(i, j)
-    pairs = firsts[kept.pairs()]
     copies = [(group[0], other) for group in same_files(looks) for other in group[1:]]
-    return sorted({*map(tuple, pairs.tolist()), *copies})
+    return sorted({*map(tuple, firsts[kept.pairs()].tolist()), *copies})
 
 
 class _Pairs:
@@ -141,8 +138,7 @@ class _Pairs:
         return np.concatenate(self._found)
 
     def _thin(self) -> None:
-        from scipy.sparse import coo_array  # here: few data sets need it, and every start would wait for it
-        from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
+        from scipy.sparse.csgraph import minimum_spanning_tree
 
         pairs, count = np.concatenate(self._found), len(self.splits)
         first = np.full((self.splits.max() + 1, count), count)  # the first partner of an image in each split
@@ -150,26 +146,24 @@ class _Pairs:
             np.minimum.at(first, (self.splits[partner], image), partner)
         self._lone = first == count
         partners = np.stack([np.nonzero(~self._lone)[1], first[~self._lone]], axis=1)
-        forest = minimum_spanning_tree(coo_array((np.ones(len(pairs)), pairs.T), shape=(count, count)))
-        self._group = connected_components(forest, directed=False)[1]
+        forest = minimum_spanning_tree(_graph(count, pairs))
+        self._group = groups(count, pairs)
         kept = np.sort(np.concatenate([partners, np.stack(forest.nonzero(), axis=1)]), axis=1)
         self._found, self._new, self._thinned = [np.unique(kept, axis=0)], 0, True
 
 
 def groups(count: int, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
     """(count,) int64: the smallest index that each image is joined to by the pairs, directly or through others."""
-    parent = np.arange(count)
+    from scipy.sparse.csgraph import connected_components
 
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = int(parent[i])
-        return i
+    group = connected_components(_graph(count, np.array(pairs, np.int64).reshape(-1, 2)), directed=False)[1]
+    return np.unique(group, return_index=True)[1][group]
 
-    for i, j in pairs:
-        a, b = sorted((root(i), root(j)))
-        parent[b] = a
-    return np.array([root(i) for i in range(count)], dtype=np.int64)
+
+def _graph(count: int, pairs: np.ndarray):
+    from scipy.sparse import coo_array  # here: few data sets need it, and every start would wait for it
+
+    return coo_array((np.ones(len(pairs)), pairs.T), shape=(count, count))
 
 
 def held_out(looks: Looks, share: float) -> np.ndarray:
@@ -181,22 +175,18 @@ def held_out(looks: Looks, share: float) -> np.ndarray:
 
     Raises BadInput: nothing would be held out, or nothing left.
     """
-    if not 0 < share < 1:
-        raise BadInput(
-            f"data.val is {share}; expected a split, a file, or a share of the training data between 0 and 1"
-        )
     member = groups(len(looks), alike_pairs(looks))
     least: dict[int, bytes] = {}
     for index, group in enumerate(member.tolist()):
         digest = bytes(looks.digests[index])
         least[group] = min(digest, least.get(group, digest))
     if len(least) < 2:
-        raise BadInput(f"data.val {share}: all {len(looks)} images look alike, so no share of them says anything about "
-                       "other images; give validation data of its own")  # fmt: skip
+        raise BadInput(
+            f"data.val {share}: all {len(looks)} images look alike, so no share of them says anything about other "
+            "images; give validation data of its own"
+        )
     place = {group: _fraction(digest) for group, digest in least.items()}
-    chosen = {group for group, at in place.items() if at < share}
-    if not chosen:
-        chosen = {min(place, key=place.get)}
+    chosen = {group for group, at in place.items() if at < share} or {min(place, key=place.get)}
     if len(chosen) == len(place):
         chosen.remove(max(place, key=place.get))
     return np.array([group in chosen for group in member.tolist()])
@@ -221,11 +211,7 @@ def _digest_and_look(source: Path | Stored | bytes) -> tuple[str, bytes]:
 def _stamp(source: Path | Stored) -> str:
     if isinstance(source, Stored):
         return f"{source} {source.size} {source.stamp} "
-    try:
-        status = source.stat()
-    except OSError:
-        return f"{source}"
-    return f"{source} {status.st_size} {status.st_mtime_ns} "
+    return f"{source} {digest_of(source)} "
 
 
 def _signs(thumbnails: np.ndarray) -> np.ndarray:
@@ -271,10 +257,8 @@ def _same_parts(signs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         part = (signs >> np.uint64(band * bits)) & np.uint64((1 << bits) - 1)
         order = np.argsort(part, kind="stable")
         # shifted against itself, the sorted list pairs each image with the next, the one after, ... of its bucket
-        shift = 1
-        while shift < len(order):
+        for shift in range(1, len(order)):
             same = part[order[:-shift]] == part[order[shift:]]
             if not same.any():
                 break
             yield order[:-shift][same], order[shift:][same]
-            shift += 1

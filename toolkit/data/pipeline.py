@@ -1,6 +1,7 @@
 """From the name of a split to its batches, as the `data` settings of every script describe them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,8 @@ import pyarrow.compute as pc
 import torch
 
 from toolkit.data.batches import make_loader
-from toolkit.data.dataset import DetectionDataset
+from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.image_sources import ImageSources, Shards
-from toolkit.data.mixed_dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, aspect_ratio_groups, repeat_factors
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import (
@@ -30,121 +30,84 @@ from toolkit.distributed import world
 from toolkit.errors import BadInput
 
 RECIPES = ("detr", "ssd", "yolov3")
+MIXING = ("mixup", "mosaic", "batch_mixup", "copy_blend")
 
 
 def check_one_size(stride: int, sides: Sequence[int], scales: Sequence[int]) -> None:
     """For detectors that ignore padding: raises BadInput for `scales`, or a side in pixels that is no multiple of
     `stride`, whose images the loader would pad."""
     faults = ["the detector needs images of one size: leave data.scales empty, set data.image_size"] if scales else []
-    faults += [
-        f"images of side {side} (data.image_size, data.multi_scale) would be padded, which the detector ignores: give "
-        f"a multiple of {stride}, such as {max(1, round(side / stride)) * stride}"
-        for side in sides
-        if side % stride
-    ]
+    for side in (side for side in sides if side % stride):
+        fault = f"images of side {side} (data.image_size, data.multi_scale) would be padded, which the detector "
+        faults.append(fault + f"ignores: give a multiple of {stride}, such as {max(1, round(side / stride)) * stride}")
     if faults:
         raise BadInput(faults)
 
 
-def train_transform(
-    *,
-    recipe: str,
-    image_size: int,
-    scales: Sequence[int] = (),
-    max_size: int = 1333,
-    random_crop: bool = False,
-    flip: bool = True,
-    photometric: bool = False,
-    zoom_out: float = 1.0,
-    iou_crop: bool = False,
-    augment: str | Sequence[Any] | None = None,
-) -> Transform:
+def train_transform(c: Any) -> Transform:
     """Training augmentation, `(image, target, generator[, size_hw]) -> (image, target)`; see docs/data.md.
 
-    Args:
-        recipe: one of `RECIPES`: whose definition and order of photometric, zoom_out and iou_crop, and whose
-            interpolation. detr: zoom out, crop, flip, resize, colours; ssd: the same in one resize, then flip and
-            colours; yolov3: colours, zoom out, crop, resize, flip.
-        image_size: side in pixels of the square that images become, where `scales` is empty and the batch has no size
-            of its own.
-        scales, max_size: lengths in pixels of the shorter side, one drawn for each image, and the longest side.
-        random_crop: with probability 1/2 DETR's crop of 384 to 600 px between two resizes; needs `scales`.
-        flip: half of the images are mirrored left to right.
-        photometric: colours are varied.
-        zoom_out: half of the images lie on a canvas of up to so many times their sides; 1: none.
-        iou_crop: a region that overlaps the boxes by an IoU that is drawn.
-        augment: transforms that come before all of these, see `toolkit.data.transforms.policy`.
+    The recipe says whose definition and order of photometric, zoom_out and iou_crop, and whose interpolation. detr:
+    zoom out, crop, flip, resize, colours; ssd: the same in one resize, then flip and colours; yolov3: colours, zoom
+    out, crop, resize, flip. The ssd and yolov3 recipes must be called with a size, as the keys of `training_sizes`
+    carry it. Transforms of `augment` come before all of these.
 
-    The ssd and yolov3 recipes must be called with a size, as the keys of `training_sizes` carry it.
+    Args:
+        c: settings with the names of `toolkit.runs.settings.DataConfig`.
 
     Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
     """
-    _check_transform(recipe, scales, random_crop, zoom_out)
-    if augment:
-        own = {"scales": scales, "max_size": max_size, "random_crop": random_crop, "flip": flip,
-               "photometric": photometric, "zoom_out": zoom_out, "iou_crop": iou_crop}  # fmt: skip
-        return policy_of(augment, train_transform(recipe=recipe, image_size=image_size, **own))
-    if recipe == "ssd":
-        return SsdTransform(zoom_out=zoom_out, iou_crop=iou_crop, flip=flip, photometric=photometric)
-    if recipe == "yolov3":
-        return yolov3_transform(photometric=photometric, zoom_out=zoom_out, iou_crop=iou_crop, flip=flip)
-    probability = 0.5 if flip else 0.0
-    first = (SeenRegion(zoom_out, iou_crop),) if zoom_out > 1 or iou_crop else ()
-    colours = (PhotometricDistortion(),) if photometric else ()
-    if not scales:
-        before = Compose((*first, *((RandomFlip(probability),) if flip else ())))
-        return ThenResize(before, Compose(colours), (image_size, image_size))
-    if random_crop:
-        geometry = detr_train_transform(scales, max_size, flip_probability=probability)
+    _check_transform(c)
+    if c.augment:
+        return policy_of(c.augment, train_transform(replace(c, augment=None)))
+    own = {"zoom_out": c.zoom_out, "iou_crop": c.iou_crop, "flip": c.flip, "photometric": c.photometric}
+    if c.recipe == "ssd":
+        return SsdTransform(**own)
+    if c.recipe == "yolov3":
+        return yolov3_transform(**own)
+    probability = 0.5 if c.flip else 0.0
+    first = (SeenRegion(c.zoom_out, c.iou_crop),) if c.zoom_out > 1 or c.iou_crop else ()
+    colours = (PhotometricDistortion(),) if c.photometric else ()
+    if not c.scales:
+        before = Compose((*first, *((RandomFlip(probability),) if c.flip else ())))
+        return ThenResize(before, Compose(colours), (c.image_size, c.image_size))
+    if c.random_crop:
+        geometry = detr_train_transform(c.scales, c.max_size, flip_probability=probability)
     else:  # Faster R-CNN's, which crops nothing
-        geometry = Compose((RandomFlip(probability), ResizeShorter(tuple(scales), max_size)))
+        geometry = Compose((RandomFlip(probability), ResizeShorter(tuple(c.scales), c.max_size)))
     return Compose((*first, geometry, *colours))
 
 
-def training_sizes(
-    *,
-    recipe: str,
-    image_size: int,
-    scales: Sequence[int] = (),
-    multi_scale: Sequence[int] = (),
-    multi_scale_every: int = 1,
-    multi_scale_pixels: bool = False,
-    mosaic: float = 0.0,
-    batch_mixup: float = 0.0,
-    copy_blend: float = 0.0,
-) -> VariableSizes | None:
+def training_sizes(c: Any) -> VariableSizes | None:
     """The squares that training images become, batch by batch; None: every image as the transform alone decides.
 
+    The recipes ssd and yolov3, and mosaics, always have a size.
+
     Args:
-        recipe, image_size, scales: as `train_transform`; the recipes ssd and yolov3, and mosaics, always have a size.
-        multi_scale: sides in pixels, one drawn for every `multi_scale_every` micro-batches; empty: `image_size`.
-        multi_scale_pixels: a batch has so many images that its pixels are those of `batch_size_per_device` images of
-            `image_size` (CVNets); else the batch size is that of every side (YOLO).
-        mosaic, batch_mixup, copy_blend: probabilities that a sample, or a batch, is put together of others.
+        c: settings with the names of `toolkit.runs.settings.DataConfig`.
 
     Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
     """
     faults = []
-    if min([image_size, *multi_scale, multi_scale_every]) < 1:
-        faults.append(f"data.image_size is {image_size}, data.multi_scale {list(multi_scale)}, data.multi_scale_every "
-                      f"{multi_scale_every}: expected sides of at least one pixel and at least one batch")  # fmt: skip
-    faults += [
-        f"data.{name} makes all images of a batch one size, which data.scales does not: leave data.scales empty and "
-        f"set data.image_size, or {off}"
-        for name, given, off in (
-            ("multi_scale", multi_scale, "leave data.multi_scale empty"), ("mosaic", mosaic, "set data.mosaic to 0"),
-            ("batch_mixup", batch_mixup, "set data.batch_mixup to 0"),
-            ("copy_blend", copy_blend, "set data.copy_blend to 0"),
+    if min([c.image_size, *c.multi_scale, c.multi_scale_every]) < 1:
+        faults.append(
+            f"data.image_size is {c.image_size}, data.multi_scale {list(c.multi_scale)}, data.multi_scale_every "
+            f"{c.multi_scale_every}: expected sides of at least one pixel and at least one batch"
         )
-        if given and scales
-    ]  # fmt: skip
+    for name in ("multi_scale", "mosaic", "batch_mixup", "copy_blend"):
+        if c.scales and getattr(c, name):
+            off = "leave data.multi_scale empty" if name == "multi_scale" else f"set data.{name} to 0"
+            faults.append(
+                f"data.{name} makes all images of a batch one size, which data.scales does not: leave data.scales "
+                f"empty and set data.image_size, or {off}"
+            )
     if faults:
         raise BadInput(faults)
-    if recipe == "detr" and not multi_scale and not mosaic:
+    if c.recipe == "detr" and not c.multi_scale and not c.mosaic:
         return None
-    sides = tuple((side, side) for side in multi_scale or (image_size,))
-    base_hw = (image_size, image_size) if multi_scale and multi_scale_pixels else None
-    return VariableSizes(sides, multi_scale_every, base_hw)
+    sides = tuple((side, side) for side in c.multi_scale or (c.image_size,))
+    base_hw = (c.image_size, c.image_size) if c.multi_scale and c.multi_scale_pixels else None
+    return VariableSizes(sides, c.multi_scale_every, base_hw)
 
 
 def val_transform(image_size: int, scales: list[int], max_size: int) -> Transform:
@@ -159,152 +122,122 @@ def processor_size(image_size: int, scales: list[int], max_size: int) -> dict[st
     return {"height": image_size, "width": image_size}
 
 
-def training_loader(
-    table: DetectionTable,
-    transform: Transform,
-    *,
-    batch_size_per_device: int,
-    workers: int,
-    seed: int,
-    stride: int,
-    by_aspect_ratio: bool = False,
-    cache_images: bool = False,
-    shuffle: bool = True,
-    sizes: VariableSizes | None = None,
-    recipe: str = "detr",
-    mixup: bool = False,
-    mosaic: float = 0.0,
-    batch_mixup: float = 0.0,
-    copy_blend: float = 0.0,
-    plain: Transform | None = None,
-    plain_hw: tuple[int, int] | None = None,
-    repeat_factor: float = 0.0,
-    predicate_repeat_factor: float = 0.0,
-    mirrored: Mapping[str, str] | None = None,
-    pin: bool = False,
+def loader_of_settings(
+    table: DetectionTable, c: Any, *, seed: int, stride: int, augmented: bool = True, pin: bool = False
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
     """This rank's sampler and loader of the training data.
 
+    Where images are mixed, or differ in the last epochs, `loader.dataset.dataset` is a `MixedDataset`; tell its `plan`
+    of every epoch.
+
     Args:
-        sizes: as `training_sizes` says; the transform is then called with a size too.
-        recipe: yolov3: a `MixedDataset` also without mixup and mosaic, as its samples draw whether they are mosaics.
-        mixup, mosaic, batch_mixup, copy_blend, plain, plain_hw: as `MixedDataset`, which is then
-            `loader.dataset.dataset`; tell its `plan` of every epoch.
-        repeat_factor: threshold of `repeat_factors`; 0: every image once. predicate_repeat_factor: the same of
-            predicates; an image has the larger of both factors.
-        mirrored: as `mirrored_predicates`, for transforms that mirror. pin: as in `make_loader`.
+        c: settings with the names of `toolkit.runs.settings.DataConfig`.
+        augmented: False: images as in validation, each once in an epoch.
+        pin: as in `make_loader`.
 
-    Raises BadInput: a mosaic without `sizes`, or groups of aspect ratios with a number of images that follows the size.
+    Raises BadInput: settings of `data` that cannot be, or cannot go with another.
     """
-    if mosaic and sizes is None:
-        raise BadInput("data.mosaic needs images of one size: set data.image_size, leave data.scales empty")
-    rank, world_size = world()
-    groups, blocks = aspect_ratio_groups(table.sizes_hw()) if by_aspect_ratio else None, blocks_of(table)
-    if blocks is not None:
-        _check_streamed({"group_by_aspect_ratio": by_aspect_ratio, "mixup": mixup, "mosaic": mosaic,
-                         "multi_scale_pixels": sizes is not None and sizes.base_hw is not None})  # fmt: skip
-    sampler = EpochSampler(len(table), batch_size_per_device, rank, world_size, seed, groups, shuffle, sizes,
-                           _repeats(table, repeat_factor, predicate_repeat_factor), blocks)  # fmt: skip
-    mixes = mixup or mosaic or batch_mixup or copy_blend
-    if mixes or plain is not None or plain_hw is not None or recipe == "yolov3":
-        dataset = MixedDataset(table, transform, seed, cache_images, mixup=mixup, mosaic=mosaic, plain=plain,
-                               batch_mixup=batch_mixup, copy_blend=copy_blend, plain_hw=plain_hw,
-                               mirrored=mirrored)  # fmt: skip
+    if augmented:
+        transform, sizes = train_transform(c), training_sizes(c)
+        _check_last_epochs(c)
     else:
-        dataset = DetectionDataset(table, transform, seed, cache_images, mirrored)
-    return sampler, make_loader(dataset, sampler, workers, stride, pin=pin)
+        transform, sizes = val_transform(c.image_size, c.scales, c.max_size), None
+    blocks = blocks_of(table)
+    if blocks is not None:
+        _check_streamed(c, augmented)
+    groups = aspect_ratio_groups(table.sizes_hw()) if c.group_by_aspect_ratio else None
+    repeats = _repeats(table, c.repeat_factor, c.predicate_repeat_factor) if augmented else None
+    order = {"groups": groups, "sizes": sizes, "repeats": repeats, "blocks": blocks}
+    sampler = EpochSampler(len(table), c.batch_size_per_device, *world(), seed, **order)
+    if augmented:
+        dataset = _augmented(table, transform, c, seed)
+    else:
+        dataset = DetectionDataset(table, transform, seed, c.cache_images)
+    return sampler, make_loader(dataset, sampler, c.workers, stride, pin)
 
 
-def loader_of_settings(
-    table: DetectionTable, c: Any, *, seed: int, stride: int, pin: bool = False
-) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
-    """`training_loader` by settings with the names of `toolkit.runs.settings.DataConfig`; `pin` as in `make_loader`."""
-    sizes = {"recipe": c.recipe, "image_size": c.image_size, "scales": c.scales}
-    parts = ("max_size", "random_crop", "flip", "photometric", "zoom_out", "iou_crop", "augment")
-    options = {**sizes, **{name: getattr(c, name) for name in parts}}
-    transform = train_transform(**options)
+def _check_streamed(c: Any, augmented: bool) -> None:
+    everywhere = {"group_by_aspect_ratio": c.group_by_aspect_ratio}
+    if augmented:
+        pixels = c.multi_scale and c.multi_scale_pixels
+        everywhere |= {"mixup": c.mixup, "mosaic": c.mosaic, "multi_scale_pixels": pixels}
+    if chosen := [name for name, given in everywhere.items() if given]:
+        raise BadInput(
+            f"data.{name} takes images from anywhere in the data, which data.streaming reads by row groups; leave one "
+            "of the two out"
+            for name in chosen
+        )
+
+
+def _check_last_epochs(c: Any) -> None:
+    kept = [name for name in MIXING if getattr(c, name) and name not in c.plain_without]
+    if kept and c.plain_epochs:
+        raise BadInput(
+            f"data.plain_without: {', '.join(kept)} cannot go on in the plain epochs; name it, or set "
+            "data.plain_epochs to 0"
+        )
+    if c.multi_scale and c.multi_scale_pixels and "multi_scale" in c.plain_without:
+        raise BadInput(
+            "data.plain_without: multi_scale cannot end where the number of images follows the size: set "
+            "data.multi_scale_pixels to false"
+        )
+
+
+def _augmented(table: DetectionTable, transform: Transform, c: Any, seed: int) -> DetectionDataset:
     off = {"photometric": False, "zoom_out": 1.0, "iou_crop": False, "augment": None}
-    without = {name: off[name] for name in c.plain_without if name in off and options[name] != off[name]}
-    if kept := [
-        name
-        for name in ("mixup", "mosaic", "batch_mixup", "copy_blend")
-        if getattr(c, name) and c.plain_epochs and name not in c.plain_without
-    ]:
-        raise BadInput(f"data.plain_without: {', '.join(kept)} cannot go on in the plain epochs; name it, or set "
-                       "data.plain_epochs to 0")  # fmt: skip
+    without = {name: off[name] for name in c.plain_without if name in off and getattr(c, name) != off[name]}
     plain_hw = (c.image_size, c.image_size) if c.multi_scale and "multi_scale" in c.plain_without else None
-    if plain_hw and c.multi_scale_pixels:
-        raise BadInput("data.plain_without: multi_scale cannot end where the number of images follows the size: set "
-                       "data.multi_scale_pixels to false")  # fmt: skip
-    varied = training_sizes(**sizes, multi_scale=c.multi_scale, multi_scale_every=c.multi_scale_every, mosaic=c.mosaic,
-                            multi_scale_pixels=c.multi_scale_pixels, batch_mixup=c.batch_mixup,
-                            copy_blend=c.copy_blend)  # fmt: skip
-    return training_loader(
-        table, transform, batch_size_per_device=c.batch_size_per_device, workers=c.workers, seed=seed, stride=stride,
-        by_aspect_ratio=c.group_by_aspect_ratio, cache_images=c.cache_images, sizes=varied, recipe=c.recipe,
-        mixup=c.mixup, mosaic=c.mosaic, batch_mixup=c.batch_mixup, copy_blend=c.copy_blend,
-        plain=train_transform(**{**options, **without}) if without else None,
-        plain_hw=plain_hw, repeat_factor=c.repeat_factor, predicate_repeat_factor=c.predicate_repeat_factor,
-        mirrored=c.mirrored_predicates,
-    )  # fmt: skip
-
-
-def _check_streamed(chosen: Mapping[str, object]) -> None:
-    if given := [name for name, value in chosen.items() if value]:
-        raise BadInput([f"data.{name} takes images from anywhere in the data, which data.streaming reads by row "
-                        "groups; leave one of the two out" for name in given])  # fmt: skip
-
-
-def evaluation_loader_of_settings(
-    table: DetectionTable, c: Any, batch_size_per_device: int, stride: int, pin: bool = False
-) -> torch.utils.data.DataLoader:
-    """`validation_loader` by settings with the names of `toolkit.runs.settings.DataConfig`."""
-    transform = val_transform(c.image_size, c.scales, c.max_size)
-    return validation_loader(
-        table, transform, batch_size_per_device=batch_size_per_device, workers=c.workers, stride=stride, pin=pin
-    )
+    mixing = {name: getattr(c, name) for name in MIXING}
+    own = {"seed": seed, "cache_images": c.cache_images, "mirrored": c.mirrored_predicates}
+    # samples of the recipe yolov3 draw whether they are mosaics, also where none is
+    if not (any(mixing.values()) or without or plain_hw or c.recipe == "yolov3"):
+        return DetectionDataset(table, transform, **own)
+    plain = train_transform(replace(c, **without)) if without else None
+    return MixedDataset(table, transform, **own, **mixing, plain=plain, plain_hw=plain_hw)
 
 
 def _repeats(table: DetectionTable, of_classes: float, of_predicates: float) -> np.ndarray | None:
-    factors, rows = [], [table.row(index) for index in range(len(table))] if of_classes or of_predicates else []
+    factors = []
     if of_classes:
-        labels = [row["objects"]["category"][row["objects"]["iscrowd"] == 0] for row in rows]
+        boxes = table.boxes()
+        plain = boxes[~boxes.iscrowd]
+        labels = np.split(plain.labels, plain.offsets[1:-1])
         factors.append(repeat_factors(labels, len(table.categories), of_classes))
     if of_predicates:
         if not table.predicates:
             raise BadInput(f"data.predicate_repeat_factor: {table.name} has no relations; leave it out")
-        predicates = [row["relations"]["predicate"] for row in rows]
+        relations = table.labelled().relations
+        predicates = np.split(relations.predicate, relations.offsets[1:-1])
         factors.append(repeat_factors(predicates, len(table.predicates), of_predicates, "predicate_repeat_factor"))
     return np.max(factors, axis=0) if factors else None
 
 
 def validation_loader(
-    table: DetectionTable, transform: Transform, *, batch_size_per_device: int, workers: int, stride: int,
-    pin: bool = False,
+    table: DetectionTable, transform: Transform, *, batch_size: int, workers: int, stride: int, pin: bool = False
 ) -> torch.utils.data.DataLoader:
     """This rank's loader of the validation data; `pin` as in `make_loader`."""
-    sampler = EvalSampler(len(table), batch_size_per_device, *world())
+    sampler = EvalSampler(len(table), batch_size, *world())
     return make_loader(DetectionDataset(table, transform), sampler, workers, stride, pin=pin)
 
 
-def _check_transform(recipe: str, scales: Sequence[int], random_crop: bool, zoom_out: float) -> None:
+def _check_transform(c: Any) -> None:
     faults = []
-    if recipe not in RECIPES:
-        faults.append(f"data.recipe is {recipe!r}; expected one of {', '.join(RECIPES)}")
-    elif scales and recipe != "detr":
+    if c.recipe not in RECIPES:
+        faults.append(f"data.recipe is {c.recipe!r}; expected one of {', '.join(RECIPES)}")
+    elif c.scales and c.recipe != "detr":
         faults.append(
-            f"data.recipe {recipe} makes squares, which data.scales are not: set data.recipe to detr, whose colours, "
+            f"data.recipe {c.recipe} makes squares, which data.scales are not: set data.recipe to detr, whose colours, "
             "zoom_out and iou_crop are those of ssd, or leave data.scales empty and set data.image_size"
         )
-    if scales and min(scales) < 1:
-        faults.append(f"data.scales is {list(scales)}; expected lengths of at least one pixel")
-    if random_crop and not scales:
+    if c.scales and min(c.scales) < 1:
+        faults.append(f"data.scales is {list(c.scales)}; expected lengths of at least one pixel")
+    if c.random_crop and not c.scales:
         faults.append(
             "data.random_crop is DETR's crop between two resizes of the shorter side: give data.scales, or use "
             "data.iou_crop, which also makes squares"
         )
-    if not 1 <= zoom_out < float("inf"):
-        faults.append(f"data.zoom_out is {zoom_out}; expected the largest canvas in sides of the image, 1 for none")
+    if not 1 <= c.zoom_out < float("inf"):
+        faults.append(f"data.zoom_out is {c.zoom_out}; expected the largest canvas in sides of the image, 1 for none")
     if faults:
         raise BadInput(faults)
 

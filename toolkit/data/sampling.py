@@ -4,6 +4,7 @@ The global order of an epoch does not know about ranks. One *global micro-batch*
 samples of it; rank r takes the r-th contiguous slice. So 1 x 16, 2 x 8 and 4 x 4 see the same samples at the same step.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -42,8 +43,9 @@ def repeat_factors(
     Raises BadInput: the threshold is no share.
     """
     if not 0 <= threshold <= 1:
-        raise BadInput(f"data.{setting} is {threshold}; expected the share of images from which a class is rare, 0 "
-                       "to 1")  # fmt: skip
+        raise BadInput(
+            f"data.{setting} is {threshold}; expected the share of images from which a class is rare, 0 to 1"
+        )
     images = np.zeros(num_classes)
     for of_image in labels:
         images[np.unique(of_image)] += 1
@@ -52,13 +54,9 @@ def repeat_factors(
     return np.array([factors[of_image].max(initial=1.0) for of_image in labels])
 
 
-def aspect_ratio_groups(sizes_hw: np.ndarray, boundaries: Sequence[float] = (1.0,)) -> np.ndarray:
-    """Group id (N,) int64 of each image (N, 2): how many of the boundaries its width / height reaches.
-
-    (1.0,) makes two groups, portrait and landscape (with squares), as torchvision's references do.
-    """
-    sizes_hw = np.asarray(sizes_hw, dtype=np.float64).reshape(-1, 2)
-    return np.searchsorted(np.sort(np.asarray(boundaries, dtype=np.float64)), sizes_hw[:, 1] / sizes_hw[:, 0], "right")
+def aspect_ratio_groups(sizes_hw: np.ndarray) -> np.ndarray:
+    """Group (N,) int64 of each image (N, 2): 0 portrait, 1 landscape and squares, as torchvision's references do."""
+    return (sizes_hw[:, 1] >= sizes_hw[:, 0]).astype(np.int64)
 
 
 def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -68,18 +66,18 @@ def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, start + share + (rank < extra)
 
 
-def batch_sizes(count: int, global_batch: int, world_size: int) -> list[int]:
-    """Sizes of the global micro-batches that `count` samples make: full ones, then what is left over.
+def batch_ends(count: int, full_sizes: int | np.ndarray, world_size: int) -> np.ndarray:
+    """(B,) int64: where each of the global micro-batches ends that `count` samples make: full ones, then the rest.
 
-    Left-overs too few to give every rank one join the batch before. Fewer samples than ranks make no batch at all.
+    full_sizes: of every batch, or of one after the other. Left-overs too few to give every rank one join the batch
+    before. Fewer samples than ranks make no batch at all.
     """
-    full, left_over = divmod(count, global_batch)
-    sizes = [global_batch] * full
-    if left_over >= world_size:
-        sizes.append(left_over)
-    elif left_over and sizes:
-        sizes[-1] += left_over
-    return sizes
+    ends = np.cumsum(np.full(count // full_sizes, full_sizes) if isinstance(full_sizes, int) else full_sizes)
+    ends = ends[ends <= count]
+    if count - ends.max(initial=0) >= world_size:
+        return np.append(ends, count)
+    ends[-1:] = count
+    return ends
 
 
 def group_order(order: np.ndarray, groups: np.ndarray, global_batch: int) -> np.ndarray:
@@ -108,13 +106,14 @@ def block_order(blocks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def rank_runs(order: np.ndarray, batch_size: int, world_size: int) -> np.ndarray:
     """`order` rearranged so that each rank walks through one contiguous part of it.
 
-    Global micro-batches are cut out of the result as `batch_sizes` says, and each is shared by `split_evenly`.
+    Global micro-batches are cut out of the result as `batch_ends` says, and each is shared by `split_evenly`.
     """
-    sizes = batch_sizes(len(order), world_size * batch_size, world_size)
-    if world_size == 1 or not sizes:
+    ends = batch_ends(len(order), world_size * batch_size, world_size)
+    if world_size == 1 or not len(ends):
         return order
-    bounds = [split_evenly(sizes[-1], rank, world_size) for rank in range(world_size)]  # of the last, uneven one
-    whole = (len(sizes) - 1) * batch_size
+    whole = (len(ends) - 1) * batch_size
+    last = int(ends[-1]) - whole * world_size  # samples of the uneven batch
+    bounds = [split_evenly(last, rank, world_size) for rank in range(world_size)]
     starts = np.cumsum([0, *(whole + stop - start for start, stop in bounds)])
     runs = [order[first:last] for first, last in zip(starts[:-1], starts[1:], strict=True)]
     full = np.stack([run[:whole].reshape(-1, batch_size) for run in runs], axis=1)
@@ -168,14 +167,14 @@ class EpochSampler:
             num_samples = int(round(float(np.sum(repeats))))
         self.repeats, self.blocks = repeats, blocks
         _check_sizes(num_samples, batch_size_per_device, world_size)
-        if groups is not None and sizes is not None and sizes.base_hw is not None:
+        self.seed, self.groups, self.shuffle, self.sizes = seed, groups, shuffle, sizes
+        if groups is not None and self._count_varies:
             raise BadInput(
                 "batches of like aspect ratio cannot have a number of images that follows their size: set "
                 "data.group_by_aspect_ratio or data.multi_scale_pixels to false"
             )
         self.num_samples, self.batch_size = num_samples, batch_size_per_device
         self.rank, self.world_size = rank, world_size
-        self.seed, self.groups, self.shuffle, self.sizes = seed, groups, shuffle, sizes
         self.epoch = 0
         self._start(offset=0, layout=[])
 
@@ -214,12 +213,20 @@ class EpochSampler:
 
         Where the number of images follows their size, an epoch has as many micro-batches as its sizes make of it.
         """
-        if self.sizes is not None and self.sizes.base_hw is not None:
-            drawn = iter(self.sizes.draw(self.seed, epoch, self.num_samples + 1))
-            count = len(self.sizes.batch_sizes(drawn, self.num_samples, self.batch_size, self.world_size))
-        else:
-            count = len(batch_sizes(self.num_samples, self.world_size * self.batch_size, self.world_size))
+        drawn = self.sizes.draw(self.seed, epoch, self.num_samples + 1) if self._count_varies else None
+        count = len(self._batch_ends(self.num_samples, drawn, self.world_size, self.batch_size))
         return -(-count // accumulation_at(epoch, accumulation_steps, accumulate_after_epoch))
+
+    @property
+    def _count_varies(self) -> bool:
+        return self.sizes is not None and self.sizes.base_hw is not None
+
+    def _batch_ends(self, count: int, drawn: list | None, world_size: int, batch_size: int) -> np.ndarray:
+        """`batch_ends` of batches whose images have the sizes `drawn`."""
+        if not self._count_varies:
+            return batch_ends(count, world_size * batch_size, world_size)
+        images = [self.sizes.batch_size(size_hw, batch_size) for size_hw in drawn]
+        return batch_ends(count, world_size * np.array(images), world_size)
 
     def steps_in(self, epochs: int, accumulation_steps: int = 1, accumulate_after_epoch: int = 0) -> int:
         """Optimizer steps of so many epochs from the first one on; see `steps_of_epoch`."""
@@ -227,28 +234,20 @@ class EpochSampler:
 
     def cut_as(self, world_size: int, batch_size: int) -> "EpochSampler":
         """The same data at the start of the first epoch, for other ranks and batches."""
-        options = {"seed": self.seed, "groups": self.groups, "shuffle": self.shuffle, "sizes": self.sizes,
-                   "repeats": self.repeats, "blocks": self.blocks}  # fmt: skip
-        images = self.num_samples if self.repeats is None else len(self.repeats)
-        return EpochSampler(images, batch_size, 0, world_size, **options)
+        other = copy.copy(self)
+        other.world_size, other.batch_size, other.epoch = world_size, batch_size, 0
+        other._start(offset=0, layout=[])
+        return other
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        # Bound here, not lazily: what runs ahead must not notice `advance` or `set_epoch`.
-        order, ends, epoch, drawn, shown = self._order, self._ends, self.epoch, self._drawn, self._shown
-        return (self._keys(order, ends, epoch, drawn, shown, i) for i in range(self.next_batch, len(ends)))
+        now = copy.copy(self)  # what runs ahead must not notice `advance` or `set_epoch`
+        return (now._keys(i) for i in range(now.next_batch, len(now)))
 
     def state_dict(self) -> dict[str, object]:
         """JSON-able: seed, epoch, offset, world_size, batch_size, num_samples; `layout` and `sizes`: how it is cut."""
-        return {
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "offset": self.offset,
-            "world_size": self.world_size,
-            "batch_size": self.batch_size,
-            "num_samples": self.num_samples,
-            "layout": [list(segment) for segment in self._layout],
-            "sizes": repr(self.sizes),
-        }
+        names = ("seed", "epoch", "offset", "world_size", "batch_size", "num_samples")
+        layout = [list(segment) for segment in self._layout]
+        return {name: getattr(self, name) for name in names} | {"layout": layout, "sizes": repr(self.sizes)}
 
     def load_state_dict(self, state: dict[str, object]) -> list[str]:
         """Take up a saved state; returns in words what can no longer be identical to the run that saved it.
@@ -257,7 +256,7 @@ class EpochSampler:
         (with groups: regrouped), cut into the new batches. Raises BadInput when the state is of another dataset.
         """
         saved_samples = state["num_samples"]
-        if saved_samples != self.num_samples or not 0 <= state["offset"] <= self.num_samples:
+        if saved_samples != self.num_samples or not 0 <= state["offset"] <= saved_samples:
             raise BadInput(
                 f"the checkpoint stopped at sample {state['offset']} of {saved_samples}, but the training data now has "
                 f"{self.num_samples} samples: resume with the same data, or start a new run"
@@ -265,9 +264,9 @@ class EpochSampler:
         notes = []
         if state["seed"] != self.seed:
             notes.append(f"data order continues with the checkpoint's seed {state['seed']}, not {self.seed}")
-        self.seed, self.epoch = state["seed"], state["epoch"]
         if state["sizes"] != repr(self.sizes):
             notes.append(f"image sizes now follow {self.sizes}, in the checkpoint {state['sizes']}")
+        self.seed, self.epoch = state["seed"], state["epoch"]
         before, now = (state["world_size"], state["batch_size"]), (self.world_size, self.batch_size)
         layout = [tuple(segment) for segment in state["layout"]]
         self._start(state["offset"], layout)
@@ -296,27 +295,23 @@ class EpochSampler:
         """Lay the current epoch out in segments, each (first sample, world_size, batch_size)."""
         self.offset = offset
         self._layout = layout or [(0, self.world_size, self.batch_size)]
-        self._shown = None if self.repeats is None else _repeated(self.repeats, self.num_samples, self.seed, self.epoch)
-        groups = self.groups if self._shown is None or self.groups is None else self.groups[self._shown[0]]
-        order, place = self._first_order(), None
-        if self.blocks is not None:
-            place = np.argsort(order)
+        self._images, self._turns = np.arange(self.num_samples), np.zeros(self.num_samples, np.int64)
+        if self.repeats is not None:
+            self._images, self._turns = _repeated(self.repeats, self.num_samples, self.seed, self.epoch)
+        groups = None if self.groups is None else self.groups[self._images]
+        order = self._first_order()
+        place = None if self.blocks is None else np.argsort(order)
         ends: list[int] = []
         drawn = self.sizes.draw(self.seed, self.epoch, self.num_samples + 1) if self.sizes else None
         for start, world_size, batch_size in self._layout:
-            global_batch = world_size * batch_size
             if groups is not None:
-                order = np.concatenate([order[:start], group_order(order[start:], groups, global_batch)])
+                order = np.concatenate([order[:start], group_order(order[start:], groups, world_size * batch_size)])
             if place is not None:  # what is left, in the first order again, is shared among these ranks
                 left = order[start:][np.argsort(place[order[start:]])]
                 order = np.concatenate([order[:start], rank_runs(left, batch_size, world_size)])
             ends = [end for end in ends if end < start] + [start] * (start > 0)
-            sizes = (
-                batch_sizes(self.num_samples - start, global_batch, world_size)
-                if self.sizes is None
-                else self.sizes.batch_sizes(iter(drawn[len(ends) :]), self.num_samples - start, batch_size, world_size)
-            )
-            ends += (start + np.cumsum(sizes)).tolist()
+            left_sizes = drawn and drawn[len(ends) :]
+            ends += (start + self._batch_ends(self.num_samples - start, left_sizes, world_size, batch_size)).tolist()
         self._order, self._ends, self._drawn = order, np.array(ends, dtype=np.int64), drawn
 
     def _first_order(self) -> np.ndarray:
@@ -326,23 +321,16 @@ class EpochSampler:
         rng = np.random.default_rng((self.seed, self.epoch))
         if self.blocks is None:
             return rng.permutation(self.num_samples)
-        return block_order(self.blocks if self._shown is None else self.blocks[self._shown[0]], rng)
+        return block_order(self.blocks[self._images], rng)
 
-    def _keys(
-        self,
-        order: np.ndarray,
-        ends: np.ndarray,
-        epoch: int,
-        drawn: list[tuple[int, int]] | None,
-        shown: tuple[np.ndarray, np.ndarray] | None,
-        i: int,
-    ) -> list[SampleKey]:
-        first, size_hw = int(ends[i - 1]) if i else 0, drawn[i] if drawn else None
-        start, stop = split_evenly(int(ends[i]) - first, self.rank, self.world_size)
-        mine = order[first + start : first + stop]
-        if shown is None:
-            return [SampleKey(epoch, int(index), size_hw) for index in mine]
-        return [SampleKey(epoch, int(shown[0][n]), size_hw, int(shown[1][n])) for n in mine]
+    def _keys(self, i: int) -> list[SampleKey]:
+        """This rank's part of the epoch's i-th global micro-batch."""
+        count, size_hw = self.samples_in_batch(i), self._drawn[i] if self._drawn else None
+        first = int(self._ends[i]) - count
+        start, stop = split_evenly(count, self.rank, self.world_size)
+        mine = self._order[first + start : first + stop]
+        images, turns = self._images[mine].tolist(), self._turns[mine].tolist()
+        return [SampleKey(self.epoch, image, size_hw, turn) for image, turn in zip(images, turns, strict=True)]
 
 
 def _repeated(repeats: np.ndarray, count: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -366,8 +354,8 @@ class EvalSampler:
 
     def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1):
         if num_samples < 1 or batch_size < 1:
-            raise BadInput(f"evaluation needs at least one image and one image per batch, got {num_samples} images "
-                           f"in batches of {batch_size}")  # fmt: skip
+            got = f"got {num_samples} images in batches of {batch_size}"
+            raise BadInput(f"evaluation needs at least one image and one image per batch, {got}")
         self.num_samples, self.batch_size, self.rank, self.world_size = num_samples, batch_size, rank, world_size
 
     def __len__(self) -> int:
@@ -387,9 +375,8 @@ def _check_sizes(num_samples: int, batch_size: int, world_size: int) -> None:
     if batch_size < 1:
         raise BadInput(f"data.batch_size_per_device is {batch_size}, it must be at least 1")
     if num_samples < world_size * batch_size:
-        remedy = "fewer processes"
-        if num_samples >= world_size:
-            remedy = f"data.batch_size_per_device of at most {num_samples // world_size}"
+        most = num_samples // world_size
+        remedy = f"data.batch_size_per_device of at most {most}" if most else "fewer processes"
         raise BadInput(
             f"one batch is {world_size} process(es) x {batch_size} images = {world_size * batch_size}, but the "
             f"training data has only {num_samples}: use {remedy}"

@@ -8,10 +8,12 @@ beside the usual keys.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from colorsys import hsv_to_rgb
 from pathlib import Path
 
@@ -47,9 +49,7 @@ def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tupl
     rng = np.random.default_rng([seed, SPLITS.index(split), index])
     canvas = _background(rng, image_size)
     owner = np.full((image_size, image_size), -1, np.int8)  # which object shows at each pixel
-    full_areas: list[int] = []
-    kinds: list[dict[str, int]] = []
-    circles: list[tuple[float, float, float]] = []  # centre x, centre y, radius of each shape
+    full_areas, kinds, circles = [], [], []  # of each shape; of a circle the centre x and y, and the radius
     for _ in range(int(rng.integers(1, MAX_OBJECTS + 1))):
         for _ in range(PLACEMENTS):
             category = int(rng.integers(len(CLASSES)))
@@ -74,8 +74,10 @@ def make_shapes(
     """Writes the data set to `out`. Raises BadInput when `out` holds something already or a number makes no sense."""
     out = Path(out).expanduser()
     if train_images < 1 or val_images < 1 or image_size < 32 or seed < 0:
-        raise BadInput(f"{train_images} + {val_images} images of {image_size} px, seed {seed}: expected at least one "
-                       "image of each split, 32 px, and a seed from 0")
+        raise BadInput(
+            f"{train_images} + {val_images} images of {image_size} px, seed {seed}: expected at least one image of "
+            "each split, 32 px, and a seed from 0"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(f"{out}: not an empty folder; give a new one")
     (out / "annotations").mkdir(parents=True)
@@ -99,8 +101,8 @@ def ensure_shapes(
         root.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=root, prefix="shapes-"))
     except OSError as error:
-        raise BadInput(f"{root}: cannot be written ({error.strerror}); set DETECTION_TOOLKIT_CACHE to a folder that "
-                       "can") from error
+        fault = f"{root}: cannot be written ({error.strerror}); set DETECTION_TOOLKIT_CACHE to a folder that can"
+        raise BadInput(fault) from error
     try:
         made = temporary / "made"
         make_shapes(made, train_images, val_images, image_size, seed)
@@ -122,22 +124,26 @@ def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) 
         Image.fromarray(pixels).save(out / split / name, quality=92)
         images.append({"id": image_id, "file_name": name, "width": image_size, "height": image_size})
         for row, item in enumerate(objects):
-            annotations.append({"id": first + row, "image_id": image_id, "category_id": item["category"] + 1,
-                                "bbox": item["bbox"], "area": item["area"], "iscrowd": 0,
-                                "attribute_ids": [item["texture"] + 1]})
+            entry = {"id": first + row, "image_id": image_id, "category_id": item["category"] + 1}
+            entry |= {"bbox": item["bbox"], "area": item["area"], "iscrowd": 0, "attribute_ids": [item["texture"] + 1]}
+            annotations.append(entry)
         for subject, object_, predicate in triples:
-            relations.append({"id": len(relations) + 1, "image_id": image_id, "subject_id": first + subject,
-                              "object_id": first + object_, "predicate_id": predicate + 1})
+            entry = {"id": len(relations) + 1, "image_id": image_id, "subject_id": first + subject}
+            relations.append(entry | {"object_id": first + object_, "predicate_id": predicate + 1})
     document = {
         "info": {"description": f"textured shapes v{VERSION}, {split}, seed {seed}"},
         "images": images,
         "annotations": annotations,
-        "categories": [{"id": row + 1, "name": name} for row, name in enumerate(CLASSES)],
-        "rel_categories": [{"id": row + 1, "name": name} for row, name in enumerate(PREDICATES)],
+        "categories": _numbered(CLASSES),
+        "rel_categories": _numbered(PREDICATES),
         "rel_annotations": relations,
-        "attribute_categories": [{"id": row + 1, "name": name} for row, name in enumerate(ATTRIBUTES)],
+        "attribute_categories": _numbered(ATTRIBUTES),
     }
     (out / "annotations" / f"{split}.json").write_text(json.dumps(document))
+
+
+def _numbered(names: Sequence[str]) -> list[dict]:
+    return [{"id": row + 1, "name": name} for row, name in enumerate(names)]
 
 
 def _background(rng: np.random.Generator, size: int) -> np.ndarray:
@@ -247,10 +253,7 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, l
 def _visible(mask: np.ndarray) -> dict:
     columns, rows = np.flatnonzero(mask.any(axis=0)), np.flatnonzero(mask.any(axis=1))
     x, y = int(columns[0]), int(rows[0])
-    return {
-        "bbox": [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y],
-        "area": int(mask.sum()),
-    }
+    return {"bbox": [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y], "area": int(mask.sum())}
 
 
 def _relations(objects: list[dict]) -> list[tuple[int, int, int]]:
@@ -259,27 +262,23 @@ def _relations(objects: list[dict]) -> list[tuple[int, int, int]]:
     low, high = boxes[:, :2], boxes[:, :2] + boxes[:, 2:]
     centre = (low + high) / 2
     triples = []
-    for s in range(len(objects)):
-        for o in range(len(objects)):
-            if s == o:
-                continue
-            predicate = None
-            if (low[s] >= low[o]).all() and (high[s] <= high[o]).all():
-                predicate = "inside"
-            elif (low[o] >= low[s]).all() and (high[o] <= high[s]).all():
-                predicate = "contains"
-            elif (np.minimum(high[s], high[o]) > np.maximum(low[s], low[o])).all():
-                predicate = "overlaps"
-            else:
-                dx, dy = centre[s] - centre[o]
-                if abs(dx) > 2 * abs(dy):
-                    predicate = "left of" if dx < 0 else "right of"
-                elif abs(dy) > 2 * abs(dx):
-                    predicate = "above" if dy < 0 else "below"
-            if predicate:
-                triples.append((s, o, PREDICATES.index(predicate)))
-            if objects[s]["area"] > 3 * objects[o]["area"]:
-                triples.append((s, o, PREDICATES.index("larger than")))
+    for s, o in itertools.permutations(range(len(objects)), 2):
+        dx, dy = centre[s] - centre[o]
+        predicate = None
+        if (low[s] >= low[o]).all() and (high[s] <= high[o]).all():
+            predicate = "inside"
+        elif (low[o] >= low[s]).all() and (high[o] <= high[s]).all():
+            predicate = "contains"
+        elif (np.minimum(high[s], high[o]) > np.maximum(low[s], low[o])).all():
+            predicate = "overlaps"
+        elif abs(dx) > 2 * abs(dy):
+            predicate = "left of" if dx < 0 else "right of"
+        elif abs(dy) > 2 * abs(dx):
+            predicate = "above" if dy < 0 else "below"
+        if predicate:
+            triples.append((s, o, PREDICATES.index(predicate)))
+        if objects[s]["area"] > 3 * objects[o]["area"]:
+            triples.append((s, o, PREDICATES.index("larger than")))
     return triples
 
 
@@ -292,7 +291,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--image-size", type=int, default=128, help="pixels, both sides")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    make_shapes(options.out, options.train_images, options.val_images, options.image_size, options.seed)
+    make_shapes(**vars(options))
     print(f"{options.out}: {options.train_images} training and {options.val_images} validation images")
 
 

@@ -17,8 +17,7 @@ from toolkit.errors import BadInput, all_faults
 
 Say = Callable[[str], None]
 # Settings of the group `data` that are options of `open_dataset` under the same names.
-READING = ("path", "image_dir", "format", "name", "on_error", "max_image_pixels", "streaming",
-           "keep_images_without_relations")  # fmt: skip
+READING = "path image_dir format name on_error max_image_pixels streaming keep_images_without_relations".split()
 
 
 def open_split(
@@ -32,10 +31,11 @@ def open_split(
         listing: file that the main process writes what was left out or repaired to, one problem a line.
         reading: options of `open_dataset`.
     """
-    if share_of(source):
-        return _opened(lambda: hold_out(open_dataset(part_of, **reading), share_of(source), **_cache(reading))[1],
-                       f"{share_of(source)} of {part_of}", say, None)  # fmt: skip
-    return _opened(lambda: open_dataset(source, **reading), source, say, listing)
+    share, cache_dir = share_of(source), reading.get("cache_dir")
+    opening = partial(open_dataset, part_of if share else source, **reading)
+    if share:
+        return _opened(lambda: hold_out(opening(), share, cache_dir)[1], f"{share} of {part_of}", say, None)
+    return _opened(opening, source, say, listing)
 
 
 def check_splits(
@@ -59,21 +59,14 @@ def check_splits(
 
 
 def open_splits(
-    train: str,
-    val: str | float,
-    folder: Path,
-    *,
-    say: Say,
-    max_train_images: int | None = None,
-    overfit_images: int = 0,
-    **reading,
+    train: str, val: str | float, folder: Path, *, say: Say, max_train_images=None, overfit_images: int = 0, **reading
 ) -> tuple[DetectionTable, DetectionTable]:
     """Training and validation data with the same classes; what was wrong with them is listed in `folder`.
 
     Args:
         val: as `train`, or a share between 0 and 1 of the training data, which is held out of it (`hold_out`).
         say: as `open_split`.
-        max_train_images: use the first so many images of the training data.
+        max_train_images: use the first so many images of the training data; None: all.
         overfit_images: train on the first so many, and evaluate on them; 0: all, and `val`.
         reading: options of `open_dataset`.
 
@@ -85,11 +78,10 @@ def open_splits(
     listings = [folder / f"data_problems_{name}.txt" for name in ("train", "val")]
     opening = partial(open_split, train, say=say, listing=listings[0], **reading)
     if share := share_of(val):
-        table = opening()
-        first_on_each_machine(lambda: hold_out(table, share, **_cache(reading)))
-        pair = hold_out(table, share, **_cache(reading))
-        say(share_that_came_out(len(pair[1]), len(table), share))
-        table, val_table = pair
+        whole = opening()
+        first_on_each_machine(lambda: hold_out(whole, share, reading.get("cache_dir")))
+        table, val_table = hold_out(whole, share, reading.get("cache_dir"))
+        say(share_that_came_out(len(val_table), len(whole), share))
     else:
         table, val_table = all_faults(opening, partial(open_split, val, say=say, listing=listings[1], **reading))
     check_same_classes(table, val_table)
@@ -107,8 +99,10 @@ def share_of(source: str | float) -> float | None:
     except ValueError:
         return None
     if not 0 < share < 1:
-        raise BadInput(f"data.val is {source}; expected a split, a file, or a share of the training data between 0 and "
-                       "1 (0.2 or 20%)")  # fmt: skip
+        raise BadInput(
+            f"data.val is {source}; expected a split, a file, or a share of the training data between 0 and 1 (0.2 or "
+            "20%)"
+        )
     return share
 
 
@@ -117,8 +111,8 @@ def share_that_came_out(held: int, images: int, share: float) -> str:
     text = f"validation: {held} of these {images} images ({held / images:.0%}, asked for: {share:.0%}), held out by "
     text += f"their content; training: {images - held}"
     if not 2 / 3 < held / (images * share) < 1.5 and abs(held - images * share) >= 2:
-        text += ("\nwarning: this is far from the share that was asked for, because images that look alike are held "
-                 "out together, or there are few; try another data.val, or give a split of its own")  # fmt: skip
+        text += "\nwarning: this is far from the share that was asked for, because images that look alike are held out "
+        text += "together, or there are few; try another data.val, or give a split of its own"
     return text
 
 
@@ -126,18 +120,15 @@ def hold_out(
     table: DetectionTable, share: float, cache_dir: str | Path | None = None
 ) -> tuple[DetectionTable, DetectionTable]:
     """(rest, about `share` of a table), cached. Near duplicates stay together; see `toolkit.data.near_duplicates`."""
-    kept = []
-    files = [cache_root(cache_dir) / "tables" / f"{table.fingerprint}-{share:g}-{part}-{VERSION}.json"
-             for part in ("rest", "held")]  # fmt: skip
-    for file in files:
-        found = open_table(file)
-        if found and found[0].image_root == table.image_root:
-            kept.append(dataclasses.replace(found[0], name=table.name))
-    if len(kept) == 2:
-        return kept[0], kept[1]
-    held = held_out(looks_of(table, cache_dir), share)
-    rest, part = (write_selection(table, np.flatnonzero(rows), file, table.name)
-                  for rows, file in zip((~held, held), files, strict=True))  # fmt: skip
+    name = f"{table.fingerprint}-{share:g}-{{}}-{VERSION}.json"
+    files = [cache_root(cache_dir) / "tables" / name.format(part) for part in ("rest", "held")]
+    cached = [open_table(file) for file in files]
+    if all(found and found[0].image_root == table.image_root for found in cached):
+        rest, part = (dataclasses.replace(found, name=table.name) for found, _ in cached)
+    else:
+        held = held_out(looks_of(table, cache_dir), share)
+        rest = write_selection(table, np.flatnonzero(~held), files[0], table.name)
+        part = write_selection(table, np.flatnonzero(held), files[1], table.name)
     return rest, part
 
 
@@ -145,13 +136,13 @@ def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listin
     first_on_each_machine(opening)
     table = opening()
     run_on_main(lambda: _write_problems(table, listing))
-    boxes = table.num_boxes()
-    say(f"{source}: {len(table)} images ({(boxes == 0).sum()} without objects), {boxes.sum()} boxes, "
-        f"{len(table.categories)} classes")  # fmt: skip
+    boxes, classes = table.num_boxes(), len(table.categories)
+    without = (boxes == 0).sum()
+    say(f"{source}: {len(table)} images ({without} without objects), {boxes.sum()} boxes, {classes} classes")
     if table.problems and listing is not None:
         errors = sum(problem.severity == "error" for problem in table.problems)
-        say(f"{source}: {errors} records left out, {len(table.problems) - errors} repaired or noted; see "
-            f"{listing.name} in the run folder")  # fmt: skip
+        others = f"{len(table.problems) - errors} repaired or noted"
+        say(f"{source}: {errors} records left out, {others}; see {listing.name} in the run folder")
     return table
 
 
@@ -159,13 +150,9 @@ def _folder_format(format: str) -> str:
     return "auto" if format == "shapes" else format
 
 
-def _cache(reading: dict) -> dict:
-    return {key: reading[key] for key in ("cache_dir",) if key in reading}
-
-
 def check_same_classes(train: DetectionTable, other: DetectionTable, name: str = "validation data") -> None:
     """Raises BadInput when training and other data do not have the same classes in the same order."""
-    ours, theirs = [c.name for c in train.categories], [c.name for c in other.categories]
+    ours, theirs = train.class_names, other.class_names
     if ours != theirs:
         raise BadInput(
             f"training data has {len(ours)} classes {ours}, {name} {len(theirs)} {theirs}: give both files "

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from toolkit.boxes import Boxes, Relations, offsets_of
 from toolkit.data.annotations import ImageRow
@@ -52,13 +51,9 @@ class Problem:
 
     def __str__(self) -> str:
         """One line, whatever names and values of the data are in it."""
-        ids = []
-        if self.image_id is not None:
-            ids.append(f"image {shown(self.image_id)}")
-        if self.annotation_id is not None:
-            ids.append(f"annotation {shown(self.annotation_id)}")
-        file = shown(self.file, 300)
-        where = f"{file} ({', '.join(ids)})" if ids else file
+        given = {"image": self.image_id, "annotation": self.annotation_id}
+        ids = ", ".join(f"{name} {shown(id_)}" for name, id_ in given.items() if id_ is not None)
+        where = shown(self.file, 300) + (f" ({ids})" if ids else "")
         return f"{self.severity}: {where}: {shown(self.message, 1000)}"
 
 
@@ -141,15 +136,11 @@ class DetectionTable:
 
     def file_name(self, index: int) -> str:
         """Of one image, without reading all of its row. Where images lie in a table, its place there."""
-        return self._value("file_name", index)
+        return self.rows["file_name"][int(index)].as_py()
 
     def image_name(self, index: int) -> str:
         """One image for people: "street/0001.jpg (id 17)"."""
-        return f"{self.file_name(index)} (id {self._value('image_id', index)})"
-
-    def _value(self, column: str, index: int):
-        position = bisect_right(self._starts, index) - 1
-        return self._batches[position].batch[column][int(index) - self._starts[position]].as_py()
+        return f"{self.file_name(index)} (id {self.rows['image_id'][int(index)].as_py()})"
 
     def image_source(self, row: Mapping) -> Path | Stored | bytes:
         """What `decode_image` takes for a row: the encoded bytes, or where the image file is."""
@@ -157,20 +148,19 @@ class DetectionTable:
 
     def image_ids(self) -> np.ndarray:
         """(len,) int64, or object (str) when the ids are strings."""
-        return np.concatenate([batch.image_ids() for batch in self._batches] or [np.zeros(0, np.int64)])
+        return np.concatenate([batch.image_ids() for batch in self._batches])
 
     def sizes_hw(self) -> np.ndarray:
         """(len, 2) int64: height and width in pixels."""
-        return np.concatenate([batch.sizes_hw for batch in self._batches] or [np.zeros((0, 2), np.int64)])
+        return np.concatenate([batch.sizes_hw for batch in self._batches])
 
     def num_boxes(self) -> np.ndarray:
         """(len,) int64: objects per image, crowd regions included."""
-        counts = [np.diff(batch.objects["id"][0]).astype(np.int64) for batch in self._batches]
-        return np.concatenate(counts or [np.zeros(0, np.int64)])
+        return np.concatenate([np.diff(batch.objects["id"][0]) for batch in self._batches]).astype(np.int64)
 
     def boxes(self) -> Boxes:
         """All annotated boxes, straight from Arrow: no Python object for a box."""
-        offsets, flat = _flat(self.rows.column("objects"))
+        offsets, flat = _joined([batch.objects for batch in self._batches])
         return Boxes(
             offsets,
             flat["bbox"].astype(np.float64),
@@ -184,7 +174,7 @@ class DetectionTable:
 
     def labelled(self) -> LabelledImages:
         """All that the table holds but the images themselves, as columns."""
-        offsets, ends = _flat(self.rows.column("relations"))
+        offsets, ends = _joined([batch.relations for batch in self._batches])
         images, relations = self.image_rows(), Relations(offsets, **ends)
         return LabelledImages(images, self.boxes(), self.categories, relations, self.predicates, self.attributes)
 
@@ -205,7 +195,8 @@ class DetectionTable:
 
     @functools.cached_property
     def _batches(self) -> list["_Batch"]:
-        return [_Batch(batch) for batch in self.rows.to_batches() if batch.num_rows]
+        batches = [batch for batch in self.rows.to_batches() if batch.num_rows]
+        return [_Batch(batch) for batch in batches or [pa.RecordBatch.from_pylist([], self.rows.schema)]]
 
     @functools.cached_property
     def _starts(self) -> list[int]:
@@ -216,6 +207,9 @@ class DetectionTable:
         return {key: value for key, value in self.__dict__.items() if key not in ("rows", "_batches", "_starts")}
 
 
+Views = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
 class _Batch:
     """NumPy views on one Arrow record batch: a row costs a few slices instead of a conversion to Python objects.
 
@@ -223,8 +217,7 @@ class _Batch:
     """
 
     def __init__(self, batch: pa.RecordBatch):
-        self.num_rows = batch.num_rows
-        self.batch = batch
+        self.num_rows, self.batch = batch.num_rows, batch
         ids = batch.column("image_id")
         self.int_ids = np.from_dlpack(ids) if pa.types.is_integer(ids.type) else None
         self.sizes_hw = np.stack([np.from_dlpack(batch.column(name)) for name in ("height", "width")], 1)
@@ -241,43 +234,33 @@ class _Batch:
         if "image" in self.batch.schema.names:
             row["image"] = self.batch["image"][index].as_py()
         row["height"], row["width"] = self.sizes_hw[index].tolist()
-        row["objects"] = _cut(self.objects, index)
-        row["relations"] = _cut(self.relations, index)
+        row["objects"] = _cut(self.objects, index, index + 1)
+        row["relations"] = _cut(self.relations, index, index + 1)
         return row
 
 
-def _flat(column: pa.ChunkedArray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """(offsets (I + 1,), values by name) of a column of structs of lists; whole numbers as int64."""
-    lists = column.combine_chunks()
-    parts = dict(zip((field.name for field in lists.type), lists.flatten(), strict=True))
-    offsets = offsets_of(np.from_dlpack(pc.list_value_length(next(iter(parts.values())))))
-    values = {name: _values(part.flatten()) for name, part in parts.items()}
-    whole = {name: each if each.dtype.kind == "f" else each.astype(np.int64) for name, each in values.items()}
-    return offsets, whole
+def _list_views(column: pa.StructArray) -> Views:
+    """(offsets, values) of each list column as views on the mapped file; lists of A become rows of an (N, A) array."""
+    views = {}
+    for each in column.type:
+        lists = column.field(each.name)
+        values, shape = lists.values, (-1,)
+        if isinstance(values, pa.FixedSizeListArray):
+            values, shape = values.values, (-1, values.type.list_size)
+        views[each.name] = np.from_dlpack(lists.offsets), np.from_dlpack(values).reshape(shape)
+    return views
 
 
-def _values(flat: pa.Array) -> np.ndarray:
-    if not pa.types.is_fixed_size_list(flat.type):
-        return np.from_dlpack(flat)
-    return np.from_dlpack(flat.flatten()).reshape(-1, flat.type.list_size)
+def _cut(views: Views, start: int, stop: int) -> dict[str, np.ndarray]:
+    """What the lists of images start to stop hold, floats as float32 and whole numbers as int64, in arrays of our own:
+    ones that a transform may write to, and that map no file."""
+    cut = {name: values[offsets[start] : offsets[stop]] for name, (offsets, values) in views.items()}
+    return {name: part.copy() if part.dtype == np.float32 else part.astype(np.int64) for name, part in cut.items()}
 
 
-def _list_views(column: pa.StructArray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    return {column.type.field(i).name: _list_view(column.field(i)) for i in range(column.type.num_fields)}
-
-
-def _list_view(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets, values) of a list column as views on the mapped file; lists of A become rows of an (N, A) array."""
-    values = column.values
-    if isinstance(values, pa.FixedSizeListArray):
-        return np.from_dlpack(column.offsets), np.from_dlpack(values.values).reshape(-1, values.type.list_size)
-    return np.from_dlpack(column.offsets), np.from_dlpack(values)
-
-
-def _cut(views: Mapping[str, tuple[np.ndarray, np.ndarray]], index: int) -> dict[str, np.ndarray]:
-    cut = {}
-    for name, (offsets, values) in views.items():
-        part = values[offsets[index] : offsets[index + 1]]
-        # astype and copy both give an array of our own: one that a transform may write to, and that maps no file
-        cut[name] = part.copy() if part.dtype == np.float32 else part.astype(np.int64)
-    return cut
+def _joined(batches: Sequence[Views]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(offsets (I + 1,), values by name) of all images of these batches."""
+    first = next(iter(batches[0]))
+    offsets = offsets_of(np.concatenate([np.diff(views[first][0]) for views in batches]))
+    parts = [_cut(views, 0, -1) for views in batches]
+    return offsets, {name: np.concatenate([part[name] for part in parts]) for name in batches[0]}

@@ -36,19 +36,25 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
 
 
 def cached_table(
-    key: Iterable[object], make: Callable[[Path], DetectionTable], *, name: str, cache_dir: str | Path | None,
-    on_error: str = "raise", max_image_pixels: int = MAX_IMAGE_PIXELS, empty: str = "not one usable image",
+    key: Iterable[object],
+    write: Callable[[Path], DetectionTable],
+    *,
+    name: str,
+    cache_dir: str | Path | None,
+    on_error: str = "raise",
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    empty: str = "not one usable image",
 ) -> DetectionTable:
     """The table of what `key` names, from the cache while the files it was made of stay as they are; else made anew.
 
     Args:
         key: format, options and places in words, and bytes such as digests of files.
-        make: writes the table (`write_table`) to the cache file that it is given.
+        write: writes the table (`write_table`) to the cache file that it is given.
         name: of the table, and the file that messages name.
         empty: what to say of a table without images.
 
     Raises:
-        BadInput: errors in the data with `on_error` "raise"; no images; what `make` raises.
+        BadInput: errors in the data with `on_error` "raise"; no images; what `write` raises.
     """
     digest = hashlib.blake2b(f"{TABLE_VERSION} {max_image_pixels}".encode(), digest_size=16)
     for part in key:
@@ -58,7 +64,7 @@ def cached_table(
     if cached and all(digest_of(place) == digest for place, digest in cached[1].items()):
         table = dataclasses.replace(cached[0], name=name)
     else:
-        table = make(cache_file)
+        table = write(cache_file)
     table.max_image_pixels = max_image_pixels
     settle(table.problems, on_error if len(table) else "raise", name)
     if not len(table):
@@ -88,9 +94,7 @@ def settle(problems: list[Problem], on_error: str, file: str) -> None:
         listed = [str(problem) for problem in errors[:LISTED_ERRORS]]
         if len(errors) > len(listed):
             listed.append(f"... and {len(errors) - len(listed)} more; scripts/check_data.py lists them all")
-        raise BadInput(
-            [f"{file}: {len(errors)} errors (--data.on_error drop leaves these records out):", *listed]
-        )
+        raise BadInput([f"{file}: {len(errors)} errors (--data.on_error drop leaves these records out):", *listed])
     if errors or warned:
         logger.info("%s: %d unusable records dropped, %d warnings", file, len(errors), warned)
 
@@ -124,16 +128,8 @@ def write_table(
         boxes = dataclasses.replace(boxes, extra={"attributes": np.zeros((len(boxes), 1), np.int64)})
     with _temporary(cache_file) as temporary:
         _write_stream(images, boxes, relations or Relations.none(len(images)), encoded, temporary)
-        info = {
-            "categories": [[category.id, category.name] for category in categories],
-            "predicates": list(predicates),
-            "attributes": list(attributes),
-            "image_root": _root_as_json(image_root),
-            "problems": [dataclasses.astuple(problem) for problem in problems],
-            "name": name,
-            "checked": dict(checked or {}),
-        }
-        return _publish(temporary, cache_file, info)
+        table = DetectionTable(temporary, tuple(categories), predicates, attributes, image_root, list(problems), name)
+        return _publish(table, cache_file, checked or {})
 
 
 @contextlib.contextmanager
@@ -168,23 +164,29 @@ def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: P
                 inside = chosen[(chosen >= start) & (chosen < start + batch.num_rows)] - start
                 if len(inside):
                     writer.write_batch(batch.batch.take(pa.array(inside)).cast(schema))
-        info = {
-            "categories": [[category.id, category.name] for category in table.categories],
-            "predicates": list(table.predicates), "attributes": list(table.attributes),
-            "image_root": _root_as_json(table.image_root), "problems": [], "name": name, "checked": {},
-        }  # fmt: skip
-        return _publish(temporary, cache_file, info)
+        return _publish(dataclasses.replace(table, arrow_file=temporary, problems=[], name=name), cache_file, {})
 
 
-def _publish(temporary: Path, cache_file: Path, info: dict) -> DetectionTable:
+def _publish(table: DetectionTable, cache_file: Path, checked: Mapping[str, str]) -> DetectionTable:
+    """Puts the table, whose Arrow file is temporary, in its place."""
+    root = table.image_root
+    info = {
+        "categories": [[category.id, category.name] for category in table.categories],
+        "predicates": list(table.predicates),
+        "attributes": list(table.attributes),
+        "image_root": root.specs() if isinstance(root, ImageSources) else root and str(root),
+        "problems": [dataclasses.astuple(problem) for problem in table.problems],
+        "name": table.name,
+        "checked": dict(checked),
+    }
     names = [info["categories"], info["predicates"], *([info["attributes"]] if info["attributes"] else [])]
-    with open(temporary, "rb") as stream:
+    with open(table.arrow_file, "rb") as stream:
         digest = hashlib.file_digest(stream, hashlib.blake2b)
     digest.update(json.dumps(names).encode())
     fingerprint = digest.hexdigest()[:32]
     arrow_file = cache_file.with_name(f"{fingerprint}.arrow")
-    os.chmod(temporary, 0o644)  # mkstemp makes 0600; a cache may be shared
-    os.replace(temporary, arrow_file)
+    os.chmod(table.arrow_file, 0o644)  # mkstemp makes 0600; a cache may be shared
+    os.replace(table.arrow_file, arrow_file)
     info |= {"version": TABLE_VERSION, "arrow": arrow_file.name, "fingerprint": fingerprint}
     write_json(cache_file, info)
     return _from_info(cache_file, info)
@@ -214,18 +216,14 @@ def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
     )
 
 
-def _root_as_json(root: Path | ImageSources | None) -> str | list[str] | None:
-    return root.specs() if isinstance(root, ImageSources) else root and str(root)
-
-
 def _schema(string_ids: bool, embedded: bool, attribute_columns: int) -> pa.Schema:
     fields = {"image_id": pa.string() if string_ids else pa.int64(), "file_name": pa.string()}
     if embedded:
         fields["image"] = pa.binary()
     fields |= {"width": pa.int64(), "height": pa.int64()}
-    of_objects = OBJECT_TYPES
+    of_objects = dict(OBJECT_TYPES)
     if attribute_columns:
-        of_objects = of_objects | {"attributes": pa.list_(ATTRIBUTE_ID, attribute_columns)}
+        of_objects["attributes"] = pa.list_(ATTRIBUTE_ID, attribute_columns)
     for name, types in (("objects", of_objects), ("relations", RELATION_TYPES)):
         fields[name] = pa.struct({key: pa.list_(type_) for key, type_ in types.items()})
     return pa.schema(fields)
@@ -234,11 +232,12 @@ def _schema(string_ids: bool, embedded: bool, attribute_columns: int) -> pa.Sche
 def _write_stream(
     images: Sequence[ImageRow], boxes: Boxes, relations: Relations, encoded: Iterable[bytes] | None, path: Path
 ) -> None:
-    columns = boxes.extra.get("attributes")
-    schema = _schema(
-        bool(images) and isinstance(images[0].image_id, str), encoded is not None,
-        0 if columns is None else columns.shape[1],
-    )  # fmt: skip
+    attributes = boxes.extra.get("attributes")
+    string_ids = bool(images) and isinstance(images[0].image_id, str)
+    schema = _schema(string_ids, encoded is not None, 0 if attributes is None else attributes.shape[1])
+    objects = {"id": boxes.ids, "bbox": boxes.xyxy, "category": boxes.labels, "area": boxes.area}
+    objects |= {"iscrowd": boxes.iscrowd, "attributes": attributes}
+    ends = {name: getattr(relations, name) for name in RELATION_TYPES}
     encoded = iter(encoded) if encoded is not None else None
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         start = 0
@@ -249,15 +248,9 @@ def _write_stream(
             batch = {name: [getattr(row, name) for row in rows] for name in ImageRow._fields}
             if held is not None:
                 batch["image"] = held
-            batch["objects"] = _lists(schema.field("objects").type, boxes.offsets[start : stop + 1], {
-                "id": boxes.ids, "bbox": boxes.xyxy, "category": boxes.labels, "area": boxes.area,
-                "iscrowd": boxes.iscrowd, "attributes": columns,
-            })  # fmt: skip
-            batch["relations"] = _lists(schema.field("relations").type, relations.offsets[start : stop + 1], {
-                "subject": relations.subject, "object": relations.object, "predicate": relations.predicate,
-            })  # fmt: skip
-            arrays = [each if isinstance(each := batch[column.name], pa.Array) else pa.array(each, column.type)
-                      for column in schema]  # fmt: skip
+            for name, offsets, columns in (("objects", boxes.offsets, objects), ("relations", relations.offsets, ends)):
+                batch[name] = _lists(schema.field(name).type, offsets[start : stop + 1], columns)
+            arrays = [pa.array(batch[column.name], column.type) for column in schema]
             writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
             start = stop
 
@@ -290,20 +283,24 @@ def _lists(struct: pa.StructType, offsets: np.ndarray, columns: Mapping[str, np.
 
 def columns_of_rows(rows: Sequence[Mapping]) -> tuple[list[ImageRow], Boxes, Relations]:
     """Images, boxes and relations of rows as `DetectionTable.row` gives them, for `write_table`."""
+
     def joined(group: str, name: str, dtype: type, *shape: int) -> np.ndarray:
         parts = [np.asarray(row[group][name], dtype).reshape(-1, *shape) for row in rows]
         return np.concatenate([np.zeros((0, *shape), dtype), *parts])
 
     images = [ImageRow(*(row[name] for name in ImageRow._fields)) for row in rows]
     attributed = [np.asarray(row["objects"]["attributes"]) for row in rows if len(row["objects"].get("attributes", ()))]
-    wide = joined("objects", "attributes", np.int64, attributed[0].shape[1]) if attributed else None
     boxes = Boxes(
-        offsets_of([len(row["objects"]["id"]) for row in rows]), joined("objects", "bbox", np.float64, 4),
-        joined("objects", "category", np.int64), None, joined("objects", "area", np.float64),
-        joined("objects", "iscrowd", bool), joined("objects", "id", np.int64),
-        {} if wide is None else {"attributes": wide},
-    )  # fmt: skip
-    ends = (joined("relations", name, np.int64) for name in ("subject", "object", "predicate"))
+        offsets_of([len(row["objects"]["id"]) for row in rows]),
+        joined("objects", "bbox", np.float64, 4),
+        joined("objects", "category", np.int64),
+        scores=None,
+        area=joined("objects", "area", np.float64),
+        iscrowd=joined("objects", "iscrowd", bool),
+        ids=joined("objects", "id", np.int64),
+        extra={"attributes": joined("objects", "attributes", np.int64, attributed[0].shape[1])} if attributed else {},
+    )
+    ends = (joined("relations", name, np.int64) for name in RELATION_TYPES)
     return images, boxes, Relations(offsets_of([len(row["relations"]["subject"]) for row in rows]), *ends)
 
 

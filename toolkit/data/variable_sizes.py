@@ -4,7 +4,6 @@ Two uses of one mechanism: the batch size stays (YOLO's multi-scale training), o
 pixels stays (CVNets' variable batch sampler). The size travels in each sample's key, so workers need not be told of it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,8 +32,10 @@ class VariableSizes:
     def __post_init__(self):
         sizes = self.sizes_hw if self.base_hw is None else (*self.sizes_hw, self.base_hw)
         if not self.sizes_hw or min(min(size) for size in sizes) < 1 or self.every < 1:
-            raise BadInput(f"images of varying size need sizes (height, width) of at least one pixel, and at least one "
-                           f"batch between two of them; got {self}")  # fmt: skip
+            raise BadInput(
+                "images of varying size need sizes (height, width) of at least one pixel, and at least one batch "
+                f"between two of them; got {self}"
+            )
 
     def draw(self, seed: int, epoch: int, count: int) -> list[tuple[int, int]]:
         """(h, w) of the first `count` micro-batches of an epoch; more of them begin with the same ones."""
@@ -47,19 +48,6 @@ class VariableSizes:
         if self.base_hw is None:
             return batch_size
         return max(1, batch_size * self.base_hw[0] * self.base_hw[1] // (size_hw[0] * size_hw[1]))
-
-    def batch_sizes(self, drawn: Iterator[tuple[int, int]], count: int, batch_size: int, world_size: int) -> list[int]:
-        """Sizes of the global micro-batches that `count` samples make; takes one of the drawn sizes for each.
-
-        Left-overs too few to give every rank one join the batch before, as in `toolkit.data.sampling.batch_sizes`.
-        """
-        sizes = []
-        while count >= world_size:
-            sizes.append(min(count, world_size * self.batch_size(next(drawn), batch_size)))
-            count -= sizes[-1]
-        if count and sizes:
-            sizes[-1] += count
-        return sizes
 
     def largest(self, batch_size: int) -> tuple[tuple[int, int], int]:
         """The size, and its batch size, with the most pixels in a batch; the larger images where several have."""

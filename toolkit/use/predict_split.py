@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 import torch
 
 from toolkit.boxes import Boxes
-from toolkit.data.pipeline import evaluation_loader_of_settings
+from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.splits import READING, open_split
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
@@ -100,10 +100,17 @@ def predict_run(
         loss_weights = LossWeights(detector.loss_names, config["loss"]["weights"], detector.default_weights)
         loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
         loss_weights.to(device)
-    settings, images = SimpleNamespace(**config["data"]), evaluation["batch_size_per_device"]
+    settings = config["data"]
     found = predict_dataset(
         detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
-        evaluation_loader_of_settings(table, settings, images, detector.stride, pin=device.type == "cuda"),
+        validation_loader(
+            table,
+            val_transform(settings["image_size"], settings["scales"], settings["max_size"]),
+            batch_size=evaluation["batch_size_per_device"],
+            workers=settings["workers"],
+            stride=detector.stride,
+            pin=device.type == "cuda",
+        ),
         device,
         step=run.checkpoint.step,
         loss_weights=loss_weights,
