@@ -81,7 +81,7 @@ def shown_evaluation(
     return Shown(
         class_names=names, images=_images(table, matches, pictures), grid=grid, curves=curves,
         ap={name: scores[f"AP/{name}"] for name in names if scores.get(f"AP/{name}") is not None},
-        matrix=confusion_matrix(matches, threshold)[0][np.ix_(places, places)],
+        matrix=confusion_matrix(matches, threshold)[np.ix_(places, places)],
         matrix_names=[names[k] for k in chosen], threshold=threshold,
     )  # fmt: skip
 

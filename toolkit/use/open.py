@@ -16,7 +16,7 @@ from torch import nn
 from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category, DetectionTable
 from toolkit.errors import BadInput
-from toolkit.evaluation.choose import make_evaluator
+from toolkit.evaluation.coco import make_evaluator
 from toolkit.files import near_names, read_json
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector

@@ -151,9 +151,7 @@ def _duplicates(judged, config) -> Advice | None:
     if flag:
         ending = f"Suppress more: lower {flag} (now {model['nms_threshold']})."
     elif model:
-        ending = (
-            "This detector has no suppression of its own: it learns to tell twins apart late, so train longer."
-        )
+        ending = "This detector has no suppression of its own: it learns to tell twins apart late, so train longer."
     else:
         ending = "Lower the IoU threshold of the detector's suppression (NMS)."
     return Advice(

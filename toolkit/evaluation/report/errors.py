@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.evaluation.coco_numbers import exact_average_precision
-from toolkit.evaluation.matches import BACKGROUND_IOU, Matches
+from toolkit.evaluation.matches import BACKGROUND_IOU, Matches, best_pairs
 
 KINDS = ("class", "localisation", "both", "duplicate", "background", "missed")
 MEANING = {
@@ -64,16 +64,19 @@ def tide_errors(matches: Matches) -> Errors:
 
 
 def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    same = _Best(m, m.same_class & ~m.crowd[m.gt])
-    other = _Best(m, ~m.same_class & ~m.crowd[m.gt])
-    taken = _Best(m, m.same_class & ~m.crowd[m.gt] & used[m.gt])
+    def best(among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        among = among & ~m.crowd[m.gt]
+        return best_pairs(m.det[among], m.gt[among], m.iou[among], len(m.found))
+
+    (same, same_gt), (other, other_gt) = best(m.same_class), best(~m.same_class)
+    taken, _ = best(m.same_class & used[m.gt])
     kind = np.full(len(m.found), KINDS.index("both"))
     gt = np.full(len(m.found), -1, np.int64)
     rules = (  # the last one that holds decides
-        ("background", np.maximum(same.iou, other.iou) <= BACKGROUND_IOU, None),
-        ("duplicate", taken.iou >= FOUND, None),
-        ("class", other.iou >= FOUND, other.gt),
-        ("localisation", (same.iou >= BACKGROUND_IOU) & (same.iou <= FOUND), same.gt),
+        ("background", np.maximum(same, other) <= BACKGROUND_IOU, None),
+        ("duplicate", taken >= FOUND, None),
+        ("class", other >= FOUND, other_gt),
+        ("localisation", (same >= BACKGROUND_IOU) & (same <= FOUND), same_gt),
     )
     for name, holds, boxes in rules:
         kind[holds] = KINDS.index(name)
@@ -82,16 +85,6 @@ def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray)
         kind[rows], gt[rows] = code, -1
     gt[np.append(used, False)[gt]] = -1  # another one has it: nothing to mend
     return kind, gt
-
-
-class _Best:
-    """For every prediction the largest IoU among some pairs and the box it is with; of equal ones the first."""
-
-    def __init__(self, m: Matches, among: np.ndarray):
-        rows = np.flatnonzero(among)
-        rows = rows[np.lexsort((-m.gt[rows], m.iou[rows]))]
-        self.iou, self.gt = np.zeros(len(m.found)), np.full(len(m.found), -1, np.int64)
-        self.iou[m.det[rows]], self.gt[m.det[rows]] = m.iou[rows], m.gt[rows]  # the last one stays
 
 
 class _Whole:

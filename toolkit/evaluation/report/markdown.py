@@ -12,6 +12,7 @@ from toolkit.text import in_markdown
 BOX_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 GRAPH_METRICS = ("R", "ngR", "zR", "mR", "ngmR", "A")
 
+
 def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
     """`curves.png` (losses, learning rates, gradient norm) and `ap.png` (AP, recall of relations) of the rows of
     metrics.jsonl.

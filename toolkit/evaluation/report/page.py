@@ -54,6 +54,11 @@ def pictures(parts: Sequence[str]) -> str:
     return f"<div class=pictures>{''.join(shown)}</div>" if shown else ""
 
 
+def under(heading: str, html: str) -> str:
+    """HTML below a heading, which is HTML too; empty where there is nothing."""
+    return f"<h3>{heading}</h3>{html}" if html else ""
+
+
 def folded(summary: str, html: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{html}</details>" if html else ""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.boxes import common_and_union
-from toolkit.evaluation.matches import AREAS, Matches
+from toolkit.evaluation.matches import AREAS, Matches, paired
 
 EDGE = 1.0  # a box closer than this to the edge of the image, in pixels, is cut off by it
 TOUCHING = 0.05  # IoU from which two annotated boxes count as neighbours
@@ -61,10 +61,8 @@ def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
 
 def neighbours(m: Matches) -> np.ndarray:
     """(G,) how many other boxes of its image overlap each box."""
-    counts = np.zeros(len(m.truth), np.int64)
-    cuts = np.searchsorted(m.truth.image_index, np.arange(m.num_images + 1))
-    for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-        b = m.truth.xyxy[start:stop]
-        common, union = common_and_union(b[:, None], b[None])
-        counts[start:stop] = (common > TOUCHING * union).sum(axis=1) - 1
+    counts = np.full(len(m.truth), -1)  # a box touches itself
+    for ours, theirs in paired(m.truth.image_index, m.truth.image_index):
+        common, union = common_and_union(m.truth.xyxy[ours], m.truth.xyxy[theirs])
+        counts += np.bincount(ours[common > TOUCHING * union], minlength=len(counts))
     return counts.clip(min=0)
