@@ -124,7 +124,11 @@ def match(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = M
 
 
 def match_boxes(
-    truth: Boxes, found: Boxes, image_ids: Sequence, class_names: Sequence[str], sizes_hw: np.ndarray,
+    truth: Boxes,
+    found: Boxes,
+    image_ids: Sequence,
+    class_names: Sequence[str],
+    sizes_hw: np.ndarray,
     max_detections: Sequence[int] = MAX_DETECTIONS,
 ) -> Matches:
     """Matches of two sets of boxes of the same images; `found` with finite numbers and labels of known classes."""

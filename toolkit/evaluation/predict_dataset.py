@@ -98,8 +98,8 @@ def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> st
     if needed < min(LITTLE, free / 4):
         return ""
     remedy = "; raise eval.score_threshold, or evaluate fewer images" if needed > free / 2 else ""
-    return (f"the predictions of up to {images:,} images will take about {needed / 1e9:.1f} GB of the main process, "
-            f"where {free / 1e9:.1f} GB are free{remedy}")  # fmt: skip
+    memory = f"{needed / 1e9:.1f} GB of the main process, where {free / 1e9:.1f} GB are free{remedy}"
+    return f"the predictions of up to {images:,} images will take about {memory}"
 
 
 class LossSums:

@@ -12,8 +12,7 @@ from toolkit.evaluation.coco_numbers import exact_numbers
 from toolkit.evaluation.matches import IOUS, match
 from toolkit.evaluation.report import bootstrap
 from toolkit.evaluation.report.annotations import Suspect, suspects
-from toolkit.evaluation.report.errors import tide_errors
-from toolkit.evaluation.report.strata import strata
+from toolkit.evaluation.report.errors import strata, tide_errors
 from toolkit.evaluation.report.thresholds import WANTED_PRECISION, Point, calibration, confusion_matrix, sweep
 from toolkit.evaluation.voc import voc_metrics
 

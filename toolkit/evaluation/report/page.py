@@ -14,12 +14,14 @@ def page(title: str, facts: str, sections: Sequence[tuple[str, str, str]]) -> st
     shown = [(key, heading, html) for key, heading, html in sections if html]
     links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in shown)
     body = "\n".join(f'<section id="{key}"><h2>{escape(heading)}</h2>{html}</section>' for key, heading, html in shown)
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-            '<meta name="viewport" content="width=device-width,initial-scale=1">'
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-            f"<link rel=icon href=\"data:,\"><style>{STYLE}</style></head>\n"
-            f"<body><header><h1>{escape(title)}</h1><p class=dim>{escape(facts)}</p></header>"
-            f"<nav><div>{links}</div></nav><main>\n{body}\n</main></body></html>\n")  # fmt: skip
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<link rel=icon href="data:,"><style>{STYLE}</style></head>\n'
+        f"<body><header><h1>{escape(title)}</h1><p class=dim>{escape(facts)}</p></header>"
+        f"<nav><div>{links}</div></nav><main>\n{body}\n</main></body></html>\n"
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence], text: Sequence[int] = (0,)) -> str:

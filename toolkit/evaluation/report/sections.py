@@ -5,12 +5,11 @@ from html import escape
 
 import numpy as np
 
-from toolkit.evaluation.coco_numbers import TWELVE
 from toolkit.evaluation.report import figures
 from toolkit.evaluation.report.advice import Advice
 from toolkit.evaluation.report.bootstrap import DRAWS
 from toolkit.evaluation.report.charts import BarChart, svg
-from toolkit.evaluation.report.errors import KINDS, MEANING
+from toolkit.evaluation.report.errors import HORIZONTAL, KINDS, MEANING, VERTICAL
 from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import Judgement
 from toolkit.evaluation.report.page import Html, charts, folded, number, paragraph, table, under
@@ -71,7 +70,9 @@ def _flags(text: str) -> str:
 
 
 def numbers(judged: Judgement) -> str:
-    rows = [(name, number(judged.numbers[name]), *_low_high(judged.intervals[name]), WORDS[name]) for name in TWELVE]
+    rows = []
+    for name, words in WORDS.items():
+        rows.append((name, number(judged.numbers[name]), *_low_high(judged.intervals[name]), words))
     rows.append(("VOC07 mAP", number(judged.voc["voc07_mAP"]), "", "", "Pascal VOC, 11 recalls"))
     rows.append(("VOC12 mAP", number(judged.voc["voc12_mAP"]), "", "", "Pascal VOC, all recalls"))
     text = (
@@ -200,11 +201,11 @@ def _strata(judged: Judgement) -> str:
     head = ["objects by", "", "boxes", f"found above {judged.threshold:g}", "found at any score"]
     places = {s.name: s for s in judged.strata if s.topic == "place in the image"}
     lines = []
-    for v in ("top", "middle", "bottom"):
-        cells = [places.get(f"{v} {h}") for h in ("left", "centre", "right")]
+    for v in VERTICAL:
+        cells = [places.get(f"{v} {h}") for h in HORIZONTAL]
         shown = (Html(f"{s.recall:.3f} <span class=dim>of {s.boxes}</span>") if s else "–" for s in cells)
         lines.append((v, *shown))
-    grid = table(["centre of the box", "left", "centre", "right"], lines)
+    grid = table(["centre of the box", *HORIZONTAL], lines)
     return "<h3>What is found, by what the object is like</h3>" + table(head, rows, text=(0, 1)) + grid
 
 
