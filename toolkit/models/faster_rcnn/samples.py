@@ -45,8 +45,8 @@ class Sampler(NamedTuple):
     def of(cls, stage: torch.nn.Module, crowd_overlap: float, lowest: float = 0.0) -> "Sampler":
         """Of torchvision's RPN or RoIHeads, which have no place for the last two."""
         matcher, sampler = stage.proposal_matcher, stage.fg_bg_sampler
-        return cls(matcher.high_threshold, matcher.low_threshold, sampler.batch_size_per_image,
-                   sampler.positive_fraction, crowd_overlap, lowest)  # fmt: skip
+        thresholds, size = (matcher.high_threshold, matcher.low_threshold), sampler.batch_size_per_image
+        return cls(*thresholds, size, sampler.positive_fraction, crowd_overlap, lowest)
 
 
 def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
