@@ -43,15 +43,10 @@ def summary(results: Iterable[tuple[np.ndarray, np.ndarray]], draws: int, max_de
     results: of each class AP (A, T, B) by area and IoU, and recall (S, T, B) at each of `max_detections` and then for
         each smaller area.
     """
-    results = list(results)
-    areas = [name for name in AREAS if name != "all"]
-    slots = [f"AR{most}" for most in max_detections] + [f"AR{name}" for name in areas]
-    if not results:
-        none = np.zeros((draws, 0))
-        names = ["AP", "AP50", "AP75", *(f"AP{name}" for name in areas), *slots]
-        numbers = dict.fromkeys(names, np.full(draws, np.nan))
-        return CocoNumbers(numbers, none, none, none, np.full((len(IOUS), draws), np.nan))
-    ap, recall = (np.stack(part) for part in zip(*results, strict=True))
+    slots = [f"AR{most}" for most in max_detections] + [f"AR{name}" for name in AREAS if name != "all"]
+    results = list(results)  # of no classes at all it is empty, and every number is NaN
+    ap = np.array([of_class[0] for of_class in results]).reshape(-1, len(AREAS), len(IOUS), draws)
+    recall = np.array([of_class[1] for of_class in results]).reshape(-1, len(slots), len(IOUS), draws)
     numbers = {"AP": _mean(ap[:, 0], (0, 1)), "AP50": _mean(ap[:, 0, 0], (0,)), "AP75": _mean(ap[:, 0, 5], (0,))}
     numbers |= {f"AP{name}": _mean(ap[:, a], (0, 1)) for a, name in enumerate(AREAS) if a}
     numbers |= {name: _mean(recall[:, slot], (0, 1)) for slot, name in enumerate(slots)}
@@ -172,11 +167,8 @@ def _row(precision: np.ndarray, recall: np.ndarray, params, m: Matches) -> dict[
     precision[precision > 1 - 1e-15] = 1
     half, three_quarters = (int(np.argmin(abs(params.iouThrs - t))) for t in (0.5, 0.75))
     areas = {"s": 1, "m": 2, "l": 3}  # small, medium, large; 0 is all
-    row = {
-        "bbox_AP": _mean_of_defined(precision[:, :, :, 0, -1]),
-        "bbox_AP50": _mean_of_defined(precision[half, :, :, 0, -1]),
-        "bbox_AP75": _mean_of_defined(precision[three_quarters, :, :, 0, -1]),
-    }
+    ious = {"": slice(None), "50": half, "75": three_quarters}
+    row = {f"bbox_AP{name}": _mean_of_defined(precision[at, :, :, 0, -1]) for name, at in ious.items()}
     row |= {f"bbox_AP{a}": _mean_of_defined(precision[:, :, :, i, -1]) for a, i in areas.items()}
     row |= {f"bbox_AR{n}": _mean_of_defined(recall[:, :, 0, i]) for i, n in enumerate(m.max_detections)}
     row |= {f"bbox_AR{a}": _mean_of_defined(recall[:, :, i, -1]) for a, i in areas.items()}

@@ -83,15 +83,12 @@ def draw_predictions(table, predictions: Mapping, count: int, path: Path) -> Pat
 
 def draw_grid(samples: Sequence[tuple[Tensor, Mapping, Mapping]], class_names: Sequence[str], path: Path) -> Path:
     """One PNG with a pair of panels per image, two pairs in a row: its ground truth (crowds dashed) left, its
-    predictions with a score of at least `LEAST_SCORE` right.
+    predictions with a score of at least `LEAST_SCORE` right. Returns `path`.
 
     Args:
         samples: (image uint8 (3, H, W), predictions {boxes (K, 4), scores, labels}, ground truth {name, boxes (N, 4),
             labels, optional iscrowd}); boxes xyxy in pixels of that image, tensors on any device.
         path: file to write; its folder is made.
-
-    Returns:
-        `path`.
     """
     panels = []
     for image, predictions, truth in samples:

@@ -49,22 +49,14 @@ def about_file(path: str | Path) -> Path:
     return Path(path).with_suffix(".about.json")
 
 
-def graphs_file(path: str | Path) -> Path:
-    """Where `FILE.json` has its relations."""
-    return Path(path).with_suffix(".graphs.npz")
-
-
 def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **about) -> Path:
-    """Writes predictions of a whole data set, to the last bit of every number.
+    """Writes predictions of a whole data set, to the last bit of every number. Returns `path`.
 
     Args:
         path: `FILE.json`; its folder is made.
         predictions: as for `CocoEvaluator.evaluate` or `SceneGraphEvaluator.evaluate`.
         table: the data they were made on; its fingerprint stands in `FILE.about.json`.
         about: what else to write there, JSON: `scores` (the numbers that were printed), `detector`, `data`, `step`.
-
-    Returns:
-        `path`.
 
     Raises:
         BadInput: image ids of predictions and table differ, or `path` does not end in .json.
@@ -77,12 +69,12 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
     path.parent.mkdir(parents=True, exist_ok=True)
     known = (found.labels >= 0) & (found.labels < len(table.categories))  # -1: of a graph, a box without a class
     known &= np.isfinite(found.xyxy).all(axis=1) & np.isfinite(found.scores)
-    graphs_file(path).unlink(missing_ok=True)  # of other predictions
+    graphs_file = path.with_suffix(".graphs.npz")
+    graphs_file.unlink(missing_ok=True)  # of other predictions
     about_file(path).unlink(missing_ok=True)
     write_coco(LabelledImages(table.image_rows(), found[known], table.categories), path)
     if graphs := _graphs(predictions, image_ids):
-        with open(graphs_file(path), "wb") as file:
-            np.savez_compressed(file, **graphs)
+        np.savez_compressed(graphs_file, **graphs)
     data = {"name": table.name, "fingerprint": table.fingerprint, "images": len(image_ids)}
     classes = [{"id": category.id, "name": category.name} for category in table.categories]
     write_json(about_file(path), {"version": VERSION, "made_on": data, "classes": classes, **about})
@@ -107,8 +99,9 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
             f"{table.name} ({table.fingerprint}); give the data it was made on (--split), or predict again"
         )
     found = _found(path, _entries(path), table)
-    if graphs_file(path).exists():  # in place of COCO's list, which has another order and lacks boxes without a class
-        found = _read_graphs(graphs_file(path), table.image_ids().tolist())
+    graphs_file = path.with_suffix(".graphs.npz")
+    if graphs_file.exists():  # in place of COCO's list, which has another order and lacks boxes without a class
+        found = _read_graphs(graphs_file, table.image_ids().tolist())
     return PredictionsFile(found, about)
 
 
@@ -198,9 +191,6 @@ def _found(path: Path, entries: list[dict], table) -> Boxes:
     labels = np.array([label_of[entry["category_id"]] for entry in entries], dtype=np.int64)
     order, counts = np.argsort(index, kind="stable"), np.bincount(index, minlength=len(image_ids))
     return Boxes.found(counts, boxes[order], scores[order], labels[order])
-
-
-# ---- relations -------------------------------------------------------------------------------------------------------
 
 
 def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:

@@ -110,9 +110,6 @@ def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
     return result
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-
 def verdict(c: Comparison) -> str:
     rows = [(d.other, d.in_words()) for d in c.differences if d.metric in ("AP", "AP50")]
     text = (

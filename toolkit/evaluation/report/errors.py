@@ -131,9 +131,6 @@ class _Whole:
         return float(np.mean(aps)) if aps else 0.0
 
 
-# ---- recall by what an object is like --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Stratum:
     """Objects of one kind: how many, the share found at IoU 0.5 above the threshold, and at any score."""

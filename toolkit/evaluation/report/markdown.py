@@ -17,10 +17,7 @@ def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
     """`curves.png` (losses, learning rates, gradient norm) and `ap.png` (AP, recall of relations) of the rows of
     metrics.jsonl.
 
-    Columns that are missing leave their chart out; a picture without any chart is not written.
-
-    Returns:
-        The files written.
+    Columns that are missing leave their chart out; a picture without any chart is not written. Returns the files.
     """
     groups = training_charts(rows)
     files = {"curves.png": groups[LOSSES], "ap.png": groups[PRECISION]}
@@ -29,13 +26,8 @@ def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
 
 
 def write_markdown(run_folder: Path, facts: RunFacts) -> Path:
-    """`report/README.md` with curves, the final numbers, the newest pictures, settings and surroundings of a run.
-
-    Whatever is missing in the run folder is missing in the report. Made anew each time.
-
-    Returns:
-        The README.
-    """
+    """`report/README.md`, which is returned, with curves, the final numbers, the newest pictures, settings and
+    surroundings of a run. Whatever is missing in the run folder is missing in the report. Made anew each time."""
     run_folder = Path(run_folder)
     report = run_folder / "report"
     report.mkdir(parents=True, exist_ok=True)

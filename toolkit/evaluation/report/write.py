@@ -15,12 +15,9 @@ PAGE, NUMBERS = "index.html", "report.json"
 
 
 def write_page(folder: Path, judged: Judgement | None, facts: RunFacts, title: str) -> Path:
-    """`index.html` and, of a detector that was judged, `report.json`.
+    """`index.html`, which is returned, and of a detector that was judged `report.json`.
 
     judged: None: there are no predictions; the page then has the curves and settings of the run.
-
-    Returns:
-        The page.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
