@@ -1,7 +1,7 @@
 """COCO detection metrics of predictions kept by image id, equal to pycocotools' to 1e-12.
 
 The definition is that of COCO (Lin et al. 2014, https://cocodataset.org/#detection-eval), crowds and the area ranges of
-`area` included. `max_detections` counts detections per image *and class*, highest scores first, as pycocotools does.
+`area` included. 1, 10 and 100 detections count per image *and class*, highest scores first, as in pycocotools.
 Of equal scores the one that comes first wins: images in the order of the table, detections as the detector gave them.
 """
 
@@ -30,17 +30,15 @@ class CocoEvaluator:
     Args:
         table: the `DetectionTable` with the ground truth.
         backend: "toolkit", or "pycocotools", the reference that it is held to.
-        max_detections: detections per image and class that count, ascending; AP uses the last one.
 
     Raises:
         BadInput: unknown backend.
     """
 
-    def __init__(self, table, backend: str = "toolkit", max_detections: Sequence[int] = MAX_DETECTIONS):
+    def __init__(self, table, backend: str = "toolkit"):
         if backend not in BACKENDS:
             raise BadInput(f"eval.backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
-        self.table, self.backend, self.max_detections = table, backend, tuple(sorted(max_detections))
-        self.image_ids, self.class_keys = table.image_ids().tolist(), class_keys(table)
+        self.table, self.backend, self.image_ids = table, backend, table.image_ids().tolist()
         self.matches: Matches | None = None  # of the last evaluation
 
     def evaluate(self, predictions: Boxes | Mapping) -> dict[str, float | None]:
@@ -52,14 +50,14 @@ class CocoEvaluator:
 
         Returns:
             `bbox_AP, bbox_AP50, bbox_AP75, bbox_APs, bbox_APm, bbox_APl, bbox_AR1, bbox_AR10, bbox_AR100, bbox_ARs,
-            bbox_ARm, bbox_ARl` (the AR numbers follow `max_detections`) and `AP/<class>`, `AP50/<class>`,
-            `AR100/<class>`; from 0 to 1. None where there is no ground truth to find (pycocotools says -1): undefined
-            is not 0. Beside them `voc07_mAP` and `voc12_mAP`, see `voc_metrics`.
+            bbox_ARm, bbox_ARl` and `AP/<class>`, `AP50/<class>`, `AR100/<class>`; from 0 to 1. None where there is no
+            ground truth to find (pycocotools says -1): undefined is not 0. Beside them `voc07_mAP` and `voc12_mAP`, see
+            `voc_metrics`.
 
         Raises:
             BadInput: image ids of predictions and table differ.
         """
-        self.matches = match(predictions, self.table, self.max_detections)
+        self.matches = match(predictions, self.table)
         row = pycocotools_numbers(self.matches) if self.backend == "pycocotools" else coco_row(self.matches)
         voc = voc_metrics(self.matches)
         return row | {name: voc[name] for name in ("voc07_mAP", "voc12_mAP")}
@@ -101,7 +99,7 @@ def _defined(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def check_ground_truth(table, name: str = "the validation data") -> list[str]:
+def check_ground_truth(table) -> list[str]:
     """Evaluate the ground truth as if it were predictions: anything below AP 1.0 is a fault of data or evaluation.
 
     Returns:
@@ -111,7 +109,7 @@ def check_ground_truth(table, name: str = "the validation data") -> list[str]:
         BadInput: AP is below 1.0, or boxes without width, height, area or class hide in it (COCO passes over them);
             names the classes and the boxes.
     """
-    truth = table.boxes()
+    name, truth = "the validation data", table.boxes()
     wanted = truth[~truth.iscrowd]
     if not len(wanted):
         return [f"{name}: no boxes to find in {len(table.rows)} images; every AP will be undefined (null)"]
@@ -150,13 +148,12 @@ def per_class_table(result: Mapping, table) -> str:
     """Text table, one line a class: images and boxes (crowds left out) it has, AP, AP50 and AR; `-` is undefined."""
     truth = table.boxes()
     truth = truth[~truth.iscrowd]
-    recall = next((k.split("/")[0] for k in result if k.startswith("AR") and "/" in k), "AR100")
-    rows = [("class", "images", "boxes", "AP", "AP50", recall)]
+    rows = [("class", "images", "boxes", "AP", "AP50", "AR100")]
     for k, name in enumerate(class_keys(table)):
         images = truth.image_index[truth.labels == k]
-        numbers = (_number(result.get(f"{metric}/{name}")) for metric in ("AP", "AP50", recall))
+        numbers = (_number(result.get(f"{metric}/{name}")) for metric in ("AP", "AP50", "AR100"))
         rows.append((shown(name, 40), str(len(np.unique(images))), str(len(images)), *numbers))
-    overall = (_number(result.get(m)) for m in ("bbox_AP", "bbox_AP50", f"bbox_{recall}"))
+    overall = (_number(result.get(m)) for m in ("bbox_AP", "bbox_AP50", "bbox_AR100"))
     rows.append(("all", str(len(np.unique(truth.image_index))), str(len(truth)), *overall))
     return align(rows)
 

@@ -14,18 +14,14 @@ from toolkit.evaluation.matches import Matches, best_pairs, paired
 RECALLS_07 = np.arange(0.0, 1.1, 0.1)  # with its rounding: 0.3 is 0.30000000000000004, as in the programs of the field
 
 
-def voc_metrics(matches: Matches, iou: float = 0.5) -> dict[str, float | None]:
+def voc_metrics(matches: Matches) -> dict[str, float | None]:
     """`voc07_mAP`, `voc12_mAP` and `voc07/<class>`, `voc12/<class>` of matched boxes; from 0 to 1.
 
-    Args:
-        matches: of each image and class its best predictions, as COCO counts them; VOC itself counts all.
-        iou: least IoU of a prediction that is right.
-
-    Returns:
-        None where a class has no boxes to find; such classes are left out of the means.
+    None where a class has no boxes to find; such classes are left out of the means. Of each image and class the best
+    predictions count, as COCO's; VOC itself counts all.
     """
     names, found, truth = matches.class_names, matches.found, matches.truth
-    best_box = _most_overlapped(found, truth, len(names), iou)
+    best_box = _most_overlapped(found, truth, len(names))
     result: dict[str, float | None] = {}
     for label, name in enumerate(names):
         total = int(matches.num_truth[label])
@@ -46,14 +42,14 @@ def voc_metrics(matches: Matches, iou: float = 0.5) -> dict[str, float | None]:
     return means | result
 
 
-def _most_overlapped(found: Boxes, truth: Boxes, classes: int, least: float) -> np.ndarray:
-    """(D,) row in `truth` of the box of the same image and class with the largest IoU, at least `least`; -1: none."""
+def _most_overlapped(found: Boxes, truth: Boxes, classes: int) -> np.ndarray:
+    """(D,) row in `truth` of the box of the same image and class with the largest IoU, at least 0.5; -1: none."""
     groups = [boxes.image_index * classes + boxes.labels for boxes in (found, truth)]
     corners = [boxes.xyxy + [0, 0, 1, 1] for boxes in (found, truth)]  # VOC's boxes end with their last pixel
     parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     for det, gt in paired(*groups):
         iou = np.divide(*common_and_union(corners[0][det], corners[1][gt]))
-        parts.append((det[iou >= least], gt[iou >= least], iou[iou >= least]))
+        parts.append((det[iou >= 0.5], gt[iou >= 0.5], iou[iou >= 0.5]))
     return best_pairs(*map(np.concatenate, zip(*parts, strict=True)), len(found))[1]
 
 

@@ -45,7 +45,8 @@ class Suspect:
 def suspects(matches: Matches) -> list[Suspect]:
     """All of them, those with a prediction first, of both sorts the strongest first."""
     m = matches
-    strong = m.found.scores > _thresholds(m)[m.found.labels]
+    threshold = _thresholds(m)[m.found.labels]
+    strong = m.found.scores > threshold
     on_box = ~m.crowd[m.gt] & (m.iou >= ON_IT)
     supported = np.zeros(len(m.truth), bool)
     supported[m.gt[on_box & m.same_class & strong[m.det]]] = True
@@ -66,7 +67,7 @@ def suspects(matches: Matches) -> list[Suspect]:
     covered = np.zeros(len(m.found), bool)  # on a box, or in a crowd
     covered[m.det[m.iou >= ON_IT]] = True
     support = np.zeros(len(m.truth))
-    relative = (m.found.scores / np.maximum(_thresholds(m)[m.found.labels], 1e-9))[m.det]
+    relative = (m.found.scores / np.maximum(threshold, 1e-9))[m.det]
     np.maximum.at(support, m.gt[on_box], relative[on_box])
     lone = np.flatnonzero(strong & ~busy & ~covered & ~_beside_another(m, strong)).tolist()
     empty = np.flatnonzero(~taken & (support < WEAK)).tolist()

@@ -213,19 +213,17 @@ class FasterRCNN(Detector):
         images_hw: Sizes,
         *,
         top_k: int = 80,
-        score_threshold: float | None = None,
-        nms_threshold: float | None = None,
         further_boxes: Sequence[Tensor] | None = None,
         outputs: Mapping | None = None,
     ) -> list[dict[str, Tensor]]:
         """Detections that keep what the second stage said of each, for scene graphs; one class per proposal.
 
-        NMS class by class; of what is left to a proposal its best class counts, as in Scene-Graph-Benchmark.
+        NMS class by class; of what is left to a proposal its best class counts, as in Scene-Graph-Benchmark. The
+        thresholds are those of `postprocess`.
 
         Args:
             features, images_hw: of `features`.
             top_k: detections per image at most, the best ones.
-            score_threshold, nms_threshold: None: those of `postprocess`.
             further_boxes: per image (K, 4), proposals beside the detector's own.
             outputs: of `from_features` on these maps, in evaluation, where they are there; not with `further_boxes`.
 
@@ -234,8 +232,6 @@ class FasterRCNN(Detector):
             logits (K, 1 + C), boxes_per_class (K, 1 + C, 4), both with background first; on_host: {boxes}, on the CPU.
         """
         heads = self.roi_heads
-        score_threshold = heads.score_thresh if score_threshold is None else score_threshold
-        nms_threshold = heads.nms_thresh if nms_threshold is None else nms_threshold
         if further_boxes is None:
             outputs = outputs or self.from_features(features, images_hw)
             proposals, logits, deltas = (outputs[name] for name in ("boxes", "logits", "deltas"))
@@ -244,7 +240,7 @@ class FasterRCNN(Detector):
             proposals = [torch.cat(both) for both in zip(proposals, further_boxes, strict=True)]
             logits, deltas = self.detect(features, proposals, images_hw)
         decoded = decode_boxes(deltas, torch.cat(proposals)[:, None], heads.box_coder.weights)  # (R, 1 + C, 4)
-        counts, options = [len(boxes) for boxes in proposals], (score_threshold, nms_threshold, top_k)
+        counts, options = [len(boxes) for boxes in proposals], (heads.score_thresh, heads.nms_thresh, top_k)
         return of_one_class_each(logits, decoded, counts, images_hw, *options)
 
     def _predict_anchors(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
