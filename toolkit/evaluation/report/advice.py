@@ -19,7 +19,7 @@ COSTS = 0.02  # AP50 that a kind of mistake must cost to be named
 HARDLY_ANY = 0.02  # AP50 below which no number tells more than that
 RELIABLE = 0.85  # F1 of a detector that is right often enough to doubt the annotation
 FEW_PIXELS = 16  # median side of small objects at the network's input
-MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_img", "nms_topk")  # settings that give more boxes of an image
+MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # settings for more boxes of an image
 
 
 @dataclass(frozen=True)
