@@ -7,7 +7,7 @@ seamseg is listed in docs/differences.md.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from toolkit.models.detector import Detector
 from toolkit.models.faster_rcnn.criterion import roi_losses, rpn_losses
 from toolkit.models.faster_rcnn.options import TwoStageOptions
 from toolkit.models.faster_rcnn.regions import LevelPool, best_proposals, clip, decode_boxes, limits_whwh
-from toolkit.models.faster_rcnn.samples import Sampler, padded_truths, sampled_anchors, sampled_boxes
+from toolkit.models.faster_rcnn.samples import Draw, Sampler, padded_truths, sampled_anchors, sampled_boxes
 from toolkit.models.nms import best_rows, class_wise_nms, settled
 
 SMALLEST_BOX = 1e-2  # side in pixels, torchvision's
@@ -142,10 +142,9 @@ class FasterRCNN(Detector):
         with torch.no_grad():
             truths, o = padded_truths(targets), self.stages
             of_rpn, draw = Sampler.of(self.rpn, o.rpn_crowd_overlap), self._drawing(targets)
-            index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, self.rpn.box_coder.weights, draw)
+            index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, draw)
             of_box = Sampler.of(self.roi_heads, o.box_crowd_overlap, o.box_bg_iou_from)
-            weights = self.roi_heads.box_coder.weights
-            chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, weights, draw)
+            chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, draw)
         outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
         outputs |= {"rpn_logits": logits.gather(1, index)}
         outputs |= {"rpn_deltas": deltas.gather(1, index[..., None].expand(-1, -1, 4))}
@@ -271,7 +270,7 @@ class FasterRCNN(Detector):
         limits = limits_whwh(images_hw, boxes.device)
         return best_proposals(boxes, logits, per_level, limits, **counts, threshold=rpn.nms_thresh, **least)
 
-    def _drawing(self, targets: Sequence[Mapping]) -> Callable[[Sequence[int]], Tensor]:
+    def _drawing(self, targets: Sequence[Mapping]) -> Draw:
         """What gives (sum of counts,) random numbers in [0, 1), so many for each image: in training its own, in
         evaluation the same every time, and for every image."""
         device = self.roi_heads.box_predictor.cls_score.weight.device
