@@ -94,7 +94,7 @@ def main(config: Config) -> dict[str, float]:
     """Trains as `config` says and returns the last evaluation; notebooks call it with a Config of theirs."""
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
-        from toolkit.evaluation.choose import make_evaluator
+        from toolkit.evaluation.coco import make_evaluator
         from toolkit.scene_graphs.start import start_scene_graph
 
     e = config.eval

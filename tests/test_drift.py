@@ -17,7 +17,7 @@ ALLOWED = {
     "train_sgg": {  # a head on a detector starts in its own way, and recall is measured, not AP
         "main": [
             "- from toolkit.evaluation.coco import CocoEvaluator",
-            "+ from toolkit.evaluation.choose import make_evaluator",
+            "+ from toolkit.evaluation.coco import make_evaluator",
             "+ from toolkit.scene_graphs.start import start_scene_graph",
             "+ e = config.eval",
             "- detector = session.make_detector(s, table)",

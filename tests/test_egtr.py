@@ -21,7 +21,7 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
-from toolkit.evaluation.choose import make_evaluator
+from toolkit.evaluation.coco import make_evaluator
 from toolkit.models import build_detector
 from toolkit.models.detr.detr_criterion import MatchingCosts, pad_targets
 from toolkit.models.final import load_detector_folder

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.evaluation.report.going_on import command_that_goes_on, flags_that_go_on
+from toolkit.evaluation.report.facts import command_that_goes_on, flags_that_go_on
 from toolkit.runs.ending import ENDINGS, in_words
 from toolkit.runs.settings import EvalConfig, RunConfig, ScheduleConfig
 

@@ -58,7 +58,7 @@ from toolkit.command_line import parse_config
 parse_config(train_detr.Config, [], train_detr.DEFAULT_CONFIG)
 print(*sys.modules)
 from toolkit import session
-from toolkit.evaluation.choose import make_evaluator
+from toolkit.evaluation.coco import make_evaluator
 from toolkit.models import detector_class
 from toolkit.scene_graphs.start import start_scene_graph
 for architecture in ("ssd", "yolov3", "faster_rcnn", "scene_graph"):

@@ -142,7 +142,7 @@ def has_colour(picture, colour):
 
 def test_predictions_stand_beside_the_ground_truth(tmp_path):
     image = torch.full((3, 96, 128), 90, dtype=torch.uint8)
-    truth = {"image_id": "a very long name of an image " * 5, "boxes": torch.tensor([[20.0, 20, 60, 60]]),
+    truth = {"name": "a very long name of an image " * 5, "boxes": torch.tensor([[20.0, 20, 60, 60]]),
              "labels": torch.tensor([0]), "iscrowd": torch.tensor([0])}  # fmt: skip
     found = prediction([[10, 10, 50, 50], [60, 30, 110, 80], [0, 0, 9, 9]], [0.9, 0.31, 0.2], [1, 2, 3])
     picture = pixels(draw_grid([(image, found, truth)], ["zero", "one", "two", "three"], tmp_path / "a/b.png"))
@@ -157,9 +157,9 @@ def test_predictions_stand_beside_the_ground_truth(tmp_path):
 def test_odd_images_and_boxes_are_drawn(tmp_path):
     """No boxes, boxes outside, flipped and not finite, a label without name, a crowd; tall, wide and tiny images."""
     odd = prediction([[-50, -50, 900, 900], [40, 40, 10, 10], [float("nan")] * 4], [0.9, 0.8, 0.7], [0, 25, 1])
-    truth = {"image_id": 1, "boxes": torch.tensor([[1.0, 1, 5, 5]]), "labels": torch.tensor([0]),
+    truth = {"name": 1, "boxes": torch.tensor([[1.0, 1, 5, 5]]), "labels": torch.tensor([0]),
              "iscrowd": torch.tensor([1])}  # fmt: skip
-    empty = {"image_id": 2, "boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
+    empty = {"name": 2, "boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
     samples = [
         (torch.zeros(3, 300, 20, dtype=torch.uint8), odd, truth),
         (torch.zeros(3, 20, 2000, dtype=torch.uint8), prediction([], [], []), empty),

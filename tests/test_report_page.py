@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import fields
 from html.parser import HTMLParser
 from urllib.parse import unquote
 
@@ -13,11 +14,12 @@ from report_data import ground_truth_as_predictions, predictions_of, random_case
 
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.report import PREDICTIONS, sections, write_report
-from toolkit.evaluation.report.advice import advise
+from toolkit.evaluation.report.advice import MORE_BOXES, advise
 from toolkit.evaluation.report.charts import COLOURS, MOST_POINTS, BarChart, Line, LineChart, figure, save_charts, svg
 from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import judge
 from toolkit.evaluation.report.write import write_comparison, write_page
+from toolkit.models import ARCHITECTURES, options_class
 from toolkit.runs.status import RunStatus
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -275,3 +277,8 @@ def test_a_browser_shows_the_page_without_a_complaint(case, tmp_path, width, sch
     assert "CONSOLE" not in done.stderr
     pixels = np.asarray(Image.open(tmp_path / "shot.png").convert("L"), dtype=float)
     assert (pixels[:40].mean() < 60) == (scheme == 0) and pixels.std() > 10
+
+
+def test_settings_that_the_advice_for_crowded_images_names_exist():
+    known = {each.name for architecture in ARCHITECTURES for each in fields(options_class(architecture))}
+    assert set(MORE_BOXES) <= known

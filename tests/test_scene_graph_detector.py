@@ -19,7 +19,7 @@ from toolkit.data.shapes import ATTRIBUTES, PREDICATES, make_shapes
 from toolkit.data.transforms.geometry import RandomFlip
 from toolkit.draws import seed_images
 from toolkit.errors import BadInput
-from toolkit.evaluation.choose import make_evaluator
+from toolkit.evaluation.coco import make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder

@@ -15,8 +15,7 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
-from toolkit.evaluation.choose import make_evaluator
-from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.evaluation.coco import CocoEvaluator, make_evaluator
 from toolkit.models import ARCHITECTURES, build_detector, options_class
 from toolkit.models.final import load_detector_folder
 from toolkit.models.ssd.options import SsdliteOptions

@@ -8,8 +8,7 @@ from torchvision.ops.poolers import LevelMapper
 
 from toolkit.models import build_detector
 from toolkit.models.faster_rcnn.model import of_one_class_each
-from toolkit.models.faster_rcnn.pooling import LevelPool
-from toolkit.models.faster_rcnn.suppression import best_proposals, decode_boxes, limits_whwh
+from toolkit.models.faster_rcnn.regions import LevelPool, best_proposals, decode_boxes, limits_whwh
 from toolkit.models.nms import _batch_at_once, best_rows, class_wise_nms, nms_keep, settled, sorted_nms
 
 TWO_STAGE = {"backbone": "lcnet_035", "norm": "batch", "freeze": "none", "strides": [8, 16], "fpn_channels": 16,

@@ -94,7 +94,7 @@ def test_in_pictures(tmp_path):
     boxes = torch.arange(count * 4).reshape(count, 4).float() % 200
     found = {"boxes": boxes, "scores": torch.full((count,), 0.9), "labels": torch.arange(count)}
     draw_detections(image, found, NASTY_NAMES, tmp_path / "a.png")
-    truths = [{"image_id": name, "boxes": boxes[:3], "labels": torch.arange(3)} for name in NASTY_NAMES]
+    truths = [{"name": name, "boxes": boxes[:3], "labels": torch.arange(3)} for name in NASTY_NAMES]
     few = {key: value[:2] for key, value in found.items()}
     draw_grid([(image[:, :20, :20], few, truth) for truth in truths], NASTY_NAMES, tmp_path / "b.png")
     names = [drawable(name) for name in NASTY_NAMES]

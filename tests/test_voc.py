@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from report_data import ground_truth_as_predictions, predictions_of, random_case, table_of
 
-from toolkit.evaluation import voc
+from toolkit.evaluation import matches
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.voc import voc_metrics
@@ -52,7 +52,7 @@ def test_a_perfect_detector_and_small_blocks(tmp_path, monkeypatch):
     table, predictions = random_case(tmp_path, crowd=0)
     assert voc_metrics(match(ground_truth_as_predictions(table), table))["voc12_mAP"] == 1
     expected = voc_metrics(match(predictions, table))
-    monkeypatch.setattr(voc, "_BLOCK", 7)
+    monkeypatch.setattr(matches, "PAIRS_AT_ONCE", 7)
     assert voc_metrics(match(predictions, table)) == expected
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.errors import Preempted, StoppedByGuard
-from toolkit.evaluation.choose import make_evaluator
+from toolkit.evaluation.coco import make_evaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import write_predictions

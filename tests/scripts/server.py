@@ -25,7 +25,7 @@ PRELOAD = (
     "toolkit.models.detr.rt_detr", "toolkit.evaluation.report", "toolkit.evaluation.coco",
     "scipy.optimize", "torch.distributed.algorithms.join", "torch.nn.parallel.distributed", "pandas", "attrs",
     "toolkit.models.faster_rcnn.model", "toolkit.models.ssd.model", "toolkit.models.yolov3.model",
-    "toolkit.scene_graphs.start", "toolkit.evaluation.choose", "toolkit.use.open",
+    "toolkit.scene_graphs.start", "toolkit.use.open",
 )  # fmt: skip
 
 

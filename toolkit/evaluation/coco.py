@@ -1,7 +1,7 @@
 """COCO detection metrics of predictions kept by image id, equal to pycocotools' to 1e-12.
 
 The definition is that of COCO (Lin et al. 2014, https://cocodataset.org/#detection-eval), crowds and the area ranges of
-`area` included. `max_detections` counts detections per image *and class*, highest scores first, as pycocotools does.
+`area` included. 1, 10 and 100 detections count per image *and class*, highest scores first, as in pycocotools.
 Of equal scores the one that comes first wins: images in the order of the table, detections as the detector gave them.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from toolkit.boxes import Boxes
 from toolkit.errors import BadInput
 from toolkit.evaluation.class_keys import class_keys
-from toolkit.evaluation.coco_numbers import exact_numbers
+from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
 from toolkit.evaluation.draw import draw_predictions
 from toolkit.evaluation.explain import explain_zero_ap
 from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, match
@@ -30,17 +30,15 @@ class CocoEvaluator:
     Args:
         table: the `DetectionTable` with the ground truth.
         backend: "toolkit", or "pycocotools", the reference that it is held to.
-        max_detections: detections per image and class that count, ascending; AP uses the last one.
 
     Raises:
         BadInput: unknown backend.
     """
 
-    def __init__(self, table, backend: str = "toolkit", max_detections: Sequence[int] = MAX_DETECTIONS):
+    def __init__(self, table, backend: str = "toolkit"):
         if backend not in BACKENDS:
             raise BadInput(f"eval.backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
-        self.table, self.backend, self.max_detections = table, backend, tuple(sorted(max_detections))
-        self.image_ids, self.class_keys = table.image_ids().tolist(), class_keys(table)
+        self.table, self.backend, self.image_ids = table, backend, table.image_ids().tolist()
         self.matches: Matches | None = None  # of the last evaluation
 
     def evaluate(self, predictions: Boxes | Mapping) -> dict[str, float | None]:
@@ -52,34 +50,39 @@ class CocoEvaluator:
 
         Returns:
             `bbox_AP, bbox_AP50, bbox_AP75, bbox_APs, bbox_APm, bbox_APl, bbox_AR1, bbox_AR10, bbox_AR100, bbox_ARs,
-            bbox_ARm, bbox_ARl` (the AR numbers follow `max_detections`) and `AP/<class>`, `AP50/<class>`,
-            `AR100/<class>`; from 0 to 1. None where there is no ground truth to find (pycocotools says -1): undefined
-            is not 0. Beside them `voc07_mAP` and `voc12_mAP`, see `voc_metrics`.
+            bbox_ARm, bbox_ARl` and `AP/<class>`, `AP50/<class>`, `AR100/<class>`; from 0 to 1. None where there is no
+            ground truth to find (pycocotools says -1): undefined is not 0. Beside them `voc07_mAP` and `voc12_mAP`, see
+            `voc_metrics`.
 
         Raises:
             BadInput: image ids of predictions and table differ.
         """
-        self.matches = match(predictions, self.table, self.max_detections)
-        if self.backend == "pycocotools":
-            from toolkit.evaluation.pycocotools_numbers import pycocotools_numbers
-
-            row = pycocotools_numbers(self.matches)
-        else:
-            row = coco_row(self.matches)
+        self.matches = match(predictions, self.table)
+        row = pycocotools_numbers(self.matches) if self.backend == "pycocotools" else coco_row(self.matches)
         voc = voc_metrics(self.matches)
         return row | {name: voc[name] for name in ("voc07_mAP", "voc12_mAP")}
 
     def describe(self, scores: Mapping, predictions: Boxes | Mapping, step: int | None = None) -> str:
         """`per_class_table` of what `evaluate` returned, the twelve numbers of COCO, and why an AP is 0; `step` as in
         `explain_zero_ap`."""
-        twelve = "  ".join(f"{name.removeprefix('bbox_')} {_number(value)}" for name, value in scores.items()
-                           if name.startswith("bbox_"))  # fmt: skip
+        of_boxes = {name: value for name, value in scores.items() if name.startswith("bbox_")}
+        twelve = "  ".join(f"{name.removeprefix('bbox_')} {_number(value)}" for name, value in of_boxes.items())
         reasons = [] if scores["bbox_AP"] else explain_zero_ap(predictions, self.table, step)
         return "\n".join([per_class_table(scores, self.table), twelve, *(f"AP is 0: {reason}" for reason in reasons)])
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
         """A picture of `count` images, predictions beside the annotated boxes."""
         return draw_predictions(self.table, predictions, count, path)
+
+
+def make_evaluator(detector, table, backend: str, **settings):
+    """What measures a detector on a table: what its own `make_evaluator` gives, else COCO's metrics of boxes.
+
+    backend: of COCO's metrics. settings: what else `eval` has for such a detector, such as `protocol` and `zero_shot`
+    of scene graphs. Raises BadInput as the detector's own `make_evaluator`.
+    """
+    own = detector.make_evaluator(table, backend, **settings)
+    return CocoEvaluator(table, backend) if own is None else own
 
 
 def coco_row(matches: Matches) -> dict[str, float | None]:
@@ -96,7 +99,7 @@ def _defined(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def check_ground_truth(table, name: str = "the validation data") -> list[str]:
+def check_ground_truth(table) -> list[str]:
     """Evaluate the ground truth as if it were predictions: anything below AP 1.0 is a fault of data or evaluation.
 
     Returns:
@@ -106,35 +109,27 @@ def check_ground_truth(table, name: str = "the validation data") -> list[str]:
         BadInput: AP is below 1.0, or boxes without width, height, area or class hide in it (COCO passes over them);
             names the classes and the boxes.
     """
-    truth = table.boxes()
+    name, truth = "the validation data", table.boxes()
     wanted = truth[~truth.iscrowd]
     if not len(wanted):
         return [f"{name}: no boxes to find in {len(table.rows)} images; every AP will be undefined (null)"]
-    most = _most_per_image_and_class(truth, len(table.categories))
+    most = int(np.unique(truth.image_index * len(table.categories) + truth.labels, return_counts=True)[1].max())
     limits = (*MAX_DETECTIONS[:-1], max(MAX_DETECTIONS[-1], most))
     result = coco_row(match(replace(wanted, scores=np.ones(len(wanted))), table, limits))
     values = {key: result[f"AP/{key}"] for key in class_keys(table)}
-    impossible = _impossible_boxes(truth, table)
-    lost = {key: value for key, value in values.items() if value is not None and value < 1 - 1e-6}
-    if lost or impossible:
-        raise BadInput([
-            f"{name}: its own boxes, taken as predictions, are not all found (AP {result['bbox_AP']}, expected 1.0)",
-            *(f"class {shown(key)!r}: AP {value:.4f}" for key, value in lost.items()),
-            *impossible,
-        ])
+    lost = [f"class {shown(k)!r}: AP {ap:.4f}" for k, ap in values.items() if ap is not None and ap < 1 - 1e-6]
+    if faults := lost + _impossible_boxes(truth, table):
+        found = f"are not all found (AP {result['bbox_AP']}, expected 1.0)"
+        raise BadInput([f"{name}: its own boxes, taken as predictions, {found}", *faults])
     notes = []
-    empty = [shown(key, 40) for key, value in values.items() if value is None]
-    if empty:
-        notes.append(f"{name}: no boxes of {len(empty)} of {len(values)} classes ({', '.join(empty[:5])}"
-                     f"{', ...' if len(empty) > 5 else ''}); their AP is undefined (null) and left out of the mean")
+    if empty := [shown(key, 40) for key, value in values.items() if value is None]:
+        some = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
+        undefined = "their AP is undefined (null) and left out of the mean"
+        notes.append(f"{name}: no boxes of {len(empty)} of {len(values)} classes ({some}); {undefined}")
     if most > 100:
-        notes.append(f"{name}: up to {most} boxes of one class in one image; COCO counts 100 detections per image and "
-                     "class, so that even a perfect detector stays below AP 1.0")
+        limit = "COCO counts 100 detections per image and class, so that even a perfect detector stays below AP 1.0"
+        notes.append(f"{name}: up to {most} boxes of one class in one image; {limit}")
     return notes
-
-
-def _most_per_image_and_class(truth: Boxes, num_classes: int) -> int:
-    return int(np.unique(truth.image_index * num_classes + truth.labels, return_counts=True)[1].max())
 
 
 def _impossible_boxes(truth: Boxes, table) -> list[str]:
@@ -153,13 +148,12 @@ def per_class_table(result: Mapping, table) -> str:
     """Text table, one line a class: images and boxes (crowds left out) it has, AP, AP50 and AR; `-` is undefined."""
     truth = table.boxes()
     truth = truth[~truth.iscrowd]
-    recall = next((k.split("/")[0] for k in result if k.startswith("AR") and "/" in k), "AR100")
-    rows = [("class", "images", "boxes", "AP", "AP50", recall)]
+    rows = [("class", "images", "boxes", "AP", "AP50", "AR100")]
     for k, name in enumerate(class_keys(table)):
         images = truth.image_index[truth.labels == k]
-        numbers = (_number(result.get(f"{metric}/{name}")) for metric in ("AP", "AP50", recall))
+        numbers = (_number(result.get(f"{metric}/{name}")) for metric in ("AP", "AP50", "AR100"))
         rows.append((shown(name, 40), str(len(np.unique(images))), str(len(images)), *numbers))
-    overall = (_number(result.get(m)) for m in ("bbox_AP", "bbox_AP50", f"bbox_{recall}"))
+    overall = (_number(result.get(m)) for m in ("bbox_AP", "bbox_AP50", "bbox_AR100"))
     rows.append(("all", str(len(np.unique(truth.image_index))), str(len(truth)), *overall))
     return align(rows)
 

@@ -1,11 +1,16 @@
-"""COCO metrics from matched boxes, with the rounding of pycocotools (Lin et al. 2014, its `accumulate`)."""
+"""COCO metrics from matched boxes, with the rounding of pycocotools (Lin et al. 2014, its `accumulate`), and by
+pycocotools itself: the reference for ours, and `eval.backend pycocotools`."""
 
+import contextlib
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from toolkit.boxes import Boxes
 from toolkit.evaluation.matches import AREAS, IOUS, Matches
+from toolkit.imports import uncollected
 
 TWELVE = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 RECALLS = np.linspace(0.0, 1.0, 101)
@@ -38,15 +43,10 @@ def summary(results: Iterable[tuple[np.ndarray, np.ndarray]], draws: int, max_de
     results: of each class AP (A, T, B) by area and IoU, and recall (S, T, B) at each of `max_detections` and then for
         each smaller area.
     """
-    results = list(results)
-    areas = [name for name in AREAS if name != "all"]
-    slots = [f"AR{most}" for most in max_detections] + [f"AR{name}" for name in areas]
-    if not results:
-        none = np.zeros((draws, 0))
-        names = ["AP", "AP50", "AP75", *(f"AP{name}" for name in areas), *slots]
-        numbers = dict.fromkeys(names, np.full(draws, np.nan))
-        return CocoNumbers(numbers, none, none, none, np.full((len(IOUS), draws), np.nan))
-    ap, recall = (np.stack(part) for part in zip(*results, strict=True))
+    slots = [f"AR{most}" for most in max_detections] + [f"AR{name}" for name in AREAS if name != "all"]
+    results = list(results)  # of no classes at all it is empty, and every number is NaN
+    ap = np.array([of_class[0] for of_class in results]).reshape(-1, len(AREAS), len(IOUS), draws)
+    recall = np.array([of_class[1] for of_class in results]).reshape(-1, len(slots), len(IOUS), draws)
     numbers = {"AP": _mean(ap[:, 0], (0, 1)), "AP50": _mean(ap[:, 0, 0], (0,)), "AP75": _mean(ap[:, 0, 5], (0,))}
     numbers |= {f"AP{name}": _mean(ap[:, a], (0, 1)) for a, name in enumerate(AREAS) if a}
     numbers |= {name: _mean(recall[:, slot], (0, 1)) for slot, name in enumerate(slots)}
@@ -70,8 +70,8 @@ class ByClass:
         self.near = [np.flatnonzero(candidate[rows] >= 0) for rows in self.of_class]
         self.candidate = [candidate[rows[near]] for rows, near in zip(self.of_class, self.near, strict=True)]
         self.required = np.stack([~matches.ignored(area) for area in AREAS])
-        self.totals = np.stack([np.bincount(matches.truth.labels[required], minlength=matches.num_classes)
-                                for required in self.required])  # fmt: skip
+        of_labels = (matches.truth.labels[required] for required in self.required)
+        self.totals = np.stack([np.bincount(labels, minlength=matches.num_classes) for labels in of_labels])
 
     def inside(self, label: int, area: str) -> np.ndarray:
         """(rows of the class,) bool: in the area range."""
@@ -125,3 +125,61 @@ def _mean(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     count = defined.sum(axis=axes)
     total = np.where(defined, values, 0.0).sum(axis=axes)
     return np.divide(total, count, out=np.full(count.shape, np.nan), where=count > 0)
+
+
+def pycocotools_numbers(matches: Matches) -> dict[str, float | None]:
+    """As `toolkit.evaluation.coco.coco_row`, by pycocotools, the reference; 2 kB of memory for each box."""
+    from pycocotools.cocoeval import COCOeval
+
+    m = matches
+    with contextlib.redirect_stdout(io.StringIO()), uncollected():  # it prints its progress
+        run = COCOeval(_loaded(m.truth, m), _loaded(m.found, m), iouType="bbox")
+        run.params.maxDets, run.params.catIds = list(m.max_detections), list(range(m.num_classes))
+        run.evaluate()
+        run.accumulate()
+    return _row(np.array(run.eval["precision"]), np.asarray(run.eval["recall"]), run.params, m)
+
+
+def _loaded(boxes: Boxes, m: Matches):
+    """A `COCO` of boxes. Image ids are positions in the table, so that strings are fine too. Annotation ids count from
+    1: the evaluation marks "not matched" with 0, so the box with id 0 would never be found."""
+    from pycocotools.coco import COCO
+
+    scores = np.ones(len(boxes)) if boxes.scores is None else boxes.scores
+    columns = (boxes.image_index, boxes.labels, boxes.xywh, boxes.area, boxes.iscrowd.astype(int), scores)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    coco = COCO()
+    coco.dataset = {
+        "images": [{"id": i} for i in range(m.num_images)],
+        "categories": [{"id": k} for k in range(m.num_classes)],
+        "annotations": [
+            {"id": n, "image_id": i, "category_id": k, "bbox": b, "area": a, "iscrowd": c, "score": s}
+            for n, (i, k, b, a, c, s) in enumerate(rows, start=1)
+        ],
+    }
+    coco.createIndex()
+    return coco
+
+
+def _row(precision: np.ndarray, recall: np.ndarray, params, m: Matches) -> dict[str, float | None]:
+    """COCOeval.summarize() without its printing and with the classes; changes `precision` (T, R, K, A, M)."""
+    # It adds an epsilon to what it divides by, so that one detection out of one is 1 - 2e-16, not 1.
+    precision[precision > 1 - 1e-15] = 1
+    half, three_quarters = (int(np.argmin(abs(params.iouThrs - t))) for t in (0.5, 0.75))
+    areas = {"s": 1, "m": 2, "l": 3}  # small, medium, large; 0 is all
+    ious = {"": slice(None), "50": half, "75": three_quarters}
+    row = {f"bbox_AP{name}": _mean_of_defined(precision[at, :, :, 0, -1]) for name, at in ious.items()}
+    row |= {f"bbox_AP{a}": _mean_of_defined(precision[:, :, :, i, -1]) for a, i in areas.items()}
+    row |= {f"bbox_AR{n}": _mean_of_defined(recall[:, :, 0, i]) for i, n in enumerate(m.max_detections)}
+    row |= {f"bbox_AR{a}": _mean_of_defined(recall[:, :, i, -1]) for a, i in areas.items()}
+    most = m.max_detections[-1]
+    for k, name in enumerate(m.class_names):
+        row[f"AP/{name}"] = _mean_of_defined(precision[:, :, k, 0, -1])
+        row[f"AP50/{name}"] = _mean_of_defined(precision[half, :, k, 0, -1])
+        row[f"AR{most}/{name}"] = _mean_of_defined(recall[:, k, 0, -1])
+    return row
+
+
+def _mean_of_defined(values: np.ndarray) -> float | None:
+    defined = values[values > -1]
+    return float(defined.mean()) if defined.size else None

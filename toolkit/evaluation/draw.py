@@ -17,6 +17,7 @@ from toolkit.text import JOINERS, escaped, shown
 # Okabe & Ito (2008), told apart with every kind of colour vision; without black, plus three of Tol's.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")
 PANEL = 384  # longest side of an image in the grid, in pixels
+LEAST_SCORE = 0.3  # of the predictions in the grid
 BAR, GAP = 24, 10
 BACKGROUND, TEXT = "#FFFFFF", "#222222"
 
@@ -63,7 +64,7 @@ def choose_images(table, count: int) -> list[int]:
     return candidates[np.linspace(0, len(candidates) - 1, min(count, len(candidates))).astype(int)].tolist()
 
 
-def draw_predictions(table, predictions: Mapping, count: int, path: Path, score_threshold: float = 0.3) -> Path:
+def draw_predictions(table, predictions: Mapping, count: int, path: Path) -> Path:
     """`draw_grid` of `count` images of a table, the same ones every time; predictions by image id."""
     samples = []
     for position in choose_images(table, count):
@@ -77,37 +78,27 @@ def draw_predictions(table, predictions: Mapping, count: int, path: Path, score_
         }
         image = decode_image(table.image_source(row), table.max_image_pixels)
         samples.append((image, predictions[row["image_id"]], truth))
-    return draw_grid(samples, table.class_names, path, score_threshold)
+    return draw_grid(samples, table.class_names, path)
 
 
-def draw_grid(
-    samples: Sequence[tuple[Tensor, Mapping, Mapping]],
-    class_names: Sequence[str],
-    path: Path,
-    score_threshold: float = 0.3,
-    columns: int = 2,
-) -> Path:
-    """One PNG with a pair of panels per image: its ground truth (crowds dashed) left, its predictions right.
+def draw_grid(samples: Sequence[tuple[Tensor, Mapping, Mapping]], class_names: Sequence[str], path: Path) -> Path:
+    """One PNG with a pair of panels per image, two pairs in a row: its ground truth (crowds dashed) left, its
+    predictions with a score of at least `LEAST_SCORE` right. Returns `path`.
 
     Args:
-        samples: (image uint8 (3, H, W), predictions {boxes (K, 4), scores, labels}, ground truth {image_id, boxes
-            (N, 4), labels, optional iscrowd}); boxes xyxy in pixels of that image, tensors on any device.
+        samples: (image uint8 (3, H, W), predictions {boxes (K, 4), scores, labels}, ground truth {name, boxes (N, 4),
+            labels, optional iscrowd}); boxes xyxy in pixels of that image, tensors on any device.
         path: file to write; its folder is made.
-        score_threshold: weaker predictions are not drawn.
-        columns: pairs beside each other.
-
-    Returns:
-        `path`.
     """
     panels = []
     for image, predictions, truth in samples:
-        strong = predictions["scores"] >= score_threshold
+        strong = predictions["scores"] >= LEAST_SCORE
         found = {key: predictions[key][strong] for key in ("boxes", "scores", "labels")}
-        name = drawable(truth.get("name", truth.get("image_id", "")), 60)
-        panels.append(_panel(image, truth, class_names, f"{name}:  {_counted(len(truth['labels']), 'object')}"))
-        caption = f"{_counted(len(found['labels']), 'prediction')} ≥ {score_threshold:g}"
+        objects = f"{drawable(truth['name'], 60)}:  {_counted(len(truth['labels']), 'object')}"
+        panels.append(_panel(image, truth, class_names, objects))
+        caption = f"{_counted(len(found['labels']), 'prediction')} ≥ {LEAST_SCORE:g}"
         panels.append(_panel(image, found, class_names, caption))
-    return save_picture(montage(panels, 2 * max(1, min(columns, len(samples)))), path)
+    return save_picture(montage(panels, 2 * min(2, len(samples)) or 1), path)
 
 
 def _counted(count: int, name: str) -> str:
@@ -257,13 +248,11 @@ def _overlap(a: tuple, b: tuple) -> float:
 
 def _dashed(draw: ImageDraw.ImageDraw, box: tuple, colour: str, line: int, dash: int = 8) -> None:
     x1, y1, x2, y2 = box
+    dashes = [(x, y, min(x + dash, x2), y) for x in np.arange(x1, x2, 2 * dash).tolist() for y in (y1, y2)]
+    dashes += [(x, y, x, min(y + dash, y2)) for y in np.arange(y1, y2, 2 * dash).tolist() for x in (x1, x2)]
     for fill, width in (("#000000", line + 2), (colour, line)):
-        for a in np.arange(x1, x2, 2 * dash).tolist():
-            for y in (y1, y2):
-                draw.line((a, y, min(a + dash, x2), y), fill=fill, width=width)
-        for b in np.arange(y1, y2, 2 * dash).tolist():
-            for x in (x1, x2):
-                draw.line((x, b, x, min(b + dash, y2)), fill=fill, width=width)
+        for each in dashes:
+            draw.line(each, fill=fill, width=width)
 
 
 def draw_arrow(

@@ -27,6 +27,7 @@ MIN_STEPS = 100  # optimizer steps before which every detector finds nothing
 MIN_SCORE = 0.05  # of the best detection; below it the detector itself has found nothing yet
 CHANCE = 1.5  # times as many objects as the boxes find in other images
 BEST = 2  # detections for each object of an image that are looked at, the best ones
+MISTAKEN_SIZE = " (size given to the model mistaken for the original size?)"
 
 
 def explain_zero_ap(predictions: Boxes | Mapping, table, step: int | None = None) -> list[str]:
@@ -93,8 +94,8 @@ def _about_numbers(found: Boxes, num_classes: int) -> list[str]:
         causes.append(f"all {len(found)} scores are equal ({found.scores[0]:.4g}): they carry no ranking")
     outside = ~((found.labels >= 0) & (found.labels < num_classes))
     if outside.any():
-        causes.append(f"{outside.mean():.0%} of the labels are outside 0..{num_classes - 1}, "
-                      f"they go from {found.labels.min()} to {found.labels.max()} (labels counted from 1?)")
+        ends = f"they go from {found.labels.min()} to {found.labels.max()} (labels counted from 1?)"
+        causes.append(f"{outside.mean():.0%} of the labels are outside 0..{num_classes - 1}, {ends}")
     return causes
 
 
@@ -104,12 +105,13 @@ def _about_all(found: Boxes, truth: Boxes) -> list[str]:
         return []
     causes = []
     sides = found.xyxy[:, 2:] - found.xyxy[:, :2]
-    degenerate = ~(sides > 0).all(axis=1)
-    if degenerate.mean() > 0.5:
-        causes.append(f"{degenerate.mean():.0%} of the boxes have no width or height (x2 <= x1 or y2 <= y1)")
-    if len(np.unique(found.labels)) == 1 and len(np.unique(truth.labels)) > 1:
-        causes.append(f"all predictions have label {found.labels[0]}, the ground truth has "
-                      f"{len(np.unique(truth.labels))} classes: the classifier has collapsed to one class")
+    degenerate = (~(sides > 0).all(axis=1)).mean()
+    if degenerate > 0.5:
+        causes.append(f"{degenerate:.0%} of the boxes have no width or height (x2 <= x1 or y2 <= y1)")
+    classes = len(np.unique(truth.labels))
+    if len(np.unique(found.labels)) == 1 and classes > 1:
+        one = f"all predictions have label {found.labels[0]}, the ground truth has {classes} classes"
+        causes.append(f"{one}: the classifier has collapsed to one class")
     return causes
 
 
@@ -118,21 +120,16 @@ def _about_boxes(found: Boxes, truth: Boxes, sizes_hw: np.ndarray, chosen: np.nd
     as_is = _recall(found, truth, chosen)
     if as_is >= FOUND:
         return []
+    for changes, images, after in ((_readings, chosen, ""), (_scales, chosen[:16], MISTAKEN_SIZE)):
+        tried = [(replace(found, xyxy=boxes), words) for boxes, words in changes(found, sizes_hw)]
+        recalls = [_recall(changed, truth, images) for changed, _ in tried]
+        recall, (changed, words) = max(recalls), tried[int(np.argmax(recalls))]
+        if _is_evidence(recall, as_is, changed, truth, images):
+            return [f"{words} they find {recall:.0%} of the objects at IoU 0.5, as they are {as_is:.0%}{after}"]
     causes = []
-    inside = _clipped_area(found, sizes_hw)
-    if (inside <= 0).mean() > 0.5 and found.area.max() > 0:
-        causes.append(f"{(inside <= 0).mean():.0%} of the boxes lie outside their image or are empty")
-    readings = [(_recall(replace(found, xyxy=boxes), truth, chosen), words, boxes)
-                for boxes, words in _readings(found, sizes_hw)]
-    recall, words, boxes = max(readings, key=lambda reading: reading[0])
-    if _is_evidence(recall, as_is, replace(found, xyxy=boxes), truth, chosen):
-        return [f"{words}: read that way they find {recall:.0%} of the objects at IoU 0.5, as they are {as_is:.0%}"]
-    scales = [(_recall(replace(found, xyxy=boxes), truth, chosen[:16]), words, boxes)
-              for boxes, words in _scales(found, sizes_hw)]
-    recall, words, boxes = max(scales, key=lambda scale: scale[0])
-    if _is_evidence(recall, as_is, replace(found, xyxy=boxes), truth, chosen[:16]):
-        return [f"boxes are in another scale than the original image: {words} they find {recall:.0%} of the objects "
-                f"at IoU 0.5, as they are {as_is:.0%} (size given to the model mistaken for the original size?)"]
+    outside = (_clipped_area(found, sizes_hw) <= 0).mean()
+    if outside > 0.5 and found.area.max() > 0:
+        causes.append(f"{outside:.0%} of the boxes lie outside their image or are empty")
     ratio = np.median(np.maximum(found.area, 0)) / np.median(truth.area)
     if abs(found.xyxy).max() <= 2:
         causes.append("no coordinate is above 2: normalised boxes (0..1) where pixels are expected?")
@@ -171,19 +168,21 @@ def _readings(found: Boxes, sizes_hw: np.ndarray):
     }
     for name, boxes in formats.items():
         if name != "xyxy":
-            yield boxes, f"boxes look like {name}, expected xyxy"
-        yield boxes * size, f"boxes look normalised (0..1, {name}), expected pixels of the original image, xyxy"
+            yield boxes, f"boxes look like {name}, expected xyxy: read that way"
+        expected = "expected pixels of the original image, xyxy: read that way"
+        yield boxes * size, f"boxes look normalised (0..1, {name}), {expected}"
 
 
 def _scales(found: Boxes, sizes_hw: np.ndarray):
     """(boxes rescaled, in words) for constant factors and for boxes left in the size given to the model."""
     height_width = sizes_hw[found.image_index].astype(float)
+    whole, shorter = height_width[:, [1, 0, 1, 0]], height_width.min(axis=1, keepdims=True)
+    another = "boxes are in another scale than the original image:"
     for factor in 2.0 ** (np.arange(-48, 49) / 16):
-        yield found.xyxy * factor, f"multiplied by {factor:.2f}"
+        yield found.xyxy * factor, f"{another} multiplied by {factor:.2f}"
     for side in range(64, 1345, 32):
-        yield found.xyxy * (height_width[:, [1, 0, 1, 0]] / side), f"taken as pixels of a {side} x {side} image"
-        shorter = height_width.min(axis=1, keepdims=True)
-        yield found.xyxy * (shorter / side), f"taken as pixels of an image with shorter side {side}"
+        yield found.xyxy * (whole / side), f"{another} taken as pixels of a {side} x {side} image"
+        yield found.xyxy * (shorter / side), f"{another} taken as pixels of an image with shorter side {side}"
 
 
 def _about_labels(found: Boxes, truth: Boxes, chosen: np.ndarray) -> list[str]:
@@ -194,17 +193,19 @@ def _about_labels(found: Boxes, truth: Boxes, chosen: np.ndarray) -> list[str]:
     for shift in (-1, 1):
         moved = _recall(replace(found, labels=found.labels + shift), truth, chosen, labels=True)
         if moved >= 0.8 * any_class:
-            return [f"labels are off by one: with {shift:+d} added {moved:.0%} of the objects are found with their "
-                    f"class, as they are {same_class:.0%}"]
-    return [f"{any_class:.0%} of the objects are found at IoU 0.5, but only {same_class:.0%} with their class: "
-            "classes are in another order than in the ground truth, or the classifier has not learned"]
+            with_class = f"{moved:.0%} of the objects are found with their class, as they are {same_class:.0%}"
+            return [f"labels are off by one: with {shift:+d} added {with_class}"]
+    why = "classes are in another order than in the ground truth, or the classifier has not learned"
+    return [f"{any_class:.0%} of the objects are found at IoU 0.5, but only {same_class:.0%} with their class: {why}"]
 
 
 def _nothing_wrong(found: Boxes, truth: Boxes, chosen: np.ndarray) -> str:
     recall = _recall(found, truth, chosen) if len(chosen) else 0.0
-    return (f"no known mistake: boxes find {recall:.0%} of the objects at IoU 0.5 whatever their class; "
-            f"{len(found)} predictions, highest score {found.scores.max() if len(found) else 0:.3g}; "
-            "most likely the detector has not been trained long enough")
+    return (
+        f"no known mistake: boxes find {recall:.0%} of the objects at IoU 0.5 whatever their class; "
+        f"{len(found)} predictions, highest score {found.scores.max() if len(found) else 0:.3g}; "
+        "most likely the detector has not been trained long enough"
+    )
 
 
 def _with_both(found: Boxes, truth: Boxes) -> np.ndarray:

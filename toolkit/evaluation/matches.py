@@ -4,7 +4,7 @@ The greedy matching is COCO's (Lin et al. 2014), for all images, classes, IoU th
 the r-th best prediction of every image and class chooses its box. No two predictions of a round compete for one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,7 +81,9 @@ class Matches:
     @cached_property
     def at_half(self) -> np.ndarray:
         """(D,) int64 row of the box that each prediction finds at IoU 0.5, crowds too; -1: none."""
-        return self.coco.row_of(0, 0, len(self.found))
+        rows = np.full(len(self.found), -1, np.int64)
+        rows[self.coco.det] = self.coco.gt[0, 0]
+        return rows
 
     @cached_property
     def right(self) -> np.ndarray:
@@ -105,12 +107,6 @@ class CocoMatches:
     det: np.ndarray
     gt: np.ndarray
 
-    def row_of(self, area: int, iou: int, size: int) -> np.ndarray:
-        """(size,) the found box of every prediction; -1: none."""
-        rows = np.full(size, -1, np.int64)
-        rows[self.det] = self.gt[area, iou]
-        return rows
-
 
 def match(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = MAX_DETECTIONS) -> Matches:
     """Matches of a full set of predictions with a table.
@@ -128,7 +124,11 @@ def match(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = M
 
 
 def match_boxes(
-    truth: Boxes, found: Boxes, image_ids: Sequence, class_names: Sequence[str], sizes_hw: np.ndarray,
+    truth: Boxes,
+    found: Boxes,
+    image_ids: Sequence,
+    class_names: Sequence[str],
+    sizes_hw: np.ndarray,
     max_detections: Sequence[int] = MAX_DETECTIONS,
 ) -> Matches:
     """Matches of two sets of boxes of the same images; `found` with finite numbers and labels of known classes."""
@@ -152,28 +152,46 @@ def _best_of_each_class(found: Boxes, most: int) -> tuple[Boxes, np.ndarray]:
     return found[keep], rank[keep]
 
 
+def paired(ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """All pairs of rows of one group, in blocks of about PAIRS_AT_ONCE, ascending by the row of `ours`, then `theirs`.
+
+    ours, theirs: (N,), (M,) int64 from 0, the group of each row: its image, or image and class.
+    """
+    order = np.argsort(theirs, kind="stable")
+    sizes = np.bincount(theirs, minlength=int(ours.max(initial=-1)) + 1)
+    first, repeats = (np.cumsum(sizes) - sizes)[ours], sizes[ours]
+    ends, start = np.cumsum(repeats), 0
+    while start < len(ours):
+        stop = max(start + 1, int(np.searchsorted(ends, (ends[start - 1] if start else 0) + PAIRS_AT_ONCE)))
+        some = repeats[start:stop]
+        rows = np.repeat(np.arange(start, start + len(some)), some)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(some) - some, some)
+        yield rows, order[first[rows] + within]
+        start = stop
+
+
+def best_pairs(det: np.ndarray, gt: np.ndarray, iou: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each of `size` predictions the largest IoU among some pairs (P,), and the box it is with, of equal ones the
+    first; 0 and -1 where there is no pair."""
+    rows = np.lexsort((-gt, iou))
+    best, box = np.zeros(size), np.full(size, -1, np.int64)
+    best[det[rows]], box[det[rows]] = iou[rows], gt[rows]  # the last one stays
+    return best, box
+
+
 def _overlaps(found: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(det, gt, iou) of all pairs in one image that overlap by 0.1, computed as pycocotools does."""
-    repeats = np.diff(truth.offsets)[found.image_index]
-    ends = np.cumsum(repeats)
     xywh = found.xywh, truth.xywh
     corners_found, corners_truth = (np.concatenate([b[:, :2], b[:, :2] + b[:, 2:]], axis=1) for b in xywh)
     area_found, area_truth = (b[:, 2] * b[:, 3] for b in xywh)
-    parts, start = [], 0
-    while start < len(found):
-        stop = max(start + 1, int(np.searchsorted(ends, (ends[start - 1] if start else 0) + PAIRS_AT_ONCE)))
-        some = repeats[start:stop]
-        det = np.repeat(np.arange(start, start + len(some)), some)
-        within = np.arange(len(det)) - np.repeat(np.cumsum(some) - some, some)
-        gt = truth.offsets[found.image_index[det]] + within
+    parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+    for det, gt in paired(found.image_index, truth.image_index):
         common, area = intersection_area(corners_found[det], corners_truth[gt]), area_found[det]
         union = np.where(truth.iscrowd[gt], area, area + area_truth[gt] - common)  # of a crowd the share that is in it
         iou = np.divide(common, union, out=np.zeros_like(common), where=union > 0)
         keep = iou >= BACKGROUND_IOU
         parts.append((det[keep], gt[keep], iou[keep]))
-        start = stop
-    empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
-    return tuple(np.concatenate(columns) for columns in zip(empty, *parts, strict=True))
+    return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
 
 def _greedy(m: Matches) -> CocoMatches:

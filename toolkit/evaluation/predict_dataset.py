@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import psutil
@@ -98,8 +98,8 @@ def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> st
     if needed < min(LITTLE, free / 4):
         return ""
     remedy = "; raise eval.score_threshold, or evaluate fewer images" if needed > free / 2 else ""
-    return (f"the predictions of up to {images:,} images will take about {needed / 1e9:.1f} GB of the main process, "
-            f"where {free / 1e9:.1f} GB are free{remedy}")  # fmt: skip
+    memory = f"{needed / 1e9:.1f} GB of the main process, where {free / 1e9:.1f} GB are free{remedy}"
+    return f"the predictions of up to {images:,} images will take about {memory}"
 
 
 class LossSums:
@@ -110,10 +110,9 @@ class LossSums:
 
     def __init__(self, detector: nn.Module):
         self.detector = detector
-        self.names = tuple(detector.denominator_names)
-        self.ones = dict.fromkeys(self.names, 1.0)
+        self.ones = dict.fromkeys(detector.denominator_names, 1.0)
         self.sums: dict[tuple, Tensor] = {}  # of the batches that have these losses and metrics, a value for each
-        self.denominators = dict.fromkeys(self.names, 0.0)
+        self.denominators = dict.fromkeys(self.ones, 0.0)
 
     def add(self, outputs, targets: list[dict], denominators: Mapping[str, float]) -> None:
         """One batch: outputs of the detector, its targets on the device, its raw denominators."""
@@ -128,26 +127,24 @@ class LossSums:
     def over_all_ranks(self) -> tuple[dict[str, float], dict[str, float]]:
         """(losses, metrics) of the dataset; a collective."""
         values = iter(torch.cat([*self.sums.values()]).tolist() if self.sums else ())  # one host read for all
-        sums, metrics = {}, {}
+        sums, metrics, counts = {}, {}, {}
         for losses, with_count in self.sums:
             sums |= {name: sums.get(name, 0.0) + next(values) for name in losses}
             for name in with_count:
-                value, count = metrics.get(name, (0.0, 0.0))
-                metrics[name] = value + next(values), count + next(values)
-        parts = gather_objects({"sums": sums, "metrics": metrics, "denominators": self.denominators})
-        divided_by = self.detector.divided_by
-        denominators = {n: sum(part["denominators"][n] for part in parts) for n in self.names}
-        losses = {}
-        for name in {k: None for part in parts for k in part["sums"]}:
-            total = sum(part["sums"].get(name, 0.0) for part in parts)
-            by = divided_by if isinstance(divided_by, str) else divided_by[name]
-            losses[name] = total / max(denominators[by], 1e-12)
-        metrics = {}
-        for name in {k: None for part in parts for k in part["metrics"]}:
-            value, count = map(sum, zip(*(part["metrics"].get(name, (0, 0)) for part in parts), strict=True))
-            if count:
-                metrics[name] = value / count
-        return losses, metrics
+                metrics[name] = metrics.get(name, 0.0) + next(values)
+                counts[name] = counts.get(name, 0.0) + next(values)
+        of_ranks = gather_objects((sums, metrics, counts, self.denominators))
+        sums, metrics, counts, denominators = map(_added, zip(*of_ranks, strict=True))
+        by = self.detector.divided_by
+        losses = {n: v / max(denominators[by if isinstance(by, str) else by[n]], 1e-12) for n, v in sums.items()}
+        return losses, {name: metrics[name] / count for name, count in counts.items() if count}
+
+
+def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        total |= {name: total.get(name, 0.0) + value for name, value in part.items()}
+    return total
 
 
 def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn.Module, step: int) -> dict[str, float]:

@@ -26,17 +26,8 @@ from toolkit.files import write_json
 
 VERSION = 1
 _OF_GRAPHS = (
-    "boxes",
-    "labels",
-    "scores",
-    "pairs",
-    "predicate_scores",
-    "predicates",
-    "triplet_scores",
-    "combinations",
-    "true_labels",
-    "true_relations",
-)
+    "boxes labels scores pairs predicate_scores predicates triplet_scores combinations true_labels true_relations"
+).split()
 
 
 @dataclass
@@ -58,22 +49,14 @@ def about_file(path: str | Path) -> Path:
     return Path(path).with_suffix(".about.json")
 
 
-def graphs_file(path: str | Path) -> Path:
-    """Where `FILE.json` has its relations."""
-    return Path(path).with_suffix(".graphs.npz")
-
-
 def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **about) -> Path:
-    """Writes predictions of a whole data set, to the last bit of every number.
+    """Writes predictions of a whole data set, to the last bit of every number. Returns `path`.
 
     Args:
         path: `FILE.json`; its folder is made.
         predictions: as for `CocoEvaluator.evaluate` or `SceneGraphEvaluator.evaluate`.
         table: the data they were made on; its fingerprint stands in `FILE.about.json`.
         about: what else to write there, JSON: `scores` (the numbers that were printed), `detector`, `data`, `step`.
-
-    Returns:
-        `path`.
 
     Raises:
         BadInput: image ids of predictions and table differ, or `path` does not end in .json.
@@ -86,13 +69,12 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
     path.parent.mkdir(parents=True, exist_ok=True)
     known = (found.labels >= 0) & (found.labels < len(table.categories))  # -1: of a graph, a box without a class
     known &= np.isfinite(found.xyxy).all(axis=1) & np.isfinite(found.scores)
-    graphs_file(path).unlink(missing_ok=True)  # of other predictions
+    graphs_file = path.with_suffix(".graphs.npz")
+    graphs_file.unlink(missing_ok=True)  # of other predictions
     about_file(path).unlink(missing_ok=True)
     write_coco(LabelledImages(table.image_rows(), found[known], table.categories), path)
-    graphs = _graphs(predictions, image_ids)
-    if graphs:
-        with open(graphs_file(path), "wb") as file:
-            np.savez_compressed(file, **graphs)
+    if graphs := _graphs(predictions, image_ids):
+        np.savez_compressed(graphs_file, **graphs)
     data = {"name": table.name, "fingerprint": table.fingerprint, "images": len(image_ids)}
     classes = [{"id": category.id, "name": category.name} for category in table.categories]
     write_json(about_file(path), {"version": VERSION, "made_on": data, "classes": classes, **about})
@@ -117,8 +99,9 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
             f"{table.name} ({table.fingerprint}); give the data it was made on (--split), or predict again"
         )
     found = _found(path, _entries(path), table)
-    if graphs_file(path).exists():  # in place of COCO's list, which has another order and lacks boxes without a class
-        found = _read_graphs(graphs_file(path), table.image_ids().tolist())
+    graphs_file = path.with_suffix(".graphs.npz")
+    if graphs_file.exists():  # in place of COCO's list, which has another order and lacks boxes without a class
+        found = _read_graphs(graphs_file, table.image_ids().tolist())
     return PredictionsFile(found, about)
 
 
@@ -145,26 +128,25 @@ def _entries(path: Path) -> list[dict]:
         entries = entries["annotations"]
     if not isinstance(entries, list):
         raise BadInput(f"{path}: no COCO results file: a JSON {type(entries).__name__}; expected a list of detections")
-    wanted = {"image_id", "category_id", "bbox", "score"}
     for number, entry in enumerate(entries):
-        if (
-            not isinstance(entry, dict)
-            or not wanted <= entry.keys()
-            or not isinstance(entry["bbox"], list)
-            or len(entry["bbox"]) != 4
-            or not all(isinstance(entry[key], int | float | str) for key in ("image_id", "category_id"))
-        ):
-            raise BadInput(
-                f"{path}, detection {number}: {str(entry)[:120]}; expected image_id, category_id, score and "
-                "bbox [x, y, width, height]"
-            )
+        if not _is_detection(entry):
+            expected = "expected image_id, category_id, score and bbox [x, y, width, height]"
+            raise BadInput(f"{path}, detection {number}: {str(entry)[:120]}; {expected}")
         if str(entry["image_id"]) in named:
             entry.setdefault("file_name", named[str(entry["image_id"])])
     return entries
 
 
-def _named_by_file(entries: list[dict], table) -> bool:
-    """Gives detections the table's image ids by the names of their files; False, and no change: some do not fit."""
+def _is_detection(entry: object) -> bool:
+    if not isinstance(entry, dict) or not {"image_id", "category_id", "bbox", "score"} <= entry.keys():
+        return False
+    ids = (entry["image_id"], entry["category_id"])
+    bbox = entry["bbox"]
+    return isinstance(bbox, list) and len(bbox) == 4 and all(isinstance(each, int | float | str) for each in ids)
+
+
+def _name_by_file(entries: list[dict], table) -> None:
+    """Gives detections the table's image ids by the names of their files; none of them where some do not fit."""
     ids = table.image_ids().tolist()
     of_name: dict[str, list] = {}
     for image_id, name in zip(ids, table.rows["file_name"].to_pylist(), strict=True):
@@ -176,18 +158,17 @@ def _named_by_file(entries: list[dict], table) -> bool:
         path = PurePosixPath(str(entry.get("file_name", entry["image_id"])).replace("\\", "/"))
         fitting = next((of_name[key] for key in (str(path), path.name, path.stem) if key in of_name), [])
         if len(fitting) != 1:
-            return False
+            return
         found.append(fitting[0])
     for entry, image_id in zip(entries, found, strict=True):
         entry["image_id"] = image_id
-    return True
 
 
 def _found(path: Path, entries: list[dict], table) -> Boxes:
     image_ids = table.image_ids().tolist()
     position = {image_id: i for i, image_id in enumerate(image_ids)}
     if any("file_name" in entry or entry["image_id"] not in position for entry in entries):
-        _named_by_file(entries, table)
+        _name_by_file(entries, table)
     label_of = {category.id: label for label, category in enumerate(table.categories)}
     problems = []
     for what, known, key in (("image ids", position, "image_id"), ("category ids", label_of, "category_id")):
@@ -212,26 +193,18 @@ def _found(path: Path, entries: list[dict], table) -> Boxes:
     return Boxes.found(counts, boxes[order], scores[order], labels[order])
 
 
-# ---- relations -------------------------------------------------------------------------------------------------------
-
-
 def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
     """Everything that a scene graph metric takes, flat, with how many rows each image has; {}: boxes alone."""
     if isinstance(predictions, Boxes) or not any("pairs" in predictions[image_id] for image_id in image_ids):
         return {}
-    columns: dict[str, list] = {}
-    names = {name for image_id in image_ids for name in predictions[image_id]}
-    wanted = [name for name in _OF_GRAPHS if name in names]
-    template = {
-        name: next(np.asarray(predictions[i][name]) for i in image_ids if name in predictions[i])[:0] for name in wanted
-    }
-    for image_id in image_ids:
-        for name in wanted:
-            values = np.asarray(predictions[image_id].get(name, template[name]))
-            columns.setdefault(name, []).append(values)
-    return {name: np.concatenate(parts) for name, parts in columns.items()} | {
-        f"{name}/rows": np.array([len(part) for part in parts]) for name, parts in columns.items()
-    }
+    graphs = {}
+    for name in _OF_GRAPHS:
+        parts = [np.asarray(predictions[i][name]) if name in predictions[i] else None for i in image_ids]
+        known = [part for part in parts if part is not None]
+        if known:
+            parts = [known[0][:0] if part is None else part for part in parts]
+            graphs |= {name: np.concatenate(parts), f"{name}/rows": np.array([len(part) for part in parts])}
+    return graphs
 
 
 def _read_graphs(file: Path, image_ids: Sequence) -> dict:

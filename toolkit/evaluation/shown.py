@@ -63,9 +63,7 @@ class Shown:
         return {name: figure([chart]) for name, chart in charts.items() if not chart.is_empty}
 
 
-def shown_evaluation(
-    table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None
-) -> Shown:
+def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None) -> Shown:
     """What is to be shown of predictions.
 
     Args:
@@ -78,12 +76,10 @@ def shown_evaluation(
     curves = {ALL: overall} | {names[k]: sweep(matches, k) for k in chosen if matches.num_truth[k]}
     threshold = 0.5 if overall.best is None else overall.best.threshold
     places = [*chosen, len(names)]
-    return Shown(
-        class_names=names, images=_images(table, matches, pictures), grid=grid, curves=curves,
-        ap={name: scores[f"AP/{name}"] for name in names if scores.get(f"AP/{name}") is not None},
-        matrix=confusion_matrix(matches, threshold)[0][np.ix_(places, places)],
-        matrix_names=[names[k] for k in chosen], threshold=threshold,
-    )  # fmt: skip
+    matrix = confusion_matrix(matches, threshold)[np.ix_(places, places)]
+    ap = {name: scores[f"AP/{name}"] for name in names if scores.get(f"AP/{name}") is not None}
+    images = _images(table, matches, pictures)
+    return Shown(names, images, grid, curves, ap, matrix, [names[k] for k in chosen], threshold)
 
 
 def _images(table, matches: Matches, count: int) -> list[ShownImage]:
@@ -95,10 +91,9 @@ def _images(table, matches: Matches, count: int) -> list[ShownImage]:
         scale = min(1.0, LONGEST_SIDE / max(picture.size))
         if scale < 1:
             picture = fitted(picture, LONGEST_SIDE)
-        annotated, best = truth.of_image(position), found.of_image(position)
+        own, best = truth.of_image(position), found.of_image(position)
         best = slice(best.start, min(best.stop, best.start + MOST_BOXES))
-        shown.append(ShownImage(
-            row["image_id"], picture, truth.xyxy[annotated] * scale, truth.labels[annotated],
-            found.xyxy[best] * scale, found.labels[best], found.scores[best],
-        ))  # fmt: skip
+        annotated = truth.xyxy[own] * scale, truth.labels[own]
+        detected = found.xyxy[best] * scale, found.labels[best], found.scores[best]
+        shown.append(ShownImage(row["image_id"], picture, *annotated, *detected))
     return shown

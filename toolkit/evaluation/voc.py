@@ -9,67 +9,48 @@ recalls, VOC12 over all of them.
 import numpy as np
 
 from toolkit.boxes import Boxes, common_and_union
-from toolkit.evaluation.matches import Matches
+from toolkit.evaluation.matches import Matches, best_pairs, paired
 
 RECALLS_07 = np.arange(0.0, 1.1, 0.1)  # with its rounding: 0.3 is 0.30000000000000004, as in the programs of the field
-_BLOCK = 2**20  # pairs of boxes at once
 
 
-def voc_metrics(matches: Matches, iou: float = 0.5) -> dict[str, float | None]:
+def voc_metrics(matches: Matches) -> dict[str, float | None]:
     """`voc07_mAP`, `voc12_mAP` and `voc07/<class>`, `voc12/<class>` of matched boxes; from 0 to 1.
 
-    Args:
-        matches: of each image and class its best predictions, as COCO counts them; VOC itself counts all.
-        iou: least IoU of a prediction that is right.
-
-    Returns:
-        None where a class has no boxes to find; such classes are left out of the means.
+    None where a class has no boxes to find; such classes are left out of the means. Of each image and class the best
+    predictions count, as COCO's; VOC itself counts all.
     """
     names, found, truth = matches.class_names, matches.found, matches.truth
-    best_iou, best_box = _most_overlapped(found, truth, len(names))
+    best_box = _most_overlapped(found, truth, len(names))
     result: dict[str, float | None] = {}
     for label, name in enumerate(names):
         total = int(matches.num_truth[label])
         rows = np.flatnonzero(found.labels == label)
-        hit = best_iou[rows] >= iou
+        hit = best_box[rows] >= 0
         first = np.zeros(len(rows), bool)  # of the predictions of a box; within an image the best comes first
         boxes, place = np.unique(best_box[rows[hit]], return_index=True)
         first[np.flatnonzero(hit)[place]] = True
-        difficult = hit & (truth.iscrowd[best_box[rows]]) if len(truth) else np.zeros(len(rows), bool)
+        difficult = np.append(truth.iscrowd, False)[best_box[rows]]  # -1, no box, is the last one
         order = np.argsort(-found.scores[rows], kind="stable")
         right, wrong = (first & ~difficult)[order], (~difficult & ~first)[order]
         result[f"voc07/{name}"] = _average_precision(right, wrong, total, _eleven_points)
         result[f"voc12/{name}"] = _average_precision(right, wrong, total, _all_points)
     means = {}
     for year in ("voc07", "voc12"):
-        defined = [v for key, v in result.items() if key.startswith(f"{year}/") and v is not None]
+        defined = [result[f"{year}/{name}"] for name, total in zip(names, matches.num_truth, strict=True) if total]
         means[f"{year}_mAP"] = float(np.mean(defined)) if defined else None
     return means | result
 
 
-def _most_overlapped(found: Boxes, truth: Boxes, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """(D,) largest IoU with a box of the same image and class, and its row in `truth` (0 where there is none)."""
+def _most_overlapped(found: Boxes, truth: Boxes, classes: int) -> np.ndarray:
+    """(D,) row in `truth` of the box of the same image and class with the largest IoU, at least 0.5; -1: none."""
     groups = [boxes.image_index * classes + boxes.labels for boxes in (found, truth)]
-    order = np.argsort(groups[1], kind="stable")
-    sizes = np.bincount(groups[1], minlength=int(groups[0].max(initial=0)) + 1)
-    starts = np.cumsum(sizes) - sizes
-    iou, box = np.zeros(len(found)), np.zeros(len(found), np.int64)
     corners = [boxes.xyxy + [0, 0, 1, 1] for boxes in (found, truth)]  # VOC's boxes end with their last pixel
-    rows = np.flatnonzero(sizes[groups[0]] > 0)
-    ends = np.cumsum(sizes[groups[0][rows]])
-    cuts = np.searchsorted(ends, np.arange(_BLOCK, int(ends[-1]) if len(ends) else 0, _BLOCK))
-    for some in np.split(rows, cuts):
-        count = sizes[groups[0][some]]
-        if not len(some):
-            continue
-        first = np.cumsum(count) - count
-        within = np.arange(count.sum()) - np.repeat(first, count)
-        gt = order[np.repeat(starts[groups[0][some]], count) + within]
-        values = np.divide(*common_and_union(corners[0][np.repeat(some, count)], corners[1][gt]))
-        best = np.maximum.reduceat(values, first)
-        place = np.where(values == np.repeat(best, count), np.arange(len(values)), len(values))
-        iou[some], box[some] = best, gt[np.minimum.reduceat(place, first)]  # of equal ones the first
-    return iou, box
+    parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+    for det, gt in paired(*groups):
+        iou = np.divide(*common_and_union(corners[0][det], corners[1][gt]))
+        parts.append((det[iou >= 0.5], gt[iou >= 0.5], iou[iou >= 0.5]))
+    return best_pairs(*map(np.concatenate, zip(*parts, strict=True)), len(found))[1]
 
 
 def _average_precision(right: np.ndarray, wrong: np.ndarray, total: int, mean) -> float | None:

@@ -37,8 +37,8 @@ ARCHITECTURES = {
     "egtr": ("..scene_graphs.egtr:EGTR", "..scene_graphs.options:EgtrOptions"),
     "yolov3": (".yolov3.model:YOLOv3", ".yolov3.options:Yolov3Options"),
     "ssd": (".ssd.model:SSD", ".ssd.options:SsdOptions"),
-    "ssd300_vgg16": (".ssd.torchvision_ssd:SSD300", ".ssd.options:Ssd300Options"),
-    "ssdlite320_mobilenet_v3_large": (".ssd.torchvision_ssd:SSDLite320", ".ssd.options:Ssdlite320Options"),
+    "ssd300_vgg16": (".ssd.model:SSD300", ".ssd.options:Ssd300Options"),
+    "ssdlite320_mobilenet_v3_large": (".ssd.model:SSDLite320", ".ssd.options:Ssdlite320Options"),
     "ssdlite": (".ssd.model:SSDLite", ".ssd.options:SsdliteOptions"),
 }
 

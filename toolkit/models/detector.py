@@ -128,7 +128,7 @@ class Detector(nn.Module):
 
     def make_evaluator(self, table, backend: str):
         """What measures this detector on a table; None: COCO's metrics of boxes. A subclass may take more settings of
-        `eval`, see `toolkit.evaluation.choose.make_evaluator`."""
+        `eval`, see `toolkit.evaluation.coco.make_evaluator`."""
         return
 
     def to_keep(self, found: Mapping) -> Mapping:

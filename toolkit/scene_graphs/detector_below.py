@@ -13,8 +13,7 @@ from toolkit.box_ops import pairwise_iou
 from toolkit.errors import BadInput
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.faster_rcnn.model import of_one_class_each, with_boxes_on_host
-from toolkit.models.faster_rcnn.pooling import LevelPool
-from toolkit.models.faster_rcnn.suppression import clip, limits_whwh
+from toolkit.models.faster_rcnn.regions import LevelPool, clip, limits_whwh
 
 CANDIDATES = 1000  # predictions of an image that enter the suppression, as many as Faster R-CNN has proposals
 FOUND_IOU = 0.5  # from which a prediction is one of a given box

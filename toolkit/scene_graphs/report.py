@@ -9,8 +9,8 @@ import numpy as np
 from toolkit.boxes import Boxes
 from toolkit.data.decoding import ImageError
 from toolkit.evaluation.report.charts import BarChart
+from toolkit.evaluation.report.gallery import Pictures
 from toolkit.evaluation.report.page import charts, folded, number, paragraph, table
-from toolkit.evaluation.report.pictures import Pictures
 from toolkit.scene_graphs.draw import graph_tile
 from toolkit.scene_graphs.evaluator import TOP, given_graph, true_graph
 from toolkit.scene_graphs.matches import best_predicates, iou_plus_one

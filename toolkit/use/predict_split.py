@@ -12,7 +12,7 @@ from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.splits import READING, open_split
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
-from toolkit.evaluation.choose import make_evaluator
+from toolkit.evaluation.coco import make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import read_about, read_predictions
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of

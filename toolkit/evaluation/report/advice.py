@@ -10,6 +10,7 @@ import numpy as np
 
 from toolkit.evaluation.explain import explain_zero_ap
 from toolkit.evaluation.report.facts import RunFacts
+from toolkit.evaluation.report.figures import series
 from toolkit.evaluation.report.judgement import Judgement
 
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
@@ -18,6 +19,7 @@ COSTS = 0.02  # AP50 that a kind of mistake must cost to be named
 HARDLY_ANY = 0.02  # AP50 below which no number tells more than that
 RELIABLE = 0.85  # F1 of a detector that is right often enough to doubt the annotation
 FEW_PIXELS = 16  # median side of small objects at the network's input
+MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # settings for more boxes of an image
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,13 @@ class Advice:
 def advise(judged: Judgement, facts: RunFacts | None = None) -> list[Advice]:
     """All that the numbers of a detector, and the rows and settings of its run where there is one, give reason for."""
     facts = facts or RunFacts()
-    rows, config = facts.rows, facts.config
+    data, model = facts.config.get("data", {}), facts.config.get("model", {})
     if (judged.numbers["AP50"] or 0) < HARDLY_ANY:
-        return [each for each in (_hardly_anything(judged), _too_short(facts)) if each is not None]
-    found = [
-        _too_short(facts),
-        _over_fitting(rows),
-        _small_objects(judged, config),
-        _duplicates(judged, config),
-        _confused_classes(judged),
-        _imbalance(judged, config),
-        _too_few_slots(judged, config),
-        _places(judged),
-        _scores(judged),
-        _annotation(judged),
-    ]
+        found = [_hardly_anything(judged), _too_short(facts)]
+    else:
+        found = [_too_short(facts), _over_fitting(facts.rows), _small_objects(judged, data)]
+        found += [_duplicates(judged, model), _confused_classes(judged), _imbalance(judged, data)]
+        found += [_too_few_slots(judged, model), _places(judged), _scores(judged), _annotation(judged)]
     return [advice for advice in found if advice is not None]
 
 
@@ -63,12 +57,9 @@ def _hardly_anything(judged) -> Advice | None:
 
 
 def _evaluations(rows: Sequence[Mapping], metric: str) -> tuple[np.ndarray, np.ndarray]:
-    for prefix in ("val/ema/", "val/"):
-        points = [(r["step"], r[prefix + metric]) for r in rows if isinstance(r.get(prefix + metric), int | float)]
-        points = np.array([p for p in points if np.isfinite(p[1])]).reshape(-1, 2)
-        if len(points):
-            return points[:, 0], points[:, 1]
-    return np.zeros(0), np.zeros(0)
+    """Steps and values of the averaged weights, or where there are none, of the raw ones."""
+    averaged = series(rows, f"val/ema/{metric}")
+    return averaged if len(averaged[0]) else series(rows, f"val/{metric}")
 
 
 def _too_short(facts: RunFacts) -> Advice | None:
@@ -89,7 +80,7 @@ def _too_short(facts: RunFacts) -> Advice | None:
 
 
 def _over_fitting(rows) -> Advice | None:
-    trained = np.array([r["train/loss"] for r in rows if isinstance(r.get("train/loss"), int | float)])
+    _, trained = series(rows, "train/loss")
     _, loss = _evaluations(rows, "loss")
     steps, ap = _evaluations(rows, "bbox_AP")
     if len(loss) < 4 or len(trained) < 8 or len(ap) < 4:
@@ -108,7 +99,7 @@ def _over_fitting(rows) -> Advice | None:
     )
 
 
-def _small_objects(judged, config) -> Advice | None:
+def _small_objects(judged, data) -> Advice | None:
     m, numbers = judged.matches, judged.numbers
     rows = np.flatnonzero(~m.crowd)
     small = rows[m.truth.area[rows] < 32**2]
@@ -117,7 +108,6 @@ def _small_objects(judged, config) -> Advice | None:
     larger = max(numbers["APm"] or 0, numbers["APl"] or 0)
     if numbers["APs"] > 0.6 * larger or larger < 0.05:
         return None
-    data = config.get("data", {})
     seen, flag = "", "Give larger images to the network: --data.image_size, or --data.scales."
     if data.get("image_size"):
         scale = _scale(m.sizes_hw[m.truth.image_index[small]], data)
@@ -141,19 +131,15 @@ def _scale(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:
     return data["image_size"] / np.sqrt(sizes_hw.prod(axis=1))
 
 
-def _duplicates(judged, config) -> Advice | None:
+def _duplicates(judged, model) -> Advice | None:
     cost = judged.errors.cost["duplicate"]
     if cost < COSTS:
         return None
-    model = config.get("model", {})
-    flag = next((f"--model.{key}" for key in ("nms_threshold",) if key in model), None)
     count = len(judged.errors.of("duplicate"))
-    if flag:
-        ending = f"Suppress more: lower {flag} (now {model['nms_threshold']})."
+    if "nms_threshold" in model:
+        ending = f"Suppress more: lower --model.nms_threshold (now {model['nms_threshold']})."
     elif model:
-        ending = (
-            "This detector has no suppression of its own: it learns to tell twins apart late, so train longer."
-        )
+        ending = "This detector has no suppression of its own: it learns to tell twins apart late, so train longer."
     else:
         ending = "Lower the IoU threshold of the detector's suppression (NMS)."
     return Advice(
@@ -180,7 +166,7 @@ def _confused_classes(judged) -> Advice | None:
     )
 
 
-def _imbalance(judged, config) -> Advice | None:
+def _imbalance(judged, data) -> Advice | None:
     counts, ap = judged.matches.num_truth, judged.class_ap
     known = np.flatnonzero(np.isfinite(ap) & (counts > 0))
     if len(known) < 2:
@@ -191,21 +177,19 @@ def _imbalance(judged, config) -> Advice | None:
         return None
     worst = rare[np.argsort(ap[rare])][:3]
     listed = ", ".join(f"{judged.matches.class_names[k]} ({counts[k]} boxes, AP {ap[k]:.3f})" for k in worst)
-    balance = "show their images more often"
-    if "repeat_factor" in config.get("data", {}):
-        balance += " (--data.repeat_factor)"
+    flag = " (--data.repeat_factor)" if "repeat_factor" in data else ""
     return Advice(
         "Imbalance",
         f"{len(rare)} of {len(known)} classes have less than a tenth of the boxes of the most "
         f"frequent one and AP {ap[rare].mean():.3f} on average, the others {ap[others].mean():.3f}: {listed}.",
-        f"Collect more images of them, or {balance}.",
+        f"Collect more images of them, or show their images more often{flag}.",
     )
 
 
-def _too_few_slots(judged, config) -> Advice | None:
+def _too_few_slots(judged, model) -> Advice | None:
     m = judged.matches
     boxes = np.bincount(m.truth.image_index[~m.crowd], minlength=m.num_images)
-    queries = config.get("model", {}).get("num_queries")
+    queries = model.get("num_queries")
     crowded = [s for s in judged.strata if s.topic == "boxes in the image" and s.boxes >= 20]
     if queries and boxes.max(initial=0) > 0.8 * queries:
         return Advice(
@@ -218,17 +202,13 @@ def _too_few_slots(judged, config) -> Advice | None:
     least, most = crowded[0], crowded[-1]
     if most.recall_at_any_score > least.recall_at_any_score - 0.2:
         return None
-    anchors = [
-        f"--model.{key}"
-        for key in ("anchors", "anchor_sizes", "detections_per_img", "nms_topk")
-        if key in config.get("model", {})
-    ]
-    flag = f" ({', '.join(anchors)})" if anchors else ""
+    flags = ", ".join(f"--model.{key}" for key in MORE_BOXES if key in model)
+    flags = f" ({flags})" if flags else ""
     return Advice(
         "Crowded images",
         f"At any score {least.recall_at_any_score:.0%} of the boxes are found in images with "
         f"{least.name}, {most.recall_at_any_score:.0%} with {most.name}.",
-        f"Let the detector give more boxes of an image, and fit its anchors to the data{flag}.",
+        f"Let the detector give more boxes of an image, and fit its anchors to the data{flags}.",
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.boxes import common_and_union
-from toolkit.evaluation.matches import BACKGROUND_IOU, Matches
+from toolkit.evaluation.matches import BACKGROUND_IOU, Matches, paired
 from toolkit.evaluation.report.thresholds import sweep
 
 KINDS = {
@@ -45,7 +45,8 @@ class Suspect:
 def suspects(matches: Matches) -> list[Suspect]:
     """All of them, those with a prediction first, of both sorts the strongest first."""
     m = matches
-    strong = m.found.scores > _thresholds(m)[m.found.labels]
+    threshold = _thresholds(m)[m.found.labels]
+    strong = m.found.scores > threshold
     on_box = ~m.crowd[m.gt] & (m.iou >= ON_IT)
     supported = np.zeros(len(m.truth), bool)
     supported[m.gt[on_box & m.same_class & strong[m.det]]] = True
@@ -66,7 +67,7 @@ def suspects(matches: Matches) -> list[Suspect]:
     covered = np.zeros(len(m.found), bool)  # on a box, or in a crowd
     covered[m.det[m.iou >= ON_IT]] = True
     support = np.zeros(len(m.truth))
-    relative = (m.found.scores / np.maximum(_thresholds(m)[m.found.labels], 1e-9))[m.det]
+    relative = (m.found.scores / np.maximum(threshold, 1e-9))[m.det]
     np.maximum.at(support, m.gt[on_box], relative[on_box])
     lone = np.flatnonzero(strong & ~busy & ~covered & ~_beside_another(m, strong)).tolist()
     empty = np.flatnonzero(~taken & (support < WEAK)).tolist()
@@ -103,15 +104,10 @@ def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
 def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
     """(D,) bool: a stronger prediction of the same image overlaps it by half: a duplicate, not another object."""
     result = np.zeros(len(m.found), bool)
-    rows = np.flatnonzero(strong)
-    images = m.found.image_index[rows]
-    cuts = np.flatnonzero(np.diff(images, prepend=-1, append=-1))
-    for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-        some = rows[start:stop]  # best first
-        b = m.found.xyxy[some]
-        common, union = common_and_union(b[:, None], b[None])
-        over = common > ON_IT * union
-        result[some] = np.triu(over, 1).any(axis=0)
+    rows = np.flatnonzero(strong)  # of an image the best first
+    for ours, theirs in paired(m.found.image_index[rows], m.found.image_index[rows]):
+        common, union = common_and_union(m.found.xyxy[rows[ours]], m.found.xyxy[rows[theirs]])
+        result[rows[theirs[(common > ON_IT * union) & (ours < theirs)]]] = True
     return result
 
 

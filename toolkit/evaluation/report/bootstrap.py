@@ -34,8 +34,8 @@ def weighted_numbers(matches: Matches, weights: np.ndarray) -> CocoNumbers:
 
     def one_class(label: int) -> tuple[np.ndarray, np.ndarray]:
         width = max(16, VALUES_AT_ONCE // max(1, len(shared.near[label])))
-        parts = [_one_class(shared, label, np.ascontiguousarray(weights[:, b : b + width]))
-                 for b in range(0, draws, width)]  # fmt: skip
+        blocks = (np.ascontiguousarray(weights[:, b : b + width]) for b in range(0, draws, width))
+        parts = [_one_class(shared, label, block) for block in blocks]
         return tuple(np.concatenate(columns, axis=-1) for columns in zip(*parts, strict=True))
 
     with ThreadPoolExecutor(usable_cores()) as pool:
@@ -86,8 +86,8 @@ def _so_far(images: np.ndarray, inside: np.ndarray, near: np.ndarray, weights: n
     """(N, B): at each of the N places `near`, how many predictions `inside` there are from the first one on."""
     until = np.cumsum(inside)[near]
     chosen = images[inside][: until[-1] if len(until) else 0]
-    sums = csr_array((np.ones(len(chosen), np.float32), chosen, np.concatenate([[0], until])),
-                     shape=(len(near), len(weights))) @ weights  # fmt: skip
+    between = (np.ones(len(chosen), np.float32), chosen, np.concatenate([[0], until]))
+    sums = csr_array(between, shape=(len(near), len(weights))) @ weights
     return np.cumsum(sums, axis=0, out=sums)
 
 

@@ -83,15 +83,15 @@ class LineChart:
             if not len(x):
                 continue
             style = {"linewidth": 0.8, "alpha": 0.3, "zorder": 1} if line.faint else {"linewidth": 1.6}
+            style |= {"color": COLOURS[line.colour % len(COLOURS)], "label": in_plot(line.name) if line.name else "_"}
             marker = "o" if line.dots or len(x) == 1 else None
-            axes.plot(x, y, "--" if line.dashed else "-", color=COLOURS[line.colour % len(COLOURS)], marker=marker,
-                      markersize=3, label=in_plot(line.name) if line.name else "_", **style)  # fmt: skip
+            axes.plot(x, y, "--" if line.dashed else "-", marker=marker, markersize=3, **style)
             if line.faint:
                 axes.set_ylim(limits)
         for x, text in self.marks:
             axes.axvline(x, color=INK, linewidth=1, linestyle="--")
-            axes.annotate(text, (x, 0.03), xycoords=("data", "axes fraction"), textcoords="offset points",
-                          xytext=(-5 if x > 0.5 else 5, 0), ha="right" if x > 0.5 else "left")  # fmt: skip
+            place = {"xytext": (-5, 0), "ha": "right"} if x > 0.5 else {"xytext": (5, 0), "ha": "left"}
+            axes.annotate(text, (x, 0.03), xycoords=("data", "axes fraction"), textcoords="offset points", **place)
         axes.grid(color=GRID, clip_on=False)
         axes.set(xlabel=self.x_label, xlim=self.x_range, ylim=self.y_range)
         if self.log:
@@ -100,8 +100,8 @@ class LineChart:
             axes.yaxis.set_major_formatter(LogFormatter())
             axes.yaxis.set_minor_formatter(LogFormatter())
         if len(self._in_legend()) > 1:
-            axes.legend(loc="upper left", bbox_to_anchor=(0, -0.15), ncols=self._columns(), frameon=False, fontsize=9,
-                        labelcolor=DIM)  # fmt: skip
+            place = {"loc": "upper left", "bbox_to_anchor": (0, -0.15), "ncols": self._columns()}
+            axes.legend(**place, frameon=False, fontsize=9, labelcolor=DIM)
 
     def _in_legend(self) -> list[str]:
         return [line.name for line in self.lines if line.name and len(line.points(self.log)[0])]

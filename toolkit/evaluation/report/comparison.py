@@ -1,4 +1,4 @@
-"""Compares several detectors on the same data: what differs, and whether chance explains it."""
+"""Compares several detectors on the same data: what differs, whether chance explains it, and the page that says so."""
 
 import json
 import re
@@ -8,9 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.errors import BadInput
-from toolkit.evaluation.report.bootstrap import interval
+from toolkit.evaluation.coco_numbers import TWELVE
+from toolkit.evaluation.report import figures
+from toolkit.evaluation.report.bootstrap import DRAWS, interval
+from toolkit.evaluation.report.errors import KINDS
+from toolkit.evaluation.report.gallery import LEGEND, Pictures, whole_image
 from toolkit.evaluation.report.judgement import Judgement
+from toolkit.evaluation.report.page import Html, charts, number, paragraph, pictures, table, with_interval
 
+MOST_CLASSES = 100  # in the table
+NOT_CHANCE = Html("<b>not explained by chance</b>")
 _SEED = re.compile(r"[-_.]?(?:seed)?[-_.]?\d+$")
 
 
@@ -63,13 +70,11 @@ def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
                 f"{other.name} was judged on {other.table.name}, {first.name} on {first.table.name}: only "
                 "numbers on the same data can be compared; give one data set for all (--split)"
             )
-    differences = [
-        each for other in judged[1:] for metric in first.numbers
-        if (each := difference(first, other, metric)) is not None
-    ]  # fmt: skip
+    differences = [difference(first, other, metric) for other in judged[1:] for metric in first.numbers]
     changed = abs(judged[-1].image_f1 - first.image_f1)
     order = np.argsort(-changed, kind="stable")[:images]
-    return Comparison(judged, differences, [int(i) for i in order if changed[i] > 0], _seeds(judged))
+    images_changed = [int(i) for i in order if changed[i] > 0]
+    return Comparison(judged, [each for each in differences if each is not None], images_changed, _seeds(judged))
 
 
 def settings_without_seed(config: Mapping) -> str:
@@ -99,7 +104,72 @@ def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
     for some in groups.values():
         if len(some) > 1:
             columns = {metric: [each.numbers[metric] for each in some] for metric in some[0].numbers}
-            numbers = {metric: (float(np.mean(v)), float(np.std(v, ddof=1)))
-                       for metric, v in columns.items() if None not in v}  # fmt: skip
+            known = {metric: values for metric, values in columns.items() if None not in values}
+            numbers = {metric: (float(np.mean(v)), float(np.std(v, ddof=1))) for metric, v in known.items()}
             result[", ".join(each.name for each in some)] = numbers
     return result
+
+
+def verdict(c: Comparison) -> str:
+    rows = [(d.other, d.in_words()) for d in c.differences if d.metric in ("AP", "AP50")]
+    text = (
+        f"Each is compared with {c.judged[0].name}, on the same {DRAWS:,} bootstrap samples of the images (paired), "
+        "in percent points. Such an interval tells what other images may change, not what another seed would."
+    )
+    return table(["", ""], rows, text=(0, 1)) + paragraph(text, "dim")
+
+
+def numbers(c: Comparison) -> str:
+    rows = [(name, *(with_interval(j.numbers[name], j.intervals[name]) for j in c.judged)) for name in TWELVE]
+    rows += [(f"VOC{year} mAP", *(number(j.voc[f"voc{year}_mAP"]) for j in c.judged)) for year in ("07", "12")]
+    rows.append(("best F1", *(number(j.overall.best and j.overall.best.f1) for j in c.judged)))
+    rows.append(("threshold of it", *(f"{j.threshold:g}" for j in c.judged)))
+    rows += [(f"cost of {kind} mistakes (AP50)", *(number(j.errors.cost[kind]) for j in c.judged)) for kind in KINDS]
+    if any(j.graphs for j in c.judged):
+        for name in ("R@50", "R@100", "mR@50", "mR@100"):
+            rows.append((name, *(number(j.graphs and j.graphs.row.get(name)) for j in c.judged)))
+    sweeps = {j.name: j.overall for j in c.judged}
+    parts = [
+        figures.iou_chart({j.name: j.ap_by_iou for j in c.judged}),
+        figures.precision_recall_chart(sweeps),
+        figures.f1_chart(sweeps),
+    ]
+    return table(["", *(j.name for j in c.judged)], rows) + charts(parts)
+
+
+def differences(c: Comparison) -> str:
+    rows = []
+    for d in c.differences:
+        points = (f"{value * 100:+.2f}" for value in (d.value, d.low, d.high))
+        rows.append((d.other, d.metric, *points, "may be chance" if d.chance else NOT_CHANCE))
+    return table([f"against {c.judged[0].name}", "", "difference", "95 % from", "to", ""], rows, text=(0, 1, 5))
+
+
+def seeds(c: Comparison) -> str:
+    parts = []
+    for names, values in c.groups.items():
+        rows = [(metric, f"{mean:.4f}", f"{spread:.4f}") for metric, (mean, spread) in values.items()]
+        parts += [paragraph(f"{names}: the same but for the seed."), table(["", "mean", "standard deviation"], rows)]
+    return "".join(parts)
+
+
+def classes(c: Comparison) -> str:
+    """AP of each class, and the paired difference of the last detector to the first."""
+    first, last = c.judged[0], c.judged[-1]
+    rows = []
+    for label, name in enumerate(first.matches.class_names):
+        value = last.class_ap[label] - first.class_ap[label]
+        low_high = interval(last.draws.of_class[:, label] - first.draws.of_class[:, label], value)
+        points = [f"{each * 100:+.1f}" for each in (value, *(low_high or ()))]
+        shown = ("–", "") if low_high is None else (points[0], f"{points[1]} to {points[2]}")
+        rows.append((name, first.matches.num_truth[label], *(number(j.class_ap[label]) for j in c.judged), *shown))
+    changes = np.nan_to_num(last.class_ap - first.class_ap)
+    rows = [rows[label] for label in np.argsort(-abs(changes), kind="stable")[:MOST_CLASSES]]
+    head = ["class", "boxes", *(j.name for j in c.judged), f"{last.name} less {first.name}, points", "95 %"]
+    return table(head, rows)
+
+
+def changed(c: Comparison, maker: Pictures) -> str:
+    pair = (c.judged[0], c.judged[-1])
+    shown = pictures([whole_image(j, maker, image, f"{j.name}, ") for image in c.images for j in pair])
+    return LEGEND + shown if shown else ""

@@ -1,4 +1,4 @@
-"""Error types and the AP that each of them costs: TIDE (Bolya et al., ECCV 2020).
+"""Error types and the AP that each of them costs, TIDE (Bolya et al., ECCV 2020), and recall by what an object is like.
 
 Every wrong prediction has one type, by what it overlaps (IoU 0.5 counts as found, below 0.1 as background); a box that
 no prediction finds, and no corrected one would find, is missed. The cost of a type is AP50 with all its errors
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from toolkit.boxes import common_and_union
 from toolkit.evaluation.coco_numbers import exact_average_precision
-from toolkit.evaluation.matches import BACKGROUND_IOU, Matches
+from toolkit.evaluation.matches import AREAS, BACKGROUND_IOU, Matches, best_pairs, paired
 
 KINDS = ("class", "localisation", "both", "duplicate", "background", "missed")
 MEANING = {
@@ -24,6 +25,13 @@ MEANING = {
 RIGHT, IGNORED, NOT_COUNTED = 6, 7, 8  # what is no mistake, beside the rows of KINDS
 MAX_PER_IMAGE = 100  # predictions of an image that count, of all classes together
 FOUND = 0.5
+EDGE = 1.0  # a box closer than this to the edge of the image, in pixels, is cut off by it
+TOUCHING = 0.05  # IoU from which two annotated boxes count as neighbours
+# Ranges of numbers, without their end.
+SIZES = {"small (below 32²)": AREAS["s"], "medium (32² to 96²)": AREAS["m"], "large (above 96²)": AREAS["l"]}
+NEIGHBOURS = {"none": (0, 1), "1": (1, 2), "2 or 3": (2, 4), "4 or more": (4, np.inf)}
+VERTICAL, HORIZONTAL = ("top", "middle", "bottom"), ("left", "centre", "right")
+IN_IMAGE = {"1": (1, 2), "2 to 5": (2, 6), "6 to 20": (6, 21), "more than 20": (21, np.inf)}
 
 
 @dataclass(frozen=True)
@@ -64,16 +72,19 @@ def tide_errors(matches: Matches) -> Errors:
 
 
 def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    same = _Best(m, m.same_class & ~m.crowd[m.gt])
-    other = _Best(m, ~m.same_class & ~m.crowd[m.gt])
-    taken = _Best(m, m.same_class & ~m.crowd[m.gt] & used[m.gt])
+    def best(among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        among = among & ~m.crowd[m.gt]
+        return best_pairs(m.det[among], m.gt[among], m.iou[among], len(m.found))
+
+    (same, same_gt), (other, other_gt) = best(m.same_class), best(~m.same_class)
+    taken, _ = best(m.same_class & used[m.gt])
     kind = np.full(len(m.found), KINDS.index("both"))
     gt = np.full(len(m.found), -1, np.int64)
     rules = (  # the last one that holds decides
-        ("background", np.maximum(same.iou, other.iou) <= BACKGROUND_IOU, None),
-        ("duplicate", taken.iou >= FOUND, None),
-        ("class", other.iou >= FOUND, other.gt),
-        ("localisation", (same.iou >= BACKGROUND_IOU) & (same.iou <= FOUND), same.gt),
+        ("background", np.maximum(same, other) <= BACKGROUND_IOU, None),
+        ("duplicate", taken >= FOUND, None),
+        ("class", other >= FOUND, other_gt),
+        ("localisation", (same >= BACKGROUND_IOU) & (same <= FOUND), same_gt),
     )
     for name, holds, boxes in rules:
         kind[holds] = KINDS.index(name)
@@ -82,16 +93,6 @@ def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray)
         kind[rows], gt[rows] = code, -1
     gt[np.append(used, False)[gt]] = -1  # another one has it: nothing to mend
     return kind, gt
-
-
-class _Best:
-    """For every prediction the largest IoU among some pairs and the box it is with; of equal ones the first."""
-
-    def __init__(self, m: Matches, among: np.ndarray):
-        rows = np.flatnonzero(among)
-        rows = rows[np.lexsort((-m.gt[rows], m.iou[rows]))]
-        self.iou, self.gt = np.zeros(len(m.found)), np.full(len(m.found), -1, np.int64)
-        self.iou[m.det[rows]], self.gt[m.det[rows]] = m.iou[rows], m.gt[rows]  # the last one stays
 
 
 class _Whole:
@@ -128,3 +129,59 @@ class _Whole:
             # with no box left there is nothing to find: tidecv says 0 there, and so does this
             aps.append(exact_average_precision(right[rows], ~right[rows], total[label]) if total[label] else 0.0)
         return float(np.mean(aps)) if aps else 0.0
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """Objects of one kind: how many, the share found at IoU 0.5 above the threshold, and at any score."""
+
+    topic: str
+    name: str
+    boxes: int
+    recall: float
+    recall_at_any_score: float
+
+
+def strata(matches: Matches, threshold: float) -> list[Stratum]:
+    m = matches
+    rows = np.flatnonzero(~m.crowd)
+    at_any, found = np.zeros(len(m.truth), bool), np.zeros(len(m.truth), bool)
+    at_any[m.at_half[m.right]] = True
+    found[m.at_half[m.right & (m.found.scores > threshold)]] = True
+    result = []
+    for topic, groups in _groups(m, rows).items():
+        for name, inside in groups.items():
+            some = rows[inside]
+            if len(some):
+                result.append(Stratum(topic, name, len(some), float(found[some].mean()), float(at_any[some].mean())))
+    return result
+
+
+def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
+    """By topic and name, which of the boxes `rows` belong to it, bool."""
+    boxes, image = m.truth.xyxy[rows], m.truth.image_index[rows]
+    height, width = m.sizes_hw[image].T
+    cut = (boxes[:, :2] <= EDGE).any(axis=1) | (boxes[:, 2] >= width - EDGE) | (boxes[:, 3] >= height - EDGE)
+    x, y = (boxes[:, 0] + boxes[:, 2]) / 2 / width, (boxes[:, 1] + boxes[:, 3]) / 2 / height
+    column, line = (np.clip((centre * 3).astype(int), 0, 2) for centre in (x, y))
+    topics = {
+        "size in pixels": (m.truth.area[rows], SIZES),
+        "boxes that overlap it": (neighbours(m)[rows], NEIGHBOURS),
+        "boxes in the image": (np.bincount(image, minlength=m.num_images)[image], IN_IMAGE),
+    }
+    groups = {}
+    for topic, (values, ranges) in topics.items():
+        groups[topic] = {name: (values >= low) & (values < end) for name, (low, end) in ranges.items()}
+    places = [(f"{v} {h}", i, j) for j, v in enumerate(VERTICAL) for i, h in enumerate(HORIZONTAL)]
+    groups["edge of the image"] = {"cut off": cut, "not cut off": ~cut}
+    groups["place in the image"] = {name: (line == j) & (column == i) for name, i, j in places}
+    return groups
+
+
+def neighbours(m: Matches) -> np.ndarray:
+    """(G,) how many other boxes of its image overlap each box."""
+    counts = np.full(len(m.truth), -1)  # a box touches itself
+    for ours, theirs in paired(m.truth.image_index, m.truth.image_index):
+        common, union = common_and_union(m.truth.xyxy[ours], m.truth.xyxy[theirs])
+        counts += np.bincount(ours[common > TOUCHING * union], minlength=len(counts))
+    return counts.clip(min=0)

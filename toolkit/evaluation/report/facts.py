@@ -1,11 +1,11 @@
-"""Facts about a run for its report, read once from its folder."""
+"""Facts about a run for its report, read once from its folder, and the command that continues it."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.evaluation.report.going_on import command_that_goes_on, flags_that_go_on
 from toolkit.files import read_json
 from toolkit.runs.metrics_log import read_metrics
 from toolkit.runs.settings_file import newest_config, read_groups
@@ -39,21 +39,55 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
         return RunFacts()
     config = newest_config(run_folder)
     settings = read_groups(config) if config.exists() else {}
-    environment, status = (read_json(path) if path.exists() else {}
-                           for path in (run_folder / "environment.json", run_folder / "status.json"))  # fmt: skip
+    files = (run_folder / "environment.json", run_folder / "status.json")
+    environment, status = (read_json(path) if path.exists() else {} for path in files)
     ended_by = status.get("ended_by", [])
     status |= {"state": state, "reason": status.get("reason") if ended_by else ""} if state else {}
-    words = ", ".join(f"{key} {status[key]}" for key in ("state", "reason") if status.get(key))
     rows = read_metrics(run_folder / "metrics.jsonl")
-    trained = [row for row in rows if "train/loss" in row]
-    flags = flags_that_go_on(ended_by, settings, trained[-1]["step"], trained[-1]["epoch"] + 1) if trained else []
-    return RunFacts(
+    facts = RunFacts(
         rows,
         settings,
         config.name,
         config.read_text(encoding="utf-8") if settings else "",
         json.dumps(environment, indent=2) if environment else "",
-        words,
+        ", ".join(f"{key} {status[key]}" for key in ("state", "reason") if status.get(key)),
         status.get("reason", "") if ended_by else "",
-        command_that_goes_on(flags, environment.get("command_line", []), config) if flags else "",
     )
+    if trained := [row for row in rows if "train/loss" in row]:
+        flags = flags_that_go_on(ended_by, settings, trained[-1]["step"], trained[-1]["epoch"] + 1)
+        facts.go_on = command_that_goes_on(flags, environment.get("command_line", []), config)
+    return facts
+
+
+def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs: int) -> list[str]:
+    """The flags with which a run that has ended trains for as long again.
+
+    Args:
+        ended_by: names of settings, see `toolkit.runs.ending`; empty: it is not known, and every limit that would be in
+            the way is raised.
+        config: the settings in force. step, epochs: optimizer steps made, and epochs begun.
+    """
+    run, patience = config.get("run", {}), config.get("eval", {}).get("early_stopping_patience")
+    flags = ["--run.resume", "latest"]
+    if "eval.early_stopping_patience" in ended_by and patience:
+        flags += ["--eval.early_stopping_patience", f"{2 * patience}"]
+        if len(ended_by) == 1:  # what is left of its length is enough
+            return flags
+    flags += ["--run.resume_schedule", "new"]
+    for key, made in (("epochs", epochs), ("max_steps", step)):
+        if run.get(key) and run[key] < 2 * made:
+            flags += [f"--run.{key}", f"{2 * made}"]
+    if run.get("max_minutes"):
+        flags += ["--run.max_minutes", f"{2 * run['max_minutes']:g}"]
+    return flags
+
+
+def command_that_goes_on(flags: Sequence[str], command_line: Sequence[str], config_file: Path) -> str:
+    """For a shell. command_line: that of the run; where no script began it, as in a notebook, the flags alone are told.
+
+    config_file: the settings in force.
+    """
+    script = Path(command_line[0]) if command_line else Path()
+    if script.suffix != ".py" or script.stem == "ipykernel_launcher":
+        return shlex.join(flags)
+    return shlex.join(["accelerate", "launch", str(script), "--config", str(config_file), *flags])

@@ -103,14 +103,18 @@ def _terms(rows, title: str, names: Sequence[str]) -> LineChart:
 
 
 def _rates(rows, names: Sequence[str]) -> LineChart:
-    lines = [Line(name.removeprefix("train/lr/"), *series(rows, name), i, dashed=bool(i % 2))  # groups often share one
-             for i, name in enumerate(names)]  # fmt: skip
+    curves = {name.removeprefix("train/lr/"): series(rows, name) for name in names}
+    # Every other one is dashed: groups often share a curve.
+    lines = [Line(name, *curve, i, dashed=i % 2 == 1) for i, (name, curve) in enumerate(curves.items())]
     return LineChart("Learning rates", lines, STEP, y_range=(0, None))
 
 
 def _metrics(rows, title: str, keys: Sequence[str]) -> LineChart:
-    lines = [Line(key.removeprefix("bbox_") + words, *series(rows, prefix + key), i, dashed=bool(words), dots=True)
-             for i, key in enumerate(keys) for prefix, words in (("val/", ""), ("val/ema/", ", EMA"))]  # fmt: skip
+    lines = []
+    for i, key in enumerate(keys):
+        name = key.removeprefix("bbox_")
+        lines.append(Line(name, *series(rows, f"val/{key}"), i, dots=True))
+        lines.append(Line(f"{name}, EMA", *series(rows, f"val/ema/{key}"), i, dashed=True, dots=True))
     return LineChart(title, lines, STEP, y_range=(0, None))
 
 

@@ -1,66 +1,63 @@
 """All statistics of one set of predictions, computed once; pages, tables and JSON are made from them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from toolkit.boxes import Boxes
-from toolkit.evaluation.coco_numbers import CocoNumbers, exact_numbers
-from toolkit.evaluation.matches import IOUS, Matches, match
+from toolkit.evaluation.coco_numbers import exact_numbers
+from toolkit.evaluation.matches import IOUS, match
 from toolkit.evaluation.report import bootstrap
 from toolkit.evaluation.report.annotations import Suspect, suspects
-from toolkit.evaluation.report.errors import Errors, tide_errors
-from toolkit.evaluation.report.strata import Stratum, strata
-from toolkit.evaluation.report.thresholds import (
-    WANTED_PRECISION,
-    Calibration,
-    Point,
-    Sweep,
-    calibration,
-    confusion_matrix,
-    sweep,
-)
+from toolkit.evaluation.report.errors import strata, tide_errors
+from toolkit.evaluation.report.thresholds import WANTED_PRECISION, Point, calibration, confusion_matrix, sweep
 from toolkit.evaluation.voc import voc_metrics
 
 
-@dataclass
 class Judgement:
-    """What one detector did on one data set.
+    """What one detector did on one data set, all of it counted at the start: seconds for a thousand images, less than a
+    minute for COCO's validation data.
+
+    Args:
+        name: of the detector, in words.
+        predictions: as for `CocoEvaluator.evaluate`; of scene graphs as `read_predictions` gives them.
+        about: what is known of them, as in a predictions file.
+        draws: bootstrap samples.
+
+    Raises:
+        BadInput: image ids of predictions and table differ.
 
     numbers: the twelve of COCO, exactly, None where undefined; intervals: their 95 % intervals; draws: the samples.
     class_ap, class_recall: (K,) AP and AR100, NaN where undefined. ap_by_iou: (10,) mean AP at IoU 0.5, ..., 0.95.
-    sweeps: of each class. matrix, paired: see `confusion_matrix`, at the overall threshold.
+    sweeps: of each class. threshold: of the best F1 over all classes; 0.5 where nothing was found.
+    matrix: see `confusion_matrix`, at that threshold. graphs: `toolkit.scene_graphs.report.GraphReport`; None: there
+    are no relations to judge.
     """
 
-    name: str
-    table: object
-    predictions: Boxes | Mapping
-    about: Mapping
-    matches: Matches
-    numbers: dict[str, float | None]
-    intervals: dict[str, tuple[float, float] | None]
-    class_ap: np.ndarray
-    class_recall: np.ndarray
-    ap_by_iou: np.ndarray
-    draws: CocoNumbers
-    overall: Sweep
-    sweeps: list[Sweep]
-    calibration: Calibration
-    matrix: np.ndarray
-    paired: np.ndarray
-    errors: Errors
-    strata: list[Stratum]
-    suspects: list[Suspect]
-    voc: dict[str, float | None]
-    graphs: Any  # `toolkit.scene_graphs.report.GraphReport`; None: there are no relations to judge
+    def __init__(
+        self, name: str, predictions: Boxes | Mapping, table, about: Mapping | None = None, draws: int = bootstrap.DRAWS
+    ):
+        self.name, self.table, self.predictions, self.about = name, table, predictions, about or {}
+        m = self.matches = match(predictions, table)
+        exact, self.draws = exact_numbers(m), bootstrap.resample(m, draws)
+        self.class_ap, self.class_recall = exact.of_class[0], exact.recall_of_class[0]
+        self.ap_by_iou = exact.by_iou[:, 0]
+        self.numbers = {key: float(v[0]) if np.isfinite(v[0]) else None for key, v in exact.numbers.items()}
+        self.intervals = {key: self._interval(key) for key in self.numbers}
+        self.overall, self.sweeps = sweep(m), [sweep(m, label) for label in range(m.num_classes)]
+        self.threshold = 0.5 if self.overall.best is None else self.overall.best.threshold
+        self.matrix, self.calibration = confusion_matrix(m, self.threshold), calibration(m)
+        self.errors, self.voc, self.suspects = tide_errors(m), voc_metrics(m), suspects(m)
+        self.strata = strata(m, self.threshold)
+        self.graphs = _judge_graphs(predictions, table, self.about)
 
-    @property
-    def threshold(self) -> float:
-        """The one of the best F1 over all classes; 0.5 where nothing was found."""
-        return 0.5 if self.overall.best is None else self.overall.best.threshold
+    def _interval(self, key: str) -> tuple[float, float] | None:
+        value = self.numbers[key]
+        low_high = None if value is None else bootstrap.interval(self.draws.numbers[key], value)
+        return low_high and (max(low_high[0], 0.0), min(low_high[1], 1.0))
 
     @cached_property
     def image_counts(self) -> np.ndarray:
@@ -79,40 +76,7 @@ class Judgement:
         return np.where(right + wrong + missed == 0, 1.0, 2 * right / np.maximum(2 * right + wrong + missed, 1))
 
 
-def judge(
-    name: str, predictions: Boxes | Mapping, table, about: Mapping | None = None, draws: int = bootstrap.DRAWS
-) -> Judgement:
-    """Counts everything; seconds for a thousand images, less than a minute for COCO's validation data.
-
-    Args:
-        name: of the detector, in words.
-        predictions: as for `CocoEvaluator.evaluate`; of scene graphs as `read_predictions` gives them.
-        about: what is known of them, as in a predictions file.
-        draws: bootstrap samples.
-
-    Raises:
-        BadInput: image ids of predictions and table differ.
-    """
-    matches = match(predictions, table)
-    exact = exact_numbers(matches)
-    drawn = bootstrap.resample(matches, draws)
-    numbers = {key: float(values[0]) if np.isfinite(values[0]) else None for key, values in exact.numbers.items()}
-    intervals = {}
-    for key, value in numbers.items():
-        low_high = None if value is None else bootstrap.interval(drawn.numbers[key], value)
-        intervals[key] = low_high and (max(low_high[0], 0.0), min(low_high[1], 1.0))
-    overall = sweep(matches)
-    threshold = 0.5 if overall.best is None else overall.best.threshold
-    matrix, paired = confusion_matrix(matches, threshold)
-    return Judgement(
-        name=name, table=table, predictions=predictions, about=about or {}, matches=matches, numbers=numbers,
-        intervals=intervals, class_ap=exact.of_class[0], class_recall=exact.recall_of_class[0],
-        ap_by_iou=exact.by_iou[:, 0], draws=drawn, overall=overall,
-        sweeps=[sweep(matches, label) for label in range(matches.num_classes)], calibration=calibration(matches),
-        matrix=matrix, paired=paired, errors=tide_errors(matches), strata=strata(matches, threshold),
-        suspects=suspects(matches), voc=voc_metrics(matches),
-        graphs=_judge_graphs(predictions, table, about or {}),
-    )  # fmt: skip
+judge = Judgement  # what it does, where it is called
 
 
 def _judge_graphs(predictions: Mapping, table, about: Mapping) -> Any:

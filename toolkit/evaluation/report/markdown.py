@@ -4,22 +4,20 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from toolkit.evaluation.coco_numbers import TWELVE
 from toolkit.evaluation.report.charts import save_charts
 from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.figures import LOSSES, PRECISION, training_charts
 from toolkit.text import in_markdown
 
-BOX_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 GRAPH_METRICS = ("R", "ngR", "zR", "mR", "ngmR", "A")
+
 
 def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
     """`curves.png` (losses, learning rates, gradient norm) and `ap.png` (AP, recall of relations) of the rows of
     metrics.jsonl.
 
-    Columns that are missing leave their chart out; a picture without any chart is not written.
-
-    Returns:
-        The files written.
+    Columns that are missing leave their chart out; a picture without any chart is not written. Returns the files.
     """
     groups = training_charts(rows)
     files = {"curves.png": groups[LOSSES], "ap.png": groups[PRECISION]}
@@ -28,13 +26,8 @@ def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
 
 
 def write_markdown(run_folder: Path, facts: RunFacts) -> Path:
-    """`report/README.md` with curves, the final numbers, the newest pictures, settings and surroundings of a run.
-
-    Whatever is missing in the run folder is missing in the report. Made anew each time.
-
-    Returns:
-        The README.
-    """
+    """`report/README.md`, which is returned, with curves, the final numbers, the newest pictures, settings and
+    surroundings of a run. Whatever is missing in the run folder is missing in the report. Made anew each time."""
     run_folder = Path(run_folder)
     report = run_folder / "report"
     report.mkdir(parents=True, exist_ok=True)
@@ -74,13 +67,11 @@ def _numbers(rows: list[dict]) -> list[str]:
         return ["There is no evaluation with ground truth yet."]
     metrics = [f"{name}@{k}" for name in GRAPH_METRICS for k in (20, 50, 100)] if graphs else []
     metrics += ["attribute_R_precision"] if any("val/attribute_R_precision" in row for row in rows) else []
-    metrics += [f"bbox_{name}" for name in BOX_METRICS] if any("val/bbox_AP" in row for row in rows) else []
+    metrics += [f"bbox_{name}" for name in TWELVE] if any("val/bbox_AP" in row for row in rows) else []
     metrics += ["loss"]
     parts = ["## Numbers", _markdown(["metric", *columns], [_cells(m, columns) for m in metrics])]
-    classes = list(dict.fromkeys(
-        key.split("/AP/", 1)[1] for prefix, row in columns.values() for key in row if key.startswith(f"{prefix}AP/")
-    ))  # fmt: skip
-    if classes:
+    keys = (key for prefix, row in columns.values() for key in row if key.startswith(f"{prefix}AP/"))
+    if classes := list(dict.fromkeys(key.split("/AP/", 1)[1] for key in keys)):
         cells = [[in_markdown(name), *_cells(f"AP/{name}", columns)[1:]] for name in classes]
         parts += ["## AP by class", _markdown(["class", *columns], cells)]
     return parts

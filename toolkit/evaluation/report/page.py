@@ -14,12 +14,14 @@ def page(title: str, facts: str, sections: Sequence[tuple[str, str, str]]) -> st
     shown = [(key, heading, html) for key, heading, html in sections if html]
     links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in shown)
     body = "\n".join(f'<section id="{key}"><h2>{escape(heading)}</h2>{html}</section>' for key, heading, html in shown)
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-            '<meta name="viewport" content="width=device-width,initial-scale=1">'
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-            f"<link rel=icon href=\"data:,\"><style>{STYLE}</style></head>\n"
-            f"<body><header><h1>{escape(title)}</h1><p class=dim>{escape(facts)}</p></header>"
-            f"<nav><div>{links}</div></nav><main>\n{body}\n</main></body></html>\n")  # fmt: skip
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<link rel=icon href="data:,"><style>{STYLE}</style></head>\n'
+        f"<body><header><h1>{escape(title)}</h1><p class=dim>{escape(facts)}</p></header>"
+        f"<nav><div>{links}</div></nav><main>\n{body}\n</main></body></html>\n"
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence], text: Sequence[int] = (0,)) -> str:
@@ -52,6 +54,11 @@ def charts(of: Sequence[Chart]) -> str:
 def pictures(parts: Sequence[str]) -> str:
     shown = [part for part in parts if part]
     return f"<div class=pictures>{''.join(shown)}</div>" if shown else ""
+
+
+def under(heading: str, html: str) -> str:
+    """HTML below a heading, which is HTML too; empty where there is nothing."""
+    return f"<h3>{heading}</h3>{html}" if html else ""
 
 
 def folded(summary: str, html: str) -> str:

@@ -5,16 +5,15 @@ from html import escape
 
 import numpy as np
 
-from toolkit.evaluation.coco_numbers import TWELVE
 from toolkit.evaluation.report import figures
 from toolkit.evaluation.report.advice import Advice
 from toolkit.evaluation.report.bootstrap import DRAWS
 from toolkit.evaluation.report.charts import BarChart, svg
-from toolkit.evaluation.report.errors import KINDS, MEANING
+from toolkit.evaluation.report.errors import HORIZONTAL, KINDS, MEANING, VERTICAL
 from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import Judgement
-from toolkit.evaluation.report.page import Html, charts, folded, number, paragraph, table
-from toolkit.evaluation.report.thresholds import WANTED_PRECISION
+from toolkit.evaluation.report.page import Html, charts, folded, number, paragraph, table, under
+from toolkit.evaluation.report.thresholds import WANTED_PRECISION, Point
 
 MOST_CLASSES = 30  # of a confusion matrix
 MOST_CURVES = 8
@@ -36,20 +35,15 @@ WORDS = {
 
 def summary(judged: Judgement) -> str:
     best = judged.overall.best
-    cards = [
-        ("AP", number(judged.numbers["AP"]), _interval_words(judged, "AP")),
-        ("AP50", number(judged.numbers["AP50"]), _interval_words(judged, "AP50")),
-    ]
+    cards = [(name, number(judged.numbers[name]), _interval_words(judged, name)) for name in ("AP", "AP50")]
     if best is not None:
         cards += [
             ("threshold of the best F1", f"{best.threshold:g}", "deploy with scores above it"),
             ("F1 there", number(best.f1), f"precision {best.precision:.3f}, recall {best.recall:.3f}"),
         ]
     if judged.graphs is not None:
-        cards += [
-            (f"{name}, {judged.graphs.mode}", number(judged.graphs.row.get(name)), "relations")
-            for name in ("R@100", "mR@100")
-        ]
+        recalls = {name: number(judged.graphs.row.get(name)) for name in ("R@100", "mR@100")}
+        cards += [(f"{name}, {judged.graphs.mode}", recall, "relations") for name, recall in recalls.items()]
     shown = "".join(
         f"<div><span>{escape(name)}</span><b>{escape(value)}</b><span>{escape(words)}</span></div>"
         for name, value, words in cards
@@ -63,8 +57,6 @@ def _interval_words(judged: Judgement, name: str) -> str:
 
 
 def advice(found: list[Advice]) -> str:
-    if not found:
-        return ""
     return "".join(
         f"<div class=advice><p><b>{escape(a.topic)}.</b> {escape(a.evidence)}</p><p>{_flags(a.advice)}</p>"
         f"{f'<pre>{escape(a.command)}</pre>' if a.command else ''}</div>"
@@ -78,14 +70,11 @@ def _flags(text: str) -> str:
 
 
 def numbers(judged: Judgement) -> str:
-    rows = [(name, number(judged.numbers[name]), *_low_high(judged.intervals[name]), WORDS[name]) for name in TWELVE]
-    rows += [
-        (name, number(judged.voc[key]), "", "", words)
-        for key, name, words in (
-            ("voc07_mAP", "VOC07 mAP", "Pascal VOC, 11 recalls"),
-            ("voc12_mAP", "VOC12 mAP", "Pascal VOC, all recalls"),
-        )
-    ]
+    rows = []
+    for name, words in WORDS.items():
+        rows.append((name, number(judged.numbers[name]), *_low_high(judged.intervals[name]), words))
+    rows.append(("VOC07 mAP", number(judged.voc["voc07_mAP"]), "", "", "Pascal VOC, 11 recalls"))
+    rows.append(("VOC12 mAP", number(judged.voc["voc12_mAP"]), "", "", "Pascal VOC, all recalls"))
     text = (
         f"Intervals: 95 % of {DRAWS:,} bootstrap samples of the {judged.matches.num_images:,} images, moved to have "
         "the number as their mean. They tell how far other images of the same kind may give other numbers."
@@ -103,42 +92,32 @@ def _low_high(interval) -> tuple[str, str]:
 
 
 def _classes(judged: Judgement) -> str:
-    rows = []
-    for label, name in enumerate(judged.matches.class_names):
-        best = judged.sweeps[label].best
-        point = (
-            ["–"] * 4
-            if best is None
-            else [f"{v:.3f}" for v in (best.f1, best.precision, best.recall)] + [f"{best.threshold:g}"]
-        )
-        rows.append(
-            (
-                name,
-                judged.matches.num_truth[label],
-                number(judged.class_ap[label]),
-                number(judged.class_recall[label]),
-                *point,
-            )
-        )
+    m, rows = judged.matches, []
+    columns = zip(m.class_names, m.num_truth, judged.class_ap, judged.class_recall, judged.sweeps, strict=True)
+    for name, boxes, ap, recall, sweep in columns:
+        threshold, *numbers = _point(sweep.best)
+        rows.append((name, boxes, number(ap), number(recall), *numbers, threshold))
     head = ["class", "boxes", "AP", "AR100", "best F1", "precision", "recall", "threshold"]
     return "<h3>By class</h3>" + table(head, sorted(rows, key=lambda row: row[2] == "–"))
+
+
+def _point(point: Point | None) -> list[str]:
+    """Threshold, F1, precision and recall."""
+    if point is None:
+        return ["–"] * 4
+    return [f"{point.threshold:g}", *(f"{v:.3f}" for v in (point.f1, point.precision, point.recall))]
 
 
 def thresholds(judged: Judgement) -> str:
     overall = judged.overall
     if overall.best is None:
         return paragraph("No prediction finds a box at IoU 0.5: there is no threshold to choose.")
-    rows = [
-        ("best F1", f"{p.threshold:g}", *(f"{v:.3f}" for v in (p.precision, p.recall, p.f1))) for p in [overall.best]
-    ]
-    for wanted in WANTED_PRECISION:
-        p = overall.at_precision(wanted)
-        shown = (
-            ["–", "not reached", "", ""]
-            if p is None
-            else [f"{p.threshold:g}", *(f"{v:.3f}" for v in (p.precision, p.recall, p.f1))]
-        )
-        rows.append((f"precision of {wanted:g}", *shown))
+    points = {"best F1": overall.best}
+    points |= {f"precision of {wanted:g}": overall.at_precision(wanted) for wanted in WANTED_PRECISION}
+    rows = []
+    for wanted, point in points.items():
+        threshold, f1, *others = _point(point)
+        rows.append((wanted, "–", "not reached", "", "") if point is None else (wanted, threshold, *others, f1))
     names = judged.matches.class_names
     sweeps = {"all classes": overall} | {names[label]: judged.sweeps[label] for label in _curve_classes(judged)}
     parts = [
@@ -150,13 +129,12 @@ def thresholds(judged: Judgement) -> str:
     words = (
         "Over all boxes of all classes together, at IoU 0.5. A threshold of its own for each class stands in the "
         "table by class."
-        + (
-            ""
-            if error is None
-            else f" Scores and precision differ by {error:.3f} on average "
-            "(expected calibration error): with a large difference a score is no probability."
-        )
     )
+    if error is not None:
+        words += (
+            f" Scores and precision differ by {error:.3f} on average (expected calibration error): with a large "
+            "difference a score is no probability."
+        )
     return table(["wanted", "threshold", "precision", "recall", "F1"], rows) + paragraph(words, "dim") + charts(parts)
 
 
@@ -170,8 +148,6 @@ def _curve_classes(judged: Judgement) -> list[int]:
 def confusion(judged: Judgement) -> str:
     matrix, names = judged.matrix, list(judged.matches.class_names)
     k = len(names)
-    if not matrix.any():
-        return ""
     wrong = matrix.copy()
     np.fill_diagonal(wrong, 0)
     chosen = list(range(k))
@@ -191,28 +167,21 @@ def confusion(judged: Judgement) -> str:
         if wrong[i, j]
     ]
     listed = table(["annotated", "predicted", "boxes", "of its boxes"], pairs, text=(0, 1))
-    return (
-        paragraph(text, "dim")
-        + f"<div class=scroll>{shown}</div>"
-        + (f"<h3>Most confused</h3>{listed}" if listed else "")
-    )
+    return paragraph(text, "dim") + f"<div class=scroll>{shown}</div>" + under("Most confused", listed)
 
 
 def errors(judged: Judgement) -> str:
     e = judged.errors
-    if not len(judged.matches.truth):
-        return ""
     counts = {kind: len(e.of(kind)) for kind in KINDS} | {"missed": int(e.missed.sum())}
-    bars = [(kind, e.cost[kind], f"{e.cost[kind]:.3f}") for kind in KINDS]
-    special = [(kind, e.cost[kind], f"{e.cost[kind]:.3f}") for kind in ("false positives", "false negatives")]
+    bars = [(kind, cost, f"{cost:.3f}") for kind, cost in e.cost.items()]  # those of KINDS, then the special ones
     rows = [(kind, counts[kind], f"{e.cost[kind]:.3f}", MEANING[kind]) for kind in KINDS]
     text = (
         f"AP50 is {e.ap50:.3f}; a bar tells by how much it would rise without mistakes of that kind. The kinds do not "
         "add up. Method: TIDE (Bolya et al. 2020)."
     )
     parts = [
-        BarChart("AP50 that each kind of mistake costs", bars),
-        BarChart("… and all wrong predictions, all unfound boxes", special),
+        BarChart("AP50 that each kind of mistake costs", bars[: len(KINDS)]),
+        BarChart("… and all wrong predictions, all unfound boxes", bars[len(KINDS) :]),
     ]
     return (
         paragraph(text, "dim")
@@ -232,25 +201,19 @@ def _strata(judged: Judgement) -> str:
     head = ["objects by", "", "boxes", f"found above {judged.threshold:g}", "found at any score"]
     places = {s.name: s for s in judged.strata if s.topic == "place in the image"}
     lines = []
-    for v in ("top", "middle", "bottom"):
-        cells = [places.get(f"{v} {h}") for h in ("left", "centre", "right")]
-        lines.append(
-            (v, *("–" if s is None else Html(f"{s.recall:.3f} <span class=dim>of {s.boxes}</span>") for s in cells))
-        )
-    grid = table(["centre of the box", "left", "centre", "right"], lines)
+    for v in VERTICAL:
+        cells = [places.get(f"{v} {h}") for h in HORIZONTAL]
+        shown = (Html(f"{s.recall:.3f} <span class=dim>of {s.boxes}</span>") if s else "–" for s in cells)
+        lines.append((v, *shown))
+    grid = table(["centre of the box", *HORIZONTAL], lines)
     return "<h3>What is found, by what the object is like</h3>" + table(head, rows, text=(0, 1)) + grid
 
 
 def training(facts: RunFacts) -> str:
-    shown = {heading: charts(group) for heading, group in figures.training_charts(facts.rows).items()}
-    return "".join(f"<h3>{heading}</h3>{html}" for heading, html in shown.items() if html)
+    groups = figures.training_charts(facts.rows)
+    return "".join(under(heading, charts(group)) for heading, group in groups.items())
 
 
 def settings(facts: RunFacts) -> str:
-    return "".join(
-        folded(heading, f"<pre>{escape(text)}</pre>" if text else "")
-        for heading, text in (
-            (f"Settings ({facts.config_name})", facts.config_text),
-            ("Environment", facts.environment_text),
-        )
-    )
+    texts = {f"Settings ({facts.config_name})": facts.config_text, "Environment": facts.environment_text}
+    return "".join(folded(heading, f"<pre>{escape(text)}</pre>") for heading, text in texts.items() if text)

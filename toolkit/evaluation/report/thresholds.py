@@ -76,32 +76,28 @@ def _between(low: float, high: float) -> float:
 class Calibration:
     """Do scores say how often a prediction is right? Ten bins of equal width.
 
-    edges: (11,). score, precision, count: (10,) mean score, share that is right, predictions; NaN in an empty bin.
-    error: mean distance of score and precision over all predictions (ECE, Naeini et al. 2015; for detections
-        Küppers et al. 2020), None without predictions.
+    score, precision: (10,) mean score, share that is right; NaN in an empty bin. error: mean distance of the two over
+        all predictions (ECE, Naeini et al. 2015; for detections Küppers et al. 2020), None without predictions.
     """
 
-    edges: np.ndarray
     score: np.ndarray
     precision: np.ndarray
-    count: np.ndarray
     error: float | None
 
 
 def calibration(matches: Matches, bins: int = 10) -> Calibration:
     rows = np.flatnonzero(matches.counts)
     scores, right = matches.found.scores[rows], matches.right[rows]
-    edges = np.linspace(0, 1, bins + 1)
     which = np.clip((scores * bins).astype(int), 0, bins - 1)
     count = np.bincount(which, minlength=bins)
     with np.errstate(invalid="ignore"):
         mean_score = np.bincount(which, scores, bins) / count
         precision = np.bincount(which, right, bins) / count
     error = float(np.nansum(abs(mean_score - precision) * count) / count.sum()) if count.sum() else None
-    return Calibration(edges, mean_score, precision, count, error)
+    return Calibration(mean_score, precision, error)
 
 
-def confusion_matrix(matches: Matches, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
     """What becomes of every box, and what every prediction above `threshold` is, at IoU 0.5.
 
     A prediction first finds a box of its class, as in AP. What is left over is then paired across classes, largest IoU
@@ -110,7 +106,6 @@ def confusion_matrix(matches: Matches, threshold: float) -> tuple[np.ndarray, np
     Returns:
         (K + 1, K + 1) int64, rows the annotated class, columns the predicted one; the last row is the background
         (predictions without a box), the last column "missed". A row sums to the boxes of its class.
-        And (D,) int64 the row of the box that each prediction was paired with, of any class; -1: none.
     """
     m, k = matches, matches.num_classes
     kept = (m.found.scores > threshold) & m.counts
@@ -128,4 +123,4 @@ def confusion_matrix(matches: Matches, threshold: float) -> tuple[np.ndarray, np
     np.add.at(matrix, (m.truth.labels[paired[pairs]], m.found.labels[pairs]), 1)
     np.add.at(matrix, (k, m.found.labels[kept & (paired < 0)]), 1)
     np.add.at(matrix, (m.truth.labels[~taken & ~m.crowd], k), 1)
-    return matrix, paired
+    return matrix

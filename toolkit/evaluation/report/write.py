@@ -3,25 +3,21 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.evaluation.report import comparison_sections, gallery, sections
+from toolkit.evaluation.report import comparison, gallery, sections
 from toolkit.evaluation.report.advice import advise
-from toolkit.evaluation.report.comparison import compare
 from toolkit.evaluation.report.facts import RunFacts
+from toolkit.evaluation.report.gallery import Pictures
 from toolkit.evaluation.report.judgement import Judgement, as_json
 from toolkit.evaluation.report.page import page, paragraph
-from toolkit.evaluation.report.pictures import Pictures
 from toolkit.files import replace_nonfinite, write_json, write_text_atomic
 
 PAGE, NUMBERS = "index.html", "report.json"
 
 
 def write_page(folder: Path, judged: Judgement | None, facts: RunFacts, title: str) -> Path:
-    """`index.html` and, of a detector that was judged, `report.json`.
+    """`index.html`, which is returned, and of a detector that was judged `report.json`.
 
     judged: None: there are no predictions; the page then has the curves and settings of the run.
-
-    Returns:
-        The page.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,10 +25,8 @@ def write_page(folder: Path, judged: Judgement | None, facts: RunFacts, title: s
     if judged is not None:
         parts = _sections(judged, facts, folder)
         write_json(folder / NUMBERS, replace_nonfinite(as_json(judged)))
-    parts += [
-        ("training", "Training", sections.training(facts)),
-        ("settings", "Settings", sections.settings(facts)),
-    ]
+    parts.append(("training", "Training", sections.training(facts)))
+    parts.append(("settings", "Settings", sections.settings(facts)))
     write_text_atomic(folder / PAGE, page(title, _facts(judged, facts), parts))
     return folder / PAGE
 
@@ -44,7 +38,6 @@ def _sections(judged: Judgement, facts: RunFacts, folder: Path) -> list[tuple[st
     annotation = gallery.annotation_mistakes(judged, maker)
     images, mistakes = gallery.images(judged, maker), gallery.mistakes(judged, maker)
     graphs = "" if judged.graphs is None else judged.graphs.section(judged, maker)
-    notes = "".join(paragraph(note, "dim") for note in maker.notes())
     return [
         ("summary", "Summary", sections.summary(judged)),
         ("next", "What to try next", sections.advice(advise(judged, facts))),
@@ -53,7 +46,7 @@ def _sections(judged: Judgement, facts: RunFacts, folder: Path) -> list[tuple[st
         ("graphs", "Scene graphs", graphs),
         ("confusion", "Confusion", sections.confusion(judged)),
         ("errors", "Mistakes", sections.errors(judged)),
-        ("images", "Images", images + notes),
+        ("images", "Images", images + maker.notes()),
         ("confident", "Confident mistakes", mistakes),
         ("annotation", "Likely mistakes of the annotation", annotation),
     ]
@@ -66,29 +59,23 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
         BadInput: they were not made on the same data.
     """
     folder = Path(folder)
-    c = compare(judged)
+    c = comparison.compare(judged)
     folder.mkdir(parents=True, exist_ok=True)
     maker = Pictures(judged[0].table, folder)
-    changed = comparison_sections.changed(c, maker)
+    changed = comparison.changed(c, maker)
     parts = [
-        ("summary", "Summary", comparison_sections.verdict(c)),
-        ("numbers", "Numbers", comparison_sections.numbers(c)),
-        ("differences", "Differences", comparison_sections.differences(c)),
-        ("seeds", "Over seeds", comparison_sections.seeds(c)),
-        ("classes", "By class", comparison_sections.classes(c)),
-        ("images", "Images that changed most", changed + "".join(paragraph(n, "dim") for n in maker.notes())),
+        ("summary", "Summary", comparison.verdict(c)),
+        ("numbers", "Numbers", comparison.numbers(c)),
+        ("differences", "Differences", comparison.differences(c)),
+        ("seeds", "Over seeds", comparison.seeds(c)),
+        ("classes", "By class", comparison.classes(c)),
+        ("images", "Images that changed most", changed + maker.notes()),
     ]
     title = "Comparison of " + ", ".join(each.name for each in judged)
     write_text_atomic(folder / PAGE, page(title, _data_words(judged[0]), parts))
     differences = [
-        {
-            "metric": d.metric,
-            "base": d.base,
-            "other": d.other,
-            "value": d.value,
-            "interval_95": [d.low, d.high],
-            "explained_by_chance": d.chance,
-        }
+        {name: getattr(d, name) for name in ("metric", "base", "other", "value")}
+        | {"interval_95": [d.low, d.high], "explained_by_chance": d.chance}
         for d in c.differences
     ]
     content = {"detectors": [as_json(each) for each in judged], "differences": differences, "over_seeds": c.groups}

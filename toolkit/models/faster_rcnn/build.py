@@ -39,10 +39,9 @@ TORCHVISION_NAMES = {
     "detections_per_image": "box_detections_per_img",
 }
 # Settings that torchvision has no keyword for; `FasterRCNN` takes them itself.
-OWN_SETTINGS = {
-    "rpn_crowd_overlap", "rpn_min_size", "rpn_smooth_l1_beta", "box_bg_iou_from", "box_crowd_overlap",
-    "box_smooth_l1_beta",
-}  # fmt: skip
+OWN_SETTINGS = set(
+    "rpn_crowd_overlap rpn_min_size rpn_smooth_l1_beta box_bg_iou_from box_crowd_overlap box_smooth_l1_beta".split()
+)
 
 
 class FeaturePyramid(nn.Module):
@@ -119,6 +118,7 @@ class FasterRCNNOnTimm(FasterRCNN):
         if o.cell_anchors:
             anchors = GivenAnchors(o.cell_anchors)
         levels = [str(i) for i in range(len(o.strides))]
+        own_mean, own_std = image_statistics(o.backbone)
         model = faster_rcnn.FasterRCNN(
             pyramid,
             box_head=_box_head(o),
@@ -126,11 +126,11 @@ class FasterRCNNOnTimm(FasterRCNN):
             rpn_head=RPNHead(o.fpn_channels, anchors.num_anchors_per_location()[0], o.rpn_convs),
             box_roi_pool=MultiScaleRoIAlign(levels, output_size=7, sampling_ratio=2),
             box_predictor=FastRCNNPredictor(o.representation_size, 1 + len(class_names)),
+            image_mean=o.mean or own_mean,
+            image_std=o.std or own_std,
             **torchvision_settings(o),
         )
-        own_mean, own_std = image_statistics(o.backbone)
-        statistics = o.mean or own_mean, o.std or own_std
-        super().__init__(model.backbone, model.rpn, model.roi_heads, o.strides, *statistics, o)
+        super().__init__(model, o.strides, o)
         self.leaves_unused = leaves_stages(body)
         if o.whole_pixels:
             self.roi_heads.box_roi_pool = WholePixelPool(self.roi_heads.box_roi_pool)
@@ -153,19 +153,17 @@ class FasterRCNNResNet50(FasterRCNN):
     def __init__(self, class_names: Sequence[str], options: ResNet50Options):
         if options.freeze not in ("paper", "norms"):
             raise BadInput(f"model.freeze: {options.freeze!r} is not one of paper, norms for fasterrcnn_resnet50_fpn.")
+        layers = 3 if options.freeze == "paper" else 5
         backbone = resnet_fpn_backbone(
-            backbone_name="resnet50", weights=None, norm_layer=FrozenBatchNorm2d,
-            trainable_layers=3 if options.freeze == "paper" else 5,
-        )  # fmt: skip
-        weights = options.pretrained_backbone
-        if weights:
-            _take_resnet50(backbone.body, weights, ResNet50_Weights.IMAGENET1K_V1)
+            backbone_name="resnet50", weights=None, norm_layer=FrozenBatchNorm2d, trainable_layers=layers
+        )
+        if options.pretrained_backbone:
+            _take_resnet50(backbone.body, options.pretrained_backbone, ResNet50_Weights.IMAGENET1K_V1)
         else:
             wake_frozen_norms(backbone.body)
         _set_norm_eps(backbone.body, options.norm_eps)
         model = faster_rcnn.FasterRCNN(backbone, 1 + len(class_names), **torchvision_settings(options))
-        statistics = model.transform.image_mean, model.transform.image_std
-        super().__init__(model.backbone, model.rpn, model.roi_heads, (4, 8, 16, 32), *statistics, options)
+        super().__init__(model, (4, 8, 16, 32), options)
 
 
 class FasterRCNNResNet50V2(FasterRCNN):
@@ -193,8 +191,7 @@ class FasterRCNNResNet50V2(FasterRCNN):
         if freeze == "paper":
             for module in (body.conv1, body.bn1, body.layer1):
                 module.requires_grad_(False)
-        statistics = model.transform.image_mean, model.transform.image_std
-        super().__init__(model.backbone, model.rpn, model.roi_heads, (4, 8, 16, 32), *statistics, options)
+        super().__init__(model, (4, 8, 16, 32), options)
         self._freeze = freeze
 
     def resolved_options(self) -> dict:
@@ -209,14 +206,12 @@ def torchvision_settings(options: TwoStageOptions) -> dict:
 
 
 def _stride_in_1x1(body: nn.Module, name: str) -> None:
-    moved = 0
-    for module in body.modules():
-        if isinstance(module, Bottleneck) and module.conv2.stride != (1, 1):
-            module.conv1.stride, module.conv2.stride = module.conv2.stride, (1, 1)
-            moved += 1
-    if not moved:
-        raise BadInput(f"model.stride_in_1x1: {name!r} has no blocks with a strided 3 x 3 convolution between two "
-                       "1 x 1 ones; leave it out, or use a resnet50 or deeper")  # fmt: skip
+    blocks = [each for each in body.modules() if isinstance(each, Bottleneck) and each.conv2.stride != (1, 1)]
+    for block in blocks:
+        block.conv1.stride, block.conv2.stride = block.conv2.stride, (1, 1)
+    if not blocks:
+        missing = "no blocks with a strided 3 x 3 convolution between two 1 x 1 ones"
+        raise BadInput(f"model.stride_in_1x1: {name!r} has {missing}; leave it out, or use a resnet50 or deeper")
 
 
 def _set_norm_eps(body: nn.Module, eps: float) -> None:
@@ -242,8 +237,8 @@ def _take_resnet50(body: nn.Module, source: bool | str, published: ResNet50_Weig
     try:
         found = published.get_state_dict(check_hash=True, progress=False)
     except (OSError, RuntimeError) as error:
-        message = f"model.pretrained_backbone: no weights of ResNet-50 ({error}); give a file, or false."
-        raise BadInput(message) from error
+        remedy = "give a file, or false."
+        raise BadInput(f"model.pretrained_backbone: no weights of ResNet-50 ({error}); {remedy}") from error
     body.load_state_dict({name: tensor for name, tensor in found.items() if name in wanted})
 
 

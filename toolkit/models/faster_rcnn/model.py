@@ -7,12 +7,12 @@ seamseg is listed in docs/differences.md.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.detection.roi_heads import RoIHeads
-from torchvision.models.detection.rpn import RegionProposalNetwork, concat_box_prediction_layers
+from torchvision.models.detection import faster_rcnn as torchvision_models
+from torchvision.models.detection.rpn import concat_box_prediction_layers
 from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
@@ -22,9 +22,8 @@ from toolkit.draws import image_generator
 from toolkit.models.detector import Detector
 from toolkit.models.faster_rcnn.criterion import roi_losses, rpn_losses
 from toolkit.models.faster_rcnn.options import TwoStageOptions
-from toolkit.models.faster_rcnn.pooling import LevelPool
-from toolkit.models.faster_rcnn.samples import Sampler, padded_truths, sampled_anchors, sampled_boxes
-from toolkit.models.faster_rcnn.suppression import best_proposals, clip, decode_boxes, limits_whwh
+from toolkit.models.faster_rcnn.regions import LevelPool, best_proposals, clip, decode_boxes, limits_whwh
+from toolkit.models.faster_rcnn.samples import Draw, Sampler, padded_truths, sampled_anchors, sampled_boxes
 from toolkit.models.nms import best_rows, class_wise_nms, settled
 
 SMALLEST_BOX = 1e-2  # side in pixels, torchvision's
@@ -37,11 +36,10 @@ class FasterRCNN(Detector):
     settings make.
 
     Args:
-        backbone: normalised images to an OrderedDict of maps with equal channels, finest first.
-        rpn, roi_heads: torchvision's modules.
+        model: torchvision's, whose `backbone`, `rpn` and `roi_heads` are taken, with the mean and deviation of images.
+            The backbone makes of normalised images an OrderedDict of maps with equal channels, finest first.
         strides: of the maps that boxes are pooled from, each twice the one before; the first of all maps.
-        mean, std: of RGB values in [0, 1].
-        stages: of these, what torchvision's modules have no place for, such as `rpn_crowd_overlap`; None: its defaults.
+        stages: settings, of which `rpn_crowd_overlap` and others have no place in torchvision's modules.
 
     `features`, `map_channels`, `proposals`, `box_pool`, `box_head`, `class_logits`, `representation_size` and
     `detect_with_logits` are for models built on top, such as scene graphs.
@@ -57,24 +55,17 @@ class FasterRCNN(Detector):
         "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
     }
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        rpn: RegionProposalNetwork,
-        roi_heads: RoIHeads,
-        strides: Sequence[int],
-        mean: Sequence[float],
-        std: Sequence[float],
-        stages: TwoStageOptions | None = None,
-    ):
+    def __init__(self, model: torchvision_models.FasterRCNN, strides: Sequence[int], stages: TwoStageOptions):
         super().__init__()
-        self.backbone, self.rpn, self.roi_heads = backbone, rpn, roi_heads
-        self.stages = stages or TwoStageOptions()
-        rpn.min_size = self.stages.rpn_min_size
-        self.mean, self.std, self.strides = tuple(mean), tuple(std), tuple(strides)
+        self.backbone, self.rpn, self.roi_heads = model.backbone, model.rpn, model.roi_heads
+        self.stages, self.strides = stages, tuple(strides)
+        self.rpn.min_size = stages.rpn_min_size
+        self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
+        self.map_channels = self.backbone.out_channels  # C, the width of the feature maps
+        self.representation_size = self.roi_heads.box_predictor.cls_score.in_features  # D, what the box head gives
         # torchvision guesses the scales from the first batch it sees, and wrongly from small padded images.
         first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
-        pool = roi_heads.box_roi_pool = LevelPool.of(roi_heads.box_roi_pool)
+        pool = self.roi_heads.box_roi_pool = LevelPool.of(self.roi_heads.box_roi_pool)
         pool.scales = [1 / stride for stride in strides]
         pool.map_levels = LevelMapper(first, last, pool.canonical_scale, pool.canonical_level)
 
@@ -87,21 +78,6 @@ class FasterRCNN(Detector):
     def box_head(self) -> nn.Module:
         """(R, C, 7, 7) to (R, `representation_size`)."""
         return self.roi_heads.box_head
-
-    @property
-    def box_predictor(self) -> nn.Module:
-        """(R, D) to class logits (R, 1 + C), background first, and box deltas (R, (1 + C) * 4)."""
-        return self.roi_heads.box_predictor
-
-    @property
-    def representation_size(self) -> int:
-        """D, what the box head gives."""
-        return self.roi_heads.box_predictor.cls_score.in_features
-
-    @property
-    def map_channels(self) -> int:
-        """C, the width of the feature maps."""
-        return self.backbone.out_channels
 
     def features(
         self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
@@ -129,12 +105,13 @@ class FasterRCNN(Detector):
 
         known: the same boxes on the host, where they are there: then nobody waits.
         """
-        logits, deltas = self.box_predictor(self.box_head(self.box_pool(features, boxes, list(images_hw), known)))
+        pooled = self.box_pool(features, boxes, list(images_hw), known)
+        logits, deltas = self.roi_heads.box_predictor(self.box_head(pooled))
         return logits.float(), deltas.float().unflatten(1, (-1, 4))
 
     def class_logits(self, features: Mapping[str, Tensor], boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
         """(R, 1 + C), background first, float32, of boxes whose features (R, C, 7, 7) are pooled already."""
-        return self.box_predictor(self.box_head(pooled))[0].float()
+        return self.roi_heads.box_predictor(self.box_head(pooled))[0].float()
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
         """Predictions of sampled anchors and boxes, and what they are to be (with targets); detections (in evaluation).
@@ -165,10 +142,9 @@ class FasterRCNN(Detector):
         with torch.no_grad():
             truths, o = padded_truths(targets), self.stages
             of_rpn, draw = Sampler.of(self.rpn, o.rpn_crowd_overlap), self._drawing(targets)
-            index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, self.rpn.box_coder.weights, draw)
+            index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, draw)
             of_box = Sampler.of(self.roi_heads, o.box_crowd_overlap, o.box_bg_iou_from)
-            weights = self.roi_heads.box_coder.weights
-            chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, weights, draw)
+            chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, draw)
         outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
         outputs |= {"rpn_logits": logits.gather(1, index)}
         outputs |= {"rpn_deltas": deltas.gather(1, index[..., None].expand(-1, -1, 4))}
@@ -236,19 +212,17 @@ class FasterRCNN(Detector):
         images_hw: Sizes,
         *,
         top_k: int = 80,
-        score_threshold: float | None = None,
-        nms_threshold: float | None = None,
         further_boxes: Sequence[Tensor] | None = None,
         outputs: Mapping | None = None,
     ) -> list[dict[str, Tensor]]:
         """Detections that keep what the second stage said of each, for scene graphs; one class per proposal.
 
-        NMS class by class; of what is left to a proposal its best class counts, as in Scene-Graph-Benchmark.
+        NMS class by class; of what is left to a proposal its best class counts, as in Scene-Graph-Benchmark. The
+        thresholds are those of `postprocess`.
 
         Args:
             features, images_hw: of `features`.
             top_k: detections per image at most, the best ones.
-            score_threshold, nms_threshold: None: those of `postprocess`.
             further_boxes: per image (K, 4), proposals beside the detector's own.
             outputs: of `from_features` on these maps, in evaluation, where they are there; not with `further_boxes`.
 
@@ -257,8 +231,6 @@ class FasterRCNN(Detector):
             logits (K, 1 + C), boxes_per_class (K, 1 + C, 4), both with background first; on_host: {boxes}, on the CPU.
         """
         heads = self.roi_heads
-        score_threshold = heads.score_thresh if score_threshold is None else score_threshold
-        nms_threshold = heads.nms_thresh if nms_threshold is None else nms_threshold
         if further_boxes is None:
             outputs = outputs or self.from_features(features, images_hw)
             proposals, logits, deltas = (outputs[name] for name in ("boxes", "logits", "deltas"))
@@ -267,7 +239,7 @@ class FasterRCNN(Detector):
             proposals = [torch.cat(both) for both in zip(proposals, further_boxes, strict=True)]
             logits, deltas = self.detect(features, proposals, images_hw)
         decoded = decode_boxes(deltas, torch.cat(proposals)[:, None], heads.box_coder.weights)  # (R, 1 + C, 4)
-        counts, options = [len(boxes) for boxes in proposals], (score_threshold, nms_threshold, top_k)
+        counts, options = [len(boxes) for boxes in proposals], (heads.score_thresh, heads.nms_thresh, top_k)
         return of_one_class_each(logits, decoded, counts, images_hw, *options)
 
     def _predict_anchors(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
@@ -293,12 +265,12 @@ class FasterRCNN(Detector):
         if boxes.device.type == "cpu":
             found = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
             return found, found
-        return best_proposals(
-            boxes, logits, per_level, limits_whwh(images_hw, boxes.device), before=rpn.pre_nms_top_n(),
-            after=rpn.post_nms_top_n(), threshold=rpn.nms_thresh, min_size=rpn.min_size, min_score=rpn.score_thresh,
-        )  # fmt: skip
+        counts = {"before": rpn.pre_nms_top_n(), "after": rpn.post_nms_top_n()}
+        least = {"min_size": rpn.min_size, "min_score": rpn.score_thresh}
+        limits = limits_whwh(images_hw, boxes.device)
+        return best_proposals(boxes, logits, per_level, limits, **counts, threshold=rpn.nms_thresh, **least)
 
-    def _drawing(self, targets: Sequence[Mapping]) -> Callable[[Sequence[int]], Tensor]:
+    def _drawing(self, targets: Sequence[Mapping]) -> Draw:
         """What gives (sum of counts,) random numbers in [0, 1), so many for each image: in training its own, in
         evaluation the same every time, and for every image."""
         device = self.roi_heads.box_predictor.cls_score.weight.device

@@ -14,6 +14,7 @@ from torchvision.models.detection._utils import encode_boxes
 from toolkit.batch import on_host, send_dicts
 from toolkit.models.faster_rcnn.criterion import IGNORED, match_boxes, sample, shares
 
+Draw = Callable[[Sequence[int]], Tensor]  # lengths -> (their sum,) random numbers in [0, 1), of each image in a row
 PAIRS_AT_ONCE = 2**26  # boxes compared with candidates on a device, 256 MB of float32; on a CPU image by image
 
 
@@ -32,21 +33,22 @@ class Truths(NamedTuple):
 
 class Sampler(NamedTuple):
     """How a stage chooses: IoU from which a candidate has an object, and below which it is background, from `lowest`
-    on; how many; which share of a candidate in a crowd region leaves it out."""
+    on; how many; which share of a candidate in a crowd region leaves it out; factors on the deltas of boxes."""
 
     high: float
     low: float
     size: int
     positive_fraction: float
-    crowd_overlap: float = 0.7
-    lowest: float = 0.0
+    crowd_overlap: float
+    lowest: float
+    delta_weights: Sequence[float]
 
     @classmethod
     def of(cls, stage: torch.nn.Module, crowd_overlap: float, lowest: float = 0.0) -> "Sampler":
-        """Of torchvision's RPN or RoIHeads, which have no place for the last two."""
+        """Of torchvision's RPN or RoIHeads, which have no place for the last two arguments."""
         matcher, sampler = stage.proposal_matcher, stage.fg_bg_sampler
-        return cls(matcher.high_threshold, matcher.low_threshold, sampler.batch_size_per_image,
-                   sampler.positive_fraction, crowd_overlap, lowest)  # fmt: skip
+        thresholds, size = (matcher.high_threshold, matcher.low_threshold), sampler.batch_size_per_image
+        return cls(*thresholds, size, sampler.positive_fraction, crowd_overlap, lowest, stage.box_coder.weights)
 
 
 def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
@@ -83,45 +85,30 @@ def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, be
 
 
 def sampled_anchors(
-    anchors_xyxy: Tensor,
-    truths: Truths,
-    settings: Sampler,
-    delta_weights: Sequence[float],
-    draw: Callable[[Sequence[int]], Tensor],
+    anchors_xyxy: Tensor, truths: Truths, settings: Sampler, draw: Draw
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rows (B, K) of the anchors (A, 4) that are trained, and `match`, `targets`, `weights` of them.
-
-    delta_weights: factors on the deltas of boxes.
-    draw: lengths -> (their sum,) random numbers in [0, 1), those of each image in a row.
-    """
+    """Rows (B, K) of the anchors (A, 4) that are trained, and `match`, `targets`, `weights` of them."""
     images = len(truths.counts)
     match = match_batch(anchors_xyxy, truths, settings, best_of_each_box=True)
     keys = draw([len(anchors_xyxy)] * images).view(match.shape)
     index, match = sample(match, settings.size, settings.positive_fraction, keys)
-    wanted = box_targets(anchors_xyxy[index], match, truths, delta_weights)
+    wanted = box_targets(anchors_xyxy[index], match, truths, settings.delta_weights)
     return index, {"match": match, "targets": wanted, "weights": shares(match)}
 
 
 def sampled_boxes(
-    proposals: Sequence[Tensor],
-    truths: Truths,
-    settings: Sampler,
-    delta_weights: Sequence[float],
-    draw: Callable[[Sequence[int]], Tensor],
+    proposals: Sequence[Tensor], truths: Truths, settings: Sampler, draw: Draw
 ) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:
-    """Of the proposals (P_i, 4) of each image and its objects behind them, image after image, those that are trained;
-    `delta_weights` and `draw` as for `sampled_anchors`.
+    """Of the proposals (P_i, 4) of each image and its objects behind them, image after image, those that are trained.
 
     Returns:
         their rows (R,); their boxes (R, 4); how many each image has; `classes` (R,), 0 is background, `targets` (R, 4),
         `weights` (R,).
     """
-    device = truths.boxes.device
     own = [len(boxes) for boxes in proposals]
     counts = [proposed + objects for proposed, objects in zip(own, truths.counts, strict=True)]
     sizes = [min(settings.size, count) for count in counts]
-    facts = _places(own, truths.counts, counts, sizes)
-    (facts,) = send_dicts([facts], device)
+    (facts,) = send_dicts([_places(own, truths.counts, counts, sizes)], truths.boxes.device)
     every = torch.cat([*proposals, truths.boxes.flatten(0, 1), truths.boxes.new_zeros(1, 4)])
     boxes = every[facts["boxes"]]  # (B, M, 4)
     match = match_batch(boxes, truths, settings, best_of_each_box=False)
@@ -130,7 +117,7 @@ def sampled_boxes(
     index, match = sample(match, settings.size, settings.positive_fraction, keys)
     chosen = boxes.gather(1, index[..., None].expand(-1, -1, 4))
     classes = truths.labels.gather(1, match.clamp(min=0)).where(match >= 0, 0)
-    wanted = box_targets(chosen, match, truths, delta_weights)
+    wanted = box_targets(chosen, match, truths, settings.delta_weights)
     parts = {"classes": classes, "targets": wanted, "weights": shares(match)}
     rows = facts["rows"]  # without what pads images of few candidates
     parts = {name: part.flatten(0, 1)[rows] for name, part in parts.items()}

@@ -18,9 +18,6 @@ from toolkit.box_ops import cxcywh_to_xyxy, normalize_boxes, widest_float, xyxy_
 IGNORED = -1  # label of an anchor in a crowd region; 0 is the background, class c of the data is c + 1
 
 
-# ---- anchors ---------------------------------------------------------------------------------------------------------
-
-
 def anchor_scales(levels: int, min_scale: float, max_scale: float) -> list[tuple[float, float]]:
     """Side of the small and of the large square anchor of each level, as fractions of the image.
 
@@ -53,9 +50,6 @@ def level_anchors(hw: tuple[int, int], scales: tuple[float, float], aspect_ratio
     return anchors.clamp(0, 1) if clip else anchors
 
 
-# ---- offsets ---------------------------------------------------------------------------------------------------------
-
-
 def encode_boxes(boxes_xyxy: Tensor, anchors_cxcywh: Tensor, center_variance: float, size_variance: float) -> Tensor:
     """Offsets (..., 4) of boxes (..., 4) from anchors (..., 4), which may be fewer by leading dimensions.
 
@@ -72,9 +66,6 @@ def decode_offsets(offsets: Tensor, anchors_cxcywh: Tensor, center_variance: flo
     return cxcywh_to_xyxy(torch.cat([centres, (offsets[..., 2:] * size_variance).exp() * anchors_cxcywh[..., 2:]], -1))
 
 
-# ---- matching --------------------------------------------------------------------------------------------------------
-
-
 class Objects(NamedTuple):
     """Boxes of a batch, padded to the largest number in an image, at least 1: xyxy fractions (B, T, 4), labels (B, T)
     int64 (0 on: classes; -1: padding), crowd (B, T) bool."""
@@ -86,10 +77,8 @@ class Objects(NamedTuple):
 
 def pad_objects(targets: Sequence[Mapping], image_hw: Tensor) -> Objects:
     """The targets of a batch as `Objects`. image_hw: (2,) height and width of the batch's images in pixels."""
-    boxes, labels, crowd = (
-        _pad([target[name] for target in targets], value)
-        for name, value in (("boxes", 0.0), ("labels", -1), ("iscrowd", 0))
-    )
+    padding = {"boxes": 0.0, "labels": -1, "iscrowd": 0}
+    boxes, labels, crowd = (_pad([each[name] for each in targets], value) for name, value in padding.items())
     return Objects(normalize_boxes(boxes.float(), image_hw), labels, crowd > 0)
 
 
@@ -140,9 +129,6 @@ def mine_negatives(background_loss: Tensor, labels: Tensor, ratio: int) -> Tenso
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     ranks = torch.empty_like(order).scatter_(1, order, places)
     return (ranks < ratio * (labels > 0).sum(dim=1, keepdim=True)) & (labels == 0)
-
-
-# ---- loss ------------------------------------------------------------------------------------------------------------
 
 
 def multibox_loss(
@@ -214,7 +200,6 @@ class SsdCriterion(nn.Module):
 
     loss_names = ("loss_cls", "loss_loc")
     metric_names = ("positives",)
-    denominator_names = ("positives",)
 
     def __init__(
         self,

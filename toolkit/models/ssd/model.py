@@ -1,4 +1,5 @@
-"""SSD (Liu et al., ECCV 2016) and SSDLite (Sandler et al., CVPR 2018) on any timm backbone, as CVNets builds them."""
+"""SSD (Liu et al., ECCV 2016) and SSDLite (Sandler et al., CVPR 2018) on any timm backbone, as CVNets builds them, and
+torchvision's own, with our criterion and its denominators."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,15 +7,17 @@ import torch
 from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.models.detection import ssd300_vgg16, ssdlite320_mobilenet_v3_large
+from torchvision.models.detection.image_list import ImageList
 
 from toolkit.batch import normalize_images, rows_of, send
-from toolkit.box_ops import clip_boxes, denormalize_boxes
+from toolkit.box_ops import clip_boxes, denormalize_boxes, xyxy_to_cxcywh
 from toolkit.errors import BadInput
 from toolkit.models.backbones import feature_strides, image_statistics
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.nms import best_rows, class_wise_nms
 from toolkit.models.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
-from toolkit.models.ssd.options import SsdliteOptions, SsdOptions
+from toolkit.models.ssd.options import Ssd300Options, Ssdlite320Options, SsdliteOptions, SsdOptions
 from toolkit.models.timm_features import group_norms, leaves_stages, timm_features
 
 WHOLE_IMAGE = -1  # stride of the level that sees the whole image in one cell
@@ -54,10 +57,8 @@ class SSD(Detector):
         self.leaves_unused = leaves_stages(self.backbone)
         self.map_widths, self.num_outputs = tuple(widths), 4 + 1 + len(class_names)
         self._build_levels(o, widths, len(of_backbone))
-        self.multibox = SsdCriterion(
-            o.iou_threshold, o.center_variance, o.size_variance, o.negatives_per_positive, o.label_smoothing,
-            o.self_weighting_steps, o.self_weighting_every,
-        )  # fmt: skip
+        settings = (o.iou_threshold, o.center_variance, o.size_variance, o.negatives_per_positive, o.label_smoothing)
+        self.multibox = SsdCriterion(*settings, o.self_weighting_steps, o.self_weighting_every)
         self.score_threshold, self.nms_threshold = o.score_threshold, o.nms_threshold
         self.candidates_per_class = o.candidates_per_class
         own_mean, own_std = image_statistics(o.backbone)
@@ -76,9 +77,8 @@ class SSD(Detector):
             self._head(width, into, 2 + 2 * len(set(ratios)), whole=stride == WHOLE_IMAGE)
             for width, into, ratios, stride in zip(widths, o.channels, o.aspect_ratios, o.strides, strict=True)
         )
-        last_layers = (f"{i}" if isinstance(head, nn.Conv2d) else f"{i}.{len(head) - 1}" for i, head in
-                       enumerate(self.heads))  # fmt: skip
-        self.class_tensors = {f"heads.{name}.*": (5, 1, 0) for name in last_layers}  # see models/start.py
+        last = ("" if isinstance(head, nn.Conv2d) else f".{len(head) - 1}" for head in self.heads)
+        self.class_tensors = {f"heads.{i}{layer}.*": (5, 1, 0) for i, layer in enumerate(last)}  # see models/start.py
         for module in (*self.extra.modules(), *self.heads.modules()):
             if isinstance(module, nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight)
@@ -133,31 +133,32 @@ class SSD(Detector):
         return {"logits": outputs[..., 4:], "offsets": outputs[..., :4], "anchors": anchors, "image_hw": image_hw}
 
     @torch.compiler.disable
+    @torch.no_grad()
     def anchors(self, image_hw: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Anchors (A, 4) cxcywh fractions of images of (h, w) pixels, and that size (2,), on `device`; kept there."""
+        """Anchors (A, 4) cxcywh fractions of images of (h, w) pixels, and that size (2,), on `device`; kept there.
+
+        The backbone is asked for its maps: not every one divides by its strides (MobileViT-v2 rounds to whole patches).
+        """
         key = (*image_hw, str(device))
         if key not in self._anchors:
-            scales, ratios, clip = self.anchor_options
-            levels = [
-                level_anchors(hw, *of_level, clip)
-                for hw, *of_level in zip(self._level_sizes(image_hw), scales, ratios, strict=True)
-            ]
-            self._anchors[key] = send(torch.cat(levels), device), send(torch.tensor(tuple(image_hw)), device)
+            parameter, training = next(self.backbone.parameters()), self.backbone.training
+            self.backbone.eval()
+            images = parameter.new_zeros(1, 3, *image_hw)
+            with torch.autocast(parameter.device.type, enabled=False):
+                maps = self.backbone(images)
+            self.backbone.train(training)
+            anchors = self._anchors_of(images, maps)
+            self._anchors[key] = send(anchors, device), send(torch.tensor(tuple(image_hw)), device)
         return self._anchors[key]
 
-    @torch.no_grad()
-    def _level_sizes(self, image_hw: Sequence[int]) -> list[tuple[int, int]]:
-        """Height and width of the levels' feature maps. Asked from the backbone: not every one divides by its strides
-        (MobileViT-v2 rounds to whole patches)."""
-        parameter, training = next(self.backbone.parameters()), self.backbone.training
-        self.backbone.eval()
-        with torch.autocast(parameter.device.type, enabled=False):
-            maps = self.backbone(parameter.new_zeros(1, 3, *image_hw))
-        self.backbone.train(training)
+    def _anchors_of(self, images: Tensor, maps: Sequence[Tensor]) -> Tensor:
+        """Anchors (A, 4) of images whose maps the backbone gave."""
         sizes = [tuple(level.shape[-2:]) for level in maps]
         for stride in self.strides[len(maps) :]:
             sizes.append((1, 1) if stride == WHOLE_IMAGE else tuple(-(-side // 2) for side in sizes[-1]))
-        return sizes
+        scales, ratios, clip = self.anchor_options
+        levels = zip(sizes, scales, ratios, strict=True)
+        return torch.cat([level_anchors(hw, *of_level, clip) for hw, *of_level in levels])
 
     def map_taps(self) -> list[MapTap]:
         """The backbone's; the levels behind them are too coarse to look at a box."""
@@ -204,6 +205,67 @@ class SSDLite(SSD):
 
     Options = SsdliteOptions
     separable = True
+
+
+class SSD300(SSD):
+    """torchvision's `ssd300_vgg16`: its state dict is torchvision's, name by name, and so are its boxes.
+
+    Settings: see `Ssd300Options`. Images must all have one size and fill it: 300 x 300 px in the published weights.
+
+    Raises:
+        BadInput: `pretrained_backbone`: torchvision's weights are those of whole detectors, given as `pretrained`.
+    """
+
+    Options = Ssd300Options
+    builder = staticmethod(ssd300_vgg16)
+    class_tensors = {"head.classification_head.module_list.*": (1, 1, 0)}  # background first
+    stride, map_strides = 1, (8, 16, 32)
+
+    def __init__(self, class_names: Sequence[str], options: Ssd300Options):
+        Detector.__init__(self)
+        o = options
+        if o.pretrained_backbone:
+            remedy = "give torchvision's file of weights as model.pretrained, or set it to false"
+            raise BadInput(f"model.pretrained_backbone: {o.architecture} starts from whole detectors: {remedy}")
+        model = self.builder(weights=None, weights_backbone=None, num_classes=1 + len(class_names))
+        self.backbone, self.head, self.anchor_generator = model.backbone, model.head, model.anchor_generator
+        self.multibox = SsdCriterion(o.iou_threshold, negatives_per_positive=o.negatives_per_positive)
+        for name in list(self.multibox.balance._buffers):  # no factor is learned: the names stay torchvision's
+            self.multibox.balance._non_persistent_buffers_set.add(name)
+        self.score_threshold, self.nms_threshold = o.score_threshold, o.nms_threshold
+        self.candidates_per_class = o.candidates_per_class
+        self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
+        self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def resolved_options(self) -> dict:
+        return Detector.resolved_options(self)
+
+    def map_taps(self) -> list[MapTap]:
+        """The three finest levels, where the others are too coarse to look at a box."""
+        heads = self.head.classification_head.module_list[:3]
+        widths = [next(m for m in head.modules() if isinstance(m, nn.Conv2d)).in_channels for head in heads]
+        return [MapTap(self.backbone, self.map_strides, widths, lambda _, maps: list(maps.values())[:3])]
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
+        """Scores and offsets of every anchor; see `SSD.forward`."""
+        dtype = next(self.backbone.parameters()).dtype
+        maps = list(self.backbone(normalize_images(images, sizes, self.mean, self.std, dtype)).values())
+        found = self.head(maps)
+        outputs = {"logits": found["cls_logits"], "offsets": found["bbox_regression"]}
+        return outputs | dict(zip(("anchors", "image_hw"), self.anchors(images.shape[-2:], images.device), strict=True))
+
+    def _anchors_of(self, images: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
+        height, width = images.shape[-2:]
+        xyxy = self.anchor_generator(ImageList(images, [(height, width)]), list(maps.values()))[0]
+        return xyxy_to_cxcywh(xyxy / send(torch.tensor([width, height] * 2), xyxy.device))
+
+
+class SSDLite320(SSD300):
+    """torchvision's `ssdlite320_mobilenet_v3_large`. Settings: see `Ssdlite320Options`; see `SSD300`."""
+
+    Options = Ssdlite320Options
+    builder = staticmethod(ssdlite320_mobilenet_v3_large)
+    map_strides = (16, 32, 64)
 
 
 class BatchNorm(nn.BatchNorm2d):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
-from toolkit.batch import send
+from toolkit.batch import image_of_each, pad_rows
 from toolkit.box_ops import widest_float
 
 STRIDES = (32, 16, 8)
@@ -96,8 +96,7 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     """
     device, dtype, per_cell = anchors.device, anchors.dtype, anchors.shape[1]
     counts = tuple(len(t["labels"]) for t in targets)
-    image = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-    image = send(image, device)
+    image = image_of_each(counts, device)
     boxes = _joined(targets, "boxes", 0, anchors).reshape(-1, 4)
     labels = _joined(targets, "labels", 0, image)
     crowd = _joined(targets, "iscrowd", 0, image).bool()
@@ -162,13 +161,12 @@ def objectness_targets(
         pred_boxes: (B, N, 4) xyxy pixels.
         sizes_hw: (B, 2) pixels of each image without its padding.
     """
-    covered = _covered(pred_boxes, assigned, ignore_iou)
-    outside = in_padding(sizes_hw, grid)
+    ignored = _covered(pred_boxes, assigned, ignore_iou) | in_padding(sizes_hw, grid)
     flat = assigned.image * pred_boxes.shape[1] + assigned.index
     # amax: an overwritten box (ratio 0) shares its place with the kept one, and the order of writes is undefined.
-    ratio = pred_boxes.new_zeros(covered.numel()).scatter_reduce_(0, flat, assigned.ratio.to(pred_boxes.dtype), "amax")
-    ratio = ratio.view_as(covered)
-    return torch.where(ratio > 0, ratio, -(covered | outside).to(ratio.dtype))
+    ratio = pred_boxes.new_zeros(ignored.numel()).scatter_reduce_(0, flat, assigned.ratio.to(pred_boxes.dtype), "amax")
+    ratio = ratio.view_as(ignored)
+    return torch.where(ratio > 0, ratio, -ignored.to(ratio.dtype))
 
 
 def in_padding(sizes_hw: Tensor, grid: Grid) -> Tensor:
@@ -182,17 +180,14 @@ def _covered(pred_boxes: Tensor, assigned: Assignment, threshold: float) -> Tens
     inter / (area_p + area_g - inter) > t is inter > t / (1 + t) * (area_p + area_g): no division, and a crowd region is
     the same comparison with other constants, inter > t * area_p.
     """
-    device = pred_boxes.device
-    counts = torch.tensor(assigned.counts, dtype=torch.int64)
-    slot = send(torch.cat([torch.arange(n) for n in assigned.counts] or [counts]), device)
-    padded = pred_boxes.new_zeros(6, len(assigned.counts), max(assigned.counts, default=0))
     areas = (assigned.boxes[:, 2] - assigned.boxes[:, 0]) * (assigned.boxes[:, 3] - assigned.boxes[:, 1])
     factor = torch.where(assigned.crowd, threshold, threshold / (1 + threshold))
     columns = (*assigned.boxes.unbind(1), factor, torch.where(assigned.crowd, 0, areas))
-    padded[:, assigned.image, slot] = torch.stack(columns).to(padded.dtype)
+    padded = pad_rows(torch.stack(columns, dim=-1).to(pred_boxes.dtype), assigned.counts)
+    padded = padded.movedim(-1, 0).contiguous()  # (6, B, M)
     planes = pred_boxes.movedim(-1, 0).contiguous()[:, :, None]  # (4, B, 1, N)
     pairs = max(1, padded.shape[2] * pred_boxes.shape[1])
-    images = max(1, PAIRS_AT_ONCE.get(device.type, PAIRS_AT_ONCE_ELSEWHERE) // pairs)
+    images = max(1, PAIRS_AT_ONCE.get(pred_boxes.device.type, PAIRS_AT_ONCE_ELSEWHERE) // pairs)
     chunks = zip(planes.split(images, dim=1), padded[..., None].split(images, dim=1), strict=True)
     return torch.cat([_over_threshold(*pred, *truth) for pred, truth in chunks])
 
@@ -227,20 +222,15 @@ def yolov3_losses(
     weight = torch.where(objectness > 0, objectness, (objectness == 0).to(objectness.dtype))
     positive = (objectness > 0).to(predictions.dtype)
     logits, at_boxes = _objectness_and_rows(predictions, assigned)
-    obj = binary_cross_entropy_with_logits(logits, positive, weight, reduction="sum")
     ratio = assigned.ratio.to(predictions.dtype)[:, None]
     ratio_weight = ratio * assigned.weight[:, None].to(predictions.dtype)
     classes = class_targets(assigned.labels, predictions.shape[2] - 5, label_smoothing).to(predictions.dtype)
     center = assigned.center.to(predictions.dtype)
     return {
-        "loss_obj": obj,
-        "loss_center": binary_cross_entropy_with_logits(
-            at_boxes[:, :2], center, ratio_weight.expand_as(center), reduction="sum"
-        ),
+        "loss_obj": bce(logits, positive, weight, reduction="sum"),
+        "loss_center": bce(at_boxes[:, :2], center, ratio_weight.expand_as(center), reduction="sum"),
         "loss_scale": (ratio_weight * (at_boxes[:, 2:4] - assigned.scale).abs()).sum(),
-        "loss_cls": binary_cross_entropy_with_logits(
-            at_boxes[:, 5:], classes, ratio.expand_as(classes), reduction="sum"
-        ),
+        "loss_cls": bce(at_boxes[:, 5:], classes, ratio.expand_as(classes), reduction="sum"),
     }
 
 

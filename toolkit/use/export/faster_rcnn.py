@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from toolkit.batch import normalize_images
 from toolkit.box_ops import clip_boxes
-from toolkit.models.faster_rcnn.suppression import decode_boxes
+from toolkit.models.faster_rcnn.regions import decode_boxes
 from toolkit.models.nms import nms_keep
 from toolkit.use.export.graph import PixelsToBoxes, best
 from toolkit.use.export.operators import roi_align_where
