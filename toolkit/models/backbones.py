@@ -60,14 +60,15 @@ def backbone_config(name: str, out_indices: list[int], frozen_norms: bool, outpu
     )
 
 
-def load_backbone_weights(backbone: nn.Module, config: "TimmBackboneConfig", pretrained: bool | str) -> None:
-    """Give `backbone` (a timm feature extractor made from `config`) the weights timm makes it with.
+def start_backbone(backbone: nn.Module, config: "TimmBackboneConfig", freeze: str, pretrained: bool | str) -> None:
+    """Give `backbone` (a timm feature extractor made from `config`) the weights timm makes it with, and freeze it.
 
     transformers would initialise the convolutions as N(0, 0.02), in which a deep network without norms dies out.
-    `pretrained` and what is raised: see `timm_extractor`.
+    `pretrained`: see `timm_model`; `freeze`: see `freeze_backbone`; what is raised: both.
     """
     source = timm_extractor(config.backbone, config.out_indices, pretrained, output_stride=config.output_stride)
     backbone.load_state_dict(source.state_dict())
+    freeze_backbone(backbone, config.backbone, freeze, pretrained)
 
 
 def timm_extractor(name: str, out_indices: Sequence[int], pretrained: bool | str, **options) -> nn.Module:

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForObjectDetection, PreTrainedConfig, RTDetrImageProcessor, RTDetrV2Config
-from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from toolkit.batch import normalize_images, on_host, send
 from toolkit.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.errors import BadInput
-from toolkit.models.backbones import freeze_backbone, image_statistics, load_backbone_weights
+from toolkit.models.backbones import start_backbone
 from toolkit.models.detector import MapTap
-from toolkit.models.detr.base import TransformersDetector
-from toolkit.models.detr.configuration import timm_name
-from toolkit.models.detr.detr import precision
+from toolkit.models.detr.base import TransformersDetector, precision
+from toolkit.models.detr.configuration import pixel_statistics, rt_detr_config, timm_name
 from toolkit.models.detr.detr_criterion import count_objects
+from toolkit.models.detr.host_waits import sizes_known
+from toolkit.models.detr.initialise import initialise_rt_detr_
 from toolkit.models.detr.options import RTDetrV2Options
-from toolkit.models.detr.rt_detr_build import family_config, initialise_as_published_
 from toolkit.models.detr.rt_detr_criterion import RTDetrCriterion
-from toolkit.models.detr.unasked_sizes import sizes_known
+
+PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the published models take RGB values as they are
 
 
 class RTDetrV2(TransformersDetector):
@@ -64,7 +64,7 @@ class RTDetrV2(TransformersDetector):
 
     def __init__(self, class_names: Sequence[str], options: RTDetrV2Options, *, source_config: Mapping | None = None):
         super().__init__()
-        config, freeze = family_config(type(self), class_names, options, source_config)
+        config, freeze = rt_detr_config(type(self), class_names, options, source_config)
         if config.decoder_layers < 2:
             raise BadInput(
                 f"model.decoder_layers: {config.decoder_layers} is too few, transformers' {config.model_type} shares "
@@ -73,13 +73,12 @@ class RTDetrV2(TransformersDetector):
         self.model = AutoModelForObjectDetection.from_config(config)
         self.model.loss_function = _no_loss_in_forward
         backbone, name = self._backbone(), timm_name(config)
-        initialise_as_published_(self.model, backbone)
+        initialise_rt_detr_(self.model, backbone)
         if name is not None:
-            load_backbone_weights(backbone._backbone, config.backbone_config, options.pretrained_backbone)
-            freeze_backbone(backbone._backbone, name, freeze, options.pretrained_backbone)
+            start_backbone(backbone._backbone, config.backbone_config, freeze, options.pretrained_backbone)
         used = {"backbone": name, "freeze": freeze, "d_model": _one_width(config)}
-        mean, std = _own_statistics(config)
-        statistics = tuple(options.mean or mean), tuple(options.std or std)
+        of_imagenet = config.backbone_config.model_type == "dinov3_vit"
+        statistics = pixel_statistics(config, options, *(() if of_imagenet else (PLAIN,)))
         self._take(self._criterion(len(class_names), config, options), statistics, used)
 
     def _criterion(self, num_classes: int, config: PreTrainedConfig, options: RTDetrV2Options) -> nn.Module:
@@ -158,15 +157,6 @@ class RTDetrV2(TransformersDetector):
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
         """Losses of `forward`'s outputs, `(losses, {})`: there are no metrics; see `RTDetrCriterion.forward`."""
         return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators["boxes"]), {}
-
-
-def _own_statistics(config: PreTrainedConfig) -> tuple[Sequence[float], Sequence[float]]:
-    """Mean and standard deviation of the RGB values in [0, 1] that the backbone was trained with."""
-    if name := timm_name(config):
-        return image_statistics(name)
-    if config.backbone_config.model_type == "dinov3_vit":
-        return IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-    return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the published models take RGB values as they are
 
 
 def _one_width(config: PreTrainedConfig) -> int | None:
