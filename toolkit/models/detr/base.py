@@ -161,7 +161,7 @@ class FocalDetector(MatchedDetector):
     groups = 1  # of queries that train side by side; one detects
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
-        return FocalCriterion(num_classes, num_layers, costs)
+        return FocalCriterion(num_layers, costs)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """This batch's number of boxes (once per group of queries), from CPU targets; crowd regions do not count."""

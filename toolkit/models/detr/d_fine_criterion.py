@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.loss.loss_d_fine import weighting_function
 
 from toolkit.box_ops import box_iou, cxcywh_to_xyxy, generalized_box_iou
-from toolkit.models.detr.detr_criterion import Matches, PaddedTargets, pad_targets
-from toolkit.models.detr.rt_detr_criterion import VARIFOCAL_ALPHA, denoising_matches, full_precision, match_focal
+from toolkit.models.detr.detr_criterion import Matches, PaddedTargets, full_precision, pad_targets
+from toolkit.models.detr.focal_criterion import match_focal
+from toolkit.models.detr.rt_detr_criterion import MATCHING_COSTS, VARIFOCAL_ALPHA, denoising_matches
 
 TEMPERATURE = 5.0  # of the self-distillation
 
@@ -48,37 +50,29 @@ class DFineCriterion(nn.Module):
 
     Args:
         num_classes: object classes C, the columns of the logits.
-        num_layers: decoder layers L.
-        denoising: whether the model makes denoising queries in training.
-        classification: "vfl" (varifocal, D-FINE) or "mal" (matchability-aware, DEIM).
-        gamma: exponent of the classification loss (published: 2 in D-FINE, 1.5 in DEIM).
+        config: of transformers: number of layers, whether there are denoising queries in training, the exponent of the
+            classification loss (published: 2 in D-FINE, 1.5 in DEIM), and bins, `reg_scale` and `up` of the
+            distribution, see `transformers.loss.loss_d_fine.weighting_function`.
+        is_mal: the classification is matchability-aware (DEIM) instead of varifocal (D-FINE).
         union_matching: losses of boxes go to every query that some output matched, with the object it was matched to
             most often, and are divided by their number; else each output has its own matches.
-        bins, reg_scale, up: of the distribution, see `transformers.loss.loss_d_fine.weighting_function`.
     """
 
     metric_names = ()
 
-    def __init__(
-        self,
-        num_classes: int,
-        num_layers: int,
-        denoising: bool,
-        classification: str = "vfl",
-        gamma: float = 2.0,
-        union_matching: bool = True,
-        bins: int = 32,
-        reg_scale: float = 4.0,
-        up: float = 0.5,
-    ):
+    def __init__(self, num_classes: int, config: PreTrainedConfig, is_mal: bool, union_matching: bool):
         super().__init__()
-        self.num_classes, self.num_layers, self.gamma = num_classes, num_layers, gamma
-        self.is_mal, self.union_matching, self.reg_scale = classification == "mal", union_matching, reg_scale
-        self.query_suffixes = ("_pre", *(f"_aux_{i}" for i in range(num_layers - 1)), "", "_enc")
-        self.denoising_suffixes = ("_dn_pre", *(f"_dn_{i}" for i in range(num_layers))) if denoising else ()
-        self.register_buffer("bin_offsets", weighting_function(bins, torch.tensor([up]), reg_scale), persistent=False)
-        announced = [self._names(self.query_suffixes)] + [self._names(s) for s in [self.denoising_suffixes] if s]
-        self.loss_names = tuple(sorted((name for group in announced for name in group), key=lambda n: n.count("_") > 1))
+        self.num_classes, self.num_layers, self.gamma = num_classes, config.decoder_layers, config.focal_loss_gamma
+        self.is_mal, self.union_matching, self.reg_scale = is_mal, union_matching, config.reg_scale
+        layers = range(self.num_layers)
+        self.query_suffixes = ("_pre", *(f"_aux_{i}" for i in layers[:-1]), "", "_enc")
+        self.denoising_suffixes = ("_dn_pre", *(f"_dn_{i}" for i in layers)) if config.num_denoising > 0 else ()
+        offsets = weighting_function(config.max_num_bins, torch.tensor([config.up]), config.reg_scale)
+        self.register_buffer("bin_offsets", offsets, persistent=False)
+        announced = self._names(self.query_suffixes)
+        if self.denoising_suffixes:
+            announced += self._names(self.denoising_suffixes)
+        self.loss_names = tuple(sorted(announced, key=lambda n: n.count("_") > 1))
         self.divided_by = {n: "images" if n.startswith("loss_ddf") else "boxes" for n in self.loss_names}
 
     def _names(self, suffixes: Sequence[str]) -> list[str]:
@@ -109,7 +103,7 @@ class DFineCriterion(nn.Module):
             meta, num_images = layers["denoising"], len(targets)
             noisy = meta["dn_num_split"][0] if meta is not None else 0
             queries = self._outputs(every, slice(noisy, None), with_encoder=True)
-            matches = match_focal(queries.logits.detach(), queries.boxes_cxcywh.detach(), padded)
+            matches = match_focal(queries.logits, queries.boxes_cxcywh, padded, MATCHING_COSTS)
             own = _assignment(matches, queries.logits)
             share = num_images / denominators["images"]
             box_denominator, shared = denominators["boxes"], own

@@ -51,15 +51,17 @@ class DeformableDetr(FocalDetector):
         if d_model % 32:
             raise BadInput(f"model.d_model: {d_model} is no multiple of 32, which deformable_detr's group norms need.")
         variant = {"with_box_refine": box_refine != "none", "two_stage": box_refine == "two_stage"}
-        return super()._entries(options, source_config) | (variant if box_refine else {})
-
-    def _initialise(self, options: DeformableDetrOptions, source_config: Mapping | None) -> None:
-        model, core, config = self.model, self.model.model, self.model.config
-        if config.decoder_layers == 1 and not config.two_stage:
+        entries = super()._entries(options, source_config) | (variant if box_refine else {})
+        known = {**(source_config or {}), **entries}
+        if known.get("decoder_layers") == 1 and not known.get("two_stage"):
             raise BadInput(
                 "model.decoder_layers: 1 is too few, transformers shares heads between two and more; use 2, or "
                 "model.box_refine two_stage."
             )
+        return entries
+
+    def _initialise(self, options: DeformableDetrOptions, source_config: Mapping | None) -> None:
+        model, core, config = self.model, self.model.model, self.model.config
         if config.with_box_refine and not config.two_stage:
             # transformers shares the class head between layers; the original has one per layer, like the box heads
             model.class_embed = nn.ModuleList(copy.deepcopy(head) for head in model.class_embed)
@@ -95,7 +97,7 @@ class DeformableDetr(FocalDetector):
         return used | {"box_refine": variant, "num_queries": config.num_queries}
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
-        return FocalCriterion(num_classes, num_layers, costs, "foreground" if self.model.config.two_stage else None)
+        return FocalCriterion(num_layers, costs, "foreground" if self.model.config.two_stage else None)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.

@@ -84,7 +84,7 @@ class RfDetr(FocalDetector):
         return {"heads": heads if in_proportion else None, "encoder_layers": config.backbone_config.num_hidden_layers}
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
-        return FocalCriterion(num_classes, num_layers, costs, "classes", quality_terms)
+        return FocalCriterion(num_layers, costs, "classes", quality_terms)
 
     @property
     def groups(self) -> int:

@@ -82,8 +82,7 @@ class RTDetrV2(TransformersDetector):
         self._take(self._criterion(len(class_names), config, options), statistics, used)
 
     def _criterion(self, num_classes: int, config: PreTrainedConfig, options: RTDetrV2Options) -> nn.Module:
-        gamma = config.focal_loss_gamma
-        return RTDetrCriterion(num_classes, config.decoder_layers, config.num_denoising > 0, gamma)
+        return RTDetrCriterion(config.decoder_layers, config.num_denoising > 0, config.focal_loss_gamma)
 
     def _backbone(self) -> nn.Module:
         return self.model.model.backbone.model
