@@ -25,9 +25,9 @@ def _names(decoder_layer: str, others: str = "", encoder_layer: str = ENCODER_LA
         *pairs(others),
         *pairs("""
             backbone.0.body model.model.backbone.model, input_proj model.model.input_projection
-            transformer.decoder.norm model.model.decoder.layernorm, transformer model.model
             query_embed model.model.query_position_embeddings
             class_embed model.class_labels_classifier, bbox_embed model.bbox_predictor
+            transformer.decoder.norm model.model.decoder.layernorm, transformer model.model
         """),
     ]
 
