@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from published import FOLDER, as_darknet_writes_it, not_taken, numbers, pixels, published
+from published import FOLDER, as_darknet_writes_it, as_detr_saves_it, not_taken, numbers, pixels, published
 from torchvision.models import detection
 
 from toolkit.data.formats.coco import read_coco
@@ -76,6 +76,17 @@ def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(n
 
     left = ("decoder.decoder.up", "decoder.decoder.reg_scale")  # the numbers that `decoder.up` has too
     assert [key for key in not_taken(state, ours) if not key.startswith(left)] == []
+
+
+def test_a_file_of_detr_with_norms_before_gives_the_encoder_s_last_norm_too():
+    sizes = {"backbone": "resnet18", "d_model": 32, "heads": 8, "ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
+    detector = build_detector("detr", class_names=["a"], pre_norm=True, **sizes)
+    state = {name: numbers(name, tensor.shape) for name, tensor in detector.state_dict().items()}
+    theirs = as_detr_saves_it(state)
+    assert "transformer.encoder.norm.weight" in theirs and files.DETR.described(theirs, "a.pth").options["pre_norm"]
+    table = map_weights(state, files.DETR.ours_from(theirs))
+    assert not table.unused and all(new.endswith("num_batches_tracked") for new in table.new)
+    assert all(tensor.equal(state[name]) for name, tensor in table.state.items())
 
 
 def test_the_class_names_are_those_of_torchvision_and_of_visual_genome():

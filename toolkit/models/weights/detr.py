@@ -27,6 +27,7 @@ def _names(decoder_layer: str, others: str = "", encoder_layer: str = ENCODER_LA
             backbone.0.body model.model.backbone.model, input_proj model.model.input_projection
             query_embed model.model.query_position_embeddings
             class_embed model.class_labels_classifier, bbox_embed model.bbox_predictor
+            transformer.encoder.norm model.model.encoder.layernorm
             transformer.decoder.norm model.model.decoder.layernorm, transformer model.model
         """),
     ]
