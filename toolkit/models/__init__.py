@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "detr": (".detr.detr:Detr", ".detr.options:DetrOptions"),
     "conditional_detr": (".detr.conditional_detr:ConditionalDetr", ".detr.options:ConditionalDetrOptions"),
     "deformable_detr": (".detr.deformable_detr:DeformableDetr", ".detr.options:DeformableDetrOptions"),
-    "dab-detr": (".detr.dab_detr:DabDetr", ".detr.options:DabDetrOptions"),
+    "dab-detr": (".detr.conditional_detr:DabDetr", ".detr.options:DabDetrOptions"),
     "rf_detr": (".detr.rf_detr:RfDetr", ".detr.options:RfDetrOptions"),
     "yolos": (".detr.yolos:Yolos", ".detr.options:YolosOptions"),
     "rt_detr_v2": (".detr.rt_detr:RTDetrV2", ".detr.options:RTDetrV2Options"),

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import ConditionalDetrImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.errors import BadInput
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.detr.configuration import (
     backbone_entry,
@@ -175,6 +176,15 @@ class FocalDetector(MatchedDetector):
 def projection_tap(projection: nn.Module, stride: int, channels: int) -> MapTap:
     """The tap of a convolution that brings a map of the backbone to the width of the transformer."""
     return MapTap(projection, [stride], [channels], lambda _, level: [level])
+
+
+def check_positions(height: int, width: int, positions: int, num_queries: int) -> None:
+    """Raises BadInput for images whose feature maps have fewer positions than there are queries to be chosen."""
+    if positions < num_queries:
+        raise BadInput(
+            f"model.num_queries {num_queries}: images of {height}x{width} px have only {positions} positions; use "
+            "larger images or fewer queries."
+        )
 
 
 def precision(training: bool, device: torch.device):

@@ -29,6 +29,18 @@ REPLACED_OF_RT_DETR = ("label2id", "num_labels", "dtype", "torch_dtype", "head_d
 RT_DETR_STRIDES = (8, 16, 32)
 
 
+# Options of an encoder-decoder and the entries of transformers' config that they set.
+ENCODER_DECODER = {
+    "d_model": ["d_model"],
+    "heads": ["encoder_attention_heads", "decoder_attention_heads"],
+    "encoder_layers": ["encoder_layers"],
+    "decoder_layers": ["decoder_layers"],
+    "ffn_dim": ["encoder_ffn_dim", "decoder_ffn_dim"],
+    "num_queries": ["num_queries"],
+    "dropout": ["dropout"],
+}
+
+
 # ---------------------------------------------------------------- options and entries of transformers' config
 
 

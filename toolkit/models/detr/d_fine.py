@@ -14,7 +14,7 @@ from transformers import Deimv2Config, DFineConfig, PreTrainedConfig
 from toolkit.models.detr.d_fine_criterion import DFineCriterion
 from toolkit.models.detr.detr_criterion import count_objects
 from toolkit.models.detr.options import Deimv2Options, DFineOptions
-from toolkit.models.detr.rt_detr import RTDetrV2, without_crowd
+from toolkit.models.detr.rt_detr import RTDetrV2
 
 
 class DFine(RTDetrV2):
@@ -46,10 +46,6 @@ class DFine(RTDetrV2):
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """This batch's number of boxes, crowd regions not counted, and of images, from CPU targets."""
         return {"boxes": float(sum(count_objects(targets))), "images": float(len(targets))}
-
-    def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
-        """Losses of `forward`'s outputs, `(losses, {})`: there are no metrics; see `DFineCriterion.forward`."""
-        return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators), {}
 
 
 class Deimv2(DFine):

@@ -15,9 +15,8 @@ from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection,
 from toolkit.batch import normalize_images, pixel_mask
 from toolkit.errors import BadInput
 from toolkit.models.detector import MapTap
-from toolkit.models.detr.base import FocalDetector, inverse_sigmoid, precision, projection_tap
-from toolkit.models.detr.configuration import handed_over
-from toolkit.models.detr.detr import ENCODER_DECODER
+from toolkit.models.detr.base import FocalDetector, check_positions, inverse_sigmoid, precision, projection_tap
+from toolkit.models.detr.configuration import ENCODER_DECODER, handed_over
 from toolkit.models.detr.detr_criterion import MatchingCosts
 from toolkit.models.detr.focal_criterion import FocalCriterion
 from toolkit.models.detr.initialise import initialise_sampling_, initialise_transformer_, start_heads_
@@ -108,8 +107,11 @@ class DeformableDetr(FocalDetector):
             BadInput: two-stage: images with fewer positions than queries.
         """
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
-        if self.model.config.two_stage:
-            self._check_positions(*images.shape[-2:])
+        config, (height, width) = self.model.config, images.shape[-2:]
+        if config.two_stage:
+            strides = [8 * 2**level for level in range(config.num_feature_levels)]
+            positions = sum(-(-height // stride) * -(-width // stride) for stride in strides)
+            check_positions(height, width, positions, config.two_stage_num_proposals)
         with precision(self.training, images.device):
             outputs = self.model.model(pixels, pixel_mask=pixel_mask(sizes, images.shape[-2:]))
         with torch.autocast(images.device.type, enabled=False):
@@ -122,24 +124,14 @@ class DeformableDetr(FocalDetector):
             logits = torch.stack([class_head(state) for class_head, _, state, _ in layers])
             boxes = torch.stack([_box(box_head(state), reference) for _, box_head, state, reference in layers])
             predictions = {"logits": logits, "boxes": boxes}
-            if self.model.config.two_stage:
-                proposed = outputs.enc_outputs_coord_logits.to(dtype).sigmoid()
-                predictions |= {"encoder_logits": outputs.enc_outputs_class.to(dtype), "encoder_boxes": proposed}
+            if config.two_stage:
+                predictions["encoder_logits"] = outputs.enc_outputs_class.to(dtype)
+                predictions["encoder_boxes"] = outputs.enc_outputs_coord_logits.to(dtype).sigmoid()
             return predictions
 
     def map_taps(self) -> list[MapTap]:
         levels, width = self.model.model.input_proj, self.model.config.d_model
         return [projection_tap(level, 8 * 2**i, width) for i, level in enumerate(levels)]
-
-    def _check_positions(self, height: int, width: int) -> None:
-        config = self.model.config
-        strides = [8 * 2**level for level in range(config.num_feature_levels)]
-        positions = sum(-(-height // stride) * -(-width // stride) for stride in strides)
-        if positions < config.two_stage_num_proposals:
-            raise BadInput(
-                f"model.num_queries {config.two_stage_num_proposals}: images of {height}x{width} px have only "
-                f"{positions} positions; use larger images or fewer queries."
-            )
 
 
 def _box(deltas: Tensor, reference: Tensor) -> Tensor:

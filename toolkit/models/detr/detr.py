@@ -16,6 +16,7 @@ from toolkit.batch import normalize_images, pixel_mask
 from toolkit.errors import BadInput
 from toolkit.models.detector import Detector
 from toolkit.models.detr.base import MatchedDetector, TransformersDetector, precision
+from toolkit.models.detr.configuration import ENCODER_DECODER
 from toolkit.models.detr.detr_criterion import DetrCriterion, MatchingCosts
 from toolkit.models.detr.initialise import initialise_transformer_
 from toolkit.models.detr.options import DetrOptions
@@ -23,17 +24,6 @@ from toolkit.models.detr.pre_norm import normalize_before_
 from toolkit.models.detr.query_points import begin_at_points_
 
 POSITIONS = 50  # that learned position embeddings reach along a side, in the original and in transformers
-
-# Options of an encoder-decoder and the entries of transformers' config that they set.
-ENCODER_DECODER = {
-    "d_model": ["d_model"],
-    "heads": ["encoder_attention_heads", "decoder_attention_heads"],
-    "encoder_layers": ["encoder_layers"],
-    "decoder_layers": ["decoder_layers"],
-    "ffn_dim": ["encoder_ffn_dim", "decoder_ffn_dim"],
-    "num_queries": ["num_queries"],
-    "dropout": ["dropout"],
-}
 
 
 class Detr(MatchedDetector):
@@ -88,7 +78,7 @@ class Detr(MatchedDetector):
             BadInput: learned position embeddings do not reach over the images.
         """
         if self.model.config.position_embedding_type == "learned":
-            self._check_positions(*images.shape[-2:])
+            self._check_sides(*images.shape[-2:])
         states, _ = decoder_states(self, images, sizes)
         # The heads are small; in half precision a box would be known to 1/256 of the image only.
         with torch.autocast(images.device.type, enabled=False):
@@ -101,7 +91,7 @@ class Detr(MatchedDetector):
     def _class_scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1)[..., :-1]
 
-    def _check_positions(self, height: int, width: int) -> None:
+    def _check_sides(self, height: int, width: int) -> None:
         limit = POSITIONS * self.last_stride()
         if max(height, width) > limit:
             raise BadInput(

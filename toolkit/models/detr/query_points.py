@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DetrForObjectDetection
 
 from toolkit.errors import BadInput
+from toolkit.models.detr.initialise import start_at_zero_
 
 TEMPERATURE = 10_000  # of DETR's sines
 FREQUENCIES = 2  # the highest of each axis, of which an image is a period or a little less
@@ -56,19 +57,15 @@ def begin_at_points_(model: DetrForObjectDetection) -> Tensor:
     norms = [module for module in core.encoder.modules() if isinstance(module, nn.LayerNorm)]
     for last_norm in norms[-1:]:
         last_norm.weight[placed] = 0
-    nn.init.zeros_(model.bbox_predictor.layers[-1].weight)
-    nn.init.zeros_(model.bbox_predictor.layers[-1].bias)
+    start_at_zero_(model.bbox_predictor)
     return torch.logit(points)
 
 
 def grid_points(count: int) -> Tensor:
     """`(count, 2)` x and y from 0 to 1, in about as many rows as columns, row by row."""
     rows = max(1, math.isqrt(count))
-    ends = [count * (row + 1) // rows for row in range(rows)]
-    points = []
-    for row, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        points += [((i + 0.5) / (end - first), (row + 0.5) / rows) for i in range(end - first)]
-    return torch.tensor(points)
+    columns = [count * (row + 1) // rows - count * row // rows for row in range(rows)]
+    return torch.tensor([((i + 0.5) / n, (row + 0.5) / rows) for row, n in enumerate(columns) for i in range(n)])
 
 
 def sine_embedding(points_xy: Tensor, width: int) -> Tensor:

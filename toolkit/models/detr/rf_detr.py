@@ -16,7 +16,7 @@ from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProc
 from toolkit.batch import normalize_images
 from toolkit.errors import BadInput
 from toolkit.models.detector import MapTap
-from toolkit.models.detr.base import FocalDetector, precision, projection_tap
+from toolkit.models.detr.base import FocalDetector, check_positions, precision, projection_tap
 from toolkit.models.detr.configuration import handed_over, to_entries
 from toolkit.models.detr.detr_criterion import MatchingCosts
 from toolkit.models.detr.focal_criterion import FocalCriterion, quality_terms
@@ -138,11 +138,7 @@ class RfDetr(FocalDetector):
                 "(patch size times windows); set data.image_size."
             )
         positions = (height // config.backbone_config.patch_size) ** 2
-        if positions < config.num_queries:
-            raise BadInput(
-                f"model.num_queries {config.num_queries}: images of {height}x{width} px have only {positions} "
-                "positions; use larger images or fewer queries."
-            )
+        check_positions(height, width, positions, config.num_queries)
 
 
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None) -> dict:

@@ -18,8 +18,8 @@ from toolkit.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.errors import BadInput
 from toolkit.models.backbones import start_backbone
 from toolkit.models.detector import MapTap
-from toolkit.models.detr.base import TransformersDetector, precision
-from toolkit.models.detr.configuration import pixel_statistics, rt_detr_config, timm_name
+from toolkit.models.detr.base import TransformersDetector, check_positions, precision
+from toolkit.models.detr.configuration import ENCODER_DECODER, pixel_statistics, rt_detr_config, timm_name
 from toolkit.models.detr.detr_criterion import count_objects
 from toolkit.models.detr.host_waits import sizes_known
 from toolkit.models.detr.initialise import initialise_rt_detr_
@@ -42,16 +42,11 @@ class RTDetrV2(TransformersDetector):
     Options = RTDetrV2Options
     config_class, processor_class = RTDetrV2Config, RTDetrImageProcessor
     entries = {
+        **ENCODER_DECODER,
         "d_model": ["d_model", "encoder_hidden_dim"],
-        "heads": ["encoder_attention_heads", "decoder_attention_heads"],
-        "encoder_layers": ["encoder_layers"],
-        "decoder_layers": ["decoder_layers"],
-        "ffn_dim": ["encoder_ffn_dim", "decoder_ffn_dim"],
-        "num_queries": ["num_queries"],
         "num_denoising": ["num_denoising"],
         "hidden_expansion": ["hidden_expansion"],
         "varifocal_gamma": ["focal_loss_gamma"],
-        "dropout": ["dropout"],
     }
     default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     fixed_size, stride = True, 32
@@ -143,11 +138,7 @@ class RTDetrV2(TransformersDetector):
         if height % self.stride or width % self.stride:
             raise BadInput(f"images of {height}x{width} px: {config.model_type} needs sides that are multiples of 32.")
         positions = sum((height // stride) * (width // stride) for stride in config.feat_strides)
-        if positions < config.num_queries:
-            raise BadInput(
-                f"model.num_queries {config.num_queries}: images of {height}x{width} px have only "
-                f"{positions} positions; use larger images or fewer queries."
-            )
+        check_positions(height, width, positions, config.num_queries)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """This batch's number of boxes, from CPU targets; crowd regions are not counted."""
@@ -155,7 +146,7 @@ class RTDetrV2(TransformersDetector):
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
         """Losses of `forward`'s outputs, `(losses, {})`: there are no metrics; see `RTDetrCriterion.forward`."""
-        return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators["boxes"]), {}
+        return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators), {}
 
 
 def _one_width(config: PreTrainedConfig) -> int | None:

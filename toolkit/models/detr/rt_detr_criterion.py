@@ -50,7 +50,9 @@ class RTDetrCriterion(nn.Module):
         announced = ("", *(s for s in self.query_suffixes if s), *self.denoising_suffixes)
         self.loss_names = tuple(f"{name}{s}" for s in announced for name in ("loss_vfl", "loss_bbox", "loss_giou"))
 
-    def forward(self, layers: Mapping, targets: Sequence[Mapping[str, Tensor]], boxes_denominator) -> dict[str, Tensor]:
+    def forward(
+        self, layers: Mapping, targets: Sequence[Mapping[str, Tensor]], denominators: Mapping[str, Tensor | float]
+    ) -> dict[str, Tensor]:
         """Losses by name, float32 (float64 for float64 input), whatever autocast says.
 
         Args:
@@ -59,8 +61,8 @@ class RTDetrCriterion(nn.Module):
                 `denoising_meta_values`, None when there are none (no boxes in the batch, evaluation), and then the
                 `_dn_i` losses are missing. Boxes are cxcywh, fractions of the image.
             targets: per image, see `pad_targets`, without crowd regions.
-            boxes_denominator: what every sum is divided by; those of denoising also by the number of its groups, which
-                depends on the fullest image of the batch.
+            denominators: `boxes`, what every sum is divided by; those of denoising also by the number of its groups,
+                which depends on the fullest image of the batch.
         """
         device = layers["logits"].device
         with torch.autocast(device.type, enabled=False):
@@ -73,11 +75,11 @@ class RTDetrCriterion(nn.Module):
             matches = match_focal(query_logits, query_boxes, padded, MATCHING_COSTS)
             common = (self.class_terms, "loss_vfl")
             predicted = (query_logits, query_boxes, padded, matches, self.query_suffixes)
-            losses = matched_losses(*predicted, *common, boxes_denominator)
+            losses = matched_losses(*predicted, *common, denominators["boxes"])
             if meta is not None:
                 known = denoising_matches(meta, [len(t["labels"]) for t in targets], len(logits), device)
                 predicted = (logits[:, :, :noisy], boxes[:, :, :noisy], padded, known, self.denoising_suffixes)
-                losses |= matched_losses(*predicted, *common, boxes_denominator * meta["dn_num_group"])
+                losses |= matched_losses(*predicted, *common, denominators["boxes"] * meta["dn_num_group"])
             return losses
 
 
