@@ -6,7 +6,6 @@ replacement, which keeps them, and travels in `config.json`, so the saved model 
 """
 
 import difflib
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -66,14 +65,10 @@ def start_backbone(backbone: nn.Module, config: "TimmBackboneConfig", freeze: st
     transformers would initialise the convolutions as N(0, 0.02), in which a deep network without norms dies out.
     `pretrained`: see `timm_model`; `freeze`: see `freeze_backbone`; what is raised: both.
     """
-    source = timm_extractor(config.backbone, config.out_indices, pretrained, output_stride=config.output_stride)
+    options = {"features_only": True, "out_indices": tuple(config.out_indices), "output_stride": config.output_stride}
+    source = timm_model(config.backbone, pretrained, **options)
     backbone.load_state_dict(source.state_dict())
     freeze_backbone(backbone, config.backbone, freeze, pretrained)
-
-
-def timm_extractor(name: str, out_indices: Sequence[int], pretrained: bool | str, **options) -> nn.Module:
-    """`timm_model(name, features_only=True)`: the maps at `out_indices`."""
-    return timm_model(name, pretrained, features_only=True, out_indices=tuple(out_indices), **options)
 
 
 def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:

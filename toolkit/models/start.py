@@ -85,8 +85,8 @@ def check_weights(options: DetectorOptions) -> None:
     if is_graph and (options.pretrained or options.detector) or not (options.pretrained or options.pretrained_backbone):
         return
     with TemporaryDirectory() as folder:
-        start_detector(options, ["object"], Path(folder), resumed_from=None, say=lambda text: None,
-                       known={"predicates": ["relation"], "attributes": []} if is_graph else None)  # fmt: skip
+        known = {"predicates": ["relation"], "attributes": []} if is_graph else None
+        start_detector(options, ["object"], Path(folder), resumed_from=None, say=lambda text: None, known=known)
 
 
 def load_pretrained(
@@ -101,10 +101,9 @@ def load_pretrained(
     """
     state = detector.state_dict()
     left_out = _tensors_below(state, fresh)
-    table = map_weights(
-        state, {name: tensor for name, tensor in source.tensors.items() if name not in left_out},
-        class_tensors=getattr(detector, "class_tensors", {}), classes=class_names, source_classes=source.class_names,
-    )  # fmt: skip
+    tensors = {name: tensor for name, tensor in source.tensors.items() if name not in left_out}
+    names = {"classes": class_names, "source_classes": source.class_names}
+    table = map_weights(state, tensors, class_tensors=getattr(detector, "class_tensors", {}), **names)
     if not table.sources:
         raise BadInput(
             f"model.pretrained {source.name}: none of its {len(source.tensors)} tensors has the name of one of this "
@@ -130,26 +129,27 @@ def _loaded(
     try:
         return load_pretrained(detector, source, class_names, fresh)
     except BadInput as error:
-        theirs = {name: source.options[name] for name in given if name in source.options}
-        different = [name for name in given if name not in ("architecture", *ABOUT_STARTING)
-                     and theirs.get(name, not given[name]) != given[name]]  # fmt: skip
+        structure = {name: value for name, value in given.items() if name not in ("architecture", *ABOUT_STARTING)}
+        different = [name for name, value in structure.items() if source.options.get(name, not value) != value]
         if len(error.problems) < 4 or not different:
             raise
-        raise BadInput([
+        flags = ", ".join(f"--model.{name}" for name in different)
+        problems = [
             f"model.pretrained {source.name}: {len(error.problems)} tensors have other shapes than this detector's",
             f"the first: {error.problems[0]}",
-            f"given settings of the model change it: leave out {', '.join(f'--model.{name}' for name in different)}, "
-            "and the weights' own apply",
-        ]) from error  # fmt: skip
+            f"given settings of the model change it: leave out {flags}, and the weights' own apply",
+        ]
+        raise BadInput(problems) from error
 
 
 def _check_architecture(source: Pretrained, architecture: str) -> None:
     if source.architecture != architecture:
-        raise BadInput([
+        problems = [
             f"model.architecture is {architecture}, but model.pretrained {source.name} is {source.architecture}",
             f"give --model.architecture {source.architecture} to the script that trains it, or other weights",
             "a --config of another architecture may hold more settings that do not fit: leave it out",
-        ])  # fmt: skip
+        ]
+        raise BadInput(problems)
 
 
 def _given(options: DetectorOptions) -> dict:

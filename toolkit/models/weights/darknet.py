@@ -89,9 +89,10 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     """
     classes = classes_of(len(state["darknet"]))
     if classes is None:
-        raise BadInput(f"model.pretrained {file}: {len(state['darknet'])} numbers are those of no YOLOv3 on "
-                       "Darknet-53; yolov3.weights, others of the same .cfg with their own classes, and "
-                       "darknet53.conv.74 can be taken")  # fmt: skip
+        raise BadInput(
+            f"model.pretrained {file}: {len(state['darknet'])} numbers are those of no YOLOv3 on Darknet-53; "
+            "yolov3.weights, others of the same .cfg with their own classes, and darknet53.conv.74 can be taken"
+        )
     options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.0] * 3, "std": [1.0] * 3}
     return Description("yolov3", options, named(classes) if classes else ["none"])
 
