@@ -53,13 +53,18 @@ def start_detector(
         stored = run_on_main(lambda: _stored_options(resumed_from))
     elif name:
         source = open_pretrained(name)
-        _check_architecture(source, architecture)
+        if source.architecture != architecture:
+            problems = [
+                f"model.architecture is {architecture}, but model.pretrained {name} is {source.architecture}",
+                f"give --model.architecture {source.architecture} to the script that trains it, or other weights",
+                "a --config of another architecture may hold more settings that do not fit: leave it out",
+            ]
+            raise BadInput(problems)
         stored = source.options
     if stored is not None or known:
         stored = {**(stored or {}), **(known or {})}
         if is_main:
-            document = {"source": name or "", "options": stored, "given": list(given)}
-            write_json(folder / PRETRAINED_CONFIG, document)
+            write_json(folder / PRETRAINED_CONFIG, {"source": name or "", "options": stored, "given": list(given)})
     settings = {**(stored or {}), **given, **(known or {}), "architecture": architecture}
     if source is not None or resumed_from is not None and stored is not None:
         settings["pretrained_backbone"] = False
@@ -140,16 +145,6 @@ def _loaded(
             f"given settings of the model change it: leave out {flags}, and the weights' own apply",
         ]
         raise BadInput(problems) from error
-
-
-def _check_architecture(source: Pretrained, architecture: str) -> None:
-    if source.architecture != architecture:
-        problems = [
-            f"model.architecture is {architecture}, but model.pretrained {source.name} is {source.architecture}",
-            f"give --model.architecture {source.architecture} to the script that trains it, or other weights",
-            "a --config of another architecture may hold more settings that do not fit: leave it out",
-        ]
-        raise BadInput(problems)
 
 
 def _given(options: DetectorOptions) -> dict:

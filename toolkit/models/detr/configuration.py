@@ -24,7 +24,7 @@ from toolkit.models.options import DetectorOptions
 REPLACED = (
     "id2label label2id num_labels auxiliary_loss backbone use_timm_backbone backbone_kwargs use_pretrained_backbone"
 ).split()
-# The same of RT-DETR's, whose whole config comes from the source.
+# The same of RT-DETR's.
 REPLACED_OF_RT_DETR = ("label2id", "num_labels", "dtype", "torch_dtype", "head_dim")
 RT_DETR_STRIDES = (8, 16, 32)
 
@@ -223,12 +223,10 @@ def rt_detr_config(
             freeze "paper" for a backbone that is not timm's.
     """
     config_class, kind = detector.config_class, detector.config_class.model_type
-    if source is None:
-        entries = {"freeze_backbone_batch_norms": False, **detector.published}
-    else:
-        if source.get("model_type") != kind:
-            raise BadInput(f"model.architecture {kind}: the weights are of a {source.get('model_type')!r} model")
-        entries = {key: value for key, value in source.items() if key not in REPLACED_OF_RT_DETR}
+    if source is not None and source.get("model_type") != kind:
+        raise BadInput(f"model.architecture {kind}: the weights are of a {source.get('model_type')!r} model")
+    known = source or {"freeze_backbone_batch_norms": False, **detector.published}
+    entries = {key: value for key, value in known.items() if key not in REPLACED_OF_RT_DETR}
     given = handed_over(options, source)
     entries |= to_entries(given, detector.entries)
     if "d_model" in given:

@@ -100,27 +100,24 @@ class DFineCriterion(nn.Module):
         with torch.autocast(device.type, enabled=False):
             every = {key: full_precision(layers[key]) for key in layers if key != "denoising"}
             padded = _at_least_one(pad_targets(targets, device, every["logits"].dtype))
-            meta, num_images = layers["denoising"], len(targets)
+            meta, counts = layers["denoising"], [len(target["labels"]) for target in targets]
             noisy = meta["dn_num_split"][0] if meta is not None else 0
             queries = self._outputs(every, slice(noisy, None), with_encoder=True)
             matches = match_focal(queries.logits, queries.boxes_cxcywh, padded, MATCHING_COSTS)
             own = _assignment(matches, queries.logits)
-            share = num_images / denominators["images"]
-            box_denominator, shared = denominators["boxes"], own
+            share = len(targets) / denominators["images"]
+            by_boxes, by_matched, shared = denominators["boxes"], denominators["boxes"], own
             if self.union_matching:
                 shared = _union(matches, queries.logits.shape[1:3], padded)
-                objects = sum(len(target["labels"]) for target in targets)
-                box_denominator = shared.matched.sum().clamp(min=1) * denominators["boxes"] / max(objects, 1)
-            losses = self._losses(queries, padded, own, shared, denominators["boxes"], box_denominator, share)
-            losses = dict(zip(self._names(self.query_suffixes), losses, strict=True))
+                by_matched = shared.matched.sum().clamp(min=1) * by_boxes / max(sum(counts), 1)
+            losses = self._losses(queries, padded, own, shared, (by_boxes, by_matched), share)
+            named = dict(zip(self._names(self.query_suffixes), losses, strict=True))
             if meta is not None:
                 noise = self._outputs(every, slice(noisy), with_encoder=False)
-                counts = [len(target["labels"]) for target in targets]
                 known = _assignment(denoising_matches(meta, counts, 1, device), noise.logits[:1])
-                each = denominators["boxes"] * meta["dn_num_group"]
-                values = self._losses(noise, padded, known, known, each, each, share)
-                losses |= zip(self._names(self.denoising_suffixes), values, strict=True)
-            return losses
+                losses = self._losses(noise, padded, known, known, (by_boxes * meta["dn_num_group"],) * 2, share)
+                named |= zip(self._names(self.denoising_suffixes), losses, strict=True)
+            return named
 
     def _outputs(self, layers: Mapping[str, Tensor], queries: slice, with_encoder: bool) -> Outputs:
         logits, boxes, corners = (layers[key][:, :, queries].transpose(0, 1) for key in ("logits", "boxes", "corners"))
@@ -131,16 +128,9 @@ class DFineCriterion(nn.Module):
         return Outputs(logits, boxes.clamp(0, 1), corners, layers["references"][:, queries].detach())
 
     def _losses(
-        self,
-        outputs: Outputs,
-        targets: PaddedTargets,
-        own: Assignment,
-        shared: Assignment,
-        class_denominator: Tensor | float,
-        box_denominator: Tensor | float,
-        share: Tensor | float,
+        self, outputs: Outputs, targets: PaddedTargets, own: Assignment, shared: Assignment, denominators: tuple, share
     ) -> list[Tensor]:
-        """In the order of `_names`. own: matches for the classes; shared: for the boxes."""
+        """In the order of `_names`. own, shared: matches for classes and for boxes; denominators: of these likewise."""
         predicted = cxcywh_to_xyxy(outputs.boxes_cxcywh)
         classes = self._classification(outputs.logits, predicted.detach(), targets, own)
         wanted_cxcywh = _of_targets(targets.boxes_cxcywh, shared.target)
@@ -157,14 +147,10 @@ class DFineCriterion(nn.Module):
         fgl = self._localisation(log_probabilities, outputs.references, wanted.expand_as(predicted)[refined])
         teacher = outputs.logits[self.num_layers].detach().sigmoid().amax(-1)
         ddf = _distillation(outputs.corners, torch.where(matched > 0, iou, teacher)[:-1], matched[:-1])
-        rows = [
-            _by_output(classes) / class_denominator,
-            _by_output(l1) / box_denominator,
-            _by_output(giou) / box_denominator,
-            _by_output(fgl * iou * matched) / box_denominator,
-            ddf * share,
-        ]
-        return [value for row in rows for value in row.unbind()]
+        by_boxes, by_matched = denominators
+        terms = [(classes, by_boxes), *((each, by_matched) for each in (l1, giou, fgl * iou * matched))]
+        sums = [values.flatten(1).sum(1) / denominator for values, denominator in terms]
+        return [value for row in (*sums, ddf * share) for value in row.unbind()]
 
     def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, own: Assignment) -> Tensor:
         """`(M, B, N, C)` -> the same shape. The IoU is the score to be learned: itself (vfl), or to gamma (mal)."""
@@ -233,13 +219,8 @@ def _of_targets(values: Tensor, target: Tensor) -> Tensor:
     return values.expand(len(target), *values.shape).gather(2, chosen)
 
 
-def _by_output(values: Tensor) -> Tensor:
-    return values.flatten(1).sum(1)
-
-
 def _at_least_one(targets: PaddedTargets) -> PaddedTargets:
     """With a column of padding where there is no object at all, so that there is something to index."""
     if targets.labels.shape[1]:
         return targets
-    labels, boxes, valid = targets
-    return PaddedTargets(F.pad(labels, (0, 1)), F.pad(boxes, (0, 0, 0, 1)), F.pad(valid, (0, 1)))
+    return PaddedTargets(F.pad(targets[0], (0, 1)), F.pad(targets[1], (0, 0, 0, 1)), F.pad(targets[2], (0, 1)))

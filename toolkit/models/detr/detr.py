@@ -63,12 +63,7 @@ class Detr(MatchedDetector):
         return DetrCriterion(num_classes, num_layers, self.model.config.eos_coefficient, costs)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Class logits and boxes of every decoder layer.
-
-        Args:
-            images: `(B, 3, H, W)` uint8, padded on the right and below.
-            sizes: `(B, 2)` int64, height and width of each image without padding.
-            targets: not needed.
+        """Class logits and boxes of every decoder layer, see `Detector.forward`; targets are not needed.
 
         Returns:
             `logits (L, B, Q, C + 1)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding; L is

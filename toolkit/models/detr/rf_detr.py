@@ -92,12 +92,8 @@ class RfDetr(FocalDetector):
         return self.model.config.group_detr if self.training else 1
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Predictions of every decoder layer and of the encoder, for all groups of queries in training.
-
-        Args:
-            images: `(B, 3, S, S)` uint8, without padding.
-            sizes: `(B, 2)` int64, height and width of each image.
-            targets: not needed.
+        """Predictions of every decoder layer and of the encoder, for all groups of queries in training, of images
+        `(B, 3, S, S)` without padding; targets are not needed.
 
         Returns:
             `logits (L, B, G * Q, C)` and `boxes (L, B, G * Q, 4)` cxcywh as fractions of the image, `encoder_logits

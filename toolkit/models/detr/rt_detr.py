@@ -83,11 +83,10 @@ class RTDetrV2(TransformersDetector):
         return self.model.model.backbone.model
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Predictions, and with targets what the loss needs beside them.
+        """Predictions, and with targets what the loss needs beside them; see `Detector.forward`.
 
         Args:
-            images: `(B, 3, H, W)` uint8, H and W multiples of 32, without padding.
-            sizes: `(B, 2)` int64, height and width of each image.
+            images: H and W are multiples of 32, without padding.
             targets: per image, on the device of the images; in training they also make the denoising queries.
 
         Returns:
@@ -125,13 +124,9 @@ class RTDetrV2(TransformersDetector):
         return outputs["logits"], outputs["boxes"]
 
     def _layers(self, outputs: Any) -> dict:
-        return {
-            "logits": outputs.intermediate_logits,
-            "boxes": outputs.intermediate_reference_points,
-            "encoder_logits": outputs.enc_topk_logits,
-            "encoder_boxes": outputs.enc_topk_bboxes,
-            "denoising": outputs.denoising_meta_values,
-        }
+        layers = {"logits": outputs.intermediate_logits, "boxes": outputs.intermediate_reference_points}
+        proposals = {"encoder_logits": outputs.enc_topk_logits, "encoder_boxes": outputs.enc_topk_bboxes}
+        return {**layers, **proposals, "denoising": outputs.denoising_meta_values}
 
     def _check_size(self, height: int, width: int) -> None:
         config = self.model.config
