@@ -103,7 +103,8 @@ class TransformersDetector(Detector):
 
 
 class MatchedDetector(TransformersDetector):
-    """A member with matching costs among its settings. It says `model_class`, `_criterion` and `_initialise`.
+    """A member with matching costs among its settings, which says `model_class` and `_initialise`. It classifies with
+    sigmoids and has a `FocalCriterion`, where it says no other.
 
     Raises:
         BadInput: unknown backbone or `freeze`, weights that cannot be had, settings that do not fit together, a source
@@ -111,6 +112,8 @@ class MatchedDetector(TransformersDetector):
     """
 
     model_class: type[PreTrainedModel]
+    processor_class = ConditionalDetrImageProcessor
+    groups = 1  # of queries that train side by side; one detects
     map_strides: Sequence[int] | None = None  # of the backbone's maps that are used; None: the last one alone
 
     def __init__(self, class_names: Sequence[str], options: MatchingOptions, *, source_config: Mapping | None = None):
@@ -140,7 +143,7 @@ class MatchedDetector(TransformersDetector):
         return prepare_backbone(self._extractor(), self.model.config, options, source_config)
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
-        raise NotImplementedError
+        return FocalCriterion(num_layers, costs)
 
     def _extractor(self) -> nn.Module:
         """The backbone; of timm: the feature extractor itself."""
@@ -153,16 +156,6 @@ class MatchedDetector(TransformersDetector):
 
     def map_taps(self) -> list[MapTap]:
         return [projection_tap(self.model.model.input_projection, self.last_stride(), self.model.config.hidden_size)]
-
-
-class FocalDetector(MatchedDetector):
-    """A member that classifies with sigmoids, with a `FocalCriterion`: Conditional, Deformable, DAB and RF-DETR."""
-
-    processor_class = ConditionalDetrImageProcessor
-    groups = 1  # of queries that train side by side; one detects
-
-    def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
-        return FocalCriterion(num_layers, costs)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """This batch's number of boxes (once per group of queries), from CPU targets; crowd regions do not count."""

@@ -18,14 +18,14 @@ from transformers import (
 )
 
 from toolkit.batch import normalize_images, pixel_mask
-from toolkit.models.detr.base import FocalDetector, inverse_sigmoid, precision
+from toolkit.models.detr.base import MatchedDetector, inverse_sigmoid, precision
 from toolkit.models.detr.configuration import ENCODER_DECODER
 from toolkit.models.detr.detr import decoder_states
 from toolkit.models.detr.initialise import initialise_transformer_, start_heads_
 from toolkit.models.detr.options import ConditionalDetrOptions, DabDetrOptions
 
 
-class ConditionalDetr(FocalDetector):
+class ConditionalDetr(MatchedDetector):
     """`transformers.ConditionalDetrForObjectDetection`. Settings: see `ConditionalDetrOptions`."""
 
     Options = ConditionalDetrOptions
@@ -48,7 +48,7 @@ class ConditionalDetr(FocalDetector):
             return {"logits": self.model.class_labels_classifier(states), "boxes": boxes}
 
 
-class DabDetr(FocalDetector):
+class DabDetr(MatchedDetector):
     """`transformers.DabDetrForObjectDetection`. Settings: see `DabDetrOptions`."""
 
     Options = DabDetrOptions

@@ -15,7 +15,7 @@ from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection,
 from toolkit.batch import normalize_images, pixel_mask
 from toolkit.errors import BadInput
 from toolkit.models.detector import MapTap
-from toolkit.models.detr.base import FocalDetector, check_positions, inverse_sigmoid, precision, projection_tap
+from toolkit.models.detr.base import MatchedDetector, check_positions, inverse_sigmoid, precision, projection_tap
 from toolkit.models.detr.configuration import ENCODER_DECODER, handed_over
 from toolkit.models.detr.detr_criterion import MatchingCosts
 from toolkit.models.detr.focal_criterion import FocalCriterion
@@ -25,7 +25,7 @@ from toolkit.models.detr.options import DeformableDetrOptions
 VARIANTS = ("none", "iterative", "two_stage")
 
 
-class DeformableDetr(FocalDetector):
+class DeformableDetr(MatchedDetector):
     """`transformers.DeformableDetrForObjectDetection`. Settings: see `DeformableDetrOptions`.
 
     Raises:

@@ -16,7 +16,7 @@ from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProc
 from toolkit.batch import normalize_images
 from toolkit.errors import BadInput
 from toolkit.models.detector import MapTap
-from toolkit.models.detr.base import FocalDetector, check_positions, precision, projection_tap
+from toolkit.models.detr.base import MatchedDetector, check_positions, precision, projection_tap
 from toolkit.models.detr.configuration import handed_over, to_entries
 from toolkit.models.detr.detr_criterion import MatchingCosts
 from toolkit.models.detr.focal_criterion import FocalCriterion, quality_terms
@@ -27,7 +27,7 @@ from toolkit.models.weights import vit as vit_weights
 TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}
 
 
-class RfDetr(FocalDetector):
+class RfDetr(MatchedDetector):
     """`transformers.RfDetrForObjectDetection`. Settings: see `RfDetrOptions`.
 
     Its backbone ignores padding, so images must be square, of one size, a multiple of patch size times windows
