@@ -116,8 +116,7 @@ def best_row(run: Path) -> dict:
         return {}
     prefix = "val/ema/" if metric.startswith("ema/") else "val/"
     rows = [row for row in map(json.loads, lines) if f"{prefix}bbox_AP" in row]
-    if state.get("step") is not None:
-        rows = [row for row in rows if row["step"] == state["step"]] or rows
+    rows = [row for row in rows if row["step"] == state.get("step")] or rows
     if not rows:
         return {}
     return {"step": rows[-1]["step"]} | {k[len(prefix) :]: v for k, v in rows[-1].items() if k.startswith(prefix)}
@@ -125,8 +124,7 @@ def best_row(run: Path) -> dict:
 
 def _index(settings: Mapping, row: Mapping) -> list[dict]:
     data = settings.get("data", {})
-    known = {key: name for key, name in SHOWN.items() if row.get(key) is not None}
-    metrics = [{"type": key, "name": name, "value": row[key]} for key, name in known.items()]
+    metrics = [{"type": k, "name": name, "value": row[k]} for k, name in SHOWN.items() if row.get(k) is not None]
     dataset = {"type": str(data.get("name") or data.get("format") or "images"), "name": str(data.get("val"))}
     return [{"task": {"type": "object-detection"}, "dataset": dataset, "metrics": metrics}]
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from timm.layers import GroupNormAct, convert_sync_batchnorm
 from torch import Tensor, nn
 
@@ -100,12 +99,8 @@ def _indices(backbone: str, strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def _group_norm(norm: nn.BatchNorm2d) -> nn.GroupNorm:
-    new = GroupNormAct(
-        norm.num_features, number_of_groups(norm.num_features), norm.eps, affine=norm.affine, apply_act=False
-    )
+    groups = number_of_groups(norm.num_features)
+    new = GroupNormAct(norm.num_features, groups, norm.eps, affine=norm.affine, apply_act=False)
     new.drop, new.act = getattr(norm, "drop", new.drop), getattr(norm, "act", new.act)
-    if norm.affine:
-        with torch.no_grad():
-            new.weight.copy_(norm.weight)
-            new.bias.copy_(norm.bias)
+    new.load_state_dict(norm.state_dict(), strict=False)  # without the running statistics
     return new.train(norm.training)

@@ -136,5 +136,5 @@ class DeformableDetr(MatchedDetector):
 
 def _box(deltas: Tensor, reference: Tensor) -> Tensor:
     """A box around a point `(B, Q, 2)`, or a box refined `(B, Q, 4)`; both are logits."""
-    moved = torch.cat([deltas[..., : reference.shape[-1]] + reference, deltas[..., reference.shape[-1] :]], dim=-1)
-    return moved.sigmoid()
+    known = reference.shape[-1]
+    return torch.cat([deltas[..., :known] + reference, deltas[..., known:]], dim=-1).sigmoid()

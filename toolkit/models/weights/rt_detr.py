@@ -58,19 +58,17 @@ def _family_entries(state: Mapping[str, Tensor]) -> dict:
     projected = state.get("decoder.input_proj.0.conv.weight", encoder)  # D-FINE has none where the widths agree
     projections = [f"encoder.input_proj.{i}" for i in range(levels)]  # numbered in the first version
     maps = [state.get(f"{name}.0.weight", state.get(f"{name}.conv.weight")) for name in projections]
+    widths = {"encoder_hidden_dim": encoder.shape[1], "encoder_ffn_dim": len(encoder)}
+    widths |= {"d_model": decoder.shape[1], "decoder_ffn_dim": len(decoder)}
     return {
+        **widths,
         "encoder_in_channels": [projection.shape[1] for projection in maps],
-        "encoder_hidden_dim": encoder.shape[1],
-        "encoder_ffn_dim": len(encoder),
-        "d_model": decoder.shape[1],
-        "decoder_ffn_dim": len(decoder),
+        "decoder_in_channels": [projected.shape[1]] * levels,
+        **dict.fromkeys(("num_feature_levels", "decoder_n_levels"), levels),
         "encode_proj_layers": [levels - 1],
-        "num_feature_levels": levels,
+        "feat_strides": [8, 16, 32][-levels:],
         "encoder_layers": count(state, "encoder.encoder.0.layers"),
         "decoder_layers": count(state, "decoder.decoder.layers"),
-        "feat_strides": [8, 16, 32][-levels:],
-        "decoder_n_levels": levels,
-        "decoder_in_channels": [projected.shape[1]] * levels,
         "hidden_expansion": _expansion(state, encoder.shape[1]),
     }
 
@@ -79,8 +77,7 @@ def _expansion(state: Mapping[str, Tensor], width: int) -> float:
     if "encoder.fpn_blocks.0.conv1.conv.weight" in state:
         return len(state["encoder.fpn_blocks.0.conv1.conv.weight"]) / width
     inner = len(state["encoder.fpn_blocks.0.cv2.0.conv1.conv.weight"])  # D-FINE: round(expansion * width / 2)
-    published = next((e for e in (0.34, 0.5, 1.0) if round(e * width // 2) == inner), None)
-    return published or 2 * inner / width
+    return next((e for e in (0.34, 0.5, 1.0) if round(e * width // 2) == inner), 2 * inner / width)
 
 
 # ---------------------------------------------------------------- RT-DETR
@@ -173,10 +170,8 @@ def _hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
         "stem_channels": [stem.shape[1], len(stem), len(state["backbone.stem.stem4.conv.weight"])],
         "stage_in_channels": [weight.shape[1] for weight in entering],
         "stage_mid_channels": [len(weight) for weight in entering],
-        "stage_out_channels": widths,
-        "hidden_sizes": widths,
-        "stage_num_blocks": blocks,
-        "depths": blocks,
+        **dict.fromkeys(("stage_out_channels", "hidden_sizes"), widths),
+        **dict.fromkeys(("stage_num_blocks", "depths"), blocks),
         "stage_numb_of_layers": [count(state, f"{stage}.blocks.0.layers") for stage in stages],
         "stage_downsample": [f"{stage}.downsample.conv.weight" in state for stage in stages],
         "stage_light_block": light,
