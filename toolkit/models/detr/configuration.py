@@ -184,8 +184,8 @@ def prepare_backbone(
         freeze = handed_over(options, source_config).get("freeze")
         freeze = _freeze_transformers_backbone(module, backbone.model_type, freeze)
         dilation = bool(config.dilation)
-    used = {"backbone": name, "freeze": freeze}
-    return used | {"dilation": dilation} if hasattr(options, "dilation") else used
+    used = {"backbone": name, "freeze": freeze, "dilation": dilation}
+    return {option: value for option, value in used.items() if hasattr(options, option)}
 
 
 def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: str | None) -> str:

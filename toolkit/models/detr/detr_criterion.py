@@ -92,7 +92,8 @@ def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, cos
     if num_targets == 0:
         return Matches(*torch.zeros(4, 0, dtype=torch.int64, device=device))
     target_boxes = targets.boxes_cxcywh.to(boxes_cxcywh.dtype)
-    l1 = _pairwise_l1(boxes_cxcywh, target_boxes)
+    planes = zip(boxes_cxcywh.unbind(-1), target_boxes.unbind(-1), strict=True)  # one by one: small intermediates
+    l1 = sum((queries[..., None] - wanted[:, None, :]).abs() for queries, wanted in planes)  # (L, B, Q, T)
     giou = pairwise_generalized_iou(cxcywh_to_xyxy(boxes_cxcywh), cxcywh_to_xyxy(target_boxes))
     total = costs.bbox_cost * l1 + costs.class_cost * class_costs - costs.giou_cost * giou
     total = total.nan_to_num_(nan=UNUSABLE_COST, posinf=UNUSABLE_COST, neginf=-UNUSABLE_COST)
@@ -112,12 +113,6 @@ def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, cos
     chosen = np.concatenate([columns[picked] for _, _, picked, columns in assigned])
     pairs = torch.from_numpy(np.stack([layers, images, queries, chosen]))
     return Matches(*send(pairs, device))
-
-
-def _pairwise_l1(boxes: Tensor, target_boxes: Tensor) -> Tensor:
-    """`(L, B, Q, 4)`, `(B, T, 4)` -> `(L, B, Q, T)`, one coordinate at a time to keep the intermediate small."""
-    planes = zip(boxes.unbind(-1), target_boxes.unbind(-1), strict=True)
-    return sum((queries[..., None] - targets[:, None, :]).abs() for queries, targets in planes)
 
 
 def full_precision(tensor: Tensor) -> Tensor:

@@ -152,7 +152,8 @@ def match_focal(
     Each of the `groups` of queries is matched by itself, so a target has that many pairs in every layer.
     """
     size = logits.shape[2] // groups
-    logits, boxes_cxcywh = (_groups_as_layers(tensor, groups, size) for tensor in (logits, boxes_cxcywh))
+    by_group = (tensor.unflatten(2, (groups, size)).transpose(1, 2) for tensor in (logits, boxes_cxcywh))
+    logits, boxes_cxcywh = (tensor.flatten(0, 1) for tensor in by_group)  # groups as layers: (L * groups, B, size, ·)
     labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)
     found = match(focal_costs(logits.gather(-1, labels)), boxes_cxcywh, targets, costs)
     return found._replace(layer=found.layer // groups, query=found.query + found.layer % groups * size)
@@ -163,7 +164,3 @@ def focal_costs(logits: Tensor) -> Tensor:
     p = logits.sigmoid()
     positive = ALPHA * (1 - p).pow(GAMMA) * -(p + 1e-8).log()
     return positive - (1 - ALPHA) * p.pow(GAMMA) * -(1 - p + 1e-8).log()
-
-
-def _groups_as_layers(tensor: Tensor, groups: int, size: int) -> Tensor:
-    return tensor.unflatten(2, (groups, size)).transpose(1, 2).flatten(0, 1)  # (L, B, GQ, ·) -> (LG, B, Q, ·)

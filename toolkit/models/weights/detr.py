@@ -5,6 +5,7 @@ The number of attention heads cannot be read from the tensors; it is 8, as publi
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -82,14 +83,9 @@ DETR = Publisher(
 
 # ---------------------------------------------------------------- Conditional DETR
 
-
-def _conditional_detr(state: Mapping[str, Tensor], file: str) -> Description:
-    return _maybe_dc5("conditional_detr", state, file)
-
-
 CONDITIONAL_ATTENTION = _projections("self_attn.", "encoder_attn.", "q_content q_pos k_content k_pos v q_pos_sine")
 CONDITIONAL_DETR = Publisher(
-    _conditional_detr,
+    partial(_maybe_dc5, "conditional_detr"),
     ("query_embed.weight", "transformer.decoder.layers.0.sa_qcontent_proj.weight"),
     _names(f"{CONDITIONAL_ATTENTION}, {FEED_FORWARD}, cross_attn.out_proj encoder_attn.o_proj, {DECODER_NORMS}"),
 )

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.files import near_names
+from toolkit.models.weights.files import open_file
 from toolkit.runs.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
 from toolkit.runs.settings_file import detector_options
 
@@ -68,19 +69,13 @@ def open_pretrained(name: str) -> Pretrained:
             raise BadInput(f"model.pretrained: there is no {path}; {expected}{near_names(path)}")
         return _from_transformers(name, name)
     if path.is_file():
-        return _from_file(name, path)
+        found, tensors = open_file(path)
+        return Pretrained(name, found.architecture, found.options, found.class_names, tensors, found.notes)
     try:
         kind = kind_of(path)
     except BadInput as error:
         raise BadInput(f"model.pretrained: {error}") from error
     return {"run": _from_run, "final": _from_our_folder, "transformers": _from_transformers}[kind](name, str(path))
-
-
-def _from_file(name: str, path: Path) -> Pretrained:
-    from toolkit.models.weights.files import open_file
-
-    found, tensors = open_file(path)
-    return Pretrained(name, found.architecture, found.options, found.class_names, tensors, found.notes)
 
 
 def _from_run(name: str, path: Path) -> Pretrained:
