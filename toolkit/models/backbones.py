@@ -50,15 +50,6 @@ def image_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(cfg.mean), tuple(cfg.std)
 
 
-def backbone_config(name: str, out_indices: list[int], frozen_norms: bool, output_stride: int | None = None):
-    """The part of a transformers detector's config that describes its timm backbone."""
-    from transformers import TimmBackboneConfig  # here: detectors of other families do without transformers
-
-    return TimmBackboneConfig(
-        backbone=name, out_indices=out_indices, freeze_batch_norm_2d=frozen_norms, output_stride=output_stride
-    )
-
-
 def start_backbone(backbone: nn.Module, config: "TimmBackboneConfig", freeze: str, pretrained: bool | str) -> None:
     """Give `backbone` (a timm feature extractor made from `config`) the weights timm makes it with, and freeze it.
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -15,11 +16,9 @@ from toolkit.errors import BadInput
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.detr.configuration import (
     backbone_entry,
-    build_model,
     detector_config,
     from_entries,
     handed_over,
-    matching_costs,
     pixel_statistics,
     prepare_backbone,
     to_entries,
@@ -120,12 +119,17 @@ class MatchedDetector(TransformersDetector):
         super().__init__()
         entries = self._entries(options, source_config)
         config = detector_config(self.config_class, class_names, source_config or self.published, **entries)
-        self.model = build_model(self.model_class, config)
+        try:
+            self.model = self.model_class(config)
+        except ValueError as error:  # what transformers does not accept together, such as width and heads
+            raise BadInput(f"the settings of the model do not fit together: {error}") from error
         self.aux_loss = getattr(options, "aux_loss", False)
         with torch.no_grad():
             self._initialise(options, source_config)
         used = self._prepare_backbone(options, source_config)
-        costs = matching_costs(options, source_config)
+        # As given, else the source's, else published; no entries of the config, which takes whole numbers only.
+        known = {**asdict(options), **(source_config or {}), **options.given}
+        costs = MatchingCosts(*(known[name] for name in MatchingCosts._fields))
         set_loss = self._criterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs)
         self._take(set_loss, pixel_statistics(config, options), used | costs._asdict())
 

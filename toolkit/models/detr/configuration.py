@@ -6,18 +6,11 @@ from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, TimmBackboneConfig
 
 from toolkit.errors import BadInput
-from toolkit.models.backbones import (
-    FREEZE_CHOICES,
-    backbone_config,
-    feature_strides,
-    image_statistics,
-    start_backbone,
-)
-from toolkit.models.detr.detr_criterion import MatchingCosts
-from toolkit.models.detr.options import BackboneOptions, MatchingOptions, RTDetrV2Options, TransformerOptions
+from toolkit.models.backbones import FREEZE_CHOICES, feature_strides, image_statistics, start_backbone
+from toolkit.models.detr.options import BackboneOptions, RTDetrV2Options, TransformerOptions
 from toolkit.models.options import DetectorOptions
 
 # Entries of a source's config that are ours to say, or that ask timm for weights when the model is built.
@@ -81,23 +74,6 @@ def detector_config(
     return config_class(**{**kept, **entries, **labels, "auxiliary_loss": False})
 
 
-def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The model with random weights; what transformers does not accept together (width and heads, ...) is BadInput."""
-    try:
-        return model_class(config)
-    except ValueError as error:
-        raise BadInput(f"the settings of the model do not fit together: {error}") from error
-
-
-def matching_costs(options: MatchingOptions, source_config: Mapping | None) -> MatchingCosts:
-    """Weights of class, L1 and GIoU in the matching: as given, else the source's, else published.
-
-    They are no entries of the config that is built: transformers takes whole numbers only.
-    """
-    known = {**asdict(options), **(source_config or {}), **options.given}
-    return MatchingCosts(*(known[name] for name in MatchingCosts._fields))
-
-
 def pixel_statistics(
     config: PreTrainedConfig, options: TransformerOptions, published=(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
 ) -> tuple[tuple, tuple]:
@@ -143,7 +119,8 @@ def backbone_entry(options: BackboneOptions, source_config: Mapping | None, stri
         name = name or options.backbone
         needed = f"feature maps of stride {', '.join(map(str, strides or ()))} are needed"
         indices = _indices(name, strides, needed) if strides else [len(feature_strides(name)) - 1]
-    return backbone_config(name, indices, True, output_stride=16 if dilation else None)
+    stride = 16 if dilation else None
+    return TimmBackboneConfig(backbone=name, out_indices=indices, freeze_batch_norm_2d=True, output_stride=stride)
 
 
 def _indices(backbone: str, strides: Sequence[int], needed: str) -> list[int]:
@@ -251,7 +228,10 @@ def rt_detr_config(
         needed = f"{kind} needs feature maps of stride {', '.join(map(str, strides[:-1]))} and {strides[-1]}"
         out_indices = _indices(name, strides, needed)
     # timm freezes the norms, with their activations; see backbones.py
-    entries |= {"backbone_config": backbone_config(name, out_indices, frozen_norms=freeze != "none")}
+    frozen = freeze != "none"
+    entries["backbone_config"] = TimmBackboneConfig(
+        backbone=name, out_indices=out_indices, freeze_batch_norm_2d=frozen, output_stride=None
+    )
     return config_class.from_dict(entries | {"freeze_backbone_batch_norms": False}), freeze
 
 
