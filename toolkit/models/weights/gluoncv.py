@@ -68,12 +68,8 @@ def _read(raw: bytes) -> dict[str, Tensor]:
         array = np.frombuffer(raw, TYPES[kind], count, place).reshape(shape)
         place += array.nbytes
         arrays.append(torch.from_numpy(array.copy()))
-    names = []
-    for _ in range(take("Q")):
-        length = take("Q")
-        names.append(raw[place : place + length].decode())
-        place += length
-    return dict(zip((name.removeprefix("arg:").removeprefix("aux:") for name in names), arrays, strict=True))
+    names = [take(f"{take('Q')}s").decode().removeprefix("arg:").removeprefix("aux:") for _ in range(take("Q"))]
+    return dict(zip(names, arrays, strict=True))
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:

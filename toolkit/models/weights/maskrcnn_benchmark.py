@@ -16,17 +16,12 @@ from toolkit.models.weights.class_names import named
 from toolkit.models.weights.names import Description, Publisher, pairs, resnet_name
 
 STEM = "backbone.body.stem.conv1.weight"
-NAMES = [
-    *(
-        (f"backbone.fpn.fpn_{kind}{i + 1}", f"backbone.fpn.{kind}_blocks.{i}.0")
-        for kind in ("inner", "layer")
-        for i in range(4)
-    ),
-    *pairs("""
-        backbone.body.stem backbone.body, rpn.head.conv rpn.head.conv.0.0
-        roi_heads.box.feature_extractor roi_heads.box_head, roi_heads.box.predictor roi_heads.box_predictor
-    """),
-]
+LEVELS = [(f"backbone.fpn.fpn_inner{i + 1}", f"backbone.fpn.inner_blocks.{i}.0") for i in range(4)]
+LEVELS += [(f"backbone.fpn.fpn_layer{i + 1}", f"backbone.fpn.layer_blocks.{i}.0") for i in range(4)]
+OTHERS = """
+    backbone.body.stem backbone.body, rpn.head.conv rpn.head.conv.0.0
+    roi_heads.box.feature_extractor roi_heads.box_head, roi_heads.box.predictor roi_heads.box_predictor
+"""
 CLASSIFIER = "roi_heads.box.predictor.cls_score.weight"
 PIXEL_MEAN = (122.7717, 115.9465, 102.9801)  # red, green, blue
 HEADS = r"^roi_heads\.(relation|attribute|mask|keypoint)\.|^rpn\.anchor_generator\.|num_batches_tracked$"
@@ -68,4 +63,4 @@ class _ForBGR(Publisher):
         return super().ours_from(state) | {"backbone.body.conv1.weight": state[STEM].flip(1)}
 
 
-MASKRCNN_BENCHMARK = _ForBGR(_described, (STEM, CLASSIFIER), NAMES, HEADS)
+MASKRCNN_BENCHMARK = _ForBGR(_described, (STEM, CLASSIFIER), [*LEVELS, *pairs(OTHERS)], HEADS)
