@@ -61,14 +61,15 @@ def _family_entries(state: Mapping[str, Tensor]) -> dict:
     widths = {"encoder_hidden_dim": encoder.shape[1], "encoder_ffn_dim": len(encoder)}
     widths |= {"d_model": decoder.shape[1], "decoder_ffn_dim": len(decoder)}
     return {
-        **widths,
         "encoder_in_channels": [projection.shape[1] for projection in maps],
-        "decoder_in_channels": [projected.shape[1]] * levels,
-        **dict.fromkeys(("num_feature_levels", "decoder_n_levels"), levels),
+        **widths,
         "encode_proj_layers": [levels - 1],
-        "feat_strides": [8, 16, 32][-levels:],
+        "num_feature_levels": levels,
         "encoder_layers": count(state, "encoder.encoder.0.layers"),
         "decoder_layers": count(state, "decoder.decoder.layers"),
+        "feat_strides": [8, 16, 32][-levels:],
+        "decoder_n_levels": levels,
+        "decoder_in_channels": [projected.shape[1]] * levels,
         "hidden_expansion": _expansion(state, encoder.shape[1]),
     }
 
