@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from toolkit.models.weights import darknet, detr
+from toolkit.models.weights import darknet
+from toolkit.models.weights.detr import DETR
 from toolkit.models.weights.names import renamed
 
 FOLDER = Path(__file__).parent / "data" / "weights"
@@ -61,7 +62,7 @@ def not_taken(theirs: dict, ours: dict) -> list[str]:
 
 def as_detr_saves_it(state: dict) -> dict:
     """Tensors of our DETR as facebookresearch/detr names them."""
-    theirs = renamed(state, [(ours, name) for name, ours in detr.NAMES])
+    theirs = renamed(state, [(ours, name) for name, ours in DETR.names])
     joint = {name for name in theirs if re.search(r"\.q_proj\.", name)}
     for name in joint:
         parts = [theirs.pop(name.replace(".q_proj.", f".{which}_proj.")) for which in "qkv"]

@@ -103,7 +103,7 @@ def random_outputs(num_layers, batch_size, queries, seed=5):
 def test_losses_of_group_detr_are_those_of_transformers(seed, counts, groups):
     targets = [random_target(n, seed=seed % 1000 + n, dtype=torch.float64) for n in counts]
     outputs = random_outputs(3, len(counts), 5 * groups, seed)
-    criterion = FocalCriterion(len(CLASSES), 3, encoder="classes", class_terms=quality_terms)
+    criterion = FocalCriterion(3, encoder="classes", class_terms=quality_terms)
     boxes = max(1.0, float(sum(counts) * groups))
     losses, _ = criterion(outputs, targets, {"boxes": boxes}, groups)
 
@@ -119,7 +119,7 @@ def test_losses_of_group_detr_are_those_of_transformers(seed, counts, groups):
 def test_groups_are_matched_each_by_itself_and_only_the_first_is_measured():
     outputs = random_outputs(2, 2, 8)
     targets = [random_target(3, dtype=torch.float64), random_target(1, seed=1, dtype=torch.float64)]
-    criterion = FocalCriterion(len(CLASSES), 2, encoder="classes", class_terms=quality_terms)
+    criterion = FocalCriterion(2, encoder="classes", class_terms=quality_terms)
     whole, metrics = criterion(outputs, targets, {"boxes": 1.0}, groups=2)
     halves = [
         criterion({k: v[..., part, :] for k, v in outputs.items()}, targets, {"boxes": 1.0})
@@ -190,12 +190,12 @@ def test_auxiliary_layers_of_conditional_detr_continue_the_raw_state():
 def test_proposals_of_two_stage_deformable_detr_learn_foreground():
     """Their classes do not matter, and every position counts: the focal loss of class 0 over all of them."""
     outputs = random_outputs(1, 2, 7)
-    criterion = FocalCriterion(len(CLASSES), 1, encoder="foreground")
+    criterion = FocalCriterion(1, encoder="foreground")
     targets = [random_target(3, dtype=torch.float64), random_target(0, dtype=torch.float64)]
     losses, _ = criterion(outputs, targets, {"boxes": 3.0})
     relabelled = [{**t, "labels": torch.zeros_like(t["labels"])} for t in targets]
     as_main = {"logits": outputs["encoder_logits"][None], "boxes": outputs["encoder_boxes"][None]}
-    wanted, _ = FocalCriterion(len(CLASSES), 1)(as_main, relabelled, {"boxes": 3.0})
+    wanted, _ = FocalCriterion(1)(as_main, relabelled, {"boxes": 3.0})
     assert {name: losses[f"{name}_enc"] for name in wanted} == wanted
 
 

@@ -21,7 +21,7 @@ from toolkit.data.batches import collate
 from toolkit.errors import BadInput
 from toolkit.models import ARCHITECTURES, build_detector, options_class
 from toolkit.models.detector import denominator_of
-from toolkit.models.detr.query_points import grid_points, sine_embedding
+from toolkit.models.detr.query_points import encode_sinusoidal_position_embedding, grid_points
 from toolkit.models.final import load_detector_folder
 from toolkit.step.losses import LossWeights
 
@@ -306,7 +306,7 @@ def test_queries_look_first_around_their_points(count, pre_norm):
     content = core.encoder(torch.randn(1, 64, 96), spatial_position_embeddings=torch.zeros(1, 64, 96)).last_hidden_state
     attention = core.decoder.layers[0].encoder_attn
     queries = attention.q_proj(core.query_position_embeddings.weight).view(count, 4, -1)
-    keys = attention.k_proj(content[0] + sine_embedding(tokens, 96)).view(64, 4, -1)
+    keys = attention.k_proj(content[0] + encode_sinusoidal_position_embedding(tokens, 48)).view(64, 4, -1)
     weights = (torch.einsum("qhd,khd->hqk", queries, keys) / 24**0.5).softmax(-1)
     distances = (points[:, None] - tokens).abs().amax(-1)  # of query and token, in parts of the image
     assert (weights * distances).sum(-1).max() < 0.2, "0.25 and more where all are looked at alike"
@@ -327,7 +327,8 @@ def test_points_have_the_embeddings_of_transformers():
     mask = torch.ones(1, 8, 8, dtype=torch.bool)
     theirs = core.position_embedding(torch.zeros(1, 96, 8, 8).shape, "cpu", torch.float32, mask)
     tokens = (torch.cartesian_prod(torch.arange(8), torch.arange(8)).flip(1) + 1) / 8  # theirs count from 1
-    torch.testing.assert_close(sine_embedding(tokens, 96), theirs[0].flatten(1).T, atol=1e-4, rtol=0)
+    ours = encode_sinusoidal_position_embedding(tokens, 48)
+    torch.testing.assert_close(ours, theirs[0].flatten(1).T, atol=1e-4, rtol=0)
 
 
 def test_points_need_sines_and_room_in_a_head():

@@ -20,8 +20,7 @@ from packaging.version import Version
 from test_detr import CLASSES, batch_of
 
 from toolkit.models import build_detector
-from toolkit.models.detr.encoder_layers import ALIKE
-from toolkit.models.detr.unasked_sizes import sizes_known
+from toolkit.models.detr.host_waits import ALIKE, sizes_known
 
 SMALL = {"backbone": "test_resnet", "freeze": "none", "d_model": 32, "heads": 2, "decoder_layers": 2, "ffn_dim": 32,
          "num_queries": 6, "dropout": 0.1}  # fmt: skip
@@ -61,7 +60,7 @@ def hash_of(place: str) -> str:
 
 
 def test_what_the_patches_replace_is_what_it_was():
-    """Where this fails: read what changed, mend encoder_layers.py and unasked_sizes.py, then note the new hash."""
+    """Where this fails: read what changed, mend host_waits.py, then note the new hash."""
     assert {place: hash_of(place) for place in REPLACED} == REPLACED
     assert {place.split(".")[1] for place in REPLACED if place.endswith("EncoderLayer.forward")} == ALIKE
 

@@ -15,7 +15,7 @@ from torch import nn
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector, options_class
-from toolkit.models.backbones import timm_extractor
+from toolkit.models.backbones import timm_model
 from toolkit.models.final import save_detector_folder
 from toolkit.models.start import load_pretrained, start_detector
 from toolkit.models.weights.mapping import copy_class_rows, map_weights
@@ -233,7 +233,7 @@ def test_without_a_network_one_sentence_at_once_says_what_to_set(monkeypatch, tm
     with pytest.raises(BadInput) as of_detector:
         open_pretrained("no-such-owner/no-such-detector")
     with pytest.raises(BadInput) as of_backbone:
-        timm_extractor("resnet10t", [4], True)
+        timm_model("resnet10t", True, features_only=True, out_indices=[4])
     assert not waited, "nothing is asked for a second time"
     for caught in (of_detector, of_backbone):
         assert "connect to the network once" in str(caught.value) and "\n" not in str(caught.value)

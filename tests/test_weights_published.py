@@ -3,21 +3,20 @@
 python -m pytest tests/test_weights_published.py
 """
 
-import importlib
 import json
 import struct
 
 import numpy as np
 import pytest
 import torch
-from published import FOLDER, as_darknet_writes_it, not_taken, numbers, pixels, published
+from published import FOLDER, as_darknet_writes_it, as_detr_saves_it, not_taken, numbers, pixels, published
 from torchvision.models import detection
 
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.models.weights import darknet, gluoncv
+from toolkit.models.weights import darknet, files, gluoncv, maskrcnn_benchmark
 from toolkit.models.weights import torchvision as of_torchvision
 from toolkit.models.weights.class_names import COCO_80, VG_150, coco_by_id
 from toolkit.models.weights.files import PUBLISHERS, open_file, read
@@ -33,25 +32,25 @@ def constants(points: list, reg_scale: float = 4.0) -> dict:
             "up": torch.tensor([0.5]), "reg_scale": torch.tensor([reg_scale])}  # fmt: skip
 
 
-# file of numbers, module, name of a file of weights, what its constants are of
+# file of numbers, publisher, name of a file of weights, what its constants are of
 TRANSFORMERS = [
-    ("detr", "detr", "detr-r18.pth", []), ("detr_dc5", "detr", "detr-r50-dc5-f0fb7ef5.pth", []),
-    ("cond", "conditional_detr", "ConditionalDETR_r18.pth", []), ("dab", "dab_detr", "checkpoint.pth", []),
-    ("defo", "deformable_detr", "r50_deformable_detr.pth", []),
-    ("defo_refine", "deformable_detr", "r50_deformable_detr_plus_iterative_bbox_refinement.pth", []),
-    ("defo_two", "deformable_detr", "two_stage.pth", []),
-    ("v1_r18", "rt_detr", "rtdetr_r18vd.pth", []), ("v1_r50", "rt_detr", "rtdetr_r50vd.pth", []),
-    ("v2_r18", "rt_detr", "rtdetrv2_r18vd.pth", [4, 4, 4]), ("v2_r50_wide", "rt_detr", "rtdetrv2_r50vd.pth", [4, 4, 4]),
-    ("v2_r18_dsp", "rt_detr", "rtdetrv2_r18vd_dsp.pth", [4, 4, 4]),
-    ("dfine_n", "d_fine", "dfine_n_coco.pth", [6, 6]), ("dfine_s", "d_fine", "dfine_s_coco.pth", [3, 6, 3]),
-    ("dfine_m", "d_fine", "dfine_m_coco.pth", [3, 6, 3]), ("dfine_l", "d_fine", "dfine_l_coco.pth", [3, 6, 3]),
-    ("dfine_x", "d_fine", "dfine_x_coco.pth", [3, 6, 3]),
+    ("detr", "DETR", "detr-r18.pth", []), ("detr_dc5", "DETR", "detr-r50-dc5-f0fb7ef5.pth", []),
+    ("cond", "CONDITIONAL_DETR", "ConditionalDETR_r18.pth", []), ("dab", "DAB_DETR", "checkpoint.pth", []),
+    ("defo", "DEFORMABLE_DETR", "r50_deformable_detr.pth", []),
+    ("defo_refine", "DEFORMABLE_DETR", "r50_deformable_detr_plus_iterative_bbox_refinement.pth", []),
+    ("defo_two", "DEFORMABLE_DETR", "two_stage.pth", []),
+    ("v1_r18", "RT_DETR", "rtdetr_r18vd.pth", []), ("v1_r50", "RT_DETR", "rtdetr_r50vd.pth", []),
+    ("v2_r18", "RT_DETR", "rtdetrv2_r18vd.pth", [4, 4, 4]), ("v2_r50_wide", "RT_DETR", "rtdetrv2_r50vd.pth", [4, 4, 4]),
+    ("v2_r18_dsp", "RT_DETR", "rtdetrv2_r18vd_dsp.pth", [4, 4, 4]),
+    ("dfine_n", "D_FINE", "dfine_n_coco.pth", [6, 6]), ("dfine_s", "D_FINE", "dfine_s_coco.pth", [3, 6, 3]),
+    ("dfine_m", "D_FINE", "dfine_m_coco.pth", [3, 6, 3]), ("dfine_l", "D_FINE", "dfine_l_coco.pth", [3, 6, 3]),
+    ("dfine_x", "D_FINE", "dfine_x_coco.pth", [3, 6, 3]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "module", "file", "points"), TRANSFORMERS, ids=[case[0] for case in TRANSFORMERS])
-def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(name, module, file, points):
-    publisher = importlib.import_module(f"toolkit.models.weights.{module}")
+@pytest.mark.parametrize(("name", "publisher", "file", "points"), TRANSFORMERS, ids=[case[0] for case in TRANSFORMERS])
+def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(name, publisher, file, points):
+    publisher = getattr(files, publisher)
     state, expected = published(name, constants(points, 8.0 if name == "dfine_x" else 4.0))
     assert [each for each in PUBLISHERS if each.recognised(state)] == [publisher]
     found = publisher.described(state, file)
@@ -77,6 +76,17 @@ def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(n
 
     left = ("decoder.decoder.up", "decoder.decoder.reg_scale")  # the numbers that `decoder.up` has too
     assert [key for key in not_taken(state, ours) if not key.startswith(left)] == []
+
+
+def test_a_file_of_detr_with_norms_before_gives_the_encoder_s_last_norm_too():
+    sizes = {"backbone": "resnet18", "d_model": 32, "heads": 8, "ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
+    detector = build_detector("detr", class_names=["a"], pre_norm=True, **sizes)
+    state = {name: numbers(name, tensor.shape) for name, tensor in detector.state_dict().items()}
+    theirs = as_detr_saves_it(state)
+    assert "transformer.encoder.norm.weight" in theirs and files.DETR.described(theirs, "a.pth").options["pre_norm"]
+    table = map_weights(state, files.DETR.ours_from(theirs))
+    assert not table.unused and all(new.endswith("num_batches_tracked") for new in table.new)
+    assert all(tensor.equal(state[name]) for name, tensor in table.state.items())
 
 
 def test_the_class_names_are_those_of_torchvision_and_of_visual_genome():
@@ -153,8 +163,7 @@ def test_torchvision_s_detectors_equal_torchvision(name, side, eps):
 
 @pytest.mark.parametrize("name", ["mb_r50", "mb_x101"])
 def test_detectors_of_maskrcnn_benchmark_find_its_boxes(name):
-    from toolkit.models.weights import maskrcnn_benchmark
-
+    benchmark = maskrcnn_benchmark.MASKRCNN_BENCHMARK
     state, expected = published(name)
     for key in state:
         if "cell_anchors" in key:
@@ -165,13 +174,13 @@ def test_detectors_of_maskrcnn_benchmark_find_its_boxes(name):
             state[key] = state[key] * 0.2
         elif "stem.conv1" in key:
             state[key] = state[key] * 0.02
-    assert [each for each in PUBLISHERS if each.recognised(state)] == [maskrcnn_benchmark]
-    found = maskrcnn_benchmark.described(state, "model_final.pth")
+    assert [each for each in PUBLISHERS if each.recognised(state)] == [benchmark]
+    found = benchmark.described(state, "model_final.pth")
     assert found.options["stride_in_1x1"] == (name == "mb_r50")
     detector = build_detector("faster_rcnn", class_names=found.class_names, **found.options).eval()
     again = build_detector(**detector.resolved_options(), class_names=found.class_names)
     assert str(again) == str(detector)
-    ours = maskrcnn_benchmark.ours_from(state)
+    ours = benchmark.ours_from(state)
     assert ours.keys() == detector.state_dict().keys()
     detector.load_state_dict(ours)
     images, sizes = pixels(2, 3, 128, 192), torch.tensor([[128, 192], [100, 150]])

@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "detr": (".detr.detr:Detr", ".detr.options:DetrOptions"),
     "conditional_detr": (".detr.conditional_detr:ConditionalDetr", ".detr.options:ConditionalDetrOptions"),
     "deformable_detr": (".detr.deformable_detr:DeformableDetr", ".detr.options:DeformableDetrOptions"),
-    "dab-detr": (".detr.dab_detr:DabDetr", ".detr.options:DabDetrOptions"),
+    "dab-detr": (".detr.conditional_detr:DabDetr", ".detr.options:DabDetrOptions"),
     "rf_detr": (".detr.rf_detr:RfDetr", ".detr.options:RfDetrOptions"),
     "yolos": (".detr.yolos:Yolos", ".detr.options:YolosOptions"),
     "rt_detr_v2": (".detr.rt_detr:RTDetrV2", ".detr.options:RTDetrV2Options"),
@@ -57,20 +57,23 @@ def detector_class(architecture: str) -> type["Detector"]:
     if ":" not in str(architecture):
         similar = difflib.get_close_matches(str(architecture), ARCHITECTURES, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(ARCHITECTURES)}, and no "
-                       f"`module:Class` of your own{hint}")  # fmt: skip
+        own = f"no `module:Class` of your own{hint}"
+        raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(ARCHITECTURES)}, and {own}")
     if not may_import(architecture):
-        raise BadInput(f"model.architecture: {escaped(architecture)} is a class that a file names, and importing it "
-                       "runs its code; if you trust it, add --trust, in training name it yourself (as "
-                       "--model.architecture, below a scene graph in --model.detector_options), in Python import its "
-                       "module first")  # fmt: skip
+        raise BadInput(
+            f"model.architecture: {escaped(architecture)} is a class that a file names, and importing it runs its "
+            "code; if you trust it, add --trust, in training name it yourself (as --model.architecture, below a scene "
+            "graph in --model.detector_options), in Python import its module first"
+        )
     if (here := str(Path.cwd())) not in sys.path:  # for this alone: what lies there must not stand in for a package
         sys.path.append(here)
     try:
         found = _load(architecture)
     except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(f"model.architecture: {architecture} cannot be imported: {error}. Expected `module:Class` with "
-                       "the module in this folder, beside the script or on PYTHONPATH") from error  # fmt: skip
+        raise BadInput(
+            f"model.architecture: {architecture} cannot be imported: {error}. Expected `module:Class` with the module "
+            "in this folder, beside the script or on PYTHONPATH"
+        ) from error
     from toolkit.models.detector import Detector  # torch, for which `--help` need not wait
 
     if not (isinstance(found, type) and issubclass(found, Detector)):
@@ -118,13 +121,11 @@ def build_detector(architecture: str, *, class_names: Sequence[str], **settings)
 
 def check_keys(architecture: str, options_type: type[DetectorOptions], keys: Iterable[str]) -> None:
     """Raises BadInput for settings that the detector does not have, with the nearest that it has."""
-    own = [each.name for each in fields(options_type)]
-    problems = []
-    for key in keys:
-        if key not in own:
-            similar = difflib.get_close_matches(key, own, n=1)
-            hint = f"did you mean model.{similar[0]}?" if similar else f"it has {', '.join(own)}"
-            problems.append(f"{architecture} has no setting model.{key}; {hint}")
+    own, problems = [each.name for each in fields(options_type)], []
+    for key in [key for key in keys if key not in own]:
+        similar = difflib.get_close_matches(key, own, n=1)
+        hint = f"did you mean model.{similar[0]}?" if similar else f"it has {', '.join(own)}"
+        problems.append(f"{architecture} has no setting model.{key}; {hint}")
     if problems:
         raise BadInput(problems)
 

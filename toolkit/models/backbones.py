@@ -6,7 +6,6 @@ replacement, which keeps them, and travels in `config.json`, so the saved model 
 """
 
 import difflib
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -51,28 +50,16 @@ def image_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(cfg.mean), tuple(cfg.std)
 
 
-def backbone_config(name: str, out_indices: list[int], frozen_norms: bool, output_stride: int | None = None):
-    """The part of a transformers detector's config that describes its timm backbone."""
-    from transformers import TimmBackboneConfig  # here: detectors of other families do without transformers
-
-    return TimmBackboneConfig(
-        backbone=name, out_indices=out_indices, freeze_batch_norm_2d=frozen_norms, output_stride=output_stride
-    )
-
-
-def load_backbone_weights(backbone: nn.Module, config: "TimmBackboneConfig", pretrained: bool | str) -> None:
-    """Give `backbone` (a timm feature extractor made from `config`) the weights timm makes it with.
+def start_backbone(backbone: nn.Module, config: "TimmBackboneConfig", freeze: str, pretrained: bool | str) -> None:
+    """Give `backbone` (a timm feature extractor made from `config`) the weights timm makes it with, and freeze it.
 
     transformers would initialise the convolutions as N(0, 0.02), in which a deep network without norms dies out.
-    `pretrained` and what is raised: see `timm_extractor`.
+    `pretrained`: see `timm_model`; `freeze`: see `freeze_backbone`; what is raised: both.
     """
-    source = timm_extractor(config.backbone, config.out_indices, pretrained, output_stride=config.output_stride)
+    options = {"features_only": True, "out_indices": tuple(config.out_indices), "output_stride": config.output_stride}
+    source = timm_model(config.backbone, pretrained, **options)
     backbone.load_state_dict(source.state_dict())
-
-
-def timm_extractor(name: str, out_indices: Sequence[int], pretrained: bool | str, **options) -> nn.Module:
-    """`timm_model(name, features_only=True)`: the maps at `out_indices`."""
-    return timm_model(name, pretrained, features_only=True, out_indices=tuple(out_indices), **options)
+    freeze_backbone(backbone, config.backbone, freeze, pretrained)
 
 
 def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:

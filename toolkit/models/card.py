@@ -15,6 +15,16 @@ from toolkit.text import as_code, in_markdown
 SHOWN = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
 SHOWN_CLASSES = 100
 LICENCE = "apache-2.0"  # of this program; the data may ask for more
+LICENCES_BELOW = (
+    "for the weights, as far as the licences of the training data and of the weights that training began with allow "
+    "it; check those before you pass the model on."
+)
+LIMITS = (
+    "It finds the classes above in images like those of its training data, and nothing else: on other cameras, sizes, "
+    "places or times it must be measured again before it is trusted. Scores are no probabilities unless the report's "
+    "calibration says so; choose the threshold by the cost of misses and false alarms. It was not made for decisions "
+    "about people, nor for uses where a missed object does harm that nobody notices."
+)
 PICTURE = "predictions.png"
 TRANSFORMERS_USAGE = """With transformers alone:
 
@@ -62,28 +72,29 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
     settings = yaml.safe_load((run / CONFIG).read_text()) if run else {}
     environment = read_json_object(run / "environment.json") if run else {}
     row = best_row(run) if run else {}
-    architecture = settings.get("model", {}).get("architecture") or config.get("model", {}).get("architecture") \
-        or config.get("model_type", "detector")  # fmt: skip
+    of_run, of_folder = ((known.get("model") or {}).get("architecture") for known in (settings, config))
+    architecture = of_run or of_folder or config.get("model_type", "detector")
     name = run.name if run else folder.name
     head = {
         "license": licence,
         "pipeline_tag": "object-detection",
         "library_name": "transformers" if "model_type" in config else "detection-toolkit",
         "tags": ["object-detection", architecture],
-        "model-index": [{"name": name, "results": _index(settings, row)}],
     }
-    if not row:
-        del head["model-index"]
+    if row:
+        head["model-index"] = [{"name": name, "results": _index(settings, row)}]
     parts = [
         f"# {in_markdown(name)}: {in_markdown(architecture)}",
         f"An object detector for {_counted_classes(class_names)}.",
-        _picture(folder, run), "## Figures", _figures(row, run), "## How to use it", _usage(config, len(class_names)),
-        "## Data", _data(settings, environment), "## Training", _training(settings, environment),
-        "## Intended use and limits", _limits(class_names), "## Licence",
-        f"`{licence}` for the weights, as far as the licences of the training data and of the weights that training "
-        "began with allow it; check those before you pass the model on.",
-    ]  # fmt: skip
-    text = "\n\n".join(part for part in parts if part)
+        _picture(folder, run),
+        "## Figures\n\n" + _figures(row, run),
+        "## How to use it\n\n" + _usage(config, len(class_names)),
+        "## Data\n\n" + _data(settings, environment),
+        "## Training\n\n" + _training(settings, environment),
+        "## Intended use and limits\n\n" + LIMITS,
+        f"## Licence\n\n`{licence}` {LICENCES_BELOW}",
+    ]
+    text = "\n\n".join(filter(None, parts))
     path = folder / "README.md"
     write_text_atomic(path, f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{text}\n")
     return path
@@ -105,8 +116,7 @@ def best_row(run: Path) -> dict:
         return {}
     prefix = "val/ema/" if metric.startswith("ema/") else "val/"
     rows = [row for row in map(json.loads, lines) if f"{prefix}bbox_AP" in row]
-    if state.get("step") is not None:
-        rows = [row for row in rows if row["step"] == state["step"]] or rows
+    rows = [row for row in rows if row["step"] == state.get("step")] or rows
     if not rows:
         return {}
     return {"step": rows[-1]["step"]} | {k[len(prefix) :]: v for k, v in rows[-1].items() if k.startswith(prefix)}
@@ -114,8 +124,7 @@ def best_row(run: Path) -> dict:
 
 def _index(settings: Mapping, row: Mapping) -> list[dict]:
     data = settings.get("data", {})
-    known = {key: name for key, name in SHOWN.items() if row.get(key) is not None}
-    metrics = [{"type": key, "name": name, "value": row[key]} for key, name in known.items()]
+    metrics = [{"type": k, "name": name, "value": row[k]} for k, name in SHOWN.items() if row.get(k) is not None]
     dataset = {"type": str(data.get("name") or data.get("format") or "images"), "name": str(data.get("val"))}
     return [{"task": {"type": "object-detection"}, "dataset": dataset, "metrics": metrics}]
 
@@ -150,19 +159,16 @@ def _usage(config: Mapping, classes: int) -> str:
         return TOOLKIT_USAGE + "\n\nWithout it: `scripts/export.py` makes an ONNX file of it."
     smallest = size.get("shortest_edge") or size.get("height") or 800
     largest = size.get("longest_edge") or size.get("width") or 1333
-    values = {"CLASSES": classes + 1, "SMALLEST": smallest, "LARGEST": largest}
-    text = TORCHVISION_USAGE
-    for name, value in values.items():
-        text = text.replace(name, str(value))
-    return text + "\n\n" + TOOLKIT_USAGE
+    text = TORCHVISION_USAGE.replace("SMALLEST", str(smallest)).replace("LARGEST", str(largest))
+    return text.replace("CLASSES", str(classes + 1)) + "\n\n" + TOOLKIT_USAGE
 
 
 def _data(settings: Mapping, environment: Mapping) -> str:
     data, counts = settings.get("data", {}), environment.get("data", {})
     if not data:
         return "Not known."
-    lines = [f"- {words}: {as_code(data.get(key))}" + _counted(counts.get(key)) for key, words in
-             (("train", "training"), ("val", "validation"))]  # fmt: skip
+    splits = {"train": "training", "val": "validation"}
+    lines = [f"- {name}: {as_code(data.get(key))}{_counted(counts.get(key))}" for key, name in splits.items()]
     return "\n".join([*lines, f"- format: {as_code(data.get('format'))}, name: {as_code(data.get('name'))}"])
 
 
@@ -181,17 +187,9 @@ def _training(settings: Mapping, environment: Mapping) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in environment.get("packages", {}).items())
     recipe = {key: settings[key] for key in ("model", "optim", "schedule", "loss") if key in settings}
     text = yaml.safe_dump(json.loads(json.dumps(recipe)), sort_keys=False)
-    return (f"```bash\n{command}\n```\n\nCommit {commit}; seed {environment.get('seed')}, "
-            f"{environment.get('processes')} processes; {machine}; {versions}.\n\n```yaml\n{text}```")  # fmt: skip
-
-
-def _limits(class_names: Sequence[str]) -> str:
-    return (
-        "It finds the classes above in images like those of its training data, and nothing else: on other cameras, "
-        "sizes, places or times it must be measured again before it is trusted. Scores are no probabilities unless the "
-        "report's calibration says so; choose the threshold by the cost of misses and false alarms. It was not made "
-        "for decisions about people, nor for uses where a missed object does harm that nobody notices."
-    )
+    started = f"seed {environment.get('seed')}, {environment.get('processes')} processes"
+    about = f"Commit {commit}; {started}; {machine}; {versions}."
+    return f"```bash\n{command}\n```\n\n{about}\n\n```yaml\n{text}```"
 
 
 def check_licence(licence: str) -> None:

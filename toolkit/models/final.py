@@ -41,19 +41,17 @@ def save_transformers_folder(
     if processor_size is not None:
         processor.size = dict(processor_size)
     processor.save_pretrained(folder)
-    training_config = model.config
+    training_config, names = model.config, dict(enumerate(category.name for category in categories))
     model.config = copy.deepcopy(training_config)
     try:
-        model.config.auxiliary_loss = False
-        model.config.id2label = {i: category.name for i, category in enumerate(categories)}
-        model.config.label2id = {category.name: i for i, category in enumerate(categories)}
+        model.config.auxiliary_loss, model.config.id2label = False, names
+        model.config.label2id = {name: i for i, name in names.items()}
         # Batch norms that learned are frozen buffers for whoever loads the folder, which have no such counter.
         weights = {k: v for k, v in model.state_dict().items() if not _counts_batches_of_frozen_norm(model, k)}
         model.save_pretrained(folder, state_dict=weights)
     finally:
         model.config = training_config
-    _write_categories(folder, categories)
-    write_card(folder, [category.name for category in categories])
+    _write_about(folder, categories)
 
 
 def save_detector_folder(
@@ -73,8 +71,7 @@ def save_detector_folder(
     save_file(weights, folder / "model.safetensors")
     config = {"format": FORMAT, "model": detector.resolved_options(), "processor_size": processor_size}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _write_categories(folder, categories)
-    write_card(folder, [category.name for category in categories])
+    _write_about(folder, categories)
 
 
 def load_detector_folder(
@@ -111,9 +108,11 @@ def load_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], sourc
         raise BadInput(f"{source}: the weights are not those of the detector beside them: {first}") from error
 
 
-def _write_categories(folder: Path, categories: Sequence) -> None:
+def _write_about(folder: Path, categories: Sequence) -> None:
+    """The classes, and the model card."""
     table = [{"label": i, "id": category.id, "name": category.name} for i, category in enumerate(categories)]
     (folder / "categories.json").write_text(json.dumps(table, indent=2) + "\n")
+    write_card(folder, [category.name for category in categories])
 
 
 def _counts_batches_of_frozen_norm(model: PreTrainedModel, key: str) -> bool:

@@ -53,13 +53,18 @@ def start_detector(
         stored = run_on_main(lambda: _stored_options(resumed_from))
     elif name:
         source = open_pretrained(name)
-        _check_architecture(source, architecture)
+        if source.architecture != architecture:
+            problems = [
+                f"model.architecture is {architecture}, but model.pretrained {name} is {source.architecture}",
+                f"give --model.architecture {source.architecture} to the script that trains it, or other weights",
+                "a --config of another architecture may hold more settings that do not fit: leave it out",
+            ]
+            raise BadInput(problems)
         stored = source.options
     if stored is not None or known:
         stored = {**(stored or {}), **(known or {})}
         if is_main:
-            document = {"source": name or "", "options": stored, "given": list(given)}
-            write_json(folder / PRETRAINED_CONFIG, document)
+            write_json(folder / PRETRAINED_CONFIG, {"source": name or "", "options": stored, "given": list(given)})
     settings = {**(stored or {}), **given, **(known or {}), "architecture": architecture}
     if source is not None or resumed_from is not None and stored is not None:
         settings["pretrained_backbone"] = False
@@ -85,8 +90,8 @@ def check_weights(options: DetectorOptions) -> None:
     if is_graph and (options.pretrained or options.detector) or not (options.pretrained or options.pretrained_backbone):
         return
     with TemporaryDirectory() as folder:
-        start_detector(options, ["object"], Path(folder), resumed_from=None, say=lambda text: None,
-                       known={"predicates": ["relation"], "attributes": []} if is_graph else None)  # fmt: skip
+        known = {"predicates": ["relation"], "attributes": []} if is_graph else None
+        start_detector(options, ["object"], Path(folder), resumed_from=None, say=lambda text: None, known=known)
 
 
 def load_pretrained(
@@ -101,10 +106,9 @@ def load_pretrained(
     """
     state = detector.state_dict()
     left_out = _tensors_below(state, fresh)
-    table = map_weights(
-        state, {name: tensor for name, tensor in source.tensors.items() if name not in left_out},
-        class_tensors=getattr(detector, "class_tensors", {}), classes=class_names, source_classes=source.class_names,
-    )  # fmt: skip
+    tensors = {name: tensor for name, tensor in source.tensors.items() if name not in left_out}
+    names = {"classes": class_names, "source_classes": source.class_names}
+    table = map_weights(state, tensors, class_tensors=getattr(detector, "class_tensors", {}), **names)
     if not table.sources:
         raise BadInput(
             f"model.pretrained {source.name}: none of its {len(source.tensors)} tensors has the name of one of this "
@@ -130,26 +134,17 @@ def _loaded(
     try:
         return load_pretrained(detector, source, class_names, fresh)
     except BadInput as error:
-        theirs = {name: source.options[name] for name in given if name in source.options}
-        different = [name for name in given if name not in ("architecture", *ABOUT_STARTING)
-                     and theirs.get(name, not given[name]) != given[name]]  # fmt: skip
+        structure = {name: value for name, value in given.items() if name not in ("architecture", *ABOUT_STARTING)}
+        different = [name for name, value in structure.items() if source.options.get(name, not value) != value]
         if len(error.problems) < 4 or not different:
             raise
-        raise BadInput([
+        flags = ", ".join(f"--model.{name}" for name in different)
+        problems = [
             f"model.pretrained {source.name}: {len(error.problems)} tensors have other shapes than this detector's",
             f"the first: {error.problems[0]}",
-            f"given settings of the model change it: leave out {', '.join(f'--model.{name}' for name in different)}, "
-            "and the weights' own apply",
-        ]) from error  # fmt: skip
-
-
-def _check_architecture(source: Pretrained, architecture: str) -> None:
-    if source.architecture != architecture:
-        raise BadInput([
-            f"model.architecture is {architecture}, but model.pretrained {source.name} is {source.architecture}",
-            f"give --model.architecture {source.architecture} to the script that trains it, or other weights",
-            "a --config of another architecture may hold more settings that do not fit: leave it out",
-        ])  # fmt: skip
+            f"given settings of the model change it: leave out {flags}, and the weights' own apply",
+        ]
+        raise BadInput(problems) from error
 
 
 def _given(options: DetectorOptions) -> dict:

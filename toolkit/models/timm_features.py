@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
 from timm.layers import GroupNormAct, convert_sync_batchnorm
 from torch import Tensor, nn
 
 from toolkit.errors import BadInput
-from toolkit.models.backbones import feature_strides, timm_extractor, wake_frozen_norms
+from toolkit.models.backbones import feature_strides, timm_model, wake_frozen_norms
 from toolkit.step.freezing import freeze_batch_norms
 
 NORM_CHOICES = ("batch", "frozen", "group", "sync")
@@ -38,7 +37,8 @@ def timm_features(
     """
     if norm not in NORM_CHOICES:
         raise BadInput(f"model.norm: {norm!r} is not one of {', '.join(NORM_CHOICES)}.")
-    features = timm_extractor(backbone, _indices(backbone, strides), pretrained_backbone)
+    indices = _indices(backbone, strides)
+    features = timm_model(backbone, pretrained_backbone, features_only=True, out_indices=indices)
     channels = list(features.feature_info.channels())
     if norm == "sync":
         features = convert_sync_batchnorm(features)
@@ -48,7 +48,8 @@ def timm_features(
         features = freeze_batch_norms(features)
         if not pretrained_backbone:
             wake_frozen_norms(features)
-    return (_ChannelsFirst(features) if _is_channels_last(features) else features), channels
+    channels_last = str(getattr(features, "output_fmt", "NCHW")).endswith("NHWC")
+    return (_ChannelsFirst(features) if channels_last else features), channels
 
 
 def leaves_stages(features: nn.Module) -> bool:
@@ -86,11 +87,7 @@ class _ChannelsFirst(nn.Module):
         return [features.permute(0, 3, 1, 2).contiguous() for features in self.features(pixels)]
 
 
-def _is_channels_last(features: nn.Module) -> bool:
-    return str(getattr(features, "output_fmt", "NCHW")).endswith("NHWC")
-
-
-def _indices(backbone: str, strides: Sequence[int]) -> list[int]:
+def _indices(backbone: str, strides: Sequence[int]) -> tuple[int, ...]:
     offered = feature_strides(backbone)
     missing = [stride for stride in strides if stride not in offered]
     if missing or not strides or list(strides) != sorted(set(strides)):
@@ -98,16 +95,12 @@ def _indices(backbone: str, strides: Sequence[int]) -> list[int]:
             f"model.backbone: {backbone!r} has feature maps of strides {sorted(set(offered))}; wanted are increasing "
             f"strides {list(strides)}. Choose another backbone, or strides among those it has."
         )
-    return [len(offered) - 1 - offered[::-1].index(stride) for stride in strides]
+    return tuple(len(offered) - 1 - offered[::-1].index(stride) for stride in strides)
 
 
 def _group_norm(norm: nn.BatchNorm2d) -> nn.GroupNorm:
-    new = GroupNormAct(
-        norm.num_features, number_of_groups(norm.num_features), norm.eps, affine=norm.affine, apply_act=False
-    )
+    groups = number_of_groups(norm.num_features)
+    new = GroupNormAct(norm.num_features, groups, norm.eps, affine=norm.affine, apply_act=False)
     new.drop, new.act = getattr(norm, "drop", new.drop), getattr(norm, "act", new.act)
-    if norm.affine:
-        with torch.no_grad():
-            new.weight.copy_(norm.weight)
-            new.bias.copy_(norm.bias)
+    new.load_state_dict(norm.state_dict(), strict=False)  # without the running statistics
     return new.train(norm.training)

@@ -1,16 +1,32 @@
-"""What all detectors of the family share: construction from options, and saving for transformers."""
+"""What detectors of the family share: construction from options, decoding, and saving for transformers."""
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import ConditionalDetrImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.errors import BadInput
 from toolkit.models.detector import Detector, MapTap
-from toolkit.models.detr.configuration import from_entries
-from toolkit.models.detr.encoder_layers import clamp_unasked_
+from toolkit.models.detr.configuration import (
+    backbone_entry,
+    detector_config,
+    from_entries,
+    handed_over,
+    pixel_statistics,
+    prepare_backbone,
+    to_entries,
+)
+from toolkit.models.detr.detr_criterion import MatchingCosts, count_objects
+from toolkit.models.detr.focal_criterion import FocalCriterion
+from toolkit.models.detr.host_waits import clamp_unasked_
+from toolkit.models.detr.options import MatchingOptions
 from toolkit.models.final import save_transformers_folder
 
 # Each decoder layer asks whether the sizes of the maps, which it is given twice, agree: the host would wait for a GPU.
@@ -80,13 +96,105 @@ class TransformersDetector(Detector):
             processor_size: what the image processor resizes to, in pixels, as transformers spells it:
                 `{"height": 640, "width": 640}`, `{"shortest_edge": 800, "longest_edge": 1333}`; None: no resizing.
         """
-        processor = self.processor_class(
-            do_normalize=True, image_mean=list(self.mean), image_std=list(self.std),
-            do_resize=processor_size is not None,
-        )  # fmt: skip
+        statistics = {"image_mean": list(self.mean), "image_std": list(self.std)}
+        processor = self.processor_class(do_normalize=True, do_resize=processor_size is not None, **statistics)
         save_transformers_folder(self.model, processor, processor_size, folder, categories)
+
+
+class MatchedDetector(TransformersDetector):
+    """A member with matching costs among its settings, which says `model_class` and `_initialise`. It classifies with
+    sigmoids and has a `FocalCriterion`, where it says no other.
+
+    Raises:
+        BadInput: unknown backbone or `freeze`, weights that cannot be had, settings that do not fit together, a source
+            of another architecture.
+    """
+
+    model_class: type[PreTrainedModel]
+    processor_class = ConditionalDetrImageProcessor
+    groups = 1  # of queries that train side by side; one detects
+    map_strides: Sequence[int] | None = None  # of the backbone's maps that are used; None: the last one alone
+
+    def __init__(self, class_names: Sequence[str], options: MatchingOptions, *, source_config: Mapping | None = None):
+        super().__init__()
+        entries = self._entries(options, source_config)
+        config = detector_config(self.config_class, class_names, source_config or self.published, **entries)
+        try:
+            self.model = self.model_class(config)
+        except ValueError as error:  # what transformers does not accept together, such as width and heads
+            raise BadInput(f"the settings of the model do not fit together: {error}") from error
+        self.aux_loss = getattr(options, "aux_loss", False)
+        with torch.no_grad():
+            self._initialise(options, source_config)
+        used = self._prepare_backbone(options, source_config)
+        # As given, else the source's, else published; no entries of the config, which takes whole numbers only.
+        known = {**asdict(options), **(source_config or {}), **options.given}
+        costs = MatchingCosts(*(known[name] for name in MatchingCosts._fields))
+        set_loss = self._criterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs)
+        self._take(set_loss, pixel_statistics(config, options), used | costs._asdict())
+
+    def _entries(self, options: MatchingOptions, source_config: Mapping | None) -> dict:
+        """Entries of the config, in place of the source's."""
+        entries = to_entries(handed_over(options, source_config), self.entries)
+        return entries | {"backbone_config": backbone_entry(options, source_config, self.map_strides)}
+
+    def _initialise(self, options: MatchingOptions, source_config: Mapping | None) -> None:
+        """Draws the random weights as the paper's program does; the backbone is left alone."""
+        raise NotImplementedError
+
+    def _prepare_backbone(self, options: MatchingOptions, source_config: Mapping | None) -> dict:
+        """Gives the backbone its weights, and returns options with the values that were really used."""
+        return prepare_backbone(self._extractor(), self.model.config, options, source_config)
+
+    def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
+        return FocalCriterion(num_layers, costs)
+
+    def _extractor(self) -> nn.Module:
+        """The backbone; of timm: the feature extractor itself."""
+        return self.model.model.backbone.model
+
+    def last_stride(self) -> int:
+        """Stride in pixels of the backbone's last map."""
+        of_timm = getattr(self._extractor(), "feature_info", None)
+        return of_timm.reduction()[-1] if of_timm else 32
+
+    def map_taps(self) -> list[MapTap]:
+        return [projection_tap(self.model.model.input_projection, self.last_stride(), self.model.config.hidden_size)]
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """This batch's number of boxes (once per group of queries), from CPU targets; crowd regions do not count."""
+        return {"boxes": float(sum(count_objects(targets)) * self.groups)}
+
+    def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
+        """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `FocalCriterion.forward`."""
+        return self.set_loss(outputs, targets, denominators, self.groups)
 
 
 def projection_tap(projection: nn.Module, stride: int, channels: int) -> MapTap:
     """The tap of a convolution that brings a map of the backbone to the width of the transformer."""
     return MapTap(projection, [stride], [channels], lambda _, level: [level])
+
+
+def check_positions(height: int, width: int, positions: int, num_queries: int) -> None:
+    """Raises BadInput for images whose feature maps have fewer positions than there are queries to be chosen."""
+    if positions < num_queries:
+        raise BadInput(
+            f"model.num_queries {num_queries}: images of {height}x{width} px have only {positions} positions; use "
+            "larger images or fewer queries."
+        )
+
+
+def precision(training: bool, device: torch.device):
+    """Context of a forward: autocast's while training. Evaluation is in float32, like whoever loads `final/`: in half
+    precision a reference point, and with it a box, would be known to 1/256 of the image."""
+    if not training:
+        return torch.autocast(device.type, enabled=False)
+    if device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        return sdpa_kernel(SDPBackend.MATH)  # torch's fused attention in bfloat16 takes two to four times as long
+    return nullcontext()
+
+
+def inverse_sigmoid(fractions: Tensor, eps: float = 1e-5) -> Tensor:
+    """Logits of values in [0, 1], finite at both ends (as transformers and the originals clamp them)."""
+    fractions = fractions.clamp(0, 1)
+    return torch.log(fractions.clamp(min=eps) / (1 - fractions).clamp(min=eps))

@@ -6,24 +6,32 @@ from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, TimmBackboneConfig
 
 from toolkit.errors import BadInput
-from toolkit.models.backbones import (
-    FREEZE_CHOICES,
-    backbone_config,
-    feature_strides,
-    freeze_backbone,
-    image_statistics,
-    load_backbone_weights,
-)
-from toolkit.models.detr.detr_criterion import MatchingCosts
-from toolkit.models.detr.options import BackboneOptions, MatchingOptions, TransformerOptions
+from toolkit.models.backbones import FREEZE_CHOICES, feature_strides, image_statistics, start_backbone
+from toolkit.models.detr.options import BackboneOptions, RTDetrV2Options, TransformerOptions
 from toolkit.models.options import DetectorOptions
 
 # Entries of a source's config that are ours to say, or that ask timm for weights when the model is built.
-REPLACED = {"id2label", "label2id", "num_labels", "auxiliary_loss", "backbone", "use_timm_backbone", "backbone_kwargs",
-            "use_pretrained_backbone"}  # fmt: skip
+REPLACED = (
+    "id2label label2id num_labels auxiliary_loss backbone use_timm_backbone backbone_kwargs use_pretrained_backbone"
+).split()
+# The same of RT-DETR's.
+REPLACED_OF_RT_DETR = ("label2id", "num_labels", "dtype", "torch_dtype", "head_dim")
+RT_DETR_STRIDES = (8, 16, 32)
+
+
+# Options of an encoder-decoder and the entries of transformers' config that they set.
+ENCODER_DECODER = {
+    "d_model": ["d_model"],
+    "heads": ["encoder_attention_heads", "decoder_attention_heads"],
+    "encoder_layers": ["encoder_layers"],
+    "decoder_layers": ["decoder_layers"],
+    "ffn_dim": ["encoder_ffn_dim", "decoder_ffn_dim"],
+    "num_queries": ["num_queries"],
+    "dropout": ["dropout"],
+}
 
 
 # ---------------------------------------------------------------- options and entries of transformers' config
@@ -66,27 +74,12 @@ def detector_config(
     return config_class(**{**kept, **entries, **labels, "auxiliary_loss": False})
 
 
-def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The model with random weights; what transformers does not accept together (width and heads, ...) is BadInput."""
-    try:
-        return model_class(config)
-    except ValueError as error:
-        raise BadInput(f"the settings of the model do not fit together: {error}") from error
-
-
-def matching_costs(options: MatchingOptions, source_config: Mapping | None) -> MatchingCosts:
-    """Weights of class, L1 and GIoU in the matching: as given, else the source's, else published.
-
-    They are no entries of the config that is built: transformers takes whole numbers only.
-    """
-    known = {**asdict(options), **(source_config or {}), **options.given}
-    return MatchingCosts(*(known[name] for name in MatchingCosts._fields))
-
-
-def pixel_statistics(config: PreTrainedConfig, options: TransformerOptions) -> tuple[tuple, tuple]:
-    """Mean and standard deviation of RGB values: as given, else the timm backbone's, else ImageNet's."""
+def pixel_statistics(
+    config: PreTrainedConfig, options: TransformerOptions, published=(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+) -> tuple[tuple, tuple]:
+    """Mean and standard deviation of RGB values in [0, 1]: as given, else the timm backbone's, else `published`."""
     name = timm_name(config)
-    own_mean, own_std = image_statistics(name) if name else (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+    own_mean, own_std = image_statistics(name) if name else published
     return tuple(options.mean or own_mean), tuple(options.std or own_std)
 
 
@@ -124,18 +117,17 @@ def backbone_entry(options: BackboneOptions, source_config: Mapping | None, stri
         dilation = own.get("output_stride") == 16 if dilation is None else dilation
     else:
         name = name or options.backbone
-        indices = _indices(name, strides)
-    return backbone_config(name, indices, True, output_stride=16 if dilation else None)
+        needed = f"feature maps of stride {', '.join(map(str, strides or ()))} are needed"
+        indices = _indices(name, strides, needed) if strides else [len(feature_strides(name)) - 1]
+    stride = 16 if dilation else None
+    return TimmBackboneConfig(backbone=name, out_indices=indices, freeze_batch_norm_2d=True, output_stride=stride)
 
 
-def _indices(backbone: str, strides: Sequence[int] | None) -> list[int]:
+def _indices(backbone: str, strides: Sequence[int], needed: str) -> list[int]:
     available = feature_strides(backbone)
-    if strides is None:
-        return [len(available) - 1]
     if missing := [stride for stride in strides if stride not in available]:
         raise BadInput(
-            f"model.backbone: feature maps of stride {', '.join(map(str, strides))} are needed; {backbone!r} has "
-            f"{available}, without {', '.join(map(str, missing))}."
+            f"model.backbone: {needed}; {backbone!r} has {available}, without {', '.join(map(str, missing))}."
         )
     return [available.index(stride) for stride in strides]
 
@@ -158,8 +150,7 @@ def prepare_backbone(
     """
     backbone, name, pretrained = config.backbone_config, timm_name(config), options.pretrained_backbone
     if name:
-        load_backbone_weights(module, backbone, pretrained)
-        freeze_backbone(module, name, options.freeze, pretrained)
+        start_backbone(module, backbone, options.freeze, pretrained)
         freeze, dilation = options.freeze, backbone.output_stride == 16
     elif pretrained:
         raise BadInput(
@@ -170,8 +161,8 @@ def prepare_backbone(
         freeze = handed_over(options, source_config).get("freeze")
         freeze = _freeze_transformers_backbone(module, backbone.model_type, freeze)
         dilation = bool(config.dilation)
-    used = {"backbone": name, "freeze": freeze}
-    return used | {"dilation": dilation} if hasattr(options, "dilation") else used
+    used = {"backbone": name, "freeze": freeze, "dilation": dilation}
+    return {option: value for option, value in used.items() if hasattr(options, option)}
 
 
 def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: str | None) -> str:
@@ -190,3 +181,70 @@ def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: st
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
     return freeze
+
+
+# ---------------------------------------------------------------- RT-DETR, D-FINE and DEIMv2
+
+
+def rt_detr_config(
+    detector: type, class_names: Sequence[str], options: RTDetrV2Options, source: Mapping[str, Any] | None
+) -> tuple[PreTrainedConfig, str]:
+    """The config of RT-DETR-v2, D-FINE or DEIMv2, and what is frozen of its backbone.
+
+    Args:
+        detector: its class, see `TransformersDetector`.
+        source: `to_dict()` of a transformers config, which the model is to be built from.
+
+    Raises:
+        BadInput: `source` is of another model; a backbone without the strides; `backbone`, `pretrained_backbone` or
+            freeze "paper" for a backbone that is not timm's.
+    """
+    config_class, kind = detector.config_class, detector.config_class.model_type
+    if source is not None and source.get("model_type") != kind:
+        raise BadInput(f"model.architecture {kind}: the weights are of a {source.get('model_type')!r} model")
+    known = source or {"freeze_backbone_batch_norms": False, **detector.published}
+    entries = {key: value for key, value in known.items() if key not in REPLACED_OF_RT_DETR}
+    given = handed_over(options, source)
+    entries |= to_entries(given, detector.entries)
+    if "d_model" in given:
+        entries["decoder_in_channels"] = [given["d_model"]] * len(entries.get("decoder_in_channels", RT_DETR_STRIDES))
+    # Fixed anchors are those of one size; generated ones are the same there, and right elsewhere.
+    entries |= {"id2label": dict(enumerate(class_names)), "auxiliary_loss": True, "anchor_image_size": None}
+
+    name, freeze = given.get("backbone"), given.get("freeze")
+    own = entries.get("backbone_config") or {}
+    if own and own["model_type"] != "timm_backbone":
+        _check_own_backbone(own["model_type"], name, options.pretrained_backbone, freeze)
+        if freeze is not None:
+            entries["freeze_backbone_batch_norms"] = freeze == "norms"
+        frozen = entries.get("freeze_backbone_batch_norms", True)
+        return config_class.from_dict(entries), "norms" if frozen else "none"
+    name = name or own["backbone"]
+    freeze = freeze or ("norms" if own.get("freeze_batch_norm_2d") else "none")
+    if name == own.get("backbone") and own.get("out_indices"):
+        out_indices = own["out_indices"]
+    else:
+        strides = entries.get("feat_strides", RT_DETR_STRIDES)
+        needed = f"{kind} needs feature maps of stride {', '.join(map(str, strides[:-1]))} and {strides[-1]}"
+        out_indices = _indices(name, strides, needed)
+    # timm freezes the norms, with their activations; see backbones.py
+    frozen = freeze != "none"
+    entries["backbone_config"] = TimmBackboneConfig(
+        backbone=name, out_indices=out_indices, freeze_batch_norm_2d=frozen, output_stride=None
+    )
+    return config_class.from_dict(entries | {"freeze_backbone_batch_norms": False}), freeze
+
+
+def _check_own_backbone(kind: str, backbone: str | None, pretrained: bool | str | None, freeze: str | None) -> None:
+    problems = []
+    if backbone or pretrained:
+        problems.append(
+            f"model.backbone, model.pretrained_backbone: the model comes with a backbone of its own ({kind}); "
+            "leave both out, or start without its weights"
+        )
+    if freeze == "paper":
+        problems.append(f"model.freeze: 'paper' has no meaning for a {kind} backbone; use 'norms' or 'none'.")
+    elif freeze not in (None, *FREEZE_CHOICES):
+        problems.append(f"model.freeze: {freeze!r} is not one of {', '.join(FREEZE_CHOICES)}.")
+    if problems:
+        raise BadInput(problems)

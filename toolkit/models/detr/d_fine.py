@@ -14,7 +14,7 @@ from transformers import Deimv2Config, DFineConfig, PreTrainedConfig
 from toolkit.models.detr.d_fine_criterion import DFineCriterion
 from toolkit.models.detr.detr_criterion import count_objects
 from toolkit.models.detr.options import Deimv2Options, DFineOptions
-from toolkit.models.detr.rt_detr import RTDetrV2, without_crowd
+from toolkit.models.detr.rt_detr import RTDetrV2
 
 
 class DFine(RTDetrV2):
@@ -24,16 +24,14 @@ class DFine(RTDetrV2):
     """
 
     Options = DFineOptions
-    config_class, classification = DFineConfig, "vfl"
+    config_class = DFineConfig
+    is_mal = False  # the classification loss: varifocal
     entries = {**RTDetrV2.entries, "depth_mult": ["depth_mult"]}
     published = {"decoder_n_points": [3, 6, 3]}
     default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0, "loss_fgl": 0.15, "loss_ddf": 1.5}
 
     def _criterion(self, num_classes: int, config: PreTrainedConfig, options: DFineOptions) -> nn.Module:
-        return DFineCriterion(
-            num_classes, config.decoder_layers, config.num_denoising > 0, self.classification,
-            config.focal_loss_gamma, options.union_matching, config.max_num_bins, config.reg_scale, config.up,
-        )  # fmt: skip
+        return DFineCriterion(num_classes, config, self.is_mal, options.union_matching)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
         """Predictions, and with targets what `DFineCriterion.forward` takes beside them; see `RTDetrV2.forward`."""
@@ -49,10 +47,6 @@ class DFine(RTDetrV2):
         """This batch's number of boxes, crowd regions not counted, and of images, from CPU targets."""
         return {"boxes": float(sum(count_objects(targets))), "images": float(len(targets))}
 
-    def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
-        """Losses of `forward`'s outputs, `(losses, {})`: there are no metrics; see `DFineCriterion.forward`."""
-        return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators), {}
-
 
 class Deimv2(DFine):
     """`transformers.Deimv2ForObjectDetection`. Settings: see `Deimv2Options`; images and errors: see `RTDetrV2`.
@@ -61,7 +55,8 @@ class Deimv2(DFine):
     """
 
     Options = Deimv2Options
-    config_class, classification = Deimv2Config, "mal"
+    config_class = Deimv2Config
+    is_mal = True  # the classification loss: matchability-aware
     published = {**DFine.published, "decoder_activation_function": "silu", "encoder_has_trailing_conv": False}
     default_weights = {"loss_mal": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0, "loss_fgl": 0.15, "loss_ddf": 1.5}
 

@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.loss.loss_d_fine import weighting_function
 
 from toolkit.box_ops import box_iou, cxcywh_to_xyxy, generalized_box_iou
-from toolkit.models.detr.detr_criterion import Matches, PaddedTargets, pad_targets
-from toolkit.models.detr.rt_detr_criterion import VARIFOCAL_ALPHA, denoising_matches, full_precision, match_focal
+from toolkit.models.detr.detr_criterion import Matches, PaddedTargets, full_precision, pad_targets
+from toolkit.models.detr.focal_criterion import match_focal
+from toolkit.models.detr.rt_detr_criterion import MATCHING_COSTS, VARIFOCAL_ALPHA, denoising_matches
 
 TEMPERATURE = 5.0  # of the self-distillation
 
@@ -48,37 +50,29 @@ class DFineCriterion(nn.Module):
 
     Args:
         num_classes: object classes C, the columns of the logits.
-        num_layers: decoder layers L.
-        denoising: whether the model makes denoising queries in training.
-        classification: "vfl" (varifocal, D-FINE) or "mal" (matchability-aware, DEIM).
-        gamma: exponent of the classification loss (published: 2 in D-FINE, 1.5 in DEIM).
+        config: of transformers: number of layers, whether there are denoising queries in training, the exponent of the
+            classification loss (published: 2 in D-FINE, 1.5 in DEIM), and bins, `reg_scale` and `up` of the
+            distribution, see `transformers.loss.loss_d_fine.weighting_function`.
+        is_mal: the classification is matchability-aware (DEIM) instead of varifocal (D-FINE).
         union_matching: losses of boxes go to every query that some output matched, with the object it was matched to
             most often, and are divided by their number; else each output has its own matches.
-        bins, reg_scale, up: of the distribution, see `transformers.loss.loss_d_fine.weighting_function`.
     """
 
     metric_names = ()
 
-    def __init__(
-        self,
-        num_classes: int,
-        num_layers: int,
-        denoising: bool,
-        classification: str = "vfl",
-        gamma: float = 2.0,
-        union_matching: bool = True,
-        bins: int = 32,
-        reg_scale: float = 4.0,
-        up: float = 0.5,
-    ):
+    def __init__(self, num_classes: int, config: PreTrainedConfig, is_mal: bool, union_matching: bool):
         super().__init__()
-        self.num_classes, self.num_layers, self.gamma = num_classes, num_layers, gamma
-        self.is_mal, self.union_matching, self.reg_scale = classification == "mal", union_matching, reg_scale
-        self.query_suffixes = ("_pre", *(f"_aux_{i}" for i in range(num_layers - 1)), "", "_enc")
-        self.denoising_suffixes = ("_dn_pre", *(f"_dn_{i}" for i in range(num_layers))) if denoising else ()
-        self.register_buffer("bin_offsets", weighting_function(bins, torch.tensor([up]), reg_scale), persistent=False)
-        announced = [self._names(self.query_suffixes)] + [self._names(s) for s in [self.denoising_suffixes] if s]
-        self.loss_names = tuple(sorted((name for group in announced for name in group), key=lambda n: n.count("_") > 1))
+        self.num_classes, self.num_layers, self.gamma = num_classes, config.decoder_layers, config.focal_loss_gamma
+        self.is_mal, self.union_matching, self.reg_scale = is_mal, union_matching, config.reg_scale
+        layers = range(self.num_layers)
+        self.query_suffixes = ("_pre", *(f"_aux_{i}" for i in layers[:-1]), "", "_enc")
+        self.denoising_suffixes = ("_dn_pre", *(f"_dn_{i}" for i in layers)) if config.num_denoising > 0 else ()
+        offsets = weighting_function(config.max_num_bins, torch.tensor([config.up]), config.reg_scale)
+        self.register_buffer("bin_offsets", offsets, persistent=False)
+        announced = self._names(self.query_suffixes)
+        if self.denoising_suffixes:
+            announced += self._names(self.denoising_suffixes)
+        self.loss_names = tuple(sorted(announced, key=lambda n: n.count("_") > 1))
         self.divided_by = {n: "images" if n.startswith("loss_ddf") else "boxes" for n in self.loss_names}
 
     def _names(self, suffixes: Sequence[str]) -> list[str]:
@@ -106,27 +100,24 @@ class DFineCriterion(nn.Module):
         with torch.autocast(device.type, enabled=False):
             every = {key: full_precision(layers[key]) for key in layers if key != "denoising"}
             padded = _at_least_one(pad_targets(targets, device, every["logits"].dtype))
-            meta, num_images = layers["denoising"], len(targets)
+            meta, counts = layers["denoising"], [len(target["labels"]) for target in targets]
             noisy = meta["dn_num_split"][0] if meta is not None else 0
             queries = self._outputs(every, slice(noisy, None), with_encoder=True)
-            matches = match_focal(queries.logits.detach(), queries.boxes_cxcywh.detach(), padded)
+            matches = match_focal(queries.logits, queries.boxes_cxcywh, padded, MATCHING_COSTS)
             own = _assignment(matches, queries.logits)
-            share = num_images / denominators["images"]
-            box_denominator, shared = denominators["boxes"], own
+            share = len(targets) / denominators["images"]
+            by_boxes, by_matched, shared = denominators["boxes"], denominators["boxes"], own
             if self.union_matching:
                 shared = _union(matches, queries.logits.shape[1:3], padded)
-                objects = sum(len(target["labels"]) for target in targets)
-                box_denominator = shared.matched.sum().clamp(min=1) * denominators["boxes"] / max(objects, 1)
-            losses = self._losses(queries, padded, own, shared, denominators["boxes"], box_denominator, share)
-            losses = dict(zip(self._names(self.query_suffixes), losses, strict=True))
+                by_matched = shared.matched.sum().clamp(min=1) * by_boxes / max(sum(counts), 1)
+            losses = self._losses(queries, padded, own, shared, (by_boxes, by_matched), share)
+            named = dict(zip(self._names(self.query_suffixes), losses, strict=True))
             if meta is not None:
                 noise = self._outputs(every, slice(noisy), with_encoder=False)
-                counts = [len(target["labels"]) for target in targets]
                 known = _assignment(denoising_matches(meta, counts, 1, device), noise.logits[:1])
-                each = denominators["boxes"] * meta["dn_num_group"]
-                values = self._losses(noise, padded, known, known, each, each, share)
-                losses |= zip(self._names(self.denoising_suffixes), values, strict=True)
-            return losses
+                losses = self._losses(noise, padded, known, known, (by_boxes * meta["dn_num_group"],) * 2, share)
+                named |= zip(self._names(self.denoising_suffixes), losses, strict=True)
+            return named
 
     def _outputs(self, layers: Mapping[str, Tensor], queries: slice, with_encoder: bool) -> Outputs:
         logits, boxes, corners = (layers[key][:, :, queries].transpose(0, 1) for key in ("logits", "boxes", "corners"))
@@ -137,16 +128,9 @@ class DFineCriterion(nn.Module):
         return Outputs(logits, boxes.clamp(0, 1), corners, layers["references"][:, queries].detach())
 
     def _losses(
-        self,
-        outputs: Outputs,
-        targets: PaddedTargets,
-        own: Assignment,
-        shared: Assignment,
-        class_denominator: Tensor | float,
-        box_denominator: Tensor | float,
-        share: Tensor | float,
+        self, outputs: Outputs, targets: PaddedTargets, own: Assignment, shared: Assignment, denominators: tuple, share
     ) -> list[Tensor]:
-        """In the order of `_names`. own: matches for the classes; shared: for the boxes."""
+        """In the order of `_names`. own, shared: matches for classes and for boxes; denominators: of these likewise."""
         predicted = cxcywh_to_xyxy(outputs.boxes_cxcywh)
         classes = self._classification(outputs.logits, predicted.detach(), targets, own)
         wanted_cxcywh = _of_targets(targets.boxes_cxcywh, shared.target)
@@ -163,14 +147,10 @@ class DFineCriterion(nn.Module):
         fgl = self._localisation(log_probabilities, outputs.references, wanted.expand_as(predicted)[refined])
         teacher = outputs.logits[self.num_layers].detach().sigmoid().amax(-1)
         ddf = _distillation(outputs.corners, torch.where(matched > 0, iou, teacher)[:-1], matched[:-1])
-        rows = [
-            _by_output(classes) / class_denominator,
-            _by_output(l1) / box_denominator,
-            _by_output(giou) / box_denominator,
-            _by_output(fgl * iou * matched) / box_denominator,
-            ddf * share,
-        ]
-        return [value for row in rows for value in row.unbind()]
+        by_boxes, by_matched = denominators
+        terms = [(classes, by_boxes), *((each, by_matched) for each in (l1, giou, fgl * iou * matched))]
+        sums = [values.flatten(1).sum(1) / denominator for values, denominator in terms]
+        return [value for row in (*sums, ddf * share) for value in row.unbind()]
 
     def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, own: Assignment) -> Tensor:
         """`(M, B, N, C)` -> the same shape. The IoU is the score to be learned: itself (vfl), or to gamma (mal)."""
@@ -239,13 +219,8 @@ def _of_targets(values: Tensor, target: Tensor) -> Tensor:
     return values.expand(len(target), *values.shape).gather(2, chosen)
 
 
-def _by_output(values: Tensor) -> Tensor:
-    return values.flatten(1).sum(1)
-
-
 def _at_least_one(targets: PaddedTargets) -> PaddedTargets:
     """With a column of padding where there is no object at all, so that there is something to index."""
     if targets.labels.shape[1]:
         return targets
-    labels, boxes, valid = targets
-    return PaddedTargets(F.pad(labels, (0, 1)), F.pad(boxes, (0, 0, 0, 1)), F.pad(valid, (0, 1)))
+    return PaddedTargets(F.pad(targets[0], (0, 1)), F.pad(targets[1], (0, 0, 0, 1)), F.pad(targets[2], (0, 1)))

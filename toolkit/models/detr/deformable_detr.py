@@ -15,63 +15,88 @@ from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection,
 from toolkit.batch import normalize_images, pixel_mask
 from toolkit.errors import BadInput
 from toolkit.models.detector import MapTap
-from toolkit.models.detr.base import projection_tap
-from toolkit.models.detr.configuration import (
-    backbone_entry,
-    build_model,
-    detector_config,
-    handed_over,
-    matching_costs,
-    pixel_statistics,
-    prepare_backbone,
-    to_entries,
-)
-from toolkit.models.detr.detr import ENCODER_DECODER, initialise_transformer_, precision
+from toolkit.models.detr.base import MatchedDetector, check_positions, inverse_sigmoid, precision, projection_tap
+from toolkit.models.detr.configuration import ENCODER_DECODER, handed_over
+from toolkit.models.detr.detr_criterion import MatchingCosts
 from toolkit.models.detr.focal_criterion import FocalCriterion
-from toolkit.models.detr.focal_detector import FocalDetector, inverse_sigmoid, start_heads_
+from toolkit.models.detr.initialise import initialise_sampling_, initialise_transformer_, start_heads_
 from toolkit.models.detr.options import DeformableDetrOptions
 
 VARIANTS = ("none", "iterative", "two_stage")
 
 
-class DeformableDetr(FocalDetector):
+class DeformableDetr(MatchedDetector):
     """`transformers.DeformableDetrForObjectDetection`. Settings: see `DeformableDetrOptions`.
 
     Raises:
-        BadInput: unknown backbone, one without maps of stride 8, 16 and 32, unknown `freeze` or `box_refine`, a width
-            that is no multiple of 32, weights that cannot be had, a source of another architecture.
+        BadInput: see `MatchedDetector`; a backbone without maps of stride 8, 16 and 32, unknown `box_refine`, a width
+            that is no multiple of 32.
     """
 
     Options = DeformableDetrOptions
-    config_class, processor_class = DeformableDetrConfig, DeformableDetrImageProcessor
+    config_class, model_class = DeformableDetrConfig, DeformableDetrForObjectDetection
+    processor_class = DeformableDetrImageProcessor
     entries = {**ENCODER_DECODER, "num_queries": ["num_queries", "two_stage_num_proposals"]}
-    default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    map_strides = (8, 16, 32)
     exported_sides = "fixed"  # its maps are cut by their sizes
+    default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.decoder.class_embed.*": (0, 1, 0)}
 
-    def __init__(
-        self, class_names: Sequence[str], options: DeformableDetrOptions, *, source_config: Mapping | None = None
-    ):
-        super().__init__()
-        entries = _entries(handed_over(options, source_config), self.entries)
-        backbone = backbone_entry(options, source_config, (8, 16, 32))
-        config = detector_config(DeformableDetrConfig, class_names, source_config, backbone_config=backbone, **entries)
-        if config.decoder_layers == 1 and not config.two_stage:
+    def _entries(self, options: DeformableDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
+        values = handed_over(options, source_config)
+        box_refine, d_model = values.get("box_refine"), values.get("d_model", 32)
+        if box_refine not in (None, *VARIANTS):
+            raise BadInput(f"model.box_refine: {box_refine!r} is not one of {', '.join(VARIANTS)}.")
+        if d_model % 32:
+            raise BadInput(f"model.d_model: {d_model} is no multiple of 32, which deformable_detr's group norms need.")
+        variant = {"with_box_refine": box_refine != "none", "two_stage": box_refine == "two_stage"}
+        entries = super()._entries(options, source_config) | (variant if box_refine else {})
+        known = {**(source_config or {}), **entries}
+        if known.get("decoder_layers") == 1 and not known.get("two_stage"):
             raise BadInput(
                 "model.decoder_layers: 1 is too few, transformers shares heads between two and more; use 2, or "
                 "model.box_refine two_stage."
             )
-        self.model = build_model(DeformableDetrForObjectDetection, config)
+        return entries
+
+    def _initialise(self, options: DeformableDetrOptions, source_config: Mapping | None) -> None:
+        model, core, config = self.model, self.model.model, self.model.config
         if config.with_box_refine and not config.two_stage:
             # transformers shares the class head between layers; the original has one per layer, like the box heads
-            self.model.class_embed = nn.ModuleList(copy.deepcopy(head) for head in self.model.class_embed)
-        initialise_as_published_(self.model)
-        used = prepare_backbone(self.model.model.backbone.model, config, options, source_config)
-        costs = matching_costs(options, source_config)
-        self.aux_loss = options.aux_loss
-        proposals = "foreground" if config.two_stage else None
-        set_loss = FocalCriterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs, proposals)
-        self._take(set_loss, pixel_statistics(config, options), used | costs._asdict() | _variant(config))
+            model.class_embed = nn.ModuleList(copy.deepcopy(head) for head in model.class_embed)
+        for projection, norm in core.input_proj:
+            nn.init.xavier_uniform_(projection.weight)
+            nn.init.zeros_(projection.bias)
+            norm.reset_parameters()
+        for transformer in (core.encoder, core.decoder):
+            initialise_transformer_(transformer)
+            initialise_sampling_(model, transformer)
+        nn.init.normal_(core.level_embed)
+        if config.two_stage:
+            for layer in (core.enc_output, core.pos_trans):
+                layer.reset_parameters()
+                nn.init.xavier_uniform_(layer.weight)
+        else:
+            core.query_position_embeddings.reset_parameters()
+            nn.init.xavier_uniform_(core.reference_points.weight)
+            nn.init.zeros_(core.reference_points.bias)
+        start_heads_(model.class_embed[0], model.bbox_embed[0])
+        for heads in (model.class_embed, model.bbox_embed):  # all of them start alike: copies of one
+            for head in heads[1:]:
+                head.load_state_dict(heads[0].state_dict())
+        if not config.two_stage:
+            model.bbox_embed[0].layers[-1].bias[2:] = -2.0  # boxes of an eighth of the image
+
+    def _prepare_backbone(self, options: DeformableDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
+        """With `box_refine`, and `num_queries` of the entry that holds them in that variant."""
+        config, used = self.model.config, super()._prepare_backbone(options, source_config)
+        if config.two_stage:
+            return used | {"box_refine": "two_stage", "num_queries": config.two_stage_num_proposals}
+        variant = "iterative" if config.with_box_refine else "none"
+        return used | {"box_refine": variant, "num_queries": config.num_queries}
+
+    def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
+        return FocalCriterion(num_layers, costs, "foreground" if self.model.config.two_stage else None)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.
@@ -82,8 +107,11 @@ class DeformableDetr(FocalDetector):
             BadInput: two-stage: images with fewer positions than queries.
         """
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
-        if self.model.config.two_stage:
-            self._check_positions(*images.shape[-2:])
+        config, (height, width) = self.model.config, images.shape[-2:]
+        if config.two_stage:
+            strides = [8 * 2**level for level in range(config.num_feature_levels)]
+            positions = sum(-(-height // stride) * -(-width // stride) for stride in strides)
+            check_positions(height, width, positions, config.two_stage_num_proposals)
         with precision(self.training, images.device):
             outputs = self.model.model(pixels, pixel_mask=pixel_mask(sizes, images.shape[-2:]))
         with torch.autocast(images.device.type, enabled=False):
@@ -96,81 +124,17 @@ class DeformableDetr(FocalDetector):
             logits = torch.stack([class_head(state) for class_head, _, state, _ in layers])
             boxes = torch.stack([_box(box_head(state), reference) for _, box_head, state, reference in layers])
             predictions = {"logits": logits, "boxes": boxes}
-            if self.model.config.two_stage:
-                proposed = outputs.enc_outputs_coord_logits.to(dtype).sigmoid()
-                predictions |= {"encoder_logits": outputs.enc_outputs_class.to(dtype), "encoder_boxes": proposed}
+            if config.two_stage:
+                predictions["encoder_logits"] = outputs.enc_outputs_class.to(dtype)
+                predictions["encoder_boxes"] = outputs.enc_outputs_coord_logits.to(dtype).sigmoid()
             return predictions
 
     def map_taps(self) -> list[MapTap]:
         levels, width = self.model.model.input_proj, self.model.config.d_model
         return [projection_tap(level, 8 * 2**i, width) for i, level in enumerate(levels)]
 
-    def _check_positions(self, height: int, width: int) -> None:
-        config = self.model.config
-        strides = [8 * 2**level for level in range(config.num_feature_levels)]
-        positions = sum(-(-height // stride) * -(-width // stride) for stride in strides)
-        if positions < config.two_stage_num_proposals:
-            raise BadInput(
-                f"model.num_queries {config.two_stage_num_proposals}: images of {height}x{width} px have only "
-                f"{positions} positions; use larger images or fewer queries."
-            )
-
-
-def _entries(values: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """What these settings are in transformers' config."""
-    box_refine, d_model = values.get("box_refine"), values.get("d_model", 32)
-    if box_refine not in (None, *VARIANTS):
-        raise BadInput(f"model.box_refine: {box_refine!r} is not one of {', '.join(VARIANTS)}.")
-    if d_model % 32:
-        raise BadInput(f"model.d_model: {d_model} is no multiple of 32, which deformable_detr's group norms need.")
-    entries = to_entries(values, names)
-    if box_refine is not None:
-        entries |= {"with_box_refine": box_refine != "none", "two_stage": box_refine == "two_stage"}
-    return entries
-
-
-def _variant(config: DeformableDetrConfig) -> dict[str, Any]:
-    """`box_refine`, and the entry that says how many queries that variant has."""
-    if config.two_stage:
-        return {"box_refine": "two_stage", "num_queries": config.two_stage_num_proposals}
-    return {"box_refine": "iterative" if config.with_box_refine else "none", "num_queries": config.num_queries}
-
 
 def _box(deltas: Tensor, reference: Tensor) -> Tensor:
     """A box around a point `(B, Q, 2)`, or a box refined `(B, Q, 4)`; both are logits."""
-    moved = torch.cat([deltas[..., : reference.shape[-1]] + reference, deltas[..., reference.shape[-1] :]], dim=-1)
-    return moved.sigmoid()
-
-
-@torch.no_grad()
-def initialise_as_published_(model: DeformableDetrForObjectDetection) -> None:
-    """Random weights as fundamentalvision/Deformable-DETR draws them; transformers draws N(0, 0.02), without prior.
-
-    Sampling offsets of the attention start as a star around the reference point, which transformers has right.
-    """
-    core, config = model.model, model.config
-    for projection, norm in core.input_proj:
-        nn.init.xavier_uniform_(projection.weight)
-        nn.init.zeros_(projection.bias)
-        norm.reset_parameters()
-    for transformer in (core.encoder, core.decoder):
-        initialise_transformer_(transformer)
-        for module in transformer.modules():
-            if hasattr(module, "sampling_offsets"):
-                model._init_weights(module)
-    nn.init.normal_(core.level_embed)
-    if config.two_stage:
-        for layer in (core.enc_output, core.pos_trans):
-            layer.reset_parameters()
-            nn.init.xavier_uniform_(layer.weight)
-    else:
-        core.query_position_embeddings.reset_parameters()
-        nn.init.xavier_uniform_(core.reference_points.weight)
-        nn.init.zeros_(core.reference_points.bias)
-    # All heads start alike: copies of one.
-    start_heads_(model.class_embed[0], model.bbox_embed[0])
-    for class_head, box_head in zip(model.class_embed[1:], model.bbox_embed[1:], strict=True):
-        class_head.load_state_dict(model.class_embed[0].state_dict())
-        box_head.load_state_dict(model.bbox_embed[0].state_dict())
-    if not config.two_stage:
-        model.bbox_embed[0].layers[-1].bias[2:] = -2.0  # boxes of an eighth of the image
+    known = reference.shape[-1]
+    return torch.cat([deltas[..., :known] + reference, deltas[..., known:]], dim=-1).sigmoid()

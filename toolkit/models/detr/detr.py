@@ -5,58 +5,32 @@ normalise the last one twice. Here the model always runs with `auxiliary_loss=Fa
 applied to a copy of every layer's state, as in facebookresearch/detr.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DetrConfig, DetrForObjectDetection, DetrImageProcessor
 
 from toolkit.batch import normalize_images, pixel_mask
 from toolkit.errors import BadInput
-from toolkit.models.detector import Detector, MapTap
-from toolkit.models.detr.base import TransformersDetector, projection_tap
-from toolkit.models.detr.configuration import (
-    backbone_entry,
-    build_model,
-    detector_config,
-    handed_over,
-    matching_costs,
-    pixel_statistics,
-    prepare_backbone,
-    to_entries,
-)
-from toolkit.models.detr.detr_criterion import DetrCriterion
+from toolkit.models.detector import Detector
+from toolkit.models.detr.base import MatchedDetector, TransformersDetector, precision
+from toolkit.models.detr.configuration import ENCODER_DECODER
+from toolkit.models.detr.detr_criterion import DetrCriterion, MatchingCosts
+from toolkit.models.detr.initialise import initialise_transformer_
 from toolkit.models.detr.options import DetrOptions
 from toolkit.models.detr.pre_norm import normalize_before_
 from toolkit.models.detr.query_points import begin_at_points_
 
 POSITIONS = 50  # that learned position embeddings reach along a side, in the original and in transformers
 
-# Options of an encoder-decoder and the entries of transformers' config that they set.
-ENCODER_DECODER = {
-    "d_model": ["d_model"],
-    "heads": ["encoder_attention_heads", "decoder_attention_heads"],
-    "encoder_layers": ["encoder_layers"],
-    "decoder_layers": ["decoder_layers"],
-    "ffn_dim": ["encoder_ffn_dim", "decoder_ffn_dim"],
-    "num_queries": ["num_queries"],
-    "dropout": ["dropout"],
-}
 
-
-class Detr(TransformersDetector):
-    """`transformers.DetrForObjectDetection`. Settings: see `DetrOptions`.
-
-    Raises:
-        BadInput: unknown backbone or `freeze`, weights that cannot be had, a source of another architecture.
-    """
+class Detr(MatchedDetector):
+    """`transformers.DetrForObjectDetection`. Settings: see `DetrOptions`."""
 
     Options = DetrOptions
-    config_class, processor_class = DetrConfig, DetrImageProcessor
+    config_class, model_class, processor_class = DetrConfig, DetrForObjectDetection, DetrImageProcessor
     entries = {
         **ENCODER_DECODER,
         "dilation": ["dilation"],
@@ -67,12 +41,7 @@ class Detr(TransformersDetector):
     class_tensors = {"model.class_labels_classifier.*": (0, 1, 1)}  # no-object last
     of_transformers = True  # not one of its variants that transformers has not
 
-    def __init__(self, class_names: Sequence[str], options: DetrOptions, *, source_config: Mapping | None = None):
-        super().__init__()
-        backbone = backbone_entry(options, source_config)
-        entries = to_entries(handed_over(options, source_config), self.entries)
-        config = detector_config(DetrConfig, class_names, source_config, backbone_config=backbone, **entries)
-        self.model = build_model(DetrForObjectDetection, config)
+    def _initialise(self, options: DetrOptions, source_config: Mapping | None) -> None:
         self.of_transformers = not (options.pre_norm or options.query_points)
         if source_config is not None and not self.of_transformers:
             raise BadInput(
@@ -81,22 +50,20 @@ class Detr(TransformersDetector):
             )
         if options.pre_norm:
             normalize_before_(self.model)
-        initialise_as_published_(self.model)
+        core = self.model.model
+        # heads and input projection are PyTorch's default, queries N(0, 1), as in facebookresearch/detr
+        for module in (core.input_projection, self.model.class_labels_classifier, *self.model.bbox_predictor.layers):
+            module.reset_parameters()
+        core.query_position_embeddings.reset_parameters()
+        initialise_transformer_(core.encoder)
+        initialise_transformer_(core.decoder)
         self.query_points = nn.Parameter(begin_at_points_(self.model)) if options.query_points else None
-        used = prepare_backbone(self.model.model.backbone.model, config, options, source_config)
-        costs = matching_costs(options, source_config)
-        self.aux_loss = options.aux_loss
-        layers = config.decoder_layers if self.aux_loss else 1
-        set_loss = DetrCriterion(len(class_names), layers, config.eos_coefficient, costs)
-        self._take(set_loss, pixel_statistics(config, options), used | costs._asdict())
+
+    def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
+        return DetrCriterion(num_classes, num_layers, self.model.config.eos_coefficient, costs)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Class logits and boxes of every decoder layer.
-
-        Args:
-            images: `(B, 3, H, W)` uint8, padded on the right and below.
-            sizes: `(B, 2)` int64, height and width of each image without padding.
-            targets: not needed.
+        """Class logits and boxes of every decoder layer, see `Detector.forward`; targets are not needed.
 
         Returns:
             `logits (L, B, Q, C + 1)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding; L is
@@ -106,29 +73,21 @@ class Detr(TransformersDetector):
             BadInput: learned position embeddings do not reach over the images.
         """
         if self.model.config.position_embedding_type == "learned":
-            self._check_positions(*images.shape[-2:])
-        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
-        mask = pixel_mask(sizes, images.shape[-2:])
-        with precision(self.training, images.device):
-            outputs = self.model.model(pixels, pixel_mask=mask, output_hidden_states=self.aux_loss)
-            states = normed_states(self.model.model.decoder.layernorm, outputs)
+            self._check_sides(*images.shape[-2:])
+        states, _ = decoder_states(self, images, sizes)
         # The heads are small; in half precision a box would be known to 1/256 of the image only.
         with torch.autocast(images.device.type, enabled=False):
-            states = states.to(self.model.dtype)
             logits = self.model.class_labels_classifier(states)
             boxes = self.model.bbox_predictor(states)
             if self.query_points is not None:
                 boxes = torch.cat([boxes[..., :2] + self.query_points, boxes[..., 2:]], dim=-1)
             return {"logits": logits, "boxes": boxes.sigmoid()}
 
-    def map_taps(self) -> list[MapTap]:
-        return [projection_tap(self.model.model.input_projection, last_stride(self.model), self.model.config.d_model)]
-
     def _class_scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1)[..., :-1]
 
-    def _check_positions(self, height: int, width: int) -> None:
-        limit = POSITIONS * last_stride(self.model)
+    def _check_sides(self, height: int, width: int) -> None:
+        limit = POSITIONS * self.last_stride()
         if max(height, width) > limit:
             raise BadInput(
                 f"model.position_embedding learned: images of {height}x{width} px; it reaches {POSITIONS} positions, "
@@ -137,7 +96,7 @@ class Detr(TransformersDetector):
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """This batch's share of the denominators, from CPU targets; see `DetrCriterion.denominators`."""
-        return self.set_loss.denominators(targets, self.model.config.num_queries)
+        return self.set_loss.denominators(targets, getattr(self.model.config, self.entries["num_queries"][0]))
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
         """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `DetrCriterion.forward`."""
@@ -162,54 +121,14 @@ class Detr(TransformersDetector):
         kind.save_final(self, folder, categories, processor_size)
 
 
-def last_stride(model: nn.Module) -> int:
-    """Stride of the backbone's last map, in a DETR of transformers."""
-    of_timm = getattr(model.model.backbone.model, "feature_info", None)
-    return of_timm.reduction()[-1] if of_timm else 32
-
-
-def normed_states(norm: nn.Module, outputs) -> Tensor:
-    """Normed states `(L, B, Q, D)` of every decoder layer, or of the last alone if `outputs` holds no hidden states.
-
-    decoder_hidden_states are the queries, the raw state after each layer but the last, the normed last one.
-    """
-    raw = (outputs.decoder_hidden_states or ())[1:-1]
-    return torch.stack([*map(norm, raw), outputs.last_hidden_state])
-
-
-def precision(training: bool, device: torch.device):
-    """Context of a forward: autocast's while training. Evaluation is in float32, like whoever loads `final/`: in half
-    precision a reference point, and with it a box, would be known to 1/256 of the image."""
-    if not training:
-        return torch.autocast(device.type, enabled=False)
-    if device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        return sdpa_kernel(SDPBackend.MATH)  # torch's fused attention in bfloat16 takes two to four times as long
-    return nullcontext()
-
-
-@torch.no_grad()
-def initialise_as_published_(model: DetrForObjectDetection) -> None:
-    """Random weights as facebookresearch/detr draws them; transformers draws N(0, 0.02), which trains more slowly.
-
-    Heads and input projection are PyTorch's default, queries N(0, 1). The backbone is left alone.
-    """
-    for module in (model.model.input_projection, model.class_labels_classifier, *model.bbox_predictor.layers):
-        module.reset_parameters()
-    model.model.query_position_embeddings.reset_parameters()
-    initialise_transformer_(model.model.encoder)
-    initialise_transformer_(model.model.decoder)
-
-
-@torch.no_grad()
-def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")) -> None:
-    """Matrices Xavier uniform; those whose names end in `fused` as the one matrix they are in `nn.MultiheadAttention`.
-
-    Biases are PyTorch's default, but 0 in that module and in every attention's output projection.
-    """
-    for name, module in transformer.named_modules():
-        if isinstance(module, nn.Linear):
-            in_one = name.endswith(fused)
-            module.reset_parameters()
-            nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if in_one else 1.0)
-            if in_one or name.endswith(("o_proj", "out_proj", "output_proj")):
-                nn.init.zeros_(module.bias)
+def decoder_states(detector: MatchedDetector, images: Tensor, sizes: Tensor) -> tuple[Tensor, object]:
+    """Normed states `(L, B, Q, D)` of every decoder layer, or of the last alone without auxiliary losses, and the
+    outputs of transformers' model."""
+    pixels = normalize_images(images, sizes, detector.mean, detector.std, dtype=detector.model.dtype)
+    mask, core = pixel_mask(sizes, images.shape[-2:]), detector.model.model
+    with precision(detector.training, images.device):
+        outputs = core(pixels, pixel_mask=mask, output_hidden_states=detector.aux_loss)
+        # decoder_hidden_states are the queries, the raw state after each layer but the last, the normed last one
+        raw = (outputs.decoder_hidden_states or ())[1:-1]
+        states = torch.stack([*map(core.decoder.layernorm, raw), outputs.last_hidden_state])
+    return states.to(detector.model.dtype), outputs

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.batch import on_host, send
 from toolkit.box_ops import (
@@ -55,21 +56,12 @@ def pad_targets(targets: Sequence[Mapping[str, Tensor]], device: torch.device, d
     Crowd regions (`iscrowd` 1) are not objects to be found one by one: DETR drops them when it loads the data.
     """
     sizes_hw = torch.stack([t["size"].to(device, non_blocking=True) for t in targets])
-    boxes_xyxy = _pad([t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets])
-    labels = _pad([t["labels"].to(device, non_blocking=True) for t in targets])
-    is_object = [_is_object(on_host(t)) for t in targets]
-    valid = send(nn.utils.rnn.pad_sequence(is_object, batch_first=True, padding_value=False), device)
-    return PaddedTargets(labels, xyxy_to_cxcywh(normalize_boxes(boxes_xyxy, sizes_hw)), valid)
-
-
-def _is_object(target: Mapping[str, Tensor]) -> Tensor:
-    """bool (N,): False for crowd regions."""
-    labels = target["labels"]
-    return target["iscrowd"] == 0 if "iscrowd" in target else torch.ones_like(labels, dtype=torch.bool)
-
-
-def _pad(tensors: list[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+    boxes_xyxy = pad_sequence([t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets], True)
+    labels = pad_sequence([t["labels"].to(device, non_blocking=True) for t in targets], True)
+    hosts = list(map(on_host, targets))
+    is_object = [h["iscrowd"] == 0 if "iscrowd" in h else torch.ones_like(h["labels"], dtype=torch.bool) for h in hosts]
+    boxes_cxcywh = xyxy_to_cxcywh(normalize_boxes(boxes_xyxy, sizes_hw))
+    return PaddedTargets(labels, boxes_cxcywh, send(pad_sequence(is_object, True, False), device))
 
 
 def count_objects(targets: Sequence[Mapping[str, Tensor]]) -> list[int]:
@@ -100,7 +92,8 @@ def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, cos
     if num_targets == 0:
         return Matches(*torch.zeros(4, 0, dtype=torch.int64, device=device))
     target_boxes = targets.boxes_cxcywh.to(boxes_cxcywh.dtype)
-    l1 = _pairwise_l1(boxes_cxcywh, target_boxes)
+    planes = zip(boxes_cxcywh.unbind(-1), target_boxes.unbind(-1), strict=True)  # one by one: small intermediates
+    l1 = sum((queries[..., None] - wanted[:, None, :]).abs() for queries, wanted in planes)  # (L, B, Q, T)
     giou = pairwise_generalized_iou(cxcywh_to_xyxy(boxes_cxcywh), cxcywh_to_xyxy(target_boxes))
     total = costs.bbox_cost * l1 + costs.class_cost * class_costs - costs.giou_cost * giou
     total = total.nan_to_num_(nan=UNUSABLE_COST, posinf=UNUSABLE_COST, neginf=-UNUSABLE_COST)
@@ -122,10 +115,45 @@ def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, cos
     return Matches(*send(pairs, device))
 
 
-def _pairwise_l1(boxes: Tensor, target_boxes: Tensor) -> Tensor:
-    """`(L, B, Q, 4)`, `(B, T, 4)` -> `(L, B, Q, T)`, one coordinate at a time to keep the intermediate small."""
-    planes = zip(boxes.unbind(-1), target_boxes.unbind(-1), strict=True)
-    return sum((queries[..., None] - targets[:, None, :]).abs() for queries, targets in planes)
+def full_precision(tensor: Tensor) -> Tensor:
+    """float32 for half precision, else as it is."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
+    """`loss_bbox` (L1 of normalised cxcywh) and `loss_giou` (1 - GIoU): their sums over the matches of a layer, `(L,)`.
+
+    Every layer has the same number of matches, in the order of the layers: sums by layer are sums of rows.
+    """
+    predicted = boxes_cxcywh[matches.layer, matches.image, matches.query]  # (N, 4)
+    wanted = targets.boxes_cxcywh[matches.image, matches.target]
+    giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(wanted))
+    terms = {"loss_bbox": (predicted - wanted).abs().sum(-1), "loss_giou": 1 - giou}
+    by_layer = (len(boxes_cxcywh), len(giou) // len(boxes_cxcywh))
+    return {name: values.view(by_layer).sum(1) for name, values in terms.items()}
+
+
+@torch.no_grad()
+def matching_metrics(
+    logits: Tensor, found: Tensor, targets: PaddedTargets, matches: Matches, suffixes: Sequence[str], detecting: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """{metric: (sum, count)}: `class_error` in percent over matched queries of the last layer, `cardinality_error` of
+    every layer in boxes per image.
+
+    Args:
+        logits: `(L, B, Q, C)`; the first `detecting` queries count.
+        found: `(L, B)`, how many of these are objects.
+        suffixes: of the layers' names.
+    """
+    num_layers, batch_size = logits.shape[:2]
+    main = slice(len(matches.layer) // num_layers * (num_layers - 1), None)
+    image, query, target = matches.image[main], matches.query[main], matches.target[main]
+    counted = query < detecting
+    wrong = logits[-1, image, query].argmax(-1) != targets.labels[image, target]
+    errors = (found - targets.valid.sum(-1)).abs().sum(-1)  # (L,)
+    images = torch.full_like(errors[0], batch_size)
+    cardinality = {f"cardinality_error{s}": (error, images) for s, error in zip(suffixes, errors, strict=True)}
+    return {"class_error": (100.0 * (wrong & counted).sum(), counted.sum()), **cardinality}
 
 
 class DetrCriterion(nn.Module):
@@ -192,8 +220,7 @@ class DetrCriterion(nn.Module):
                 `cardinality_error` (of every layer) in boxes per image.
         """
         with torch.autocast(logits.device.type, enabled=False):
-            if logits.dtype in (torch.float16, torch.bfloat16):
-                logits = logits.float()
+            logits = full_precision(logits)
             boxes_cxcywh = boxes_cxcywh.to(logits.dtype)
             padded = pad_targets(targets, logits.device, logits.dtype)
             log_probabilities = logits.log_softmax(-1)  # for the matching, too
@@ -213,36 +240,14 @@ class DetrCriterion(nn.Module):
         classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
         class_weights = self.class_weights.to(log_probabilities.dtype)
         ce = F.nll_loss(log_probabilities.flatten(0, 2), classes.flatten(), class_weights, reduction="none")
+        losses = {"loss_ce": ce.view(num_layers, -1).sum(1) / denominators["class_weights"]}
+        for name, values in box_sums(boxes_cxcywh, targets, matches).items():
+            losses[name] = values / denominators["boxes"]
+        # The last layer's come first and have no suffix.
+        return {f"{n}{suffix}": v[i - 1] for i, suffix in enumerate(self.suffixes) for n, v in losses.items()}
 
-        predicted = boxes_cxcywh[matches.layer, matches.image, matches.query]  # (N, 4)
-        wanted = targets.boxes_cxcywh[matches.image, matches.target]
-        l1 = (predicted - wanted).abs().sum(-1)
-        giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(wanted))
-        # Every layer matches the same number of pairs, so sums by layer are sums of rows.
-        per_layer = {
-            "loss_ce": ce.view(num_layers, -1).sum(1) / denominators["class_weights"],
-            "loss_bbox": l1.view(num_layers, len(l1) // num_layers).sum(1) / denominators["boxes"],
-            "loss_giou": (1 - giou).view(num_layers, len(l1) // num_layers).sum(1) / denominators["boxes"],
-        }
-        return self._named(per_layer)
-
-    @torch.no_grad()
     def _metrics(self, logits, targets, matches) -> dict[str, tuple[Tensor, Tensor]]:
-        num_layers, batch_size = logits.shape[:2]
-        main = slice(len(matches.layer) // num_layers * (num_layers - 1), None)
-        predicted = logits[-1, matches.image[main], matches.query[main]].argmax(-1)
-        wrong = (predicted != targets.labels[matches.image[main], matches.target[main]]).sum()
-        matched = torch.full_like(wrong, len(predicted))
-        objects_found = (logits.amax(-1) != logits[..., -1]).sum(-1)  # (L, B): no-object is not the maximum
-        cardinality = (objects_found - targets.valid.sum(-1)).abs().sum(-1)  # (L,)
-        images = torch.full_like(wrong, batch_size)
-        return {"class_error": (100.0 * wrong, matched)} | {
-            name: (value, images) for name, value in self._named({"cardinality_error": cardinality}).items()
-        }
-
-    def _named(self, per_layer: dict[str, Tensor]) -> dict[str, Tensor]:
-        """{name: (L,)} -> {name, name_0, ...}: the last layer has no suffix."""
-        named = {}
-        for position, suffix in enumerate(self.suffixes):
-            named |= {f"{name}{suffix}": values[position - 1] for name, values in per_layer.items()}
-        return named
+        found = (logits.amax(-1) != logits[..., -1]).sum(-1)  # (L, B): no-object is not the maximum
+        in_order = (*self.suffixes[1:], "")  # of the decoder
+        metrics = matching_metrics(logits, found, targets, matches, in_order, logits.shape[2])
+        return {name: metrics[name] for name in self.metric_names}

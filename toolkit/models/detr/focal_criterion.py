@@ -11,11 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import sigmoid_focal_loss
 
-from toolkit.box_ops import box_iou, cxcywh_to_xyxy, generalized_box_iou
-from toolkit.models.detr.detr_criterion import Matches, MatchingCosts, PaddedTargets, match, pad_targets
+from toolkit.box_ops import box_iou, cxcywh_to_xyxy
+from toolkit.models.detr.detr_criterion import (
+    Matches,
+    MatchingCosts,
+    PaddedTargets,
+    box_sums,
+    full_precision,
+    match,
+    matching_metrics,
+    pad_targets,
+)
 
 ALPHA, GAMMA = 0.25, 2.0  # of the focal loss, in all these papers
-LOSSES = ("loss_ce", "loss_bbox", "loss_giou")
+# Logits `(L, B, Q, C)`, indices of the matched ones, the IoUs of their boxes -> terms of the loss, `(L, B, Q, C)`.
+ClassTerms = Callable[[Tensor, tuple[Tensor, ...], Tensor], Tensor]
 
 
 def focal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
@@ -42,7 +52,6 @@ class FocalCriterion(nn.Module):
     """Losses `loss_ce`, `loss_bbox` (L1 of cxcywh), `loss_giou`: last decoder layer plain, auxiliary layer i `_i`.
 
     Args:
-        num_classes: object classes C, the columns of the logits.
         num_layers: decoder layers that get a loss (1 without auxiliary losses).
         matching_costs: weights of class, box L1 and GIoU in the matching cost.
         encoder: losses `_enc` on the encoder's proposals too: "classes", or "foreground" as in two-stage Deformable
@@ -54,18 +63,19 @@ class FocalCriterion(nn.Module):
 
     def __init__(
         self,
-        num_classes: int,
         num_layers: int,
         matching_costs: Sequence[float] = (2, 5, 2),
         encoder: str | None = None,
-        class_terms: Callable[[Tensor, tuple[Tensor, ...], Tensor], Tensor] = focal_terms,
+        class_terms: ClassTerms = focal_terms,
     ):
         super().__init__()
-        self.num_classes, self.encoder, self.class_terms = num_classes, encoder, class_terms
+        self.encoder, self.class_terms = encoder, class_terms
         self.matching_costs = MatchingCosts(*matching_costs)
         self.suffixes = (*(f"_{i}" for i in range(num_layers - 1)), "")  # in the order of the decoder
         announced = ("", *self.suffixes[:-1], *(["_enc"] if encoder else []))
-        self.loss_names = tuple(f"{name}{suffix}" for suffix in announced for name in LOSSES)
+        self.loss_names = tuple(
+            f"{name}{suffix}" for suffix in announced for name in ("loss_ce", "loss_bbox", "loss_giou")
+        )
         self.metric_names = ("class_error", *(f"cardinality_error{s}" for s in ("", *self.suffixes[:-1])))
 
     def forward(
@@ -92,56 +102,48 @@ class FocalCriterion(nn.Module):
         """
         device = outputs["logits"].device
         with torch.autocast(device.type, enabled=False):
-            outputs = {name: _full_precision(value) for name, value in outputs.items()}
-            logits, boxes = outputs["logits"], outputs["boxes"]
+            outputs = {name: full_precision(value) for name, value in outputs.items()}
+            logits, boxes, denominator = outputs["logits"], outputs["boxes"], denominators["boxes"]
             padded = pad_targets(targets, device, logits.dtype)
-            matches = match_focal(logits.detach(), boxes.detach(), padded, self.matching_costs, groups)
-            losses = self._losses(logits, boxes, padded, matches, self.suffixes, denominators["boxes"])
+            matches = match_focal(logits, boxes, padded, self.matching_costs, groups)
+            common = (self.class_terms, "loss_ce", denominator)
+            losses = matched_losses(logits, boxes, padded, matches, self.suffixes, *common)
             if self.encoder:
                 wanted = padded
                 if self.encoder == "foreground":
                     wanted = padded._replace(labels=torch.zeros_like(padded.labels))
-                logits_enc, boxes_enc = outputs["encoder_logits"][None], outputs["encoder_boxes"][None]
-                found = match_focal(logits_enc.detach(), boxes_enc.detach(), wanted, self.matching_costs, groups)
-                losses |= self._losses(logits_enc, boxes_enc, wanted, found, ("_enc",), denominators["boxes"])
-            return losses, self._metrics(logits.detach(), padded, matches, logits.shape[2] // groups)
-
-    def _losses(self, logits, boxes, targets: PaddedTargets, matches: Matches, suffixes, denominator):
-        """Every layer has the same number of matches, in the order of the layers: sums by layer are sums of rows."""
-        where = (matches.layer, matches.image, matches.query)
-        wanted_cxcywh = targets.boxes_cxcywh[matches.image, matches.target]
-        predicted, wanted = cxcywh_to_xyxy(boxes[where]), cxcywh_to_xyxy(wanted_cxcywh)
-        positives = (*where, targets.labels[matches.image, matches.target])
-        by_class = self.class_terms(logits, positives, box_iou(predicted.detach(), wanted))
-        by_layer = (len(logits), len(matches.layer) // len(logits))
-        sums = (
-            by_class.flatten(1).sum(1),
-            (boxes[where] - wanted_cxcywh).abs().sum(-1).view(by_layer).sum(1),
-            (1 - generalized_box_iou(predicted, wanted)).view(by_layer).sum(1),
-        )
-        return {
-            f"{name}{suffix}": value
-            for name, values in zip(LOSSES, sums, strict=True)
-            for suffix, value in zip(suffixes, (values / denominator).unbind(), strict=True)
-        }
-
-    @torch.no_grad()
-    def _metrics(self, logits, targets: PaddedTargets, matches: Matches, group_size: int):
-        num_layers, batch_size = logits.shape[:2]
-        main = slice(len(matches.layer) // num_layers * (num_layers - 1), None)
-        image, query, target = matches.image[main], matches.query[main], matches.target[main]
-        detecting = query < group_size
-        wrong = logits[-1, image, query].argmax(-1) != targets.labels[image, target]
-        metrics = {"class_error": (100.0 * (wrong & detecting).sum(), detecting.sum())}
-        found = (logits[:, :, :group_size].amax(-1) > 0).sum(-1)  # (L, B)
-        errors = (found - targets.valid.sum(-1)).abs().sum(-1)
-        images = torch.full_like(errors[0], batch_size)
-        return metrics | {
-            f"cardinality_error{suffix}": (error, images)
-            for suffix, error in zip(self.suffixes, errors.unbind(), strict=True)
-        }
+                proposed = outputs["encoder_logits"][None], outputs["encoder_boxes"][None]
+                assigned = match_focal(*proposed, wanted, self.matching_costs, groups)
+                losses |= matched_losses(*proposed, wanted, assigned, ("_enc",), *common)
+            detecting = logits.shape[2] // groups
+            found = (logits[:, :, :detecting].amax(-1) > 0).sum(-1)  # (L, B)
+            return losses, matching_metrics(logits, found, padded, matches, self.suffixes, detecting)
 
 
+def matched_losses(
+    logits: Tensor,
+    boxes_cxcywh: Tensor,
+    targets: PaddedTargets,
+    matches: Matches,
+    suffixes: Sequence[str],
+    class_terms: ClassTerms,
+    class_loss: str,
+    denominator: Tensor | float,
+) -> dict[str, Tensor]:
+    """The sum of the class terms by the name `class_loss`, and `box_sums`, of each layer by its suffix."""
+    where = (matches.layer, matches.image, matches.query)
+    wanted = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
+    ious = box_iou(cxcywh_to_xyxy(boxes_cxcywh.detach()[where]), wanted)
+    by_class = class_terms(logits, (*where, targets.labels[matches.image, matches.target]), ious)
+    sums = {class_loss: by_class.flatten(1).sum(1)} | box_sums(boxes_cxcywh, targets, matches)
+    return {
+        f"{name}{suffix}": value
+        for name, values in sums.items()
+        for suffix, value in zip(suffixes, values / denominator, strict=True)
+    }
+
+
+@torch.no_grad()
 def match_focal(
     logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts, groups: int = 1
 ) -> Matches:
@@ -150,7 +152,8 @@ def match_focal(
     Each of the `groups` of queries is matched by itself, so a target has that many pairs in every layer.
     """
     size = logits.shape[2] // groups
-    logits, boxes_cxcywh = (_groups_as_layers(tensor, groups, size) for tensor in (logits, boxes_cxcywh))
+    by_group = (tensor.unflatten(2, (groups, size)).transpose(1, 2) for tensor in (logits, boxes_cxcywh))
+    logits, boxes_cxcywh = (tensor.flatten(0, 1) for tensor in by_group)  # groups as layers: (L * groups, B, size, ·)
     labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)
     found = match(focal_costs(logits.gather(-1, labels)), boxes_cxcywh, targets, costs)
     return found._replace(layer=found.layer // groups, query=found.query + found.layer % groups * size)
@@ -161,11 +164,3 @@ def focal_costs(logits: Tensor) -> Tensor:
     p = logits.sigmoid()
     positive = ALPHA * (1 - p).pow(GAMMA) * -(p + 1e-8).log()
     return positive - (1 - ALPHA) * p.pow(GAMMA) * -(1 - p + 1e-8).log()
-
-
-def _groups_as_layers(tensor: Tensor, groups: int, size: int) -> Tensor:
-    return tensor.unflatten(2, (groups, size)).transpose(1, 2).flatten(0, 1)  # (L, B, GQ, ·) -> (LG, B, Q, ·)
-
-
-def _full_precision(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -44,18 +44,22 @@ class PreNormDecoderLayer(DetrDecoderLayer):
     """x + attention(norm(x)) among the queries, the same to the encoder's output, then x + feed_forward(norm(x))."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask=None, spatial_position_embeddings=None,
-        object_queries_position_embeddings=None, encoder_hidden_states=None, encoder_attention_mask=None, **kwargs,
-    ) -> Tensor:  # fmt: skip
+        self,
+        hidden_states: Tensor,
+        attention_mask=None,
+        spatial_position_embeddings=None,
+        object_queries_position_embeddings=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        **kwargs,
+    ) -> Tensor:
         """See `DetrDecoderLayer.forward`."""
-        queries = object_queries_position_embeddings
+        positions = {"position_embeddings": object_queries_position_embeddings}
         normed = self.self_attn_layer_norm(hidden_states)
-        attended, _ = self.self_attn(normed, attention_mask, position_embeddings=queries, **kwargs)
+        attended, _ = self.self_attn(normed, attention_mask, **positions, **kwargs)
         hidden_states = hidden_states + F.dropout(attended, self.dropout, self.training)
         normed = self.encoder_attn_layer_norm(hidden_states)
-        attended, _ = self.encoder_attn(
-            normed, encoder_hidden_states, encoder_attention_mask, position_embeddings=queries,
-            encoder_position_embeddings=spatial_position_embeddings, **kwargs,
-        )  # fmt: skip
+        positions["encoder_position_embeddings"] = spatial_position_embeddings
+        attended, _ = self.encoder_attn(normed, encoder_hidden_states, encoder_attention_mask, **positions, **kwargs)
         hidden_states = hidden_states + F.dropout(attended, self.dropout, self.training)
         return hidden_states + self.mlp(self.final_layer_norm(hidden_states))

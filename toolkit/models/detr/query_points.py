@@ -11,10 +11,11 @@ import math
 import torch
 from torch import Tensor, nn
 from transformers import DetrForObjectDetection
+from transformers.models.conditional_detr.modeling_conditional_detr import encode_sinusoidal_position_embedding
 
 from toolkit.errors import BadInput
+from toolkit.models.detr.initialise import start_at_zero_
 
-TEMPERATURE = 10_000  # of DETR's sines
 FREQUENCIES = 2  # the highest of each axis, of which an image is a period or a little less
 CHANNELS = 4 * FREQUENCIES  # of sine and cosine, of y and x
 QUERY_SCALE = 3.0  # of the queries' embeddings, so that a query's state, of about 1, does not hide them
@@ -43,7 +44,7 @@ def begin_at_points_(model: DetrForObjectDetection) -> Tensor:
             f"{width} channels (model.d_model / model.heads); expected sine, and heads of {CHANNELS} channels or more."
         )
     points = grid_points(len(queries))
-    queries.copy_(QUERY_SCALE * sine_embedding(points, queries.shape[1]))
+    queries.copy_(QUERY_SCALE * encode_sinusoidal_position_embedding(points, queries.shape[1] // 2))
     half = queries.shape[1] // 2
     placed = [*range(2 * FREQUENCIES), *range(half, half + 2 * FREQUENCIES)]
     gain = math.sqrt(SHARPNESS * math.sqrt(width) / QUERY_SCALE)
@@ -56,27 +57,12 @@ def begin_at_points_(model: DetrForObjectDetection) -> Tensor:
     norms = [module for module in core.encoder.modules() if isinstance(module, nn.LayerNorm)]
     for last_norm in norms[-1:]:
         last_norm.weight[placed] = 0
-    nn.init.zeros_(model.bbox_predictor.layers[-1].weight)
-    nn.init.zeros_(model.bbox_predictor.layers[-1].bias)
+    start_at_zero_(model.bbox_predictor)
     return torch.logit(points)
 
 
 def grid_points(count: int) -> Tensor:
     """`(count, 2)` x and y from 0 to 1, in about as many rows as columns, row by row."""
     rows = max(1, math.isqrt(count))
-    ends = [count * (row + 1) // rows for row in range(rows)]
-    points = []
-    for row, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        points += [((i + 0.5) / (end - first), (row + 0.5) / rows) for i in range(end - first)]
-    return torch.tensor(points)
-
-
-def sine_embedding(points_xy: Tensor, width: int) -> Tensor:
-    """`(N, width)` DETR's embeddings (facebookresearch/detr `models/position_encoding.py`) of points from 0 to 1."""
-    half = width // 2
-    periods = TEMPERATURE ** (2 * torch.div(torch.arange(half), 2, rounding_mode="floor") / half)
-    parts = []
-    for coordinate in points_xy.flip(1).T:  # y before x
-        angles = coordinate[:, None] * 2 * math.pi / periods
-        parts.append(torch.stack((angles[:, 0::2].sin(), angles[:, 1::2].cos()), 2).flatten(1))
-    return torch.cat(parts, 1)
+    columns = [count * (row + 1) // rows - count * row // rows for row in range(rows)]
+    return torch.tensor([((i + 0.5) / n, (row + 0.5) / rows) for row, n in enumerate(columns) for i in range(n)])

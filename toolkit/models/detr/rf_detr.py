@@ -16,37 +16,26 @@ from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProc
 from toolkit.batch import normalize_images
 from toolkit.errors import BadInput
 from toolkit.models.detector import MapTap
-from toolkit.models.detr.base import projection_tap
-from toolkit.models.detr.configuration import (
-    build_model,
-    detector_config,
-    handed_over,
-    matching_costs,
-    pixel_statistics,
-    to_entries,
-)
-from toolkit.models.detr.detr import initialise_transformer_, precision
+from toolkit.models.detr.base import MatchedDetector, check_positions, precision, projection_tap
+from toolkit.models.detr.configuration import handed_over, to_entries
+from toolkit.models.detr.detr_criterion import MatchingCosts
 from toolkit.models.detr.focal_criterion import FocalCriterion, quality_terms
-from toolkit.models.detr.focal_detector import FocalDetector, start_heads_
+from toolkit.models.detr.initialise import initialise_sampling_, initialise_transformer_, start_heads_
 from toolkit.models.detr.options import RfDetrOptions
 from toolkit.models.weights import vit as vit_weights
-from toolkit.models.weights.vit import load_timm_vit
 
 TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}
 
 
-class RfDetr(FocalDetector):
+class RfDetr(MatchedDetector):
     """`transformers.RfDetrForObjectDetection`. Settings: see `RfDetrOptions`.
 
     Its backbone ignores padding, so images must be square, of one size, a multiple of patch size times windows
     along a side (56 px). The pretrained backbone is timm's DINOv2 of the same width.
-
-    Raises:
-        BadInput: weights that cannot be had or do not fit, a source of another architecture.
     """
 
     Options = RfDetrOptions
-    config_class, processor_class = RfDetrConfig, RfDetrImageProcessor
+    config_class, model_class, processor_class = RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProcessor
     entries = {
         "d_model": ["d_model"],
         "decoder_layers": ["decoder_layers"],
@@ -59,25 +48,43 @@ class RfDetr(FocalDetector):
     class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.enc_out_class_embed.*": (0, 1, 0)}
     fixed_size = True
 
-    def __init__(self, class_names: Sequence[str], options: RfDetrOptions, *, source_config: Mapping | None = None):
-        super().__init__()
-        values, known = handed_over(options, source_config), source_config or self.published
-        entries = to_entries(values, self.entries) | _heads_entries(values.get("heads"))
-        backbone = _backbone_entry(source_config, values.get("encoder_layers"))
-        config = detector_config(RfDetrConfig, class_names, known, backbone_config=backbone, **entries)
-        self.model = build_model(RfDetrForObjectDetection, config)
-        initialise_as_published_(self.model)
-        self.model.model.backbone.backbone.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
+    def _entries(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
+        values = handed_over(options, source_config)
+        entries, heads = to_entries(values, self.entries), values.get("heads")
+        if heads is not None:
+            entries |= {"decoder_self_attention_heads": heads, "decoder_cross_attention_heads": 2 * heads}
+        return entries | {"backbone_config": _backbone_entry(source_config, values.get("encoder_layers"))}
+
+    def _initialise(self, options: RfDetrOptions, source_config: Mapping | None) -> None:
+        core = self.model.model
+        for module in core.backbone.projector.modules():
+            if isinstance(module, nn.Conv2d):
+                module.reset_parameters()
+        initialise_transformer_(core.decoder)
+        initialise_transformer_(core.enc_output)
+        initialise_sampling_(self.model, core.decoder)
+        nn.init.zeros_(core.reference_point_embed.weight)  # of the queries' boxes
+        core.query_feat.reset_parameters()
+        start_heads_(self.model.class_embed, self.model.bbox_embed)
+        for group in range(len(core.enc_output)):
+            core.enc_out_class_embed[group] = copy.deepcopy(self.model.class_embed)
+            core.enc_out_bbox_embed[group] = copy.deepcopy(self.model.bbox_embed)
+
+    def _prepare_backbone(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
+        """With `heads` (None: in another proportion than ours) and `encoder_layers`."""
+        config, vit = self.model.config, self.model.model.backbone.backbone
+        vit.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
+        patch = config.backbone_config.patch_size
         if options.pretrained_backbone:
-            side = config.backbone_config.image_size // config.backbone_config.patch_size
-            vit = self.model.model.backbone.backbone
-            load_timm_vit(vit, TIMM_DINOV2, options.pretrained_backbone, vit_weights.DINOV2, (side, side))
-        self.stride = config.backbone_config.patch_size * config.backbone_config.num_windows
-        self.aux_loss = options.aux_loss
-        costs = matching_costs(options, source_config)
-        layers = config.decoder_layers if self.aux_loss else 1
-        set_loss = FocalCriterion(len(class_names), layers, costs, "classes", quality_terms)
-        self._take(set_loss, pixel_statistics(config, options), costs._asdict() | _heads_and_layers(config))
+            side = config.backbone_config.image_size // patch
+            vit_weights.load_timm_vit(vit, TIMM_DINOV2, options.pretrained_backbone, vit_weights.DINOV2, (side, side))
+        self.stride = patch * config.backbone_config.num_windows
+        heads = config.decoder_self_attention_heads
+        in_proportion = config.decoder_cross_attention_heads == 2 * heads
+        return {"heads": heads if in_proportion else None, "encoder_layers": config.backbone_config.num_hidden_layers}
+
+    def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
+        return FocalCriterion(num_layers, costs, "classes", quality_terms)
 
     @property
     def groups(self) -> int:
@@ -85,12 +92,8 @@ class RfDetr(FocalDetector):
         return self.model.config.group_detr if self.training else 1
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Predictions of every decoder layer and of the encoder, for all groups of queries in training.
-
-        Args:
-            images: `(B, 3, S, S)` uint8, without padding.
-            sizes: `(B, 2)` int64, height and width of each image.
-            targets: not needed.
+        """Predictions of every decoder layer and of the encoder, for all groups of queries in training, of images
+        `(B, 3, S, S)` without padding; targets are not needed.
 
         Returns:
             `logits (L, B, G * Q, C)` and `boxes (L, B, G * Q, 4)` cxcywh as fractions of the image, `encoder_logits
@@ -131,56 +134,16 @@ class RfDetr(FocalDetector):
                 "(patch size times windows); set data.image_size."
             )
         positions = (height // config.backbone_config.patch_size) ** 2
-        if positions < config.num_queries:
-            raise BadInput(
-                f"model.num_queries {config.num_queries}: images of {height}x{width} px have only {positions} "
-                "positions; use larger images or fewer queries."
-            )
-
-
-def _heads_entries(heads: int | None) -> dict[str, int]:
-    if heads is None:
-        return {}
-    return {"decoder_self_attention_heads": heads, "decoder_cross_attention_heads": 2 * heads}
-
-
-def _heads_and_layers(config: RfDetrConfig) -> dict[str, Any]:
-    """`heads` (None: in another proportion than ours) and `encoder_layers`, as they are in transformers' config."""
-    heads = config.decoder_self_attention_heads
-    in_proportion = config.decoder_cross_attention_heads == 2 * heads
-    return {"heads": heads if in_proportion else None, "encoder_layers": config.backbone_config.num_hidden_layers}
+        check_positions(height, width, positions, config.num_queries)
 
 
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None) -> dict:
     """DINOv2 small as in RF-DETR base, or the source's; other depths give maps at the four quarters."""
-    base = {"model_type": "rf_detr_dinov2", "hidden_size": 384, "num_attention_heads": 6, "image_size": 518,
-            "num_hidden_layers": 12, "out_indices": [2, 5, 8, 11]}  # fmt: skip
+    sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12, "image_size": 518}
+    base = {"model_type": "rf_detr_dinov2", **sizes, "out_indices": [2, 5, 8, 11]}
     entry = dict((source_config or {}).get("backbone_config") or base)
     if encoder_layers in (None, entry.get("num_hidden_layers")):
         return entry
     depths = sorted({max(1, round(encoder_layers * part / 4) - 1) for part in (1, 2, 3, 4)})
     kept = {k: v for k, v in entry.items() if k not in ("out_features", "stage_names", "window_block_indexes")}
     return kept | {"num_hidden_layers": encoder_layers, "out_indices": depths}
-
-
-@torch.no_grad()
-def initialise_as_published_(model: RfDetrForObjectDetection) -> None:
-    """Random weights as roboflow/rf-detr draws them around its DINOv2, which is left alone.
-
-    transformers draws N(0, 0.02), also for the queries' content (original: N(0, 1)) and boxes (original: 0).
-    """
-    core = model.model
-    for module in core.backbone.projector.modules():
-        if isinstance(module, nn.Conv2d):
-            module.reset_parameters()
-    initialise_transformer_(core.decoder)
-    initialise_transformer_(core.enc_output)
-    for module in core.decoder.modules():
-        if hasattr(module, "sampling_offsets"):
-            model._init_weights(module)
-    nn.init.zeros_(core.reference_point_embed.weight)
-    core.query_feat.reset_parameters()
-    start_heads_(model.class_embed, model.bbox_embed)
-    for group in range(len(core.enc_output)):
-        core.enc_out_class_embed[group] = copy.deepcopy(model.class_embed)
-        core.enc_out_bbox_embed[group] = copy.deepcopy(model.bbox_embed)

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForObjectDetection, PreTrainedConfig, RTDetrImageProcessor, RTDetrV2Config
-from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from toolkit.batch import normalize_images, on_host, send
 from toolkit.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.errors import BadInput
-from toolkit.models.backbones import freeze_backbone, image_statistics, load_backbone_weights
+from toolkit.models.backbones import start_backbone
 from toolkit.models.detector import MapTap
-from toolkit.models.detr.base import TransformersDetector
-from toolkit.models.detr.configuration import timm_name
-from toolkit.models.detr.detr import precision
+from toolkit.models.detr.base import TransformersDetector, check_positions, precision
+from toolkit.models.detr.configuration import ENCODER_DECODER, pixel_statistics, rt_detr_config, timm_name
 from toolkit.models.detr.detr_criterion import count_objects
+from toolkit.models.detr.host_waits import sizes_known
+from toolkit.models.detr.initialise import initialise_rt_detr_
 from toolkit.models.detr.options import RTDetrV2Options
-from toolkit.models.detr.rt_detr_build import family_config, initialise_as_published_
 from toolkit.models.detr.rt_detr_criterion import RTDetrCriterion
-from toolkit.models.detr.unasked_sizes import sizes_known
+
+PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the published models take RGB values as they are
 
 
 class RTDetrV2(TransformersDetector):
@@ -42,16 +42,11 @@ class RTDetrV2(TransformersDetector):
     Options = RTDetrV2Options
     config_class, processor_class = RTDetrV2Config, RTDetrImageProcessor
     entries = {
+        **ENCODER_DECODER,
         "d_model": ["d_model", "encoder_hidden_dim"],
-        "heads": ["encoder_attention_heads", "decoder_attention_heads"],
-        "encoder_layers": ["encoder_layers"],
-        "decoder_layers": ["decoder_layers"],
-        "ffn_dim": ["encoder_ffn_dim", "decoder_ffn_dim"],
-        "num_queries": ["num_queries"],
         "num_denoising": ["num_denoising"],
         "hidden_expansion": ["hidden_expansion"],
         "varifocal_gamma": ["focal_loss_gamma"],
-        "dropout": ["dropout"],
     }
     default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     fixed_size, stride = True, 32
@@ -64,7 +59,7 @@ class RTDetrV2(TransformersDetector):
 
     def __init__(self, class_names: Sequence[str], options: RTDetrV2Options, *, source_config: Mapping | None = None):
         super().__init__()
-        config, freeze = family_config(type(self), class_names, options, source_config)
+        config, freeze = rt_detr_config(type(self), class_names, options, source_config)
         if config.decoder_layers < 2:
             raise BadInput(
                 f"model.decoder_layers: {config.decoder_layers} is too few, transformers' {config.model_type} shares "
@@ -73,28 +68,25 @@ class RTDetrV2(TransformersDetector):
         self.model = AutoModelForObjectDetection.from_config(config)
         self.model.loss_function = _no_loss_in_forward
         backbone, name = self._backbone(), timm_name(config)
-        initialise_as_published_(self.model, backbone)
+        initialise_rt_detr_(self.model, backbone)
         if name is not None:
-            load_backbone_weights(backbone._backbone, config.backbone_config, options.pretrained_backbone)
-            freeze_backbone(backbone._backbone, name, freeze, options.pretrained_backbone)
+            start_backbone(backbone._backbone, config.backbone_config, freeze, options.pretrained_backbone)
         used = {"backbone": name, "freeze": freeze, "d_model": _one_width(config)}
-        mean, std = _own_statistics(config)
-        statistics = tuple(options.mean or mean), tuple(options.std or std)
+        of_imagenet = config.backbone_config.model_type == "dinov3_vit"
+        statistics = pixel_statistics(config, options, *(() if of_imagenet else (PLAIN,)))
         self._take(self._criterion(len(class_names), config, options), statistics, used)
 
     def _criterion(self, num_classes: int, config: PreTrainedConfig, options: RTDetrV2Options) -> nn.Module:
-        gamma = config.focal_loss_gamma
-        return RTDetrCriterion(num_classes, config.decoder_layers, config.num_denoising > 0, gamma)
+        return RTDetrCriterion(config.decoder_layers, config.num_denoising > 0, config.focal_loss_gamma)
 
     def _backbone(self) -> nn.Module:
         return self.model.model.backbone.model
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Predictions, and with targets what the loss needs beside them.
+        """Predictions, and with targets what the loss needs beside them; see `Detector.forward`.
 
         Args:
-            images: `(B, 3, H, W)` uint8, H and W multiples of 32, without padding.
-            sizes: `(B, 2)` int64, height and width of each image.
+            images: H and W are multiples of 32, without padding.
             targets: per image, on the device of the images; in training they also make the denoising queries.
 
         Returns:
@@ -132,24 +124,16 @@ class RTDetrV2(TransformersDetector):
         return outputs["logits"], outputs["boxes"]
 
     def _layers(self, outputs: Any) -> dict:
-        return {
-            "logits": outputs.intermediate_logits,
-            "boxes": outputs.intermediate_reference_points,
-            "encoder_logits": outputs.enc_topk_logits,
-            "encoder_boxes": outputs.enc_topk_bboxes,
-            "denoising": outputs.denoising_meta_values,
-        }
+        layers = {"logits": outputs.intermediate_logits, "boxes": outputs.intermediate_reference_points}
+        proposals = {"encoder_logits": outputs.enc_topk_logits, "encoder_boxes": outputs.enc_topk_bboxes}
+        return {**layers, **proposals, "denoising": outputs.denoising_meta_values}
 
     def _check_size(self, height: int, width: int) -> None:
         config = self.model.config
         if height % self.stride or width % self.stride:
             raise BadInput(f"images of {height}x{width} px: {config.model_type} needs sides that are multiples of 32.")
         positions = sum((height // stride) * (width // stride) for stride in config.feat_strides)
-        if positions < config.num_queries:
-            raise BadInput(
-                f"model.num_queries {config.num_queries}: images of {height}x{width} px have only "
-                f"{positions} positions; use larger images or fewer queries."
-            )
+        check_positions(height, width, positions, config.num_queries)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """This batch's number of boxes, from CPU targets; crowd regions are not counted."""
@@ -157,16 +141,7 @@ class RTDetrV2(TransformersDetector):
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
         """Losses of `forward`'s outputs, `(losses, {})`: there are no metrics; see `RTDetrCriterion.forward`."""
-        return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators["boxes"]), {}
-
-
-def _own_statistics(config: PreTrainedConfig) -> tuple[Sequence[float], Sequence[float]]:
-    """Mean and standard deviation of the RGB values in [0, 1] that the backbone was trained with."""
-    if name := timm_name(config):
-        return image_statistics(name)
-    if config.backbone_config.model_type == "dinov3_vit":
-        return IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-    return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the published models take RGB values as they are
+        return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators), {}
 
 
 def _one_width(config: PreTrainedConfig) -> int | None:

@@ -9,19 +9,11 @@ from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcess
 from toolkit.batch import normalize_images
 from toolkit.errors import BadInput
 from toolkit.models.detector import MapTap
-from toolkit.models.detr.configuration import (
-    build_model,
-    detector_config,
-    handed_over,
-    matching_costs,
-    pixel_statistics,
-    to_entries,
-)
-from toolkit.models.detr.detr import Detr, precision
-from toolkit.models.detr.detr_criterion import DetrCriterion
+from toolkit.models.detr.base import precision
+from toolkit.models.detr.configuration import handed_over, to_entries
+from toolkit.models.detr.detr import Detr
 from toolkit.models.detr.options import YolosOptions
 from toolkit.models.weights import vit as vit_weights
-from toolkit.models.weights.vit import load_timm_vit
 
 DEIT = {192: "deit_tiny_patch16_224", 384: "deit_small_patch16_224", 768: "deit_base_patch16_224"}
 
@@ -32,13 +24,10 @@ class Yolos(Detr):
     It ignores padding, so images must all have one size and fill it. Position embeddings are those of `image_size` in
     the config (YOLOS-Ti: 800 x 1333 px), interpolated to the images at every forward. The pretrained backbone is timm's
     DeiT of the same width.
-
-    Raises:
-        BadInput: weights that cannot be had or do not fit, a source of another architecture.
     """
 
     Options = YolosOptions
-    config_class, processor_class = YolosConfig, YolosImageProcessor
+    config_class, model_class, processor_class = YolosConfig, YolosForObjectDetection, YolosImageProcessor
     entries = {
         "d_model": ["hidden_size"],
         "heads": ["num_attention_heads"],
@@ -52,20 +41,34 @@ class Yolos(Detr):
     class_tensors = {"model.class_labels_classifier.layers.2.*": (0, 1, 1)}  # no-object last
     fixed_size = True
 
-    def __init__(self, class_names: Sequence[str], options: YolosOptions, *, source_config: Mapping | None = None):
-        nn.Module.__init__(self)
-        entries = to_entries(handed_over(options, source_config), self.entries)
-        known = source_config or self.published
-        config = detector_config(YolosConfig, class_names, known, **entries)
-        self.model = build_model(YolosForObjectDetection, config)
-        initialise_as_published_(self.model)
+    def _entries(self, options: YolosOptions, source_config: Mapping | None) -> dict:
+        return to_entries(handed_over(options, source_config), self.entries)
+
+    def _initialise(self, options: YolosOptions, source_config: Mapping | None) -> None:
+        """As hustvl/YOLOS. transformers leaves detection tokens and position embeddings at 0: all tokens stay alike,
+        and never learn apart."""
+        vit = self.model.vit
+        for module in vit.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+        vit.embeddings.patch_embeddings.projection.reset_parameters()
+        tokens = [vit.embeddings.cls_token, vit.embeddings.detection_tokens, vit.embeddings.position_embeddings]
+        if self.model.config.use_mid_position_embeddings:
+            tokens.append(vit.encoder.interpolation.mid_position_embeddings)
+        for parameter in tokens:
+            nn.init.trunc_normal_(parameter, std=0.02)
+        for layer in (*self.model.class_labels_classifier.layers, *self.model.bbox_predictor.layers):
+            layer.reset_parameters()
+
+    def _prepare_backbone(self, options: YolosOptions, source_config: Mapping | None) -> dict:
+        config = self.model.config
+        self.stride = config.patch_size
         if options.pretrained_backbone:
             grid_hw = tuple(side // config.patch_size for side in config.image_size)
-            load_timm_vit(self.model.vit, DEIT, options.pretrained_backbone, vit_weights.YOLOS, grid_hw)
-        self.stride = config.patch_size
-        costs = matching_costs(options, source_config)
-        set_loss = DetrCriterion(len(class_names), 1, config.eos_coefficient, costs)
-        self._take(set_loss, pixel_statistics(config, options), costs._asdict())
+            pretrained = options.pretrained_backbone
+            vit_weights.load_timm_vit(self.model.vit, DEIT, pretrained, vit_weights.YOLOS, grid_hw)
+        return {}
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """`logits (1, B, Q, C + 1)` and `boxes (1, B, Q, 4)`; see `Detr.forward`."""
@@ -89,28 +92,3 @@ class Yolos(Detr):
             return [tokens.transpose(1, 2).unflatten(2, grid_hw)]
 
         return [MapTap(self.model.vit, [self.stride], [self.model.config.hidden_size], patches)]
-
-    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """This batch's share of the denominators, from CPU targets; see `DetrCriterion.denominators`."""
-        return self.set_loss.denominators(targets, self.model.config.num_detection_tokens)
-
-
-@torch.no_grad()
-def initialise_as_published_(model: YolosForObjectDetection) -> None:
-    """Random weights as hustvl/YOLOS draws them.
-
-    transformers leaves detection tokens and position embeddings at 0: all tokens stay alike, and never learn apart.
-    """
-    vit = model.vit
-    for module in vit.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.trunc_normal_(module.weight, std=0.02)
-            nn.init.zeros_(module.bias)
-    vit.embeddings.patch_embeddings.projection.reset_parameters()
-    tokens = [vit.embeddings.cls_token, vit.embeddings.detection_tokens, vit.embeddings.position_embeddings]
-    if model.config.use_mid_position_embeddings:
-        tokens.append(vit.encoder.interpolation.mid_position_embeddings)
-    for parameter in tokens:
-        nn.init.trunc_normal_(parameter, std=0.02)
-    for layer in (*model.class_labels_classifier.layers, *model.bbox_predictor.layers):
-        layer.reset_parameters()

@@ -44,10 +44,7 @@ def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
         model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": file}, **options)
     kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     dropped = {key for key, tensor in wanted.items() if id(tensor) not in kept}  # the classifier, stages without a map
-    take(
-        {key: tensor for key, tensor in wanted.items() if key not in dropped},
-        {key: tensor for key, tensor in offered.items() if key not in dropped}, name, file,
-    )  # fmt: skip
+    take(*({key: x for key, x in tensors.items() if key not in dropped} for tensors in (wanted, offered)), name, file)
     return model
 
 
@@ -80,8 +77,8 @@ def take(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], name: str,
     taken = {key for key in wanted if key in offered and offered[key].shape == wanted[key].shape}
     told = _told(wanted, offered, taken)
     weights = [key for key, tensor in wanted.items() if tensor.ndim > 1]
-    fresh = [part for part in dict.fromkeys(map(_part, weights))
-             if not any(key in taken for key in weights if _part(key) == part)]  # fmt: skip
+    begun = {_part(key) for key in taken.intersection(weights)}
+    fresh = [part for part in dict.fromkeys(map(_part, weights)) if part not in begun]
     if fresh or 2 * len(taken.intersection(weights)) < len(weights):
         what = f"no weight of {_listed(fresh)}" if fresh else "less than half of the weights"
         raise BadInput(
@@ -98,12 +95,12 @@ def _told(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], taken: se
     """How many were taken, and the names of those that were not."""
     counted = [key for key in wanted if not key.endswith("num_batches_tracked")]  # a count, which older files lack
     words = [f"taken {len(taken.intersection(counted))} of {len(counted)} tensors"]
+    unfit = [key for key in counted if key in offered and key not in taken]
     others = {
         "missing": [key for key in counted if key not in offered],
         "unused": [key for key in offered if key not in wanted],
-        "of another shape": [f"{key} {tuple(offered[key].shape)} instead of {tuple(wanted[key].shape)}"
-                             for key in counted if key in offered and key not in taken],
-    }  # fmt: skip
+        "of another shape": [f"{k} {tuple(offered[k].shape)} instead of {tuple(wanted[k].shape)}" for k in unfit],
+    }
     return "; ".join(words + [f"{len(keys)} {what}: {_listed(keys)}" for what, keys in others.items() if keys])
 
 

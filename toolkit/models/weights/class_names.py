@@ -10,8 +10,10 @@ COCO_80 = (
     "scissors, teddy bear, hair drier, toothbrush"
 ).split(", ")
 NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of the ids 1 to 90
-VOC_20 = ("aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person pottedplant "
-          "sheep sofa train tvmonitor").split()  # fmt: skip
+VOC_20 = (
+    "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person pottedplant "
+    "sheep sofa train tvmonitor"
+).split()
 VG_150 = (
     "airplane animal arm bag banana basket beach bear bed bench bike bird board boat book boot bottle bowl box boy "
     "branch building bus cabinet cap car cat chair child clock coat counter cow cup curtain desk dog door drawer "

@@ -37,11 +37,11 @@ def head_layers(classes: int, anchors: int = 3) -> Iterator[tuple[str, str | Non
     for level, width in enumerate((512, 256, 128)):
         if level:
             yield f"transitions.{level - 1}.0", f"transitions.{level - 1}.1", (width, 2 * width, 1, 1)
-        taken = 2 * width if level == 0 else 3 * width
-        for i in range(5):
-            into, out, side = (taken if i == 0 else 2 * width, width, 1) if i % 2 == 0 else (width, 2 * width, 3)
-            yield f"blocks.{level}.body.{i}.0", f"blocks.{level}.body.{i}.1", (out, into, side, side)
-        yield f"blocks.{level}.tip.0", f"blocks.{level}.tip.1", (2 * width, width, 3, 3)
+        narrow, wide = (width, 2 * width, 1, 1), (2 * width, width, 3, 3)
+        first = (width, 3 * width, 1, 1) if level else narrow
+        for i, shape in enumerate((first, wide, narrow, wide, narrow)):
+            yield f"blocks.{level}.body.{i}.0", f"blocks.{level}.body.{i}.1", shape
+        yield f"blocks.{level}.tip.0", f"blocks.{level}.tip.1", wide
         yield f"predictions.{level}", None, (anchors * (5 + classes), 2 * width, 1, 1)
 
 
@@ -89,9 +89,10 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     """
     classes = classes_of(len(state["darknet"]))
     if classes is None:
-        raise BadInput(f"model.pretrained {file}: {len(state['darknet'])} numbers are those of no YOLOv3 on "
-                       "Darknet-53; yolov3.weights, others of the same .cfg with their own classes, and "
-                       "darknet53.conv.74 can be taken")  # fmt: skip
+        raise BadInput(
+            f"model.pretrained {file}: {len(state['darknet'])} numbers are those of no YOLOv3 on Darknet-53; "
+            "yolov3.weights, others of the same .cfg with their own classes, and darknet53.conv.74 can be taken"
+        )
     options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.0] * 3, "std": [1.0] * 3}
     return Description("yolov3", options, named(classes) if classes else ["none"])
 

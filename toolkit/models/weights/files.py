@@ -12,27 +12,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from toolkit.errors import BadInput
-from toolkit.models.weights import (
-    conditional_detr,
-    d_fine,
-    dab_detr,
-    darknet,
-    deformable_detr,
-    detr,
-    gluoncv,
-    maskrcnn_benchmark,
-    rt_detr,
-    torchvision,
-)
+from toolkit.models.weights import darknet, gluoncv, torchvision
+from toolkit.models.weights.detr import CONDITIONAL_DETR, DAB_DETR, DEFORMABLE_DETR, DETR
+from toolkit.models.weights.maskrcnn_benchmark import MASKRCNN_BENCHMARK
 from toolkit.models.weights.names import Description
+from toolkit.models.weights.rt_detr import D_FINE, RT_DETR
 
-PUBLISHERS = (torchvision, maskrcnn_benchmark, detr, conditional_detr, dab_detr, deformable_detr, d_fine, rt_detr,
-              darknet, gluoncv)  # fmt: skip
+BY_NAMES = (MASKRCNN_BENCHMARK, DETR, CONDITIONAL_DETR, DAB_DETR, DEFORMABLE_DETR, D_FINE, RT_DETR)
+PUBLISHERS = (torchvision, *BY_NAMES, darknet, gluoncv)  # modules have the methods of a `Publisher` as functions
 # Where programs keep the weights in what they save; averaged ones go first.
 INSIDE = (("ema", "module"), ("ema",), ("ema_model",), ("model_ema",), ("state_dict_ema",), ("model",), ("state_dict",))
-KNOWN = ("torchvision (fasterrcnn_resnet50_fpn, its _v2, ssd300_vgg16, ssdlite320_mobilenet_v3_large), "
-         "facebookresearch/detr, Conditional, DAB and Deformable DETR, lyuwenyu/RT-DETR, Peterande/D-FINE, "
-         "maskrcnn-benchmark, Scene-Graph-Benchmark, Darknet's and GluonCV's YOLOv3")  # fmt: skip
+KNOWN = (
+    "torchvision (fasterrcnn_resnet50_fpn, its _v2, ssd300_vgg16, ssdlite320_mobilenet_v3_large), "
+    "facebookresearch/detr, Conditional, DAB and Deformable DETR, lyuwenyu/RT-DETR, Peterande/D-FINE, "
+    "maskrcnn-benchmark, Scene-Graph-Benchmark, Darknet's and GluonCV's YOLOv3"
+)
 
 
 def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:

@@ -7,6 +7,7 @@ numbers. Its networks beside YOLOv3 on Darknet-53 have no counterpart here, nor 
 before, whose names are those of layers counted through.
 """
 
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -67,38 +68,8 @@ def _read(raw: bytes) -> dict[str, Tensor]:
         array = np.frombuffer(raw, TYPES[kind], count, place).reshape(shape)
         place += array.nbytes
         arrays.append(torch.from_numpy(array.copy()))
-    names = []
-    for _ in range(take("Q")):
-        length = take("Q")
-        names.append(raw[place : place + length].decode())
-        place += length
-    return dict(zip((name.removeprefix("arg:").removeprefix("aux:") for name in names), arrays, strict=True))
-
-
-def layers(classes: int) -> Iterator[tuple[str, str, str | None, str | None]]:
-    """(our convolution, theirs, our norm, theirs) of YOLOv3 on Darknet-53."""
-    stem, *rest = darknet.backbone_layers()
-    yield stem[0], "stages.0.0.0", stem[1], "stages.0.0.1"
-    for conv, norm, _ in rest:
-        stage = int(conv.split("_")[1].split(".")[0])
-        part, first = _place(stage)
-        if "conv_down" in conv:
-            yield conv, f"stages.{part}.{first}.0", norm, f"stages.{part}.{first}.1"
-            continue
-        block, which = int(conv.split(".")[3]), int(conv.split(".")[4][-1]) - 1
-        theirs = f"stages.{part}.{first + 1 + block}.body.{which}"
-        yield conv, f"{theirs}.0", norm, f"{theirs}.1"
-    for conv, norm, _ in darknet.head_layers(classes):
-        theirs = conv.replace("blocks.", "yolo_blocks.")
-        if norm is None:
-            yield conv, f"yolo_outputs.{conv.split('.')[1]}.prediction", None, None
-        else:
-            yield conv, theirs, norm, norm.replace("blocks.", "yolo_blocks.")
-
-
-def _place(stage: int) -> tuple[int, int]:
-    """Where Darknet's stage begins in GluonCV's three parts: part, and number in it."""
-    return [(0, 1), (0, 3), (0, 6), (1, 0), (2, 0)][stage]
+    names = [take(f"{take('Q')}s").decode().removeprefix("arg:").removeprefix("aux:") for _ in range(take("Q"))]
+    return dict(zip(names, arrays, strict=True))
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
@@ -114,13 +85,28 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 
 def tensor_names(classes: int) -> Iterator[tuple[str, str]]:
-    """(our name, theirs) of every tensor."""
-    for conv, theirs, norm, their_norm in layers(classes):
-        yield f"{conv}.weight", f"{theirs}.weight"
+    """(our name, theirs) of every tensor of YOLOv3 on Darknet-53."""
+    for conv, norm, _ in [*darknet.backbone_layers(), *darknet.head_layers(classes)]:
+        yield f"{conv}.weight", f"{_theirs(conv)}.weight"
         if norm is None:
-            yield f"{conv}.bias", f"{theirs}.bias"
+            yield f"{conv}.bias", f"{_theirs(conv)}.bias"
         else:
-            yield from ((f"{norm}.{ours}", f"{their_norm}.{leaf}") for ours, leaf in NORM.items())
+            yield from ((f"{norm}.{ours}", f"{_theirs(norm)}.{leaf}") for ours, leaf in NORM.items())
+
+
+def _theirs(name: str) -> str:
+    """Their name of one of our convolutions or norms, which have the numbers 0 and 1 in the backbone."""
+    if not name.startswith("backbone."):
+        return re.sub(r"^predictions\.(\d)$", r"yolo_outputs.\1.prediction", name).replace("blocks.", "yolo_blocks.")
+    number = 0 if name.endswith(".conv") else 1
+    if "stem" in name:
+        return f"stages.0.0.{number}"
+    stage, *inside = map(int, re.findall(r"\d+", name))
+    part, first = [(0, 1), (0, 3), (0, 6), (1, 0), (2, 0)][stage]  # where a stage begins in GluonCV's three parts
+    if not inside:
+        return f"stages.{part}.{first}.{number}"
+    block, which = inside
+    return f"stages.{part}.{first + 1 + block}.body.{which - 1}.{number}"
 
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

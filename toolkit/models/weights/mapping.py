@@ -45,10 +45,8 @@ class WeightTable:
         entries = [(what, _part(name), "" if note.startswith("<-") else note) for what, name, note in self.entries()]
         counts = Counter(entries)
         width = max((len(part) for _, part, _ in counts), default=0)
-        return "\n".join(
-            f"{what:<7s} {part:<{width}s} {number:5d} tensors  {note}".rstrip()
-            for (what, part, note), number in counts.items()
-        )
+        lines = (f"{what:<7s} {part:<{width}s} {n:5d} tensors  {note}" for (what, part, note), n in counts.items())
+        return "\n".join(map(str.rstrip, lines))
 
 
 def map_weights(
@@ -64,7 +62,7 @@ def map_weights(
 
     model, checkpoint: state dicts. prefixes: {prefix in the model: prefix in the checkpoint}, whole parts of names;
     the longest applies. One tensor of the checkpoint may serve several of the model. Nothing is guessed.
-    class_tensors: see above; classes, source_classes: names of the model's and the checkpoint's classes.
+    class_tensors: see pretrained.py; classes, source_classes: names of the model's and the checkpoint's classes.
     Raises BadInput: a prefix that matches nothing on its side, shapes that differ, ambiguous classes; all of them.
     """
     prefixes, table = prefixes or {}, WeightTable()
@@ -76,17 +74,15 @@ def map_weights(
         if source not in checkpoint:
             table.new.append(name)
             continue
-        weights, layout = checkpoint[source], _layout(name, class_tensors or {})
+        weights, layout, found = checkpoint[source], _layout(name, class_tensors or {}), None
         if layout is not None and list(classes) != list(source_classes):
             found = copy_class_rows(value, weights, layout, classes, source_classes)
-            if found is value:
-                table.new.append(name)
-                continue
-            if found is not None:
-                table.state[name], table.sources[name] = found, source
-                table.rows[name] = _sentence(classes, source_classes)
-                continue
-        if weights.shape != value.shape:
+        if found is value:
+            table.new.append(name)
+        elif found is not None:
+            table.state[name], table.sources[name] = found, source
+            table.rows[name] = _sentence(classes, source_classes)
+        elif weights.shape != value.shape:
             shapes = f"{tuple(weights.shape)}; the model's is {tuple(value.shape)}"
             problems.append(f"{name} <- {source}: the checkpoint's shape is {shapes}")
         else:

@@ -1,7 +1,7 @@
-"""Renaming of published weights: prefix pairs, and joint attention matrices."""
+"""Names of published weights: what says whose they are, and the tables by which they become ours."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -21,6 +21,38 @@ class Description:
     options: dict
     class_names: list[str]
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Publisher:
+    """A program whose weights become ours by their names.
+
+    marks: names that its tensors have, and no other publisher's. names: see `renamed`. left_out: pattern of names
+    without a counterpart. copies: see `copied`. described: the detector that tensors are of, from these and the name of
+    their file; it raises BadInput for a variant that is not here.
+    """
+
+    described: Callable[[Mapping[str, Tensor], str], Description]
+    marks: Sequence[str]
+    names: Pairs
+    left_out: str = r"num_batches_tracked$"
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    def recognised(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether these are its names."""
+        return all(name in state for name in self.marks)
+
+    def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Their tensors under our names."""
+        kept = {name: tensor for name, tensor in state.items() if not re.search(self.left_out, name)}
+        return copied(renamed(split_attention(kept), self.names), self.copies)
+
+
+def pairs(table: str, below: Pairs = (("", ""),)) -> Pairs:
+    """A table of entries `theirs ours`, one a line or separated by commas; below each of some places, if these are
+    given."""
+    entries = [entry.split() for entry in re.split(r"[,\n]", table) if entry.strip()]
+    return [(there + theirs, here + ours) for there, here in below for theirs, ours in entries]
 
 
 def renamed(state: Mapping[str, Tensor], pairs: Pairs) -> dict[str, Tensor]:
@@ -45,12 +77,12 @@ def _renamed(name: str, rules: Sequence[tuple[re.Pattern, str]]) -> str:
     return name
 
 
-def split_attention(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`nn.MultiheadAttention` keeps queries, keys and values in one matrix `in_proj_weight`: as three, `q_proj.weight`,
-    `k_proj.weight` and `v_proj.weight`; biases likewise."""
+def split_attention(state: Mapping[str, Tensor], joint: str = ".in_proj_") -> dict[str, Tensor]:
+    """`nn.MultiheadAttention` keeps queries, keys and values in one matrix `in_proj_weight`, timm in `qkv.weight`: as
+    three, `q_proj.weight`, `k_proj.weight` and `v_proj.weight`; biases likewise."""
     result = {}
     for name, tensor in state.items():
-        stem, found, leaf = name.rpartition(".in_proj_")
+        stem, found, leaf = name.rpartition(joint)
         if found:
             parts = tensor.chunk(3)
             result |= {f"{stem}.{which}_proj.{leaf}": part for which, part in zip("qkv", parts, strict=True)}
@@ -67,11 +99,6 @@ def copied(state: Mapping[str, Tensor], copies: Mapping[str, str]) -> dict[str, 
     return result
 
 
-def without(state: Mapping[str, Tensor], *patterns: str) -> dict[str, Tensor]:
-    """The tensors whose names none of these regular expressions is found in."""
-    return {name: tensor for name, tensor in state.items() if not any(re.search(p, name) for p in patterns)}
-
-
 def count(state: Mapping[str, Tensor], prefix: str) -> int:
     """How many numbered parts there are below a prefix: one more than the largest number."""
     numbers = [int(found[1]) for name in state if (found := re.match(re.escape(prefix) + r"\.(\d+)\.", name))]
@@ -79,9 +106,12 @@ def count(state: Mapping[str, Tensor], prefix: str) -> int:
 
 
 RESNETS = {  # blocks of each stage, and whether they are bottlenecks
-    ((2, 2, 2, 2), False): "resnet18", ((3, 4, 6, 3), False): "resnet34", ((3, 4, 6, 3), True): "resnet50",
-    ((3, 4, 23, 3), True): "resnet101", ((3, 8, 36, 3), True): "resnet152",
-}  # fmt: skip
+    ((2, 2, 2, 2), False): "resnet18",
+    ((3, 4, 6, 3), False): "resnet34",
+    ((3, 4, 6, 3), True): "resnet50",
+    ((3, 4, 23, 3), True): "resnet101",
+    ((3, 8, 36, 3), True): "resnet152",
+}
 
 
 def resnet_name(state: Mapping[str, Tensor], prefix: str) -> str | None:

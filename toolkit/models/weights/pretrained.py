@@ -1,12 +1,7 @@
-"""Fine-tuning: starts a detector from pretrained weights, and reports where each of its tensors came from.
+"""Pretrained weights of a detector: a hub name, a transformers folder (a `final/` too), a `final/` folder of our own
+kind, a run folder or one of its checkpoints, or a file of one of the publishers in this folder (see `files.py`).
 
-    detector = start_detector(config.model, class_names, folder, resumed_from=None, say=print)
-
-is all that a training script needs. `config.model.pretrained` is a hub name, a transformers folder (a `final/`
-too), a `final/` folder of our own kind, a run folder or one of its checkpoints, or a file that one of the publishers in
-this folder put out (`files.py` knows them all).
-
-What a detector has to provide:
+What a detector has to provide, to be started from them by `start_detector`:
 
 - Every tensor of its state dict takes the source's tensor of the same name and shape. A detector around a transformers
   model holds it as `self.model`: the source's names are then those of that model below "model.". Another shape is an
@@ -41,6 +36,7 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.files import near_names
+from toolkit.models.weights.files import open_file
 from toolkit.runs.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
 from toolkit.runs.settings_file import detector_options
 
@@ -60,9 +56,6 @@ class Pretrained:
     notes: list[str] = field(default_factory=list)
 
 
-# ---------------------------------------------------------------- where weights come from
-
-
 def open_pretrained(name: str) -> Pretrained:
     """Trained weights by hub name or path; see the top of this file.
 
@@ -72,24 +65,17 @@ def open_pretrained(name: str) -> Pretrained:
     path = Path(name).expanduser()
     if not path.exists():
         if not may_be_of_hub(name):
-            raise BadInput(f"model.pretrained: there is no {path}; give a folder, or a hub name such as owner/model"
-                           f"{near_names(path)}")  # fmt: skip
+            expected = "give a folder, or a hub name such as owner/model"
+            raise BadInput(f"model.pretrained: there is no {path}; {expected}{near_names(path)}")
         return _from_transformers(name, name)
     if path.is_file():
-        return _from_file(name, path)
+        found, tensors = open_file(path)
+        return Pretrained(name, found.architecture, found.options, found.class_names, tensors, found.notes)
     try:
         kind = kind_of(path)
     except BadInput as error:
         raise BadInput(f"model.pretrained: {error}") from error
     return {"run": _from_run, "final": _from_our_folder, "transformers": _from_transformers}[kind](name, str(path))
-
-
-def _from_file(name: str, path: Path) -> Pretrained:
-    from toolkit.models.weights.files import open_file
-
-    description, tensors = open_file(path)
-    return Pretrained(name, description.architecture, description.options, description.class_names, tensors,
-                      description.notes)  # fmt: skip
 
 
 def _from_run(name: str, path: Path) -> Pretrained:
@@ -138,8 +124,8 @@ def _from_transformers(name: str, place: str) -> Pretrained:
         processor = None
     if processor is not None:
         plain = not processor.do_normalize
-        options["mean"] = [0.0] * 3 if plain else [float(value) for value in processor.image_mean]
-        options["std"] = [1.0] * 3 if plain else [float(value) for value in processor.image_std]
+        options["mean"] = [0.0] * 3 if plain else list(map(float, processor.image_mean))
+        options["std"] = [1.0] * 3 if plain else list(map(float, processor.image_std))
     class_names = [config.id2label[i] for i in sorted(config.id2label)]
     tensors = {f"model.{key}": value for key, value in model.state_dict().items()}
     return Pretrained(name, config.model_type, options, class_names, tensors)
@@ -148,9 +134,6 @@ def _from_transformers(name: str, place: str) -> Pretrained:
 def _first_sentence(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return text[0].split(". ")[0][:200] if text else type(error).__name__
-
-
-# ---------------------------------------------------------------- the hub, where it cannot be reached
 
 
 @contextmanager

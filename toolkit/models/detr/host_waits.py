@@ -1,0 +1,87 @@
+"""transformers' layers and models without their waits for a GPU, with the same numbers.
+
+In training each encoder layer checks whether its output is finite, and clamps it if not, so that the host waits once
+per layer, in the middle of a step. Clamping does not change finite values, so here nothing is checked.
+
+Between the projection of the feature maps and the selection of queries, RT-DETR, D-FINE and DEIMv2 copy the sizes of
+the maps to the device one by one, and look up the positives of the denoising queries although their number is known.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# Layers of transformers whose forward is `_forward`.
+ALIKE = {f"{name}EncoderLayer" for name in "ConditionalDetr DFine DeformableDetr Deimv2 Detr RTDetrV2".split()}
+
+
+def clamp_unasked_(model: nn.Module) -> None:
+    """Replaces the forward of all such layers in `model` by one that gives the same numbers."""
+    for module in model.modules():
+        if type(module).__name__ in ALIKE:
+            module.forward = MethodType(_forward, module)
+
+
+def _forward(
+    self: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None, spatial_position_embeddings=None, **kwargs
+) -> Tensor:
+    """See `DetrEncoderLayer.forward`; `RTDetrV2EncoderLayer` may normalise before, `DeformableDetrEncoderLayer` looks
+    at the maps that it makes."""
+    before = getattr(self, "normalize_before", False)
+    if kwargs.get("reference_points") is not None:
+        kwargs |= {"encoder_hidden_states": hidden_states, "encoder_attention_mask": attention_mask}
+    normed = self.self_attn_layer_norm(hidden_states) if before else hidden_states
+    attended, _ = self.self_attn(
+        hidden_states=normed, attention_mask=attention_mask, position_embeddings=spatial_position_embeddings, **kwargs
+    )
+    hidden_states = hidden_states + F.dropout(attended, p=self.dropout, training=self.training)
+    hidden_states = (self.final_layer_norm if before else self.self_attn_layer_norm)(hidden_states)
+    hidden_states = hidden_states + self.mlp(hidden_states)
+    if not before:
+        hidden_states = self.final_layer_norm(hidden_states)
+    if self.training:
+        limit = torch.finfo(hidden_states.dtype).max - 1000
+        hidden_states = hidden_states.clamp(min=-limit, max=limit)
+    return hidden_states
+
+
+class SizesKnown(TorchFunctionMode):
+    """Inside, a number is filled in where it would be copied, and `torch.nonzero` finds `positives` rows unasked."""
+
+    def __init__(self, positives: int):
+        super().__init__()
+        self.positives = positives
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.__setitem__ and isinstance(args[2], int | float):
+            args[0][args[1]].fill_(args[2])  # places of transformers are integers and slices: this is a view
+            return None
+        if func is torch.nonzero:
+            return torch.nonzero_static(args[0], size=self.positives)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def sizes_known(model: nn.Module, counts: Sequence[int]) -> Iterator[None]:
+    """The forward of `model`, a transformers' model without its loss, gives the same numbers inside.
+
+    counts: objects of each image that denoising queries are made of; none in evaluation.
+    """
+    most = max(counts, default=0)
+    groups = max(1, model.config.num_denoising // most) if most else 0
+    with ExitStack() as in_between, ExitStack() as hooks:
+
+        def begin(*_) -> None:
+            in_between.enter_context(SizesKnown(groups * sum(counts)))
+
+        def end(*_) -> None:
+            in_between.close()
+
+        for module, action in ((model.decoder_input_proj[0], begin), (model.enc_output, end)):
+            hooks.callback(module.register_forward_pre_hook(action).remove)
+        yield

@@ -1,0 +1,103 @@
+"""Random weights as the papers' programs draw them.
+
+transformers draws nearly everything from N(0, 0.02) or N(0, 0.01): made for loading a checkpoint, such weights let
+little through at first, and training from them hardly gets going.
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+PRIOR = 0.01  # probability that the class heads start from
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+
+
+def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ATTENTION) -> None:
+    """Matrices Xavier uniform; those whose names end in `fused` as the one matrix they are in `nn.MultiheadAttention`.
+
+    Biases are PyTorch's default, but 0 in that module and in every attention's output projection.
+    """
+    for name, module in transformer.named_modules():
+        if isinstance(module, nn.Linear):
+            in_one = name.endswith(fused)
+            module.reset_parameters()
+            nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if in_one else 1.0)
+            if in_one or name.endswith(("o_proj", "out_proj", "output_proj")):
+                nn.init.zeros_(module.bias)
+
+
+def initialise_sampling_(model: nn.Module, transformer: nn.Module) -> None:
+    """Sampling offsets of deformable attention start as a star around the reference point, as transformers has them."""
+    for module in transformer.modules():
+        if hasattr(module, "sampling_offsets"):
+            model._init_weights(module)
+
+
+def start_heads_(class_head: nn.Linear, box_head: nn.Module) -> None:
+    """PyTorch's default, scores at `PRIOR`, boxes at their reference."""
+    class_head.reset_parameters()
+    start_at_prior_(class_head)
+    for layer in box_head.layers:
+        layer.reset_parameters()
+    start_at_zero_(box_head)
+
+
+def start_at_prior_(class_head: nn.Linear) -> None:
+    """Every score begins at `PRIOR`."""
+    nn.init.constant_(class_head.bias, -math.log((1 - PRIOR) / PRIOR))
+
+
+def start_at_zero_(head: nn.Module) -> None:
+    """What a head of several layers gives begins at 0."""
+    nn.init.zeros_(head.layers[-1].weight)
+    nn.init.zeros_(head.layers[-1].bias)
+
+
+@torch.no_grad()
+def initialise_rt_detr_(model: PreTrainedModel, backbone: nn.Module) -> None:
+    """Weights of RT-DETR-v2, D-FINE or DEIMv2 as their programs draw them; the backbone is left alone.
+
+    transformers draws the scales of batch norms from N(0, 0.01) too.
+    """
+    core = model.model
+    inside = set(backbone.modules())
+    modules = {name: module for name, module in core.named_modules() if module not in inside}
+    for module in modules.values():
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.BatchNorm2d):
+            module.reset_parameters()
+    for name, module in modules.items():
+        if hasattr(module, "sampling_offsets"):  # deformable attention
+            model._init_weights(module)
+        elif name.endswith((*ATTENTION, "o_proj")):
+            nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if name.endswith(ATTENTION) else 1.0)
+            nn.init.zeros_(module.bias)
+        elif name.endswith("gateway.gate"):
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+    blocks = (*getattr(core, "encoder_input_proj", ()), *core.decoder_input_proj)
+    projections = [block[0] for block in blocks if isinstance(block, nn.Sequential) and len(block)]
+    for module in (*projections, core.enc_output[0], *core.decoder.query_pos_head.layers):
+        nn.init.xavier_uniform_(module.weight)
+    for head in (core.enc_score_head, *core.decoder.class_embed):
+        start_at_prior_(head)
+    for head in (core.enc_bbox_head, *core.decoder.bbox_embed):
+        start_at_zero_(head)
+    if hasattr(core, "denoising_class_embed"):
+        nn.init.normal_(core.denoising_class_embed.weight)
+    if hasattr(core.decoder, "pre_bbox_head"):
+        _initialise_refinement_(core.decoder)
+
+
+def _initialise_refinement_(decoder: nn.Module) -> None:
+    """What only the decoders of D-FINE and DEIMv2 have."""
+    start_at_zero_(decoder.pre_bbox_head)
+    for quality in decoder.lqe_layers:
+        start_at_zero_(quality.reg_conf)
+    for layer in decoder.layers:
+        for module in layer.mlp.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if hasattr(layer.mlp, "gate_proj"):  # SwiGLU, of DEIMv2
+                    nn.init.zeros_(module.bias)
