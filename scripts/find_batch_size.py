@@ -24,8 +24,8 @@ import torch
 from accelerate.utils import find_executable_batch_size
 
 from toolkit.errors import BadInput, says_bad_input
-from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
-from toolkit.runs.watch import WatchedRun
+from toolkit.runs.settings_file import save_config
+from toolkit.runs.watch import WatchedRun, resolved_settings, steps_alone
 from toolkit.text import ShortUsage
 
 TOO_FEW_IMAGES = "data.batch_size_per_device of at most"  # of toolkit/data/sampling.py
@@ -91,7 +91,8 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
     if asked > largest:
         found["optim"] = {"accumulation_steps": -(-asked // largest)}
     where = f"a CPU with {arguments.memory_gib:.1f} GiB" if on_cpu else "an accelerator"
-    write_settings(arguments.out, found, [
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    save_config(found, arguments.out, [
         f"Found by scripts/find_batch_size.py {arguments.script} {' '.join(rest)}",
         f"{largest} images fit into the memory of {where}; twice as many: {why}.",
         f"The settings have {asked} images in a step of one device.",

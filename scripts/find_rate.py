@@ -21,8 +21,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from toolkit.errors import BadInput, says_bad_input
-from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
-from toolkit.runs.watch import WatchedRun
+from toolkit.runs.settings_file import save_config
+from toolkit.runs.watch import WatchedRun, resolved_settings, steps_alone
 from toolkit.text import ShortUsage
 
 SMOOTHING = 0.9
@@ -89,7 +89,8 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
     draw(curve, rate, arguments.out.with_suffix(".png"))
     found = {"lr": float(f"{rate:.2g}")} | ({} if ratio is None else {"backbone_lr": float(f"{rate * ratio:.2g}")})
     smallest = min(curve, key=lambda row: row[2])
-    write_settings(arguments.out, {"optim": found}, [
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    save_config({"optim": found}, arguments.out, [
         f"Found by scripts/find_rate.py {arguments.script} {' '.join(rest)}",
         f"The smoothed loss was smallest ({smallest[2]:.4g}) at {smallest[0]:.2g}; {len(curve)} of {steps} steps from "
         f"{low:g} to {high:g}.",

@@ -6,8 +6,16 @@
 import pytest
 
 from toolkit.errors import BadInput
-from toolkit.runs.changes import changes, in_force, refuse
-from toolkit.runs.settings_file import config_files, newest_config, next_config, read_settings, save_config
+from toolkit.runs.settings_file import (
+    changes,
+    config_files,
+    in_force,
+    newest_config,
+    next_config,
+    read_settings,
+    refuse,
+    save_config,
+)
 
 BEFORE = {
     "run": {"seed": 0, "max_steps": None, "max_minutes": 1.0, "name": "a", "keep": 2},

@@ -19,8 +19,7 @@ import torch
 from toolkit.errors import BadInput
 from toolkit.files import write_json_atomic
 from toolkit.runs.folder import git_state, keep_staged, prepare_run_folder, staging, write_environment
-from toolkit.runs.lock import FolderLock
-from toolkit.runs.status import EXIT_CODES, read_status, run_status, write_status
+from toolkit.runs.status import EXIT_CODES, FolderLock, read_status, run_status, write_status
 
 
 def test_a_new_folder_is_made_and_an_empty_one_taken(tmp_path):
@@ -165,7 +164,7 @@ def test_a_folder_is_locked_for_everyone_else(tmp_path):
 LOCKED = """
 import os, sys, time
 from pathlib import Path
-from toolkit.runs.lock import FolderLock
+from toolkit.runs.status import FolderLock
 lock = FolderLock()
 lock.take(Path(sys.argv[1]))
 said, begun = os.pipe()

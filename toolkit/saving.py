@@ -10,8 +10,8 @@ from toolkit.data.sampling import epochs_after, steps_ahead
 from toolkit.distributed import run_on_main
 from toolkit.errors import BadInput
 from toolkit.files import fsync_folder
-from toolkit.runs.changes import Change
 from toolkit.runs.checkpoint import Checkpoint, bring_best, repair_latest, save_checkpoint
+from toolkit.runs.settings_file import Change
 from toolkit.step.optim import load_state
 
 

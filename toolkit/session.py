@@ -36,19 +36,25 @@ from toolkit.log import Log
 from toolkit.models.detector import Detector
 from toolkit.models.start import start_detector
 from toolkit.runs.best import Best
-from toolkit.runs.changes import Change, changes, in_force, refuse
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
 from toolkit.runs.failures import as_sentences
 from toolkit.runs.folder import keep_staged, prepare_run_folder, staging, write_environment
-from toolkit.runs.launcher import asked_settings
-from toolkit.runs.lock import FolderLock
+from toolkit.runs.launcher import asked_settings, settle
 from toolkit.runs.metrics_log import repair_rows
 from toolkit.runs.open_run import settings_beside
 from toolkit.runs.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
 from toolkit.runs.script import script_of
-from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
-from toolkit.runs.settled import settle
-from toolkit.runs.status import RunStatus, run_status
+from toolkit.runs.settings_file import (
+    ABOUT_STARTING,
+    CONFIG,
+    Change,
+    changes,
+    in_force,
+    next_config,
+    refuse,
+    save_config,
+)
+from toolkit.runs.status import FolderLock, RunStatus, run_status
 from toolkit.runs.trackers import agent_run_id, tracker_names
 from toolkit.runs.trackers.tracker import About, data_facts
 from toolkit.runs.watchdog import watchdog

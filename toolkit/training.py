@@ -115,7 +115,7 @@ class Training:
 
     @property
     def ended_by(self) -> list[str]:
-        """The settings that end training at this step, see `toolkit.runs.ending`; empty while it goes on."""
+        """The settings that end training at this step, see `toolkit.runs.status.ENDINGS`; empty while it goes on."""
         limits = {
             self.limit: self.step >= self.total_steps,
             "eval.early_stopping_patience": self.best.patience_is_over,

@@ -24,7 +24,7 @@ from toolkit.evaluation.shown import shown_evaluation
 from toolkit.recovery import state_is_sound
 from toolkit.runs.best import no_such_metric
 from toolkit.runs.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
-from toolkit.runs.ending import in_words
+from toolkit.runs.status import in_words
 from toolkit.saving import save
 from toolkit.step.state import nonfinite
 from toolkit.step.timer import machine_figures

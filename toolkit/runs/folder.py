@@ -20,8 +20,7 @@ import torch
 
 from toolkit.errors import BadInput
 from toolkit.files import replace_nonfinite, usable_cores, write_json_atomic, write_text_atomic
-from toolkit.runs.lock import FolderLock
-from toolkit.runs.status import _now, holds_a_run
+from toolkit.runs.status import FolderLock, holds_a_run, now
 
 STAGING = ".tmp-start"
 PACKAGES = ("torch", "torchvision", "accelerate", "transformers", "timm", "datasets", "wandb", "pycocotools",
@@ -111,7 +110,7 @@ def write_environment(folder: Path, seed: int, world_size: int, extra: dict | No
     if git and git["dirty"]:
         write_text_atomic(Path(folder) / "code.diff", _git(root, "diff", "HEAD"))
     environment = {
-        "time": _now(),
+        "time": now(),
         "command_line": list(sys.argv),
         "working_directory": os.getcwd(),
         "seed": seed,

@@ -24,13 +24,13 @@ from contextlib import contextmanager
 
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
+from toolkit.runs.status import STATES, state_of
 
 PORT = "DETECTION_TOOLKIT_WATCHDOG_PORT"  # variable: of the main machine, where the others connect; else any free one
 GRACE_S = 20.0  # for a process to end by itself, before it is ended, once another one has failed
 CONNECT_S = 30.0
 LEAVE_S = 40.0
 WORD_S = 15.0  # how long a collective that broke waits for the cause
-STATES = {"bad_input": BadInput, "stopped_by_guard": StoppedByGuard, "preempted": Preempted}
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|store", re.IGNORECASE)
 
@@ -136,7 +136,7 @@ class _Watch:
 
     def fail(self, error: BaseException) -> None:
         """Tells the others why this process ends."""
-        state = next((state for state, kind in STATES.items() if isinstance(error, kind)), "failed")
+        state = state_of(error)
         defect = state == "failed" and not isinstance(error, FailedElsewhere)
         reason = f"{type(error).__name__}: {error}" if defect else str(error)
         hangs = isinstance(error, Hanging)
