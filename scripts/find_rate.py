@@ -62,6 +62,7 @@ def draw(curve: list[tuple[float, float, float]], rate: float, path: Path) -> No
     axes.axvline(rate, linestyle="--", color="black", label=f"proposed: {rate:.2g}")
     axes.set(xlabel="learning rate", ylabel="training loss", ylim=(0.9 * min(smoothed), 1.2 * max(smoothed)))
     axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
@@ -89,7 +90,6 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
     draw(curve, rate, arguments.out.with_suffix(".png"))
     found = {"lr": float(f"{rate:.2g}")} | ({} if ratio is None else {"backbone_lr": float(f"{rate * ratio:.2g}")})
     smallest = min(curve, key=lambda row: row[2])
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     save_config({"optim": found}, arguments.out, [
         f"Found by scripts/find_rate.py {arguments.script} {' '.join(rest)}",
         f"The smoothed loss was smallest ({smallest[2]:.4g}) at {smallest[0]:.2g}; {len(curve)} of {steps} steps from "
