@@ -41,9 +41,8 @@ from toolkit.runs.failures import as_sentences
 from toolkit.runs.folder import keep_staged, prepare_run_folder, staging, write_environment
 from toolkit.runs.launcher import asked_settings, settle
 from toolkit.runs.metrics_log import repair_rows
-from toolkit.runs.open_run import settings_beside
+from toolkit.runs.open_run import script_of, settings_beside
 from toolkit.runs.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
-from toolkit.runs.script import script_of
 from toolkit.runs.settings_file import (
     ABOUT_STARTING,
     CONFIG,
@@ -55,8 +54,7 @@ from toolkit.runs.settings_file import (
     save_config,
 )
 from toolkit.runs.status import FolderLock, RunStatus, run_status
-from toolkit.runs.trackers import agent_run_id, tracker_names
-from toolkit.runs.trackers.tracker import About, data_facts
+from toolkit.runs.trackers import About, agent_run_id, data_facts, tracker_names
 from toolkit.runs.watchdog import watchdog
 from toolkit.runs.writer import RunWriter
 from toolkit.saving import load, save

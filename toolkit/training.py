@@ -21,12 +21,11 @@ from toolkit.data.sampling import EpochSampler, accumulation_at
 from toolkit.distributed import OUTSIDE_MICRO_BATCHES, agree_max, broadcast_object, seed_step
 from toolkit.draws import seed_micro_batch
 from toolkit.errors import BadInput, Preempted
-from toolkit.log import Log, training_row
+from toolkit.log import Log, length_warnings, training_row
 from toolkit.models.detector import Detector
 from toolkit.recovery import broken_state, in_words, keep_start, ranks_apart, recover, state_is_sound, state_of
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import Checkpoint
-from toolkit.runs.console import length_warnings
 from toolkit.saving import infinite_buffers, retime, save
 from toolkit.signals import StopSignals
 from toolkit.step.ema import Ema

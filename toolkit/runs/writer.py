@@ -17,8 +17,7 @@ from toolkit.errors import BadInput
 from toolkit.runs.best import Best
 from toolkit.runs.failures import ERRORS, note_traceback
 from toolkit.runs.metrics_log import MetricsLog, read_metrics
-from toolkit.runs.trackers import make_tracker
-from toolkit.runs.trackers.tracker import About, DataFacts
+from toolkit.runs.trackers import About, DataFacts, make_tracker
 
 
 class RunWriter:

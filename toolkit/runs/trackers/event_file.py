@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.runs.trackers.tracker import About, Tracker, flat
+from toolkit.runs.trackers import About, Tracker, flat
 
 THRESHOLDS = 127  # of a curve, from 0 to 1; TensorBoard's own default
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from toolkit.runs.trackers.tracker import About, Tracker, flat
+from toolkit.runs.trackers import About, Tracker, flat
 
 
 class AccelerateTracker(Tracker):

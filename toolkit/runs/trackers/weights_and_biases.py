@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.runs.trackers import agent_run_id
-from toolkit.runs.trackers.tracker import About, DataFacts, Tracker, flat
+from toolkit.runs.trackers import About, DataFacts, Tracker, agent_run_id, flat
 
 INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 300  # a network lost since must not keep a finished run waiting; older releases lack this
