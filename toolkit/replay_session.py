@@ -55,7 +55,7 @@ class OneWindow(Training):
         yield list(self.window)
 
     def micro_batches(self, window: Sequence[Batch]) -> Iterator[tuple[Batch, Mapping[str, float]]]:
-        self._sums, self._unknown, self._micro_batches = {}, [], len(window)
+        self._sums, self._unknown, self.check.micro_batches = {}, [], len(window)
         for micro, (batch, given) in enumerate(zip(window, self.given, strict=True)):
             self.seed_micro_batch(micro, batch)
             self._micro = self.detector.denominators(batch.targets) | self._own_counts(batch), given

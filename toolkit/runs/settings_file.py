@@ -3,7 +3,7 @@ of a pretrained source beside them; and what becomes of each setting that a resu
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,15 +170,14 @@ def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, 
     return "used", ""
 
 
-def refuse(found: Iterable[Change]) -> None:
-    """Raises BadInput for the changes that are refused."""
+def in_force(settings: Mapping, found: Sequence[Change]) -> dict:
+    """The settings of a start with the values of before where it ignores its own.
+
+    Raises BadInput: some changes are refused.
+    """
     if refused := [change for change in found if change.verdict == "refused"]:
         remedy = "resume with the setting of before, or begin a new run with another --run.name"
         raise BadInput([f"{change}; {remedy}" for change in refused])
-
-
-def in_force(settings: Mapping, found: Iterable[Change]) -> dict:
-    """The settings of a start with the values of before where it ignores its own."""
     kept = {group: dict(entries) for group, entries in settings.items()}
     for change in found:
         if change.verdict == "ignored":
