@@ -247,7 +247,7 @@ def loader_of_settings(
         mixup=c.mixup, mosaic=c.mosaic, batch_mixup=c.batch_mixup, copy_blend=c.copy_blend,
         plain=train_transform(**{**options, **without}) if without else None,
         plain_hw=plain_hw, repeat_factor=c.repeat_factor, predicate_repeat_factor=c.predicate_repeat_factor,
-        mirrored=c.mirrored_predicates,
+        mirrored=c.mirrored_predicates, pin=pin,
     )  # fmt: skip
 
 
