@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit.distributed import gather_objects, run_on_main, state_from_main, world
 from toolkit.errors import StoppedByGuard
 from toolkit.runs.checkpoint import Checkpoint, newest_valid
-from toolkit.saving import load_weights, save
+from toolkit.saving import load_weights, save, tensors_of
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import Action
 from toolkit.step.nan_report import investigate, rerun_window
@@ -122,10 +122,8 @@ def keep_start(t) -> None:
     if t.saved_step >= 0:
         t.start = None
     elif t.start is None:
-        tensors = {"model": t.detector.state_dict(), "loss_weights": t.weights.state_dict()}
-        if t.ema is not None:
-            tensors["ema"] = t.ema.module.state_dict()
-        tensors = {stem: {k: v.detach().cpu().clone() for k, v in named.items()} for stem, named in tensors.items()}
+        state_dicts = tensors_of(t).items()
+        tensors = {stem: {k: v.detach().cpu().clone() for k, v in named.items()} for stem, named in state_dicts}
         scaler = t.accelerator.scaler
         state = {"ema": t.ema and t.ema.state_dict(), "scaler": scaler and dict(scaler.state_dict())}
         own = copy.deepcopy(t.extra.state_dict())

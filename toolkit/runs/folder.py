@@ -23,8 +23,10 @@ from toolkit.files import replace_nonfinite, usable_cores, write_json_atomic, wr
 from toolkit.runs.status import FolderLock, holds_a_run, now
 
 STAGING = ".tmp-start"
-PACKAGES = ("torch", "torchvision", "accelerate", "transformers", "timm", "datasets", "wandb", "pycocotools",
-            "jsonargparse", "safetensors", "scipy", "numpy", "tensorboard")  # fmt: skip
+PACKAGES = (
+    "torch torchvision accelerate transformers timm datasets wandb pycocotools jsonargparse safetensors scipy numpy "
+    "tensorboard"
+).split()
 
 
 def prepare_run_folder(
@@ -52,7 +54,11 @@ def prepare_run_folder(
         folder.mkdir(parents=True, exist_ok=True)
         if lock is not None:
             lock.take(folder)
-        _check_new(folder, resume)
+        if resume == "never" and holds_a_run(folder):
+            raise BadInput(
+                f"The run folder {folder} exists already and --run.resume is never. Continue it with --run.resume "
+                "latest, choose another --run.name, or remove the folder."
+            )
         (folder / "checkpoints").mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -83,14 +89,6 @@ def keep_staged(place: Path, folder: Path) -> None:
     """Moves what was staged into the run folder, over files of the same names."""
     for path in sorted(place.iterdir()) if place != folder else ():
         os.replace(path, folder / path.name)
-
-
-def _check_new(folder: Path, resume: str) -> None:
-    if resume == "never" and holds_a_run(folder):
-        raise BadInput(
-            f"The run folder {folder} exists already and --run.resume is never. Continue it with --run.resume latest, "
-            "choose another --run.name, or remove the folder."
-        )
 
 
 def write_environment(folder: Path, seed: int, world_size: int, extra: dict | None = None) -> dict:
@@ -171,5 +169,3 @@ def _package_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-

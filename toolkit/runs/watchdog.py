@@ -99,8 +99,8 @@ class _Watch:
                 _send(peer, {"rank": self.rank, "token": token})
                 self.peers[peer] = 0
         except OSError as error:
-            warnings.warn(f"the processes of the run cannot watch over each other ({error}): if one fails, others may "
-                          "wait for it.", stacklevel=2)  # fmt: skip
+            told = f"the processes of the run cannot watch over each other ({error})"
+            warnings.warn(f"{told}: if one fails, others may wait for it.", stacklevel=2)
         finally:
             if listener:
                 listener.close()
@@ -130,8 +130,10 @@ class _Watch:
         if own:
             return None
         if self.first is None and isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
-            return Hanging(f"rank {self.rank} has waited longer than run.hang_minutes for another process. That one "
-                           "hangs, and its output shows where; or an evaluation takes longer, then raise it")
+            return Hanging(
+                f"rank {self.rank} has waited longer than run.hang_minutes for another process. That one hangs, and "
+                "its output shows where; or an evaluation takes longer, then raise it"
+            )
         return None if self.first is None else _as_error(self.first)
 
     def fail(self, error: BaseException) -> None:
@@ -205,8 +207,10 @@ def _server(port: str, backlog: int) -> socket.socket:
             return socket.create_server(("", int(port)), backlog=backlog)
         except OSError as error:
             why = error.strerror
-    raise BadInput(f"{PORT} is {port}: the main process cannot listen there ({why}). Choose another port, or unset it: "
-                   "a free one is then taken.")  # fmt: skip
+    raise BadInput(
+        f"{PORT} is {port}: the main process cannot listen there ({why}). Choose another port, or unset it: a free one "
+        "is then taken."
+    )
 
 
 def _as_error(word: dict) -> Exception:

@@ -81,8 +81,10 @@ class RunWriter:
         """Write one row: metrics.jsonl first, then the trackers. `row` has `step`, `epoch`, `time_s` and values."""
         if self._is_main:
             if not self._metrics.path.exists():  # writing to a file that was removed is no error for the system
-                raise BadInput(f"{self._metrics.path} was removed while the run wrote to it. What is saved from now on "
-                               "goes on with --run.resume latest; the rows so far are lost.")  # fmt: skip
+                raise BadInput(
+                    f"{self._metrics.path} was removed while the run wrote to it. What is saved from now on goes on "
+                    "with --run.resume latest; the rows so far are lost."
+                )
             self._metrics.write(row)
             self._send(row)
 
@@ -111,8 +113,10 @@ class RunWriter:
         for feed in self._feeds:
             feed.close(state)
         if removed and state == "done":
-            raise BadInput(f"{self.folder} was removed while the run ended. Its checkpoints and rows are lost; "
-                           "what was written after that is there.")  # fmt: skip
+            raise BadInput(
+                f"{self.folder} was removed while the run ended. Its checkpoints and rows are lost; what was written "
+                "after that is there."
+            )
 
     def _send(self, row: Mapping) -> None:
         step = row["step"]
