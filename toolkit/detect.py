@@ -28,7 +28,7 @@ PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE if (PACKAGE / "scripts").is_dir() else PACKAGE.parent
 # Shorter names, and what only serves those who work on a checkout.
 NAMES = {"check_data": "check"}
-NOT_COMMANDS = {"benchmark"}
+NOT_COMMANDS = {"__init__", "benchmark"}
 COMPLETION = {
     "bash": """_detect() {
     local IFS=$'\\n'
@@ -84,10 +84,8 @@ def detectors() -> list[str]:
 
 def commands() -> dict[str, Path]:
     """The other scripts by the name of their command."""
-    found = sorted((ROOT / "scripts").glob("*.py"))
-    left_out = {"__init__", *NOT_COMMANDS}
-    return {NAMES.get(path.stem, path.stem): path for path in found
-            if not path.stem.startswith("train_") and path.stem not in left_out}  # fmt: skip
+    found = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py")) if path.stem not in NOT_COMMANDS}
+    return {NAMES.get(stem, stem): path for stem, path in found.items() if not stem.startswith("train_")}
 
 
 def usage() -> str:
@@ -209,9 +207,9 @@ def flags(script: Path | None) -> list[str]:
     """Flags of a script, from its calls of `add_argument`."""
     nodes = ast.walk(ast.parse(script.read_text(encoding="utf-8"))) if script else ()
     calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    given = [word.value for call in calls if call.func.attr == "add_argument" for word in call.args
-             if isinstance(word, ast.Constant)]  # fmt: skip
-    return sorted({"--help", *(word for word in given if str(word).startswith("--"))})
+    words = [word for call in calls if call.func.attr == "add_argument" for word in call.args]
+    given = {word.value for word in words if isinstance(word, ast.Constant) and str(word.value).startswith("--")}
+    return sorted({"--help", *given})
 
 
 def _refuse(sentence: str, word: str, known: list[str], show: bool = True) -> int:
