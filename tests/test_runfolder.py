@@ -102,9 +102,8 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 
 
 def test_environment(tmp_path):
-    written = write_environment(tmp_path, seed=7, world_size=2, extra={"precision": "no"})
+    write_environment(tmp_path, seed=7, world_size=2, extra={"precision": "no"})
     read = json.loads((tmp_path / "environment.json").read_text())
-    assert read == written
     assert (read["seed"], read["processes"], read["precision"]) == (7, 2, "no")
     root = Path(__file__).resolve().parent.parent
     assert read["git"] == git_state(root) and (not (root / ".git").exists() or len(read["git"]["commit"]) == 40)

@@ -51,7 +51,7 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         checkpoint, passed_over = state_from_main(lambda: newest_valid(t.folder / "checkpoints"))
         if checkpoint is None:
             raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
-        _take(t, checkpoint)
+        load_weights(t, checkpoint)
         t.saved_step = t.step
         t.schedule.scale = t.guard.lr_scale
         t.set_rates()
@@ -130,11 +130,6 @@ def keep_start(t) -> None:
         t.start = Checkpoint(t.folder, t.step, tensors, copy.deepcopy(t.optimizer.state_dict()), state, own)
 
 
-def _take(t, checkpoint: Checkpoint) -> None:
-    load_weights(t, checkpoint)
-    t.step = checkpoint.step
-
-
 def _go_back(t) -> str:
     """Sees to it that the newest state that is known to be finite is saved; says in a sentence which one it is."""
     step = run_on_main(lambda: getattr(newest_valid(t.folder / "checkpoints")[0], "step", None))
@@ -143,7 +138,7 @@ def _go_back(t) -> str:
         return f"The newest finite state is the checkpoint of step {step}."
     if t.start is None:
         return "No state is saved: none was before."
-    _take(t, t.start)
+    load_weights(t, t.start)
     save(t)
     t.log.status["step"] = t.step
     return f"No later state was saved before it broke: the state of step {t.step}, with which the run began, is saved."

@@ -90,7 +90,6 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
     asked = t.total_steps
     try:
         load_weights(t, checkpoint)
-        t.step = state["step"]
         if t.eval_only:
             return _load_best(t, checkpoint)
         notes = t.sampler.load_state_dict(state["sampler"])
@@ -236,7 +235,8 @@ def _load_best(t, checkpoint: Checkpoint) -> list[str]:
 
 
 def load_weights(t, checkpoint: Checkpoint) -> None:
-    """Weights, their moving average and, to train on, optimizer and scaler state of a checkpoint; nothing else."""
+    """Step, weights, their average and, to train on, optimizer and scaler state of a checkpoint; nothing else."""
+    t.step = checkpoint.step
     t.detector.load_state_dict(checkpoint.tensors["model"])
     if "loss_weights" in checkpoint.tensors:
         t.weights.load_state_dict(checkpoint.tensors["loss_weights"])

@@ -91,7 +91,7 @@ def keep_staged(place: Path, folder: Path) -> None:
         os.replace(path, folder / path.name)
 
 
-def write_environment(folder: Path, seed: int, world_size: int, extra: dict | None = None) -> dict:
+def write_environment(folder: Path, seed: int, world_size: int, extra: dict | None = None) -> None:
     """Write `environment.json`: what one must know to explain, or repeat, a number of this run.
 
     Where the code is not that of the commit, `code.diff` has what differs.
@@ -99,9 +99,6 @@ def write_environment(folder: Path, seed: int, world_size: int, extra: dict | No
     Args:
         seed: of the run. world_size: processes.
         extra: further JSON values, laid over the keys below.
-
-    Returns:
-        What was written: versions, git, hardware, command line, seed, processes, time.
     """
     root = Path(__file__).resolve().parent.parent.parent
     git = git_state(root)
@@ -121,7 +118,6 @@ def write_environment(folder: Path, seed: int, world_size: int, extra: dict | No
         **(extra or {}),
     }
     write_json_atomic(Path(folder) / "environment.json", replace_nonfinite(environment))
-    return environment
 
 
 def hardware() -> dict:

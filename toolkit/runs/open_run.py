@@ -68,8 +68,9 @@ def kind_of(source: str | Path) -> str:
     Raises:
         BadInput: a path that is not there, or a folder whose config.json cannot be read.
     """
-    check_there(source)
     path = Path(source).expanduser()
+    if not path.exists() and not may_be_of_hub(str(source)):
+        raise BadInput(f"{source}: there is no such run, checkpoint, model or file{near_names(path)}")
     if path.suffix in EXPORTED:
         return "exported"
     if path.is_file():
@@ -79,13 +80,6 @@ def kind_of(source: str | Path) -> str:
     if not (path / "config.json").exists():
         return "run"
     return "transformers" if "model_type" in read_json(path / "config.json") else "final"
-
-
-def check_there(source: str | Path) -> None:
-    """Raises BadInput, with the names nearest to it, for a path that is not there and is no name of the hub."""
-    path = Path(source).expanduser()
-    if not path.exists() and not may_be_of_hub(str(source)):
-        raise BadInput(f"{source}: there is no such run, checkpoint, model or file{near_names(path)}")
 
 
 def may_be_of_hub(name: str) -> bool:
