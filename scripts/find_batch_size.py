@@ -23,8 +23,8 @@ import psutil
 import torch
 
 from toolkit.errors import BadInput, says_bad_input
-from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
-from toolkit.runs.watch import WatchedRun
+from toolkit.runs.settings_file import save_config
+from toolkit.runs.watch import WatchedRun, resolved_settings, steps_alone
 from toolkit.signals import stop_signals_raise
 from toolkit.text import ShortUsage
 
@@ -85,7 +85,8 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
         f"{largest} images fit into the memory of {where}; twice as many: {why}.",
         f"The settings have {asked} images in a step of one device.",
     ]
-    write_settings(arguments.out, found, remarks)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    save_config(found, arguments.out, remarks)
     print(f"data.batch_size_per_device {largest}; written: {arguments.out}")
 
 

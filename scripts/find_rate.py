@@ -21,8 +21,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from toolkit.errors import BadInput, says_bad_input
-from toolkit.runs.trial_command import resolved_settings, steps_alone, write_settings
-from toolkit.runs.watch import WatchedRun
+from toolkit.runs.settings_file import save_config
+from toolkit.runs.watch import WatchedRun, resolved_settings, steps_alone
 from toolkit.signals import stop_signals_raise
 from toolkit.text import ShortUsage
 
@@ -63,6 +63,7 @@ def draw(curve: list[tuple[float, float, float]], rate: float, path: Path) -> No
     axes.axvline(rate, linestyle="--", color="black", label=f"proposed: {rate:.2g}")
     axes.set(xlabel="learning rate", ylabel="training loss", ylim=(0.9 * min(smoothed), 1.2 * max(smoothed)))
     axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
@@ -95,7 +96,7 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
         f"The smoothed loss was smallest ({smallest[2]:.4g}) at {smallest[0]:.2g}; {len(curve)} of {steps} steps from "
         f"{low:g} to {high:g}."
     )
-    write_settings(arguments.out, {"optim": found}, remarks)
+    save_config({"optim": found}, arguments.out, remarks)
     print(f"optim.lr {found['lr']:g}; written: {arguments.out}, {arguments.out.with_suffix('.png')}")
 
 

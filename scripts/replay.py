@@ -14,7 +14,7 @@ from pathlib import Path
 from toolkit.errors import says_bad_input
 from toolkit.files import read_json_object
 from toolkit.replay_session import loop_of_script, weights_as_they_were, window_of_report
-from toolkit.runs.script import open_script
+from toolkit.runs.open_run import open_script
 from toolkit.runs.settings_file import load_config_dict, newest_config
 from toolkit.step.nan_report import describe_finding, load_report, replay
 from toolkit.text import ShortUsage

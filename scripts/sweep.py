@@ -26,7 +26,7 @@ from types import ModuleType
 from toolkit.errors import BadInput, Preempted
 from toolkit.files import write_json_atomic
 from toolkit.imports import import_extra
-from toolkit.runs.lock import LOCK
+from toolkit.runs.status import LOCK
 from toolkit.runs.sweep_file import Parameter, Sweep, read_sweep
 from toolkit.runs.watch import POLL_S, WatchedRun
 from toolkit.signals import StopSignals

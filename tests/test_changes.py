@@ -6,8 +6,15 @@
 import pytest
 
 from toolkit.errors import BadInput
-from toolkit.runs.changes import changes, in_force, refuse
-from toolkit.runs.settings_file import config_files, newest_config, next_config, read_settings, save_config
+from toolkit.runs.settings_file import (
+    changes,
+    config_files,
+    in_force,
+    newest_config,
+    next_config,
+    read_settings,
+    save_config,
+)
 
 BEFORE = {
     "run": {"seed": 0, "max_steps": None, "max_minutes": 1.0, "name": "a", "keep": 2},
@@ -52,10 +59,9 @@ def test_a_change_is_one_line_and_what_is_ignored_is_not_in_force():
         "optim.lr 0.001 -> 0.5: ignored, the checkpoint's goes on; --run.resume_schedule new uses it",
         "optim.max_norm 0.1 -> 1: used",
     ]
-    refuse(found)
     assert in_force(after, found)["optim"] == {"name": "adamw", "lr": 1e-3, "max_norm": 1}
     with pytest.raises(BadInput, match="optim.name adamw -> sgd: refused.*--run.name"):
-        refuse(changes(BEFORE, BEFORE | {"optim": BEFORE["optim"] | {"name": "sgd"}}, True))
+        in_force(BEFORE, changes(BEFORE, BEFORE | {"optim": BEFORE["optim"] | {"name": "sgd"}}, True))
 
 
 def test_every_start_keeps_its_settings(tmp_path):

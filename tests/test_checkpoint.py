@@ -334,6 +334,7 @@ def test_a_planted_pickle_is_refused_and_never_run(tmp_path, how, hide, monkeypa
 
 
 RUN_STATE = {
+    "limit": "run.epochs",
     "step": 1, "categories": [{"id": 1, "name": "a"}], "total_steps": 9, "scaler": None, "guard": {}, "budget": None,
     "sampler": {"seed": 0, "epoch": 0, "offset": 4, "world_size": 1, "batch_size": 4, "num_samples": 8},
     "schedule": {}, "metric_for_best": "bbox_AP", "best": None, "best_step": -1, "evaluations_without_better": 0,

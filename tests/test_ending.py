@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.evaluation.report.facts import command_that_goes_on, flags_that_go_on
-from toolkit.runs.ending import ENDINGS, in_words
 from toolkit.runs.settings import EvalConfig, RunConfig, ScheduleConfig
+from toolkit.runs.status import ENDINGS, in_words
 
 CONFIG = {"run": {"epochs": 100, "max_steps": None, "max_minutes": 4.75}, "eval": {"early_stopping_patience": 3}}
 NEW = "--run.resume latest --run.resume_schedule new"

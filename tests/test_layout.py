@@ -56,7 +56,7 @@ DOORS = {
     "evaluation.report.judgement": "scene_graphs.report",
     "use.outputs": "scene_graphs.formats",
 }
-TOP = ["command_line", "log", "saving", "recovery", "validation", "at_start", "training", "session", "replay_session"]
+TOP = ["command_line", "log", "saving", "recovery", "validation", "training", "session", "replay_session"]
 
 
 def imported(path: Path, inside: bool = True) -> set[str]:

@@ -10,18 +10,20 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from scripts import check_data
 from scripts.train_detr import DEFAULT_CONFIG, Config
-from toolkit.at_start import open_what_it_needs
 from toolkit.command_line import parse_config
 from toolkit.data.shapes import make_shapes
+from toolkit.data.splits import open_all_splits
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detr.options import RTDetrV2Options
+from toolkit.models.start import check_weights
 from toolkit.scene_graphs.options import SceneGraphOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,23 +47,22 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("kind", [RTDetrV2Options, SceneGraphOptions])
 def test_no_split_no_weights_and_a_cut_image_are_one_message(whole, tmp_path, kind):
     said = []
-    options = kind(pretrained_backbone=str(tmp_path / "none.safetensors"))
+    weights = partial(check_weights, kind(pretrained_backbone=str(tmp_path / "none.safetensors")))
+    where = {"say": said.append, "path": whole, "cache_dir": tmp_path}
     with pytest.raises(BadInput) as caught:
-        open_what_it_needs("train", "val", "test", options, tmp_path, say=said.append, path=whole, cache_dir=tmp_path)
+        open_all_splits("train", "val", "test", tmp_path, weights, **where)
     early, all_of_it = said[0], str(caught.value)
     for words in ("no split 'val'; hold a share", "no split 'test'", "pretrained_backbone: there is no file"):
         assert words in early and all_of_it.count(words) == 1
     assert "000003" in all_of_it and "000003" not in early
-    table, val_table, test_table = open_what_it_needs(
-        "train", "25%", None, RTDetrV2Options(), tmp_path, say=said.append, path=whole, cache_dir=tmp_path,
-        on_error="drop",
-    )  # fmt: skip
+    weights = partial(check_weights, RTDetrV2Options())
+    table, val_table, test_table = open_all_splits("train", "25%", None, tmp_path, weights, **where, on_error="drop")
     assert len(table) + len(val_table) == 11 and test_table is None
 
 
 def test_missing_files_of_two_splits_are_one_message(tmp_path):
     with pytest.raises(BadInput) as caught:
-        open_what_it_needs(str(tmp_path / "a.json"), str(tmp_path / "b.json"), None, None, tmp_path, say=print)
+        open_all_splits(str(tmp_path / "a.json"), str(tmp_path / "b.json"), None, tmp_path, say=print)
     assert [problem[-30:] for problem in caught.value.problems] == [
         f"{name}.json: no such annotation file"[-30:] for name in "ab"
     ]

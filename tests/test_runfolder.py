@@ -19,8 +19,7 @@ import torch
 from toolkit.errors import BadInput
 from toolkit.files import write_json_atomic
 from toolkit.runs.folder import git_state, keep_staged, prepare_run_folder, staging, write_environment
-from toolkit.runs.lock import FolderLock
-from toolkit.runs.status import EXIT_CODES, read_status, run_status, write_status
+from toolkit.runs.status import EXIT_CODES, FolderLock, read_status, run_status, write_status
 
 
 def test_a_new_folder_is_made_and_an_empty_one_taken(tmp_path):
@@ -103,9 +102,8 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 
 
 def test_environment(tmp_path):
-    written = write_environment(tmp_path, seed=7, world_size=2, extra={"precision": "no"})
+    write_environment(tmp_path, seed=7, world_size=2, extra={"precision": "no"})
     read = json.loads((tmp_path / "environment.json").read_text())
-    assert read == written
     assert (read["seed"], read["processes"], read["precision"]) == (7, 2, "no")
     root = Path(__file__).resolve().parent.parent
     assert read["git"] == git_state(root) and (not (root / ".git").exists() or len(read["git"]["commit"]) == 40)
@@ -165,7 +163,7 @@ def test_a_folder_is_locked_for_everyone_else(tmp_path):
 LOCKED = """
 import os, sys, time
 from pathlib import Path
-from toolkit.runs.lock import FolderLock
+from toolkit.runs.status import FolderLock
 lock = FolderLock()
 lock.take(Path(sys.argv[1]))
 said, begun = os.pipe()

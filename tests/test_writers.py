@@ -26,11 +26,10 @@ from PIL import Image
 from tracked import offline_history, offline_records
 
 from toolkit.errors import BadInput
-from toolkit.runs.console import Place, averages_line, console_line, length_warnings, progress, total_line
+from toolkit.log import Place, averages_line, console_line, length_warnings, progress, total_line
 from toolkit.runs.metrics_log import GrowingMetrics, MetricsLog, read_metrics, repair_rows
-from toolkit.runs.trackers import tracker_names, weights_and_biases
+from toolkit.runs.trackers import About, DataFacts, tracker_names, weights_and_biases
 from toolkit.runs.trackers.of_accelerate import options
-from toolkit.runs.trackers.tracker import About, DataFacts
 from toolkit.runs.writer import RunWriter
 from toolkit.step.meters import Meters
 

@@ -154,8 +154,8 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 def dicts_to_host(dicts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
     """The dicts, of the same keys, with copies of their tensors (N, ...) on the CPU; see `to_host`."""
     joined = to_host([torch.cat([each[name] for each in dicts]) for name in dicts[0]])
-    columns = {name: column.split([len(each[name]) for each in dicts])
-               for name, column in zip(dicts[0], joined, strict=True)}  # fmt: skip
+    counts = {name: [len(each[name]) for each in dicts] for name in dicts[0]}
+    columns = {name: column.split(counts[name]) for name, column in zip(dicts[0], joined, strict=True)}
     return [{name: parts[i] for name, parts in columns.items()} for i in range(len(dicts))]
 
 

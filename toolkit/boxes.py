@@ -37,10 +37,9 @@ class Boxes:
     def found(cls, counts: Sequence[int], xyxy: np.ndarray, scores: np.ndarray, labels: np.ndarray) -> "Boxes":
         """Detections: `counts` (I,) for each image, then their boxes (N, 4), scores (N,) and labels (N,)."""
         xyxy = np.asarray(xyxy, np.float64).reshape(-1, 4)
-        return cls(
-            offsets_of(counts), xyxy, np.asarray(labels, np.int64), np.asarray(scores, np.float64),
-            area=(xyxy[:, 2:] - xyxy[:, :2]).prod(axis=1), iscrowd=np.zeros(len(xyxy), bool),
-        )  # fmt: skip
+        labels, scores = np.asarray(labels, np.int64), np.asarray(scores, np.float64)
+        area, iscrowd = (xyxy[:, 2:] - xyxy[:, :2]).prod(axis=1), np.zeros(len(xyxy), bool)
+        return cls(offsets_of(counts), xyxy, labels, scores, area, iscrowd)
 
     def __len__(self) -> int:
         return len(self.labels)

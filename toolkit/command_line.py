@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -70,22 +70,13 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
         return 0
 
 
-def _check_finite(made: Mapping[str, object]) -> None:
-    """Raises BadInput naming every setting that holds an infinity or a NaN."""
-
-    def broken(key: str, value: object) -> list[str]:
-        if isinstance(value, float) and not math.isfinite(value):
-            return [f"{key} is {value}; expected a finite number."]
-        if isinstance(value, dict):
-            return [problem for name, item in value.items() for problem in broken(f"{key}.{name}", item)]
-        if isinstance(value, list | tuple):
-            return [problem for item in value for problem in broken(key, item)]
-        return []
-
-    problems = [p for name, group in made.items() for key, value in vars(group).items()
-                if not key.startswith("_") for p in broken(f"{name}.{key}", value)]  # fmt: skip
-    if problems:
-        raise BadInput(problems)
+def _not_finite(key: str, value: object) -> list[str]:
+    """A sentence for every infinity and NaN that a setting holds."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return [f"{key} is {value}; expected a finite number."]
+    if isinstance(value, dict):
+        return [problem for name, item in value.items() for problem in _not_finite(f"{key}.{name}", item)]
+    return [problem for item in value for problem in _not_finite(key, item)] if isinstance(value, list | tuple) else []
 
 
 def parse_config(cls: type[Config], argv: list[str] | None = None, default_config: Path | None = None) -> Config:
@@ -103,38 +94,43 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
         BadInput: unknown key, wrong type, missing or malformed file; every unknown key with the nearest known one.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    bundled = None
-    if default_config is not None and not any(flag == "--config" for flag, _ in _flags(argv)):
+    bundled, given = None, dict(_flags(argv))
+    if default_config is not None and "--config" not in given:
         bundled = _read_yaml(str(default_config))
         own = bundled.get("model", {}).get("architecture")
-        pretrained = any(flag == "--model.pretrained" for flag, _ in _flags(argv))  # decides what the model is
-        if _chosen_architecture(argv, {}) in (None, own) and not pretrained:
+        if _chosen_architecture(argv, {}) in (None, own) and "--model.pretrained" not in given:  # it says what it is
             argv, bundled = ["--config", str(default_config), *argv], None
     files = {value: _read_yaml(value) for flag, value in _flags(argv) if flag == "--config" and value is not None}
     of_default = (bundled or {}).get("model", {}).get("architecture")
     groups = _groups(cls, _chosen_architecture(argv, files) or of_default)
-    parser = ArgumentParser(exit_on_error=False, description=_description(cls.__doc__, groups), allow_abbrev=False,
-                            formatter_class=_Help, usage="%(prog)s [--config FILE.yaml] [--group.key value ...]")
+    about = {"description": _description(cls.__doc__, groups), "formatter_class": _Help}
+    usage = "%(prog)s [--config FILE.yaml] [--group.key value ...]"
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, usage=usage, **about)
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below; may be repeated.")
     parser.add_class_arguments(make_dataclass(cls.__name__, [(n, t, field(default_factory=d)) for n, t, d in groups]))
     if bundled is not None:  # made for another model: what it says of data and run serves this one too
-        parser.set_defaults({f"{group}.{key}": value for group, entries in bundled.items()
-                             if group not in ("model", "loss") for key, value in entries.items()})  # fmt: skip
+        kept = {group: entries for group, entries in bundled.items() if group not in ("model", "loss")}
+        parser.set_defaults({f"{name}.{key}": value for name, group in kept.items() for key, value in group.items()})
     if "--help" not in argv:
         _check_keys(parser, {name: kind for name, kind, _ in groups}, argv, files)
     try:
         parsed = parser.parse_args(_with_other_data(argv, files))
     except ArgumentError as error:
         read = ", ".join([*files, "the command line"])
-        raise BadInput(f"the settings cannot be used: {error}. Read were {read}, in this order; `--help` lists every "
-                       "key with its type.") from error  # fmt: skip
+        raise BadInput(
+            f"the settings cannot be used: {error}. Read were {read}, in this order; `--help` lists every key with its "
+            "type."
+        ) from error
     instantiated = parser.instantiate(parsed)
     made = {name: instantiated[name] for name, _, _ in groups}
-    for group in made.values():
+    problems = []
+    for name, group in made.items():
         for key, value in vars(group).items():
             if not key.startswith("_"):
                 setattr(group, key, _plain(value))
-    _check_finite(made)
+                problems += _not_finite(f"{name}.{key}", value)
+    if problems:
+        raise BadInput(problems)
     if "model" in made:
         below = getattr(made["model"], "detector_options", None) or {}  # of a scene graph
         trust_class(below.get("architecture", ""))
@@ -156,7 +152,7 @@ OF_ONE_DATA_SET = ("train", "val", "image_dir", "format", "name")
 
 def _with_other_data(argv: list[str], files: dict[str, dict]) -> list[str]:
     """The arguments; where they have `--data.path`, their settings files are without what is of another data set."""
-    if not any(flag == "--data.path" for flag, _ in _flags(argv)):
+    if "--data.path" not in dict(_flags(argv)):
         return argv
     replaced = {}
     for path, content in files.items():
@@ -199,15 +195,22 @@ def _options_of_family(default: type[DetectorOptions], architecture: str) -> typ
     if ":" in architecture:
         trust_class(architecture)  # a person named it, in a flag or in a settings file
         kind = options_class(architecture)
-        return make_dataclass(kind.__name__, [("architecture", str, architecture)], bases=(kind,),
-                              namespace={"__doc__": kind.__doc__})  # fmt: skip
-    family = [name for name in ARCHITECTURES if options_class(name).__module__ == default.__module__]
+        own = [("architecture", str, architecture)]
+        return make_dataclass(kind.__name__, own, bases=(kind,), namespace={"__doc__": kind.__doc__})
+    family = _family(default)
     if architecture in family:
         return options_class(architecture)
     hint = "" if architecture in ARCHITECTURES else _did_you_mean(architecture, family)
     other = f"; another script trains {architecture}" if architecture in ARCHITECTURES else ""
-    raise BadInput(f"model.architecture: this script trains {', '.join(family)}, or a `module:Class` of your own, not "
-                   f"{architecture!r}{other}{hint}")  # fmt: skip
+    raise BadInput(
+        f"model.architecture: this script trains {', '.join(family)}, or a `module:Class` of your own, not "
+        f"{architecture!r}{other}{hint}"
+    )
+
+
+def _family(options: type[DetectorOptions]) -> list[str]:
+    """The architectures whose options stand in the same module."""
+    return [name for name in ARCHITECTURES if options_class(name).__module__ == options.__module__]
 
 
 def _flags(argv: list[str]) -> Iterator[tuple[str, str | None]]:
@@ -251,19 +254,17 @@ def _given_keys(group: str, argv: list[str], files: dict[str, dict]) -> set[str]
 def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str], files: dict[str, dict]) -> None:
     """Raises BadInput naming every flag and every key of a file that there is not, with the nearest one."""
     known, model = list(parser._option_string_actions), groups.get("model")
-    problems = [f"{flag}: no such flag{_elsewhere(flag, model) or _did_you_mean(flag, known)}"
-                for flag, _ in _flags(argv) if flag not in known and not _is_item_of(flag, groups)]  # fmt: skip
+    unknown = [flag for flag, _ in _flags(argv) if flag not in known and not _is_item_of(flag, groups)]
+    problems = [f"{flag}: no such flag{_elsewhere(flag, model) or _did_you_mean(flag, known)}" for flag in unknown]
     keys = {name: [each.name for each in fields(kind)] for name, kind in groups.items()}
     for path, content in files.items():
         for group, entries in content.items():
             if group not in keys:
                 problems.append(f"{path}: no such group {group}{_did_you_mean(str(group), list(keys))}")
                 continue
-            problems += [
-                f"{path}: no such setting {group}.{key}"
-                f"{_elsewhere(f'--{group}.{key}', model) or _did_you_mean(str(key), keys[group])}"
-                for key in entries if key not in keys[group]
-            ]  # fmt: skip
+            for key in (key for key in entries if key not in keys[group]):
+                hint = _elsewhere(f"--{group}.{key}", model) or _did_you_mean(str(key), keys[group])
+                problems.append(f"{path}: no such setting {group}.{key}{hint}")
     if problems:
         raise BadInput([*problems, "`--help` lists every key with its type."])
 
@@ -280,8 +281,7 @@ def _elsewhere(flag: str, model: type[DetectorOptions] | None) -> str:
     if model is None or not flag.startswith("--model."):
         return ""
     key, own = flag.removeprefix("--model.").partition(".")[0], model().architecture
-    others = [name for name in ARCHITECTURES if options_class(name).__module__ == model.__module__
-              and any(each.name == key for each in fields(options_class(name)))]  # fmt: skip
+    others = [name for name in _family(model) if key in {each.name for each in fields(options_class(name))}]
     return f" of {own}; it is one of {', '.join(others)}" if others else ""
 
 

@@ -28,7 +28,7 @@ PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE if (PACKAGE / "scripts").is_dir() else PACKAGE.parent
 # Shorter names, and what only serves those who work on a checkout.
 NAMES = {"check_data": "check"}
-NOT_COMMANDS = {"benchmark"}
+NOT_COMMANDS = {"__init__", "benchmark"}
 COMPLETION = {
     "bash": """_detect() {
     local IFS=$'\\n'
@@ -84,10 +84,8 @@ def detectors() -> list[str]:
 
 def commands() -> dict[str, Path]:
     """The other scripts by the name of their command."""
-    found = sorted((ROOT / "scripts").glob("*.py"))
-    left_out = {"__init__", *NOT_COMMANDS}
-    return {NAMES.get(path.stem, path.stem): path for path in found
-            if not path.stem.startswith("train_") and path.stem not in left_out}  # fmt: skip
+    found = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py")) if path.stem not in NOT_COMMANDS}
+    return {NAMES.get(stem, stem): path for stem, path in found.items() if not stem.startswith("train_")}
 
 
 def usage() -> str:

@@ -162,9 +162,6 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-
-
-
 def write_json(path: Path, content: object) -> None:
     """`write_text_atomic` of JSON that may hold a NaN, as ids of defective data can be."""
     write_text_atomic(path, json.dumps(content))

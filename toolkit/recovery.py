@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit.distributed import gather_objects, run_on_main, state_from_main, world
 from toolkit.errors import StoppedByGuard
 from toolkit.runs.checkpoint import Checkpoint, newest_valid
-from toolkit.saving import load_weights, save
+from toolkit.saving import load_weights, save, tensors_of
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import Action
 from toolkit.step.nan_report import investigate, rerun_window
@@ -51,7 +51,7 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         checkpoint, passed_over = state_from_main(lambda: newest_valid(t.folder / "checkpoints"))
         if checkpoint is None:
             raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
-        _take(t, checkpoint)
+        load_weights(t, checkpoint)
         t.saved_step = t.step
         t.schedule.scale = t.guard.lr_scale
         t.set_rates()
@@ -122,19 +122,12 @@ def keep_start(t) -> None:
     if t.saved_step >= 0:
         t.start = None
     elif t.start is None:
-        tensors = {"model": t.detector.state_dict(), "loss_weights": t.weights.state_dict()}
-        if t.ema is not None:
-            tensors["ema"] = t.ema.module.state_dict()
-        tensors = {stem: {k: v.detach().cpu().clone() for k, v in named.items()} for stem, named in tensors.items()}
+        state_dicts = tensors_of(t).items()
+        tensors = {stem: {k: v.detach().cpu().clone() for k, v in named.items()} for stem, named in state_dicts}
         scaler = t.accelerator.scaler
         state = {"ema": t.ema and t.ema.state_dict(), "scaler": scaler and dict(scaler.state_dict())}
         own = copy.deepcopy(t.extra.state_dict())
         t.start = Checkpoint(t.folder, t.step, tensors, copy.deepcopy(t.optimizer.state_dict()), state, own)
-
-
-def _take(t, checkpoint: Checkpoint) -> None:
-    load_weights(t, checkpoint)
-    t.step = checkpoint.step
 
 
 def _go_back(t) -> str:
@@ -145,7 +138,7 @@ def _go_back(t) -> str:
         return f"The newest finite state is the checkpoint of step {step}."
     if t.start is None:
         return "No state is saved: none was before."
-    _take(t, t.start)
+    load_weights(t, t.start)
     save(t)
     t.log.status["step"] = t.step
     return f"No later state was saved before it broke: the state of step {t.step}, with which the run began, is saved."

@@ -55,7 +55,7 @@ class OneWindow(Training):
         yield list(self.window)
 
     def micro_batches(self, window: Sequence[Batch]) -> Iterator[tuple[Batch, Mapping[str, float]]]:
-        self._sums, self._unknown, self._micro_batches = {}, [], len(window)
+        self._sums, self._unknown, self.check.micro_batches = {}, [], len(window)
         for micro, (batch, given) in enumerate(zip(window, self.given, strict=True)):
             self.seed_micro_batch(micro, batch)
             self._micro = self.detector.denominators(batch.targets) | self._own_counts(batch), given
@@ -172,9 +172,8 @@ def _table(folder: Path, report: Mapping, batches: Sequence[Batch]) -> Detection
         height, width = (int(side) for side in target["orig_size"])
         objects = {"id": [], "bbox": [], "category": [], "area": [], "iscrowd": []}
         relations = {"subject": [], "object": [], "predicate": []}
-        rows.append({"image_id": target["image_id"], "file_name": f"{len(rows)}.jpg", "width": width, "height": height,
-                     "objects": objects, "relations": relations})  # fmt: skip
-    return write_rows(
-        rows, cache_file=folder / "table.arrow", categories=[Category(**each) for each in report["categories"]],
-        image_root=folder, name="the window", predicates=report.get("predicates", ()), attributes=(),
-    )  # fmt: skip
+        row = {"image_id": target["image_id"], "file_name": f"{len(rows)}.jpg", "width": width, "height": height}
+        rows.append(row | {"objects": objects, "relations": relations})
+    classes = {"categories": [Category(**each) for each in report["categories"]], "attributes": ()}
+    classes["predicates"] = report.get("predicates", ())
+    return write_rows(rows, cache_file=folder / "table.arrow", image_root=folder, name="the window", **classes)

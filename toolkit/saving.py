@@ -10,19 +10,14 @@ from toolkit.data.sampling import epochs_after, steps_ahead
 from toolkit.distributed import run_on_main
 from toolkit.errors import BadInput
 from toolkit.files import fsync_folder
-from toolkit.runs.changes import Change
 from toolkit.runs.checkpoint import Checkpoint, bring_best, repair_latest, save_checkpoint
+from toolkit.runs.settings_file import Change
 from toolkit.step.optim import load_state
 
 
 def save(t, best: bool = False) -> None:
     """Writes `checkpoints/step_000123/` on the main process; every rank raises if that fails."""
-    tensors = {"model": t.detector.state_dict()}
-    if t.ema is not None:
-        tensors["ema"] = t.ema.module.state_dict()
-    if any(True for _ in t.weights.parameters()):
-        tensors["loss_weights"] = t.weights.state_dict()
-    scaler, table = t.accelerator.scaler, t.validation.table
+    tensors, scaler, table = tensors_of(t), t.accelerator.scaler, t.validation.table
     state = {
         "step": t.step,
         "categories": [asdict(category) for category in table.categories],
@@ -54,12 +49,22 @@ def save(t, best: bool = False) -> None:
     def write() -> None:
         if (rows := t.folder / "metrics.jsonl").is_file():
             fsync_folder(rows)  # a power cut must not take rows that the checkpoint counts
-        save_checkpoint(
-            t.folder / "checkpoints", t.step, tensors=tensors, optimizer=t.optimizer.state_dict(), state=state,
-            best=best, keep=t.pace.keep, keep_every=t.pace.keep_every, kind="run", extra=t.extra.state_dict(),
-        )  # fmt: skip
+        content = {"tensors": tensors, "optimizer": t.optimizer.state_dict(), "state": state}
+        keeping = {"best": best, "keep": t.pace.keep, "keep_every": t.pace.keep_every}
+        folder, own = t.folder / "checkpoints", t.extra.state_dict()
+        save_checkpoint(folder, t.step, **content, **keeping, kind="run", extra=own)
 
     run_on_main(write)
+
+
+def tensors_of(t) -> dict[str, Mapping[str, Tensor]]:
+    """State dicts of what has weights, by the stem of their file in a checkpoint."""
+    tensors = {"model": t.detector.state_dict()}
+    if t.ema is not None:
+        tensors["ema"] = t.ema.module.state_dict()
+    if any(True for _ in t.weights.parameters()):
+        tensors["loss_weights"] = t.weights.state_dict()
+    return tensors
 
 
 def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()) -> list[str]:
@@ -85,7 +90,6 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
     asked = t.total_steps
     try:
         load_weights(t, checkpoint)
-        t.step = state["step"]
         if t.eval_only:
             return _load_best(t, checkpoint)
         notes = t.sampler.load_state_dict(state["sampler"])
@@ -102,11 +106,13 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         t.guard.load_state_dict(state["guard"])
         t.log.load_state_dict(state)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"{path} cannot be taken up ({type(error).__name__}: {error}): give an earlier checkpoint as "
-                       "--run.resume PATH") from error  # fmt: skip
+        reason = f"cannot be taken up ({type(error).__name__}: {error})"
+        raise BadInput(f"{path} {reason}: give an earlier checkpoint as --run.resume PATH") from error
     if keep_schedule and t.total_steps <= t.step and asked > t.total_steps:
-        notes.append(f"the run is finished at step {t.step} of {t.total_steps}, nothing is left to train: "
-                     f"--run.resume_schedule new goes on to step {asked}")  # fmt: skip
+        notes.append(
+            f"the run is finished at step {t.step} of {t.total_steps}, nothing is left to train: "
+            f"--run.resume_schedule new goes on to step {asked}"
+        )
     return notes + _load_best(t, checkpoint)
 
 
@@ -116,8 +122,7 @@ _OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas")
 
 def _take_up_schedule(t, state: Mapping) -> None:
     t.schedule.load_state_dict(state["schedule"])
-    t.total_steps = state["total_steps"]
-    t.limit = state.get("limit") or ("run.max_minutes" if state["budget"] else t.limit)  # of an earlier release
+    t.total_steps, t.limit = state["total_steps"], state["limit"]
     if state["budget"] is None:
         t.budget = None  # the saved length is no matter of minutes
     elif t.budget is not None:
@@ -126,39 +131,37 @@ def _take_up_schedule(t, state: Mapping) -> None:
 
 def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
     """Raises BadInput, in a few lines and in terms of the settings, where weights or optimizer are of another model."""
-    ours = {"model": t.detector.state_dict()}
-    if "loss_weights" in checkpoint.tensors or any(True for _ in t.weights.parameters()):
-        ours["loss_weights"] = t.weights.state_dict()
-    faults = [fault for stem, own in ours.items() for fault in _misfits(own, checkpoint.tensors.get(stem, {}))]
+    saved = checkpoint.tensors
+    faults = _misfits(t.detector.state_dict(), saved["model"])
+    if "loss_weights" in saved or any(True for _ in t.weights.parameters()):
+        faults += _misfits(t.weights.state_dict(), saved.get("loss_weights", {}))
     if not faults and not t.eval_only:
-        faults = _optimizer_misfits(checkpoint.optimizer, t.optimizer)
+        theirs = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
+        ours = [len(group["params"]) for group in t.optimizer.param_groups]
+        if theirs != ours:
+            there = f"there are {len(theirs)} of {sum(theirs)}"
+            faults = [f"the optimizer has {len(ours)} groups of {sum(ours)} parameters, {there}"]
     if not faults:
         return
     causes = [change for change in changed if change.key.split(".")[0] in ("model", "optim", "loss")]
     causes.sort(key=lambda change: not change.key.startswith("model."))
-    shown = "; ".join(change.values for change in causes[:4])
-    raise BadInput([
-        f"{checkpoint.path} is of another model than these settings make"
-        + (f": {shown}{' and more' * (len(causes) > 4)}." if causes else "."),
-        f"{faults[0]}{f' and {len(faults) - 1} more' * (len(faults) > 1)}.",
+    shown = "; ".join(change.values for change in causes[:4]) + " and more" * (len(causes) > 4)
+    problems = [
+        f"{checkpoint.path} is of another model than these settings make{f': {shown}' if causes else ''}.",
+        f"{faults[0]}{f' and {len(faults) - 1} more' if len(faults) > 1 else ''}.",
         "Resume with the settings of the run that wrote it, or begin a new run with another --run.name "
         "(--model.pretrained takes over the weights that fit).",
-    ])  # fmt: skip
-
-
-def _optimizer_misfits(saved: Mapping, optimizer) -> list[str]:
-    theirs, ours = ([len(group["params"]) for group in groups["param_groups"]]
-                    for groups in (saved, optimizer.state_dict()))  # fmt: skip
-    if theirs == ours:
-        return []
-    return [f"the optimizer has {len(ours)} groups of {sum(ours)} parameters, there are {len(theirs)} of {sum(theirs)}"]
+    ]
+    raise BadInput(problems)
 
 
 def _misfits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
-    different = [f"size mismatch of {name}: {tuple(saved[name].shape)} there, {tuple(own[name].shape)} here"
-                 for name in own if name in saved and saved[name].shape != own[name].shape]  # fmt: skip
-    return [*different, *(f"{name} is not there" for name in own if name not in saved),
-            *(f"{name} is there and not here" for name in saved if name not in own)]  # fmt: skip
+    shapes = {name: (tuple(saved[name].shape), tuple(own[name].shape)) for name in own if name in saved}
+    return [
+        *(f"size mismatch of {name}: {a} there, {b} here" for name, (a, b) in shapes.items() if a != b),
+        *(f"{name} is not there" for name in own if name not in saved),
+        *(f"{name} is there and not here" for name in saved if name not in own),
+    ]
 
 
 def _freeze(t, names: Sequence[str]) -> list[str]:
@@ -184,11 +187,9 @@ def _retime(t, state: Mapping, keep_schedule: bool) -> list[str]:
     that it was to see. What it did is returned in words."""
     sampler, saved = t.sampler, state["sampler"]
     before, now = state["accumulation"], t.pace.accumulation
-    same = _images_of_a_step(saved["world_size"] * saved["batch_size"], *before) == _images_of_a_step(
-        sampler.world_size * sampler.batch_size, *now
-    )
     t.recut = state["recut"]
-    if same and (keep_schedule or not t.recut):
+    was = _images_of_a_step(saved["world_size"] * saved["batch_size"], *before)
+    if was == _images_of_a_step(sampler.world_size * sampler.batch_size, *now) and (keep_schedule or not t.recut):
         return []
     length, old = t.total_steps, sampler.cut_as(saved["world_size"], saved["batch_size"])
     here = math.ceil(epochs_in := sampler.epoch + sampler.offset / sampler.num_samples)
@@ -207,10 +208,13 @@ def _retime(t, state: Mapping, keep_schedule: bool) -> list[str]:
         t.budget.settle(t.total_steps)
     if t.total_steps == length:
         return []
-    return [f"an optimizer step now sees other numbers of images: the run ends after step {t.total_steps} instead of "
-            f"{length}, at the same place in the data, and warm-up, milestones and shape of the schedule move with it. "
-            "Learning rates stay as they were; what else is counted in steps (run.log_every, loss.weights, ...) counts "
-            "the new ones"]  # fmt: skip
+    note = (
+        f"an optimizer step now sees other numbers of images: the run ends after step {t.total_steps} instead of "
+        f"{length}, at the same place in the data, and warm-up, milestones and shape of the schedule move with it. "
+        "Learning rates stay as they were; what else is counted in steps (run.log_every, loss.weights, ...) counts the "
+        "new ones"
+    )
+    return [note]
 
 
 def _load_best(t, checkpoint: Checkpoint) -> list[str]:
@@ -231,7 +235,8 @@ def _load_best(t, checkpoint: Checkpoint) -> list[str]:
 
 
 def load_weights(t, checkpoint: Checkpoint) -> None:
-    """Weights, their moving average and, to train on, optimizer and scaler state of a checkpoint; nothing else."""
+    """Step, weights, their average and, to train on, optimizer and scaler state of a checkpoint; nothing else."""
+    t.step = checkpoint.step
     t.detector.load_state_dict(checkpoint.tensors["model"])
     if "loss_weights" in checkpoint.tensors:
         t.weights.load_state_dict(checkpoint.tensors["loss_weights"])

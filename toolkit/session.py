@@ -23,34 +23,29 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from toolkit.at_start import open_what_it_needs, probe_memory
+from toolkit.batch import Batch
 from toolkit.data import pipeline
 from toolkit.data.batches import collate
-from toolkit.data.sampling import EpochSampler
-from toolkit.data.splits import READING, open_split, share_of
+from toolkit.data.sampling import EpochSampler, SampleKey
+from toolkit.data.splits import READING, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import agree_max, run_on_main, seed_step, state_from_main
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.evaluation.coco import check_ground_truth
 from toolkit.log import Log
 from toolkit.models.detector import Detector
-from toolkit.models.start import start_detector
+from toolkit.models.start import check_weights, start_detector
 from toolkit.runs.best import Best
-from toolkit.runs.changes import Change, changes, in_force, refuse
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
 from toolkit.runs.failures import as_sentences
 from toolkit.runs.folder import keep_staged, prepare_run_folder, staging, write_environment
-from toolkit.runs.launcher import asked_settings
-from toolkit.runs.lock import FolderLock
+from toolkit.runs.launcher import asked_settings, settle
 from toolkit.runs.metrics_log import repair_rows
-from toolkit.runs.open_run import settings_beside
+from toolkit.runs.open_run import script_of, settings_beside
 from toolkit.runs.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
-from toolkit.runs.script import script_of
-from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, next_config, save_config
-from toolkit.runs.settled import settle
-from toolkit.runs.status import RunStatus, run_status
-from toolkit.runs.trackers import agent_run_id, tracker_names
-from toolkit.runs.trackers.tracker import About, data_facts
+from toolkit.runs.settings_file import ABOUT_STARTING, CONFIG, Change, changes, in_force, next_config, save_config
+from toolkit.runs.status import FolderLock, RunStatus, run_status
+from toolkit.runs.trackers import About, agent_run_id, data_facts, tracker_names
 from toolkit.runs.watchdog import watchdog
 from toolkit.runs.writer import RunWriter
 from toolkit.saving import load, save
@@ -60,6 +55,7 @@ from toolkit.step.ema import Ema
 from toolkit.step.guard import NanGuard
 from toolkit.step.length import Pace, StepBudget, is_time, steps_from
 from toolkit.step.losses import LossWeights
+from toolkit.step.memory import largest_samples, probe_memory
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers, precision_of_device
 from toolkit.step.schedules import schedule_of_settings
@@ -139,8 +135,7 @@ def session(config: Any) -> Iterator[Session]:
                 announce(accelerator.num_processes, folder, [*messages, *([lock.note] if lock.note else [])])
             if run.deterministic:
                 be_deterministic()
-            is_new = run_on_main(lambda: status.begun)
-            with staging(folder, is_new, is_main) as place:
+            with staging(folder, run_on_main(lambda: status.begun), is_main) as place:
                 s = Session(config, accelerator, folder, signals, status, checkpoint, stored, seed, lock, place)
                 try:
                     yield s
@@ -160,15 +155,14 @@ def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
     c = s.config.data
     reading = {key: getattr(c, key) for key in READING}
     if s.config.run.eval_only and s.checkpoint is not None and not share_of(c.val) and c.overfit_batches is None:
-        listing = s.staging / "data_problems_val.txt"
-        table = val_table = open_split(c.val, say=s.say, listing=listing, **reading)
+        table = val_table = open_split(c.val, say=s.say, listing=s.staging / "data_problems_val.txt", **reading)
     else:
-        overfit = (c.overfit_batches or 0) * c.batch_size_per_device * s.accelerator.num_processes
-        table, val_table, s.test_table = open_what_it_needs(
-            c.train, c.val, None if s.config.run.eval_only else s.config.eval.test_split,
-            None if s.checkpoint else s.config.model, s.staging, say=s.say, max_train_images=c.max_train_images,
-            overfit_images=overfit, **reading,
-        )  # fmt: skip
+        test = None if s.config.run.eval_only else s.config.eval.test_split
+        checks = [] if s.checkpoint else [partial(check_weights, s.config.model)]  # a checkpoint has the weights
+        reading["max_train_images"] = c.max_train_images
+        reading["overfit_images"] = (c.overfit_batches or 0) * c.batch_size_per_device * s.accelerator.num_processes
+        opened = open_all_splits(c.train, c.val, test, s.staging, *checks, say=s.say, **reading)
+        table, val_table, s.test_table = opened
     for note in check_ground_truth(val_table):
         s.say(note)
     stop_if_asked(s, "while the data was read")
@@ -178,8 +172,7 @@ def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
 def make_detector(s: Session, table: DetectionTable, start: Callable | None = None) -> Detector:
     """The detector with the weights it begins with, on the device; the same ones on every rank.
 
-    start: what builds it out of the training data, as `start_scene_graph`; None: the
-        classes are all that it needs of them.
+    start: what builds it out of the training data, as `start_scene_graph`; None: it needs nothing but the classes.
     """
     c, options = s.config.data, s.config.model
     seed_step(s.config.run.seed, 0, 0)
@@ -193,8 +186,11 @@ def make_detector(s: Session, table: DetectionTable, start: Callable | None = No
     if detector.fixed_size:
         pipeline.check_one_size(detector.stride, [c.image_size, *c.multi_scale], c.scales)
     if c.mixup and not detector.weighs_boxes:
-        raise BadInput(f"data.mixup: the losses of {detector.options['architecture']} do not weigh boxes by their "
-                       "image's share; leave it out, or use data.mosaic")  # fmt: skip
+        architecture = detector.options["architecture"]
+        raise BadInput(
+            f"data.mixup: the losses of {architecture} do not weigh boxes by their image's share; leave it out, or use "
+            "data.mosaic"
+        )
     if s.config.run.export:
         check_exportable(detector)
     stop_if_asked(s, "while the detector was built")
@@ -302,11 +298,13 @@ def _settle(s: Session, detector: Detector, weights: LossWeights, sampler: Epoch
     stored = s.stored or (settings_beside(s.folder) if (s.folder / CONFIG).is_file() else {})  # killed before it saved
     began = {**stored.get("run", {}), **stored.get("optim", {})}
     asked = None if run.eval_only and run.precision == "auto" else run.precision
-    settled = settle(
-        {"precision": asked, "tf32": run.tf32, "compile": optim.compile}, asked_settings(os.environ), began,
-        auto=lambda: precision_of_device(device, detector, weights, lambda: collate(
-            [loader.dataset.dataset[key] for key in next(iter(sampler))], detector.stride)),
-    )  # fmt: skip
+    given = {"precision": asked, "tf32": run.tf32, "compile": optim.compile}
+
+    def first_batch() -> Batch:
+        return collate([loader.dataset.dataset[key] for key in next(iter(sampler))], detector.stride)
+
+    auto = partial(precision_of_device, device, detector, weights, first_batch)
+    settled = settle(given, asked_settings(os.environ), began, auto)
     if settled.precision != s.accelerator.mixed_precision:
         s.accelerator = start_accelerator(settled.precision)
         settled = replace(settled, precision=s.accelerator.mixed_precision)  # fp16 is not used on a CPU
@@ -315,8 +313,8 @@ def _settle(s: Session, detector: Detector, weights: LossWeights, sampler: Epoch
     if note := describe_float32_layers(detector, device.type, settled.precision):
         s.say(note)
     s.measured["settled"] = asdict(settled)
-    s.config = replace(s.config, run=replace(run, precision=settled.precision, tf32=settled.tf32),
-                       optim=replace(optim, compile=settled.compile))  # fmt: skip
+    run = replace(run, precision=settled.precision, tf32=settled.tf32)
+    s.config = replace(s.config, run=run, optim=replace(optim, compile=settled.compile))
 
 
 def _optimizer(s: Session, detector: Detector, weights: LossWeights):
@@ -325,12 +323,14 @@ def _optimizer(s: Session, detector: Detector, weights: LossWeights):
     scale = images if c.scale_lr_by_images else 1
     if c.scale_lr_by_images:
         s.say(f"learning rates are multiplied by {scale}: {c.lr * scale:g} with {images} images a step")
+    same = ("lr", "backbone_lr", "weight_decay", "layer_decay", "bias_lr_factor", "bias_weight_decay")
     groups = parameter_groups(
-        detector, lr=c.lr, backbone_lr=c.backbone_lr, weight_decay=c.weight_decay,
-        no_decay_on_norm_and_bias=c.no_weight_decay_on_norm_and_bias, multipliers=c.lr_multipliers,
-        layer_decay=c.layer_decay, bias_lr_factor=c.bias_lr_factor, bias_weight_decay=c.bias_weight_decay,
+        detector,
+        no_decay_on_norm_and_bias=c.no_weight_decay_on_norm_and_bias,
+        multipliers=c.lr_multipliers,
         slow_prefixes=detector.slow_prefixes,
-    )  # fmt: skip
+        **{key: getattr(c, key) for key in same},
+    )
     groups += weights.parameter_groups(c.lr)
     for group in groups:
         group["lr"] *= scale
@@ -338,61 +338,74 @@ def _optimizer(s: Session, detector: Detector, weights: LossWeights):
 
 
 def _pace(c: Any, per_epoch: int) -> Pace:
-    settles, warmup_steps = c.optim.bn_momentum_final is not None, steps_from(c.schedule.warmup_steps, per_epoch)
+    every = {key: steps_from(getattr(c.run, key), per_epoch) for key in ("eval_every", "save_every", "keep_every")}
+    same = ("gradient_table_every", "accumulation_steps", "accumulate_after_epoch")
+    warmup_steps, final = steps_from(c.schedule.warmup_steps, per_epoch), c.optim.bn_momentum_final
     return Pace(
-        eval_every=steps_from(c.run.eval_every, per_epoch), save_every=steps_from(c.run.save_every, per_epoch),
-        keep=c.run.keep, keep_every=steps_from(c.run.keep_every, per_epoch),
-        gradient_table_every=c.optim.gradient_table_every, accumulation_steps=c.optim.accumulation_steps,
-        accumulate_after_epoch=c.optim.accumulate_after_epoch, denominators=c.loss.denominators,
-        bn_momentum=(c.optim.bn_momentum_final, warmup_steps) if settles else None,
-        plain_epochs=c.data.plain_epochs, warmup_steps=warmup_steps,
-    )  # fmt: skip
+        keep=c.run.keep,
+        denominators=c.loss.denominators,
+        bn_momentum=None if final is None else (final, warmup_steps),
+        plain_epochs=c.data.plain_epochs,
+        warmup_steps=warmup_steps,
+        **every,
+        **{key: getattr(c.optim, key) for key in same},
+    )
+
+
+def _largest_batch(t: Training, count: int) -> Batch:
+    """The largest and the most crowded training images, `count` on each device, as epoch 0 augments them."""
+    dataset, size_hw = t.loader.dataset.dataset, None
+    if t.sampler.sizes is not None:
+        size_hw, count = t.sampler.sizes.largest(count)
+    chosen = largest_samples(dataset.table.sizes_hw(), dataset.table.num_boxes(), count)
+    return collate([dataset[SampleKey(0, index, size_hw)] for index in chosen], t.detector.stride)
 
 
 def _begin(s: Session, t: Training, table: DetectionTable) -> None:
     """Takes up the checkpoint, writes down what is run, and evaluates where that is due. Refuses before it writes."""
     run, checkpoint = s.config.run, s.checkpoint
     settings, changed = _settings(s, t)
-    refuse(changed)
     check_metric(t)
     if run.probe_memory:
-        probe_memory(t, s.config.data.batch_size_per_device)
+        probe_memory(t, _largest_batch(t, s.config.data.batch_size_per_device))
     notes = load(t, checkpoint, run.resume_schedule == "saved", changed) if checkpoint is not None else []
     for note in (*changed, *notes):
         s.say(str(note))
     _record(s, t, table, settings, changed)
     for note in run_on_main(lambda: _repair_rows(s)) if checkpoint is not None else []:
         s.say(note)
+    job = run.job_type or ("eval" if run.eval_only else "train")
     writer = RunWriter(
-        s.folder, trackers=tracker_names(run.tracker), about=_about(run, settings, t.best.metric),
-        data=data_facts({"train": table, "val": t.validation.table}), is_main=s.is_main,
-        resume_state=checkpoint and checkpoint.state["writer"], eval_only=run.eval_only,
+        s.folder,
+        trackers=tracker_names(run.tracker),
+        about=About(run.project, run.name, settings, t.best.metric, run.group, job, run.tags, run.notes),
+        data=data_facts({"train": table, "val": t.validation.table}),
+        is_main=s.is_main,
+        resume_state=checkpoint and checkpoint.state["writer"],
+        eval_only=run.eval_only,
         track_unscaled=run.track_unscaled,
-    )  # fmt: skip
+    )
     t.log.start(writer, s.status.details, t.step, t.total_steps, t.recut)
     s.log = t.log
     first = s.config.eval.before_training and t.step == 0
     due = (first or is_time(t.step, t.pace.eval_every)) and t.best.evaluated_step != t.step
-    if run.eval_only or due:
-        better = validate(t)  # asked for, or interrupted by the signal that ended the run before
-        if better and not run.eval_only:
-            save(t, best=True)
-
-
-def _about(run: Any, settings: dict, metric: str) -> About:
-    job = run.job_type or ("eval" if run.eval_only else "train")
-    return About(run.project, run.name, settings, metric, run.group, job, run.tags, run.notes)
+    # asked for, or interrupted by the signal that ended the run before
+    if (run.eval_only or due) and validate(t) and not run.eval_only:
+        save(t, best=True)
 
 
 def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
-    """The settings in force, and those that a resumed run has otherwise than before."""
-    settings = _resolved(s.config, t.detector)
+    """The settings in force, with the values that the model really used, and those that a resumed run has otherwise
+    than before."""
+    settings, left = asdict(s.config), {*ABOUT_STARTING, "pretrained_backbone"}
+    used = t.detector.resolved_options().items()
+    settings["model"] |= {key: value for key, value in used if key in settings["model"] and key not in left}
     if not s.stored:
         return settings, []
     budget = s.checkpoint.state["budget"]
     asked = settings | {"run": settings["run"] | {"seed": s.asked_seed}}
-    found = changes(s.stored, asked, s.config.run.resume_schedule == "saved",
-                    minutes_count=budget is not None and not budget["settled"])  # fmt: skip
+    is_measured = budget is None or budget["settled"]
+    found = changes(s.stored, asked, s.config.run.resume_schedule == "saved", minutes_count=not is_measured)
     if s.config.run.eval_only:  # no update will be made
         found = [change for change in found if change.key.partition(".")[0] not in ("optim", "schedule")]
     return in_force(asked, found), found
@@ -405,28 +418,21 @@ def _repair_rows(s: Session) -> list[str]:
     return repair_rows(s.folder / "metrics.jsonl", s.checkpoint.state["writer"]["rows"], more=s.config.run.eval_only)
 
 
-def _resolved(config: Any, detector: Detector) -> dict:
-    """All settings, those of the model with the values that were really used."""
-    settings = asdict(config)
-    used = {key: value for key, value in detector.resolved_options().items()
-            if key in settings["model"] and key not in (*ABOUT_STARTING, "pretrained_backbone")}  # fmt: skip
-    return settings | {"model": settings["model"] | used}
-
-
 def _record(s: Session, t: Training, table: DetectionTable, settings: dict, changed: list[Change]) -> None:
     """Says how large model and data are; writes `config.yaml`, `environment.json` and `status.json`.
 
     A later start keeps its settings in `config_2.yaml`, `config_3.yaml` and so on, with what is new in them.
     """
-    parameters = {"all": sum(p.numel() for p in t.detector.parameters())}
-    parameters["trained"] = sum(p.numel() for p in t.detector.parameters() if p.requires_grad)
-    tables = {"train": table, "val": t.validation.table}
-    if s.config.run.eval_only and table is t.validation.table:  # `open_data`: there was no need of training data
-        del tables["train"]
+    sizes = [(p.numel(), p.requires_grad) for p in t.detector.parameters()]
+    parameters = {"all": sum(n for n, _ in sizes), "trained": sum(n for n, trained in sizes if trained)}
+    alone = s.config.run.eval_only and table is t.validation.table  # `open_data`: there was no need of training data
+    tables = {"val": table} if alone else {"train": table, "val": t.validation.table}
     data = {name: {"images": len(each), "boxes": int(each.num_boxes().sum())} for name, each in tables.items()}
-    name, words = ("train", "training data") if "train" in data else ("val", "validation data")
-    s.say(f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; {words}: "
-          f"{data[name]['images']:,} images, {data[name]['boxes']:,} boxes")  # fmt: skip
+    name, words = ("val", "validation data") if alone else ("train", "training data")
+    s.say(
+        f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; {words}: "
+        f"{data[name]['images']:,} images, {data[name]['boxes']:,} boxes"
+    )
     s.lock.keep = True
     if s.is_main:
         keep_staged(s.staging, s.folder)

@@ -20,12 +20,11 @@ from toolkit.data.sampling import EpochSampler, accumulation_at
 from toolkit.distributed import OUTSIDE_MICRO_BATCHES, agree_max, broadcast_object, seed_step
 from toolkit.draws import seed_micro_batch
 from toolkit.errors import BadInput, Preempted
-from toolkit.log import Log, training_row
+from toolkit.log import Log, length_warnings, training_row
 from toolkit.models.detector import Detector
 from toolkit.recovery import broken_state, in_words, keep_start, ranks_apart, recover, state_is_sound, state_of
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import Checkpoint
-from toolkit.runs.console import length_warnings
 from toolkit.saving import infinite_buffers, retime, save
 from toolkit.signals import StopSignals
 from toolkit.step.ema import Ema
@@ -91,7 +90,6 @@ class Training:
         self.check = LoopCheck(self._counts)
         self._own_losses: dict[str, str | None] = {}  # announced by the script -> what it divides them by
         self._micro: tuple[dict, Mapping] = {}, {}  # counts and denominators of the micro-batch under way
-        self._micro_batches = 1
         self._unscaled = self._own_rates = False
         self._best_step = -1  # before the window
         self._versions: int | None = None  # of the parameters, after the last update
@@ -113,7 +111,7 @@ class Training:
 
     @property
     def ended_by(self) -> list[str]:
-        """The settings that end training at this step, see `toolkit.runs.ending`; empty while it goes on."""
+        """The settings that end training at this step, see `toolkit.runs.status.ENDINGS`; empty while it goes on."""
         limits = {
             self.limit: self.step >= self.total_steps,
             "eval.early_stopping_patience": self.best.patience_is_over,
@@ -229,7 +227,7 @@ class Training:
         device, original = self.accelerator.device, self.detector.averaged_denominators
         counts = [self.detector.denominators(batch.targets) | self._own_counts(batch) for batch in window]
         self._denominators = window_denominators(counts, device, self.pace.denominators, original)
-        self._sums, self._unknown, self._micro_batches = {}, [], len(window)
+        self._sums, self._unknown = {}, []
         for micro, (batch, denominators) in enumerate(zip(window, self._denominators, strict=True)):
             arrived = self._ahead.arrived(batch)
             self.seed_micro_batch(micro, arrived)
@@ -260,9 +258,9 @@ class Training:
         """
         self.check.before_backward()
         counts, denominators = self._micro
-        own = {name: losses[name] * (counts[f"own {kind}"] / denominators[f"own {kind}"])
-               for name, kind in self._own_losses.items() if kind is not None and name in losses}  # fmt: skip
-        return self.weights({**losses, **own}, self.step, self._micro_batches)
+        own = {name: f"own {kind}" for name, kind in self._own_losses.items() if kind is not None and name in losses}
+        own = {name: losses[name] * (counts[by] / denominators[by]) for name, by in own.items()}
+        return self.weights({**losses, **own}, self.step, self.check.micro_batches)
 
     def add(self, weighted: WeightedLosses, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Adds one micro-batch to the window's sums."""
@@ -431,7 +429,6 @@ class Training:
         self.log.note_epoch(self.step, self.sampler.epoch)  # not yet, if the guard refused its last window
         self.sampler.set_epoch(self.sampler.epoch + 1)
         return self.log.end_epoch()
-
 
     def _count_versions(self) -> int:
         """Counts the changes of the weights in place."""

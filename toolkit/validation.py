@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import nn
 from torch.utils.data import DataLoader
 
 from toolkit.data.table import DetectionTable
@@ -17,14 +18,14 @@ from toolkit.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.errors import Preempted, StoppedByGuard
 from toolkit.evaluation.coco import make_evaluator
 from toolkit.evaluation.matches import match
-from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.report import PREDICTIONS
 from toolkit.evaluation.shown import shown_evaluation
 from toolkit.recovery import state_is_sound
 from toolkit.runs.best import no_such_metric
 from toolkit.runs.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
-from toolkit.runs.ending import in_words
+from toolkit.runs.status import in_words
 from toolkit.saving import save
 from toolkit.step.meters import machine_figures
 from toolkit.step.state import nonfinite
@@ -63,18 +64,8 @@ def validate(t) -> bool:
     row, shown, kept = {}, {}, {}
     for prefix, module in modules.items():
         broadcast_buffers(module)  # batch norms saw other images on other ranks; those of rank 0 count
-        found = predict_dataset(
-            module,
-            t.validation.loader,
-            t.accelerator.device,
-            loss_weights=t.weights,
-            step=t.step,
-            autocast=t.accelerator.autocast,
-            stop=lambda: t.signals.received,
-            score_threshold=t.validation.score_threshold,
-            description=f"evaluation at step {t.step}",
-            say=t.log.say,
-        )
+        what = f"evaluation at step {t.step}"
+        found = _predict(t, module, t.validation.loader, t.validation.score_threshold, what)
         if found.interrupted:
             if t.saved_step != t.step:  # evaluating an earlier checkpoint alone must not make it the newest
                 save(t)
@@ -85,12 +76,26 @@ def validate(t) -> bool:
         row |= {f"{prefix}{name}": value for name, value in {**shown, **found.losses}.items()}
     better = note_metric(t, row)
     t.log.write(t.step, t.sampler.epoch, row | machine_figures())
-    run_on_main(lambda: t.log.attempt(f"showing the evaluation of step {t.step}",
-                                      lambda: _show(t, found.by_image, shown, better)))  # fmt: skip
-    run_on_main(lambda: t.log.attempt(f"keeping the predictions of step {t.step}",
-                                      lambda: _keep_predictions(t, better, **kept)))  # fmt: skip
+    show, keep = partial(_show, t, found.by_image, shown, better), partial(_keep_predictions, t, better, **kept)
+    run_on_main(lambda: t.log.attempt(f"showing the evaluation of step {t.step}", show))
+    run_on_main(lambda: t.log.attempt(f"keeping the predictions of step {t.step}", keep))
     t.log.timer.start()
     return better
+
+
+def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, description: str) -> Predictions:
+    return predict_dataset(
+        module,
+        loader,
+        t.accelerator.device,
+        loss_weights=t.weights,
+        step=t.step,
+        autocast=t.accelerator.autocast,
+        stop=lambda: t.signals.received,
+        score_threshold=score_threshold,
+        description=description,
+        say=t.log.say,
+    )
 
 
 def note_metric(t, row: dict[str, float | None]) -> bool:
@@ -169,14 +174,15 @@ def _best(t) -> tuple[int, dict | None, str]:
 def _keep_predictions(t, better: bool, predictions: dict, scores: dict, weights: str) -> None:
     """`report/predictions.json` of the weights that `best` and `final/` have: what the report is made of."""
     path = t.folder / "report" / PREDICTIONS
-    if not t.accelerator.is_main_process or not (better or not path.exists()):
-        return
-    if not _are_boxes(predictions):
-        return
-    evaluator = t.validation.evaluator
+    if (better or not path.exists()) and _are_boxes(predictions):
+        about = _about(t.validation.evaluator, f"{t.folder.name}, step {t.step} ({weights.strip('/')} weights)", t.step)
+        write_predictions(path, predictions, t.validation.table, scores=scores, **about)
+
+
+def _about(evaluator, detector: str, step: int) -> dict:
+    """What a file of predictions says of itself."""
     about = {key: getattr(evaluator, key) for key in ("mode", "protocol") if hasattr(evaluator, key)}
-    about |= {"detector": f"{t.folder.name}, step {t.step} ({weights.strip('/')} weights)", "step": t.step}
-    write_predictions(path, predictions, t.validation.table, scores=scores, **about)
+    return about | {"detector": detector, "step": step}
 
 
 def _are_boxes(predictions: dict) -> bool:
@@ -185,9 +191,7 @@ def _are_boxes(predictions: dict) -> bool:
 
 
 def _show(t, predictions: dict, scores: dict, better: bool) -> None:
-    """The table on the console, why an AP is 0, and the pictures, on the main process; training can do without."""
-    if not t.accelerator.is_main_process:
-        return
+    """The table on the console, why an AP is 0, and the pictures."""
     table = t.validation.evaluator.describe(scores, predictions, t.step)
     t.log.say(f"evaluation at step {t.step}{' (best so far)' if better else ''}\n{table}")
     if t.validation.pictures:
@@ -209,26 +213,11 @@ def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) ->
         table, loader: the test split.
         e: settings with the names of `toolkit.runs.settings.SceneGraphEvalConfig`, or of `EvalConfig`.
 
-    Returns:
-        the row.
-
-    Raises:
-        Preempted: a signal came; the resumed run evaluates again.
+    Returns the row. Raises Preempted: a signal came; the resumed run evaluates again.
     """
     of_graphs = {key: getattr(e, key) for key in ("protocol", "zero_shot") if hasattr(e, key)}
     evaluator = make_evaluator(t.detector, table, e.backend, **of_graphs)
-    found = predict_dataset(
-        t.detector,
-        loader,
-        t.accelerator.device,
-        loss_weights=t.weights,
-        step=t.step,
-        autocast=t.accelerator.autocast,
-        stop=lambda: t.signals.received,
-        score_threshold=e.score_threshold,
-        description="test split",
-        say=t.log.say,
-    )
+    found = _predict(t, t.detector, loader, e.score_threshold, "test split")
     if found.interrupted:
         raise Preempted("signal during the evaluation on the test split; `--run.resume latest` does it again")
     scores = run_on_main(partial(evaluator.evaluate, found.by_image))
@@ -240,12 +229,9 @@ def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) ->
 
 
 def _show_test_split(t, table: DetectionTable, evaluator, predictions: dict, scores: dict) -> None:
-    """The table on the console, and the predictions with their numbers in a file; on the main process."""
-    if not t.accelerator.is_main_process:
-        return
+    """The table on the console, and the predictions with their numbers in a file."""
     step = t.step if t.best.value is None else t.best.step
     told = evaluator.describe(scores, predictions, step)
     t.log.say(f"test split {table.name}, weights of step {step}\n{told}")
-    about = {key: getattr(evaluator, key) for key in ("mode", "protocol") if hasattr(evaluator, key)}
-    about |= {"detector": f"{t.folder.name}, step {step}", "step": step}
+    about = _about(evaluator, f"{t.folder.name}, step {step}", step)
     write_predictions(t.folder / "report" / "test_predictions.json", predictions, table, scores=scores, **about)

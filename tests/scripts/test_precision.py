@@ -11,7 +11,7 @@ import pytest
 import yaml
 from launching import ROOT, training_rows
 
-from toolkit.runs.settled import settle
+from toolkit.runs.launcher import settle
 from toolkit.step.precision import cpu_computes_in_bf16, faster_precision, precision_of_gpu
 
 

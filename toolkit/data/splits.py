@@ -164,3 +164,32 @@ def _write_problems(table: DetectionTable, listing: Path | None) -> None:
     if table.problems and listing is not None:
         listing.parent.mkdir(parents=True, exist_ok=True)
         listing.write_text("".join(f"{problem}\n" for problem in table.problems), encoding="utf-8")
+
+
+def open_all_splits(
+    train: str, val: str | float, test: str | float | None, folder: Path, *checks: Callable, say: Say, **options
+) -> tuple[DetectionTable, DetectionTable, DetectionTable | None]:
+    """`open_splits`, and the test data (None: there are none) with the same classes.
+
+    Splits are looked for first, and `checks` are called. What fails there is said at once, since reading images may
+    take long; they are read all the same.
+
+    Raises BadInput with the faults of all of it.
+    """
+    reading = {key: value for key, value in options.items() if key not in ("max_train_images", "overfit_images")}
+
+    def look() -> None:
+        try:
+            all_faults(partial(check_splits, train, val, test, **reading), *checks)
+        except BadInput as error:
+            say(f"this run cannot start; the data are read all the same, to name all that is wrong:\n{error}")
+            raise
+
+    calls = [look, partial(open_splits, train, val, folder, say=say, **options)]
+    if test is not None:
+        listing = folder / "data_problems_test.txt"
+        calls.append(partial(open_split, test, say=say, listing=listing, part_of=train, **reading))
+    _, (table, val_table), *tested = all_faults(*calls)
+    for other in tested:
+        check_same_classes(table, other, "the test split")
+    return table, val_table, tested[0] if tested else None

@@ -24,9 +24,6 @@ class Best:
         evaluated_step: the last step that was evaluated.
     """
 
-    _STATE = {"value": "best", "step": "best_step", "without_better": "evaluations_without_better",
-              "evaluated_step": "evaluated_step"}  # fmt: skip
-
     def __init__(self, metric: str = "bbox_AP", patience: int | None = None):
         self.metric, self.patience = metric, patience
         self.forget()
@@ -71,11 +68,16 @@ class Best:
         return None if value is None else (-value if is_minimised(self.metric) else value)
 
     def state_dict(self) -> dict:
-        return {name: getattr(self, key) for key, name in self._STATE.items()}
+        return {
+            "best": self.value,
+            "best_step": self.step,
+            "evaluations_without_better": self.without_better,
+            "evaluated_step": self.evaluated_step,
+        }
 
     def load_state_dict(self, state: Mapping) -> None:
-        for key, name in self._STATE.items():
-            setattr(self, key, state[name])
+        self.value, self.step = state["best"], state["best_step"]
+        self.without_better, self.evaluated_step = state["evaluations_without_better"], state["evaluated_step"]
 
 
 def no_such_metric(metric: str, known: Iterable[str], has_average: bool = True) -> BadInput:

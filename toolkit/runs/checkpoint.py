@@ -351,11 +351,11 @@ def resolve_resume(value: str, run_folder: Path) -> tuple[Checkpoint | None, lis
         found, passed_over = newest_valid(Path(run_folder) / "checkpoints")
         messages = [f"Passed over {reason}" for reason in passed_over]
         if found is None and _step_folders(Path(run_folder) / "checkpoints"):
-            raise CheckpointError([
+            problem = (
                 f"None of the checkpoints in {run_folder} can be used, and a fresh start would not keep them. Mend "
-                "one, or move the folder away, or choose another --run.name:",
-                *passed_over,
-            ])  # fmt: skip
+                "one, or move the folder away, or choose another --run.name:"
+            )
+            raise CheckpointError([problem, *passed_over])
         if found is None:
             return None, [*messages, f"No checkpoint in {run_folder}: starting fresh."]
     else:

@@ -18,6 +18,7 @@ _STATE = {
     "sampler": dict,
     "schedule": dict,
     "total_steps": int,
+    "limit": str,
     "scaler": (dict, type(None)),
     "guard": dict,
     "budget": (dict, type(None)),
@@ -48,20 +49,21 @@ def stale(found: object) -> str:
     """In words, that something has another format than today's; "" where it has not."""
     if found == FORMAT:
         return ""
-    return (f"was written by another version of this toolkit (format {found}; this one reads {FORMAT}): use it with "
-            "that version, whose commit is in environment.json of its run, or train again.")  # fmt: skip
+    return (
+        f"was written by another version of this toolkit (format {found}; this one reads {FORMAT}): use it with that "
+        "version, whose commit is in environment.json of its run, or train again."
+    )
 
 
 def well_formed(manifest) -> bool:
     """Whether a manifest has the shape that the rest may trust."""
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        return False
-    numbers = isinstance(manifest.get("step"), int) and isinstance(manifest.get("sequence"), int)
-    numbers = numbers and isinstance(manifest.get("kind"), str)
-    return numbers and all(
-        isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
-        for entry in manifest["files"].values()
-    )
+    head = {"files": dict, "step": int, "sequence": int, "kind": str}
+    entry = {"size": int, "sha256": str}
+    return _has(manifest, head) and all(_has(each, entry) for each in manifest["files"].values())
+
+
+def _has(found: object, kinds: Mapping[str, type]) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
 
 
 def changed_files(path: Path, manifest: dict) -> list[str]:
@@ -105,16 +107,16 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
 
 
 def _faults_of_state(step: int, state: dict) -> list[str]:
-    faults = [f"state.json has no {key}" if key not in state else f"{key} in state.json is {str(state[key])[:60]!r}"
-              for key, kind in _STATE.items() if not _is(state.get(key, KeyError), kind)]  # fmt: skip
-    if not faults:
-        faults += [f"sampler in state.json has no whole number {key}"
-                   for key in _SAMPLER if not _is(state["sampler"].get(key), int)]  # fmt: skip
-        faults += ["categories in state.json are not categories"] * (
-            not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in state["categories"])
-        )
-        if state["step"] != step:
-            faults.append(f"state.json is of step {state['step']}")
+    wrong = [key for key, kind in _STATE.items() if not _is(state.get(key, KeyError), kind)]
+    if wrong:
+        shown = {key: f"{key} in state.json is {str(state[key])[:60]!r}" for key in wrong if key in state}
+        return [shown.get(key, f"state.json has no {key}") for key in wrong]
+    missing = [key for key in _SAMPLER if not _is(state["sampler"].get(key), int)]
+    faults = [f"sampler in state.json has no whole number {key}" for key in missing]
+    if not all(_has(each, {"name": str}) for each in state["categories"]):
+        faults.append("categories in state.json are not categories")
+    if state["step"] != step:
+        faults.append(f"state.json is of step {state['step']}")
     return faults
 
 
@@ -129,10 +131,8 @@ def not_finite(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict, inf
     """
     bad = []
     for stem, named in tensors.items():
-        for name, tensor in named.items():
-            meant = stem in _WEIGHTS and name in infinite
-            if not _sound(tensor, meant):
-                bad.append(f"{stem}/{name}")
+        meant = infinite if stem in _WEIGHTS else ()
+        bad += [f"{stem}/{name}" for name, tensor in named.items() if not _sound(tensor, name in meant)]
     for index, state in (optimizer["state"] or {}).items():
         bad += [f"optimizer/{index}/{key}" for key, value in state.items() if not _sound(torch.as_tensor(value), False)]
     if not bad:

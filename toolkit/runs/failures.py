@@ -29,8 +29,10 @@ def sentence(error: OSError) -> BadInput | None:
         return None
     place = f"{error.filename}: " if error.filename else ""
     shown = place if len(place) < 200 else f"{place[:80]}… ({len(place)} characters): "
-    return BadInput(f"{shown}{os.strerror(error.errno)}. What is to be done: {_ADVICE[error.errno]}, then go on with "
-                    "--run.resume latest; earlier checkpoints are untouched.")  # fmt: skip
+    return BadInput(
+        f"{shown}{os.strerror(error.errno)}. What is to be done: {_ADVICE[error.errno]}, then go on with "
+        "--run.resume latest; earlier checkpoints are untouched."
+    )
 
 
 @contextmanager
@@ -51,8 +53,8 @@ def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[
         return function()
     except Exception as error:  # noqa: BLE001  pictures, reports and trackers never end a training
         note_traceback(folder, what)
-        say(f"warning: {what} failed, and the run goes on without ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0][:200]}). {folder / ERRORS} has the traceback.")  # fmt: skip
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        say(f"warning: {what} failed, and the run goes on without ({reason}). {folder / ERRORS} has the traceback.")
         return None
 
 

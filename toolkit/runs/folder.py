@@ -20,12 +20,13 @@ import torch
 
 from toolkit.errors import BadInput
 from toolkit.files import replace_nonfinite, usable_cores, write_json_atomic, write_text_atomic
-from toolkit.runs.lock import FolderLock
-from toolkit.runs.status import _now, holds_a_run
+from toolkit.runs.status import FolderLock, holds_a_run, now
 
 STAGING = ".tmp-start"
-PACKAGES = ("torch", "torchvision", "accelerate", "transformers", "timm", "datasets", "wandb", "pycocotools",
-            "jsonargparse", "safetensors", "scipy", "numpy", "tensorboard")  # fmt: skip
+PACKAGES = (
+    "torch torchvision accelerate transformers timm datasets wandb pycocotools jsonargparse safetensors scipy numpy "
+    "tensorboard"
+).split()
 
 
 def prepare_run_folder(
@@ -53,7 +54,11 @@ def prepare_run_folder(
         folder.mkdir(parents=True, exist_ok=True)
         if lock is not None:
             lock.take(folder)
-        _check_new(folder, resume)
+        if resume == "never" and holds_a_run(folder):
+            raise BadInput(
+                f"The run folder {folder} exists already and --run.resume is never. Continue it with --run.resume "
+                "latest, choose another --run.name, or remove the folder."
+            )
         (folder / "checkpoints").mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -86,15 +91,7 @@ def keep_staged(place: Path, folder: Path) -> None:
         os.replace(path, folder / path.name)
 
 
-def _check_new(folder: Path, resume: str) -> None:
-    if resume == "never" and holds_a_run(folder):
-        raise BadInput(
-            f"The run folder {folder} exists already and --run.resume is never. Continue it with --run.resume latest, "
-            "choose another --run.name, or remove the folder."
-        )
-
-
-def write_environment(folder: Path, seed: int, world_size: int, extra: dict | None = None) -> dict:
+def write_environment(folder: Path, seed: int, world_size: int, extra: dict | None = None) -> None:
     """Write `environment.json`: what one must know to explain, or repeat, a number of this run.
 
     Where the code is not that of the commit, `code.diff` has what differs.
@@ -102,16 +99,13 @@ def write_environment(folder: Path, seed: int, world_size: int, extra: dict | No
     Args:
         seed: of the run. world_size: processes.
         extra: further JSON values, laid over the keys below.
-
-    Returns:
-        What was written: versions, git, hardware, command line, seed, processes, time.
     """
     root = Path(__file__).resolve().parent.parent.parent
     git = git_state(root)
     if git and git["dirty"]:
         write_text_atomic(Path(folder) / "code.diff", _git(root, "diff", "HEAD"))
     environment = {
-        "time": _now(),
+        "time": now(),
         "command_line": list(sys.argv),
         "working_directory": os.getcwd(),
         "seed": seed,
@@ -124,7 +118,6 @@ def write_environment(folder: Path, seed: int, world_size: int, extra: dict | No
         **(extra or {}),
     }
     write_json_atomic(Path(folder) / "environment.json", replace_nonfinite(environment))
-    return environment
 
 
 def hardware() -> dict:
@@ -172,5 +165,3 @@ def _package_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-

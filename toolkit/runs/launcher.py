@@ -1,10 +1,11 @@
-"""The settings of `accelerate launch`: which of them are used here, and which are refused.
+"""The settings of `accelerate launch`: which of them are used here, and which are refused; and who decides precision
+and compilation of a run: the settings, the launcher, the resumed run or the hardware.
 
 Most of its flags leave no environment variable, so its command line and settings file are read.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,22 +15,22 @@ import yaml
 from toolkit.errors import BadInput
 from toolkit.imports import uncollected
 
-# What these scripts do not do, by how a flag, or a key of the settings file, begins. Accelerate would shard nothing, or
-# drop what was asked for, without a word.
+# What these scripts do not do, with how flags and keys of the settings file that ask for it begin. Accelerate would
+# shard nothing, or drop what was asked for, without a word.
 OTHER_TRAINERS = {
-    "use_deepspeed": "DeepSpeed", "deepspeed": "DeepSpeed", "zero": "DeepSpeed", "offload_": "DeepSpeed",
-    "use_fsdp": "FSDP", "fsdp": "FSDP", "use_megatron_lm": "Megatron-LM",
-    "megatron_lm": "Megatron-LM", "use_parallelism_config": "a parallelism config",
-    "parallelism_config": "a parallelism config", "fp8": "fp8", "aws_": "SageMaker", "tpu": "TPU", "vm": "TPU",
-    "env": "TPU", "main_training_function": "TPU", "downcast_bf16": "TPU", "command": "TPU", "no_tpu": "TPU",
-    "mpirun": "MPI",
-}  # fmt: skip
-VARIABLES = {
-    "ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config", "ACCELERATE_USE_SAGEMAKER": "SageMaker",
-    "PJRT_DEVICE": "TPU", "XRT_TPU_CONFIG": "TPU", "TPU_WORKER_ID": "TPU",
-}  # fmt: skip
-TYPES = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "MEGATRON_LM": "Megatron-LM", "TPU": "TPU", "XLA": "TPU"}
+    "DeepSpeed": ("use_deepspeed", "deepspeed", "zero", "offload_"),
+    "FSDP": ("use_fsdp", "fsdp"),
+    "Megatron-LM": ("use_megatron_lm", "megatron_lm"),
+    "a parallelism config": ("use_parallelism_config", "parallelism_config"),
+    "fp8": ("fp8",),
+    "SageMaker": ("aws_",),
+    "TPU": ("tpu", "vm", "env", "main_training_function", "downcast_bf16", "command", "no_tpu"),
+    "MPI": ("mpirun",),
+}
+_SHARDED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
+TYPES = _SHARDED | {"TPU": "TPU", "XLA": "TPU"}  # of `distributed_type` in a settings file
+SWITCHES = _SHARDED | {"PARALLELISM_CONFIG": "a parallelism config", "SAGEMAKER": "SageMaker"}  # ACCELERATE_USE_...
+TPU_VARIABLES = ("PJRT_DEVICE", "XRT_TPU_CONFIG", "TPU_WORKER_ID")
 INSTEAD = {"gradient_accumulation_steps": "--optim.accumulation_steps", "gradient_clipping": "--optim.max_norm"}
 # Variables that every launch sets, with what they are where nothing was asked for.
 COMPILING = {"MODE": "default", "USE_FULLGRAPH": "false", "USE_DYNAMIC": "false"}
@@ -117,9 +118,11 @@ def refuse(launch: Launch | None, environment: Mapping[str, str]) -> None:
     asked: dict[str, list[str]] = {}
     for what, place in (*(_of_launch(launch) if launch is not None else ()), *_of_variables(environment)):
         asked.setdefault(what, []).append(place)
-    problems = [f"{', '.join(places)}: asks for {what}, which these scripts do not use: they run on one device, or "
-                "with one process for each (DDP). Leave it out, or choose another `accelerate config`."
-                for what, places in asked.items()]  # fmt: skip
+    problems = [
+        f"{', '.join(places)}: asks for {what}, which these scripts do not use: they run on one device, or "
+        "with one process for each (DDP). Leave it out, or choose another `accelerate config`."
+        for what, places in asked.items()
+    ]
     problems += [*_counted_twice(launch, environment), *_other_values(environment)]
     if problems:
         raise BadInput(problems)
@@ -140,35 +143,91 @@ def _of_launch(launch: Launch) -> Iterator[tuple[str, str]]:
 
 
 def _other(name: str) -> str | None:
-    return next((what for begins, what in OTHER_TRAINERS.items() if name.startswith(begins)), None)
+    return next((what for what, begins in OTHER_TRAINERS.items() if name.startswith(begins)), None)
 
 
 def _of_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for name, what in VARIABLES.items():
-        value = environment.get(name)
-        if value is not None and (
-            value.lower() in _ON if name.startswith("ACCELERATE") else name != "PJRT_DEVICE" or value.upper() == "TPU"
-        ):
-            yield what, name
+    for name, what in SWITCHES.items():
+        if environment.get(f"ACCELERATE_USE_{name}", "").lower() in _ON:
+            yield what, f"ACCELERATE_USE_{name}"
+    for name in TPU_VARIABLES:
+        if name in environment and (name != "PJRT_DEVICE" or environment[name].upper() == "TPU"):
+            yield "TPU", name
 
 
-def _counted_twice(launch: Launch | None, environment: Mapping[str, str]) -> Iterable[str]:
+def _counted_twice(launch: Launch | None, environment: Mapping[str, str]) -> Iterator[str]:
     for name, flag in INSTEAD.items():
         value = launch.flags.get(name) if launch is not None else None
         if value is not None and (name, value) != ("gradient_accumulation_steps", 1):
             yield f"--{name} {value} of `accelerate launch` is for DeepSpeed alone: give the script {flag} {value}."
     steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps not in ("", "1"):
-        yield (f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {steps}, which would divide the gradients a second time: "
-               f"unset it, and give --optim.accumulation_steps {steps}.")  # fmt: skip
+        yield (
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {steps}, which would divide the gradients a second time: unset "
+            f"it, and give --optim.accumulation_steps {steps}."
+        )
 
 
-def _other_values(environment: Mapping[str, str]) -> Iterable[str]:
+def _other_values(environment: Mapping[str, str]) -> Iterator[str]:
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("", "no", "fp16", "bf16"):
         yield f"ACCELERATE_MIXED_PRECISION is {precision}; expected no, fp16 or bf16."
     for name, usual in COMPILING.items():
         value = environment.get(f"ACCELERATE_DYNAMO_{name}", usual)
         if value.lower() != usual:
-            yield (f"--dynamo_{name.lower()} of `accelerate launch` (ACCELERATE_DYNAMO_{name} is {value}): the scripts "
-                   "compile in torch's default mode; leave it out.")  # fmt: skip
+            yield (
+                f"--dynamo_{name.lower()} of `accelerate launch` (ACCELERATE_DYNAMO_{name} is {value}): the scripts "
+                "compile in torch's default mode; leave it out."
+            )
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What is used, and who decided it.
+
+    precision: no, fp16 or bf16. tf32: as `run.tf32`. compile: as `optim.compile`, never None.
+    precision_by, compile_by: a setting, "accelerate launch", "the run so far" or "default".
+    """
+
+    precision: str
+    precision_by: str
+    tf32: bool | None
+    compile: bool | str
+    compile_by: str
+
+    def __str__(self) -> str:
+        tf32 = ", TF32" if self.tf32 else ""
+        compiled = f"; torch.compile: {self.compile} ({self.compile_by})"
+        return f"precision: {self.precision}{tf32} ({self.precision_by}){'' if self.compile is False else compiled}"
+
+
+def settle(
+    given: Mapping, launched: Mapping, began: Mapping, auto: Callable[[], tuple[str, bool | None, str]]
+) -> Settled:
+    """The first that has a word on `precision`, and on `compile`: the settings, the launcher, the run that goes on.
+
+    Args:
+        given, launched, began: values of `precision`, `tf32` and `compile`; a missing one, or None, says nothing.
+            given["precision"] "auto" leaves it to the others, and then to `auto`.
+        auto: precision, TF32 and why, by the hardware; called only if it decides.
+    """
+    asked, tf32 = given["precision"], given["tf32"]
+    precision, by = _first("run.precision", None if asked == "auto" else asked, launched, began)
+    if by == "the run so far" and tf32 is None:
+        tf32 = began.get("tf32")
+    if precision is None and asked == "auto":
+        precision, able, why = auto()
+        by, tf32 = f"run.precision auto: {why}", able if tf32 is None else tf32
+    compile, compile_by = _first("optim.compile", given["compile"], launched, began)
+    return Settled(precision or "no", by, tf32, compile or False, compile_by)
+
+
+def _first(setting: str, given: object, launched: Mapping, began: Mapping) -> tuple[object, str]:
+    key = setting.partition(".")[2]
+    by_launcher, before = launched.get(key), began.get(key)
+    if given is not None:
+        unheard = f", not accelerate launch, which says {by_launcher}" if by_launcher not in (None, given) else ""
+        return given, f"{setting}{unheard}"
+    if by_launcher is not None:
+        return by_launcher, "accelerate launch"
+    return before, "default" if before is None else "the run so far"

@@ -13,6 +13,8 @@ import numpy as np
 from toolkit.errors import BadInput
 from toolkit.files import write_text_atomic
 
+_NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what reading another line as one raises
+
 
 class MetricsLog:
     """`metrics.jsonl`: one strict JSON object a line, flushed as it is written; for the main process only.
@@ -49,8 +51,10 @@ class MetricsLog:
         self.rows += 1
 
     def _unwritable(self, error: OSError) -> BadInput:
-        return BadInput(f"{self.path} cannot be written ({error.strerror}). Make room or make it writable, then go on "
-                        "with --run.resume latest.")  # fmt: skip
+        return BadInput(
+            f"{self.path} cannot be written ({error.strerror}). Make room or make it writable, then go on with "
+            "--run.resume latest."
+        )
 
     def close(self) -> None:
         self._file.close()
@@ -78,7 +82,7 @@ def repair_rows(path: Path, rows: int, more: bool = False) -> list[str]:
         return [f"{path} is gone: the {rows} rows before this checkpoint are lost"] if rows else []
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn or empty
     counted = lines if more else lines[:rows]
-    good = [line for line in counted if line and _is_row(line)]
+    good = [row for line in counted if line and (row := _row_or_none(line))]
     damaged = len(counted) - len(good)
     missing = max(0, rows - len(lines))
     if not damaged and not missing:
@@ -88,20 +92,24 @@ def repair_rows(path: Path, rows: int, more: bool = False) -> list[str]:
         kept = kept.with_name(f"{kept.name}.damaged")
     try:
         shutil.copyfile(path, kept)
-        write_text_atomic(path, "".join(_line(_row(line)) for line in good))
+        write_text_atomic(path, "".join(map(_line, good)))
     except OSError as error:
-        raise BadInput(f"{path} is damaged and cannot be mended ({error.strerror}): make room or make it writable, "
-                       "then go on with --run.resume latest.") from error  # fmt: skip
-    return [f"{path} has {len(good)} readable rows of the {rows} that the checkpoint counts ({damaged} unreadable, "
-            f"{missing} missing); the file as it was is kept as {kept.name}"]  # fmt: skip
+        raise BadInput(
+            f"{path} is damaged and cannot be mended ({error.strerror}): make room or make it writable, then go on "
+            "with --run.resume latest."
+        ) from error
+    lost = f"{damaged} unreadable, {missing} missing"
+    return [
+        f"{path} has {len(good)} readable rows of the {rows} that the checkpoint counts ({lost}); the file as it was "
+        f"is kept as {kept.name}"
+    ]
 
 
-def _is_row(line: bytes) -> bool:
+def _row_or_none(line: bytes) -> dict | None:
     try:
-        _row(line)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False
-    return True
+        return _row(line)
+    except _NO_ROW:
+        return None
 
 
 def _row(line: bytes) -> dict:
@@ -152,7 +160,7 @@ class GrowingMetrics:
     def _row(self, number: int, line: bytes) -> dict:
         try:
             return _row(line)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except _NO_ROW as error:
             raise BadInput(f"{self.path}, line {number}: not a row of metrics ({error}); mend or remove it.") from error
 
     def close(self) -> None:

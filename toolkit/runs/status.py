@@ -1,25 +1,44 @@
-"""`status.json`: what a run is doing, or how and why it ended."""
+"""What a run is doing, or how and why it ended (`status.json`), and the one process that may write to its folder
+(`.lock`)."""
 
 import json
+import os
+import socket
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.files import read_json_object, replace_nonfinite, write_json_atomic
-from toolkit.runs.ending import in_words
 
-# State of a run -> the exit code its script ends with (None: not ended).
-EXIT_CODES = {
-    "running": None,
-    "done": 0,
-    "failed": 1,
-    "bad_input": BadInput.exit_code,
-    "stopped_by_guard": StoppedByGuard.exit_code,
-    "preempted": Preempted.exit_code,
+LOCK = ".lock"
+# State of a run -> the error that ends a run on purpose with it; of any other one: "failed".
+STATES = {"bad_input": BadInput, "stopped_by_guard": StoppedByGuard, "preempted": Preempted}
+# State -> the exit code of its script (None: not ended).
+EXIT_CODES = {"running": None, "done": 0, "failed": 1} | {state: kind.exit_code for state, kind in STATES.items()}
+# The setting that ended a training, as `Training.ended_by` has it -> in words.
+ENDINGS = {
+    "run.epochs": "all epochs are over",
+    "run.max_steps": "all steps are made",
+    "run.max_minutes": "the minutes are used up",
+    "eval.early_stopping_patience": "so many evaluations in a row were not better than the best one",
+    "schedule.max_decays": "the learning rate has fallen so many times",
 }
+
+
+def in_words(ended_by: Sequence[str]) -> str:
+    """Such as "training ended by run.max_minutes (the minutes are used up)"; empty when nothing has ended it."""
+    named = [f"{key} ({ENDINGS[key]})" if key in ENDINGS else str(key) for key in ended_by]
+    return f"training ended by {' and '.join(named)}" if named else ""
+
+
+def state_of(error: BaseException) -> str:
+    """The state of a run that this error ends."""
+    return next((state for state, kind in STATES.items() if isinstance(error, kind)), "failed")
 
 
 def read_status(folder: Path) -> dict:
@@ -40,7 +59,7 @@ def write_status(folder: Path, state: str, reason: str = "", **extra) -> None:
     """
     if state not in EXIT_CODES:
         raise ValueError(f"state {state!r} is none of {', '.join(EXIT_CODES)}")
-    status = {"state": state, "exit_code": EXIT_CODES[state], "reason": reason, "time": _now(), **extra}
+    status = {"state": state, "exit_code": EXIT_CODES[state], "reason": reason, "time": now(), **extra}
     path, content = Path(folder) / "status.json", replace_nonfinite(status)
     try:
         write_json_atomic(path, content)
@@ -59,7 +78,7 @@ def _write_over(path: Path, text: str) -> bool:
     return True
 
 
-def _now() -> str:
+def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
@@ -75,13 +94,10 @@ def holds_a_run(folder: Path) -> bool:
     return bool(entries) and read_status(folder).get("state") != "bad_input"
 
 
-STATES = {BadInput: "bad_input", StoppedByGuard: "stopped_by_guard", Preempted: "preempted"}
-
-
 class RunStatus:
     """`status.json` of a run that is going on; see `run_status`.
 
-    details: stands in the file at its end, as `step` and `ended_by`, see `toolkit.runs.ending`.
+    details: stands in the file at its end, as `step` and `ended_by`.
     """
 
     def __init__(self, folder: Path, is_main: bool):
@@ -116,10 +132,89 @@ def run_status(folder: Path, is_main: bool) -> Iterator[RunStatus]:
     try:
         yield status
     except BaseException as error:  # whatever ends the run is recorded, and goes on its way
-        state = next((state for kind, state in STATES.items() if isinstance(error, kind)), "failed")
         try:
-            status.write(state, str(error) or type(error).__name__)
+            status.write(state_of(error), str(error) or type(error).__name__)
         except OSError as unwritable:  # a full disk must not hide the error that ended the run
             warnings.warn(f"status.json could not be written: {unwritable}", stacklevel=2)
         raise
     status.write("done")
+
+
+class FolderLock:
+    """Holds `<run folder>/.lock`, in which its process stands by host, number and start, as long as the main process
+    runs; when that dies, the kernel releases it.
+
+        with FolderLock() as lock:
+            lock.take(folder)
+
+    `flock` is known on every machine that shares the disk (NFS, Lustre and others do it where they are mounted so).
+    Forked workers do not hold it.
+
+    Attributes:
+        note: one sentence where the file system has no locks, else "". The run goes on then.
+        keep: whether the run has begun; else the file is left as it was found.
+    """
+
+    def __init__(self):
+        self.note, self.keep = "", False
+        self._path: Path | None = None
+        self._found: bytes | None = None  # what another process left in the file
+        self._lock: FileLock | None = None
+        self._pid = 0
+
+    def take(self, folder: Path) -> None:
+        """Takes the lock of a run folder.
+
+        Raises:
+            BadInput: another process holds it; names its host, number and start. OSError: no right to write, no space.
+        """
+        path = Path(folder) / LOCK
+        found = path.read_bytes() if path.exists() else None
+        path.touch()  # raises where nothing can be written; what `acquire` raises after that is about locks
+        # a moment for one that its holder removes just now; `note` says more than a lock of another kind would hold
+        lock = FileLock(path, timeout=0.2, thread_local=False, fallback_to_soft=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BadInput(_in_use(path)) from None
+        except OSError as error:
+            self.note = (
+                f"{path} cannot be locked here ({error.strerror}): see to it yourself that no other run writes to this "
+                "folder."
+            )
+        self._path, self._found, self._lock, self._pid = path, found, lock, os.getpid()
+        path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": now()}), "utf-8")
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._path is None or self._pid != os.getpid():  # a forked worker
+            return
+        try:
+            if self.keep or self._found is None:
+                self._path.unlink(missing_ok=True)
+            else:
+                self._path.write_bytes(self._found)
+        except OSError:  # a full or vanished disk: an old note in a file that nobody holds does no harm
+            pass
+        finally:
+            self._path = None
+            self._lock.release()
+
+
+def _in_use(path: Path) -> str:
+    holder: dict = {}
+    for _ in range(20):  # taken a moment ago, it may not be written in yet
+        try:
+            holder = json.loads(path.read_text(encoding="utf-8"))
+            break
+        except (OSError, ValueError):
+            time.sleep(0.05)
+    who = "another process"
+    if isinstance(holder, dict) and holder.keys() >= {"host", "pid", "started"}:
+        who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}"
+    return (
+        f"The run folder {path.parent} is in use by {who}. Wait for its end, or end it with a signal (kill saves "
+        "its state), or choose another --run.name."
+    )

@@ -11,8 +11,7 @@ import yaml
 from toolkit.errors import BadInput
 
 METHODS = ("grid", "random", "bayes")
-DISTRIBUTIONS = ("constant", "categorical", "uniform", "int_uniform", "q_uniform", "log_uniform_values",
-                 "q_log_uniform_values")  # fmt: skip
+DISTRIBUTIONS = "constant categorical uniform int_uniform q_uniform log_uniform_values q_log_uniform_values".split()
 KEYS = {"name", "description", "program", "command", "method", "metric", "parameters", "early_terminate", "run_cap"}
 COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 
@@ -38,18 +37,15 @@ class Sweep:
     metric: str
     maximize: bool
     parameters: dict[str, Parameter]
-    command: tuple[str, ...] = COMMAND
+    command: tuple[str, ...]
     min_evaluations: int | None = None
     trials: int | None = None
 
     def command_of(self, values: Mapping, extra: list[str]) -> list[str]:
         """The words that start a trial with these values; `extra` arguments come last and win."""
         arguments = [*(f"--{name}={_word(value)}" for name, value in values.items()), *extra]
-        words = []
-        for word in self.command:
-            words += {"${env}": [], "${interpreter}": [sys.executable], "${program}": [self.program],
-                      "${args}": arguments}.get(word, [word])  # fmt: skip
-        return words
+        meant = {"${env}": [], "${interpreter}": [sys.executable], "${program}": [self.program], "${args}": arguments}
+        return [part for word in self.command for part in meant.get(word, [word])]
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -67,10 +63,10 @@ def read_sweep(path: Path) -> Sweep:
     if content.get("method", "grid") not in METHODS:
         problems.append(f"method is {content['method']!r}; expected one of {', '.join(METHODS)}")
     metric = content.get("metric", {})
-    if not isinstance(metric, dict) or not str(metric.get("name", "val/")).startswith("val/") \
-            or metric.get("goal", "minimize") not in ("minimize", "maximize"):  # fmt: skip
-        problems.append(f"metric is {metric!r}; expected name: val/<metric of the evaluation>, goal: minimize or "
-                        "maximize")  # fmt: skip
+    is_named = isinstance(metric, dict) and str(metric.get("name", "val/")).startswith("val/")
+    if not is_named or metric.get("goal", "minimize") not in ("minimize", "maximize"):
+        expected = "name: val/<metric of the evaluation>, goal: minimize or maximize"
+        problems.append(f"metric is {metric!r}; expected {expected}")
     parameters = {}
     for name, spec in dict(content.get("parameters") or {}).items():
         try:
@@ -83,10 +79,15 @@ def read_sweep(path: Path) -> Sweep:
         raise BadInput([f"{path}: {problem}" for problem in problems])
     ends = content.get("early_terminate")
     return Sweep(
-        program=content["program"], method=content["method"], metric=metric["name"], parameters=parameters,
-        maximize=metric.get("goal", "minimize") == "maximize", command=tuple(content.get("command", COMMAND)),
-        min_evaluations=None if ends is None else int(ends.get("min_iter", 1)), trials=content.get("run_cap"),
-    )  # fmt: skip
+        program=content["program"],
+        method=content["method"],
+        metric=metric["name"],
+        maximize=metric.get("goal") == "maximize",
+        parameters=parameters,
+        command=tuple(content.get("command", COMMAND)),
+        min_evaluations=None if ends is None else int(ends.get("min_iter", 1)),
+        trials=content.get("run_cap"),
+    )
 
 
 def _parameter(spec: object) -> Parameter:
@@ -102,8 +103,8 @@ def _parameter(spec: object) -> Parameter:
     if kind not in DISTRIBUTIONS[2:]:
         raise ValueError(f"distribution is {kind!r}; expected one of {', '.join(DISTRIBUTIONS)}")
     if not (math.isfinite(low) and math.isfinite(high) and low < high and (low > 0 or "log" not in kind)):
-        raise ValueError(f"from {low} to {high}: expected two numbers, the first one smaller (on a logarithmic axis "
-                         "above 0)")  # fmt: skip
+        expected = "two numbers, the first one smaller (on a logarithmic axis above 0)"
+        raise ValueError(f"from {low} to {high}: expected {expected}")
     q = spec.get("q", 1.0) if "q_" in kind else None
     return Parameter(None, low, high, kind == "int_uniform", "log" in kind, q)
 

@@ -1,4 +1,4 @@
-"""Starts a training script as a separate process, and follows the rows that it writes."""
+"""Starts a training script as a separate process, follows the rows that it writes, and asks it for its settings."""
 
 import ctypes
 import os
@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
+import yaml
+
+from toolkit.errors import BadInput
 from toolkit.runs.metrics_log import GrowingMetrics
 from toolkit.runs.status import read_status
 
 POLL_S = 0.5
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 STOP_S = 120  # a process that was asked to stop saves its state first
+# Nothing but steps: no evaluation, checkpoint or tracker, and no settings that go by the length of the training.
+STEPS_ALONE = (
+    "run.max_minutes=null run.log_every=1 run.eval_every=0 run.save_every=0 run.tracker=none run.resume=never "
+    "run.on_nonfinite=stop run.epochs=100000 data.plain_epochs=0 eval.before_training=false run.export=false"
+)
 
 
 class WatchedRun:
@@ -30,9 +38,13 @@ class WatchedRun:
     """
 
     def __init__(
-        self, command: Sequence[str], folder: Path, output: Path, environment: Mapping | None = None,
+        self,
+        command: Sequence[str],
+        folder: Path,
+        output: Path,
+        environment: Mapping | None = None,
         limit: Callable[[], None] | None = None,
-    ):  # fmt: skip
+    ):
         self.folder, self.output = Path(folder), Path(output)
         self.output.parent.mkdir(parents=True, exist_ok=True)
         system, ours = ctypes.CDLL(None) if sys.platform == "linux" else None, os.getpid()
@@ -47,9 +59,14 @@ class WatchedRun:
 
         with open(self.output, "ab") as file:
             self.process = subprocess.Popen(
-                [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                env=os.environ | dict(environment or {}), start_new_session=True, preexec_fn=begin,
-            )  # fmt: skip
+                [str(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(environment or {}),
+                start_new_session=True,
+                preexec_fn=begin,
+            )
 
     def rows(self, stop: Callable[[], object] = lambda: False) -> Iterator[dict]:
         """Its rows as they are written, each once, those of an earlier start first; until the process has ended, or
@@ -86,3 +103,20 @@ class WatchedRun:
     def last_words(self, lines: int = 5) -> str:
         """The end of its output."""
         return "\n".join(self.output.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def steps_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int, settings: Mapping) -> list[str]:
+    """Words that train `steps` steps in the run folder `folder` with `settings` on top of the `arguments`."""
+    place = {"run.output_dir": folder.parent, "run.name": folder.name, "run.max_steps": steps}
+    alone = dict(word.split("=") for word in STEPS_ALONE.split())
+    flags = [f"--{key}={value}" for key, value in {**alone, **place, **settings}.items()]
+    return [sys.executable, str(script), *arguments, *flags]
+
+
+def resolved_settings(script: Path, arguments: Sequence[str]) -> dict:
+    """The settings that a script has with these arguments. Raises BadInput with what it says against them."""
+    command = [sys.executable, str(script), *arguments, "--print_config"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise BadInput((ended.stderr or ended.stdout).strip() or f"{script} ended with {ended.returncode}")
+    return yaml.safe_load(ended.stdout)

@@ -24,13 +24,13 @@ from contextlib import contextmanager
 
 from toolkit.distributed import run_on_main, world
 from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
+from toolkit.runs.status import STATES, state_of
 
 PORT = "DETECTION_TOOLKIT_WATCHDOG_PORT"  # variable: of the main machine, where the others connect; else any free one
 GRACE_S = 20.0  # for a process to end by itself, before it is ended, once another one has failed
 CONNECT_S = 30.0
 LEAVE_S = 40.0
 WORD_S = 15.0  # how long a collective that broke waits for the cause
-STATES = {"bad_input": BadInput, "stopped_by_guard": StoppedByGuard, "preempted": Preempted}
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|store", re.IGNORECASE)
 
@@ -99,8 +99,8 @@ class _Watch:
                 _send(peer, {"rank": self.rank, "token": token})
                 self.peers[peer] = 0
         except OSError as error:
-            warnings.warn(f"the processes of the run cannot watch over each other ({error}): if one fails, others may "
-                          "wait for it.", stacklevel=2)  # fmt: skip
+            told = f"the processes of the run cannot watch over each other ({error})"
+            warnings.warn(f"{told}: if one fails, others may wait for it.", stacklevel=2)
         finally:
             if listener:
                 listener.close()
@@ -130,13 +130,15 @@ class _Watch:
         if own:
             return None
         if self.first is None and isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
-            return Hanging(f"rank {self.rank} has waited longer than run.hang_minutes for another process. That one "
-                           "hangs, and its output shows where; or an evaluation takes longer, then raise it")
+            return Hanging(
+                f"rank {self.rank} has waited longer than run.hang_minutes for another process. That one hangs, and "
+                "its output shows where; or an evaluation takes longer, then raise it"
+            )
         return None if self.first is None else _as_error(self.first)
 
     def fail(self, error: BaseException) -> None:
         """Tells the others why this process ends."""
-        state = next((state for state, kind in STATES.items() if isinstance(error, kind)), "failed")
+        state = state_of(error)
         defect = state == "failed" and not isinstance(error, FailedElsewhere)
         reason = f"{type(error).__name__}: {error}" if defect else str(error)
         hangs = isinstance(error, Hanging)
@@ -205,8 +207,10 @@ def _server(port: str, backlog: int) -> socket.socket:
             return socket.create_server(("", int(port)), backlog=backlog)
         except OSError as error:
             why = error.strerror
-    raise BadInput(f"{PORT} is {port}: the main process cannot listen there ({why}). Choose another port, or unset it: "
-                   "a free one is then taken.")  # fmt: skip
+    raise BadInput(
+        f"{PORT} is {port}: the main process cannot listen there ({why}). Choose another port, or unset it: a free one "
+        "is then taken."
+    )
 
 
 def _as_error(word: dict) -> Exception:

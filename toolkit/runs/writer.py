@@ -17,8 +17,7 @@ from toolkit.errors import BadInput
 from toolkit.runs.best import Best
 from toolkit.runs.failures import ERRORS, note_traceback
 from toolkit.runs.metrics_log import MetricsLog, read_metrics
-from toolkit.runs.trackers import make_tracker
-from toolkit.runs.trackers.tracker import About, DataFacts
+from toolkit.runs.trackers import About, DataFacts, make_tracker
 
 
 class RunWriter:
@@ -82,8 +81,10 @@ class RunWriter:
         """Write one row: metrics.jsonl first, then the trackers. `row` has `step`, `epoch`, `time_s` and values."""
         if self._is_main:
             if not self._metrics.path.exists():  # writing to a file that was removed is no error for the system
-                raise BadInput(f"{self._metrics.path} was removed while the run wrote to it. What is saved from now on "
-                               "goes on with --run.resume latest; the rows so far are lost.")  # fmt: skip
+                raise BadInput(
+                    f"{self._metrics.path} was removed while the run wrote to it. What is saved from now on goes on "
+                    "with --run.resume latest; the rows so far are lost."
+                )
             self._metrics.write(row)
             self._send(row)
 
@@ -112,8 +113,10 @@ class RunWriter:
         for feed in self._feeds:
             feed.close(state)
         if removed and state == "done":
-            raise BadInput(f"{self.folder} was removed while the run ended. Its checkpoints and rows are lost; "
-                           "what was written after that is there.")  # fmt: skip
+            raise BadInput(
+                f"{self.folder} was removed while the run ended. Its checkpoints and rows are lost; what was written "
+                "after that is there."
+            )
 
     def _send(self, row: Mapping) -> None:
         step = row["step"]

@@ -40,6 +40,7 @@ class LoopCheck:
 
     Attributes:
         done: how often everything else was done; whoever does it counts it.
+        micro_batches: how many the window under way has, or the pass through it.
     """
 
     def __init__(self, counts: Callable[[], Mapping[str, int]]):
@@ -47,7 +48,7 @@ class LoopCheck:
         self.done = Counter(dict.fromkeys(LINES.keys() - {"snapshot", "step", "ema"}, 0))
         self.left_out: set[str] = set()
         self._start: Mapping[str, int] | None = None  # None: no window is under way
-        self._micro_batches = 0
+        self.micro_batches = 1
         self._nested = 0  # PyTorch calls the hooks once more where `step` of a subclass calls that of its class
         self._handed_out: list[tuple[Mapping, int]] = []  # targets of the micro-batch, with their numbers of boxes
         self._had_gradients = False  # before the micro-batch
@@ -80,7 +81,7 @@ class LoopCheck:
 
     def begin(self, micro_batches: int) -> None:
         """A window of so many micro-batches is handed to the loop."""
-        self._start, self._micro_batches, self._nested = self._now(), micro_batches, 0
+        self._start, self.micro_batches, self._nested = self._now(), micro_batches, 0
 
     def _now(self) -> dict[str, int]:
         return {**self.done, **self._counts()}
@@ -130,7 +131,7 @@ class LoopCheck:
                 "the loop: the detector is in evaluation mode; call t.model.train() after an evaluation of your own, "
                 'or say t.without("train") in main'
             )
-        self._micro_batches, self._handed_out = micro_batches, []
+        self.micro_batches, self._handed_out = micro_batches, []
 
     def hand_out(self, targets: Iterable[Mapping]) -> None:
         """The loop gets the next micro-batch of the pass."""
@@ -183,7 +184,7 @@ class LoopCheck:
         for name in names:
             if name in self.left_out or name not in now:
                 continue
-            made, right = now[name] - start[name], self._micro_batches if name == "add" else 1
+            made, right = now[name] - start[name], self.micro_batches if name == "add" else 1
             line, without = LINES[name]
             if made < right:
                 times = "" if right == 1 else f" for {right - made} of {right} micro-batches"

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from toolkit.batch import Batch
 from toolkit.errors import BadInput
+from toolkit.step.freezing import eval_mode
+from toolkit.step.gradients import drop_gradients
+from toolkit.step.meters import peak_memory_mb
+from toolkit.step.nan_report import rerun_window
 
 
 def describe_batch(batch: Batch) -> str:
@@ -68,3 +72,29 @@ def state_stand_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
         lacking = [p for p in group["params"] if p.requires_grad and p not in optimizer.state]
         tensors += [torch.empty_like(p).fill_(0) for p in lacking for _ in range(kept)]
     return tensors
+
+
+def probe_memory(t, worst: Batch) -> None:
+    """Forward and backward of a batch beside the optimizer's state, and one evaluation batch; changes nothing.
+
+    t: a `toolkit.training.Training`. worst: the batch that needs most memory, see `largest_samples`.
+
+    Raises:
+        BadInput: memory runs out; names the batch.
+    """
+    t.guard.snapshot(t.detector)
+    t.detector.train()
+    with naming_the_batch([worst]):
+        state = state_stand_in(getattr(t.optimizer, "optimizer", t.optimizer))
+        where = {"step": t.step, "seed": t.seed, "rank": 0, "precision": t.accelerator.mixed_precision}
+        rerun_window(t.detector, t.weights, [worst], [dict.fromkeys(t.detector.denominator_names, 1.0)], **where)
+    del state
+    drop_gradients(t.detector)
+    drop_gradients(t.weights)
+    t.guard.restore(t.detector)
+    batch = next(iter(t.validation.loader))
+    with naming_the_batch([batch]), torch.no_grad(), eval_mode(t.detector), t.accelerator.autocast():
+        if len(batch.targets):
+            moved = batch.to(t.accelerator.device)
+            t.detector(moved.images, moved.sizes, moved.targets)
+    t.log.say(f"memory probe: {describe_batch(worst)}; peak {peak_memory_mb():.0f} MiB")

@@ -23,7 +23,7 @@ from toolkit.errors import BadInput, Preempted
 from toolkit.evaluation.report.charts import LineChart, figure
 from toolkit.evaluation.report.figures import STEP, smooth_lines
 from toolkit.runs.metrics_log import read_metrics
-from toolkit.runs.script import load_script
+from toolkit.runs.open_run import load_script
 
 CURVES = {"loss of training": ["train/loss"], "on held-out images": ["val/bbox_AP50", "val/bbox_AP", "val/ema/bbox_AP"]}
 

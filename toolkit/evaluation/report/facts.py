@@ -63,7 +63,7 @@ def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs
     """The flags with which a run that has ended trains for as long again.
 
     Args:
-        ended_by: names of settings, see `toolkit.runs.ending`; empty: it is not known, and every limit that would be in
+        ended_by: names of settings, see `toolkit.runs.status`; empty: it is not known, and every limit that would be in
             the way is raised.
         config: the settings in force. step, epochs: optimizer steps made, and epochs begun.
     """

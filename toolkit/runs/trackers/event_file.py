@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.runs.trackers.tracker import About, Tracker, flat
+from toolkit.runs.trackers import About, Tracker, flat
 
 THRESHOLDS = 127  # of a curve, from 0 to 1; TensorBoard's own default
 
@@ -32,8 +32,8 @@ class TensorBoardTracker(Tracker):
         if shown.grid is not None:
             self._writer.add_image("val/predictions", np.asarray(shown.grid), step, dataformats="HWC")
         for name, sweep in shown.curves.items():
-            self._writer.add_pr_curve_raw(f"val/precision_recall/{name}", *_at_thresholds(sweep), global_step=step,
-                                          num_thresholds=THRESHOLDS)  # fmt: skip
+            curve = (f"val/precision_recall/{name}", *_at_thresholds(sweep))
+            self._writer.add_pr_curve_raw(*curve, global_step=step, num_thresholds=THRESHOLDS)
         for name, figure in shown.figures().items():
             self._writer.add_figure(f"val/{name}", figure, step)
         self._writer.flush()
@@ -50,9 +50,10 @@ def _at_thresholds(sweep) -> tuple[np.ndarray, ...]:
     predictions with at least each threshold."""
     thresholds = np.linspace(0, 1, THRESHOLDS)
     row = np.searchsorted(-sweep.score, -thresholds, side="right") - 1  # the last score that is large enough
-    some = row >= 0
-    precision, recall = (np.where(some, values[row] if len(values) else 0.0, default)
-                         for values, default in ((sweep.precision, 1.0), (sweep.recall, 0.0)))  # fmt: skip
+    precision, recall = (
+        np.where(row >= 0, values[row] if len(values) else 0.0, default)
+        for values, default in ((sweep.precision, 1.0), (sweep.recall, 0.0))
+    )
     found = np.round(recall * sweep.total)
     wrong = np.round(found / np.maximum(precision, 1e-12) - found) * (found > 0)
     return found, wrong, np.zeros_like(found), sweep.total - found, precision, recall

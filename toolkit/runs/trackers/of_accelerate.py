@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from toolkit.runs.trackers.tracker import About, Tracker, flat
+from toolkit.runs.trackers import About, Tracker, flat
 
 
 class AccelerateTracker(Tracker):
@@ -53,8 +53,8 @@ def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: 
         return {"project_name": about.project, "task_name": about.name, "tags": tags or None, **going_on}
     if name == "swanlab":
         going_on = {"id": run_id, "resume": "allow"} if goes_on else {}
-        return {"experiment_name": about.name, "group": about.group, "tags": tags or None, "description": notes,
-                "job_type": about.job_type, **going_on}  # fmt: skip
+        named = {"experiment_name": about.name, "group": about.group, "job_type": about.job_type}
+        return {**named, "tags": tags or None, "description": notes, **going_on}
     if name == "aim":
         return {"run_hash": run_id, "experiment": about.project}
     if name == "dvclive":

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.runs.trackers import agent_run_id
-from toolkit.runs.trackers.tracker import About, DataFacts, Tracker, flat
+from toolkit.runs.trackers import About, DataFacts, Tracker, agent_run_id, flat
 
 INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 300  # a network lost since must not keep a finished run waiting; older releases lack this
@@ -48,8 +47,8 @@ class WandbTracker(Tracker):
         values = _plots(wandb, shown)
         if shown.images:
             images = [_image(wandb, image, shown.class_names) for image in shown.images]
-            rows = [[str(i.image_id), image, len(i.truth_labels), int((i.found_scores > shown.threshold).sum())]
-                    for i, image in zip(shown.images, images, strict=True)]  # fmt: skip
+            counts = [(len(i.truth_labels), int((i.found_scores > shown.threshold).sum())) for i in shown.images]
+            rows = [[str(i.image_id), image, *n] for i, image, n in zip(shown.images, images, counts, strict=True)]
             columns = ["image", "boxes", "annotated", f"found above {shown.threshold:g}"]
             values |= {"val/predictions": images, "val/images": wandb.Table(columns=columns, data=rows)}
         self._run.log({"step": step, **values}, step=step)
@@ -92,11 +91,9 @@ def _init(wandb, folder: Path, about: About, run_id: str):
     """The run, online where that can be; else offline, with one warning."""
     limits = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": FINISH_TIMEOUT_S}
     settings = wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields})
-    options = {
-        "project": about.project, "name": about.name, "dir": str(folder), "settings": settings, "group": about.group,
-        "job_type": about.job_type, "tags": list(about.tags) or None, "notes": about.notes or None,
-        "config": flat(about.config),
-    }  # fmt: skip
+    options = {key: getattr(about, key) for key in ("project", "name", "group", "job_type")}
+    options |= {"dir": str(folder), "settings": settings, "config": flat(about.config)}
+    options |= {"tags": list(about.tags) or None, "notes": about.notes or None}
     if agent_run_id() is None:  # else W&B takes the agent's id and group, and warns of any other
         options["id"] = run_id
     online = {} if os.environ.get("WANDB_MODE") == "offline" else {"resume": "allow"}
@@ -129,8 +126,10 @@ def _image(wandb, shown, class_names: list[str]):
             found.append(entry)
         return {"box_data": found, "class_labels": names}
 
-    layers = {"ground_truth": layer(shown.truth_boxes, shown.truth_labels),
-              "predictions": layer(shown.found_boxes, shown.found_labels, shown.found_scores)}  # fmt: skip
+    layers = {
+        "ground_truth": layer(shown.truth_boxes, shown.truth_labels),
+        "predictions": layer(shown.found_boxes, shown.found_labels, shown.found_scores),
+    }
     classes = wandb.Classes([{"id": label, "name": name} for label, name in names.items()])
     return wandb.Image(shown.picture, caption=str(shown.image_id), file_type="jpg", boxes=layers, classes=classes)
 
@@ -145,28 +144,21 @@ def _plots(wandb, shown) -> dict:
     rows, columns = [*shown.matrix_names, "background"], [*shown.matrix_names, "missed"]
     confusions = [[a, p, int(shown.matrix[i, j])] for i, a in enumerate(rows) for j, p in enumerate(columns)]
 
-    def plot(kind: str, title: str, columns: list[str], data: list, fields: dict):
-        return wandb.plot_table(f"wandb/{kind}", wandb.Table(columns=columns, data=data), fields, {"title": title})
+    def plot(kind: str, title: str, columns: dict[str, str], data: list):
+        """columns: by what that kind of plot calls them."""
+        table = wandb.Table(columns=list(columns.values()), data=data)
+        return wandb.plot_table(f"wandb/{kind}", table, columns, {"title": title})
 
+    of_curve = {"class": "class", "x": "recall", "y": "precision"}
+    of_f1 = {"step": "score", "lineVal": "f1", "lineKey": "class"}
+    of_matrix = {name: name for name in ("Actual", "Predicted", "nPredictions")}
+    above, ap = f"Confusions above {shown.threshold:g}, IoU 0.5", [[name, value] for name, value in shown.ap.items()]
     return {
-        "val/precision_recall": plot(
-            "area-under-curve/v0", "Precision against recall, IoU 0.5", ["class", "recall", "precision"], curve,
-            {"x": "recall", "y": "precision", "class": "class"},
-        ),
-        "val/f1": plot(
-            "lineseries/v0", "F1 against score, IoU 0.5", ["score", "f1", "class"], f1,
-            {"step": "score", "lineVal": "f1", "lineKey": "class"},
-        ),
-        "val/confusion_matrix": plot(
-            "confusion_matrix/v1", f"Confusions above {shown.threshold:g}, IoU 0.5",
-            ["Actual", "Predicted", "nPredictions"], confusions,
-            {name: name for name in ("Actual", "Predicted", "nPredictions")},
-        ),
-        "val/class_AP": plot(
-            "bar/v0", "AP of each class", ["class", "AP"], [[name, value] for name, value in shown.ap.items()],
-            {"label": "class", "value": "AP"},
-        ),
-    }  # fmt: skip
+        "val/precision_recall": plot("area-under-curve/v0", "Precision against recall, IoU 0.5", of_curve, curve),
+        "val/f1": plot("lineseries/v0", "F1 against score, IoU 0.5", of_f1, f1),
+        "val/confusion_matrix": plot("confusion_matrix/v1", above, of_matrix, confusions),
+        "val/class_AP": plot("bar/v0", "AP of each class", {"label": "class", "value": "AP"}, ap),
+    }
 
 
 @contextmanager
