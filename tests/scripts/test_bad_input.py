@@ -116,7 +116,6 @@ def test_never_on_an_existing_run_leaves_it_alone(server, script, resumable):
     assert before == {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
 
 
-@pytest.mark.every_script("slow")
 def test_dropping_defective_records_trains_and_lists_them(server, script, settings, tmp_path):
     document = json.loads((DIRTY / "annotations" / "instances.json").read_text())
     relations = {"rel_categories": [{"id": 1, "name": "near"}], "relations": [[1001, 1002, 1], [16001, 5001, 1]]}

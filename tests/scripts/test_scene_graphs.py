@@ -62,11 +62,11 @@ def trained_detector(server, data, tmp_path, name: str) -> Path:
     return server.run(detector, [part for pair in common.items() for part in pair]).ok().folder
 
 
+@pytest.mark.slow  # on a run of train_faster_rcnn.py, below, always
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("train_yolov3", "sgdet"), *(pytest.param(name, mode, marks=pytest.mark.slow) for name, mode in (
-        ("train_detr", "sgdet"), ("train_ssd", "sgdet"), ("train_yolov3", "sgcls"), ("train_ssd", "predcls")))],
-)  # fmt: skip
+    [("train_detr", "sgdet"), ("train_yolov3", "sgdet"), ("train_yolov3", "sgcls"), ("train_ssd", "predcls")],
+)
 def test_on_a_detector_of_another_script(server, data, tmp_path, name, mode):
     """Trained on it, killed and resumed without it, evaluated and used for prediction by themselves."""
     trained = trained_detector(server, data, tmp_path, name)

@@ -7,9 +7,10 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
-from launching import ROOT, assert_same_run, finish, rows, start
+from launching import assert_same_run, finish, rows, start
 
 MICRO_BATCH, EVALUATION = "toolkit.training:Training.seed_micro_batch", "toolkit.evaluation.predict_dataset:agree_max"
 STOP = "toolkit.session:stop_if_asked"
@@ -23,7 +24,7 @@ SENT = (  # one run after the other, each going on where the one before stopped:
 )
 
 
-@pytest.mark.slow  # seven runs; the test of real processes below is always run
+@pytest.mark.slow  # seven runs; those of real processes below are always run
 @pytest.mark.parametrize("processes", [1, 2])
 def test_signal_on_one_rank_saves_and_the_run_goes_on_to_the_bit(server, script, resumable, processes):
     args, reference = resumable(processes)
@@ -67,33 +68,16 @@ def test_second_interrupt_stops_at_once(server, script, settings, tmp_path):
     assert not (ended.folder / "checkpoints" / "latest").exists()
 
 
-def test_real_processes_end_with_85_and_under_a_launcher_say_so_in_status(script, settings, tmp_path):
-    """`kill` of one process, and of one rank of torchrun, which flattens the exit code."""
+def test_a_rank_of_torchrun_ends_with_85_and_says_so_in_status(script, settings, tmp_path):
+    """`kill` of one rank of a real launcher, which flattens the exit code."""
     args = settings("--run.output_dir", tmp_path, "--run.epochs", 1000, "--run.eval_every", 0)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    commands = {
-        "alone": [sys.executable, script.path],
-        "ranks": [*torchrun, ROOT / "tests" / "scripts" / "pid_of_rank.py", tmp_path, script.path],
-    }
-    processes = {
-        name: start([*command, *args, "--run.name", name], {"PYTHONUNBUFFERED": "1"})
-        for name, command in commands.items()
-    }
-    seen = {name: [] for name in processes}
-    for name, process in processes.items():
-        for line in process.stdout:
-            seen[name].append(line)
-            if "step 2/" in line:
-                break
-        if name == "alone":
-            os.kill(process.pid, signal.SIGTERM)
+    process = start([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+                     Path(__file__).with_name("pid_of_rank.py"), tmp_path, script.path, *args],
+                    {"PYTHONUNBUFFERED": "1"})  # fmt: skip
+    assert any("step 2/" in line for line in process.stdout)
     os.kill(int((tmp_path / "pid_of_rank1").read_text()), signal.SIGUSR1)
-    ended = {name: finish(process) for name, process in processes.items()}
-    assert ended["alone"][0] == 85, seen["alone"]
-    assert ended["ranks"][0] != 0
-    for name, (_, text) in ended.items():
-        status = json.loads((tmp_path / name / "status.json").read_text())
-        assert status["state"] == "preempted", text
-        assert status["exit_code"] == 85
-        latest = (tmp_path / name / "checkpoints" / "latest").resolve().name
-        assert latest == f"step_{status['step']:06d}" == f"step_{rows(tmp_path / name)[-1]['step']:06d}"
+    code, text = finish(process)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert code != 0 and (status["state"], status["exit_code"]) == ("preempted", 85), text
+    latest = (tmp_path / "run" / "checkpoints" / "latest").resolve().name
+    assert latest == f"step_{status['step']:06d}" == f"step_{rows(tmp_path / 'run')[-1]['step']:06d}"
