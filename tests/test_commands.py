@@ -1,8 +1,4 @@
-"""Every command that the README, the docs, the configs and the scripts show.
-
-    python -m pytest tests/test_commands.py              # all are understood
-    python -m pytest tests/test_commands.py -m slow      # each training command also runs a step
-"""
+"""Every command that the README, the docs, the configs and the scripts show."""
 
 import importlib
 import re

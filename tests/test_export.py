@@ -1,8 +1,4 @@
-"""Exported detectors: the same detections as PyTorch's, from one file for every batch; a wrong file is refused.
-
-    python -m pytest tests/test_export.py                          # every function against `postprocess`, one ONNX file
-    python -m pytest tests/test_export.py -m "slow or not slow"    # every detector as ONNX and torch.export: minutes
-"""
+"""Exported detectors: the same detections as PyTorch's, from one file for every batch; a wrong file is refused."""
 
 import importlib.util
 import itertools
@@ -58,7 +54,6 @@ SMALL = {
 }  # fmt: skip
 # Slow to export, or in need of larger images; the scene graph gives its detector.
 LARGE = {
-    "fasterrcnn_resnet50_fpn": TWO_STAGE,
     "fasterrcnn_resnet50_fpn_v2": TWO_STAGE,
     "faster_rcnn, same padding": SMALL["faster_rcnn"] | {"backbone": "tf_mobilenetv3_small_minimal_100"},
     "ssd300_vgg16": {},
@@ -249,6 +244,7 @@ def test_a_wrong_file_is_refused(ssd, fault):
         check_outputs(Wrong(), files["onnx"], images_of(2, 64, 64))
 
 
+@pytest.mark.slow  # as tests/scripts/test_yolov3_script.py, and the file itself by the tests above
 def test_final_folder_gets_both_files(detectors, tmp_path):
     detector = detectors("ssd")
     detector.save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})

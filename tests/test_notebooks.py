@@ -1,8 +1,5 @@
 """The notebooks as stored, and run from their first to their last cell with small settings.
 
-    python -m pytest tests/test_notebooks.py              # as stored; the first one also runs
-    python -m pytest tests/test_notebooks.py -m slow      # all run, and one is interrupted
-
 `tests/store_notebooks.py` stores what their cells show.
 """
 

@@ -1,7 +1,4 @@
-"""Mistakes of the user: one clear message, exit code 2, no traceback, nothing lost.
-
-    python -m pytest tests/scripts/test_bad_input.py
-"""
+"""Mistakes of the user: one clear message, exit code 2, no traceback, nothing lost."""
 
 import json
 import subprocess
@@ -54,6 +51,9 @@ CASES = {
     "images in too long a folder": (["--data.image_dir", "{tmp}/" + "x" * 300], ["too long"]),
     "checkpoint with too long a name": (["--run.resume", "{tmp}/" + "x" * 300], ["too long"]),
     "folder as name": (["--run.name", "a/b"], ["--run.name"]),
+    "missing source": (["--model.pretrained", "runs/of/nobody"], ["there is no runs/of/nobody"]),
+    "unknown compiler": (["--optim.compile", "gcc"], ["inductor"]),
+    "no such augmentation": (["--data.augment", '["RandomFlip"]'], ["RandomFlip"]),
 }  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""Data that passes every check of a record and is wrong all the same, and names that act on what shows them.
-
-    python -m pytest tests/scripts/test_data_that_lies.py
-"""
+"""Data that passes every check of a record and is wrong all the same, and names that act on what shows them."""
 
 import json
 import os

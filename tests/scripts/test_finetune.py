@@ -1,7 +1,4 @@
-"""A run on the weights of another: rows of equal classes kept, parts frozen, the folder needs its source no more.
-
-    python -m pytest tests/scripts/test_finetune.py
-"""
+"""A run on the weights of another: rows of equal classes kept, parts frozen, the folder needs its source no more."""
 
 import json
 import shutil
@@ -74,9 +71,3 @@ def test_every_rank_starts_from_the_same_weights(server, script, settings, sourc
     learned = [name for name in before if name.startswith("model/") and not name.endswith(counted)]
     assert learned and all(after[name].equal(before[name]) for name in learned)
     assert ended.text.count("weights of") == 1, "said once"
-
-
-def test_a_source_that_does_not_fit_ends_with_code_2_before_training(server, script, settings, source, tmp_path):
-    args = settings("--run.output_dir", tmp_path, "--run.name", "missing", "--model.pretrained", "runs/of/nobody")
-    missing = server.run(script, args)
-    assert missing.code == 2 and "there is no runs/of/nobody" in missing.text and "Traceback" not in missing.text

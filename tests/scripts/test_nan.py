@@ -1,7 +1,4 @@
-"""NaN in input, activation, loss and gradient, under each policy, on one process and on one rank of two.
-
-    python -m pytest tests/scripts/test_nan.py
-"""
+"""NaN in input, activation, loss and gradient, under each policy, on one process and on one rank of two."""
 
 import json
 import math

@@ -1,7 +1,4 @@
-"""A detector that the toolkit does not know, by `module:Class`: trained, killed, resumed, evaluated, predicted.
-
-    python -m pytest tests/scripts/test_own_detector.py
-"""
+"""A detector that the toolkit does not know, by `module:Class`: trained, killed, resumed, evaluated, predicted."""
 
 import json
 from pathlib import Path

@@ -17,8 +17,8 @@ from launching import all_rows, assert_same_run
 from toolkit.runs.checkpoint import linked
 from toolkit.runs.status import read_status
 
-KILLS = 12  # of each script, under each of the two launchers
-KILLS_OF_ONE_RUN = 6  # then it may end
+KILLS = 6  # of each script, under each of the two launchers
+KILLS_OF_ONE_RUN = 3  # then it may end
 STEPS = 10
 SEED = int(os.environ.get("KILL_SEED", time.time_ns() % 1_000_000))
 TORCHRUN = Path(__file__).with_name("torchrun_forked.py")

@@ -1,7 +1,4 @@
-"""Killed at exact moments and resumed, a run equals the uninterrupted one to the bit.
-
-    python -m pytest tests/scripts/test_resume.py        -m "slow or not slow" for all moments and three processes
-"""
+"""Killed at exact moments and resumed, a run equals the uninterrupted one to the bit."""
 
 import os
 import re

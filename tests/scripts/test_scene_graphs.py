@@ -1,7 +1,4 @@
-"""What only train_sgg.py does: a detector below, files of Visual Genome, a rate that validation decides.
-
-python -m pytest tests/scripts/test_scene_graphs.py
-"""
+"""What only train_sgg.py does: a detector below, files of Visual Genome, a rate that validation decides."""
 
 import json
 import shutil

@@ -1,7 +1,4 @@
-"""Signals end a run with a checkpoint, on all ranks though one got it; resumed it equals the uninterrupted run.
-
-    python -m pytest tests/scripts/test_signals.py
-"""
+"""Signals end a run with a checkpoint, on all ranks though one got it; resumed it equals the uninterrupted run."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""What only train_yolov3.py does: mixup and mosaic that end with an epoch, torch.compile and the export at the end.
-
-    python -m pytest tests/scripts/test_yolov3_script.py        -m "slow or not slow" for the export
-"""
+"""What only train_yolov3.py does: mixup and mosaic that end with an epoch, torch.compile and the export at the end."""
 
 import onnxruntime
 import pytest
