@@ -2,7 +2,7 @@
 
 import datasets
 import pytest
-from launching import assert_same_run, training_rows
+from launching import SCRIPTS, assert_same_run, training_rows
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import write_folder
@@ -47,7 +47,8 @@ def test_a_share_is_held_out_and_evaluated_again(server, script, settings, data,
 
 
 @pytest.mark.slow
-@pytest.mark.every_script("slow")
+@pytest.mark.every_script
+@pytest.mark.parametrize("script", [SCRIPTS[0], SCRIPTS[3]], indirect=True, ids=lambda script: script.name)
 def test_exact_resume_with_every_augmentation(server, script, settings, tmp_path):
     def args(name, *more):
         return settings(*EVERYTHING, "--run.output_dir", tmp_path, "--run.name", name, "--run.resume", "latest",

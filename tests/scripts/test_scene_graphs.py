@@ -8,14 +8,14 @@ import networkx
 import numpy as np
 import pytest
 import torch
-from launching import REPORT, ROOT, Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
+from launching import ROOT, Script, assert_same_run, checkpoint_state, checkpoint_tensors, rows, training_rows
 from PIL import Image
 from test_visual_genome import synthetic_table
 from visual_genome_writer import write_visual_genome
 
 from toolkit.models.final import load_detector_folder
 
-SGG = Script("train_sgg", slow_end=(REPORT,))
+SGG = Script("train_sgg")
 GIVEN = {"--model.mode": "predcls", "--optim.ema_decay": 0, "--run.epochs": 1, "--eval.metric_for_best": "R@20",
          "--data.image_size": 64, "--data.workers": 0, "--run.log_every": 1, "--eval.pictures": 0,
          "--run.name": "run"}  # fmt: skip
@@ -52,7 +52,7 @@ def test_a_rank_whose_batches_have_no_relation_does_not_stop_the_others(server, 
 
 def trained_detector(server, data, tmp_path, name: str) -> Path:
     """The folder of a short run of another script on the same data."""
-    detector = Script(name, slow_end=SGG.slow_end)
+    detector = Script(name)
     given = of_coco(tmp_path, data)
     common = dict(zip(given[::2], given[1::2], strict=True)) | {"--config": detector.config, "--run.name": "detector"}
     common = {key: value for key, value in common.items() if key.startswith(("--config", "--run", "--data"))}

@@ -191,7 +191,7 @@ def test_minutes_become_steps_once_and_early_stopping_ends(server, script, setti
     assert more["budget"]["begun_s"] == state["budget"]["elapsed_s"] < more["budget"]["elapsed_s"]
 
     args = settings("--run.output_dir", tmp_path, "--run.name", "patience", "--run.eval_every", 1, "--optim.lr", 0,
-                    *script.still, "--run.epochs", 1000, "--eval.metric_for_best", "ema/bbox_AP",
+                    "--model.freeze", "norms", "--run.epochs", 1000, "--eval.metric_for_best", "ema/bbox_AP",
                     "--eval.early_stopping_patience", 2)  # fmt: skip
     ended = server.run(script, args).ok()
     step = ended.status["step"]
