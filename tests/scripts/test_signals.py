@@ -1,16 +1,18 @@
 """Signals end a run with a checkpoint, on all ranks though one got it; resumed it equals the uninterrupted run."""
 
-import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
-from launching import assert_same_run, finish, rows, start
+from launching import REPORT, assert_same_run, finish, rows, start
 
 MICRO_BATCH, EVALUATION = "toolkit.training:Training.seed_micro_batch", "toolkit.evaluation.predict_dataset:agree_max"
 STOP = "toolkit.session:stop_if_asked"
+TORCHRUN = Path(__file__).with_name("torchrun_forked.py")
 SENT = (  # one run after the other, each going on where the one before stopped: step it stops at
     ("SIGTERM", MICRO_BATCH, 2, 1),
     ("SIGUSR1", EVALUATION, 3, 2),
@@ -21,7 +23,7 @@ SENT = (  # one run after the other, each going on where the one before stopped:
 )
 
 
-@pytest.mark.slow  # seven runs; those of real processes below are always run
+@pytest.mark.slow  # seven runs; those below are always run
 @pytest.mark.parametrize("processes", [1, 2])
 def test_signal_on_one_rank_saves_and_the_run_goes_on_to_the_bit(server, script, resumable, processes):
     args, reference = resumable(processes)
@@ -65,16 +67,18 @@ def test_second_interrupt_stops_at_once(server, script, settings, tmp_path):
     assert not (ended.folder / "checkpoints" / "latest").exists()
 
 
-def test_a_rank_of_torchrun_ends_with_85_and_says_so_in_status(script, settings, tmp_path):
-    """`kill` of one rank of a real launcher, which flattens the exit code."""
+def test_a_signal_to_one_rank_under_a_launcher_is_told_in_status(server, script, settings, tmp_path):
+    """torchrun flattens the exit code."""
     args = settings("--run.output_dir", tmp_path, "--run.epochs", 1000, "--run.eval_every", 0)
-    process = start([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-                     Path(__file__).with_name("pid_of_rank.py"), tmp_path, script.path, *args],
-                    {"PYTHONUNBUFFERED": "1"})  # fmt: skip
-    assert any("step 2/" in line for line in process.stdout)
-    os.kill(int((tmp_path / "pid_of_rank1").read_text()), signal.SIGUSR1)
-    code, text = finish(process)
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert code != 0 and (status["state"], status["exit_code"]) == ("preempted", 85), text
-    latest = (tmp_path / "run" / "checkpoints" / "latest").resolve().name
-    assert latest == f"step_{status['step']:06d}" == f"step_{rows(tmp_path / 'run')[-1]['step']:06d}"
+    written = tmp_path / "run" / "metrics.jsonl"
+
+    def signal_a_rank(pids: list[int]) -> None:
+        agent = psutil.Process(pids[0])
+        while agent.status() != psutil.STATUS_ZOMBIE and not (written.exists() and "\n" in written.read_text()):
+            time.sleep(0.02)
+        os.kill(agent.children()[-1].pid, signal.SIGUSR1)
+
+    ended = server.run(TORCHRUN, ["2,0", script.path, *args], faults=[{"skip": REPORT}], meanwhile=signal_a_rank)
+    assert ended.code == 1 and (ended.status["state"], ended.status["exit_code"]) == ("preempted", 85), ended.text
+    latest = (ended.folder / "checkpoints" / "latest").resolve().name
+    assert latest == f"step_{ended.status['step']:06d}" == f"step_{rows(ended.folder)[-1]['step']:06d}"
