@@ -8,7 +8,8 @@ from launching import SCRIPTS, checkpoint_tensors, training_rows
 @pytest.mark.every_script
 def test_compiled_losses_and_checkpoints_are_those_of_the_eager_model(server, script, settings, tmp_path):
     """Kernels are compiled for one script; the graphs of all are captured."""
-    args = settings("--run.output_dir", tmp_path, "--run.max_steps", 3, "--run.eval_every", 0, *script.one_size)
+    args = settings("--run.output_dir", tmp_path, "--run.max_steps", 3, "--run.eval_every", 0,
+                    "--eval.batch_size_per_device", 10, *script.one_size)  # fmt: skip
     backend = "true" if script == SCRIPTS[0] else "aot_eager"
     eager = server.run(script, [*args, "--run.name", "eager"]).ok()
     compiled = server.run(script, [*args, "--run.name", "compiled", "--optim.compile", backend], within_s=1200).ok()

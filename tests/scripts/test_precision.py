@@ -97,7 +97,8 @@ def test_what_the_launcher_decided_is_recorded_and_kept(server, script, settings
     """By the variables that `accelerate launch --mixed_precision bf16 --dynamo_backend eager` sets."""
     asked = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}
     args = settings("--config", PUBLISHED, "--run.output_dir", tmp_path, "--run.resume", "latest",
-                    "--run.eval_every", 0, "--run.resume_schedule", "new", "--optim.ema_decay", 0)  # fmt: skip
+                    "--run.eval_every", 0, "--run.resume_schedule", "new", "--optim.ema_decay", 0,
+                    "--eval.batch_size_per_device", 10)  # fmt: skip
 
     def start(steps, *more, env=None):
         run = server.run(script, [*args, "--run.max_steps", steps, *more], env=env).ok()
