@@ -17,11 +17,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The cases of a function stay together: they share what is made once for them."""
     part, parts = map(int, config.getoption("shard").split("/"))
     shares = {True: [], False: []}
     for item in items:
-        shares[zlib.crc32(item.nodeid.partition("[")[0].encode()) % parts == part].append(item)
+        shares[zlib.crc32(item.nodeid.encode()) % parts == part].append(item)
     items[:] = shares[True]
     config.hook.pytest_deselected(items=shares[False])
 
