@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,19 @@ from filelock import FileLock
 
 ROOT = str(Path(__file__).resolve().parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shard", default="0/1", metavar="I/N", help="run the part I, counted from 0, of N")
+
+
+def pytest_collection_modifyitems(config, items):
+    part, parts = map(int, config.getoption("shard").split("/"))
+    shares = {True: [], False: []}
+    for item in items:
+        shares[zlib.crc32(item.nodeid.encode()) % parts == part].append(item)
+    items[:] = shares[True]
+    config.hook.pytest_deselected(items=shares[False])
 
 
 @pytest.fixture(scope="session")

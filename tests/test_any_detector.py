@@ -1,4 +1,4 @@
-"""Scene graphs on detectors other than Faster R-CNN. Run: python -m pytest tests/test_any_detector.py"""
+"""Scene graphs on detectors other than Faster R-CNN."""
 
 import pytest
 import torch

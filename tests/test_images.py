@@ -106,8 +106,8 @@ def test_values_outside_16_bits_are_refused():
         decode_image(encode(Image.fromarray(np.array([[0.5]], np.float32)), "TIFF"))
 
 
-def within_a_second(call):
-    """What `call` raises, at once: a pipe that is waited for would hang, so the call has a thread of its own."""
+def raised_by(call):
+    """What `call` raises; a pipe that is waited for would hang, so the call has a thread of its own."""
     caught = []
 
     def catch():
@@ -118,7 +118,7 @@ def within_a_second(call):
 
     thread = threading.Thread(target=catch, daemon=True)
     thread.start()
-    thread.join(30)  # seconds of a machine that is busy with other things; the time below is the processor's
+    thread.join(30)  # seconds of a machine that is busy with other things too
     assert not thread.is_alive(), "it waits"
     return caught[0]
 
@@ -143,7 +143,7 @@ def test_absurd_sizes_are_refused_before_anything_is_decoded(mode, format, monke
         monkeypatch.setattr(place, None)  # nothing can be decoded
     tracemalloc.start()
     for read in (decode_image, probe_image):
-        assert "more than data.max_image_pixels 100000000" in within_a_second(lambda read=read: read(small))
+        assert "more than data.max_image_pixels 100000000" in raised_by(lambda read=read: read(small))
     assert tracemalloc.get_traced_memory()[1] < 3 * len(small) + 2**20
     tracemalloc.stop()
 
@@ -165,15 +165,15 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
     (tmp_path / "link.jpg").symlink_to(tmp_path / "pipe.jpg")
     (tmp_path / "folder.jpg").mkdir()
     for read in (decode_image, probe_image):
-        assert "it is a pipe" in within_a_second(lambda read=read: read(tmp_path / "pipe.jpg"))
-        assert "it is a pipe" in within_a_second(lambda read=read: read(tmp_path / "link.jpg"))
-        assert "it is a folder" in within_a_second(lambda read=read: read(tmp_path / "folder.jpg"))
-        assert "it is a device" in within_a_second(lambda read=read: read(Path("/dev/zero")))
-        assert "name too long" in within_a_second(lambda read=read: read(tmp_path / ("x" * 300 + ".jpg")))
+        assert "it is a pipe" in raised_by(lambda read=read: read(tmp_path / "pipe.jpg"))
+        assert "it is a pipe" in raised_by(lambda read=read: read(tmp_path / "link.jpg"))
+        assert "it is a folder" in raised_by(lambda read=read: read(tmp_path / "folder.jpg"))
+        assert "it is a device" in raised_by(lambda read=read: read(Path("/dev/zero")))
+        assert "name too long" in raised_by(lambda read=read: read(tmp_path / ("x" * 300 + ".jpg")))
         with open(tmp_path / "sparse.jpg", "wb") as file:
             file.truncate(2**40)
-        assert "bytes, more than" in within_a_second(lambda read=read: read(tmp_path / "sparse.jpg"))
-    assert "a pipe or a device" in within_a_second(lambda: read_coco(tmp_path / "pipe.jpg", cache_dir=tmp_path))
+        assert "bytes, more than" in raised_by(lambda read=read: read(tmp_path / "sparse.jpg"))
+    assert "a pipe or a device" in raised_by(lambda: read_coco(tmp_path / "pipe.jpg", cache_dir=tmp_path))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes on this system")
@@ -192,7 +192,7 @@ def test_a_data_set_with_such_images_names_them(tmp_path):
     def read(**options):
         return open_dataset(tmp_path / "a.json", image_dir=folder, cache_dir=tmp_path / "cache", **options)
 
-    said = within_a_second(read)
+    said = raised_by(read)
     for words in ("it is a pipe", "13000 x 13000 pixels are more than data.max_image_pixels 100000000", "too long",
                   "`width` is 1e+300", "no Unicode"):  # fmt: skip
         assert words in said

@@ -1,4 +1,4 @@
-"""The model card of a final folder, and its way to a hub on loopback: python -m pytest tests/test_publish.py"""
+"""The model card of a final folder, and its way to a hub on loopback."""
 
 import base64
 import hashlib
@@ -11,9 +11,10 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from launching import ROOT, finish, start
+from launching import ROOT, SCRIPTS, finish, small_settings, start
 from safetensors.torch import load_file
 
+from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
@@ -224,9 +225,9 @@ def test_a_training_asks_first_and_changes_nothing(hub, monkeypatch, capsys, tmp
 
 @pytest.mark.slow
 def test_a_training_ends_on_the_hub(hub, tmp_path):
-    config = ROOT / "tests" / "scripts" / "configs" / "train_ssd.yaml"
-    data = ["--data.format", "shapes", "--data.train", "train", "--data.val", "val"]
-    arguments = ["--config", config, "--run.output_dir", tmp_path, "--run.name", "x", *data, "--run.max_steps", "2"]
+    make_shapes(tmp_path / "shapes", train_images=16, val_images=8, image_size=64)
+    arguments = small_settings(SCRIPTS[-1], tmp_path / "shapes",
+                               ["--run.output_dir", tmp_path, "--run.name", "x", "--run.max_steps", 2])  # fmt: skip
     env = {"HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
     ended = start([sys.executable, ROOT / "scripts" / "train_ssd.py", *arguments, "--hub.push", "me/cups"], env)
     code, text = finish(ended)

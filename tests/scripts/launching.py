@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 HANGS_AFTER_S = 240  # of seconds, on a machine that is busy with other things too
 ROOT = Path(__file__).resolve().parents[2]
-REPORT = "toolkit.session:report_and_card"
+REPORT = "toolkit.session:report_and_card"  # which takes seconds at the end of every run
 CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -24,16 +24,11 @@ CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 class Script:
     """A training script; `configs/<name>.yaml` makes it small.
 
-    slow_end: "module:name", where it is looked up, of what takes seconds at the end of every run; left out except where
-        it is tested.
-    still: arguments with which the backbone's batch norms change no detections.
     losses: two that every step has. one_size: arguments with which all training images have one size.
     changed: the file of a changed copy; None: the script as it is.
     """
 
     name: str
-    slow_end: tuple[str, ...] = ()
-    still: tuple[str, ...] = ("--model.freeze", "norms")
     losses: tuple[str, str] = ("loss_giou", "loss_bbox")
     one_size: tuple[str, ...] = ()
     changed: Path | None = None
@@ -48,15 +43,12 @@ class Script:
 
 
 SCRIPTS = (
-    Script("train_detr", slow_end=(REPORT,)),
-    Script("train_yolov3", slow_end=(REPORT,), losses=("loss_cls", "loss_obj"), still=(),
-           one_size=("--data.multi_scale", "[]")),
-    Script("train_faster_rcnn", slow_end=(REPORT,), losses=("loss_box_reg", "loss_classifier")),
-    Script("train_sgg", slow_end=(REPORT,), losses=("loss_refine_obj", "loss_rel"),
-           still=("--model.freeze", "detector")),
-    Script("train_ssd", slow_end=(REPORT,), losses=("loss_cls", "loss_loc"), still=("--model.norm", "group"),
-           one_size=("--data.multi_scale", "[]")),
-)  # fmt: skip
+    Script("train_detr"),
+    Script("train_yolov3", ("loss_cls", "loss_obj"), one_size=("--data.multi_scale", "[]")),
+    Script("train_faster_rcnn", ("loss_box_reg", "loss_classifier")),
+    Script("train_sgg", ("loss_refine_obj", "loss_rel")),
+    Script("train_ssd", ("loss_cls", "loss_loc"), one_size=("--data.multi_scale", "[]")),
+)
 
 
 @dataclass
@@ -105,11 +97,10 @@ class Server:
     ) -> Result:  # fmt: skip
         """Runs a script on that many processes to its end, or fails the test when it takes longer than it may.
 
-        whole: with the slow end. env: more environment variables. meanwhile: called with the process ids once they run.
+        whole: with its report. env: more environment variables. meanwhile: called with the process ids once they run.
         """
         if isinstance(script, Script):
-            faults = [*faults, *({"skip": place} for place in script.slow_end if not whole)]
-            script = script.path
+            faults, script = [*faults, *([] if whole else [{"skip": REPORT}])], script.path
         self.runs += 1
         args = [str(arg) for arg in args]
         logs = [self.folder / f"run{self.runs}_rank{rank}.log" for rank in range(processes)]

@@ -1,7 +1,4 @@
-"""Mistakes of the user: one clear message, exit code 2, no traceback, nothing lost.
-
-    python -m pytest tests/scripts/test_bad_input.py
-"""
+"""Mistakes of the user: one clear message, exit code 2, no traceback, nothing lost."""
 
 import json
 import subprocess
@@ -54,6 +51,9 @@ CASES = {
     "images in too long a folder": (["--data.image_dir", "{tmp}/" + "x" * 300], ["too long"]),
     "checkpoint with too long a name": (["--run.resume", "{tmp}/" + "x" * 300], ["too long"]),
     "folder as name": (["--run.name", "a/b"], ["--run.name"]),
+    "missing source": (["--model.pretrained", "runs/of/nobody"], ["there is no runs/of/nobody"]),
+    "unknown compiler": (["--optim.compile", "gcc"], ["inductor"]),
+    "no such augmentation": (["--data.augment", '["RandomFlip"]'], ["RandomFlip"]),
 }  # fmt: skip
 
 
@@ -116,7 +116,6 @@ def test_never_on_an_existing_run_leaves_it_alone(server, script, resumable):
     assert before == {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
 
 
-@pytest.mark.every_script("slow")
 def test_dropping_defective_records_trains_and_lists_them(server, script, settings, tmp_path):
     document = json.loads((DIRTY / "annotations" / "instances.json").read_text())
     relations = {"rel_categories": [{"id": 1, "name": "near"}], "relations": [[1001, 1002, 1], [16001, 5001, 1]]}

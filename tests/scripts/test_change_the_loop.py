@@ -1,8 +1,4 @@
-"""The recipes of docs/change_the_loop.md, applied to the scripts as they are; and changes that leave something out.
-
-    python -m pytest tests/scripts/test_change_the_loop.py          # each recipe trains two steps; each mistake is told
-    python -m pytest tests/scripts/test_change_the_loop.py -m slow  # killed and resumed, two processes, a NaN
-"""
+"""The recipes of docs/change_the_loop.md, applied to the scripts as they are; and changes that leave something out."""
 
 import json
 import math
@@ -10,16 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from launching import (
-    ROOT,
-    SCRIPTS,
-    Script,
-    all_rows,
-    assert_same_run,
-    nonfinite,
-    small_settings,
-    training_rows,
-)
+from launching import ROOT, SCRIPTS, Script, all_rows, assert_same_run, nonfinite, small_settings, training_rows
 
 from toolkit import detect
 from toolkit.data.shapes import make_shapes
@@ -109,24 +96,22 @@ def test_recipe_trains(recipe, server, data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_recipe_goes_on_to_the_bit(recipe, processes, server, data, tmp_path):
-    """An image of the third window makes a NaN, which is passed over; killed while its second checkpoint is written and
-    resumed before that window, the run is the uninterrupted one."""
+def test_recipe_goes_on_to_the_bit(recipe, server, data, tmp_path):
+    """On two processes an image of the third window makes a NaN, which is passed over; killed while its second
+    checkpoint is written and resumed before that window, the run is the uninterrupted one."""
     _, script = recipe
     args = small(script, data, "--run.output_dir", tmp_path, "--run.save_every", 2, "--run.eval_every", 0,
                  "--run.resume", "latest", "--run.on_nonfinite", "skip", "--run.epochs", 3, "--run.max_steps", 4,
-                 "--data.max_train_images", 9, "--data.batch_size_per_device", 2,
-                 "--optim.accumulation_steps", 2 // processes)  # fmt: skip
-    broken = {"nan": "activation", "window": 3, "rank": processes - 1}
-    reference = server.run(script, [*args, "--run.name", "reference"], processes, [broken]).ok()
+                 "--data.max_train_images", 9, "--data.batch_size_per_device", 2)  # fmt: skip
+    broken = {"nan": "activation", "window": 3, "rank": 1}
+    reference = server.run(script, [*args, "--run.name", "reference"], 2, [broken]).ok()
     assert [row["step"] for row in training_rows(reference.folder)] == [1, 2, 3, 4]
     assert reference.text.count("goes on from step 2 ") == 1
     assert not nonfinite(reference.folder / "checkpoints" / "latest")
     args = [*args, "--run.name", "killed"]
     kill = {"signal": "SIGKILL", "at": "toolkit.runs.checkpoint:_seal", "call": 2, "rank": 0}
-    assert server.run(script, args, processes, [broken, kill]).code == -9
-    resumed = server.run(script, args, processes, [broken | {"window": 1}]).ok()
+    assert server.run(script, args, 2, [broken, kill]).code == -9
+    resumed = server.run(script, args, 2, [broken | {"window": 1}]).ok()
     assert "step_000002" in resumed.text
     assert_same_run(resumed.folder, reference.folder)
     check_replay(server, reference.folder)
@@ -168,14 +153,18 @@ ITS_UPDATE = """        t.critic(window[0].images.float().mean((2, 3))).mean().b
 TOLD = {  # change -> (its hunks, exit code, what is said)
     "a window is passed over": ([(ACCEPTS, PASSES_OVER + ACCEPTS)], 0,
                                 "step 1: the loop passed over a window without an update"),
-    "no guard": ([(ACCEPTS, "")], 2, 'a NaN would reach the weights. Put it back, or say t.without("accepts") in main'),
-    "no snapshot": ([(SNAPSHOT, "")], 2, "`t.guard.snapshot(t.detector)` was not done; without it a refused window"),
-    "no averages": ([(EMA, "")], 2, "`if t.ema is not None: t.ema.update(t.detector)` was not done"),
+    "calls left out before the update": (
+        [(SNAPSHOT, ""), (ADD, ""), (ACCEPTS, "")], 2,
+        ["`t.guard.snapshot(t.detector)` was not done; without it a refused window",
+         "`t.add(weighted, metrics)` was not done; without it rows, averages",
+         'a NaN would reach the weights. Put it back, or say t.without("accepts") in main']),
+    "calls left out after it": (
+        [(NOTE, ""), (EMA, "")], 2,
+        ["`t.note_step(window, reduced)` was not done; without it there would be no rows",
+         "`if t.ema is not None: t.ema.update(t.detector)` was not done"]),
     "averages left out on purpose": ([(EMA, ""), (EPOCH, '        t.without("ema")\n' + EPOCH)], 0,
                                      "training ended by"),
-    "no rows": ([(NOTE, "")], 2, "`t.note_step(window, reduced)` was not done; without it there would be no rows"),
     "rows too early": ([(STEP + NOTE, NOTE + STEP)], 2, "belongs after `t.step += 1`, not before it"),
-    "losses not added": ([(ADD, "")], 2, "`t.add(weighted, metrics)` was not done; without it rows, averages"),
     "no update": ([(UPDATE, "")], 2, "`t.optimizer.step()` was not done; without it nothing would be trained"),
     "two updates": ([(UPDATE, 2 * UPDATE)], 2, "`t.optimizer.step()` was done 2 times in a window, not 1"),
     "a loss that was not announced": (
@@ -191,7 +180,8 @@ def test_a_change_is_told(name, changed, server, data, tmp_path):
     hunks, code, said = TOLD[name]
     args = small(DETR, data, "--run.output_dir", tmp_path, "--run.max_steps", 3, "--run.save_every", 1)
     ended = server.run(changed("mine", hunks), args)
-    assert ended.code == code and said in ended.text and "Traceback" not in ended.text, ended.text
+    assert ended.code == code and "Traceback" not in ended.text, ended.text
+    assert all(words in ended.text for words in ([said] if isinstance(said, str) else said)), ended.text
 
 
 ADDS = """losses["loss_mine"] = outputs["logits"].new_ones(())

@@ -1,7 +1,4 @@
-"""A disk that is full, out of inodes, gone or read-only, at any moment: one sentence, exit 2, what was saved is kept.
-
-    python -m pytest tests/scripts/test_disks.py        -m "slow or not slow" for all moments
-"""
+"""A disk that is full, out of inodes, gone or read-only, at any moment: a sentence, exit 2, what was saved stays."""
 
 import subprocess
 from pathlib import Path

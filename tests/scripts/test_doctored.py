@@ -1,7 +1,4 @@
-"""A newest checkpoint that is sealed and wrong: passed over, or the guard stops; nothing saved is ever not finite.
-
-python -m pytest tests/scripts/test_doctored.py
-"""
+"""A newest checkpoint that is sealed and wrong: passed over, or the guard stops; nothing saved is ever not finite."""
 
 import hashlib
 import json

@@ -1,7 +1,4 @@
-"""`torchrun --max-restarts`: a rank that is killed costs the steps since the newest checkpoint, and nothing else.
-
-python -m pytest tests/scripts/test_elastic.py
-"""
+"""`torchrun --max-restarts`: a rank that is killed costs the steps since the newest checkpoint, and nothing else."""
 
 import os
 import signal

@@ -1,7 +1,4 @@
-"""A run has its folder to itself, as long as it lives and no longer.
-
-    python -m pytest tests/scripts/test_lock.py
-"""
+"""A run has its folder to itself, as long as it lives and no longer."""
 
 import os
 import signal

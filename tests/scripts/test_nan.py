@@ -1,7 +1,4 @@
-"""NaN in input, activation, loss and gradient, under each policy, on one process and on one rank of two.
-
-    python -m pytest tests/scripts/test_nan.py
-"""
+"""NaN in input, activation, loss and gradient, under each policy, on one process and on one rank of two."""
 
 import json
 import math
@@ -66,7 +63,8 @@ def replayed(server, folder: str, report: dict, kind: str):
 
 @pytest.mark.parametrize(
     ("policy", "processes"),
-    [("skip", 1), pytest.param("skip", 2, marks=pytest.mark.every_script("slow")), ("rollback", 1), ("rollback", 2)],
+    [("skip", 1), pytest.param("skip", 2, marks=pytest.mark.every_script("slow")), ("rollback", 1),
+     pytest.param("rollback", 2, marks=pytest.mark.slow)],
 )
 def test_run_goes_on_finite(server, script, arguments, processes, policy):
     """The four kinds in one run, each in a window of its own; on two processes only the second rank meets them."""
@@ -90,7 +88,7 @@ def test_run_goes_on_finite(server, script, arguments, processes, policy):
             assert again.code == 0, again.text
 
 
-@pytest.mark.parametrize(("processes", "kind"), [(1, "activation"), *((2, kind) for kind in KINDS)])
+@pytest.mark.parametrize(("processes", "kind"), [(1, "activation"), (2, "gradient")])
 def test_run_stops_with_3(server, script, arguments, processes, kind):
     rank = processes - 1
     fault = {"nan": kind, "window": 4, "rank": rank}
@@ -117,7 +115,7 @@ def test_a_run_that_only_breaks_ends(server, script, arguments):
         check_finite(ended.folder)
 
 
-@pytest.mark.parametrize("rate", ["1e6", "1e20", "3e37", "3e38", "3e39"])
+@pytest.mark.parametrize("rate", ["1e6", "1e30", "3e38", "3e39"])
 def test_no_learning_rate_leaves_anything_that_is_not_finite(server, script, arguments, rate):
     """The update itself overflows, or what follows it: 3, and the newest finite state is what is saved."""
     given = {"--optim.lr": rate, "--optim.max_norm": 0, "--schedule.warmup_steps": 0, "--run.save_every": 1,
@@ -129,16 +127,8 @@ def test_no_learning_rate_leaves_anything_that_is_not_finite(server, script, arg
     assert not (ended.folder / "final").exists()
     (folder,) = reports(ended.folder)
     assert "finite when run again" not in (ended.folder / "status.json").read_text()
-    assert server.run(REPLAY, [folder]).text.count("reproduced") == 1
-
-
-@pytest.mark.every_script("slow")
-def test_real_divergence_is_reported_and_replayed(server, script, arguments):
-    ended = server.run(script, [*arguments(1, "stop", "diverged"), "--optim.lr", "1e30", "--optim.max_norm", "0",
-                                "--schedule.warmup_steps", "0"])  # fmt: skip
-    assert ended.code == 3, ended.text
-    (folder,) = reports(ended.folder)
     again = server.run(REPLAY, [folder])
-    assert again.code == 0, again.text
-    assert "reproduced" in again.text
-    assert server.run(REPLAY, [str(ended.folder)]).code == 2
+    assert again.code == 0 and again.text.count("reproduced") == 1, again.text
+    assert rate != "1e6" or server.run(REPLAY, [ended.folder]).code == 2, "a run is no report"
+
+

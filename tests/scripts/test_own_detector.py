@@ -1,13 +1,10 @@
-"""A detector that the toolkit does not know, by `module:Class`: trained, killed, resumed, evaluated, predicted.
-
-    python -m pytest tests/scripts/test_own_detector.py
-"""
+"""A detector that the toolkit does not know, by `module:Class`: trained, killed, resumed, evaluated, predicted."""
 
 import json
 from pathlib import Path
 
 import pytest
-from launching import REPORT, ROOT, Script, all_rows, assert_same_run
+from launching import ROOT, Script, all_rows, assert_same_run
 
 OWN = Path(__file__).resolve().parents[1] / "fcos_detector.py"
 ARCHITECTURE = "fcos_detector:FCOS"
@@ -30,7 +27,7 @@ def arguments(data, tmp_path_factory):
 
 
 def test_fcos_is_trained_resumed_evaluated_and_predicted(server, arguments, data):
-    script = Script("train_faster_rcnn", slow_end=(REPORT,))
+    script = Script("train_faster_rcnn")
     reference = server.run(script, [*arguments, "--run.name", "reference"], env=ENV).ok().folder
     kill = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 8}
     args = [*arguments, "--run.name", "killed"]

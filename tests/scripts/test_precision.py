@@ -1,11 +1,10 @@
 """Precision and compilation: decided once, by the settings, the launcher or `run.precision: auto`, written down, and
 kept by whoever goes on.
-
-    python -m pytest tests/scripts/test_precision.py
 """
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,6 +12,8 @@ from launching import ROOT, training_rows
 
 from toolkit.runs.launcher import settle
 from toolkit.step.precision import cpu_computes_in_bf16, faster_precision, precision_of_gpu
+
+PUBLISHED = Path(__file__).parent / "configs" / "detr_published.yaml"  # which torch.compile captures in less time
 
 
 def test_what_is_not_clearly_faster_stays_in_float32():
@@ -95,8 +96,9 @@ def test_recipes_of_papers_say_their_precision():
 def test_what_the_launcher_decided_is_recorded_and_kept(server, script, settings, tmp_path):
     """By the variables that `accelerate launch --mixed_precision bf16 --dynamo_backend eager` sets."""
     asked = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}
-    args = settings("--run.output_dir", tmp_path, "--run.resume", "latest", "--run.eval_every", 0,
-                    "--run.resume_schedule", "new")  # fmt: skip
+    args = settings("--config", PUBLISHED, "--run.output_dir", tmp_path, "--run.resume", "latest",
+                    "--run.eval_every", 0, "--run.resume_schedule", "new", "--optim.ema_decay", 0,
+                    "--eval.batch_size_per_device", 10)  # fmt: skip
 
     def start(steps, *more, env=None):
         run = server.run(script, [*args, "--run.max_steps", steps, *more], env=env).ok()

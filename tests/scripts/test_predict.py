@@ -1,7 +1,6 @@
 """scripts/predict.py, evaluate.py and export.py on a run of every training script, and against transformers' pipeline.
 
-    python -m pytest tests/scripts/test_predict.py
-    DETECTION_TOOLKIT_BCCD=... python -m pytest tests/scripts/test_predict.py     # on photographs too
+On photographs too, with DETECTION_TOOLKIT_BCCD=FOLDER.
 """
 
 import json
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, rows
 from PIL import Image
+from transformers import pipeline
 
 from toolkit.data.decoding import decode_image
 from toolkit.use.open import open_predictor
@@ -92,14 +92,6 @@ def test_final_folder_and_run_find_the_same_one_at_a_time_or_together(run, photo
         assert_same(of_final.predict([image], 0.0)[0], expected)
 
 
-def test_final_folder_gives_what_the_pipeline_gives(server, run, photos, tmp_path):
-    if not is_transformers(run / "final"):
-        pytest.skip("this detector is not one of transformers")
-    paths = sorted(photos.rglob("*.png"))
-    assert_equal_to_pipeline(server, run / "final", paths, tmp_path)
-    assert_equal_to_pipeline(server, run, paths, tmp_path)
-
-
 @pytest.fixture(scope="module")
 def published(server, script, settings, tmp_path_factory):
     """A published DETR, trained for two steps, that keeps the aspect ratio of its images."""
@@ -109,17 +101,12 @@ def published(server, script, settings, tmp_path_factory):
     return server.run(script, args, whole=True).ok().folder
 
 
-def test_published_detr_gives_what_the_pipeline_gives(server, published, photos, tmp_path):
-    paths = sorted(photos.rglob("*.png"))
-    assert_equal_to_pipeline(server, published / "final", paths, tmp_path)
-    assert_equal_to_pipeline(server, published, paths, tmp_path)
-
-
-@pytest.mark.skipif(not BCCD.is_dir(), reason="no BCCD data: set DETECTION_TOOLKIT_BCCD to its folder")
-def test_photographs_give_what_the_pipeline_gives(server, published, tmp_path):
-    paths = sorted((BCCD / "JPEGImages").glob("*.jpg"))[:8]
-    assert_equal_to_pipeline(server, published / "final", paths, tmp_path)
-    assert_equal_to_pipeline(server, published, paths, tmp_path)
+def test_run_and_final_folder_give_what_the_pipeline_gives(server, run, published, photos, tmp_path):
+    """On photographs too, where the data of BCCD are there."""
+    drawn, photographs = sorted(photos.rglob("*.png")), sorted((BCCD / "JPEGImages").glob("*.jpg"))[:8]
+    for folder, paths in ((run, drawn), (published, [*drawn, *photographs])):
+        for model in (folder / "final", folder):
+            assert_equal_to_pipeline(server, model, paths, tmp_path)
 
 
 @pytest.mark.every_script
@@ -207,17 +194,11 @@ def test_one_message_and_code_2(server, run, photos, tmp_path, case):
     assert not (tmp_path / "out").exists()
 
 
-def is_transformers(final: Path) -> bool:
-    return "model_type" in json.loads((final / "config.json").read_text())
-
-
 def assert_equal_to_pipeline(server, model: Path, paths: list[Path], out: Path) -> None:
     """What predict.py writes is what `pipeline("object-detection")` finds: scores to 1e-4, boxes to 1e-3 pixels.
 
     The pipeline's own boxes are cut to whole pixels; they are taken before that.
     """
-    from transformers import pipeline
-
     final = model if (model / "config.json").exists() else model / "final"
     pipe = pipeline("object-detection", model=str(final), device="cpu")
     pipe._get_bounding_box = lambda box: box.tolist()

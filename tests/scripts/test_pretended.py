@@ -1,7 +1,5 @@
 """Every script on a pretended GPU (`pretended_device.py`): no tensor is on the wrong device, and the host waits for the
 device as often as is said here, however large the batch.
-
-    python -m pytest tests/scripts/test_pretended.py -m ""
 """
 
 import json
@@ -109,36 +107,23 @@ def test_the_whole_family_runs_on_a_device(settings, script, tmp_path):
         small = {} if name == "yolos" else SMALL
         chosen = [*kept, ("--model.architecture", name), *small.items()]
         cases.append((script.name, [part for pair in chosen for part in pair]))
-    for each in pretended(tmp_path, cases):
+    auto = settings("--run.output_dir", tmp_path, "--run.name", "auto", *SHORT, "--run.precision", "auto")
+    for each in pretended(tmp_path, [*cases, (script.name, auto)]):
         assert_few_waits(each, STEP[script.name], EVALUATED[script.name], 4)
-
-
-@pytest.mark.slow
-def test_auto_is_bf16_and_tf32_on_a_device_that_has_both(settings, script, tmp_path):
-    args = settings("--run.output_dir", tmp_path, "--run.name", "auto", *SHORT, "--run.precision", "auto")
-    pretended(tmp_path, [(script.name, args)])
     run = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["run"]
-    assert (run["precision"], run["tf32"]) == ("bf16", True)
+    assert (run["precision"], run["tf32"]) == ("bf16", True), "where a device has both"
 
 
 @pytest.mark.slow
 @pytest.mark.every_script
-def test_a_run_goes_on_from_the_cpu_to_a_device_and_back(server, script: Script, settings, tmp_path):
+def test_a_run_goes_from_the_cpu_to_a_device_back_behind_a_nan_and_to_the_cpu(server, script, settings, tmp_path):
     def args(steps):
         return settings("--run.output_dir", tmp_path, "--run.max_steps", steps, "--run.resume", "latest",
-                        "--run.resume_schedule", "new", "--run.epochs", 9)  # fmt: skip
+                        "--run.resume_schedule", "new", "--run.epochs", 9, "--run.save_every", 1,
+                        "--run.on_nonfinite", "rollback")  # fmt: skip
 
     server.run(script, args(2)).ok()
-    pretended(tmp_path, [(script.name, args(4))])
+    pretended(tmp_path, [(script.name, args(4))], [{"nan": "loss", "window": 2}])
     ended = server.run(script, args(6)).ok()
     assert [row["step"] for row in training_rows(ended.folder)] == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.slow
-@pytest.mark.every_script
-def test_a_run_goes_back_on_a_device_and_on_behind_a_nan(script: Script, settings, tmp_path):
-    args = settings("--run.output_dir", tmp_path, "--run.epochs", 9, "--run.max_steps", 5, "--run.save_every", 1,
-                    "--run.eval_every", 0, "--run.on_nonfinite", "rollback")  # fmt: skip
-    pretended(tmp_path, [(script.name, args)], [{"nan": "loss", "window": 3}])
-    rows = training_rows(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and list((tmp_path / "run" / "nan").glob("step_*"))
+    assert list((ended.folder / "nan").glob("step_*"))

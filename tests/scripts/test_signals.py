@@ -1,18 +1,18 @@
-"""Signals end a run with a checkpoint, on all ranks though one got it; resumed it equals the uninterrupted run.
+"""Signals end a run with a checkpoint, on all ranks though one got it; resumed it equals the uninterrupted run."""
 
-    python -m pytest tests/scripts/test_signals.py
-"""
-
-import json
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
-from launching import ROOT, assert_same_run, finish, rows, start
+from launching import REPORT, assert_same_run, finish, rows, start
 
 MICRO_BATCH, EVALUATION = "toolkit.training:Training.seed_micro_batch", "toolkit.evaluation.predict_dataset:agree_max"
 STOP = "toolkit.session:stop_if_asked"
+TORCHRUN = Path(__file__).with_name("torchrun_forked.py")
 SENT = (  # one run after the other, each going on where the one before stopped: step it stops at
     ("SIGTERM", MICRO_BATCH, 2, 1),
     ("SIGUSR1", EVALUATION, 3, 2),
@@ -23,7 +23,7 @@ SENT = (  # one run after the other, each going on where the one before stopped:
 )
 
 
-@pytest.mark.slow  # seven runs; the test of real processes below is always run
+@pytest.mark.slow  # seven runs; those below are always run
 @pytest.mark.parametrize("processes", [1, 2])
 def test_signal_on_one_rank_saves_and_the_run_goes_on_to_the_bit(server, script, resumable, processes):
     args, reference = resumable(processes)
@@ -67,34 +67,29 @@ def test_second_interrupt_stops_at_once(server, script, settings, tmp_path):
     assert not (ended.folder / "checkpoints" / "latest").exists()
 
 
-def test_real_processes_end_with_85_and_under_a_launcher_say_so_in_status(script, settings, tmp_path):
-    """A process whose terminal is closed, and a `kill` of one rank of torchrun, which flattens the exit code."""
+def test_a_signal_to_one_rank_under_a_launcher_is_told_in_status(server, script, settings, tmp_path):
+    """torchrun flattens the exit code."""
     args = settings("--run.output_dir", tmp_path, "--run.epochs", 1000, "--run.eval_every", 0)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    commands = {
-        "alone": [sys.executable, script.path],
-        "ranks": [*torchrun, ROOT / "tests" / "scripts" / "pid_of_rank.py", tmp_path, script.path],
-    }
-    processes = {
-        name: start([*command, *args, "--run.name", name], {"PYTHONUNBUFFERED": "1"})
-        for name, command in commands.items()
-    }
-    seen = {name: [] for name in processes}
-    for name, process in processes.items():
-        for line in process.stdout:
-            seen[name].append(line)
-            if "step 2/" in line:
-                break
-        if name == "alone":
-            process.stdout.close()
-            os.kill(process.pid, signal.SIGHUP)
-    os.kill(int((tmp_path / "pid_of_rank1").read_text()), signal.SIGUSR1)
-    ended = {name: finish(process) for name, process in processes.items()}
-    assert ended["alone"][0] == 85, seen["alone"]
-    assert ended["ranks"][0] != 0
-    for name, (_, text) in ended.items():
-        status = json.loads((tmp_path / name / "status.json").read_text())
-        assert status["state"] == "preempted", text
-        assert status["exit_code"] == 85
-        latest = (tmp_path / name / "checkpoints" / "latest").resolve().name
-        assert latest == f"step_{status['step']:06d}" == f"step_{rows(tmp_path / name)[-1]['step']:06d}"
+    written = tmp_path / "run" / "metrics.jsonl"
+
+    def signal_a_rank(pids: list[int]) -> None:
+        agent = psutil.Process(pids[0])
+        while agent.status() != psutil.STATUS_ZOMBIE and not (written.exists() and "\n" in written.read_text()):
+            time.sleep(0.02)
+        os.kill(agent.children()[-1].pid, signal.SIGUSR1)
+
+    ended = server.run(TORCHRUN, ["2,0", script.path, *args], faults=[{"skip": REPORT}], meanwhile=signal_a_rank)
+    assert ended.code == 1 and (ended.status["state"], ended.status["exit_code"]) == ("preempted", 85), ended.text
+    latest = (ended.folder / "checkpoints" / "latest").resolve().name
+    assert latest == f"step_{ended.status['step']:06d}" == f"step_{rows(ended.folder)[-1]['step']:06d}"
+
+
+def test_a_closed_terminal_ends_a_run_with_85(script, settings, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--run.epochs", 1000, "--run.eval_every", 0)
+    process = start([sys.executable, script.path, *args], {"PYTHONUNBUFFERED": "1"})
+    assert any("step 2/" in line for line in process.stdout)
+    process.stdout.close()
+    os.kill(process.pid, signal.SIGHUP)
+    assert finish(process)[0] == 85
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("preempted", 85)

@@ -1,7 +1,4 @@
-"""Every option that changes what runs, in as few runs as will hold them, and what they leave in the run folder.
-
-    python -m pytest tests/scripts/test_smoke.py
-"""
+"""Every option that changes what runs, in as few runs as will hold them, and what they leave in the run folder."""
 
 import json
 import sys
@@ -9,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launching import ROOT, checkpoint_state, checkpoint_tensors, finish, nonfinite, rows, start, training_rows
+from launching import checkpoint_state, checkpoint_tensors, finish, nonfinite, rows, start, training_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracked import offline_history, offline_records
+from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
 from toolkit.evaluation.report.facts import run_facts
 from toolkit.models.final import load_detector_folder
@@ -45,16 +43,14 @@ def launched(script, settings, options, tmp_path_factory):
 @pytest.mark.every_script("slow")
 def test_run_folder_says_what_was_run(script, launched):
     folder, text = launched
-    assert "processes: 1" in text
-    assert "Traceback" not in text
+    assert "processes: 1" in text and "Traceback" not in text
     assert text.count("Training time 0:0") == 1 and " s / step)" in text
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 4)
     assert status["ended_by"] == ["run.max_steps"] and f"{status['reason']}, at step 4" in text
     assert f"state done, reason {status['reason']}" in (folder / "report" / "README.md").read_text()
     environment = json.loads((folder / "environment.json").read_text())
-    assert environment["processes"] == 1
-    assert {"torch", "accelerate", "transformers"} <= environment["packages"].keys()
+    assert environment["processes"] == 1 and {"torch", "transformers"} <= environment["packages"].keys()
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["run"]["precision"] == "bf16"
     assert config["loss"]["weights"][script.losses[1]] == [[0, 1.0], [2, 5.0]]
@@ -63,7 +59,7 @@ def test_run_folder_says_what_was_run(script, launched):
 
 
 @pytest.mark.every_script("slow")
-def test_rows_have_losses_rates_and_times(script, launched):
+def test_rows_and_tensorboard_have_losses_rates_and_times(script, launched):
     folder, name = launched[0], f"train/{script.losses[1]}"
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     train = [row for row in logged if "train/loss" in row]
@@ -73,53 +69,34 @@ def test_rows_have_losses_rates_and_times(script, launched):
         weight = min(1.0 + 2.0 * (row["step"] - 1), 5.0)  # from 1 to 5 over the first two updates
         assert row[name] == pytest.approx(weight * row[f"{name}_unscaled"], rel=1e-5)
         assert row["train/lr/backbone"] == pytest.approx(row["train/lr/main"] * 0.1)
-    assert nonfinite(folder / "checkpoints" / "latest") == []
     evaluated = [row for row in logged if "val/loss" in row]
     assert [row["step"] for row in evaluated] == [3, 4]
-    for key in ("val/bbox_AP", "val/bbox_AP50", "val/ema/bbox_AP", "val/AP/circle", "val/ema/AP/star"):
-        assert key in evaluated[0], key
-    moved = [k for k in checkpoint_tensors(folder / "checkpoints" / "latest") if k.startswith("loss_weights/")]
-    assert moved
+    assert {"val/bbox_AP", "val/bbox_AP50", "val/ema/bbox_AP", "val/AP/circle", "val/ema/AP/star"} <= set(evaluated[0])
+    assert nonfinite(folder / "checkpoints" / "latest") == []
+    assert any(k.startswith("loss_weights/") for k in checkpoint_tensors(folder / "checkpoints" / "latest"))
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    sent = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert sent == pytest.approx({row["step"]: row["train/loss"] for row in train}, rel=1e-6)
+    assert [event.step for event in events.Scalars("val/bbox_AP")] == [3, 4] and events.Tags()["images"]
 
 
 @pytest.mark.every_script("slow")
-def test_tensorboard_has_every_row_once(launched):
-    folder, _ = launched
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
-    logged = [row["train/loss"] for row in training_rows(folder)]
-    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(logged, rel=1e-6)
-    assert [event.step for event in events.Scalars("val/bbox_AP")] == [3, 4]
-    assert events.Tags()["images"]
-
-
-@pytest.mark.every_script("slow")
-def test_final_folder_loads_without_the_run(script, launched):
-    from transformers import AutoImageProcessor, AutoModelForObjectDetection
-
-    final = launched[0] / "final"
-    if script.name != "train_detr":
-        _, categories, size = load_detector_folder(final)
-        assert [category.name for category in categories] == ["circle", "square", "triangle", "star"]
-        assert size == {"height": 64, "width": 64}
-        return
-    model = AutoModelForObjectDetection.from_pretrained(final)
-    assert list(model.config.id2label.values()) == ["circle", "square", "triangle", "star"]
-    processor = AutoImageProcessor.from_pretrained(final)
-    assert dict(processor.size) == {"height": 64, "width": 64}
-
-
-@pytest.mark.every_script("slow")
-def test_evaluating_only_gives_the_same_numbers(server, script, settings, options, launched, tmp_path):
-    folder, _ = launched
-    args = settings(*options, "--run.output_dir", tmp_path, "--run.name", "again", "--run.tracker", "none",
-                    "--run.eval_only", "true", "--run.resume", folder / "checkpoints" / "latest")  # fmt: skip
-    again = server.run(script, args).ok()
-    (row,) = rows(again.folder)
-    trained = rows(folder)[-1]
-    assert {k: v for k, v in row.items() if "bbox" in k} == {k: v for k, v in trained.items() if "bbox" in k}
-    assert "val/bbox_AP" in row
+def test_final_folder_loads_without_the_run_and_evaluating_only_gives_the_same_numbers(
+    server, script, settings, options, launched, tmp_path
+):
+    folder, names = launched[0], ["circle", "square", "triangle", "star"]
+    if script.name == "train_detr":
+        model = AutoModelForObjectDetection.from_pretrained(folder / "final")
+        assert list(model.config.id2label.values()) == names
+        assert dict(AutoImageProcessor.from_pretrained(folder / "final").size) == {"height": 64, "width": 64}
+    else:
+        _, categories, size = load_detector_folder(folder / "final")
+        assert [category.name for category in categories] == names and size == {"height": 64, "width": 64}
+    args = settings(*options, "--run.output_dir", tmp_path, "--run.tracker", "none", "--run.eval_only", "true",
+                    "--run.resume", folder / "checkpoints" / "latest")  # fmt: skip
+    (row,) = rows(server.run(script, args).ok().folder)
+    again, trained = ({k: v for k, v in each.items() if "bbox" in k} for each in (row, rows(folder)[-1]))
+    assert again == trained and "val/bbox_AP" in again
 
 
 def test_trackers_have_every_step_after_a_kill(server, script, settings, tmp_path):
@@ -214,7 +191,7 @@ def test_minutes_become_steps_once_and_early_stopping_ends(server, script, setti
     assert more["budget"]["begun_s"] == state["budget"]["elapsed_s"] < more["budget"]["elapsed_s"]
 
     args = settings("--run.output_dir", tmp_path, "--run.name", "patience", "--run.eval_every", 1, "--optim.lr", 0,
-                    *script.still, "--run.epochs", 1000, "--eval.metric_for_best", "ema/bbox_AP",
+                    "--model.freeze", "norms", "--run.epochs", 1000, "--eval.metric_for_best", "ema/bbox_AP",
                     "--eval.early_stopping_patience", 2)  # fmt: skip
     ended = server.run(script, args).ok()
     step = ended.status["step"]
@@ -229,11 +206,8 @@ def test_minutes_become_steps_once_and_early_stopping_ends(server, script, setti
 
 @pytest.mark.every_script
 def test_help_and_print_config_of_every_key(server, script):
-    helped = server.run(script, ["--help"])
-    assert helped.code == 0
+    helped = server.run(script, ["--help"]).ok()
     for key in ("--run.resume", "--data.batch_size_per_device", "--optim.accumulation_steps", "--loss.weights"):
         assert key in helped.text
-    printed = server.run(script, ["--print_config"])
-    assert printed.code == 0
+    printed = server.run(script, ["--print_config"]).ok()
     assert yaml.safe_load(printed.text.partition("\n")[2])["run"]["epochs"] > 0
-    assert (ROOT / "configs").is_dir()
