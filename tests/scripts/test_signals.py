@@ -1,5 +1,6 @@
 """Signals end a run with a checkpoint, on all ranks though one got it; resumed it equals the uninterrupted run."""
 
+import json
 import os
 import signal
 import sys
