@@ -49,12 +49,14 @@ def pytest_generate_tests(metafunc):
         "clip_case": lambda: prefixes(folder, "clip_grad"),
         "head": lambda: sorted(path.stem.removeprefix("sgg_head_") for path in folder.glob("sgg_head_*.npz")),
         "dataset_split": lambda: list(
-            dict.fromkeys(k.rsplit(".", 1)[0] for k in arrays(folder, "dataset") if k.endswith(".split_mask"))
+            dict.fromkeys(
+                k.rsplit(".", 1)[0] for k in arrays(folder, "dataset") if k.endswith("nonoverlap_kept.split_mask")
+            )
         ),
         "train_split": lambda: [
             k.rsplit(".", 1)[0]
             for k in arrays(folder, "dataset")
-            if k.endswith("train_relation_map_values_over_40_draws")
+            if k.endswith("nonoverlap_kept.train_relation_map_values_over_40_draws")
         ],
         "union_box_group": lambda: [
             n for n in prefixes(folder, "evaluator") if f"{n}.phrdet_R" in arrays(folder, "evaluator")
@@ -579,11 +581,10 @@ def vg_folder(golden, tmp_path_factory) -> Path:
 
 
 def split_options(name: str, data: dict[str, np.ndarray]) -> tuple[str, dict]:
-    split, empty, overlap = name.split(".")
+    split, empty, _ = name.split(".")
     return split, {
         "num_val_images": int(data["num_val_im"]),
         "keep_images_without_relations": empty == "emptyrels_kept",
-        "drop_non_overlapping": split == "train" and overlap == "nonoverlap_dropped",
     }
 
 
@@ -609,13 +610,13 @@ def test_dataset(golden, vg_folder, dataset_split):
         return
     if "train_boxes_xyxy" not in case:
         return
-    kept = [vg.drop_empty(boxes, rels)[0] for boxes, rels in zip(clipped, graphs.relations, strict=True)]
+    kept = [vg.has_area(boxes) for boxes in clipped]
     close(np.concatenate([b[k] for b, k in zip(clipped, kept, strict=True)]), case["train_boxes_xyxy"], 1e-4)
     np.testing.assert_array_equal(np.cumsum([0, *(k.sum() for k in kept)]), case["train_box_ptr"])
     labels = [labels[k] for labels, k in zip(graphs.labels, kept, strict=True)]
     np.testing.assert_array_equal(np.concatenate(labels), case["train_labels"])
     flipped = [vg.clip_boxes(mirrored(boxes, size), size) for boxes, size in zip(scaled, sizes, strict=True)]
-    flipped = [boxes[vg.drop_empty(boxes, np.zeros((0, 3), int))[0]] for boxes in flipped]
+    flipped = [boxes[vg.has_area(boxes)] for boxes in flipped]
     close(np.concatenate(flipped), case["train_boxes_flipped_xyxy"], 1e-4)
     np.testing.assert_array_equal(np.cumsum([0, *map(len, flipped)]), case["train_flipped_box_ptr"])
 

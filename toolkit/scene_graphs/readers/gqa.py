@@ -6,7 +6,7 @@ from pathlib import Path
 
 from toolkit.data.annotations import Annotations
 from toolkit.data.image_sources import ImageSources
-from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
+from toolkit.scene_graphs.readers import add_graph, empty_graphs, read_json
 
 NUM_VAL_IMAGES = 5000
 CLASSES, PREDICATES = 200, 100  # GQA200 (Dong et al., CVPR 2022)
@@ -48,13 +48,11 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
 
 def vocabulary(training: dict) -> tuple[list[str], list[str]]:
     """The 200 most frequent names of objects and 100 of relations; equal ones by the alphabet."""
-    objects: Counter = Counter()
-    relations: Counter = Counter()
-    for graph in training.values():
-        for each in graph["objects"].values():
-            objects[each["name"]] += 1
-            relations.update(relation["name"] for relation in each["relations"])
-    most = ((objects, CLASSES), (relations, PREDICATES))
-    classes, predicates = ([name for name, _ in sorted(c.items(), key=lambda each: (-each[1], each[0]))[:count]]
-                           for c, count in most)  # fmt: skip
-    return classes, predicates
+    objects = [each for graph in training.values() for each in graph["objects"].values()]
+    relations = [relation for each in objects for relation in each["relations"]]
+    return _most_frequent(objects, CLASSES), _most_frequent(relations, PREDICATES)
+
+
+def _most_frequent(entries: list[dict], count: int) -> list[str]:
+    counts = Counter(each["name"] for each in entries)
+    return sorted(counts, key=lambda name: (-counts[name], name))[:count]

@@ -7,7 +7,7 @@ from pathlib import Path
 from toolkit.data.annotations import Annotations
 from toolkit.data.image_sources import ImageSources
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
+from toolkit.scene_graphs.readers import add_graph, empty_graphs, read_json
 
 NUM_VAL_IMAGES = None
 
@@ -23,11 +23,11 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     for number, entry in enumerate(entries):
         try:
             width, height = entry["img_size"]
-            boxes = [(label, (x1, y1, x2 - x1, y2 - y1))
-                     for label, (x1, y1, x2, y2) in zip(entry["det_labels"], entry["bbox"], strict=True)]  # fmt: skip
+            labelled = zip(entry["det_labels"], entry["bbox"], strict=True)
+            boxes = [(label, (x1, y1, x2 - x1, y2 - y1)) for label, (x1, y1, x2, y2) in labelled]
             image = {"id": entry["img_fn"], "file_name": f"{entry['img_fn']}.jpg", "width": width, "height": height}
             add_graph(found, image, boxes, [tuple(row) for row in entry["rel"]])
         except (KeyError, TypeError, ValueError) as error:
-            raise BadInput(f"{files[0]}, entry {number}: expected img_fn, img_size, bbox, det_labels and rel "
-                           f"({error!r})") from error  # fmt: skip
+            expected = "img_fn, img_size, bbox, det_labels and rel"
+            raise BadInput(f"{files[0]}, entry {number}: expected {expected} ({error!r})") from error
     return found

@@ -5,7 +5,7 @@ from pathlib import Path
 from toolkit.data.annotations import Annotations
 from toolkit.data.image_sources import ImageSources
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.graphs import empty_graphs, read_json
+from toolkit.scene_graphs.readers import empty_graphs, read_json
 
 NUM_VAL_IMAGES = 1000
 
@@ -30,14 +30,13 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     """
     document = _checked(files[0])
     test = {str(image_id) for image_id in document["test_image_ids"]}
-    others = [entry for entry in document["data"] if str(entry["image_id"]) not in test]
-    if split == "test":
-        chosen = [entry for entry in document["data"] if str(entry["image_id"]) in test]
-    else:
-        chosen = others[num_val:] if split == "train" else others[:num_val]
+    entries = document["data"]
+    others = [entry for entry in entries if str(entry["image_id"]) not in test]
+    tested = [entry for entry in entries if str(entry["image_id"]) in test]
+    chosen = {"train": others[num_val:], "val": others[:num_val], "test": tested}[split]
     names = [*document.get("thing_classes", []), *document.get("stuff_classes", [])]
     if not names:  # some files name their classes elsewhere
-        highest = max((a["category_id"] for e in document["data"] for a in e["annotations"]), default=-1)
+        highest = max((a["category_id"] for e in entries for a in e["annotations"]), default=-1)
         names = [f"class {number}" for number in range(highest + 1)]
     found = empty_graphs(names, document["predicate_classes"])
     for entry in chosen:
@@ -51,8 +50,8 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
                 first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"
                 for end in (subject, object_)
             ]
-            found.relations.add({"image_id": image_id, "subject_id": ends[0], "object_id": ends[1],
-                                 "predicate_id": predicate})  # fmt: skip
+            row = {"image_id": image_id, "subject_id": ends[0], "object_id": ends[1], "predicate_id": predicate}
+            found.relations.add(row)
     return found
 
 

@@ -7,19 +7,20 @@ classes and predicates from 0. Where no attributes are named, none are read.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import h5py
 import numpy as np
 
+from toolkit.boxes import Boxes, Relations, offsets_of
+from toolkit.data.annotations import ImageRow
 from toolkit.data.checks import Checked
 from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.table import Category, DetectionTable, Problem
-from toolkit.data.table_cache import columns_of_rows
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.graphs import read_graphs
+from toolkit.scene_graphs.readers import read_graphs
 
 FILES = ("VG-SGG-with-attri.h5", "VG-SGG-dicts-with-attri.json", "image_data.json")
 BOX_SCALE = 1024  # pixels of the longer image side that the boxes of the file refer to
@@ -49,20 +50,13 @@ def load_graphs(
     split: str,
     num_val_images: int = NUM_VAL_IMAGES,
     keep_images_without_relations: bool | Literal["train"] = False,
-    drop_non_overlapping: bool = False,
 ) -> Graphs:
     """Read train, val or test.
 
     val is the first `num_val_images` of the file's training images, train the others. Images without boxes are left
     out, those without relations too unless kept; "train": kept in train, while val and test are as without them.
-    drop_non_overlapping (training only) removes relations between boxes of IoU 0 (+1 widths) and images left without
-    any.
     Raises BadInput for a missing or unreadable file, a missing key, or rows that contradict each other.
     """
-    if split not in ("train", "val", "test"):
-        raise BadInput(f"{h5_file}: split is {split!r}; expected train, val or test")
-    if drop_non_overlapping and split != "train":
-        raise BadInput("relations between boxes that do not overlap are dropped from the training split only")
     data = _read_h5(Path(h5_file))
     chosen = (data["split"] == (2 if split == "test" else 0)) & (data["img_to_first_box"] >= 0)
     counted = chosen if keep_images_without_relations is True else chosen & (data["img_to_first_rel"] >= 0)
@@ -73,26 +67,16 @@ def load_graphs(
         index = val if split == "val" else np.setdiff1d(everything, val)
         if not len(index) and len(val):
             fewer = max(1, len(val) // 10)
-            raise BadInput(f"{h5_file}: all of its {len(val)} training images are among the first {num_val_images}, "
-                           f"which are val; take fewer for it: train:{fewer} and val:{fewer}, for example")  # fmt: skip
+            raise BadInput(
+                f"{h5_file}: all of its {len(val)} training images are among the first {num_val_images}, which are "
+                f"val; take fewer for it: train:{fewer} and val:{fewer}, for example"
+            )
     _check_h5(data, index, Path(h5_file))
-    corners = _corners(data["boxes_1024"])
-    graphs = Graphs(index, [], [], [], [])
-    kept = np.ones(len(index), dtype=bool)
-    for place, image in enumerate(index):
-        first = data["img_to_first_box"][image]
-        objects = slice(first, data["img_to_last_box"][image] + 1)
-        relations = _relations_of(data, image, first)
-        if drop_non_overlapping:
-            relations = relations[_overlapping(corners[objects], relations)]
-            kept[place] = len(relations) > 0
-        if kept[place]:
-            graphs.boxes.append(corners[objects])
-            graphs.labels.append(data["labels"][objects, 0])
-            graphs.attributes.append(data["attributes"][objects])
-            graphs.relations.append(relations)
-    graphs.index = index[kept]
-    return graphs
+    ranges = zip(data["img_to_first_box"][index], data["img_to_last_box"][index], strict=True)
+    objects = [slice(first, last + 1) for first, last in ranges]
+    columns = _corners(data["boxes_1024"]), data["labels"][:, 0], data["attributes"]
+    relations = [_relations_of(data, image) for image in index]
+    return Graphs(index, *([column[rows] for rows in objects] for column in columns), relations)
 
 
 def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]:
@@ -109,7 +93,7 @@ def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]
             names.append(sorted(ids, key=ids.get))
     if faults:
         raise BadInput(faults)
-    return names[0], names[1], names[2]
+    return tuple(names)
 
 
 def load_image_list(image_data_file: str | Path, image_dir: Path | ImageSources, num_images: int) -> list[dict]:
@@ -145,12 +129,9 @@ def clip_boxes(boxes_xyxy: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
     return np.clip(boxes_xyxy, 0, limit).astype(np.float32)
 
 
-def drop_empty(boxes_xyxy: np.ndarray, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) bool boxes with width and height, and the relations between those, rows renumbered."""
-    keep = (boxes_xyxy[:, 2:] > boxes_xyxy[:, :2]).all(1)
-    number = np.cumsum(keep) - 1
-    relations = relations[keep[relations[:, :2]].all(1)]
-    return keep, np.column_stack([number[relations[:, :2]], relations[:, 2:]])
+def has_area(boxes_xyxy: np.ndarray) -> np.ndarray:
+    """(n,) bool: has the box width and height?"""
+    return (boxes_xyxy[:, 2:] > boxes_xyxy[:, :2]).all(1)
 
 
 def read_visual_genome(
@@ -160,7 +141,6 @@ def read_visual_genome(
     *,
     num_val_images: int = NUM_VAL_IMAGES,
     keep_images_without_relations: bool | Literal["train"] = False,
-    drop_non_overlapping: bool = False,
     **checking,
 ) -> DetectionTable:
     """One split as a memory-mapped DetectionTable, cached by the content of the three files and the options.
@@ -169,7 +149,7 @@ def read_visual_genome(
     dropped from train, with their relations; val and test keep them. Repeated relations stay.
     """
     files = [Path(folder) / name for name in FILES]
-    options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]
+    options = [split, num_val_images, keep_images_without_relations]
     if missing := [f"{file}: no such file" for file in files if not file.is_file()]:
         raise BadInput(missing)
 
@@ -180,64 +160,67 @@ def read_visual_genome(
 
 
 def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSources, split: str) -> Checked:
-    classes, predicates, attributes = load_names(files[1])
+    classes, predicates, attributes = names = load_names(files[1])
     with h5py.File(files[0], "r") as h5:
-        images = load_image_list(files[2], image_dir, len(h5["split"]))
-    rows, problems = [], []
-    for place, image in enumerate(graphs.index):
-        faults = _faults(graphs, place, len(classes), len(predicates), len(attributes))
-        image_id = images[image]["image_id"]
+        entries = load_image_list(files[2], image_dir, len(h5["split"]))
+    images = [ImageRow(e["image_id"], f"{e['image_id']}.jpg", e["width"], e["height"]) for e in entries]
+    good, problems = [], []
+    for place, index in enumerate(graphs.index):
+        faults = _faults(graphs, place, *map(len, names))
+        image_id = images[index].image_id
         problems += [Problem(severity, str(files[0]), image_id, None, message) for severity, message in faults]
         if not any(severity == "error" for severity, _ in faults):
-            rows.append(_row(graphs, place, images[image], drop=split == "train", attributes=bool(attributes)))
-    listed = {f"{entry['image_id']}.jpg" for entry in images}
+            good.append(place)
+    kept = [images[graphs.index[place]] for place in good]
+    boxes, relations = _columns(graphs, good, kept, drop=split == "train", attributes=bool(attributes))
     categories = tuple(Category(number + 1, class_name) for number, class_name in enumerate(classes))
-    return Checked(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
+    listed = {image.file_name for image in images}
+    return Checked(kept, boxes, relations, categories, predicates, attributes, problems, listed)
 
 
-def _faults(
-    graphs: Graphs, place: int, num_classes: int, num_predicates: int, num_attributes: int
-) -> list[tuple[str, str]]:
-    labels, relations = graphs.labels[place], graphs.relations[place]
+def _faults(graphs: Graphs, place: int, classes: int, predicates: int, attributes: int) -> list[tuple[str, str]]:
+    """(severity, message) of an image's rows, given how many names there are."""
+    relations = graphs.relations[place]
+    columns = [("class", graphs.labels[place], 1, classes), ("predicate", relations[:, 2], 1, predicates)]
+    columns += [("attribute", graphs.attributes[place], 0, attributes)] if attributes else []
     faults = []
-    if len(wrong := np.setdiff1d(labels, np.arange(1, num_classes + 1))):
-        faults.append(("error", f"class {int(wrong[0])} is not defined; ids are 1 .. {num_classes}"))
-    if len(wrong := np.setdiff1d(relations[:, 2], np.arange(1, num_predicates + 1))):
-        faults.append(("error", f"predicate {int(wrong[0])} is not defined; ids are 1 .. {num_predicates}"))
-    wrong = np.setdiff1d(graphs.attributes[place], np.arange(num_attributes + 1))
-    if num_attributes and len(wrong):
-        faults.append(("error", f"attribute {int(wrong[0])} is not defined; ids are 1 .. {num_attributes}, 0 for none"))
+    for kind, ids, first, count in columns:
+        if len(wrong := np.setdiff1d(ids, np.arange(first, count + 1))):
+            known = f"ids are 1 .. {count}{'' if first else ', 0 for none'}"
+            faults.append(("error", f"{kind} {int(wrong[0])} is not defined; {known}"))
     if (relations[:, 0] == relations[:, 1]).any():
         faults.append(("warning", "a relation of a box to itself, kept"))
     return faults
 
 
-def _row(graphs: Graphs, place: int, entry: dict, drop: bool, attributes: bool) -> dict:
-    size_wh = entry["width"], entry["height"]
-    boxes = clip_boxes(scale_boxes(graphs.boxes[place], size_wh), size_wh)
-    labels, relations, of_objects = graphs.labels[place], graphs.relations[place], graphs.attributes[place]
+def _columns(
+    graphs: Graphs, places: Sequence[int], images: Sequence[ImageRow], drop: bool, attributes: bool
+) -> tuple[Boxes, Relations]:
+    """Boxes and relations of the images at these places. drop: boxes without width or height."""
+
+    def joined(column: Sequence[np.ndarray], *shape: int, dtype: type = np.int64) -> np.ndarray:
+        return np.concatenate([np.zeros((0, *shape), dtype), *column], dtype=dtype, casting="unsafe")
+
+    sizes = [(image.width, image.height) for image in images]
+    corners = [clip_boxes(scale_boxes(graphs.boxes[p], size), size) for p, size in zip(places, sizes, strict=True)]
+    xyxy, labels = joined(corners, 4, dtype=np.float32), joined([graphs.labels[p] for p in places])
+    triplets = [graphs.relations[p] for p in places]
+    subject, other, predicate = joined(triplets, 3).T
+    relations = Relations(offsets_of([len(rows) for rows in triplets]), subject, other, predicate - 1)
+    of_objects = [graphs.attributes[p] for p in places]
+    extra = {"attributes": joined(of_objects, *of_objects[0].shape[1:])} if attributes and places else {}
+    offsets, area = offsets_of([len(each) for each in corners]), (xyxy[:, 2:] - xyxy[:, :2]).prod(1)
+    columns = xyxy.astype(np.float64), labels - 1, None, area.astype(np.float64), np.zeros(len(xyxy), bool)
+    boxes = Boxes(offsets, *columns, extra=extra)
     if drop:
-        keep, relations = drop_empty(boxes, relations)
-        boxes, labels, of_objects = boxes[keep], labels[keep], of_objects[keep]
-    objects = {
-        "id": list(range(1, len(boxes) + 1)),
-        "bbox": boxes.tolist(),
-        "category": (labels - 1).tolist(),
-        "area": (boxes[:, 2:] - boxes[:, :2]).prod(1).tolist(),
-        "iscrowd": [0] * len(boxes),
-    }
-    if attributes:
-        objects["attributes"] = of_objects.tolist()
-    ends = zip(("subject", "object", "predicate"), (relations - [0, 0, 1]).T.tolist(), strict=True)
-    row = {"image_id": entry["image_id"], "file_name": f"{entry['image_id']}.jpg"}
-    return row | {"width": size_wh[0], "height": size_wh[1], "objects": objects, "relations": dict(ends)}
+        kept = has_area(xyxy)
+        boxes, relations = boxes[kept], relations.of_boxes(boxes, kept)
+    return replace(boxes, ids=np.arange(len(boxes)) - boxes.offsets[boxes.image_index] + 1), relations
 
 
 def _read_h5(path: Path) -> dict[str, np.ndarray]:
     keys = ["split", *(f"img_to_{end}_{kind}" for kind in ("box", "rel") for end in ("first", "last"))]
     keys += ["boxes_1024", "labels", "relationships", "predicates"]
-    if not path.is_file():
-        raise BadInput(f"{path}: no such file; expected the HDF5 file with the graphs")
     try:
         with h5py.File(path, "r") as file:
             if missing := [key for key in keys if key not in file]:
@@ -261,20 +244,20 @@ def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> Non
         raise BadInput(faults)
     for image in index:
         first, last = data["img_to_first_box"][image], data["img_to_last_box"][image]
-        relations = _relations_of(data, image, first)
+        relations = _relations_of(data, image)
         if len(relations) and not (0 <= relations[:, :2].min() and relations[:, :2].max() <= last - first):
             faults.append(f"{path}: image row {image}: a relation names a box outside rows {first} .. {last}")
     if faults:
         raise BadInput(faults)
 
 
-def _relations_of(data: dict[str, np.ndarray], image: int, first_box: int) -> np.ndarray:
+def _relations_of(data: dict[str, np.ndarray], image: int) -> np.ndarray:
     """(r, 3) int64 of one image, box rows counted within the image."""
     first = data["img_to_first_rel"][image]
     if first < 0:
         return np.zeros((0, 3), np.int64)
     rows = slice(first, data["img_to_last_rel"][image] + 1)
-    ends = data["relationships"][rows].astype(np.int64) - first_box
+    ends = data["relationships"][rows].astype(np.int64) - data["img_to_first_box"][image]
     return np.column_stack([ends, data["predicates"][rows, 0].astype(np.int64)])
 
 
@@ -286,16 +269,8 @@ def _corners(centre_wh: np.ndarray) -> np.ndarray:
     return corners
 
 
-def _overlapping(boxes: np.ndarray, relations: np.ndarray) -> np.ndarray:
-    subjects, objects = boxes[relations[:, 0]], boxes[relations[:, 1]]
-    wide = np.minimum(subjects[:, 2:], objects[:, 2:]) - np.maximum(subjects[:, :2], objects[:, :2]) + 1
-    return (wide > 0).all(1)
-
-
 def _read_json(path: Path):
     try:
         return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise BadInput(f"{path}: no such file") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: invalid JSON: {error}") from error

@@ -7,7 +7,7 @@ from toolkit.data.annotations import Annotations
 from toolkit.data.decoding import ImageError, probe_image
 from toolkit.data.image_sources import ImageSources
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
+from toolkit.scene_graphs.readers import add_graph, empty_graphs, read_json
 
 NUM_VAL_IMAGES = 500
 
@@ -23,8 +23,7 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     test: the images of the test file; val: the first `num_val` of the training file; train: its others. The file does
     not say how large the images are: they are looked at.
     """
-    annotations, classes, predicates = (read_json(file, kind) for file, kind in zip(files, (dict, list, list),
-                                                                                    strict=True))  # fmt: skip
+    annotations, classes, predicates = map(read_json, files, (dict, list, list))
     names = list(annotations)
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
     found = empty_graphs(classes, predicates)
