@@ -58,9 +58,6 @@ def pytest_generate_tests(metafunc):
             for k in arrays(folder, "dataset")
             if k.endswith("nonoverlap_kept.train_relation_map_values_over_40_draws")
         ],
-        "union_box_group": lambda: [
-            n for n in prefixes(folder, "evaluator") if f"{n}.phrdet_R" in arrays(folder, "evaluator")
-        ],
         "box_group": lambda: [
             n for n in prefixes(folder, "evaluator") if f"{n}.coco_stats" in arrays(folder, "evaluator")
         ],
@@ -128,25 +125,9 @@ def test_evaluator(golden, evaluator_group):
         assert len(metrics.evaluated_images) == case[f"{name}_num_images"][0]
     assert {"R", "ngR", "zR", "ngzR", "mR", "ngmR"} <= checked
     assert ("A" in case) == ("A" in checked)
-    if "A" in case:
-        np.testing.assert_array_equal(metrics.accuracy_hits, case["A_hit"])
-        np.testing.assert_array_equal(metrics.accuracy_counts, case["A_count"])
     np.testing.assert_array_equal(metrics.evaluated_images, case["evaluated_images"])
     np.testing.assert_array_equal(metrics.zero_shot_images, case["zeroshot_images"])
-    np.testing.assert_array_equal(metrics.matches, sorted_rows(case["pred_to_gt"]))
-    np.testing.assert_array_equal(metrics.unconstrained_matches, sorted_rows(case["nogc_pred_to_gt"]))
     np.testing.assert_allclose(metrics.values["R"][-1], case["return_value"], rtol=0, atol=1e-9)
-
-
-def sorted_rows(rows: np.ndarray) -> np.ndarray:
-    return rows[np.lexsort(rows.T[::-1])]
-
-
-def test_phrase_detection(golden, union_box_group):
-    case, _, options = evaluator_case(golden, union_box_group)
-    metrics = evaluate_scene_graphs(*scene_graphs(case), mode="phrdet", **options)
-    np.testing.assert_allclose(metrics.values["R"], case["phrdet_R"], rtol=0, atol=1e-9)
-    np.testing.assert_allclose(metrics.per_image["R"], case["phrdet_R_per_image"], rtol=0, atol=1e-9)
 
 
 def coco_stats(truths, predictions, num_classes: int, first_id: int) -> np.ndarray:
@@ -641,17 +622,13 @@ def test_relation_matrices(golden, vg_folder, train_split):
         rows = torch.from_numpy(np.stack([row["relations"][k] for k in ("subject", "object", "predicate")], 1))
         rows += torch.tensor([0, 0, 1])
         annotated, listed = as_set(rows), {tuple(r[1:4]) for r in case[key].tolist() if r[0] == i}
-        for one_of_each in (True, False):
-            seen = {}
-            for seed in range(draws if len(annotated) > len({cell[:2] for cell in annotated}) else 1):
-                matrix = sampling.relation_matrix(
-                    rows, len(row["objects"]["bbox"]), one_of_each, torch.Generator().manual_seed(seed)
-                )
-                pairs = matrix.nonzero()
-                assert as_set(pairs) == {cell[:2] for cell in annotated}, "every annotated pair has a predicate"
-                for cell in as_set(torch.cat([pairs, matrix[pairs[:, 0], pairs[:, 1], None]], 1)):
-                    seen[cell] = seen.get(cell, 0) + 1
-            assert listed <= set(seen) <= annotated
+        seen = set()
+        for seed in range(draws if len(annotated) > len({cell[:2] for cell in annotated}) else 1):
+            matrix = sampling.relation_matrix(rows, len(row["objects"]["bbox"]), torch.Generator().manual_seed(seed))
+            pairs = matrix.nonzero()
+            assert as_set(pairs) == {cell[:2] for cell in annotated}, "every annotated pair has a predicate"
+            seen |= as_set(torch.cat([pairs, matrix[pairs[:, 0], pairs[:, 1], None]], 1))
+        assert listed <= seen <= annotated
 
 
 # Heads

@@ -17,12 +17,7 @@ from toolkit.models import build_detector
 from toolkit.models.detr.detr_criterion import pad_targets
 from toolkit.models.detr.rt_detr_criterion import MATCHING_COSTS
 from toolkit.models.weights.mapping import WeightTable
-from toolkit.scene_graphs.egtr_criterion import (
-    RelationSampling,
-    count_entries,
-    match_with_quality,
-    relation_losses,
-)
+from toolkit.scene_graphs.egtr_criterion import RelationSampling, count_entries, match_with_quality, relation_losses
 from toolkit.scene_graphs.egtr_head import EgtrHead, kept_states
 from toolkit.scene_graphs.frequency import log_prior
 from toolkit.scene_graphs.graph_detector import GraphDetector, naming_its_options
@@ -152,12 +147,7 @@ class EGTR(GraphDetector):
 
     @torch.no_grad()
     def postprocess(
-        self,
-        outputs: Mapping,
-        sizes: Tensor,
-        orig_sizes: Tensor,
-        score_threshold: float = 0.0,
-        top_k: int = 100,
+        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
     ) -> list[dict[str, Tensor]]:
         """The graph of each image, in pixels of the original image.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from toolkit.scene_graphs import geometry
+from toolkit.boxes import common_and_union
 
 CHUNK_IMAGES = 64  # bounds memory
 
@@ -15,14 +15,13 @@ CHUNK_IMAGES = 64  # bounds memory
 class Matches:
     """Annotated relations of all images, one row each, and the predictions that find them.
 
-    image, index, predicate: (R,) image, index among the image's relations, predicate of each relation.
+    image, predicate: (R,) of each relation.
     triplets: (R, 3) subject class, object class, predicate. counts: (images,) relations per image.
     constrained, unconstrained, given_pairs: (M, 2) relation row, rank. `given_pairs` ranks only the predicted pairs
     that are annotated pairs.
     """
 
     image: np.ndarray
-    index: np.ndarray
     predicate: np.ndarray
     triplets: np.ndarray
     counts: np.ndarray
@@ -35,12 +34,6 @@ class Matches:
         rank = np.full(len(self.image), np.iinfo(np.int64).max)
         np.minimum.at(rank, matches[:, 0], matches[:, 1])
         return rank
-
-    def rows(self, matches: np.ndarray) -> np.ndarray:
-        """(M, 3) image, rank, index of the relation in its image, sorted."""
-        relation = matches[:, 0]
-        rows = np.stack([self.image[relation], matches[:, 1], self.index[relation]], 1)
-        return rows[np.lexsort(rows.T[::-1])]
 
 
 def match_relations(
@@ -113,7 +106,7 @@ class _Chunk:
     """Flat arrays of some images; `slots` is the largest number of annotated relations of an image."""
 
     def __init__(self, truths: Sequence[Mapping], predictions: Sequence[Mapping], mode: str, iou_threshold: float):
-        self.union, self.threshold = mode == "phrdet", np.float32(iou_threshold)
+        self.threshold = np.float32(iou_threshold)
         objects = truths if mode == "predcls" else predictions
         relations = [np.asarray(t["relations"], dtype=np.int64).reshape(-1, 3) for t in truths]
         self.counts = np.asarray([len(r) for r in relations], dtype=np.int64)
@@ -155,10 +148,9 @@ class _Chunk:
     def _box_matches(self, end: int) -> np.ndarray:
         """(boxes, words) uint64, a bit for each slot: may the box be the subject (0) or object (1) of its relation?"""
         matches = self.labels[:, None] == self.end_labels[self.box_image, :, end]
-        if not self.union:  # few boxes have the right class
-            box, slot = matches.nonzero()
-            ious = iou_plus_one(self.boxes[box], self.end_boxes[self.box_image[box], slot, end])
-            matches[box, slot] = ious >= self.threshold
+        box, slot = matches.nonzero()  # few boxes have the right class
+        ious = iou_plus_one(self.boxes[box], self.end_boxes[self.box_image[box], slot, end])
+        matches[box, slot] = ious >= self.threshold
         bits = np.packbits(matches, axis=1)
         bits = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))
         return np.ascontiguousarray(bits).view(np.uint64)
@@ -174,7 +166,6 @@ class _Chunk:
         pair, slot = self._candidates(self.pairs)
         image = self.pair_image[pair]
         right = self._best_predicates(pair) == self.predicates[image, slot]
-        right[right] = self._unions_match(pair[right], slot[right])
         pair, slot = pair[right], slot[right]
         relation = self.starts[self.pair_image[pair]] + slot + first_relation
         constrained = np.stack([relation, self.rank[pair]], 1)
@@ -183,7 +174,6 @@ class _Chunk:
         predicate = self.predicates[self.image, self.slot]
         return Matches(
             image=self.image + first_image,
-            index=self.slot,
             predicate=predicate,
             triplets=np.column_stack([labels, predicate]),
             counts=self.counts,
@@ -197,7 +187,6 @@ class _Chunk:
         pair, predicate, rank = self._combinations(keep)
         row, slot = self._candidates(self.pairs[pair])
         right = predicate[row] == self.predicates[self.pair_image[pair[row]], slot]
-        right[right] = self._unions_match(pair[row[right]], slot[right])
         row, slot = row[right], slot[right]
         return np.stack([self.starts[self.pair_image[pair[row]]] + slot, rank[row]], 1)
 
@@ -231,14 +220,6 @@ class _Chunk:
         before = np.concatenate([[0], total])[self.pair_start]
         return given, total - before[self.pair_image] - 1
 
-    def _unions_match(self, pair: np.ndarray, slot: np.ndarray) -> np.ndarray:
-        """(n,) bool: does the union box of the pair match that of the relation? Always, unless phrdet."""
-        if not self.union:
-            return np.ones(len(pair), bool)
-        predicted = _union(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
-        true = self.end_boxes[self.pair_image[pair], slot]
-        return iou_plus_one(predicted, _union(true[:, 0], true[:, 1])) >= self.threshold
-
 
 def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(sum,) group of every element and its place in the group."""
@@ -253,8 +234,5 @@ def _flat(parts: list[np.ndarray], empty_shape: tuple[int, ...]) -> np.ndarray:
 
 def iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
     """`geometry.iou_plus_one` of float32 arrays (..., 4) that broadcast."""
-    return geometry.iou_plus_one(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
-
-
-def _union(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
-    return geometry.union_boxes(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
+    common, union = common_and_union(boxes1, boxes2, pixel=1)
+    return common / union

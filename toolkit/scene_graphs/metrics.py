@@ -6,11 +6,12 @@ background.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from toolkit.errors import BadInput
+from toolkit.scene_graphs.batch import MODES
 from toolkit.scene_graphs.matches import Matches, match_relations
 
 PROTOCOLS = ("original", "strict")
@@ -25,8 +26,6 @@ class SceneGraphMetrics:
     per_image: (K, images) for R, ngR (columns `evaluated_images`) and zR, ngzR (columns `zero_shot_images`).
     per_predicate: (K, num_predicates) for mR and ngmR.
     images_per_predicate: (num_predicates,) evaluated images that contain the predicate.
-    accuracy_hits, accuracy_counts: (K, images) the numbers behind A; empty in sgdet.
-    matches, unconstrained_matches: (M, 3) int64 rows image, rank of the prediction, index of the relation it finds.
     """
 
     top: tuple[int, ...]
@@ -36,10 +35,6 @@ class SceneGraphMetrics:
     images_per_predicate: np.ndarray
     evaluated_images: np.ndarray
     zero_shot_images: np.ndarray
-    matches: np.ndarray
-    unconstrained_matches: np.ndarray
-    accuracy_hits: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
-    accuracy_counts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
 
     def as_row(self, predicate_names: Sequence[str] = ()) -> dict[str, float | None]:
         """{"R@20": ..., "mR@50": ..., "mR@100/on": ...}; None where a metric is undefined (JSON has no NaN)."""
@@ -68,7 +63,7 @@ def evaluate_scene_graphs(
             (P, 2) rows of `boxes`, best first (the order is trusted), `predicate_scores` (P, num_predicates)
             without background, or what `compact_graph` makes of them. In predcls boxes, labels and scores are taken
             from the truth.
-        mode: predcls, sgcls, sgdet, or phrdet (sgdet with the IoU of the union boxes).
+        mode: predcls, sgcls or sgdet.
         zero_shot: (Z, 3) subject class, object class, predicate never seen in training.
         protocol: "original" leaves images without a predicted pair out of every mean and lets a predicate that the
             truth lacks count 0 in mR, as published numbers do. "strict" counts such images as recall 0 and leaves
@@ -80,8 +75,7 @@ def evaluate_scene_graphs(
     """
     _check(truths, predictions, mode, protocol, num_predicates)
     found = match_relations(truths, predictions, mode, iou_threshold, max(top))
-    counts = np.bincount(found.image, minlength=len(truths)) if len(found.image) else np.zeros(len(truths), np.int64)
-    evaluated = counts > 0
+    evaluated = found.counts > 0
     if protocol == "original":
         evaluated &= np.asarray([len(prediction["pairs"]) > 0 for prediction in predictions], dtype=bool)
     return _measure(found, evaluated, num_predicates, zero_shot, tuple(top), mode, protocol)
@@ -89,8 +83,8 @@ def evaluate_scene_graphs(
 
 def _check(truths, predictions, mode: str, protocol: str, num_predicates: int) -> None:
     problems = []
-    if mode not in ("predcls", "sgcls", "sgdet", "phrdet"):
-        problems.append(f"mode is {mode!r}; expected predcls, sgcls, sgdet or phrdet")
+    if mode not in MODES:
+        problems.append(f"mode is {mode!r}; expected predcls, sgcls or sgdet")
     if protocol not in PROTOCOLS:
         problems.append(f"protocol is {protocol!r}; expected original or strict")
     if len(truths) != len(predictions):
@@ -138,20 +132,18 @@ def _measure(
         per_image[f"{prefix}R"] = np.stack([_recall(found, hit, everything)[images] for hit in hits])
         per_image[f"{prefix}zR"] = np.stack([_recall(found, hit, unseen)[seen_images] for hit in hits])
         per_predicate[f"{prefix}mR"] = np.stack([_predicate_recall(found, h, evaluated, num_predicates) for h in hits])
+    undefined = np.full(len(top), np.nan)
     for name, recalls in per_image.items():
-        values[name] = recalls.mean(1) if recalls.shape[1] else np.full(len(top), np.nan)
+        values[name] = recalls.mean(1) if recalls.shape[1] else undefined
     images_per_predicate = _images_per_predicate(found, evaluated, num_predicates)
     present = images_per_predicate > 0 if protocol == "strict" else np.ones(num_predicates, dtype=bool)
     for name, recalls in per_predicate.items():
-        values[name] = recalls[:, present].mean(1) if present.any() else np.full(len(top), np.nan)
+        values[name] = recalls[:, present].mean(1) if present.any() else undefined
     values["F1"] = _harmonic_mean(values["R"], values["mR"])
-    accuracy = {}
     if mode in ("predcls", "sgcls"):
         rank = found.first_rank(found.given_pairs)
-        hits = np.stack([np.bincount(found.image[rank < k], minlength=len(evaluated))[images] for k in top])
-        counts = np.broadcast_to(np.bincount(found.image, minlength=len(evaluated))[images], hits.shape)
-        accuracy = {"accuracy_hits": hits.astype(np.float64), "accuracy_counts": counts.astype(np.float64)}
-        values["A"] = hits.sum(1) / counts.sum(1) if len(images) else np.full(len(top), np.nan)
+        hits = np.stack([(rank < k) & evaluated[found.image] for k in top]).sum(1)
+        values["A"] = hits / found.counts[images].sum() if len(images) else undefined
     return SceneGraphMetrics(
         top=top,
         values=_renamed(values),
@@ -160,9 +152,6 @@ def _measure(
         images_per_predicate=images_per_predicate,
         evaluated_images=images,
         zero_shot_images=seen_images,
-        matches=found.rows(found.constrained),
-        unconstrained_matches=found.rows(found.unconstrained),
-        **accuracy,
     )
 
 

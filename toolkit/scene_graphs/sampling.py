@@ -23,28 +23,18 @@ class SampledPairs:
     related: Tensor
 
 
-def relation_matrix(
-    relations: Tensor, num_objects: int, one_of_each: bool = True, generator: Generator | None = None
-) -> Tensor:
+def relation_matrix(relations: Tensor, num_objects: int, generator: Generator | None = None) -> Tensor:
     """(R, 3) subject, object, predicate from 1 -> (n, n) int64 with one predicate per ordered pair, 0 = none.
 
-    A pair that is annotated more than once gets one of its predicates by chance, differently every time. one_of_each:
-    drawn uniformly from the list, so that repeated ones weigh more; otherwise each further one takes over with
-    probability 1/2 (what the original does when it does not filter duplicates).
+    A pair that is annotated more than once gets one of its predicates by chance, differently every time; those that
+    are listed repeatedly weigh more.
     """
     matrix = torch.zeros(num_objects, num_objects, dtype=torch.int64, device=relations.device)
     if not len(relations):
         return matrix
     draw = torch.rand(len(relations), generator=generator).to(relations.device)
     cell = relations[:, 0] * num_objects + relations[:, 1]
-    if one_of_each:
-        priority = draw
-    else:  # the last one that takes over wins; the first of a pair takes over an empty cell
-        first = torch.full((num_objects**2,), len(relations), device=relations.device)
-        place = torch.arange(len(relations), device=relations.device)
-        first = first.scatter_reduce(0, cell, place, "amin")
-        priority = torch.where((draw > 0.5) | (first[cell] == place), place, -1)
-    order = priority.argsort(stable=True)
+    order = draw.argsort(stable=True)
     last = torch.zeros(num_objects**2, dtype=torch.int64, device=relations.device)
     rank = torch.arange(len(relations), device=relations.device)
     last = last.scatter_reduce(0, cell[order], rank, "amax")

@@ -258,12 +258,7 @@ class SceneGraph(GraphDetector):
 
     @torch.no_grad()
     def postprocess(
-        self,
-        outputs: Mapping,
-        sizes: Tensor,
-        orig_sizes: Tensor,
-        score_threshold: float = 0.0,
-        top_k: int = 100,
+        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
     ) -> list[dict[str, Tensor]]:
         """The graph of each image, in pixels of the original image.
 

@@ -34,6 +34,11 @@ class HeadSizes:
     pooling_dim: int = 4096
     embed_dim: int = 200
 
+    @property
+    def object_dim(self) -> int:
+        """Of `object_features`."""
+        return self.roi_dim + self.embed_dim + POSITION_DIM
+
 
 def check_mode(mode: str) -> str:
     if mode not in MODES:
@@ -41,9 +46,9 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def class_embeddings(sizes: HeadSizes) -> tuple[nn.Embedding, nn.Embedding]:
-    """Trainable vectors of the classes as they come in, and of the labels that a head gives; see `words`."""
-    return nn.Embedding(sizes.num_classes, sizes.embed_dim), nn.Embedding(sizes.num_classes, sizes.embed_dim)
+def class_embedding(sizes: HeadSizes) -> nn.Embedding:
+    """Trainable vectors of the classes; see `start_from_words`."""
+    return nn.Embedding(sizes.num_classes, sizes.embed_dim)
 
 
 class ObjectBatchNorm(nn.BatchNorm1d):
@@ -63,6 +68,19 @@ def position_embedding() -> nn.Sequential:
 
 def batch_box_numbers(batch: RelationBatch) -> Tensor:
     return box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
+
+
+class ObjectContext(nn.Module):
+    """Embeds what is known of the objects; its subclasses label each and give it a context feature.
+
+    embed_in, embed_out: vectors of the classes as they come in, and of the labels that are given.
+    """
+
+    def __init__(self, mode: str, sizes: HeadSizes):
+        super().__init__()
+        self.mode, self.sizes = check_mode(mode), sizes
+        self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
+        self.position = position_embedding()
 
 
 def label_embedding(embedding: nn.Embedding, batch: RelationBatch, mode: str) -> Tensor:
