@@ -12,8 +12,7 @@ from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import best_first, detections_as_json, relations_as_json
 from toolkit.models.weights.mapping import map_weights
-from toolkit.scene_graphs import losses
-from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, head_losses, mean, predicate_loss
 from toolkit.scene_graphs.frequency import predicate_weights
 from toolkit.scene_graphs.geometry import iou_plus_one, reading_order, rectangle_masks
 from toolkit.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
@@ -119,8 +118,8 @@ def test_every_batch_trains(name, precision):
             batch = batch_of(num_objects)
             with torch.autocast("cpu", dtype=precision, enabled=precision != torch.float32):
                 output = head(batch)
-            values = losses.head_losses(output, batch)
-            total = sum(losses.mean(*pair).sum() for pair in values.values())
+            values = head_losses(output, batch)
+            total = sum(mean(*pair).sum() for pair in values.values())
             assert total.isfinite() and total.requires_grad
             assert set(values) <= set(head.loss_names)
             assert not sum(num_objects) or set(values) == set(head.loss_names)
@@ -148,8 +147,8 @@ def test_heads_learn():
         optimizer = torch.optim.Adam(head.parameters(), lr=0.01 if name in ("penet", "react") else 0.05)
         for _ in range(40):
             optimizer.zero_grad()
-            values = losses.head_losses(head(batch), batch)
-            sum(losses.mean(*pair).sum() for pair in values.values()).backward()
+            values = head_losses(head(batch), batch)
+            sum(mean(*pair).sum() for pair in values.values()).backward()
             optimizer.step()
         right = head(batch).relation_logits.argmax(1) == batch.relation_labels
         assert right.float().mean() > 0.9, name
@@ -366,7 +365,7 @@ def test_rare_predicates_weigh_more():
     assert weights[2] / weights[1] == pytest.approx(5.0) and weights[0] == weights[3] == 1
     assert 100 * weights[1] + 4 * weights[2] == pytest.approx(104.0)
     logits, labels = torch.zeros(3, 4), torch.tensor([0, 1, 2])
-    total, count = losses.predicate_loss(logits, labels, [3], weights=weights)
+    total, count = predicate_loss(logits, labels, [3], weights=weights)
     assert float(total / count) == pytest.approx(float(torch.log(torch.tensor(4.0))))
 
 

@@ -29,11 +29,19 @@ from sgg_files import (
 )
 from sgg_heads import build_head, head_batch, our_name
 
-from toolkit.batch import pad_rows
+from toolkit.batch import attribute_targets, pad_rows
 from toolkit.errors import BadInput
 from toolkit.models.weights.mapping import map_weights
-from toolkit.scene_graphs import frequency, geometry, losses, postprocess, sampling
-from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
+from toolkit.scene_graphs import frequency, geometry, postprocess, sampling
+from toolkit.scene_graphs.batch import (
+    RelationBatch,
+    RelationOutput,
+    attribute_loss,
+    head_losses,
+    mean,
+    object_mask,
+    predicate_loss,
+)
 from toolkit.scene_graphs.heads.layers import label_embedding
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.scene_graphs.readers import visual_genome as vg
@@ -240,18 +248,18 @@ def test_losses(golden):
         smoothing = float(key.split("_")[2].rsplit(".", 1)[0]) if key.startswith("label_smoothing") else 0.0
         kind = "rel" if key.endswith("loss_rel") else "obj"
         logits, labels = given[f"{kind}_logits"], given[f"{kind}_labels"]
-        total, count = losses.predicate_loss(logits, labels, [len(labels)], smoothing)
-        close(losses.mean(total, count)[0], value, name=key)
+        total, count = predicate_loss(logits, labels, [len(labels)], smoothing)
+        close(mean(total, count)[0], value, name=key)
     for key in (key for key in data if key.endswith("_none")):
         smoothing = float(key.split("_")[2])
         every = [1] * len(given["rel_labels"])
-        rows = losses.predicate_loss(given["rel_logits"], given["rel_labels"], every, smoothing)[0]
+        rows = predicate_loss(given["rel_logits"], given["rel_labels"], every, smoothing)[0]
         close(rows, data[key], name=key)
-    targets, has_any = losses.attribute_targets(given["attributes"], given["att_logits"].shape[1])
+    targets, has_any = attribute_targets(given["attributes"], given["att_logits"].shape[1])
     assert torch.equal(targets, given["attribute_targets"])
     assert torch.equal(has_any.long(), given["attribute_fg"])
-    total, count = losses.attribute_loss(given["att_logits"], given["attributes"], [len(given["attributes"])])
-    close(losses.mean(total, count)[0], data["with_attributes_no_sampling.loss_refine_att"])
+    total, count = attribute_loss(given["att_logits"], given["attributes"], [len(given["attributes"])])
+    close(mean(total, count)[0], data["with_attributes_no_sampling.loss_refine_att"])
 
 
 # Schedule, optimizer groups, clipping, weights
@@ -707,8 +715,8 @@ def test_head_training(golden, head):
         assert set(module.loss_names) == set(names) - {"total_grad_norm"}
         for step, expected in enumerate(data[f"{case}.losses_per_step"]):
             output = module(batch)
-            of_images = losses.head_losses(output, batch)
-            values = {n: losses.mean(sums.sum(), counts.sum()) for n, (sums, counts) in of_images.items()}
+            of_images = head_losses(output, batch)
+            values = {n: mean(sums.sum(), counts.sum()) for n, (sums, counts) in of_images.items()}
             optimizer.zero_grad()
             sum(values.values()).backward()
             norms = gradient_norms(module)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, predicate_loss
 from toolkit.scene_graphs.frequency import FrequencyBias
 from toolkit.scene_graphs.geometry import pair_numbers, scaled_box_numbers
 from toolkit.scene_graphs.heads.layers import (
@@ -27,7 +27,6 @@ from toolkit.scene_graphs.heads.layers import (
 )
 from toolkit.scene_graphs.heads.motifs import MotifsContext
 from toolkit.scene_graphs.heads.vctree import VCTreeContext
-from toolkit.scene_graphs.losses import predicate_loss
 
 EFFECTS = ("none", "TDE", "NIE", "TE")
 PAIR_NUMBERS = 32

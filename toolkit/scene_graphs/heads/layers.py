@@ -9,10 +9,9 @@ from torch.nn import functional as F
 
 from toolkit.batch import pad_rows
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.batch import MODES, RelationBatch, RelationOutput
+from toolkit.scene_graphs.batch import MODES, RelationBatch, RelationOutput, relatedness_loss
 from toolkit.scene_graphs.frequency import FrequencyBias
 from toolkit.scene_graphs.geometry import box_numbers, certain_logits
-from toolkit.scene_graphs.losses import relatedness_loss
 from toolkit.scene_graphs.postprocess import late_labels
 
 AVERAGE_RATIO = 0.0005  # of the running means that stand for "no evidence" in causal effects
@@ -47,7 +46,7 @@ def check_mode(mode: str) -> str:
 
 
 def class_embedding(sizes: HeadSizes) -> nn.Embedding:
-    """Trainable vectors of the classes; see `start_from_words`."""
+    """Trainable vectors of the classes; see `toolkit.scene_graphs.start.start_from_words`."""
     return nn.Embedding(sizes.num_classes, sizes.embed_dim)
 
 

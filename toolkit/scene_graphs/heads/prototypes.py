@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.batch import send
-from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, of_images
 from toolkit.scene_graphs.heads.layers import (
     HeadSizes,
     best_labels,
@@ -23,7 +23,6 @@ from toolkit.scene_graphs.heads.layers import (
     object_features,
     position_embedding,
 )
-from toolkit.scene_graphs.losses import of_images
 
 APART, MARGIN = 7.0, 1.0  # squared distances: between prototypes (gamma 2), of the right to the wrong ones (gamma 1)
 NEAREST = 10  # wrong prototypes that a pair is held away from
