@@ -110,7 +110,6 @@ def evaluator_case(golden: Path, name: str) -> tuple[dict[str, np.ndarray], str,
     case = group(data, name)
     options = {
         "num_predicates": int(data["num_rel_classes_with_bg"]) - 1,
-        "iou_threshold": float(data["iou_threshold"]),
         "top": tuple(data["K"].tolist()),
         "zero_shot": case["zeroshot_triplets_sub_obj_pred"] - 1,
     }

@@ -1,4 +1,4 @@
-"""Matches predicted with annotated relations, as flat arrays over many images without loops over boxes or pairs."""
+"""Ranks at which predictions find annotated relations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,18 @@ import torch
 
 from toolkit.boxes import common_and_union
 
-CHUNK_IMAGES = 64  # bounds memory
+NEVER = np.iinfo(np.int64).max
+MATCH_IOU = 0.5
 
 
 @dataclass
 class Matches:
-    """Annotated relations of all images, one row each, and the predictions that find them.
+    """Annotated relations of all images, one row each, and the best predictions that find them.
 
-    image, predicate: (R,) of each relation.
-    triplets: (R, 3) subject class, object class, predicate. counts: (images,) relations per image.
-    constrained, unconstrained, given_pairs: (M, 2) relation row, rank. `given_pairs` ranks only the predicted pairs
-    that are annotated pairs.
+    image, predicate: (R,) of each relation. triplets: (R, 3) subject class, object class, predicate.
+    counts: (images,) relations per image.
+    constrained, unconstrained, given_pairs: (R,) int64 rank of the best prediction; `NEVER` when none finds it.
+    `given_pairs` ranks only the predicted pairs that are annotated pairs.
     """
 
     image: np.ndarray
@@ -29,42 +30,87 @@ class Matches:
     unconstrained: np.ndarray
     given_pairs: np.ndarray
 
-    def first_rank(self, matches: np.ndarray) -> np.ndarray:
-        """(R,) int64 rank of the best prediction that finds each relation; the largest int64 when none does."""
-        rank = np.full(len(self.image), np.iinfo(np.int64).max)
-        np.minimum.at(rank, matches[:, 0], matches[:, 1])
-        return rank
 
-
-def match_relations(
-    truths: Sequence[Mapping], predictions: Sequence[Mapping], mode: str, iou_threshold: float, keep: int
-) -> Matches:
+def match_relations(truths: Sequence[Mapping], predictions: Sequence[Mapping], mode: str, keep: int) -> Matches:
     """Match every predicted pair, and the `keep` best (pair, predicate) combinations, with the annotated relations.
 
     Arguments as in `evaluate_scene_graphs`. Pairs are taken in the given order with their best predicate
     (constrained); combinations are ranked by subject score x object score x predicate score (unconstrained).
     """
-    chunks, start = [], 0
-    for lo in range(0, len(truths), CHUNK_IMAGES):
-        hi = lo + CHUNK_IMAGES
-        chunk = _Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold)
-        chunks.append(chunk.match(keep, first_image=lo, first_relation=start))
-        start += len(chunks[-1].image)
-    return Matches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in Matches.__annotations__))
+    relations = [np.asarray(truth["relations"], np.int64).reshape(-1, 3) for truth in truths]
+    counts = np.asarray([len(rows) for rows in relations], np.int64)
+    triplets, ranks = [np.zeros((0, 3), np.int64)], [np.zeros((3, 0), np.int64)]
+    for truth, prediction, rows in zip(truths, predictions, relations, strict=True):
+        if len(rows):
+            triplets.append(np.column_stack([np.asarray(truth["labels"])[rows[:, :2]], rows[:, 2]]))
+            ranks.append(_first_ranks(truth, prediction, rows, mode, keep))
+    triplets = np.concatenate(triplets)
+    image = np.repeat(np.arange(len(counts)), counts)
+    return Matches(image, triplets[:, 2], triplets, counts, *np.concatenate(ranks, axis=1))
 
 
-def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
-    if parts:
-        return np.concatenate(parts)
-    widths = {"triplets": (0, 3), "constrained": (0, 2), "unconstrained": (0, 2), "given_pairs": (0, 2)}
-    return np.zeros(widths.get(name, (0,)), np.int64)
+def _first_ranks(truth: Mapping, prediction: Mapping, relations: np.ndarray, mode: str, keep: int) -> np.ndarray:
+    """(3, R) the columns `constrained`, `unconstrained` and `given_pairs` of the relations (R, 3) of an image."""
+    subjects, objects, wanted = relations.T
+    same = same_boxes(truth, truth if mode == "predcls" else prediction)
+    may_be_subject, may_be_object = same[:, subjects], same[:, objects]  # (boxes, R)
+    pairs = np.ascontiguousarray(np.asarray(prediction["pairs"], np.int64).reshape(-1, 2).T)  # (2, P)
+
+    def found_by(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return _places(may_be_subject.take(pairs[0], 0) & may_be_object.take(pairs[1], 0))
+
+    row, relation = found_by(pairs)
+    right = best_predicates(prediction, row) == wanted[relation]
+    row, relation = row[right], relation[right]
+    size = 1 + max(pairs.max(initial=0), subjects.max(), objects.max())
+    annotated = np.zeros(size**2, bool)
+    annotated[subjects * size + objects] = True
+    given = annotated.take(pairs[0] * size + pairs[1])
+    pair, predicate = _combinations(prediction, pairs, mode, keep).T
+    rank, other = found_by(pairs[:, pair])
+    right = predicate[rank] == wanted[other]
+    own = given[row]
+    ranks = np.full((3, len(relations)), NEVER)
+    # Rows ascend: of those that find a relation the first is written last.
+    ranks[0, relation[::-1]] = row[::-1]
+    ranks[1, other[right][::-1]] = rank[right][::-1]
+    ranks[2, relation[own][::-1]] = (np.cumsum(given) - 1)[row[own]][::-1]
+    return ranks
+
+
+def same_boxes(truth: Mapping, found: Mapping) -> np.ndarray:
+    """(M, N) bool: may a predicted box be an annotated one? Of the same class, and IoU >= 0.5 with "+1" widths."""
+    same = np.asarray(found["labels"])[:, None] == np.asarray(truth["labels"])[None]
+    box, true_box = _places(same)  # few boxes have the right class
+    boxes, true_boxes = (np.asarray(each["boxes"], np.float32) for each in (found, truth))
+    common, union = common_and_union(boxes[box], true_boxes[true_box], pixel=1)
+    same[box, true_box] = common / union >= MATCH_IOU
+    return same
+
+
+def _places(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`mask.nonzero()` of (n, m), many times faster."""
+    return np.divmod(np.flatnonzero(mask), mask.shape[1])
+
+
+def _combinations(prediction: Mapping, pairs: np.ndarray, mode: str, keep: int) -> np.ndarray:
+    if "combinations" in prediction:
+        return np.asarray(prediction["combinations"][:keep], np.int64)
+    given = mode == "predcls"
+    pair_scores = np.ones(pairs.shape[1], np.float32) if given else _pair_scores(prediction, pairs)
+    return best_combinations(prediction["predicate_scores"], pair_scores, keep)
+
+
+def _pair_scores(prediction: Mapping, pairs: np.ndarray) -> np.ndarray:
+    scores = np.asarray(prediction["scores"])
+    return scores.take(pairs[0]) * scores.take(pairs[1])
 
 
 def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
     """A prediction that says as much to `match_relations` with that `keep`, and is much smaller: `predicates (P,)` and
     `combinations (<= keep, 2)` int32, see `best_combinations`, in place of `predicate_scores`."""
     scores = np.asarray(prediction["predicate_scores"])
-    pair_scores = np.asarray(prediction["scores"])[np.asarray(prediction["pairs"])].prod(1)
+    pair_scores = _pair_scores(prediction, np.asarray(prediction["pairs"]).T)
     compact = {
         "predicates": scores.argmax(1) if len(scores) else np.zeros(0, np.int64),
         "combinations": best_combinations(scores, pair_scores, keep).astype(np.int32),
@@ -100,139 +146,3 @@ def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, kee
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
     """(<= count,) indices of the largest values, in no particular order."""
     return np.arange(len(values)) if len(values) <= count else np.argpartition(values, len(values) - count)[-count:]
-
-
-class _Chunk:
-    """Flat arrays of some images; `slots` is the largest number of annotated relations of an image."""
-
-    def __init__(self, truths: Sequence[Mapping], predictions: Sequence[Mapping], mode: str, iou_threshold: float):
-        self.threshold = np.float32(iou_threshold)
-        objects = truths if mode == "predcls" else predictions
-        relations = [np.asarray(t["relations"], dtype=np.int64).reshape(-1, 3) for t in truths]
-        self.counts = np.asarray([len(r) for r in relations], dtype=np.int64)
-        self.starts = np.cumsum(self.counts) - self.counts
-        self.image, self.slot = _positions(self.counts)
-        self._read_truth(truths, relations)
-        num_boxes = np.asarray([len(o["boxes"]) for o in objects], dtype=np.int64)
-        self.boxes = _flat([np.asarray(o["boxes"], np.float32) for o in objects], (0, 4))
-        self.labels = _flat([np.asarray(o["labels"]) for o in objects], (0,))
-        self.box_image, _ = _positions(num_boxes)
-        box_start = np.cumsum(num_boxes) - num_boxes
-        pairs = [np.asarray(p["pairs"], dtype=np.int64).reshape(-1, 2) for p in predictions]
-        self.num_pairs = np.asarray([len(p) for p in pairs], dtype=np.int64)
-        self.pair_image, self.rank = _positions(self.num_pairs)
-        self.local_pairs = _flat(pairs, (0, 2))
-        self.pairs = self.local_pairs + box_start[self.pair_image, None]
-        self.pair_start = np.cumsum(self.num_pairs) - self.num_pairs
-        self.predictions = predictions  # their scores of predicates are most of the data
-        if mode == "predcls":
-            self.pair_scores = np.ones(len(self.pairs), np.float32)
-        else:
-            self.pair_scores = _flat([np.asarray(p["scores"]) for p in predictions], (0,))[self.pairs].prod(1)
-        self.candidates = self._box_matches(0), self._box_matches(1)
-
-    def _read_truth(self, truths: Sequence[Mapping], relations: list[np.ndarray]) -> None:
-        """Padded (images, slots, ...) arrays; a padded slot has class -2, which nothing equals."""
-        shape = (len(truths), int(self.counts.max(initial=0)))
-        self.ends = np.zeros((*shape, 2), np.int64)  # the box indices of subject and object in their image
-        self.end_boxes, self.end_labels = np.zeros((*shape, 2, 4), np.float32), np.full((*shape, 2), -2, np.int64)
-        self.predicates = np.full(shape, -2, np.int64)
-        for i, (truth, rows) in enumerate(zip(truths, relations, strict=True)):
-            if not len(rows):
-                continue
-            self.ends[i, : len(rows)] = rows[:, :2]
-            self.end_boxes[i, : len(rows)] = np.asarray(truth["boxes"], np.float32)[rows[:, :2]]
-            self.end_labels[i, : len(rows)] = np.asarray(truth["labels"])[rows[:, :2]]
-            self.predicates[i, : len(rows)] = rows[:, 2]
-
-    def _box_matches(self, end: int) -> np.ndarray:
-        """(boxes, words) uint64, a bit for each slot: may the box be the subject (0) or object (1) of its relation?"""
-        matches = self.labels[:, None] == self.end_labels[self.box_image, :, end]
-        box, slot = matches.nonzero()  # few boxes have the right class
-        ious = iou_plus_one(self.boxes[box], self.end_boxes[self.box_image[box], slot, end])
-        matches[box, slot] = ious >= self.threshold
-        bits = np.packbits(matches, axis=1)
-        bits = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))
-        return np.ascontiguousarray(bits).view(np.uint64)
-
-    def _candidates(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row of `pairs` (n, 2) and slot of a relation, wherever both boxes may be its ends; rows ascend."""
-        hit = self.candidates[0][pairs[:, 0]] & self.candidates[1][pairs[:, 1]]
-        rows = hit.any(1).nonzero()[0]
-        row, slot = np.unpackbits(hit[rows].view(np.uint8), axis=1).nonzero()
-        return rows[row], slot
-
-    def match(self, keep: int, first_image: int, first_relation: int) -> Matches:
-        pair, slot = self._candidates(self.pairs)
-        image = self.pair_image[pair]
-        right = self._best_predicates(pair) == self.predicates[image, slot]
-        pair, slot = pair[right], slot[right]
-        relation = self.starts[self.pair_image[pair]] + slot + first_relation
-        constrained = np.stack([relation, self.rank[pair]], 1)
-        given, given_rank = self._annotated_pairs()
-        labels = self.end_labels[self.image, self.slot]
-        predicate = self.predicates[self.image, self.slot]
-        return Matches(
-            image=self.image + first_image,
-            predicate=predicate,
-            triplets=np.column_stack([labels, predicate]),
-            counts=self.counts,
-            constrained=constrained,
-            unconstrained=self._match_unconstrained(keep) + np.asarray([[first_relation, 0]]),
-            given_pairs=np.stack([relation, given_rank[pair]], 1)[given[pair]],
-        )
-
-    def _match_unconstrained(self, keep: int) -> np.ndarray:
-        """(M, 2) relation row in this chunk, rank among the `keep` best (pair, predicate) combinations."""
-        pair, predicate, rank = self._combinations(keep)
-        row, slot = self._candidates(self.pairs[pair])
-        right = predicate[row] == self.predicates[self.pair_image[pair[row]], slot]
-        row, slot = row[right], slot[right]
-        return np.stack([self.starts[self.pair_image[pair[row]]] + slot, rank[row]], 1)
-
-    def _combinations(self, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Pair, predicate and rank of the `keep` best combinations of every image."""
-        found = [
-            each["combinations"][:keep] if "combinations" in each
-            else best_combinations(each["predicate_scores"], self.pair_scores[start : start + count], keep)
-            for each, start, count in zip(self.predictions, self.pair_start, self.num_pairs, strict=True)
-        ]  # fmt: skip
-        image, rank = _positions(np.asarray([len(rows) for rows in found], np.int64))
-        pair, predicate = _flat([np.asarray(rows, np.int64) for rows in found], (0, 2)).T
-        return pair + self.pair_start[image], predicate, rank
-
-    def _best_predicates(self, pair: np.ndarray) -> np.ndarray:
-        """(n,) of ascending rows of all pairs."""
-        cuts = np.searchsorted(pair, np.append(self.pair_start, len(self.pairs)))
-        images = zip(self.predictions, self.pair_start, cuts[:-1], cuts[1:], strict=True)
-        rows = ((each, pair[first:last] - start) for each, start, first, last in images if first < last)
-        return np.concatenate([np.zeros(0, np.int64), *(best_predicates(each, own) for each, own in rows)])
-
-    def _annotated_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(P,) is the predicted pair an annotated pair, and its rank among those of its image."""
-        if not len(self.pairs):
-            return np.zeros(0, bool), np.zeros(0, np.int64)
-        size = 1 + int(max(self.local_pairs.max(initial=0), self.ends.max(initial=0)))
-        table = np.zeros((len(self.counts), size, size), bool)
-        table[self.image, self.ends[self.image, self.slot, 0], self.ends[self.image, self.slot, 1]] = True
-        given = table[self.pair_image, self.local_pairs[:, 0], self.local_pairs[:, 1]]
-        total = np.cumsum(given)
-        before = np.concatenate([[0], total])[self.pair_start]
-        return given, total - before[self.pair_image] - 1
-
-
-def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(sum,) group of every element and its place in the group."""
-    group = np.repeat(np.arange(len(counts)), counts)
-    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
-
-
-def _flat(parts: list[np.ndarray], empty_shape: tuple[int, ...]) -> np.ndarray:
-    full = [part for part in parts if len(part)]
-    return np.concatenate(full) if full else np.zeros(empty_shape, parts[0].dtype if parts else np.float32)
-
-
-def iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
-    """`geometry.iou_plus_one` of float32 arrays (..., 4) that broadcast."""
-    common, union = common_and_union(boxes1, boxes2, pixel=1)
-    return common / union

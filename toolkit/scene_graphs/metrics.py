@@ -51,7 +51,6 @@ def evaluate_scene_graphs(
     mode: str,
     num_predicates: int,
     zero_shot: np.ndarray | None = None,
-    iou_threshold: float = 0.5,
     top: Sequence[int] = (20, 50, 100),
     protocol: str = "original",
 ) -> SceneGraphMetrics:
@@ -69,12 +68,12 @@ def evaluate_scene_graphs(
             truth lacks count 0 in mR, as published numbers do. "strict" counts such images as recall 0 and leaves
             such predicates out.
 
-    Images without annotated relation are left out in both. Boxes match at IoU >= iou_threshold, with the "+1 pixel"
+    Images without annotated relation are left out in both. Boxes match at IoU >= 0.5, with the "+1 pixel"
     widths of the field. One prediction may find several relations, a repeated relation counts repeatedly.
     Raises BadInput for an unknown mode or protocol and for predictions that do not fit their image.
     """
     _check(truths, predictions, mode, protocol, num_predicates)
-    found = match_relations(truths, predictions, mode, iou_threshold, max(top))
+    found = match_relations(truths, predictions, mode, max(top))
     evaluated = found.counts > 0
     if protocol == "original":
         evaluated &= np.asarray([len(prediction["pairs"]) > 0 for prediction in predictions], dtype=bool)
@@ -122,11 +121,10 @@ def _measure(
     protocol: str,
 ) -> SceneGraphMetrics:
     images = np.flatnonzero(evaluated)
-    first = {"": found.first_rank(found.constrained), "ng": found.first_rank(found.unconstrained)}
     unseen = _in_triplets(found, zero_shot) & evaluated[found.image]
     seen_images = np.flatnonzero(np.bincount(found.image[unseen], minlength=len(evaluated)))
     values, per_image, per_predicate = {}, {}, {}
-    for prefix, rank in first.items():
+    for prefix, rank in (("", found.constrained), ("ng", found.unconstrained)):
         hits = [rank < k for k in top]
         everything = np.ones(len(rank), dtype=bool)
         per_image[f"{prefix}R"] = np.stack([_recall(found, hit, everything)[images] for hit in hits])
@@ -141,8 +139,7 @@ def _measure(
         values[name] = recalls[:, present].mean(1) if present.any() else undefined
     values["F1"] = _harmonic_mean(values["R"], values["mR"])
     if mode in ("predcls", "sgcls"):
-        rank = found.first_rank(found.given_pairs)
-        hits = np.stack([(rank < k) & evaluated[found.image] for k in top]).sum(1)
+        hits = np.stack([(found.given_pairs < k) & evaluated[found.image] for k in top]).sum(1)
         values["A"] = hits / found.counts[images].sum() if len(images) else undefined
     return SceneGraphMetrics(
         top=top,

@@ -13,7 +13,7 @@ from toolkit.evaluation.report.page import charts, folded, number, paragraph, ta
 from toolkit.evaluation.report.pictures import Pictures
 from toolkit.scene_graphs.draw import graph_tile
 from toolkit.scene_graphs.evaluator import TOP, given_graph, true_graph
-from toolkit.scene_graphs.matches import best_predicates, iou_plus_one
+from toolkit.scene_graphs.matches import best_predicates, same_boxes
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _confusions(truths, found, mode: str, predicates: int) -> tuple[np.ndarray, 
         if not len(relations):
             continue
         best = best_predicates(each, slice(TOP[-1])) if len(each["pairs"]) else np.zeros(0, np.int64)
-        same = _same(truth, each, mode)
+        same = np.eye(len(truth["boxes"]), dtype=bool) if mode == "predcls" else same_boxes(truth, each)
         pairs = each["pairs"][: TOP[-1]]
         on_it = same[pairs[:, 0]][:, relations[:, 0]] & same[pairs[:, 1]][:, relations[:, 1]]  # (pairs, relations)
         right = on_it & (best[:, None] == relations[None, :, 2])
@@ -105,14 +105,6 @@ def _confusions(truths, found, mode: str, predicates: int) -> tuple[np.ndarray, 
         np.add.at(matrix, (relations[:, 2], told), 1)
         images[i] = right.any(axis=0).mean()
     return matrix, images
-
-
-def _same(truth: Mapping, found: Mapping, mode: str) -> np.ndarray:
-    """(M, N) bool: may a predicted box be an annotated one?"""
-    if mode == "predcls":
-        return np.eye(len(truth["boxes"]), dtype=bool)
-    a, b = (np.asarray(each["boxes"], np.float32) for each in (found, truth))
-    return (iou_plus_one(a[:, None], b[None]) >= 0.5) & (found["labels"][:, None] == truth["labels"][None])
 
 
 def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
