@@ -62,10 +62,9 @@ class SceneGraphEvaluator:
         Args:
             predictions: for every image id `boxes (M, 4)` xyxy in original pixels, `scores (M,)`, `labels (M,)` from 0
                 (-1: no class), `pairs (P, 2)`, best first, `predicate_scores (P, predicates)` or what `compact_graph`
-            makes of them. Where boxes were given
-                (predcls, sgcls) `true_labels (N,)` and `true_relations (R, 3)` (and `true_attributes (N, A)`) are the
-                graph whose boxes the predictions have: a box that resizing left without width is in neither. Without
-                pairs: none. `attribute_scores (M, attributes)`, if the model tells any.
+                makes of them. Where boxes were given (predcls, sgcls) `true_labels (N,)` and `true_relations (R, 3)`
+                (and `true_attributes (N, A)`) are the graph whose boxes the predictions have: a box that resizing left
+                without width is in neither. Without pairs: none. `attribute_scores (M, attributes)`, if there are any.
 
         Returns:
             `R@20`, ..., `mR@100`, ..., `mR_head@100`, ..., `mR@100/<predicate>`, and the COCO numbers with predicted
@@ -77,7 +76,7 @@ class SceneGraphEvaluator:
         """
         check_image_ids(predictions, self.image_ids)
         found = [_completed(predictions[image_id], len(self.table.predicates)) for image_id in self.image_ids]
-        truths = [self.truth(image_id, predictions[image_id]) for image_id in self.image_ids]
+        truths = [given_graph(predictions[image_id]) or self._truths[image_id] for image_id in self.image_ids]
         metrics = evaluate_scene_graphs(
             truths, found, self.mode, len(self.table.predicates), self.zero_shot, top=TOP, protocol=self.protocol
         )
@@ -93,10 +92,6 @@ class SceneGraphEvaluator:
     def matches(self) -> Matches | None:
         """Of the boxes of the last evaluation; None where they are given."""
         return self._boxes and self._boxes.matches
-
-    def truth(self, image_id: int | str, prediction: Mapping) -> dict[str, np.ndarray]:
-        """The graph that a prediction is compared with: `boxes`, `labels`, `relations` and, if any, `attributes`."""
-        return given_graph(prediction) or self._truths[image_id]
 
     def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
         """Text: the metrics by K, then the predicates with how often they occur and their recall."""
@@ -127,7 +122,8 @@ class SceneGraphEvaluator:
 
 
 def given_graph(prediction: Mapping) -> dict[str, np.ndarray]:
-    """What was annotated of the boxes that a prediction was given; {}: it found its boxes itself."""
+    """What was annotated of the boxes that a prediction was given: `boxes`, `labels`, `relations` and, if any,
+    `attributes`; {}: it found its boxes itself."""
     if "true_relations" not in prediction:
         return {}
     parts = {name: f"true_{name}" for name in ("labels", "relations", "attributes")} | {"boxes": "boxes"}
@@ -199,13 +195,11 @@ def _number(value: float | None) -> str:
 
 def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
     """(Z, 3) triplets of classes and predicate in `table` that are not in `seen` (C, C, P) bool, all from 0."""
-    triplets: set[Sequence[int]] = set()
-    for row in map(table.row, range(len(table))):
-        graph = true_graph(row)
-        ends = graph["labels"][graph["relations"][:, :2]]
-        triplets.update(zip(*ends.T.tolist(), graph["relations"][:, 2].tolist(), strict=True))
-    rows = np.asarray(sorted(triplets), np.int64).reshape(-1, 3)
-    return rows[~seen[tuple(rows.T)]]
+    present = np.zeros_like(seen)
+    for graph in map(true_graph, map(table.row, range(len(table)))):
+        subjects, objects = graph["labels"][graph["relations"][:, :2]].T
+        present[subjects, objects, graph["relations"][:, 2]] = True
+    return np.argwhere(present & ~seen)
 
 
 def load_triplets(file: str | Path) -> np.ndarray:

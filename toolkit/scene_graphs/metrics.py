@@ -143,8 +143,8 @@ def _measure(
         values["A"] = hits / found.counts[images].sum() if len(images) else undefined
     return SceneGraphMetrics(
         top=top,
-        values=_renamed(values),
-        per_image=_renamed(per_image),
+        values=_ordered(values),
+        per_image=_ordered(per_image),
         per_predicate=per_predicate,
         images_per_predicate=images_per_predicate,
         evaluated_images=images,
@@ -152,9 +152,8 @@ def _measure(
     )
 
 
-def _renamed(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    order = ("R", "ngR", "zR", "ngzR", "mR", "ngmR", "F1", "A")
-    return {name: metrics[name] for name in order if name in metrics}
+def _ordered(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: metrics[name] for name in "R ngR zR ngzR mR ngmR F1 A".split() if name in metrics}
 
 
 def _recall(found: Matches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:

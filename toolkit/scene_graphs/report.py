@@ -66,10 +66,8 @@ def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphRe
         return None
     found = [{key: np.asarray(value) for key, value in predictions[i].items()} for i in ids]
     truths = [given_graph(each) or true_graph(table.row(i)) for i, each in enumerate(found)]
-    mode = about.get("mode") or _mode(found)
-    metrics = evaluate_scene_graphs(
-        truths, found, mode, len(table.predicates), top=TOP, protocol=about.get("protocol", "original")
-    )
+    mode, protocol = about.get("mode") or _mode(found), about.get("protocol", "original")
+    metrics = evaluate_scene_graphs(truths, found, mode, len(table.predicates), top=TOP, protocol=protocol)
     row = {k: v for k, v in metrics.as_row().items() if v is not None}
     row |= {k: v for k, v in about.get("scores", {}).items() if k.startswith(("zR@", "ngzR@")) and v is not None}
     confusions, images = _confusions(truths, found, mode, len(table.predicates))
@@ -112,8 +110,7 @@ def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
     rows = [(name, *(number(g.row.get(f"{name}@{k}")) for k in (20, 50, 100))) for name in names]
     order = np.argsort(-g.frequency, kind="stable")
     found = [(predicates[p], int(g.frequency[p]), number(g.recall[p])) for p in order if g.frequency[p]]
-    wrong = g.confusions.copy()
-    wrong[np.arange(len(wrong)), np.arange(len(wrong))] = 0
+    wrong = g.confusions * ~np.eye(*g.confusions.shape, dtype=bool)
     told = [*predicates, "(pair not found)"]
     worst = np.argsort(-wrong, axis=None, kind="stable")[:15]
     pairs = [
@@ -121,32 +118,28 @@ def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
         for a, b in zip(*np.unravel_index(worst, wrong.shape), strict=True)
         if wrong[a, b]
     ]
-    whole = (
-        "" if g.whole is None else paragraph(f"All relations were found in {g.whole:.1%} of the images that have any.")
-    )
+    whole = ""
+    if g.whole is not None:
+        whole = paragraph(f"All relations were found in {g.whole:.1%} of the images that have any.")
     recall = BarChart(
         "Recall among the 100 best, most frequent predicates first",
         [(name, float(value), f"{value} of {count}") for name, count, value in found[:25] if value != "–"],
         most=1,
     )
-    return (
-        table(["metric", "@20", "@50", "@100"], rows)
-        + whole
-        + charts([recall])
-        + folded("Every predicate", table(["predicate", "relations", "recall@100"], found))
-        + "<h3>Predicates that are taken for others</h3>"
-        + table(["annotated", "predicted", "relations", "of all"], pairs, text=(0, 1))
-    )
+    every = folded("Every predicate", table(["predicate", "relations", "recall@100"], found))
+    taken = table(["annotated", "predicted", "relations", "of all"], pairs, text=(0, 1))
+    head = table(["metric", "@20", "@50", "@100"], rows) + whole
+    return head + charts([recall]) + every + "<h3>Predicates that are taken for others</h3>" + taken
 
 
-def _pictures(judged: "Judgement", maker: Pictures, count: int = 4) -> str:
-    """The images with the least recall of relations: the annotated graph left, the predicted one right."""
+def _pictures(judged: "Judgement", maker: Pictures) -> str:
+    """The four images with the least recall of relations: the annotated graph left, the predicted one right."""
     if not all("predicates" in each for each in judged.predictions.values()):
         return ""
     recall = judged.graphs.images
     rows = np.flatnonzero(np.isfinite(recall))
     parts = []
-    for i in rows[np.argsort(recall[rows], kind="stable")][:count].tolist():
+    for i in rows[np.argsort(recall[rows], kind="stable")][:4].tolist():
         row = judged.table.row(i)
         try:
             tile = graph_tile(judged.table, row, judged.predictions[row["image_id"]])

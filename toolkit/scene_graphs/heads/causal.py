@@ -112,7 +112,7 @@ class CausalHead(nn.Module):
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
-            return empty_output(self.sizes, [self.context_out.weight])
+            return empty_output(self.sizes, self.context_out.weight)
         logits, labels, context, related = self.context(batch)
         pair_context = self._pair_context(context, batch)
         if batch.spatial_features is not None:

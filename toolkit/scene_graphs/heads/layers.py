@@ -1,6 +1,5 @@
 """Modules shared by several relation heads."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,14 +106,12 @@ def best_labels(head: nn.Module, batch: RelationBatch, logits: Tensor) -> Tensor
     return logits[:, 1:].argmax(1) + 1
 
 
-def empty_output(sizes: HeadSizes, parameters: Sequence[nn.Parameter]) -> RelationOutput:
+def empty_output(sizes: HeadSizes, parameter: nn.Parameter) -> RelationOutput:
     """What a head returns for a batch without objects: nothing, but part of the graph, so that backward works."""
-    zero = sum(parameter.sum() for parameter in parameters) * 0.0
-    device = zero.device
-    shapes = ((0, sizes.num_classes), (0, sizes.num_predicates))
-    logits = [torch.zeros(shape, device=device) + zero for shape in shapes]
-    labels = torch.zeros(0, dtype=torch.int64, device=device)
-    return RelationOutput(*logits, labels, torch.zeros(0, sizes.hidden_dim, device=device))
+    zero = parameter.sum() * 0.0
+    logits = [torch.zeros(0, width, device=zero.device) + zero for width in (sizes.num_classes, sizes.num_predicates)]
+    labels = torch.zeros(0, dtype=torch.int64, device=zero.device)
+    return RelationOutput(*logits, labels, torch.zeros(0, sizes.hidden_dim, device=zero.device))
 
 
 def paired(context: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,14 +158,10 @@ class RunningMean(nn.Module):
 
     def forward(self, rows: Tensor, from_averages: bool = False) -> Tensor:
         """The rows, or as many of the mean in their place."""
-        if self.training:
-            self._update(rows)
+        if self.training and len(rows):
+            mean = rows.detach().float().mean(0)
+            self.value.mul_(1 - AVERAGE_RATIO).add_(mean, alpha=AVERAGE_RATIO)
         return self.expanded(len(rows)) if from_averages else rows
-
-    @torch.no_grad()
-    def _update(self, rows: Tensor) -> None:
-        if len(rows):
-            self.value.mul_(1 - AVERAGE_RATIO).add_(rows.float().mean(0), alpha=AVERAGE_RATIO)
 
     def expanded(self, count: int) -> Tensor:
         """(count, dim)."""
@@ -202,7 +195,7 @@ class ContextHead(nn.Module):
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
-            return empty_output(self.sizes, [self.out.weight])
+            return empty_output(self.sizes, self.out.weight)
         logits, labels, context, related = self.context(batch)
         joined = self.join(torch.cat(paired(self.roles(context), batch.pairs), 1))
         relation_logits = self.out(joined * self.union(batch.union_features))

@@ -91,7 +91,7 @@ class PrototypeHead(nn.Module):
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
-            return empty_output(self.sizes, [self.logit_scale])
+            return empty_output(self.sizes, self.logit_scale)
         logits, labels = self._labels(batch)
         pairs = self._pairs(batch, labels)
         prototypes = self.project(self.dropout(self.predicate_word(self.predicate_embed.weight).relu()))

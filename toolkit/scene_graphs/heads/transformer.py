@@ -104,7 +104,7 @@ class TransformerHead(nn.Module):
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
-            return empty_output(self.sizes, [self.visual_out.weight])
+            return empty_output(self.sizes, self.visual_out.weight)
         features = object_features(batch, self.embed_in, self.position, self.mode)
         objects = self.object_encoder(self.object_in(features), batch.num_objects)
         logits, labels = self._labels(batch, objects)

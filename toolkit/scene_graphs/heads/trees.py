@@ -100,8 +100,7 @@ def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, num_images: int, d
         below = [*map(len, levels[1:]), 0][: len(levels)]
         return [np.where(flat[key][lv] >= 0, place[flat[key][lv]], n) for lv, n in zip(levels, below, strict=True)]
 
-    inverse = np.empty_like(order)
-    inverse[order] = np.arange(len(order))
+    inverse = np.argsort(order)
     single = {key: flat[key] for key in ("parent", "left", "right")} | {"order": order, "inverse": inverse}
     of_levels = {"levels": levels, "up_place": [place[flat["up"][level]] for level in levels]}
     of_levels |= {"left_place": child_places("left"), "right_place": child_places("right")}

@@ -177,8 +177,6 @@ class VCTreeContext(ObjectContext):
 
 
 class VCTreeHead(ContextHead):
-    """VCTree."""
-
     loss_names = (*ContextHead.loss_names, "binary_loss")
 
     def __init__(self, mode: str, sizes: HeadSizes, log_frequency: Tensor, dropout: float = 0.2):
