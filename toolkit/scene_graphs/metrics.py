@@ -123,17 +123,20 @@ def _measure(
     images = np.flatnonzero(evaluated)
     unseen = _in_triplets(found, zero_shot) & evaluated[found.image]
     seen_images = np.flatnonzero(np.bincount(found.image[unseen], minlength=len(evaluated)))
-    values, per_image, per_predicate = {}, {}, {}
+    values, per_image, per_predicate, shape = {}, {}, {}, (len(evaluated), num_predicates)
+    relations = _by_predicate(found, evaluated[found.image], shape)
+    images_per_predicate = (relations > 0).sum(0)
     for prefix, rank in (("", found.constrained), ("ng", found.unconstrained)):
         hits = [rank < k for k in top]
         everything = np.ones(len(rank), dtype=bool)
         per_image[f"{prefix}R"] = np.stack([_recall(found, hit, everything)[images] for hit in hits])
         per_image[f"{prefix}zR"] = np.stack([_recall(found, hit, unseen)[seen_images] for hit in hits])
-        per_predicate[f"{prefix}mR"] = np.stack([_predicate_recall(found, h, evaluated, num_predicates) for h in hits])
+        counted = (_by_predicate(found, evaluated[found.image] & hit, shape) for hit in hits)
+        shares = [(each / np.maximum(relations, 1)).sum(0) for each in counted]  # of 0 where an image has none
+        per_predicate[f"{prefix}mR"] = np.stack(shares) / np.maximum(images_per_predicate, 1)
     undefined = np.full(len(top), np.nan)
     for name, recalls in per_image.items():
         values[name] = recalls.mean(1) if recalls.shape[1] else undefined
-    images_per_predicate = _images_per_predicate(found, evaluated, num_predicates)
     present = images_per_predicate > 0 if protocol == "strict" else np.ones(num_predicates, dtype=bool)
     for name, recalls in per_predicate.items():
         values[name] = recalls[:, present].mean(1) if present.any() else undefined
@@ -164,21 +167,10 @@ def _recall(found: Matches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:
         return np.bincount(found.image[among & hit], minlength=size) / total
 
 
-def _predicate_recall(found: Matches, hit: np.ndarray, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
-    """(num_predicates,) recall per image and predicate, averaged over the images that contain it; 0 where none."""
-    kept = evaluated[found.image]
-    cell = found.image * num_predicates + found.predicate
-    size = len(evaluated) * num_predicates
-    total = np.bincount(cell[kept], minlength=size).reshape(-1, num_predicates)
-    hits = np.bincount(cell[kept & hit], minlength=size).reshape(-1, num_predicates)
-    recall = hits / np.maximum(total, 1)
-    return recall.sum(0) / np.maximum((total > 0).sum(0), 1)
-
-
-def _images_per_predicate(found: Matches, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
-    kept = evaluated[found.image]
-    cells = np.unique(found.image[kept] * num_predicates + found.predicate[kept])
-    return np.bincount(cells % num_predicates, minlength=num_predicates)
+def _by_predicate(found: Matches, among: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """(images, predicates) how many of the relations `among` each image has of each predicate."""
+    cell = found.image * shape[1] + found.predicate
+    return np.bincount(cell[among], minlength=shape[0] * shape[1]).reshape(shape)
 
 
 def _in_triplets(found: Matches, triplets: np.ndarray | None) -> np.ndarray:

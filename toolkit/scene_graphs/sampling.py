@@ -43,18 +43,23 @@ def given_objects(
     truths: annotated graphs on the device. known: the same on the host.
     """
     boxes, boxes_on_host = ([graph["boxes"] for graph in graphs] for graphs in (truths, known))
-    pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw), boxes_on_host)
-    logits = None
+    pooled, fields = _looked_at(model, maps, images_hw, boxes, boxes_on_host)
+    fields["labels"] = torch.cat([truth["labels"] for truth in truths]) + 1
+    if "attributes" in truths[0]:
+        fields["attributes"] = torch.cat([truth["attributes"] for truth in truths])
     if model.mode == "sgcls":
-        logits = model.detector.class_logits(maps, boxes, pooled).detach()
-    return {
-        "boxes_xyxy": torch.cat(boxes),
-        "num_objects": [len(b) for b in boxes],
-        "roi_features": model.box_features(pooled),
-        "labels": torch.cat([truth["labels"] for truth in truths]) + 1,
-        "attributes": torch.cat([truth["attributes"] for truth in truths]) if "attributes" in truths[0] else None,
-        "logits": logits,
-    }
+        fields["logits"] = model.detector.class_logits(maps, boxes, pooled).detach()
+    return fields
+
+
+def _looked_at(
+    model: nn.Module, maps: Mapping, images_hw: Sequence, boxes: list[Tensor], on_host: list[Tensor]
+) -> tuple[Tensor, dict]:
+    """What is pooled of boxes, and the fields of a RelationBatch that all boxes have."""
+    pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw), on_host)
+    counts = [len(each) for each in boxes]
+    features = model.box_features(pooled)
+    return pooled, {"boxes_xyxy": torch.cat(boxes), "num_objects": counts, "roi_features": features}
 
 
 def detected_objects(
@@ -78,14 +83,8 @@ def detected_objects(
             maps, images_hw, top_k=model.detections_per_image, further_boxes=annotated, outputs=outputs
         )
     boxes, boxes_on_host = [image["boxes"] for image in found], [on_host(image)["boxes"] for image in found]
-    pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw), boxes_on_host)
-    fields = {
-        "boxes_xyxy": torch.cat(boxes),
-        "num_objects": [len(b) for b in boxes],
-        "roi_features": model.box_features(pooled),
-        "logits": torch.cat([image["logits"] for image in found]).detach(),
-        "boxes_per_class": torch.cat([image["boxes_per_class"] for image in found]).detach(),
-    }
+    fields = _looked_at(model, maps, images_hw, boxes, boxes_on_host)[1]
+    fields |= {name: torch.cat([image[name] for image in found]).detach() for name in ("logits", "boxes_per_class")}
     learned = {}
     if known is not None:
         matched = (match_labels(own, truth, model.match_iou) for own, truth in zip(boxes_on_host, known, strict=True))

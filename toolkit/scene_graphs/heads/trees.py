@@ -1,7 +1,6 @@
 """Builds and traverses trees over the objects of an image, for all images of a batch at once (VCTree)."""
 
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 import torch
@@ -111,18 +110,14 @@ def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, num_images: int, d
     return Forest(**of_nodes, **{n: [next(moved) for _ in levels] for n in of_levels}, num_images=num_images)
 
 
-def _orthogonal_blocks(layer: nn.Linear, block: tuple[int, int], forget: slice, bias: float) -> nn.Linear:
-    """Each block of the weight orthogonal, biases 0, those of the forget gates `bias`."""
+def _orthogonal_gates(layer: nn.Linear, dim: int, forget: slice = slice(0), bias: float = 0.0) -> nn.Linear:
+    """The weight of each gate orthogonal, biases 0, those of the forget gates `bias`."""
     with torch.no_grad():
-        rows, columns = (range(0, size, step) for size, step in zip(layer.weight.shape, block, strict=True))
-        for row, column in product(rows, columns):
-            nn.init.orthogonal_(layer.weight[row : row + block[0], column : column + block[1]])
+        for gate in layer.weight.split(dim):
+            nn.init.orthogonal_(gate)
         layer.bias.zero_()
         layer.bias[forget] = bias
     return layer
-
-
-NO_GATE = slice(0, 0)
 
 
 class UpwardLSTM(nn.Module):
@@ -131,11 +126,11 @@ class UpwardLSTM(nn.Module):
     def __init__(self, in_dim: int, dim: int):
         super().__init__()
         self.dim = dim
-        self.direct = _orthogonal_blocks(nn.Linear(in_dim, dim), (dim, in_dim), NO_GATE, 0)
-        self.input = _orthogonal_blocks(nn.Linear(in_dim, 6 * dim), (dim, in_dim), NO_GATE, 0)
+        self.direct = _orthogonal_gates(nn.Linear(in_dim, dim), dim)
+        self.input = _orthogonal_gates(nn.Linear(in_dim, 6 * dim), dim)
         gates = slice(2 * dim, 4 * dim)
-        self.left = _orthogonal_blocks(nn.Linear(dim, 6 * dim), (dim, dim), gates, 0.5)
-        self.right = _orthogonal_blocks(nn.Linear(dim, 6 * dim), (dim, dim), gates, 0.5)
+        self.left = _orthogonal_gates(nn.Linear(dim, 6 * dim), dim, gates, 0.5)
+        self.right = _orthogonal_gates(nn.Linear(dim, 6 * dim), dim, gates, 0.5)
 
     def forward(self, features: Tensor, forest: Forest) -> Tensor:
         """(N, in_dim) -> (N, dim)."""
@@ -161,9 +156,9 @@ class DownwardLSTM(nn.Module):
     def __init__(self, in_dim: int, dim: int):
         super().__init__()
         self.dim = dim
-        self.direct = _orthogonal_blocks(nn.Linear(in_dim, dim), (dim, in_dim), NO_GATE, 0)
-        self.input = _orthogonal_blocks(nn.Linear(in_dim, 5 * dim), (dim, in_dim), NO_GATE, 0)
-        self.state = _orthogonal_blocks(nn.Linear(dim, 5 * dim), (dim, dim), slice(2 * dim, 3 * dim), 1.0)
+        self.direct = _orthogonal_gates(nn.Linear(in_dim, dim), dim)
+        self.input = _orthogonal_gates(nn.Linear(in_dim, 5 * dim), dim)
+        self.state = _orthogonal_gates(nn.Linear(dim, 5 * dim), dim, slice(2 * dim, 3 * dim), 1.0)
 
     def cell(self, direct: Tensor, projected: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         into, out, forget, new, highway = (projected + self.state(state)).chunk(5, 1)
