@@ -26,8 +26,8 @@ from toolkit.evaluation.detections import best_first, detections_as_json
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
+from toolkit.scene_graphs.batch import attribute_loss, mean
 from toolkit.scene_graphs.evaluator import attribute_r_precision
-from toolkit.scene_graphs.losses import attribute_loss, mean
 from toolkit.scene_graphs.readers.visual_genome import read_visual_genome
 from toolkit.scene_graphs.start import count_table
 from toolkit.step.losses import LossWeights

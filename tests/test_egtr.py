@@ -25,14 +25,13 @@ from toolkit.evaluation.coco import make_evaluator
 from toolkit.models import build_detector
 from toolkit.models.detr.detr_criterion import MatchingCosts, pad_targets
 from toolkit.models.final import load_detector_folder
-from toolkit.scene_graphs.egtr import BELOW
+from toolkit.scene_graphs.egtr import BELOW, EgtrHead, kept_states
 from toolkit.scene_graphs.egtr_criterion import (
     RelationSampling,
     count_entries,
     match_with_quality,
     relation_losses,
 )
-from toolkit.scene_graphs.egtr_head import EgtrHead, kept_states
 from toolkit.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.scene_graphs.options import EgtrOptions
 from toolkit.scene_graphs.start import start_scene_graph

@@ -15,10 +15,9 @@ import torch
 
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.scene_graphs.batch import RelationBatch
+from toolkit.scene_graphs.batch import RelationBatch, mean
 from toolkit.scene_graphs.frequency import class_balanced_weights, log_prior
 from toolkit.scene_graphs.heads import HeadSizes, build_relation_head
-from toolkit.scene_graphs.losses import mean
 
 FILE = Path(__file__).parent / "data" / "relation_heads" / "prototypes.npz"
 NAMES = [  # of the originals -> ours, in order

@@ -27,10 +27,9 @@ from toolkit.scene_graphs.draw import correct_triplets
 from toolkit.scene_graphs.evaluator import SceneGraphEvaluator, true_graph
 from toolkit.scene_graphs.frequency import log_frequencies
 from toolkit.scene_graphs.heads import HEADS
-from toolkit.scene_graphs.heads.words import load_word_vectors, start_from_words
-from toolkit.scene_graphs.objects import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
 from toolkit.scene_graphs.options import SceneGraphOptions
-from toolkit.scene_graphs.start import count_table, start_scene_graph
+from toolkit.scene_graphs.sampling import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
+from toolkit.scene_graphs.start import count_table, load_word_vectors, start_from_words, start_scene_graph
 from toolkit.step.losses import LossWeights
 
 INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,

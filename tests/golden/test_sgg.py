@@ -29,10 +29,11 @@ from sgg_files import (
 )
 from sgg_heads import build_head, head_batch, our_name
 
-from toolkit.batch import pad_rows
+from toolkit.batch import attribute_targets, pad_rows
 from toolkit.errors import BadInput
 from toolkit.models.weights.mapping import map_weights
-from toolkit.scene_graphs import frequency, geometry, losses, postprocess, sampling
+from toolkit.scene_graphs import batch as losses
+from toolkit.scene_graphs import frequency, geometry, postprocess, sampling
 from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
 from toolkit.scene_graphs.heads.layers import label_embedding
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
@@ -264,7 +265,7 @@ def test_losses(golden):
         every = [1] * len(given["rel_labels"])
         rows = losses.predicate_loss(given["rel_logits"], given["rel_labels"], every, smoothing)[0]
         close(rows, data[key], name=key)
-    targets, has_any = losses.attribute_targets(given["attributes"], given["att_logits"].shape[1])
+    targets, has_any = attribute_targets(given["attributes"], given["att_logits"].shape[1])
     assert torch.equal(targets, given["attribute_targets"])
     assert torch.equal(has_any.long(), given["attribute_fg"])
     total, count = losses.attribute_loss(given["att_logits"], given["attributes"], [len(given["attributes"])])

@@ -130,12 +130,12 @@ def _channels(inner: Detector) -> dict[int, int]:
     taps = inner.map_taps()
     channels = {s: c for tap in taps for s, c in zip(tap.strides, tap.channels, strict=True)}
     if not channels:
-        raise BadInput(f"{name} has no feature maps for a relation head: its class has no map_taps(), see "
-                       "toolkit.models.detector.Detector")  # fmt: skip
+        cause = "its class has no map_taps(), see toolkit.models.detector.Detector"
+        raise BadInput(f"{name} has no feature maps for a relation head: {cause}")
     strides = sorted(channels)
     if any(fine * 2 != coarse for fine, coarse in zip(strides, strides[1:], strict=False)):
-        raise BadInput(f"{name} has feature maps of strides {strides}; a relation head needs strides that double, "
-                       "such as 8, 16, 32")  # fmt: skip
+        needed = "strides that double, such as 8, 16, 32"
+        raise BadInput(f"{name} has feature maps of strides {strides}; a relation head needs {needed}")
     return channels
 
 
@@ -155,25 +155,20 @@ def _with_missed(
 
     boxes: (B, N, 4) of all predictions. scores: (B, N, C).
     """
-    overlapped = [(pairwise_iou(own, image["boxes"]) >= FOUND_IOU).any(1)
-                  for own, image in zip(given, found, strict=True)]  # fmt: skip
+    images = zip(given, found, strict=True)
+    overlapped = [(pairwise_iou(own, image["boxes"]) >= FOUND_IOU).any(1) for own, image in images]
     missed = [(~mask).nonzero()[:top_k, 0] for mask in to_host(overlapped)]
     together = []
     for own, rows, image, *predicted in zip(given, missed, found, boxes, scores, strict=True):
         own = own[send(rows, own.device)]
-        more = _best_class_each(own, distribution_logits(scores_of(*predicted, own)))
+        logits = distribution_logits(scores_of(*predicted, own))
+        best, label = logits.softmax(1)[:, 1:].max(1)
+        order = best.sort(descending=True, stable=True).indices
+        more = {"boxes": own, "labels": label, "scores": best, "logits": logits}
+        more["boxes_per_class"] = own[:, None].expand(-1, logits.shape[1], -1)
         room = top_k - len(own)
-        together.append({name: torch.cat([image[name][:room], more[name]]) for name in more})
+        together.append({name: torch.cat([image[name][:room], more[name][order]]) for name in more})
     return with_boxes_on_host(together)
-
-
-def _best_class_each(boxes: Tensor, logits: Tensor) -> dict[str, Tensor]:
-    """Detections of boxes (K, 4), all of them, best first."""
-    best, label = logits.softmax(1)[:, 1:].max(1)
-    rows = best.sort(descending=True, stable=True).indices
-    per_class = boxes[rows, None].expand(-1, logits.shape[1], -1)
-    return {"boxes": boxes[rows], "labels": label[rows], "scores": best[rows], "logits": logits[rows],
-            "boxes_per_class": per_class}  # fmt: skip
 
 
 @contextmanager

@@ -1,31 +1,28 @@
 """EGTR (Im et al., CVPR 2024): scene graphs in one stage, by a relation head on a DETR's decoder.
 
-Boxes, classes and predicates come out of one forward and are trained together. What differs from naver-ai/egtr is
-listed in docs/differences.md.
+Boxes, classes and predicates come out of one forward and are trained together. The self-attention of every decoder
+layer compares all queries with all keys. Predicates are predicted from those queries and keys and from the last hidden
+states: no box is pooled, no pair is sampled (the paper's section 3). In naver-ai/egtr `model/egtr.py` every pair holds
+its layers' features side by side; here they are summed as two products of matrices, which gives the same numbers with
+1 / (layers + 1) of the memory. What else differs from it is listed in docs/differences.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.batch import rows_of, to_host
 from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.errors import BadInput
-from toolkit.models import build_detector
 from toolkit.models.detr.detr_criterion import pad_targets
 from toolkit.models.detr.rt_detr_criterion import MATCHING_COSTS
 from toolkit.models.weights.mapping import WeightTable
-from toolkit.scene_graphs.egtr_criterion import (
-    RelationSampling,
-    count_entries,
-    match_with_quality,
-    relation_losses,
-)
-from toolkit.scene_graphs.egtr_head import EgtrHead, kept_states
+from toolkit.scene_graphs.egtr_criterion import RelationSampling, count_entries, match_with_quality, relation_losses
 from toolkit.scene_graphs.frequency import log_prior
-from toolkit.scene_graphs.graph_detector import GraphDetector, naming_its_options
+from toolkit.scene_graphs.graph_detector import GraphDetector, build_below, naming_its_options
 from toolkit.scene_graphs.options import EgtrOptions
 from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import hold_batch_norms
@@ -33,6 +30,103 @@ from toolkit.step.freezing import hold_batch_norms
 # Their decoders keep queries and keys apart, have one group of queries, and classify with sigmoids.
 BELOW = ("deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
 PUBLISHED_BELOW = {"architecture": "deformable_detr", "num_queries": 200}
+SMALLEST_SHARE = 1e-12  # of a predicate that training had not, in the table of frequencies
+
+
+class DecoderStates:
+    """What a decoder said of its queries: `queries`, `keys`, one (B, Q, D) of each layer, and `last` (B, Q, D)."""
+
+    def __init__(self):
+        self.queries: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        self.last: Tensor | None = None
+
+    def of_last(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys (B, count, L, D) and last states (B, count, D) of the last `count` queries, those that
+        detect: queries of denoising come before them."""
+        queries, keys = (torch.stack([each[:, -count:] for each in of], 2) for of in (self.queries, self.keys))
+        return queries, keys, self.last[:, -count:]
+
+
+@contextmanager
+def kept_states(layers: Sequence[nn.Module]) -> Iterator[DecoderStates]:
+    """Filled while the detector runs inside. layers: of its decoder, with `self_attn.q_proj` and `k_proj`."""
+    kept = DecoderStates()
+
+    def keep_last(_, arguments: tuple, output) -> None:
+        kept.last = output[0] if isinstance(output, tuple) else output
+
+    with ExitStack() as stack:
+        for layer in layers:
+            for part, to in ((layer.self_attn.q_proj, kept.queries), (layer.self_attn.k_proj, kept.keys)):
+                stack.enter_context(part.register_forward_hook(lambda _, arguments, output, to=to: to.append(output)))
+        stack.enter_context(layers[-1].register_forward_hook(keep_last))
+        yield kept
+
+
+class EgtrHead(nn.Module):
+    """Predicates, and whether there is any, of all ordered pairs of queries.
+
+    Args:
+        width: D of the decoder. num_layers: L of it. num_classes, num_predicates: without background.
+        frequency_bias: add how often training had each predicate between the classes of the two.
+    """
+
+    def __init__(self, width: int, num_layers: int, num_classes: int, num_predicates: int, frequency_bias: bool = True):
+        super().__init__()
+        self.query_projections = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.key_projections = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.subject, self.object = nn.Linear(width, width), nn.Linear(width, width)
+        self.gate = nn.Linear(2 * width, 1)
+        self.predicate, self.connectivity = _mlp(width, num_predicates), _mlp(width, 1)
+        table = torch.zeros(num_classes, num_classes, num_predicates) if frequency_bias else None
+        self.register_buffer("log_frequency", table)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)  # the original's N(0, 0.02) fades in narrow decoders
+                nn.init.zeros_(module.bias)
+
+    @torch.no_grad()
+    def start_from(self, counts: Tensor) -> None:
+        """Sets the table of frequencies from (C, C, P) counts of training relations, without background.
+
+        As in the original it is the logarithm of the count, of a predicate that two classes never had that of a share
+        of 1e-12, and 0 for classes that never had any: the head learns on top of it.
+        """
+        if self.log_frequency is not None:
+            counts = counts.double()
+            smallest = SMALLEST_SHARE / (counts.sum(2, keepdim=True) + SMALLEST_SHARE)
+            self.log_frequency.copy_((counts + smallest).log())
+
+    def forward(self, queries: Tensor, keys: Tensor, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the predicates (B, Q, Q, P) and of any relation (B, Q, Q), subjects first.
+
+        Args:
+            queries, keys: (B, Q, L, D) of the decoder's self-attention, before they are scaled.
+            states: (B, Q, D) of the last layer. labels: (B, Q) class from 0 that is likeliest.
+        """
+        subjects = self._sources(queries, self.query_projections, self.subject(states))
+        objects = self._sources(keys, self.key_projections, self.object(states))
+        of_subject, of_object = self.gate.weight[0].chunk(2)
+        gate = (subjects @ of_subject)[:, :, None] + (objects @ of_object)[:, None] + self.gate.bias
+        gate = gate.sigmoid()  # (B, Q, Q, L + 1)
+        pairs = torch.cat([gate @ subjects, (gate.transpose(1, 2) @ objects).transpose(1, 2)], -1)  # (B, Q, Q, 2 D)
+        predicates = self.predicate(pairs)
+        if self.log_frequency is not None:
+            predicates = predicates + self.log_frequency[labels[:, :, None], labels[:, None]]
+        return predicates, self.connectivity(pairs)[..., 0]
+
+    @staticmethod
+    def _sources(of_layers: Tensor, projections: nn.ModuleList, of_states: Tensor) -> Tensor:
+        """(B, Q, L + 1, D)."""
+        parts = [projection(part) for projection, part in zip(projections, of_layers.unbind(2), strict=True)]
+        return torch.stack([*parts, of_states], 2)
+
+
+def _mlp(width: int, out: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out)
+    )
 
 
 class EGTR(GraphDetector):
@@ -60,18 +154,14 @@ class EGTR(GraphDetector):
     ):
         super().__init__()
         o = options
-        chosen = dict(o.detector_options or PUBLISHED_BELOW)
-        _check(o, chosen.get("architecture"), predicates)
+        _check(o, (o.detector_options or PUBLISHED_BELOW).get("architecture"), predicates)
         self.predicates, self.smoothing, self.prior_adjustment = tuple(predicates), o.smoothing, o.prior_adjustment
         self.sampling = RelationSampling(
             o.unrelated_per_relation, o.unmatched_per_relation, o.hardest_unrelated, o.hardest_unmatched
         )
-        if o.backbone is not None:
-            chosen["backbone"] = o.backbone
         with naming_its_options():
-            below = build_detector(**chosen | {"pretrained_backbone": o.pretrained_backbone}, class_names=class_names)
-        self.detector = below
-        self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
+            below = build_below(o, PUBLISHED_BELOW, class_names)
+        self._build_on(below)
         self.buffers_steer_training = below.buffers_steer_training
         self.joint = o.freeze != "detector"
         if not self.joint:
@@ -80,8 +170,8 @@ class EGTR(GraphDetector):
             hold_batch_norms(below)
         config = below.model.config
         self.num_queries = config.two_stage_num_proposals if getattr(config, "two_stage", False) else config.num_queries
-        layers = len(self._decoder_layers())
-        self.head = EgtrHead(config.d_model, layers, len(class_names), len(predicates), o.frequency_bias)
+        sizes = config.d_model, len(below.model.model.decoder.layers), len(class_names), len(predicates)
+        self.head = EgtrHead(*sizes, o.frequency_bias)
         self._make_counts(len(class_names), len(predicates))
         self._announce()
 
@@ -92,9 +182,6 @@ class EGTR(GraphDetector):
         if self.joint:
             self._below_announces()
         self.default_weights |= {"loss_rel": 15.0, "loss_connectivity": 30.0}
-
-    def _decoder_layers(self) -> Sequence[torch.nn.Module]:
-        return self.detector.model.model.decoder.layers
 
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
         """See `GraphDetector.learn_counts`; starts the table of frequencies too."""
@@ -117,7 +204,7 @@ class EGTR(GraphDetector):
             `predicates (B, Q, Q, P)` and `connectivity (B, Q, Q)` logits of ordered pairs, subjects first; `detector`:
             what the detector's own criterion takes, where it is trained too.
         """
-        with kept_states(self._decoder_layers()) as kept:
+        with kept_states(self.detector.model.model.decoder.layers) as kept:
             outputs = self.detector(images, sizes, targets if self.joint else None)
         logits, boxes = (each.detach().float() for each in self.detector.last_layer(outputs))
         states = kept.of_last(logits.shape[1])
@@ -152,12 +239,7 @@ class EGTR(GraphDetector):
 
     @torch.no_grad()
     def postprocess(
-        self,
-        outputs: Mapping,
-        sizes: Tensor,
-        orig_sizes: Tensor,
-        score_threshold: float = 0.0,
-        top_k: int = 100,
+        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
     ) -> list[dict[str, Tensor]]:
         """The graph of each image, in pixels of the original image.
 
@@ -196,14 +278,15 @@ class EGTR(GraphDetector):
 def _check(o: EgtrOptions, architecture: str | None, predicates: Sequence[str]) -> None:
     faults = []
     if architecture not in BELOW:
-        faults.append(f"model.detector_options: a detector of architecture {architecture!r}; the decoder of egtr is "
-                      f"that of {', '.join(BELOW)}. train_sgg.py takes any detector with --model.head")  # fmt: skip
+        given = f"model.detector_options: a detector of architecture {architecture!r}"
+        taken = f"the decoder of egtr is that of {', '.join(BELOW)}"
+        faults.append(f"{given}; {taken}. train_sgg.py takes any detector with --model.head")
     if o.freeze not in ("detector", "norms", "none"):
         faults.append(f"model.freeze is {o.freeze!r}; expected detector, norms, none")
     if not 0 < o.smoothing < 1:
         faults.append(f"model.smoothing is {o.smoothing}; expected a number between 0 and 1")
-    faults += [f"model.{name} is {getattr(o, name)}; expected 0 or more"
-               for name in ("unrelated_per_relation", "unmatched_per_relation") if getattr(o, name) < 0]  # fmt: skip
+    counts = {name: getattr(o, name) for name in ("unrelated_per_relation", "unmatched_per_relation")}
+    faults += [f"model.{name} is {count}; expected 0 or more" for name, count in counts.items() if count < 0]
     if not predicates:
         faults.append("the data names no predicates; scene graphs need data with relations")
     if faults:

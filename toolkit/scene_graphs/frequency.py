@@ -8,18 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.boxes import intersection_area
 from toolkit.data.table import DetectionTable
 from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
-from toolkit.scene_graphs.geometry import certain_logits, intersection_areas
+from toolkit.scene_graphs.geometry import certain_logits
 
 EXPECTED_ROWS = 1024  # pairs at a time: 1,024 x 151^2 joint probabilities are 93 MB
 
 
 def candidate_pairs(boxes_xyxy: np.ndarray) -> np.ndarray:
     """(K, 2) ordered pairs of one image whose boxes share area; all ordered pairs when none does."""
-    boxes = torch.as_tensor(boxes_xyxy)
-    other = ~np.eye(len(boxes), dtype=bool)
-    pairs = np.argwhere((intersection_areas(boxes[:, None], boxes[None], extra=0.0) > 0).numpy() & other)
+    other = ~np.eye(len(boxes_xyxy), dtype=bool)
+    pairs = np.argwhere((intersection_area(boxes_xyxy[:, None], boxes_xyxy[None]) > 0) & other)
     return pairs if len(pairs) else np.argwhere(other)
 
 
@@ -46,13 +46,12 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
 def table_graphs(table: DetectionTable, pairs_apart: bool = False) -> Iterator[dict]:
     """The images of a training table as `count_predicates` wants them: relations between boxes that do not overlap
     (+1 widths) are left out unless `pairs_apart`, and so are images without any other."""
-    for i in range(len(table)):
-        row = table.row(i)
+    for row in map(table.row, range(len(table))):
         boxes = row["objects"]["bbox"]
         relations = np.stack([row["relations"][key] for key in ("subject", "object", "predicate")], 1) + [0, 0, 1]
         if not pairs_apart:
-            ends = torch.from_numpy(boxes[relations[:, :2]])
-            relations = relations[(intersection_areas(ends[:, 0], ends[:, 1]) > 0).numpy()]
+            ends = boxes[relations[:, :2]]
+            relations = relations[intersection_area(ends[:, 0], ends[:, 1], pixel=1) > 0]
         if len(relations):
             yield {"boxes": boxes, "labels": row["objects"]["category"] + 1, "relations": relations}
 

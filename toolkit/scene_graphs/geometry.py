@@ -49,11 +49,11 @@ def union_boxes(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     return torch.cat([left_top, torch.maximum(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])], -1)
 
 
-def intersection_areas(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor, extra: float = 1.0) -> Tensor:
-    """Areas of the common parts, broadcast over (..., 4); `extra` is added to the widths."""
+def intersection_areas(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
+    """Areas of the common parts with +1 widths, broadcast over (..., 4)."""
     left_top = torch.maximum(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])
     right_bottom = torch.minimum(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])
-    return (right_bottom - left_top + extra).clamp(min=0).prod(-1)
+    return (right_bottom - left_top + 1.0).clamp(min=0).prod(-1)
 
 
 def iou_plus_one(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
@@ -108,17 +108,16 @@ def reading_order(
     steps = range(max(num_objects, default=0))
     running = [[ordered[image][step] for image in images if num_objects[image] > step] for step in steps]
     order = torch.as_tensor([n for step in running for n in step], dtype=torch.int64)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order))
+    inverse = order.argsort()
     sizes = torch.as_tensor([len(step) for step in running], dtype=torch.int64)
     device = boxes_xyxy.device if device is None else device
     return send(order, device), send(inverse, device), sizes
 
 
-def certain_logits(labels: Tensor, num_classes: int, value: float = 1000.0) -> Tensor:
-    """(N,) labels -> (N, C) float32 logits: +value for the label, -value elsewhere."""
-    logits = torch.full((len(labels), num_classes), -value, device=labels.device)
-    return logits.scatter_(1, labels[:, None].long(), value)
+def certain_logits(labels: Tensor, num_classes: int) -> Tensor:
+    """(N,) labels -> (N, C) float32 logits: 1000 for the label, -1000 elsewhere."""
+    logits = torch.full((len(labels), num_classes), -1000.0, device=labels.device)
+    return logits.scatter_(1, labels[:, None].long(), 1000.0)
 
 
 def _wh_centre(boxes_xyxy: Tensor) -> tuple[Tensor, Tensor]:

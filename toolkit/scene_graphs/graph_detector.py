@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
+from toolkit.models import build_detector
 from toolkit.models.detector import Detector, denominator_of
 from toolkit.models.options import DetectorOptions
 from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.scene_graphs.evaluator import TOP, SceneGraphEvaluator, load_triplets, zero_shot_triplets
 from toolkit.scene_graphs.matches import compact_graph
+from toolkit.scene_graphs.options import GraphOptions
 
 
 class GraphDetector(Detector):
@@ -86,6 +88,11 @@ class GraphDetector(Detector):
         mapped.new += [name for name in self.state_dict() if name.startswith("head.")]
         return mapped
 
+    def _build_on(self, below: nn.Module) -> None:
+        """Takes the detector below, and of it what images are to be like."""
+        self.detector = below
+        self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
+
     def _below_announces(self) -> None:
         """Announces the losses of the detector below too, where it is trained along."""
         self.loss_names += tuple(self.detector.loss_names)
@@ -102,6 +109,15 @@ class GraphDetector(Detector):
             "detector_options": {key: value for key, value in inner.items() if key not in about_starting},
             "backbone": inner.get("backbone"),
         }
+
+
+def build_below(options: GraphOptions, default: Mapping, class_names: Sequence[str]) -> Detector:
+    """The detector that the settings ask for, a Faster R-CNN unless they say; `default`: what it is if they do not."""
+    chosen = {"architecture": "faster_rcnn", **(options.detector_options or default)}
+    chosen["pretrained_backbone"] = options.pretrained_backbone
+    if options.backbone is not None:
+        chosen["backbone"] = options.backbone
+    return build_detector(**chosen, class_names=class_names)
 
 
 @contextmanager

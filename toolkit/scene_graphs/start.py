@@ -1,10 +1,12 @@
 """What a scene graph run starts with: the detector, its weights, and the statistics of the training split."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import run_on_main, world
@@ -15,7 +17,6 @@ from toolkit.models.weights.pretrained import Pretrained, open_pretrained
 from toolkit.runs.checkpoint import Checkpoint
 from toolkit.scene_graphs.frequency import count_predicates, table_graphs
 from toolkit.scene_graphs.graph_detector import GraphDetector
-from toolkit.scene_graphs.heads.words import load_word_vectors, start_from_words
 from toolkit.scene_graphs.options import GraphOptions, SceneGraphOptions
 
 GRAPHS = ("scene_graph", "egtr")
@@ -46,8 +47,8 @@ def start_scene_graph(
     source, known = None, None
     if checkpoint is None:
         if (options.detector_options or {}).get("pretrained_backbone"):
-            raise BadInput("model.detector_options: the weights of the backbone are not among them; give them as "
-                           "model.pretrained_backbone")  # fmt: skip
+            remedy = "give them as model.pretrained_backbone"
+            raise BadInput(f"model.detector_options: the weights of the backbone are not among them; {remedy}")
         if options.pretrained:
             _check_same_names(open_pretrained(options.pretrained), table)
         known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
@@ -58,8 +59,8 @@ def start_scene_graph(
     resumed_from = None if checkpoint is None else checkpoint.path
     model = start_detector(options, table.class_names, folder, resumed_from=resumed_from, say=say, known=known)
     if model.attributes and model.attributes != table.attributes:
-        raise BadInput(f"{table.name} has the attributes {list(table.attributes)}, the run so far "
-                       f"{list(model.attributes)}: resume it on its own data")  # fmt: skip
+        theirs, ours = list(table.attributes), list(model.attributes)
+        raise BadInput(f"{table.name} has the attributes {theirs}, the run so far {ours}: resume it on its own data")
     if checkpoint is not None:
         model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
     elif not options.pretrained:
@@ -79,6 +80,51 @@ def _start_from_words(model: GraphDetector, options: SceneGraphOptions, table: D
     if not (names := start_from_words(model.head, vectors)):
         raise BadInput(f"model.word_vectors: the head {options.head} has no class vectors; leave them out")
     say(f"class vectors of {options.word_vectors}: {', '.join(names)}")
+
+
+def load_word_vectors(file: str | Path, class_names: Sequence[str], dim: int) -> Tensor:
+    """(2 + C, dim) float32 for "nothing before", for background, and for each class, of a text file with a word vector
+    per line, as those of GloVe (Pennington et al., 2014).
+
+    A class takes the vector of its name, else that of the longest word in it that the file has, else one drawn from
+    N(0, 1), as in Scene-Graph-Benchmark. Raises BadInput for a file that cannot be read or has other widths.
+    """
+    names = ["start", "__background__", *(name.lower() for name in class_names)]
+    wanted = {word for name in names for word in (name, *name.split())}
+    found = {}
+    try:
+        with open(Path(file).expanduser(), encoding="utf-8") as lines:
+            for line in lines:
+                word, _, numbers = line.partition(" ")
+                if word in wanted:
+                    found[word] = torch.tensor([float(number) for number in numbers.split()])
+    except (OSError, ValueError) as error:
+        raise BadInput(f"model.word_vectors: {file} cannot be read as word vectors: {error}") from error
+    widths = {len(vector) for vector in found.values()}
+    if widths != {dim}:
+        raise BadInput(
+            f"model.word_vectors: {file} has vectors of {sorted(widths) or 'none of the classes'}; expected {dim} "
+            "numbers a word (model.embed_dim)"
+        )
+    vectors = torch.randn(len(names), dim)
+    for row, name in enumerate(names):
+        word = next((w for w in (name, *sorted(name.split(), key=len, reverse=True)) if w in found), None)
+        if word is not None:
+            vectors[row] = found[word]
+    return vectors
+
+
+@torch.no_grad()
+def start_from_words(head: nn.Module, vectors: Tensor) -> list[str]:
+    """Sets the class embeddings of a head; returns their names. Those of label decoders know "nothing before" too."""
+    rows = {"embed_in": vectors[1:], "embed_out": vectors[1:], "embed": vectors}
+    changed = []
+    for name, module in head.named_modules():
+        own = rows.get(name.rpartition(".")[2]) if isinstance(module, nn.Embedding) else None
+        if own is not None:
+            module.weight.copy_(own)
+            changed.append(name)
+    return changed
 
 
 def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -123,8 +169,8 @@ def _other_settings(options: GraphOptions, source: Pretrained) -> list[str]:
     """The settings of the detector that are given and are not those of the source, as the config.yaml of a run on
     that source has them."""
     theirs = asdict(options_class(source.architecture)()) | source.options
-    return [name for name, value in _given_settings(options, source).items()
-            if theirs.get(name, value) not in (None, value) and not _is_free(name, source)]  # fmt: skip
+    given = {name: value for name, value in _given_settings(options, source).items() if not _is_free(name, source)}
+    return [name for name, value in given.items() if theirs.get(name, value) not in (None, value)]
 
 
 def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
@@ -134,11 +180,11 @@ def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
     if source.architecture in GRAPHS:
         problems.append(f"model.detector {name} is a scene graph; expected a detector, or give it as model.pretrained")
     if source.class_names != table.class_names:
-        problems.append(f"model.detector {name} knows the classes {source.class_names}, the data {table.class_names}; "
-                        "train the detector on the same classes in the same order")  # fmt: skip
-    if other := _other_settings(options, source):
-        problems.append(f"model.detector_options and model.backbone are those of model.detector {name}, which has "
-                        f"another {', '.join(other)}: leave them out")  # fmt: skip
+        known = f"knows the classes {source.class_names}, the data {table.class_names}"
+        problems.append(f"model.detector {name} {known}; train the detector on the same classes in the same order")
+    if other := ", ".join(_other_settings(options, source)):
+        given = "model.detector_options and model.backbone are those of"
+        problems.append(f"{given} model.detector {name}, which has another {other}: leave them out")
     if problems:
         raise BadInput(problems)
     return source

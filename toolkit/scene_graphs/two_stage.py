@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from toolkit.batch import on_host, send_dicts
 from toolkit.draws import image_generator
 from toolkit.errors import BadInput
-from toolkit.models import build_detector
 from toolkit.models.detector import Detector
 from toolkit.models.faster_rcnn.model import FasterRCNN
 from toolkit.models.weights.mapping import WeightTable
-from toolkit.scene_graphs.batch import MODES, RelationBatch, RelationOutput
+from toolkit.scene_graphs.batch import MODES, RelationBatch, RelationOutput, attribute_loss, head_losses, mean
 from toolkit.scene_graphs.detector_below import DetectorBelow
 from toolkit.scene_graphs.frequency import (
     FrequencyBias,
@@ -29,19 +28,18 @@ from toolkit.scene_graphs.frequency import (
     log_prior,
     predicate_weights,
 )
-from toolkit.scene_graphs.graph_detector import GraphDetector, naming_its_options
+from toolkit.scene_graphs.graph_detector import GraphDetector, build_below, naming_its_options
 from toolkit.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
 from toolkit.scene_graphs.heads.vctree import PairScores
-from toolkit.scene_graphs.losses import attribute_loss, head_losses, mean
-from toolkit.scene_graphs.objects import (
+from toolkit.scene_graphs.options import SceneGraphOptions
+from toolkit.scene_graphs.postprocess import graphs_on_host, rank_triplets, shortlist, strong_only
+from toolkit.scene_graphs.sampling import (
     annotated_graph,
     count_sampled_pairs,
     detected_objects,
     given_objects,
     sampled_pairs,
 )
-from toolkit.scene_graphs.options import SceneGraphOptions
-from toolkit.scene_graphs.postprocess import graphs_on_host, rank_triplets, shortlist, strong_only
 from toolkit.scene_graphs.union import AllLevelsPool, UnionFeatures
 from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import freeze_prefixes, hold_batch_norms, set_bn_momentum
@@ -89,8 +87,8 @@ class SceneGraph(GraphDetector):
         self.prior_adjustment, self.embed_dim = o.prior_adjustment, o.embed_dim
         holds_detector = freeze in ("detector", "detector_and_norms")
         self.joint = not holds_detector and o.mode != "predcls"
-        below = self.detector = _build_below(class_names, o, self.joint)
-        self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
+        below = _build_below(class_names, o, self.joint)
+        self._build_on(below)
         channels, width = below.map_channels, below.representation_size
         box_head = below.make_box_head() if isinstance(below, DetectorBelow) else below.box_head
         self.box_features = copy.deepcopy(box_head)
@@ -235,13 +233,9 @@ class SceneGraph(GraphDetector):
             )
         losses = {}
         for name in self.relation_losses:
-            if name not in found:  # of training only, or of a batch without objects
-                continue
-            sums, counts = found[name]
-            if self.given_boxes:
-                losses[name] = sums.sum() / denominators[_divisor(name)]
-            else:
-                losses[name] = mean(sums, counts).sum() / denominators["images"]
+            if name in found:  # others are of training only, or the batch has no objects
+                total = found[name][0] if self.given_boxes else mean(*found[name])
+                losses[name] = total.sum() / denominators[self.divided_by[name]]
         if "detector" in outputs:
             losses |= self.detector.criterion(outputs["detector"], targets, denominators)[0]
         return losses, self._metrics(output, batch)
@@ -257,12 +251,7 @@ class SceneGraph(GraphDetector):
 
     @torch.no_grad()
     def postprocess(
-        self,
-        outputs: Mapping,
-        sizes: Tensor,
-        orig_sizes: Tensor,
-        score_threshold: float = 0.0,
-        top_k: int = 100,
+        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
     ) -> list[dict[str, Tensor]]:
         """The graph of each image, in pixels of the original image.
 
@@ -289,9 +278,11 @@ class SceneGraph(GraphDetector):
         graphs = graphs_on_host(objects, short, batch.num_objects, counts)
         if not self.given_boxes:
             return [strong_only(graph, score_threshold) for graph in graphs]
-        known = ("labels", "relations", "attributes")
-        return [graph | {f"true_{name}": truth[name] for name in known if name in truth}
-                for graph, truth in zip(graphs, truths, strict=True)]  # fmt: skip
+        for graph, truth in zip(graphs, truths, strict=True):
+            graph.update(
+                {f"true_{name}": truth[name] for name in ("labels", "relations", "attributes") if name in truth}
+            )
+        return graphs
 
 
 def _divisor(loss: str) -> str:
@@ -314,11 +305,8 @@ def _detector_of(below: nn.Module) -> Detector:
 
 
 def _build_below(class_names: Sequence[str], o: SceneGraphOptions, joint: bool) -> nn.Module:
-    chosen = {"architecture": "faster_rcnn", **(o.detector_options or {})}
-    if o.backbone is not None:
-        chosen["backbone"] = o.backbone
     with naming_its_options():
-        inner = build_detector(**chosen | {"pretrained_backbone": o.pretrained_backbone}, class_names=class_names)
+        inner = build_below(o, {}, class_names)
         if isinstance(inner, FasterRCNN):
             return inner
         wanted = {"score_threshold": o.score_threshold, "nms_threshold": o.nms_threshold, "passes_targets": joint}
@@ -343,11 +331,10 @@ def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
 def _check(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None:
     options = ("mode", o.mode, MODES), ("head", o.head, HEADS), ("freeze", freeze, FREEZE_CHOICES)
     options += (("union_levels", o.union_levels, ("one", "all")),)
-    faults = [f"model.{key} is {value!r}; expected {', '.join(known)}" for key, value, known in options
-              if value not in known]  # fmt: skip
+    faults = [f"model.{key} is {value!r}; expected {', '.join(of)}" for key, value, of in options if value not in of]
     if not 0 <= o.class_balanced_beta < 1 or o.class_balanced_beta and o.rare_predicate_power:
-        faults.append(f"model.class_balanced_beta is {o.class_balanced_beta}; expected 0 to below 1, and 0 where "
-                      "model.rare_predicate_power is set")  # fmt: skip
+        expected = "0 to below 1, and 0 where model.rare_predicate_power is set"
+        faults.append(f"model.class_balanced_beta is {o.class_balanced_beta}; expected {expected}")
     if o.pairs_per_relation < 1:
         faults.append(f"model.pairs_per_relation is {o.pairs_per_relation}; expected at least 1")
     if not 0 < o.match_iou <= 1:

@@ -57,8 +57,8 @@ class AllLevelsPool(nn.Module):
     def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence, *known) -> Tensor:
         """(R, channels, resolution, resolution); arguments as of `LevelPool`."""
         ends = [moved_ends(each, -self.last_pixel) for each in boxes]
-        pooled = [roi_align(maps[name], ends, self.size, scale, self.ratio)
-                  for name, scale in zip(self.names, self.scales, strict=True)]  # fmt: skip
+        levels = zip(self.names, self.scales, strict=True)
+        pooled = [roi_align(maps[name], ends, self.size, scale, self.ratio) for name, scale in levels]
         return self.reduce(torch.cat(pooled, 1)).relu()
 
 

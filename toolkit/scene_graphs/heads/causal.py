@@ -8,13 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, predicate_loss
 from toolkit.scene_graphs.frequency import FrequencyBias
 from toolkit.scene_graphs.geometry import pair_numbers, scaled_box_numbers
 from toolkit.scene_graphs.heads.layers import (
+    POSITION_DIM,
     HeadSizes,
+    ObjectContext,
     RunningMean,
+    batch_box_numbers,
     empty_output,
+    fc,
+    label_embedding,
     paired,
     split_layer,
     tree_losses,
@@ -22,11 +27,34 @@ from toolkit.scene_graphs.heads.layers import (
 )
 from toolkit.scene_graphs.heads.motifs import MotifsContext
 from toolkit.scene_graphs.heads.vctree import VCTreeContext
-from toolkit.scene_graphs.heads.vtranse import VTransEContext
-from toolkit.scene_graphs.losses import predicate_loss
 
 EFFECTS = ("none", "TDE", "NIE", "TE")
 PAIR_NUMBERS = 32
+
+
+class VTransEContext(ObjectContext):
+    """No context (VTransE, Zhang et al., CVPR 2017, as Scene-Graph-Benchmark has it): labels every object by itself, in
+    predcls too (the given labels only enter as embedding); background may win."""
+
+    def __init__(self, mode: str, sizes: HeadSizes):
+        super().__init__(mode, sizes)
+        self.object_out = fc(sizes.object_dim, sizes.num_classes)
+        self.edge_out = fc(sizes.object_dim, sizes.hidden_dim)
+        self.mean_object_input = RunningMean(sizes.object_dim)
+        self.mean_edge_input = RunningMean(sizes.roi_dim + POSITION_DIM)
+
+    def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Object logits (N, C), labels (N,), context (N, hidden), None."""
+        position = self.position(batch_box_numbers(batch))
+        embedded = label_embedding(self.embed_in, batch, self.mode)
+        object_input = torch.cat([batch.roi_features, embedded, position], 1)
+        edge_input = torch.cat([batch.roi_features, position], 1)
+        object_input = self.mean_object_input(object_input, from_averages)
+        edge_input = self.mean_edge_input(edge_input, from_averages)
+        logits = self.object_out(object_input)
+        labels = logits.argmax(1)
+        words = logits.softmax(1) @ self.embed_out.weight if from_averages else self.embed_out(labels)
+        return logits, labels, self.edge_out(torch.cat([edge_input, words], 1)).relu(), None
 
 
 class CausalHead(nn.Module):
@@ -61,7 +89,7 @@ class CausalHead(nn.Module):
         elif context == "vctree":
             self.context = VCTreeContext(mode, sizes, log_frequency, dropout, keep_averages=True)
         else:
-            self.context = VTransEContext(mode, sizes, keep_averages=True)
+            self.context = VTransEContext(mode, sizes)
         if self.translates:
             self.split = split_layer(hidden, 2 * pooling)
             self.context_out = nn.Linear(pooling, num_predicates, bias=False)
@@ -84,7 +112,7 @@ class CausalHead(nn.Module):
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
-            return empty_output(self.sizes, [self.context_out.weight])
+            return empty_output(self.sizes, self.context_out.weight)
         logits, labels, context, related = self.context(batch)
         pair_context = self._pair_context(context, batch)
         if batch.spatial_features is not None:

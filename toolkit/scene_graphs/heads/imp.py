@@ -27,7 +27,7 @@ class IMPHead(nn.Module):
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
-            return empty_output(self.sizes, [self.pair_out.weight])
+            return empty_output(self.sizes, self.pair_out.weight)
         subjects, objects = batch.pairs.unbind(1)
         nodes = self.object_gru(self.object_in(batch.roi_features))
         edges = self.pair_gru(self.pair_in(self.union(batch.union_features)).relu())

@@ -1,6 +1,5 @@
 """Modules shared by several relation heads."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +8,9 @@ from torch.nn import functional as F
 
 from toolkit.batch import pad_rows
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.batch import MODES, RelationBatch, RelationOutput
+from toolkit.scene_graphs.batch import MODES, RelationBatch, RelationOutput, relatedness_loss
 from toolkit.scene_graphs.frequency import FrequencyBias
 from toolkit.scene_graphs.geometry import box_numbers, certain_logits
-from toolkit.scene_graphs.losses import relatedness_loss
 from toolkit.scene_graphs.postprocess import late_labels
 
 AVERAGE_RATIO = 0.0005  # of the running means that stand for "no evidence" in causal effects
@@ -34,6 +32,11 @@ class HeadSizes:
     pooling_dim: int = 4096
     embed_dim: int = 200
 
+    @property
+    def object_dim(self) -> int:
+        """Of `object_features`."""
+        return self.roi_dim + self.embed_dim + POSITION_DIM
+
 
 def check_mode(mode: str) -> str:
     if mode not in MODES:
@@ -41,9 +44,9 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def class_embeddings(sizes: HeadSizes) -> tuple[nn.Embedding, nn.Embedding]:
-    """Trainable vectors of the classes as they come in, and of the labels that a head gives; see `words`."""
-    return nn.Embedding(sizes.num_classes, sizes.embed_dim), nn.Embedding(sizes.num_classes, sizes.embed_dim)
+def class_embedding(sizes: HeadSizes) -> nn.Embedding:
+    """Trainable vectors of the classes; see `toolkit.scene_graphs.start.start_from_words`."""
+    return nn.Embedding(sizes.num_classes, sizes.embed_dim)
 
 
 class ObjectBatchNorm(nn.BatchNorm1d):
@@ -63,6 +66,19 @@ def position_embedding() -> nn.Sequential:
 
 def batch_box_numbers(batch: RelationBatch) -> Tensor:
     return box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
+
+
+class ObjectContext(nn.Module):
+    """Embeds what is known of the objects; its subclasses label each and give it a context feature.
+
+    embed_in, embed_out: vectors of the classes as they come in, and of the labels that are given.
+    """
+
+    def __init__(self, mode: str, sizes: HeadSizes):
+        super().__init__()
+        self.mode, self.sizes = check_mode(mode), sizes
+        self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
+        self.position = position_embedding()
 
 
 def label_embedding(embedding: nn.Embedding, batch: RelationBatch, mode: str) -> Tensor:
@@ -90,14 +106,12 @@ def best_labels(head: nn.Module, batch: RelationBatch, logits: Tensor) -> Tensor
     return logits[:, 1:].argmax(1) + 1
 
 
-def empty_output(sizes: HeadSizes, parameters: Sequence[nn.Parameter]) -> RelationOutput:
+def empty_output(sizes: HeadSizes, parameter: nn.Parameter) -> RelationOutput:
     """What a head returns for a batch without objects: nothing, but part of the graph, so that backward works."""
-    zero = sum(parameter.sum() for parameter in parameters) * 0.0
-    device = zero.device
-    shapes = ((0, sizes.num_classes), (0, sizes.num_predicates))
-    logits = [torch.zeros(shape, device=device) + zero for shape in shapes]
-    labels = torch.zeros(0, dtype=torch.int64, device=device)
-    return RelationOutput(*logits, labels, torch.zeros(0, sizes.hidden_dim, device=device))
+    zero = parameter.sum() * 0.0
+    logits = [torch.zeros(0, width, device=zero.device) + zero for width in (sizes.num_classes, sizes.num_predicates)]
+    labels = torch.zeros(0, dtype=torch.int64, device=zero.device)
+    return RelationOutput(*logits, labels, torch.zeros(0, sizes.hidden_dim, device=zero.device))
 
 
 def paired(context: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,14 +158,10 @@ class RunningMean(nn.Module):
 
     def forward(self, rows: Tensor, from_averages: bool = False) -> Tensor:
         """The rows, or as many of the mean in their place."""
-        if self.training:
-            self._update(rows)
+        if self.training and len(rows):
+            mean = rows.detach().float().mean(0)
+            self.value.mul_(1 - AVERAGE_RATIO).add_(mean, alpha=AVERAGE_RATIO)
         return self.expanded(len(rows)) if from_averages else rows
-
-    @torch.no_grad()
-    def _update(self, rows: Tensor) -> None:
-        if len(rows):
-            self.value.mul_(1 - AVERAGE_RATIO).add_(rows.float().mean(0), alpha=AVERAGE_RATIO)
 
     def expanded(self, count: int) -> Tensor:
         """(count, dim)."""
@@ -185,7 +195,7 @@ class ContextHead(nn.Module):
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
-            return empty_output(self.sizes, [self.out.weight])
+            return empty_output(self.sizes, self.out.weight)
         logits, labels, context, related = self.context(batch)
         joined = self.join(torch.cat(paired(self.roles(context), batch.pairs), 1))
         relation_logits = self.out(joined * self.union(batch.union_features))

@@ -8,16 +8,13 @@ from torch.nn.utils.rnn import PackedSequence
 from toolkit.scene_graphs.batch import RelationBatch
 from toolkit.scene_graphs.geometry import reading_order
 from toolkit.scene_graphs.heads.layers import (
-    POSITION_DIM,
     ContextHead,
     HeadSizes,
+    ObjectContext,
     RunningMean,
     averaged,
-    check_mode,
-    class_embeddings,
     given_labels,
     object_features,
-    position_embedding,
 )
 from toolkit.scene_graphs.postprocess import late_labels
 from toolkit.step.precision import has_lstm_kernel
@@ -43,16 +40,15 @@ class LabelDecoder(nn.Module):
         None tells it the best guess above background throughout. Those are the labels returned.
         """
         # What the input layer makes of the features is known for all steps, and of a label for all labels.
-        from_features = F.linear(features, self.input.weight[:, : self.in_dim], self.input.bias).split(
-            batch_sizes.tolist()
-        )
+        from_features = F.linear(features, self.input.weight[:, : self.in_dim], self.input.bias)
         from_label = F.linear(self.embed.weight, self.input.weight[:, self.in_dim :])
         told = None if labels is None else (labels - 1).split(batch_sizes.tolist())
         state = memory = features.new_zeros(int(batch_sizes[0]), self.hidden_dim)
-        kept = self._dropout_mask(state)
+        # One mask for all steps (Gal and Ghahramani, 2016).
+        kept = F.dropout(torch.ones_like(state), self.dropout, self.training)
         before = from_label[torch.zeros(len(state), dtype=torch.int64, device=features.device)]  # of the start token
         all_logits, all_labels = [], []
-        for step, projected in enumerate(from_features):
+        for step, projected in enumerate(from_features.split(batch_sizes.tolist())):
             count = len(projected)  # the images still running come first
             state, memory = self._step(projected + before[:count], state[:count], memory[:count])
             if self.training:
@@ -74,30 +70,17 @@ class LabelDecoder(nn.Module):
         memory = into * gates[:, 2 * width : 3 * width].tanh() + forget * memory
         return highway * out * memory.tanh() + (1 - highway) * projected[:, 5 * width :], memory
 
-    def _dropout_mask(self, state: Tensor) -> Tensor:
-        """One mask for all steps (Gal and Ghahramani, 2016)."""
-        return F.dropout(torch.ones_like(state), self.dropout, self.training)
 
-
-class MotifsContext(nn.Module):
+class MotifsContext(ObjectContext):
     """Labels the objects and gives each a context feature."""
 
     def __init__(
-        self,
-        mode: str,
-        sizes: HeadSizes,
-        dropout: float = 0.2,
-        nms_threshold: float = 0.5,
-        keep_averages: bool = False,
+        self, mode: str, sizes: HeadSizes, dropout: float = 0.2, nms_threshold: float = 0.5, keep_averages: bool = False
     ):
         """keep_averages: for causal effects, see `causal`."""
-        super().__init__()
-        self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
-        self.embed_in, self.embed_out = class_embeddings(sizes)
-        self.position = position_embedding()
-        object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
-        edge_dim = sizes.embed_dim + sizes.roi_dim
-        hidden = sizes.hidden_dim
+        super().__init__(mode, sizes)
+        self.nms_threshold = nms_threshold
+        object_dim, edge_dim, hidden = sizes.object_dim, sizes.embed_dim + sizes.roi_dim, sizes.hidden_dim
         self.object_lstm = nn.LSTM(object_dim, hidden, bidirectional=True)
         self.object_out = nn.Linear(2 * hidden, hidden)
         self.decoder = LabelDecoder(object_dim + hidden, sizes, dropout)
@@ -146,11 +129,6 @@ class MotifsHead(ContextHead):
     """Neural Motifs."""
 
     def __init__(
-        self,
-        mode: str,
-        sizes: HeadSizes,
-        log_frequency: Tensor,
-        dropout: float = 0.2,
-        nms_threshold: float = 0.5,
+        self, mode: str, sizes: HeadSizes, log_frequency: Tensor, dropout: float = 0.2, nms_threshold: float = 0.5
     ):
         super().__init__(MotifsContext(mode, sizes, dropout, nms_threshold), sizes, log_frequency)

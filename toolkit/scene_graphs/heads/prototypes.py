@@ -11,19 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.batch import send
-from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, of_images
 from toolkit.scene_graphs.heads.layers import (
-    POSITION_DIM,
     HeadSizes,
     best_labels,
     check_mode,
+    class_embedding,
     empty_output,
     fc,
     given_labels,
     object_features,
     position_embedding,
 )
-from toolkit.scene_graphs.losses import of_images
 
 APART, MARGIN = 7.0, 1.0  # squared distances: between prototypes (gamma 2), of the right to the wrong ones (gamma 1)
 NEAREST = 10  # wrong prototypes that a pair is held away from
@@ -67,7 +66,7 @@ class PrototypeHead(nn.Module):
         """dim: width of the space of prototypes. The predicates' own vectors are drawn from N(0, 1)."""
         super().__init__()
         self.mode, self.sizes, self.nms_threshold, self.dim = check_mode(mode), sizes, nms_threshold, dim
-        self.embed_out = nn.Embedding(sizes.num_classes, sizes.embed_dim)
+        self.embed_out = class_embedding(sizes)
         self.predicate_embed = nn.Embedding(sizes.num_predicates, sizes.embed_dim)
         self.split = nn.Linear(sizes.roi_dim, 2 * dim)
         self.subject_word, self.object_word, self.predicate_word = (
@@ -83,16 +82,16 @@ class PrototypeHead(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         self.object_in = self.object_out = None
         if refine_objects:
-            self.embed_in = nn.Embedding(sizes.num_classes, sizes.embed_dim)
+            self.embed_in = class_embedding(sizes)
             self.position = position_embedding()
-            self.object_in = fc(sizes.roi_dim + sizes.embed_dim + POSITION_DIM, sizes.hidden_dim)
+            self.object_in = fc(sizes.object_dim, sizes.hidden_dim)
             self.object_out = fc(sizes.hidden_dim, sizes.num_classes)
         self.of_labels = ("embed_in", "position", "object_in", "object_out") if refine_objects else ()
         self.loss_names = ("loss_rel", "loss_refine_obj", "l21_loss", "dist_loss2", "loss_dis")
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
-            return empty_output(self.sizes, [self.logit_scale])
+            return empty_output(self.sizes, self.logit_scale)
         logits, labels = self._labels(batch)
         pairs = self._pairs(batch, labels)
         prototypes = self.project(self.dropout(self.predicate_word(self.predicate_embed.weight).relu()))

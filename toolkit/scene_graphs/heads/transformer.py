@@ -12,7 +12,7 @@ from toolkit.scene_graphs.heads.layers import (
     HeadSizes,
     best_labels,
     check_mode,
-    class_embeddings,
+    class_embedding,
     empty_output,
     given_labels,
     object_features,
@@ -73,7 +73,7 @@ class TransformerHead(nn.Module):
         self,
         mode: str,
         sizes: HeadSizes,
-        log_frequency: Tensor | None = None,
+        log_frequency: Tensor,
         object_layers: int = 4,
         edge_layers: int = 2,
         heads: int = 8,
@@ -86,12 +86,10 @@ class TransformerHead(nn.Module):
         super().__init__()
         self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
         hidden = sizes.hidden_dim
-        self.embed_in, self.embed_out = class_embeddings(sizes)
-        drop = nn.Dropout(dropout)
-        self.position = nn.Sequential(
-            nn.Linear(9, 32), nn.ReLU(), drop, nn.Linear(32, POSITION_DIM), nn.ReLU(), nn.Dropout(dropout)
-        )
-        self.object_in = nn.Linear(sizes.roi_dim + sizes.embed_dim + POSITION_DIM, hidden)
+        self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
+        layers = nn.Linear(9, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, POSITION_DIM), nn.ReLU()
+        self.position = nn.Sequential(*layers, nn.Dropout(dropout))
+        self.object_in = nn.Linear(sizes.object_dim, hidden)
         self.edge_in = nn.Linear(sizes.embed_dim + hidden + sizes.roi_dim, hidden)
         self.object_out = nn.Linear(hidden, sizes.num_classes)
         shape = (hidden, heads, key_dim, value_dim, inner_dim, dropout)
@@ -102,11 +100,11 @@ class TransformerHead(nn.Module):
         self.union = union_projection(sizes)
         self.visual_out = xavier_linear(sizes.pooling_dim, sizes.num_predicates)
         self.context_out = xavier_linear(2 * hidden, sizes.num_predicates)
-        self.frequency = None if log_frequency is None else FrequencyBias(log_frequency)
+        self.frequency = FrequencyBias(log_frequency)
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
-            return empty_output(self.sizes, [self.visual_out.weight])
+            return empty_output(self.sizes, self.visual_out.weight)
         features = object_features(batch, self.embed_in, self.position, self.mode)
         objects = self.object_encoder(self.object_in(features), batch.num_objects)
         logits, labels = self._labels(batch, objects)
@@ -114,9 +112,8 @@ class TransformerHead(nn.Module):
         context = self.edge_encoder(self.edge_in(edge_features), batch.num_objects)
         both = torch.cat(paired(self.split(context), batch.pairs), 1)
         visual = self.join(both) * self.union(batch.union_features)
-        relation_logits = self.visual_out(visual) + self.context_out(both)
-        if self.frequency is not None:
-            relation_logits = relation_logits + self.frequency(*labels[batch.pairs].unbind(1))
+        frequency = self.frequency(*labels[batch.pairs].unbind(1))
+        relation_logits = self.visual_out(visual) + self.context_out(both) + frequency
         return RelationOutput(logits, relation_logits, labels, context)
 
     def _labels(self, batch: RelationBatch, objects: Tensor) -> tuple[Tensor, Tensor]:

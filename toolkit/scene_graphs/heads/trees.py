@@ -1,7 +1,6 @@
 """Builds and traverses trees over the objects of an image, for all images of a batch at once (VCTree)."""
 
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 import torch
@@ -73,10 +72,8 @@ def _grow(scores: np.ndarray, counts: np.ndarray, local: dict[str, np.ndarray], 
         via[alive] = np.where(better, child[:, None], via[alive])
         via_step[alive] = np.where(better, step, via_step[alive])
         open_best = np.where(free, best, -np.inf)
-        first = np.where(
-            free & (open_best == open_best.max(1, keepdims=True)), via_step * size + np.arange(size), size**2
-        )
-        node = first.argmin(1)
+        ties = free & (open_best == open_best.max(1, keepdims=True))
+        node = np.where(ties, via_step * size + np.arange(size), size**2).argmin(1)
 
 
 def _attach(image, child, parent, local: dict[str, np.ndarray], youngest: np.ndarray, depth: np.ndarray) -> None:
@@ -102,11 +99,10 @@ def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, num_images: int, d
         below = [*map(len, levels[1:]), 0][: len(levels)]
         return [np.where(flat[key][lv] >= 0, place[flat[key][lv]], n) for lv, n in zip(levels, below, strict=True)]
 
-    inverse = np.empty_like(order)
-    inverse[order] = np.arange(len(order))
+    inverse = np.argsort(order)
     single = {key: flat[key] for key in ("parent", "left", "right")} | {"order": order, "inverse": inverse}
-    of_levels = {"levels": levels, "up_place": [place[flat["up"][level]] for level in levels],
-                 "left_place": child_places("left"), "right_place": child_places("right")}  # fmt: skip
+    of_levels = {"levels": levels, "up_place": [place[flat["up"][level]] for level in levels]}
+    of_levels |= {"left_place": child_places("left"), "right_place": child_places("right")}
     every = [*single.values(), *(each for several in of_levels.values() for each in several)]
     (sent,) = send_dicts([{str(i): torch.from_numpy(each) for i, each in enumerate(every)}], device)  # in one copy
     moved = iter(sent.values())
@@ -114,47 +110,41 @@ def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, num_images: int, d
     return Forest(**of_nodes, **{n: [next(moved) for _ in levels] for n in of_levels}, num_images=num_images)
 
 
-def _orthogonal_blocks(layer: nn.Linear, block: tuple[int, int], forget: slice, bias: float) -> nn.Linear:
-    """Each block of the weight orthogonal, biases 0, those of the forget gates `bias`."""
+def _orthogonal_gates(layer: nn.Linear, dim: int, forget: slice = slice(0), bias: float = 0.0) -> nn.Linear:
+    """The weight of each gate orthogonal, biases 0, those of the forget gates `bias`."""
     with torch.no_grad():
-        rows, columns = (range(0, size, step) for size, step in zip(layer.weight.shape, block, strict=True))
-        for row, column in product(rows, columns):
-            nn.init.orthogonal_(layer.weight[row : row + block[0], column : column + block[1]])
+        for gate in layer.weight.split(dim):
+            nn.init.orthogonal_(gate)
         layer.bias.zero_()
         layer.bias[forget] = bias
     return layer
 
 
-NO_GATE = slice(0, 0)
-
-
 class UpwardLSTM(nn.Module):
     """From the leaves to the roots: each object sees its two children. Highway around every cell."""
 
-    def __init__(self, in_dim: int, dim: int, dropout: float = 0.0):
+    def __init__(self, in_dim: int, dim: int):
         super().__init__()
-        self.dim, self.dropout = dim, dropout
-        self.direct = _orthogonal_blocks(nn.Linear(in_dim, dim), (dim, in_dim), NO_GATE, 0)
-        self.input = _orthogonal_blocks(nn.Linear(in_dim, 6 * dim), (dim, in_dim), NO_GATE, 0)
+        self.dim = dim
+        self.direct = _orthogonal_gates(nn.Linear(in_dim, dim), dim)
+        self.input = _orthogonal_gates(nn.Linear(in_dim, 6 * dim), dim)
         gates = slice(2 * dim, 4 * dim)
-        self.left = _orthogonal_blocks(nn.Linear(dim, 6 * dim), (dim, dim), gates, 0.5)
-        self.right = _orthogonal_blocks(nn.Linear(dim, 6 * dim), (dim, dim), gates, 0.5)
+        self.left = _orthogonal_gates(nn.Linear(dim, 6 * dim), dim, gates, 0.5)
+        self.right = _orthogonal_gates(nn.Linear(dim, 6 * dim), dim, gates, 0.5)
 
-    def forward(self, features: Tensor, forest: Forest, dropout_mask: Tensor) -> Tensor:
+    def forward(self, features: Tensor, forest: Forest) -> Tensor:
         """(N, in_dim) -> (N, dim)."""
         direct, projected = self.direct(features), self.input(features)
         state = memory = direct.new_zeros(1, self.dim)  # the last row stands for a missing child
         outputs = []
-        for level, left, right in reversed(
-            list(zip(forest.levels, forest.left_place, forest.right_place, strict=True))
-        ):
+        steps = list(zip(forest.levels, forest.left_place, forest.right_place, strict=True))
+        for level, left, right in reversed(steps):
             sums = projected[level] + self.left(state[left]) + self.right(state[right])
             into, out, forget_left, forget_right, new, highway = sums.chunk(6, 1)
             level_memory = into.sigmoid() * new.tanh()
             level_memory = level_memory + forget_left.sigmoid() * memory[left] + forget_right.sigmoid() * memory[right]
             highway = highway.sigmoid()
             level_state = highway * out.sigmoid() * level_memory.tanh() + (1 - highway) * direct[level]
-            level_state = level_state * dropout_mask[level]
             outputs.append(level_state)
             state, memory = F.pad(level_state, (0, 0, 0, 1)), F.pad(level_memory, (0, 0, 0, 1))
         return torch.cat(outputs[::-1])[forest.inverse]
@@ -163,12 +153,12 @@ class UpwardLSTM(nn.Module):
 class DownwardLSTM(nn.Module):
     """From the roots to the leaves: each object sees its parent. Highway around every cell."""
 
-    def __init__(self, in_dim: int, dim: int, dropout: float = 0.0):
+    def __init__(self, in_dim: int, dim: int):
         super().__init__()
-        self.dim, self.dropout = dim, dropout
-        self.direct = _orthogonal_blocks(nn.Linear(in_dim, dim), (dim, in_dim), NO_GATE, 0)
-        self.input = _orthogonal_blocks(nn.Linear(in_dim, 5 * dim), (dim, in_dim), NO_GATE, 0)
-        self.state = _orthogonal_blocks(nn.Linear(dim, 5 * dim), (dim, dim), slice(2 * dim, 3 * dim), 1.0)
+        self.dim = dim
+        self.direct = _orthogonal_gates(nn.Linear(in_dim, dim), dim)
+        self.input = _orthogonal_gates(nn.Linear(in_dim, 5 * dim), dim)
+        self.state = _orthogonal_gates(nn.Linear(dim, 5 * dim), dim, slice(2 * dim, 3 * dim), 1.0)
 
     def cell(self, direct: Tensor, projected: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         into, out, forget, new, highway = (projected + self.state(state)).chunk(5, 1)
@@ -176,19 +166,15 @@ class DownwardLSTM(nn.Module):
         highway = highway.sigmoid()
         return highway * out.sigmoid() * memory.tanh() + (1 - highway) * direct, memory
 
-    def forward(self, features: Tensor, forest: Forest, dropout_mask: Tensor) -> Tensor:
+    def forward(self, features: Tensor, forest: Forest) -> Tensor:
         """(N, in_dim) -> (N, dim)."""
         direct, projected = self.direct(features), self.input(features)
-        outputs, state, memory = (
-            [],
-            direct.new_zeros(len(features), self.dim),
-            direct.new_zeros(len(features), self.dim),
-        )
+        outputs, state = [], direct.new_zeros(len(features), self.dim)
+        memory = state
         for depth, (level, up) in enumerate(zip(forest.levels, forest.up_place, strict=True)):
             if depth == 0:
                 up = torch.arange(len(level), device=level.device)  # zeros
             state, memory = self.cell(direct[level], projected[level], state[up], memory[up])
-            state = state * dropout_mask[level]
             outputs.append(state)
         return torch.cat(outputs)[forest.inverse]
 
@@ -196,18 +182,9 @@ class DownwardLSTM(nn.Module):
 class TreeLSTM(nn.Module):
     """Both directions side by side: (N, in_dim) -> (N, dim)."""
 
-    def __init__(self, in_dim: int, dim: int, dropout: float = 0.0):
+    def __init__(self, in_dim: int, dim: int):
         super().__init__()
-        self.up = UpwardLSTM(in_dim, dim // 2, dropout)
-        self.down = DownwardLSTM(in_dim, dim // 2, dropout)
-        self.dropout = dropout
+        self.up, self.down = UpwardLSTM(in_dim, dim // 2), DownwardLSTM(in_dim, dim // 2)
 
-    def forward(self, features: Tensor, forest: Forest, image: Tensor) -> Tensor:
-        ones = [features.new_ones(forest.num_images, lstm.dim) for lstm in (self.up, self.down)]
-        masks = [image_dropout(each, image, self.dropout, self.training) for each in ones]
-        return torch.cat([self.up(features, forest, masks[0]), self.down(features, forest, masks[1])], 1)
-
-
-def image_dropout(ones: Tensor, image: Tensor, probability: float, training: bool) -> Tensor:
-    """(N, D) dropout mask that is the same for all objects of an image, from ones (images, D)."""
-    return F.dropout(ones, probability, training)[image]
+    def forward(self, features: Tensor, forest: Forest) -> Tensor:
+        return torch.cat([self.up(features, forest), self.down(features, forest)], 1)

@@ -8,21 +8,18 @@ from toolkit.batch import pad_rows, unpad_rows
 from toolkit.scene_graphs.batch import RelationBatch, object_mask
 from toolkit.scene_graphs.geometry import overlap_numbers
 from toolkit.scene_graphs.heads.layers import (
-    POSITION_DIM,
     ContextHead,
     HeadSizes,
     ObjectBatchNorm,
+    ObjectContext,
     RunningMean,
     averaged,
     batch_box_numbers,
-    check_mode,
-    class_embeddings,
     given_labels,
     label_embedding,
-    position_embedding,
     xavier_linear,
 )
-from toolkit.scene_graphs.heads.trees import DownwardLSTM, Forest, TreeLSTM, grow_trees, image_dropout
+from toolkit.scene_graphs.heads.trees import DownwardLSTM, Forest, TreeLSTM, grow_trees
 
 SCORE_DIM = 128
 
@@ -98,8 +95,8 @@ class TreeDecoder(nn.Module):
         given in training, parents tell a drawn label."""
         direct, from_parent_direct = self._project(self.lstm.direct, features)
         projected, from_parent = self._project(self.lstm.input, features)
-        ones = features.new_ones(forest.num_images, self.lstm.dim)
-        kept = image_dropout(ones, image, self.dropout, self.training)
+        # One mask for all objects of an image.
+        kept = F.dropout(features.new_ones(forest.num_images, self.lstm.dim), self.dropout, self.training)[image]
         state = memory = features.new_zeros(len(features), self.lstm.dim)
         told = torch.zeros(len(features), dtype=torch.int64, device=features.device)
         all_logits, all_labels = [], []
@@ -133,28 +130,21 @@ def drawn_columns(weights: Tensor, clocks: Tensor) -> Tensor:
 def clocks_of(batch: RelationBatch, columns: int) -> Tensor:
     """(N, columns) exponentially distributed numbers for the objects, those of an image from its own generator."""
     draws = batch.draws or [None] * len(batch.num_objects)
-    return torch.cat([batch.boxes_xyxy.new_empty(count, columns, dtype=torch.float32).exponential_(generator=draw)
-                      for count, draw in zip(batch.num_objects, draws, strict=True)])  # fmt: skip
+    clocks = batch.boxes_xyxy.new_empty(sum(batch.num_objects), columns, dtype=torch.float32)
+    for own, draw in zip(clocks.split(batch.num_objects), draws, strict=True):
+        own.exponential_(generator=draw)
+    return clocks
 
 
-class VCTreeContext(nn.Module):
+class VCTreeContext(ObjectContext):
     """Labels the objects and gives each a context feature; builds the trees on the way."""
 
     def __init__(
-        self,
-        mode: str,
-        sizes: HeadSizes,
-        log_frequency: Tensor,
-        dropout: float = 0.2,
-        keep_averages: bool = False,
+        self, mode: str, sizes: HeadSizes, log_frequency: Tensor, dropout: float = 0.2, keep_averages: bool = False
     ):
-        super().__init__()
-        self.mode, self.sizes = check_mode(mode), sizes
-        self.embed_in, self.embed_out = class_embeddings(sizes)
-        self.position = position_embedding()
+        super().__init__(mode, sizes)
         self.scores = PairScores(sizes, log_frequency)
-        object_dim = sizes.roi_dim + sizes.embed_dim + POSITION_DIM
-        edge_dim = sizes.embed_dim + sizes.roi_dim
+        object_dim, edge_dim = sizes.object_dim, sizes.embed_dim + sizes.roi_dim
         self.object_lstm = TreeLSTM(object_dim, sizes.hidden_dim)
         self.decoder = TreeDecoder(object_dim + sizes.hidden_dim, sizes, dropout)
         self.edge_lstm = TreeLSTM(edge_dim + sizes.hidden_dim, sizes.hidden_dim)
@@ -169,36 +159,27 @@ class VCTreeContext(nn.Module):
 
     def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Object logits (N, C), labels (N,), context (N, hidden), relatedness logits (B, N_max, N_max)."""
-        image = batch.image
         embedded = label_embedding(self.embed_in, batch, self.mode)
         features = torch.cat([batch.roi_features, embedded, self.position(batch_box_numbers(batch))], 1)
         forest, related = self.plant(batch, embedded)
-        context = self.object_lstm(features, forest, image)
-        logits, labels = self._labels(batch, torch.cat([features, context], 1), forest, image, from_averages)
+        context = self.object_lstm(features, forest)
+        logits, labels = self._labels(batch, torch.cat([features, context], 1), forest, from_averages)
         edge_input = torch.cat([self.embed_out(labels), batch.roi_features], 1)
         edge_input = averaged(self.mean_edge_input, edge_input, from_averages)
-        return logits, labels, self.edge_lstm(torch.cat([edge_input, context], 1), forest, image), related
+        return logits, labels, self.edge_lstm(torch.cat([edge_input, context], 1), forest), related
 
-    def _labels(self, batch, decoder_input, forest, image, from_averages: bool) -> tuple[Tensor, Tensor]:
+    def _labels(self, batch, decoder_input, forest, from_averages: bool) -> tuple[Tensor, Tensor]:
         if self.mode == "predcls":
             return given_labels(batch, self.sizes.num_classes)
         decoder_input = averaged(self.mean_decoder_input, decoder_input, from_averages)
         clocks = clocks_of(batch, self.sizes.num_classes - 1) if self.training else None
-        return self.decoder(decoder_input, forest, image, clocks)
+        return self.decoder(decoder_input, forest, batch.image, clocks)
 
 
 class VCTreeHead(ContextHead):
-    """VCTree."""
-
     loss_names = (*ContextHead.loss_names, "binary_loss")
 
-    def __init__(
-        self,
-        mode: str,
-        sizes: HeadSizes,
-        log_frequency: Tensor,
-        dropout: float = 0.2,
-    ):
+    def __init__(self, mode: str, sizes: HeadSizes, log_frequency: Tensor, dropout: float = 0.2):
         super().__init__(VCTreeContext(mode, sizes, log_frequency, dropout), sizes, log_frequency)
 
     def roles(self, context: Tensor) -> Tensor:
