@@ -93,7 +93,7 @@ def test_images_are_resized_as_in_the_evaluation(height, width, image_size, scal
     image = torch.empty(3, 1, 1, dtype=torch.uint8).expand(3, height, width)
     sizes = {"image_size": image_size, "scales": scales, "max_size": max_size}
     transform = val_transform(**sizes)
-    resized = transform.draw((height, width), torch.Generator()) if scales else (transform.size, transform.size)
+    resized = transform.draw((height, width), torch.Generator()) if scales else transform.size_hw
     assert input_hw(tuple(image.shape[-2:]), processor_size(**sizes)) == resized
     assert input_hw((height, width), None) == (height, width)
 

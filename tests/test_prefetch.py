@@ -11,6 +11,7 @@ import torch
 
 from toolkit.data import pipeline
 from toolkit.data.batches import Prefetcher
+from toolkit.data.formats import open_dataset
 from toolkit.runs.settings import DataConfig
 from toolkit.session import Session
 
@@ -72,5 +73,6 @@ def test_only_what_goes_to_a_gpu_is_pinned(monkeypatch, device, pins):
     """A run on the CPU of a machine with a GPU pins nothing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert Session.pins.fget(SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(device)))) is pins
-    monkeypatch.setattr(pipeline, "training_loader", lambda *_, pin, **others: pin)
-    assert pipeline.loader_of_settings(None, DataConfig(), seed=0, stride=32, pin=pins) is pins
+    monkeypatch.setattr(pipeline, "make_loader", lambda *_: _[-1])
+    table = open_dataset("val", format="shapes")
+    assert pipeline.loader_of_settings(table, DataConfig(), seed=0, stride=32, pin=pins)[1] is pins

@@ -335,12 +335,14 @@ def test_samples_join_into_a_batch():
 
 def test_relation_matrix_is_a_function_of_the_generator():
     relations = torch.tensor([[0, 1, 1], [0, 1, 2], [0, 1, 2], [1, 0, 3]])
-    draws = [relation_matrix(relations, 2, torch.Generator().manual_seed(seed)) for seed in range(300)]
-    again = relation_matrix(relations, 2, torch.Generator().manual_seed(7))
+    draws = [relation_matrix(relations, 2, True, torch.Generator().manual_seed(seed)) for seed in range(300)]
+    again = relation_matrix(relations, 2, True, torch.Generator().manual_seed(7))
     assert torch.equal(again, draws[7])
     share = sum(int(matrix[0, 1] == 2) for matrix in draws) / len(draws)
     assert 0.55 < share < 0.78, "two of three annotations say 2"
-    assert all(matrix[1, 0] == 3 for matrix in draws)
+    halves = [relation_matrix(relations, 2, False, torch.Generator().manual_seed(seed)) for seed in range(300)]
+    assert 0.66 < sum(int(matrix[0, 1] == 2) for matrix in halves) / len(halves) < 0.84, "1 - 1/2 * 1/2"
+    assert all(matrix[1, 0] == 3 for matrix in draws + halves)
 
 
 def test_weighted_draws_follow_the_iou():

@@ -24,7 +24,8 @@ class FasterRcnnGraph(PixelsToBoxes):
         detector = self.detector
         features = detector.backbone(normalize_images(images, sizes, detector.mean, detector.std))
         proposals, objectness = self._proposals(features, sizes)
-        logits, deltas = detector.box_predictor(detector.box_head(self._pool(features, proposals, objectness > 0)))
+        pooled = self._pool(features, proposals, objectness > 0)
+        logits, deltas = detector.roi_heads.box_predictor(detector.box_head(pooled))
         count, weights = proposals.shape[1], detector.roi_heads.box_coder.weights
         deltas = deltas.float().unflatten(1, (-1, 4))[:, 1:]
         boxes = decode_boxes(deltas, proposals.flatten(0, 1)[:, None], weights).unflatten(0, (-1, count))
