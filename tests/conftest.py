@@ -1,5 +1,6 @@
 """Processes that tests start import the toolkit of this checkout, wherever the installed one lies."""
 
+import logging
 import os
 import shutil
 import zlib
@@ -23,6 +24,13 @@ def pytest_collection_modifyitems(config, items):
         shares[zlib.crc32(item.nodeid.encode()) % parts == part].append(item)
     items[:] = shares[True]
     config.hook.pytest_deselected(items=shares[False])
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_logged():
+    """Again, after a program that was called in this process, and shows its warnings in its own way."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
