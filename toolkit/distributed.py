@@ -1,6 +1,6 @@
 """Collectives on which several processes agree; with one process (torch.distributed not initialised) they work too.
 
-Every function here but `world` and `seed_step` is a collective: all ranks call it, in the same order.
+Every function here but `world`, `leave` and `seed_step` is a collective: all ranks call it, in the same order.
 """
 
 import os
@@ -30,6 +30,13 @@ def world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def leave() -> None:
+    """Ends the process group after the last collective, so that no thread of it lives when Python ends: one that does
+    can abort the process, which a launcher takes for a failure of a run that is done."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def all_reduce(values: Tensor, op: str = "sum") -> Tensor:

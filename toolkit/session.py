@@ -29,7 +29,7 @@ from toolkit.data.batches import collate
 from toolkit.data.sampling import EpochSampler, SampleKey
 from toolkit.data.splits import READING, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
-from toolkit.distributed import agree_max, run_on_main, seed_step, state_from_main
+from toolkit.distributed import agree_max, leave, run_on_main, seed_step, state_from_main
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.evaluation.coco import check_ground_truth
 from toolkit.log import Log
@@ -144,6 +144,7 @@ def session(config: Any) -> Iterator[Session]:
                         state = "preempted" if isinstance(error, Preempted) else "failed"
                         s.log.attempt("ending the rows", partial(s.log.close, state))
                     raise
+    leave()
 
 
 def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
