@@ -40,6 +40,23 @@ def row(image_id, count, **extra):
 CATEGORIES = (Category(7, "a"), Category("x", "b"))
 
 
+def test_annotations_that_were_edited_are_told_image_by_image(tmp_path):
+    counts = {5: 0, 3: 3, 9: 1, 4: 2}
+    before, after = [row(*each) for each in counts.items()], [row(*each) for each in counts.items() if each[0] != 4]
+    after[1]["objects"]["bbox"][2] = (1.0, 2.0, 3.0, 5.0)
+    written = {"categories": CATEGORIES, "predicates": ("p", "q", "r")}
+    old, new, again, moved = (
+        write_rows(rows, cache_file=tmp_path / f"{name}.json", **written)
+        for name, rows in {"a": before, "b": [*after, row(7, 2)], "c": before, "d": [*before[:3], row(4, 2)]}.items()
+    )
+    identity = json.loads(json.dumps(old.identity()))
+    assert again.changed_since(identity) == moved.changed_since(identity) == ""
+    counts = "4 images with 6 boxes then, 4 images with 6 boxes now"
+    assert new.changed_since(identity) == f"{counts}; of the images 1 gone, 1 new, 1 with other boxes or labels"
+    assert new.head(3).changed_since(identity).endswith("of the images 1 gone, 1 with other boxes or labels")
+    assert new.changed_since(identity | {"file": "gone.arrow"}) == counts
+
+
 @pytest.mark.parametrize("ids", [[5, 3, 9], ["a", "b", "ü"]])
 def test_rows_come_back_and_may_be_written_to(tmp_path, ids):
     rows = [row(image_id, count) for image_id, count in zip(ids, (0, 3, 1), strict=True)]

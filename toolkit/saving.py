@@ -35,6 +35,7 @@ def save(t, best: bool = False) -> None:
         "ema": t.ema.state_dict() if t.ema is not None else None,
         "guard": t.guard.state_dict(),
         "budget": t.budget.state_dict() if t.budget is not None else None,
+        "data": {name: table.identity() for name, table in t.data.items()},
         "metric_for_best": t.best.metric,
         **t.best.state_dict(),
         **t.log.state_dict(),
@@ -92,7 +93,7 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         load_weights(t, checkpoint)
         if t.eval_only:
             return _load_best(t, checkpoint)
-        notes = t.sampler.load_state_dict(state["sampler"])
+        notes = _other_data(t, state) + t.sampler.load_state_dict(state["sampler"])
         if keep_schedule:
             _take_up_schedule(t, state)
         else:
@@ -114,6 +115,18 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
             f"--run.resume_schedule new goes on to step {asked}"
         )
     return notes + _load_best(t, checkpoint)
+
+
+def _other_data(t, state: Mapping) -> list[str]:
+    """Data whose annotations are not those of the checkpoint, which may be on purpose, and what is other in them."""
+    before = state.get("data", {})
+    changes = {name: table.changed_since(before[name]) for name, table in t.data.items() if name in before}
+    return [
+        f"the {name} data are not those of the checkpoint ({change}): the run goes on with what is there now, and is "
+        "not the one that was interrupted"
+        for name, change in changes.items()
+        if change
+    ]
 
 
 # Of a parameter group, what the settings say of its updates.

@@ -223,7 +223,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
         best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience), pace=pace,
         log=Log(s.is_main, run.meters, per_epoch, run.log_every), signals=s.signals, folder=s.folder, seed=run.seed,
         budget=StepBudget(run.max_minutes) if run.max_minutes else None, total_steps=total_steps, limit=limit,
-        max_norm=optim.max_norm, eval_only=run.eval_only,
+        max_norm=optim.max_norm, eval_only=run.eval_only, data={"training": table, "validation": val_table},
     )  # fmt: skip
     if not run.eval_only:
         t.warn_of_length()

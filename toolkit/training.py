@@ -17,6 +17,7 @@ from toolkit.batch import Batch
 from toolkit.data.batches import Prefetcher, windows
 from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, accumulation_at
+from toolkit.data.table import DetectionTable
 from toolkit.distributed import OUTSIDE_MICRO_BATCHES, agree_max, broadcast_object, seed_step
 from toolkit.draws import seed_micro_batch
 from toolkit.errors import BadInput, Preempted
@@ -78,6 +79,7 @@ class Training:
     saved_step: int = -1
     recut: int = 0
     last_row: dict[str, float | None] = field(default_factory=dict)
+    data: Mapping[str, DetectionTable] = field(default_factory=dict)  # tables by what they are for, to know them again
     start: Checkpoint | None = None  # what the run begins with, until a checkpoint stands
 
     def __post_init__(self):

@@ -1,5 +1,6 @@
 """Killed at exact moments and resumed, a run equals the uninterrupted one to the bit."""
 
+import json
 import os
 import re
 import shutil
@@ -194,6 +195,22 @@ def test_links_are_mended(server, script, finished):
     server.run(script, args).ok()
     assert os.readlink(folder / "checkpoints" / "latest") == "step_000006"
     assert os.readlink(folder / "checkpoints" / "best") == best
+
+
+def test_annotations_edited_before_a_resume_are_told(server, script, settings, data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    file = tmp_path / "data" / "annotations" / "train.json"
+    args = settings("--run.output_dir", tmp_path, "--data.train", file, "--run.resume", "latest", "--run.max_steps", 1)
+    first = server.run(script, args).ok()
+    again = server.run(script, [*args, "--run.max_steps", "2", "--run.resume_schedule", "new"]).ok()
+    document = json.loads(file.read_text())
+    for box in document["annotations"][:2]:
+        box["bbox"][2] /= 2
+    file.write_text(json.dumps(document))
+    edited = server.run(script, [*args, "--run.max_steps", "3", "--run.resume_schedule", "new"]).ok()
+    changed = "the training data are not those of the checkpoint"
+    assert changed in edited.text and "with other boxes or labels)" in edited.text
+    assert changed not in first.text + again.text and "validation data are not" not in edited.text
 
 
 def test_machines_without_a_shared_disk(server, script, resumable, tmp_path):

@@ -183,6 +183,37 @@ class DetectionTable:
         columns = (self.rows.column(name).to_pylist() for name in ImageRow._fields)
         return [ImageRow(*row) for row in zip(*columns, strict=True)]
 
+    def identity(self) -> dict[str, str | int | None]:
+        """JSON values by which `changed_since` tells this table from a later one."""
+        boxes = int(self.num_boxes().sum())
+        return {"fingerprint": self.fingerprint, "file": self.arrow_file.name, "images": len(self), "boxes": boxes}
+
+    def changed_since(self, before: Mapping) -> str:
+        """In words, how this table differs from the one whose `identity` was `before`; "" where it does not. Images are
+        compared one by one where that one is still in the cache."""
+        if before["fingerprint"] == self.fingerprint:
+            return ""
+        now, earlier = self.identity(), self.arrow_file.parent / str(before["file"])
+        counts = "{images:,} images with {boxes:,} boxes"
+        counts = f"{counts.format(**before)} then, {counts.format(**now)} now"
+        if not earlier.is_file():
+            return counts
+        old, new = (
+            table.annotations_by_image() for table in (DetectionTable(earlier, (), count=before["images"]), self)
+        )
+        common = old.keys() & new.keys()
+        parts = {"gone": len(old) - len(common), "new": len(new) - len(common)}
+        parts["with other boxes or labels"] = sum(old[image_id] != new[image_id] for image_id in common)
+        told = [f"{number:,} {what}" for what, number in parts.items() if number]
+        return f"{counts}; of the images {', '.join(told)}" if told else f"{counts}; other names, sizes or relations"
+
+    def annotations_by_image(self) -> dict[int | str, bytes]:
+        """Boxes, labels and crowd regions of every image, as bytes to compare."""
+        boxes = self.boxes()
+        columns = np.concatenate([boxes.xyxy, boxes.labels[:, None], boxes.iscrowd[:, None]], axis=1)
+        of_images = np.split(columns, boxes.offsets[1:-1])
+        return {image_id: rows.tobytes() for image_id, rows in zip(self.image_ids().tolist(), of_images, strict=True)}
+
     @property
     def class_names(self) -> list[str]:
         return [category.name for category in self.categories]
