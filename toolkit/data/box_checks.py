@@ -4,10 +4,10 @@ A valid entry costs a few operations on columns. Only entries that a mask catche
 file, so that each message can quote them.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,16 +20,28 @@ LARGEST_SIDE = 2**31  # pixels
 LARGEST_COORDINATE = 1e15  # pixels; sums and products of such ones stay finite
 
 
-@dataclass
 class Places:
     """Where annotations went: kept ones by `id` (ascending), with the position of their image among `images` and their
-    `row` among its boxes; dropped ones with the id of their image."""
+    `row` among its boxes; dropped ones with the id of their image. Relations alone ask for it."""
 
-    images: list[int | str]
-    id: np.ndarray
-    image: np.ndarray
-    row: np.ndarray
-    dropped: dict[int, object]
+    def __init__(self, images: list[int | str], boxes: Boxes, dropped: dict[int, object]):
+        self.images, self.boxes, self.dropped = images, boxes, dropped
+
+    @functools.cached_property
+    def _order(self) -> np.ndarray:
+        return np.argsort(self.boxes.ids, kind="stable")
+
+    @functools.cached_property
+    def id(self) -> np.ndarray:
+        return self.boxes.ids[self._order]
+
+    @functools.cached_property
+    def image(self) -> np.ndarray:
+        return self.boxes.image_index[self._order]
+
+    @functools.cached_property
+    def row(self) -> np.ndarray:
+        return self._order - self.boxes.offsets[self.image]
 
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
         """(N,) place in `id` of each; -1: not kept."""
@@ -65,7 +77,7 @@ def check_boxes(
     position = {image_id: at for at, image_id in enumerate(images)}
     image = a.image_ids.find(position)[np.array(a.image, np.int32)]
     label = a.category_ids.find(labels)[np.array(a.category, np.int32)]
-    xywh, ids = np.array(a.xywh, np.float64).reshape(-1, 4), np.array(a.id, np.int64)
+    xywh, ids = np.frombuffer(a.xywh).reshape(-1, 4), np.array(a.id, np.int64)  # xywh: a view, by far the largest
     xyxy, suspicious = _inside(xywh, image, list(rows.values()))
     odd = np.zeros(len(a), bool)
     odd[list(a.odd)] = True
@@ -108,21 +120,21 @@ def check_boxes(
     offsets = offsets_of(filled)
     extra = {"attributes": _attributes(a, order, attributes)} if attributes else {}
     boxes = Boxes(offsets, xyxy[order], label[order], None, area[order], crowd[order], ids[order], extra)
-    by_id = np.argsort(boxes.ids, kind="stable")
-    row = (np.arange(len(order)) - np.repeat(offsets[:-1], filled))[by_id]
-    return boxes, Places(images, boxes.ids[by_id], boxes.image_index[by_id], row, dropped)
+    return boxes, Places(images, boxes, dropped)
 
 
 def _inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[np.ndarray, np.ndarray]:
     """(boxes xyxy inside their images, those that `_box` has a word to say of)."""
     sizes = np.array([[row.width, row.height] if has_size(row) else [math.inf] * 2 for row in rows] or [[0, 0]], float)
-    size = sizes[image]
-    low, high = xywh[:, :2], xywh[:, :2] + xywh[:, 2:]
-    inner = np.concatenate([np.where(low < 0, 0, low), np.where(high > size, size, high)], axis=1)
+    size, inner = sizes[image], xywh.copy()  # large files: changed in place
+    low, high = inner[:, :2], inner[:, 2:]
     with np.errstate(invalid="ignore", over="ignore"):
-        over = np.maximum(inner[:, :2] - low, high - inner[:, 2:]).max(axis=1) > CLIP_TOLERANCE
-    wrong = ~(np.abs(xywh) < LARGEST_COORDINATE).all(axis=1) | (xywh[:, 2:] <= 0).any(axis=1)
-    return inner, wrong | over | (inner[:, 2:] <= inner[:, :2]).any(axis=1)
+        high += low
+        suspicious = (low < -CLIP_TOLERANCE).any(axis=1) | (high - size > CLIP_TOLERANCE).any(axis=1)
+    np.copyto(low, 0, where=low < 0)
+    np.copyto(high, size, where=high > size)
+    suspicious |= ~(np.abs(xywh) < LARGEST_COORDINATE).all(axis=1) | (xywh[:, 2:] <= 0).any(axis=1)
+    return inner, suspicious | (high <= low).any(axis=1)
 
 
 def _times(ids: np.ndarray, odd: Mapping[int, object]) -> dict[int, int]:
@@ -255,6 +267,8 @@ def check_relations(
     predicates: label of each predicate id.
     """
     r, count = relations, len(places.images)
+    if not len(r):
+        return Relations.none(count)
     subject_ids, object_ids = np.array(r.subject, np.int64), np.array(r.object, np.int64)
     label = r.predicate_ids.find(predicates)[np.array(r.predicate, np.int32)]
     said = r.image_ids.find({id_: at for at, id_ in enumerate(places.images)})

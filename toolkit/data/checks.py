@@ -54,6 +54,8 @@ class Checked:
 
     def without(self, image_ids: Set) -> "Checked":
         """Some images less."""
+        if not image_ids:
+            return self
         kept = np.array([row.image_id not in image_ids for row in self.images], bool)
         images = [row for row, stays in zip(self.images, kept.tolist(), strict=True) if stays]
         return replace(self, images=images, boxes=self.boxes.of_images(kept), relations=self.relations.of_images(kept))
@@ -206,16 +208,19 @@ def format_fault(annotations: Annotations, images: Mapping[int | str, ImageRow])
         images: by image id; boxes of others do not count.
     """
     boxes, sizes = _readable(annotations, images)
-    large = boxes[sizes.min(axis=1, initial=math.inf) >= SMALLEST_SIDE]
-    small = (np.abs(large) <= LARGEST_FRACTION).all(axis=1).sum()
-    whole = (large % 1 == 0).all(axis=1).sum()
-    if len(large) >= EVIDENCE and small >= MOST * len(large) and whole < 0.5 * len(large):
-        return _fractions(large)  # no number exceeds 1 and most are no whole ones, as no objects in pixels are
-    outside = {name: int(_outside(corners, sizes).sum()) for name, corners in _readings(boxes).items()}
-    doubtful = outside["xywh"]
-    other = min(("xyxy", "cxcywh"), key=outside.get)
+    large = sizes.min(axis=1, initial=math.inf) >= SMALLEST_SIDE
+    small = large & (np.abs(boxes) <= LARGEST_FRACTION).all(axis=1)
+    if large.sum() >= EVIDENCE and small.sum() >= MOST * large.sum():
+        fractions = boxes[large]
+        if (fractions % 1 == 0).all(axis=1).sum() < 0.5 * len(fractions):
+            return _fractions(fractions)  # no number exceeds 1 and most are no whole ones, as no objects in pixels are
+    doubtful = _outside(boxes, "xywh", sizes)
+    if doubtful < EVIDENCE:
+        return None
+    outside = {name: _outside(boxes, name, sizes) for name in ("xyxy", "cxcywh")}
+    other = min(outside, key=outside.get)
     wrong = outside[other]
-    if len(boxes) < EVIDENCE or doubtful < EVIDENCE or wrong * TIMES_BETTER > doubtful:
+    if wrong * TIMES_BETTER > doubtful:
         return None
     called, formula = NAMES[other]
     return (
@@ -227,7 +232,7 @@ def format_fault(annotations: Annotations, images: Mapping[int | str, ImageRow])
 
 def _fractions(boxes: np.ndarray) -> str:
     one = np.ones((len(boxes), 2))
-    outside = {name: int(_outside(corners, one, 0.01).sum()) for name, corners in _readings(boxes).items()}
+    outside = {name: _outside(boxes, name, one, 0.01) for name in _READ_AS}
     name = min(_READ_AS, key=outside.get)
     called, formula = NAMES[name]
     others = [NAMES[other][0] for other in _READ_AS if other != name and outside[other] == outside[name]]
@@ -245,7 +250,8 @@ def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) ->
     known = {id_: (row.width, row.height) for id_, row in images.items() if _is_size(row)}
     sizes = np.array([known.get(id_, (math.nan, math.nan)) for id_ in annotations.image_ids.values], np.float64)
     sizes = sizes.reshape(-1, 2)[np.array(annotations.image, np.int32)]
-    boxes = np.array(annotations.xywh, np.float64).reshape(-1, 4)
+    boxes = np.frombuffer(annotations.xywh).reshape(-1, 4)
+    boxes = boxes.copy() if annotations.odd else boxes
     kept = (np.array(annotations.crowd, np.int8) == 0) & ~np.isnan(sizes[:, 0])
     for number, entry in annotations.odd.items():
         bbox, image_id = (entry.get("bbox"), entry.get("image_id")) if isinstance(entry, dict) else (None, None)
@@ -254,7 +260,7 @@ def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) ->
         if kept[number]:
             boxes[number], sizes[number] = [_number(value) for value in bbox], known[image_id]
     kept &= (np.abs(boxes) < LARGEST).all(axis=1)
-    return boxes[kept], sizes[kept]
+    return (boxes, sizes) if kept.all() else (boxes[kept], sizes[kept])
 
 
 def _number(value: object) -> float:
@@ -267,18 +273,13 @@ def _is_size(row: ImageRow) -> bool:
     return all(isinstance(side, int | float) and 0 < side < LARGEST for side in (row.width, row.height))
 
 
-def _readings(boxes: np.ndarray) -> dict[str, np.ndarray]:
-    """Corners (N, 4) by format that the numbers are taken to be in."""
-    first, second = boxes[:, :2], boxes[:, 2:]
-    return {
-        "xywh": np.concatenate([first, first + second], axis=1),
-        "xyxy": boxes,
-        "cxcywh": np.concatenate([first - second / 2, first + second / 2], axis=1),
-    }
-
-
-def _outside(corners: np.ndarray, sizes: np.ndarray, rounding: float = PIXELS) -> np.ndarray:
-    """(N,) bool: boxes without extent, or outside their image by more than a slip."""
-    sides = corners[:, 2:] - corners[:, :2]
+def _outside(boxes: np.ndarray, read_as: str, sizes: np.ndarray, rounding: float = PIXELS) -> int:
+    """How many boxes of that format are without extent, or outside their image by more than a slip."""
+    low, high = boxes[:, :2], boxes[:, 2:]
+    if read_as == "xywh":
+        high = low + high
+    elif read_as == "cxcywh":
+        low, high = low - high / 2, low + high / 2
+    sides = high - low
     slip = np.maximum(OVERSHOOT * sides, rounding)
-    return ((sides <= 0) | (corners[:, :2] < -slip) | (corners[:, 2:] > sizes + slip)).any(axis=1)
+    return int(((sides <= 0) | (low < -slip) | (high > sizes + slip)).any(axis=1).sum())
