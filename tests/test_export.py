@@ -169,6 +169,8 @@ def test_files_predict_on_images_of_any_size_as_the_detector(ssd, detectors, tmp
 class SamePadded(torch.nn.Module):
     """A backbone with TensorFlow's "same" padding, as timm has it."""
 
+    exported_sides = "any"
+
     def __init__(self, stride: int):
         super().__init__()
         torch.manual_seed(0)
@@ -181,8 +183,6 @@ class SamePadded(torch.nn.Module):
 
 
 class CellsAsBoxes(PixelsToBoxes):
-    sides = "any"
-
     def found(self, images, sizes):
         cells = self.detector(images)
         return cells[..., :4], cells[..., 4].exp(), torch.zeros_like(cells[..., 4], dtype=torch.int64)
@@ -263,6 +263,15 @@ def test_final_folder_gets_both_files_in_float32_after_a_training_in_bfloat16(de
     assert detector.training and "model.pt2 scores" in said and "model.onnx scores" in said
     assert check_outputs(make_graph(plain), tmp_path / "model.onnx", images)
     assert open_predictor(tmp_path / "model.onnx").categories == CATEGORIES
+
+
+def test_images_below_the_smallest_side_get_a_file_of_their_size(detectors, tmp_path):
+    told, size = [], {"height": 32, "width": 32}
+    asked = {"categories": CATEGORIES, "size": size, "source": "", "say": told.append}
+    files, graph = export_detector(detectors("yolov3"), tmp_path, ("onnx",), **asked)
+    assert graph.sides == "fixed"
+    assert "files of several sizes begin with 64 pixels: this one takes 32 x 32 alone" in told
+    assert check_outputs(graph, files["onnx"], images_of(2, 32, 32))
 
 
 def test_other_files_are_bad_input(tmp_path):

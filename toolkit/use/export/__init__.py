@@ -58,7 +58,11 @@ def export_detector(
     graph = make_graph(detector, top_k)
     architecture, stride = detector.options["architecture"], graph.detector.stride
     say(f"tracing {architecture} with torch.export")
-    program = trace(graph, trace_hw(graph.sides, stride, size, architecture))
+    height, width = trace_hw(graph.sides, stride, size, architecture)
+    if graph.sides != "fixed" and min(height, width) < graph.smallest_side:
+        graph.sides = "fixed"
+        say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
+    program = trace(graph, (height, width))
     about = About(architecture, categories, size, graph.sides, stride, score_threshold, top_k, source)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

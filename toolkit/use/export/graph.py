@@ -21,18 +21,15 @@ class PixelsToBoxes(nn.Module):
 
     forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4) float32 xyxy in pixels of these images, scores (B, K),
     labels (B, K) int64, best first; K = top_k. A row without a detection has score 0 and label -1. Images have the
-    sides that the detector's `exported_sides` says.
+    sides that the detector's `exported_sides` says, or one size where that is below `smallest_side`.
     """
 
     def __init__(self, detector: nn.Module, top_k: int):
         super().__init__()
         self.detector, self.top_k = detector, top_k
-        # Of images of any size, in pixels: a map of a single cell would be taken for one that always has one.
-        self.smallest_side = max(33, detector.stride + 1)
-
-    @property
-    def sides(self) -> str:
-        return self.detector.exported_sides
+        self.sides = detector.exported_sides
+        # Of images of several sizes, in pixels: a map of a single cell would be taken for one that always has one.
+        self.smallest_side = 2 * detector.stride if self.sides == "multiples" else max(33, detector.stride + 1)
 
     def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the detector's `decode` gives, of images whose sides are multiples of its stride."""
@@ -42,7 +39,7 @@ class PixelsToBoxes(nn.Module):
         height, width = images.shape[-2:]
         sizes = torch.tensor([height, width], device=images.device).expand(images.shape[0], 2)
         stride = self.detector.stride
-        if self.sides == "any" and stride > 1:
+        if self.detector.exported_sides == "any" and stride > 1:
             # of -height % stride SymPy simplifies nothing, and ONNX rounds the quotient of a negative number up
             rows, columns = (height + stride - 1) // stride, (width + stride - 1) // stride
             images = pad(images, (0, columns * stride - width, 0, rows * stride - height))
