@@ -160,7 +160,7 @@ class Log:
         """
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         try:
-            with waiting_aloud(f"a row of {self.writer.folder}", self.say):
+            with waiting_aloud(f"the row of step {step} in metrics.jsonl", self.say):
                 self.writer.log({"step": step, "epoch": epoch, "time_s": round(self.elapsed_s, 3), **values})
         except BadInput as error:
             self.trouble = self.trouble or str(error)
