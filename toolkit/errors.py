@@ -52,10 +52,10 @@ def all_faults(*calls: Callable[[], Any]) -> list:
 def sentence(error: Exception) -> BadInput | None:
     """What the file system refuses, or memory that runs out, in one sentence with what to do; None for other errors."""
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = str(error).partition("\n")[0]
         return BadInput(
-            f"out of memory: {reason}. What is to be done: allow this process more (`ulimit -v`, the limit of the job "
-            "or container), or let it need less: fewer workers, smaller batches, fewer images at a time."
+            f"out of memory{reason and f': {reason}'}. What is to be done: allow this process more (`ulimit -v`, the "
+            "limit of the job or container), or let it need less: fewer workers, smaller batches, fewer images at a time."
         )
     if not isinstance(error, OSError) or error.errno not in _ADVICE:
         return None
