@@ -54,8 +54,8 @@ def sentence(error: Exception) -> BadInput | None:
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
         reason = str(error).partition("\n")[0]
         return BadInput(
-            f"out of memory{reason and f': {reason}'}. What is to be done: allow this process more (`ulimit -v`, the "
-            "limit of the job or container), or let it need less: fewer workers, smaller batches, fewer images at a time."
+            f"out of memory{reason and f': {reason}'}. What is to be done: allow this process more (`ulimit -v`, "
+            "the limit of the job or container), or let it need less: fewer workers, smaller batches or images."
         )
     if not isinstance(error, OSError) or error.errno not in _ADVICE:
         return None
