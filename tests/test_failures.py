@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from toolkit.command_line import parse_config, run_script
-from toolkit.errors import BadInput, FailedElsewhere
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput, FailedElsewhere, says_bad_input
 from toolkit.runs import processes
-from toolkit.runs.failures import as_sentences, attempt
+from toolkit.runs.failures import as_sentences, attempt, waiting_aloud
 from toolkit.runs.launcher import refuse
 from toolkit.runs.settings import OptimConfig, RunConfig
 from toolkit.runs.writer import RunWriter
@@ -40,6 +42,74 @@ def test_what_the_file_system_refuses_is_one_sentence(number):
     with pytest.raises(BadInput) as caught, as_sentences():
         raise OSError(number, "x", "/a/" + "b" * 300)
     assert "What is to be done: " in str(caught.value) and len(str(caught.value)) < 450
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), MemoryError("Unable to allocate 26.0 MiB"), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+    ImportError("scipy/_core.so: failed to map segment from shared object"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: Error code 12 (Cannot allocate memory)"),
+])  # fmt: skip
+def test_memory_that_runs_out_is_one_sentence_in_every_program(error, capsys):
+    def main(*_):
+        raise error
+
+    for program in (lambda: run_script(main, Config, argv=[]), says_bad_input(main)):
+        assert program() == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: out of memory") and "`ulimit -v`" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ImportError("no module"), RuntimeError("shapes differ"), OSError("a defect")])
+def test_other_errors_keep_their_traceback(error):
+    def main():
+        raise error
+
+    with pytest.raises(type(error)), as_sentences():
+        main()
+    with pytest.raises(type(error)):
+        says_bad_input(main)()
+
+
+def test_what_the_file_system_refuses_a_program_is_one_sentence(capsys):
+    def main():
+        raise OSError(errno.EROFS, "x", "/runs/x/final/README.md")
+
+    assert says_bad_input(main)() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: /runs/x/final/README.md: Read-only file system. What is to be done: make it")
+    assert "--run.resume" not in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit of the address space, as Linux has it")
+def test_a_table_that_finds_no_room_in_the_address_space_is_one_sentence(tmp_path):
+    import resource
+
+    with open(tmp_path / "table.arrow", "wb") as file:
+        file.truncate(2**41)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**40, before[1]))
+    try:
+        with pytest.raises(BadInput, match="out of memory: .*`ulimit -v`"), as_sentences():
+            DetectionTable(tmp_path / "table.arrow", ()).rows  # noqa: B018
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_disk_that_stalls_is_waited_for_and_that_is_said(monkeypatch):
+    said, told = [], threading.Event()
+
+    def say(text):
+        said.append(text)
+        told.set()
+
+    with waiting_aloud("the checkpoint of step 3", say, after_s=0):
+        assert told.wait(60)
+    (text,) = said
+    assert text.startswith("still waiting for the disk, for 0 s now: the checkpoint of step 3; ")
+    with waiting_aloud("a row", said.append):
+        (timer,) = (each for each in threading.enumerate() if isinstance(each, threading.Timer))
+        assert timer.interval == 30
+    assert timer.finished.is_set() and len(said) == 1
 
 
 def test_other_errors_of_the_system_keep_their_traceback():

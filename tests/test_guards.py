@@ -239,6 +239,7 @@ class TestNanOnOneOfTwoRanks:
             assert "_NanBackward" in report["backward"]
         text = (report_folder / "rank1" / "report.txt").read_text()
         assert f"python scripts/replay.py {report_folder / 'rank1'}" in text and "s3r1m1i0" in text
+        assert "--trust" in text
         assert "rank 1" in ranks[0][kind, policy][1][0]
 
         detector = Detector()

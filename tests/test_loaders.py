@@ -1,7 +1,9 @@
 """pytest tests/test_loaders.py"""
 
 import copy
+import os
 import resource
+import signal
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from PIL import Image
 from torchvision.transforms import functional as F
 
 from toolkit.batch import Batch, normalize_images, pixel_mask
-from toolkit.data.batches import collate, make_loader, windows
+from toolkit.data.batches import collate, make_loader, naming_killed_workers, windows
 from toolkit.data.dataset import DetectionDataset, sample_generator
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.data.table import Category
@@ -78,6 +80,28 @@ def epochs(loader, sampler, first, last):
             batches += window
             sampler.advance_batches(len(window))
     return batches
+
+
+class Killing(DetectionDataset):
+    """Whoever makes the sixth image is killed, as the kernel does where memory runs out."""
+
+    def __getitem__(self, key):
+        if key.index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(key)
+
+
+def test_a_worker_that_is_killed_is_named_with_its_batch_and_what_to_lower(table):
+    with pytest.raises(BadInput) as caught, naming_killed_workers():
+        list(make_loader(Killing(table, ResizeShorter((30,))), EvalSampler(COUNT, 2), workers=2))
+    said = str(caught.value)
+    assert "killed by signal: Killed; it was worker 0, its last batch began with 4.jpg (id 104), 5.jpg" in said
+    assert "data.workers" in said and "--run.resume latest" in said and "\n" not in said
+
+
+def test_other_errors_of_torch_stay_as_they_are():
+    with pytest.raises(RuntimeError, match="shapes differ"), naming_killed_workers():
+        raise RuntimeError("shapes differ")
 
 
 # ---- dataset ---------------------------------------------------------------------------------------------------------

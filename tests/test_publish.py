@@ -19,7 +19,7 @@ from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.card import write_card
-from toolkit.use.publish import check_push, final_folder, push
+from toolkit.use.publish import check_push, final_folder, push, write_run_card
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate: large")]
 SETTINGS = {
@@ -67,6 +67,22 @@ def test_the_card_is_read_by_the_hub_and_says_where_the_model_comes_from(run):
     again = ModelCard.load(run / "final" / "README.md")
     assert "`[plate](http://b.c) <img src=x>`" in again.text and again.text.count("<img") == 1
     assert again.data.license == "mit" and "| AP | 0.3100 | 0.2500 to 0.3600 |" in again.text
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    ("config.yaml", "model: {"), ("config.yaml", "[1]"), ("metrics.jsonl", "no row\n"), ("final/config.json", "{"),
+    ("final/config.json", "{}"), ("final/categories.json", "[{}]"), ("environment.json", '{"hardware": 3}'),
+])  # fmt: skip
+def test_a_damaged_file_of_the_run_is_one_sentence(run, file, content):
+    (run / file).write_text(content)
+    with pytest.raises(BadInput, match="final|config|metrics"):
+        write_run_card(run)
+
+
+def test_the_torn_row_that_a_kill_leaves_is_left_out(run):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 12, "val/em')
+    assert "0.3100" in write_run_card(run).read_text()
 
 
 def test_a_folder_without_a_run_has_a_card_too(tmp_path):

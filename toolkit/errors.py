@@ -1,11 +1,25 @@
 """The errors that end a run on purpose; each becomes one message, an exit code and an entry in status.json."""
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 from toolkit.text import lasting_console
+
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on that disk (space, or inodes: `df -h` and `df -i`)"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it readable and writable, or give another place"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (`ulimit -n`), or lower data.workers"),
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.EFBIG: "that file system or `ulimit -f` takes no larger files; give another place",
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV), "the disk or its server fails; look at it"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "it was removed or replaced; put it back"),
+}
+# no memory, as pyarrow and torch say it, and libraries that are being loaded
+_NO_MEMORY = ("Cannot allocate memory", "failed to map segment")
 
 
 class BadInput(Exception):
@@ -35,6 +49,21 @@ def all_faults(*calls: Callable[[], Any]) -> list:
     return made
 
 
+def sentence(error: Exception) -> BadInput | None:
+    """What the file system refuses, or memory that runs out, in one sentence with what to do; None for other errors."""
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        reason = str(error).partition("\n")[0]
+        return BadInput(
+            f"out of memory{reason and f': {reason}'}. What is to be done: allow this process more (`ulimit -v`, "
+            "the limit of the job or container), or let it need less: fewer workers, smaller batches or images."
+        )
+    if not isinstance(error, OSError) or error.errno not in _ADVICE:
+        return None
+    place = f"{error.filename}: " if error.filename else ""
+    shown = place if len(place) < 200 else f"{place[:80]}… ({len(place)} characters): "
+    return BadInput(f"{shown}{os.strerror(error.errno)}. What is to be done: {_ADVICE[error.errno]}.")
+
+
 class StoppedByGuard(Exception):
     """The NaN guard ended the run before a non-finite value reached the weights. Exit code 3."""
 
@@ -54,15 +83,19 @@ class FailedElsewhere(Exception):
 
 
 def says_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Wraps the `main` of a command: bad input becomes one message and its exit code; nothing returned means 0."""
+    """Wraps the `main` of a command: bad input, and what `sentence` knows, becomes one message and its exit code;
+    nothing returned means 0."""
 
     @wraps(main)
     def wrapped(*arguments, **named) -> int:
         with lasting_console():
             try:
                 return main(*arguments, **named) or 0
-            except BadInput as error:
-                print(f"error: {error}", file=sys.stderr)
-                return error.exit_code
+            except (BadInput, MemoryError, OSError, ImportError, RuntimeError) as error:
+                told = error if isinstance(error, BadInput) else sentence(error)
+                if told is None:
+                    raise
+                print(f"error: {told}", file=sys.stderr)
+                return told.exit_code
 
     return wrapped

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from toolkit.distributed import gather_objects
 from toolkit.errors import BadInput
-from toolkit.runs.failures import attempt
+from toolkit.runs.failures import attempt, waiting_aloud
 from toolkit.runs.writer import RunWriter
 from toolkit.step.compiling import GraphCount
 from toolkit.step.length import is_time
@@ -160,7 +160,8 @@ class Log:
         """
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         try:
-            self.writer.log({"step": step, "epoch": epoch, "time_s": round(self.elapsed_s, 3), **values})
+            with waiting_aloud(f"the row of step {step} in metrics.jsonl", self.say):
+                self.writer.log({"step": step, "epoch": epoch, "time_s": round(self.elapsed_s, 3), **values})
         except BadInput as error:
             self.trouble = self.trouble or str(error)
 

@@ -11,6 +11,7 @@ from toolkit.distributed import run_on_main
 from toolkit.errors import BadInput
 from toolkit.files import fsync_folder
 from toolkit.runs.checkpoint import Checkpoint, bring_best, repair_latest, save_checkpoint
+from toolkit.runs.failures import waiting_aloud
 from toolkit.runs.settings_file import Change
 from toolkit.step.optim import load_state
 
@@ -55,7 +56,8 @@ def save(t, best: bool = False) -> None:
         folder, own = t.folder / "checkpoints", t.extra.state_dict()
         save_checkpoint(folder, t.step, **content, **keeping, kind="run", extra=own)
 
-    run_on_main(write)
+    with waiting_aloud(f"the checkpoint of step {t.step} in {t.folder}", t.log.say):
+        run_on_main(write)
 
 
 def tensors_of(t) -> dict[str, Mapping[str, Tensor]]:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from toolkit.batch import Batch
 from toolkit.data import pipeline
-from toolkit.data.batches import collate
+from toolkit.data.batches import collate, naming_killed_workers
 from toolkit.data.sampling import EpochSampler, SampleKey
 from toolkit.data.splits import READING, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
@@ -125,6 +125,7 @@ def session(config: Any) -> Iterator[Session]:
             run_status(folder, is_main) as status,
             watchdog(status.write),
             as_sentences(),
+            naming_killed_workers(),
         ):
             set_threads(run.threads, accelerator.device)
             checkpoint, messages = state_from_main(lambda: resolve_resume(run.resume, folder))

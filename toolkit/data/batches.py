@@ -7,18 +7,25 @@ The sampler's `offset`, which a checkpoint stores, therefore moves only when the
 `sampler.advance...()` after a window is consumed. Keys carry the epoch, so persistent workers need not be told of it.
 """
 
+import os
+import re
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from toolkit.batch import Batch, Target
 from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.errors import BadInput
 from toolkit.signals import ignore_in_worker
+
+NAMED_IMAGES = 8  # of the batch of a worker that was killed
+_open: "weakref.WeakSet[_Batches]" = weakref.WeakSet()  # those that have workers in this process
 
 
 def collate(samples: Sequence[tuple[Tensor, Target]], stride: int = 1) -> Batch:
@@ -46,10 +53,11 @@ def make_loader(
     workers: processes (0: load in this one); they stay alive between epochs and use one thread each.
     pin: batches arrive in page-locked memory, for asynchronous copies to a GPU.
 
-    A sample that raises BadInput in a worker raises the same BadInput here, naming file and image id.
+    A sample that raises BadInput in a worker raises the same BadInput here, naming file and image id; a worker that is
+    killed raises what `naming_killed_workers` says.
     """
     return _Loader(
-        _Batches(dataset, stride),
+        _Batches(dataset, stride, workers),
         sampler=sampler,  # yields the keys of a whole batch
         batch_size=None,
         num_workers=workers,
@@ -71,10 +79,18 @@ def windows(loader: Iterable[Batch], accumulation_steps: int) -> Iterator[list[B
 class _Batches(Dataset):
     """Whole batches by their keys. BadInput becomes the item: raised in a worker it would arrive as a traceback."""
 
-    def __init__(self, dataset: Dataset, stride: int):
+    def __init__(self, dataset: Dataset, stride: int, workers: int):
         self.dataset, self.stride = dataset, stride
+        # of each worker: its process, and the first images of its last batch, -1 after them
+        self.at_work = torch.full((workers, 1 + NAMED_IMAGES), -1).share_memory_()
+        if workers:
+            _open.add(self)
 
     def __getitem__(self, keys: list[SampleKey]) -> Batch | BadInput:
+        if (worker := get_worker_info()) is not None:
+            images = [key.index for key in keys[:NAMED_IMAGES]]
+            noted = [os.getpid(), *images, *[-1] * (NAMED_IMAGES - len(images))]
+            self.at_work[worker.id] = torch.tensor(noted)
         try:
             samples = [self.dataset[key] for key in keys]
         except BadInput as error:
@@ -88,13 +104,43 @@ class _Loader(DataLoader):
     """DataLoader that raises the failures its workers report."""
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(_raised, super().__iter__())  # the sampler is asked where it stands when iter() is called
+        with naming_killed_workers():
+            return _raised(super().__iter__())  # the sampler is asked where it stands when iter() is called
 
 
-def _raised(item: Batch | BadInput) -> Batch:
-    if isinstance(item, BadInput):
-        raise item
-    return item
+def _raised(items: Iterator[Batch | BadInput]) -> Iterator[Batch]:
+    with naming_killed_workers():
+        for item in items:
+            if isinstance(item, BadInput):
+                raise item
+            yield item
+
+
+@contextmanager
+def naming_killed_workers() -> Iterator[None]:
+    """Turns torch's error about a worker that was killed, which can come up anywhere in the main thread, into a
+    sentence. Raises BadInput with the worker, the images of its last batch, and what to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        killed = error.__cause__ if "exited unexpectedly" in str(error) and error.__cause__ else error
+        if not (found := re.match(r"DataLoader worker \(pid(?:\(s\))? (\d+)", str(killed))):
+            raise
+        at = [_last_batch(batches, int(found[1])) for batches in _open]
+        raise BadInput(
+            f"{str(killed).strip().rstrip('.')}{''.join(at)}. Most often the system ran out of memory: lower "
+            "data.workers, data.batch_size_per_device or the size of the images, or allow the job more memory (shared "
+            "memory too), then go on with --run.resume latest."
+        ) from error
+
+
+def _last_batch(batches: _Batches, process: int) -> str:
+    """Where a process was in its work, in words; nothing where it is none of their workers."""
+    for worker, (pid, *images) in enumerate(batches.at_work.tolist()):
+        if pid == process:
+            names = ", ".join(batches.dataset.table.image_name(index) for index in images if index >= 0)
+            return f"; it was worker {worker}, its last batch began with {names}"
+    return ""
 
 
 class Prefetcher:

@@ -8,8 +8,9 @@ from pathlib import Path
 import yaml
 
 from toolkit.errors import BadInput
-from toolkit.files import read_json_object, write_text_atomic
-from toolkit.runs.settings_file import CONFIG
+from toolkit.files import read_json, read_json_object, write_text_atomic
+from toolkit.runs.metrics_log import read_metrics
+from toolkit.runs.settings_file import CONFIG, read_groups
 from toolkit.text import as_code, in_markdown
 
 SHOWN = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
@@ -68,8 +69,8 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
     """
     folder = Path(folder)
     run = folder.parent if (folder.parent / CONFIG).is_file() else None
-    config = json.loads((folder / "config.json").read_text())
-    settings = yaml.safe_load((run / CONFIG).read_text()) if run else {}
+    config = read_json(folder / "config.json")
+    settings = read_groups(run / CONFIG) if run else {}
     environment = read_json_object(run / "environment.json") if run else {}
     row = best_row(run) if run else {}
     of_run, of_folder = ((known.get("model") or {}).get("architecture") for known in (settings, config))
@@ -109,13 +110,11 @@ def _counted_classes(names: Sequence[str]) -> str:
 def best_row(run: Path) -> dict:
     """The evaluation of the best checkpoint of a run, without its prefix; empty when there is none."""
     state = read_json_object(run / "checkpoints" / "best" / "state.json")
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-        metric = yaml.safe_load((run / CONFIG).read_text())["eval"]["metric_for_best"]
-    except (OSError, KeyError):
+    metric = (read_groups(run / CONFIG).get("eval") or {}).get("metric_for_best")
+    if not isinstance(metric, str):
         return {}
     prefix = "val/ema/" if metric.startswith("ema/") else "val/"
-    rows = [row for row in map(json.loads, lines) if f"{prefix}bbox_AP" in row]
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if f"{prefix}bbox_AP" in row]
     rows = [row for row in rows if row["step"] == state.get("step")] or rows
     if not rows:
         return {}

@@ -1,7 +1,6 @@
 """Failures around a training: optional parts cost one line when they fail, errors of the system become sentences."""
 
-import errno
-import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -9,42 +8,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, sentence
 
 ERRORS = "errors.log"
-_ADVICE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on that disk (space, or inodes: `df -h` and `df -i`)"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it readable and writable, or give another place"),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (`ulimit -n`), or lower data.workers"),
-    errno.ENAMETOOLONG: "give a shorter name",
-    errno.EFBIG: "that file system or `ulimit -f` takes no larger files; give another place",
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV), "the disk or its server fails; look at it"),
-    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "it was removed or replaced; put it back"),
-}
-
-
-def sentence(error: OSError) -> BadInput | None:
-    """An error of the file system in one sentence with what to do; None for other errors of the system."""
-    if error.errno not in _ADVICE:
-        return None
-    place = f"{error.filename}: " if error.filename else ""
-    shown = place if len(place) < 200 else f"{place[:80]}… ({len(place)} characters): "
-    return BadInput(
-        f"{shown}{os.strerror(error.errno)}. What is to be done: {_ADVICE[error.errno]}, then go on with "
-        "--run.resume latest; earlier checkpoints are untouched."
-    )
 
 
 @contextmanager
 def as_sentences() -> Iterator[None]:
-    """Turns errors of the file system inside the block into sentences. Raises BadInput."""
+    """Turns errors of the file system inside the block, and memory that runs out, into sentences. Raises BadInput."""
     try:
         yield
-    except OSError as error:
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
         told = sentence(error)
         if told is None:
             raise
-        raise told from error
+        raise BadInput(f"{told} Then go on with --run.resume latest; earlier checkpoints are untouched.") from error
+
+
+@contextmanager
+def waiting_aloud(what: str, say: Callable[[str], None], after_s: float = 30) -> Iterator[None]:
+    """Says once what a block waits for, if it has not ended after `after_s`: a disk that stalls is waited for."""
+    told = f"still waiting for the disk, for {after_s:g} s now: {what}; the run goes on when it answers"
+    timer = threading.Timer(after_s, say, [told])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[[str], None]) -> Any:

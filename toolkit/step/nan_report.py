@@ -431,5 +431,6 @@ def _text(report: Facts, folder: Path) -> str:
         f"Parameters with non-finite gradients ({len(gradients)}): {', '.join(gradients[:20])}",
         "Run it again:",
         f"  python scripts/replay.py {folder}",
+        "  (with --trust where the script or the detector of the run is none of this project's: it would be run)",
     ]
     return "\n".join(lines) + "\n"

@@ -33,11 +33,15 @@ def report_and_card(run_folder: Path, table, trained: bool) -> None:
 def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
     """Writes the model card of a run or `final/` folder again, with what the run's report has found since.
 
-    Raises BadInput: no such folder, or no such licence.
+    Raises BadInput: no such folder, no such licence, or a file of the run that is damaged.
     """
     folder = final_folder(source)
     check_licence(licence)
-    return write_card(folder, [each["name"] for each in read_json(folder / "categories.json", list)], licence)
+    try:
+        names = [each["name"] for each in read_json(folder / "categories.json", list)]
+        return write_card(folder, names, licence)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise BadInput(f"{folder}: a file there or of its run is not as a run writes it: {error!r}") from error
 
 
 def push(source: str | Path, name: str, *, private: bool = False, licence: str = LICENCE, say=print) -> str:
