@@ -39,6 +39,7 @@ from toolkit.models.weights.pretrained import open_pretrained
 from toolkit.runs.checkpoint_content import FORMAT
 from toolkit.runs.metrics_log import read_metrics
 from toolkit.runs.open_run import open_run, open_script
+from toolkit.runs.settings_file import load_config_dict
 from toolkit.step.nan_report import load_report
 from toolkit.use.export.files import KEY, open_file
 from toolkit.use.open import open_predictor, rebuild_detector

@@ -173,9 +173,14 @@ def load_detector(run: Run, weights: str) -> Detector:
 def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
     """The detector that `config.yaml` describes, randomly initialised, frozen as told; nothing is downloaded.
 
-    config: of `load_config_dict`.
+    config: of `load_config_dict`. Raises BadInput: nothing can be built of its settings, as of `d_model: -8`.
     """
     settings = {**config["model"], "pretrained_backbone": False}
-    detector = build_detector(**settings, class_names=class_names)
+    try:
+        detector = build_detector(**settings, class_names=class_names)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
+        raise BadInput(
+            f"config.yaml of the run: its group model builds no detector: {error!r}; put back what the run wrote"
+        ) from error
     freeze_prefixes(detector, settings.get("freeze_prefixes", ()))
     return detector
