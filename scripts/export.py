@@ -30,6 +30,7 @@ from toolkit.data.decoding import decode_image
 from toolkit.data.splits import open_split
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.models import options_class
 from toolkit.runs.open_run import run_folder_of
 from toolkit.runs.settings_file import load_config_dict
 from toolkit.signals import interrupt_ends_at_once
@@ -142,9 +143,10 @@ def validation_table(arguments: argparse.Namespace):
     if arguments.split is not None:
         return open_split(arguments.split, say=print, image_dir=arguments.image_dir, format=arguments.format)
     try:
-        config = load_config_dict(run_folder_of(Path(arguments.model).expanduser()) / "config.yaml")
+        folder = run_folder_of(Path(arguments.model).expanduser())
     except BadInput:
         return None
+    config = load_config_dict(folder / "config.yaml", options_class, needed=("model", "data"))
     return open_split(**data_settings(config, SplitOptions()), say=print)
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from toolkit.errors import says_bad_input
 from toolkit.files import read_json_object
+from toolkit.models import options_class
+from toolkit.models.final import load_weights
 from toolkit.replay_session import loop_of_script, weights_as_they_were, window_of_report
 from toolkit.runs.open_run import open_script
 from toolkit.runs.settings_file import load_config_dict, newest_config
@@ -32,9 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     folder = given.folder
     report, batches, state, extra = load_report(folder)
     run = folder.absolute().parents[2]
-    config = load_config_dict(newest_config(run))
+    config = load_config_dict(newest_config(run), options_class)
     detector = rebuild_detector(config, [category["name"] for category in report["categories"]])
-    detector.load_state_dict(state)
+    load_weights(detector, state, folder)
     print((folder / "report.txt").read_text())
     script, remark = open_script(read_json_object(run / "environment.json").get("script"))
     if remark:

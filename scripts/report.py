@@ -15,12 +15,13 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from toolkit.errors import says_bad_input
+from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.report import PREDICTIONS
 from toolkit.evaluation.report.comparison import settings_without_seed
-from toolkit.evaluation.report.facts import run_facts
+from toolkit.evaluation.report.facts import read_records, run_facts
 from toolkit.evaluation.report.judgement import judge
 from toolkit.evaluation.report.write import write_comparison, write_page
+from toolkit.runs.open_run import run_folder_of
 from toolkit.text import ShortUsage
 from toolkit.trust import trust_files
 from toolkit.use.open import add_flags
@@ -32,6 +33,8 @@ def report(arguments: argparse.Namespace) -> Path:
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
     names = _names(arguments.sources)
+    for folder in filter(None, map(_run_folder, arguments.sources)):
+        read_records(folder)  # what is wrong with them is told before anything is predicted
     judged = []
     for source, name in zip(arguments.sources, names, strict=True):
         found = open_any(_file_of_run(source, arguments.weights, options), arguments.weights, options, accelerator)
@@ -51,6 +54,13 @@ def _file_of_run(source: str, weights: str | None, options: SplitOptions) -> Pat
     """The predictions that a run has left, unless others are asked for."""
     file = Path(source).expanduser() / "report" / PREDICTIONS
     return file if file.is_file() and weights is None and options == SplitOptions() else source
+
+
+def _run_folder(source: str) -> Path | None:
+    try:
+        return run_folder_of(Path(source).expanduser())
+    except BadInput:
+        return None
 
 
 def _names(sources: list[str]) -> list[str]:

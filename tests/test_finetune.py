@@ -148,7 +148,7 @@ def test_a_final_folder_is_built_from_its_own_config_and_by_the_run_folder_alone
     assert "mapped  model.class_labels_classifier.bias rows of 1 of 2 classes: b" in written
 
     (tmp_path / "final").rename(tmp_path / "gone")
-    rebuilt = rebuild_detector(load_config_dict(run_folder / "config.yaml"), ["b", "new"])
+    rebuilt = rebuild_detector(load_config_dict(run_folder / "config.yaml", options_class), ["b", "new"])
     rebuilt.load_state_dict(detector.state_dict())
     image, sizes = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8), torch.tensor([[64, 64]])
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_a_resumed_run_neither_needs_nor_loads_its_source(tmp_path, run_folder):
     elsewhere.mkdir()
     detector, said = begin(given, ["a"], elsewhere, resumed_from=run_folder / "checkpoints" / "step_000003")
     assert detector.model.config.d_model == 16 and not said
-    rebuild_detector(load_config_dict(elsewhere / "config.yaml"), ["a"])
+    rebuild_detector(load_config_dict(elsewhere / "config.yaml", options_class), ["a"])
 
 
 def test_our_own_folder_gives_weights_and_settings(tmp_path, run_folder):
@@ -185,7 +185,7 @@ def test_frozen_prefixes_stay_in_evaluation_mode_and_unknown_ones_are_refused(ru
     assert not any(module.training for module in backbone.modules())
     trained = [name for name, parameter in detector.named_parameters() if parameter.requires_grad]
     assert trained and not any(".backbone." in name for name in trained)
-    rebuilt = rebuild_detector(load_config_dict(run_folder / "config.yaml"), ["a"]).train()
+    rebuilt = rebuild_detector(load_config_dict(run_folder / "config.yaml", options_class), ["a"]).train()
     assert not rebuilt.model.model.backbone.training, "a replayed batch must see what the run saw"
     with pytest.raises(BadInput, match="cannot freeze 'model.backbon'"):
         begin({**DETR, "freeze_prefixes": ["model.backbon"]}, ["a"], run_folder)

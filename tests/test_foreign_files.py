@@ -34,11 +34,12 @@ from toolkit.data.table import Category, LabelledImages
 from toolkit.errors import BadInput
 from toolkit.evaluation.predictions_file import read_predictions
 from toolkit.evaluation.report.facts import run_facts
-from toolkit.models import build_detector
+from toolkit.models import build_detector, options_class
 from toolkit.models.weights.pretrained import open_pretrained
 from toolkit.runs.checkpoint_content import FORMAT
 from toolkit.runs.metrics_log import read_metrics
 from toolkit.runs.open_run import open_run, open_script
+from toolkit.runs.settings_file import load_config_dict
 from toolkit.step.nan_report import load_report
 from toolkit.use.export.files import KEY, open_file
 from toolkit.use.open import open_predictor, rebuild_detector
@@ -344,7 +345,7 @@ def test_rows_settings_and_predictions_that_are_nested_too_deeply_or_no_utf8_are
     for content in (b"model: {name: \xff}\n", DEEP.encode()):
         (tmp_path / "config.yaml").write_bytes(content)
         with pytest.raises(BadInput, match="config.yaml: cannot be read"):
-            open_run(tmp_path)
+            open_run(tmp_path, options_class)
         with pytest.raises(BadInput, match="config.yaml: cannot be read"):
             run_facts(tmp_path)
         with pytest.raises(BadInput, match="config.yaml: no YAML"):
@@ -352,7 +353,7 @@ def test_rows_settings_and_predictions_that_are_nested_too_deeply_or_no_utf8_are
     (tmp_path / "config.yaml").write_text("model: {architecture: ssd}\n")
     (tmp_path / "pretrained_config.json").write_text(DEEP)
     with pytest.raises(BadInput, match="pretrained_config.json: cannot be read"):
-        open_run(tmp_path)
+        load_config_dict(tmp_path / "config.yaml", options_class)
     (tmp_path / "results.json").write_text(DEEP)
     with pytest.raises(BadInput, match="no COCO results file"):
         read_predictions(tmp_path / "results.json", None)

@@ -29,6 +29,7 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json
 from toolkit.evaluation.draw import COLOURS, draw_detections, picture_with_boxes
 from toolkit.files import distinct, without_suffix
+from toolkit.models import options_class
 from toolkit.runs.open_run import kind_of, open_run
 from toolkit.use.image_files import find_images, find_or_fetch, image_ids_of, predict_files
 from toolkit.use.open import open_predictor
@@ -174,7 +175,8 @@ def test_a_mistyped_path_is_answered_with_the_names_near_it(tmp_path, monkeypatc
         "runs/detr/fnal": "did you mean runs/detr/final?",
         "runs/else.onnx": f"runs{os.sep} has detr", str(tmp_path / "run"): f"did you mean {tmp_path / 'runs'}?",
     }.items():  # fmt: skip
-        for opened in (open_predictor, open_run, kind_of, lambda typed: open_any(typed, None, options, None)):
+        opens = (open_predictor, lambda typed: open_run(typed, options_class), kind_of)
+        for opened in (*opens, lambda typed: open_any(typed, None, options, None)):
             with pytest.raises(BadInput, match="there is no such run") as refused:
                 opened(typed)
             assert str(refused.value).startswith(typed) and near in str(refused.value)

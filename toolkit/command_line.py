@@ -5,9 +5,7 @@ the chosen architecture.
 """
 
 import argparse
-import difflib
 import json
-import math
 import os
 import re
 import sys
@@ -24,6 +22,7 @@ from toolkit.models import ARCHITECTURES, options_class
 from toolkit.models.options import DetectorOptions
 from toolkit.runs.failures import as_sentences
 from toolkit.runs.launcher import find_launch, refuse
+from toolkit.runs.settings_check import did_you_mean, not_finite, plain, type_faults
 from toolkit.text import lasting_console
 from toolkit.trust import trust_class
 
@@ -68,15 +67,6 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
             print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr, flush=True)
             return error.exit_code
         return 0
-
-
-def _not_finite(key: str, value: object) -> list[str]:
-    """A sentence for every infinity and NaN that a setting holds."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return [f"{key} is {value}; expected a finite number."]
-    if isinstance(value, dict):
-        return [problem for name, item in value.items() for problem in _not_finite(f"{key}.{name}", item)]
-    return [problem for item in value for problem in _not_finite(key, item)] if isinstance(value, list | tuple) else []
 
 
 def parse_config(cls: type[Config], argv: list[str] | None = None, default_config: Path | None = None) -> Config:
@@ -127,8 +117,8 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     for name, group in made.items():
         for key, value in vars(group).items():
             if not key.startswith("_"):
-                setattr(group, key, _plain(value))
-                problems += _not_finite(f"{name}.{key}", value)
+                setattr(group, key, plain(value))
+                problems += not_finite(f"{name}.{key}", value)
     if problems:
         raise BadInput(problems)
     if "model" in made:
@@ -200,7 +190,7 @@ def _options_of_family(default: type[DetectorOptions], architecture: str) -> typ
     family = _family(default)
     if architecture in family:
         return options_class(architecture)
-    hint = "" if architecture in ARCHITECTURES else _did_you_mean(architecture, family)
+    hint = "" if architecture in ARCHITECTURES else did_you_mean(architecture, family)
     other = f"; another script trains {architecture}" if architecture in ARCHITECTURES else ""
     raise BadInput(
         f"model.architecture: this script trains {', '.join(family)}, or a `module:Class` of your own, not "
@@ -252,19 +242,21 @@ def _given_keys(group: str, argv: list[str], files: dict[str, dict]) -> set[str]
 
 
 def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str], files: dict[str, dict]) -> None:
-    """Raises BadInput naming every flag and every key of a file that there is not, with the nearest one."""
+    """Raises BadInput naming every flag and every key of a file that there is not, with the nearest one, and every
+    value of a file that its setting cannot have."""
     known, model = list(parser._option_string_actions), groups.get("model")
     unknown = [flag for flag, _ in _flags(argv) if flag not in known and not _is_item_of(flag, groups)]
-    problems = [f"{flag}: no such flag{_elsewhere(flag, model) or _did_you_mean(flag, known)}" for flag in unknown]
+    problems = [f"{flag}: no such flag{_elsewhere(flag, model) or did_you_mean(flag, known)}" for flag in unknown]
     keys = {name: [each.name for each in fields(kind)] for name, kind in groups.items()}
     for path, content in files.items():
         for group, entries in content.items():
             if group not in keys:
-                problems.append(f"{path}: no such group {group}{_did_you_mean(str(group), list(keys))}")
+                problems.append(f"{path}: no such group {group}{did_you_mean(str(group), list(keys))}")
                 continue
             for key in (key for key in entries if key not in keys[group]):
-                hint = _elsewhere(f"--{group}.{key}", model) or _did_you_mean(str(key), keys[group])
+                hint = _elsewhere(f"--{group}.{key}", model) or did_you_mean(str(key), keys[group])
                 problems.append(f"{path}: no such setting {group}.{key}{hint}")
+        problems += type_faults(content, groups, path)
     if problems:
         raise BadInput([*problems, "`--help` lists every key with its type."])
 
@@ -283,15 +275,3 @@ def _elsewhere(flag: str, model: type[DetectorOptions] | None) -> str:
     key, own = flag.removeprefix("--model.").partition(".")[0], model().architecture
     others = [name for name in _family(model) if key in {each.name for each in fields(options_class(name))}]
     return f" of {own}; it is one of {', '.join(others)}" if others else ""
-
-
-def _did_you_mean(word: str, known: list[str]) -> str:
-    similar = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {similar[0]}?" if similar else f"; there are {', '.join(known)}" if len(known) < 20 else ""
-
-
-def _plain(value: object) -> object:
-    """Plain numbers instead of jsonargparse's checked types, which no checkpoint (an optimizer's `lr`) may hold."""
-    if isinstance(value, float):
-        return float(value)
-    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -33,6 +33,7 @@ from toolkit.distributed import agree_max, leave, run_on_main, seed_step, state_
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.evaluation.coco import check_ground_truth
 from toolkit.log import Log
+from toolkit.models import options_class
 from toolkit.models.detector import Detector
 from toolkit.models.start import check_weights, start_detector
 from toolkit.runs.best import Best
@@ -129,7 +130,7 @@ def session(config: Any) -> Iterator[Session]:
         ):
             set_threads(run.threads, accelerator.device)
             checkpoint, messages = state_from_main(lambda: resolve_resume(run.resume, folder))
-            stored = run_on_main(lambda: settings_beside(checkpoint.path)) if checkpoint is not None else {}
+            stored = run_on_main(lambda: checkpoint and settings_beside(checkpoint.path, config, options_class)) or {}
             if checkpoint is not None:  # data, augmentation and dropout go on as they began
                 config = replace(config, run=replace(run, seed=checkpoint.state["sampler"]["seed"]))
             if is_main:
@@ -297,7 +298,8 @@ def _loaders(
 def _settle(s: Session, detector: Detector, weights: LossWeights, sampler: EpochSampler, loader: DataLoader) -> None:
     """Puts what is used in the place of `run.precision`, `run.tf32` and `optim.compile`, and says who decided it."""
     run, optim, device = s.config.run, s.config.optim, s.accelerator.device
-    stored = s.stored or (settings_beside(s.folder) if (s.folder / CONFIG).is_file() else {})  # killed before it saved
+    was_killed = not s.stored and (s.folder / CONFIG).is_file()  # before it saved
+    stored = settings_beside(s.folder, s.config, options_class) if was_killed else s.stored
     began = {**stored.get("run", {}), **stored.get("optim", {})}
     asked = None if run.eval_only and run.precision == "auto" else run.precision
     given = {"precision": asked, "tf32": run.tf32, "compile": optim.compile}

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from toolkit.detect import ROOT
 from toolkit.errors import BadInput
 from toolkit.files import near_names, read_json
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
-from toolkit.runs.settings_file import load_config_dict, newest_config, read_settings
+from toolkit.runs.settings_file import NEEDED, OptionsOf, checked_settings, load_config_dict, newest_config
 from toolkit.text import escaped
 from toolkit.trust import files_are_trusted
 
@@ -38,13 +38,16 @@ class Run:
         return [name for name in ("model", "ema") if name in self.checkpoint.tensors]
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path, options_of: OptionsOf) -> Run:
     """Opens a run folder (its best checkpoint, else its newest valid one) or one of its checkpoints.
 
     The folder of a run of `run.eval_only` is opened with the weights that it evaluated.
 
+    Args:
+        options_of: `toolkit.models.options_class`, by which the settings of the model are checked.
+
     Raises:
-        BadInput: neither a run folder nor a checkpoint in one.
+        BadInput: neither a run folder nor a checkpoint in one, or settings that are not what a run writes.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -52,7 +55,7 @@ def open_run(path: Path) -> Run:
     folder = run_folder_of(path)
     if path == folder:
         path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
-    config = load_config_dict(newest_config(folder))
+    config = load_config_dict(newest_config(folder), options_of, needed=NEEDED)
     checkpoint, _ = resolve_resume(str(_evaluated_run(folder, path, config)), folder)
     categories = [Category(**category) for category in checkpoint.state["categories"]]
     return Run(folder, config, checkpoint, categories)
@@ -107,13 +110,28 @@ def run_folder_of(path: Path) -> Path:
     raise BadInput(f"{path}: no run folder: neither it nor a folder above it holds a config.yaml")
 
 
-def settings_beside(checkpoint: Path) -> dict:
+def settings_beside(checkpoint: Path, config: Any, options_of: OptionsOf) -> dict:
     """The settings in force where a checkpoint was written, as the newest config of its run folder has them; empty
-    where there is none."""
+    where there is none.
+
+    config: that of this start, whose script may have groups and settings of its own. Raises BadInput as
+    `checked_settings`.
+    """
     try:
-        return read_settings(newest_config(run_folder_of(checkpoint)))
-    except BadInput:
+        folder = run_folder_of(checkpoint)
+    except BadInput:  # its folder was removed, settings and all
         return {}
+    groups = {each.name: getattr(config, each.name) for each in fields(config)}
+    model = groups.pop("model")
+
+    def options_of_before(architecture: str) -> type | None:
+        """Another class of one's own is not imported for a run that will be refused."""
+        if architecture == model.architecture:
+            return type(model)
+        return None if ":" in architecture else options_of(architecture)
+
+    kinds = {name: type(group) for name, group in groups.items()}
+    return checked_settings(newest_config(folder), kinds, options_of_before, needed=("model",))
 
 
 def chosen_weights(run: Run, asked: str | None = None) -> str:

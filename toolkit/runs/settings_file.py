@@ -1,22 +1,53 @@
 """The settings of a run as files: `config.yaml` of its first start, `config_2.yaml` of its second and so on, with those
 of a pretrained source beside them; and what becomes of each setting that a resumed run has otherwise than before."""
 
+import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from toolkit.detect import ROOT
 from toolkit.errors import BadInput
-from toolkit.files import read_json, write_text_atomic
+from toolkit.files import read_json, read_json_object, write_text_atomic
+from toolkit.runs.settings import (
+    DataConfig,
+    HubConfig,
+    LossConfig,
+    OptimConfig,
+    RunConfig,
+    SceneGraphEvalConfig,
+    ScheduleConfig,
+)
+from toolkit.runs.settings_check import as_settings, key_faults, shown, type_faults
 
 CONFIG = "config.yaml"
 _CONFIG_NAME = re.compile(r"config(?:_(\d+))?\.yaml")
 PRETRAINED_CONFIG = "pretrained_config.json"
 # Settings of a detector that say where it starts, not what it is.
 ABOUT_STARTING = ("pretrained", "freeze_prefixes", "fresh_prefixes")
+# The groups that every script has, beside `model`, whose settings are those of its architecture.
+GROUPS = {
+    "run": RunConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "schedule": ScheduleConfig,
+    "loss": LossConfig,
+    "eval": SceneGraphEvalConfig,
+    "hub": HubConfig,
+}
+# Without these a trained detector cannot be used as it was trained; what else an older file lacks has its default.
+NEEDED = {
+    "model": ("architecture",),
+    "data": ("train", "val", "format", "name", "image_size", "scales", "max_size", "workers", "on_error"),
+    "loss": ("weights",),
+    "eval": ("backend", "metric_for_best", "batch_size_per_device", "score_threshold"),
+}
+# What finds the dataclass of an architecture's settings, `toolkit.models.options_class`; None: they are not looked at.
+OptionsOf = Callable[[str], type | None]
 
 
 def save_config(settings: Mapping, path: Path, remarks: Iterable[str] = ()) -> None:
@@ -44,7 +75,8 @@ def newest_config(folder: Path) -> Path:
     """The settings that the run was trained with last: those of its newest start that was no evaluation alone."""
     files = config_files(folder)
     for path in reversed(files[1:]):
-        if not read_settings(path).get("run", {}).get("eval_only"):
+        run = read_settings(path).get("run")
+        if not (isinstance(run, dict) and run.get("eval_only")):
             return path
     return files[0] if files else Path(folder) / CONFIG
 
@@ -77,26 +109,89 @@ def detector_options(settings: Mapping) -> dict:
     return {key: value for key, value in settings.items() if value is not None and key not in ABOUT_STARTING}
 
 
-def load_config_dict(path: Path) -> dict:
+def load_config_dict(path: Path, options_of: OptionsOf, needed: Iterable[str] = ("model",)) -> dict:
     """The settings of a run folder as nested dicts, with what the source of its weights said of the model.
 
     Where the source decided the structure, only the settings of the model that were given stand beside what it said.
 
+    Args:
+        path: a `config.yaml`, written by a run, and perhaps edited since.
+        needed: groups of `NEEDED` that must be there, with these keys.
+
     Raises:
-        BadInput: the file is missing or no mapping.
+        BadInput: as `checked_settings`.
     """
-    groups = read_settings(path)
+    groups = checked_settings(path, GROUPS, options_of, needed, strict=_is_of_script_unchanged(path.parent))
     source = path.with_name(PRETRAINED_CONFIG)
     if source.is_file():
         stored = read_json(source)
-        if not isinstance(stored.get("options"), dict):
-            raise BadInput(f"{source}: expected an object with the object options")
+        if not isinstance(stored.get("options"), dict) or not isinstance(stored.get("given", []), list):
+            raise BadInput(f"{source}: expected an object with the object options and the list given")
         given = {key: value for key, value in groups["model"].items() if value is not None}
         if "source_config" in stored["options"] and "given" in stored:
             kept = {"architecture", *stored["given"], *ABOUT_STARTING}
             given = {key: value for key, value in given.items() if key in kept}
+        if problems := type_faults({"model": stored["options"]}, _kinds({}, options_of, groups), str(source)):
+            raise BadInput(problems)
         groups["model"] = {**stored["options"], **given}
     return groups
+
+
+def checked_settings(
+    path: Path, kinds: Mapping[str, type], options_of: OptionsOf, needed: Iterable[str] = (), strict: bool = True
+) -> dict:
+    """Groups of settings as the file of a run has them, once they are known to be what the command line would take.
+
+    Args:
+        kinds: the dataclasses of the groups beside `model`. needed: see `load_config_dict`. strict: see `key_faults`.
+
+    Raises:
+        BadInput: the file is missing, unreadable or no mapping; every group and key that there is not, that is needed
+            and missing, or that has a value of another type.
+    """
+    groups, where = read_groups(path), str(path)
+    if not groups and needed:
+        raise BadInput(f"{where}: it is empty; expected the settings of a run, a mapping of groups. {_REMEDY}")
+    problems = []
+    for name in needed:
+        if name not in groups:
+            problems.append(f"{where}: there is no group {name}; expected the one that the run wrote")
+        elif isinstance(groups[name], dict):
+            left = [f"there is no {name}.{key}" for key in NEEDED[name] if key not in groups[name]]
+            problems += [f"{where}: {each}; expected the value that the run was trained with" for each in left]
+    try:
+        kinds = _kinds(kinds, options_of, groups)
+    except BadInput as error:
+        problems += [f"{where}: {problem}" for problem in error.problems]
+    looked_at = {name: entries for name, entries in groups.items() if name != "model" or "model" in kinds}
+    problems += key_faults(looked_at, kinds, where, strict) + type_faults(looked_at, kinds, where)
+    if problems:
+        raise BadInput([*problems, _REMEDY])
+    return as_settings(groups, kinds)
+
+
+_REMEDY = "Put back what the run wrote; weights and checkpoints are as they were."
+
+
+def _kinds(kinds: Mapping[str, type], options_of: OptionsOf, groups: Mapping) -> dict[str, type]:
+    """The dataclasses of all groups, with that of the architecture that they name, if any."""
+    model = groups.get("model", {})
+    if not isinstance(model, dict):
+        raise BadInput(f"model is {shown(model)}; expected a group of settings, `key: value`")
+    if "architecture" not in model:
+        return {**kinds}
+    if not isinstance(architecture := model["architecture"], str):
+        raise BadInput(f"model.architecture is {shown(architecture)}; expected the name of a detector")
+    options = options_of(architecture)
+    return {**kinds} if options is None else {**kinds, "model": options}
+
+
+def _is_of_script_unchanged(folder: Path) -> bool:
+    """Whether a run was made by one of this project's scripts, which have no settings of their own, as it is now."""
+    script = read_json_object(folder / "environment.json").get("script")
+    digest = script.get("sha256") if isinstance(script, dict) else None
+    scripts = (ROOT / "scripts").glob("train_*.py")
+    return digest is not None and any(hashlib.sha256(path.read_bytes()).hexdigest() == digest for path in scripts)
 
 
 # ---------------------------------------------------------------- changed settings on resume
@@ -128,7 +223,7 @@ class Change:
 
     @property
     def values(self) -> str:
-        return f"{self.key} {_shown(self.before)} -> {_shown(self.after)}"
+        return f"{self.key} {shown(self.before)} -> {shown(self.after)}"
 
     def __str__(self) -> str:
         return f"{self.values}: {self.verdict}{self.why and ', '}{self.why}"
@@ -184,9 +279,3 @@ def in_force(settings: Mapping, found: Sequence[Change]) -> dict:
             group, _, key = change.key.partition(".")
             kept[group][key] = change.before
     return kept
-
-
-def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    text = " ".join(text.split()) or '""'
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -17,7 +17,7 @@ from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.files import near_names, read_json
-from toolkit.models import build_detector
+from toolkit.models import build_detector, options_class
 from toolkit.models.detector import Detector
 from toolkit.models.final import load_detector_folder, load_weights
 from toolkit.models.inference_settings import with_inference_settings
@@ -97,7 +97,7 @@ def open_own_detector(
     """As `open_predictor`, for detectors built by this project; None: `source` is a model of transformers, if any."""
     path, kind = Path(source).expanduser(), kind_of(source)
     if kind not in ("final", "transformers"):
-        run = with_settings(open_run(path), settings)
+        run = with_settings(open_run(path, options_class), settings)
         name, data = chosen_weights(run, weights), run.config["data"]
         size = processor_size(data["image_size"], data["scales"], data["max_size"])
         return OwnDetector(f"{run.checkpoint.path} ({name} weights)", load_detector(run, name), run.categories, size)
@@ -173,9 +173,14 @@ def load_detector(run: Run, weights: str) -> Detector:
 def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
     """The detector that `config.yaml` describes, randomly initialised, frozen as told; nothing is downloaded.
 
-    config: of `load_config_dict`.
+    config: of `load_config_dict`. Raises BadInput: nothing can be built of its settings, as of `d_model: -8`.
     """
     settings = {**config["model"], "pretrained_backbone": False}
-    detector = build_detector(**settings, class_names=class_names)
+    try:
+        detector = build_detector(**settings, class_names=class_names)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
+        raise BadInput(
+            f"config.yaml of the run: its group model builds no detector: {error!r}; put back what the run wrote"
+        ) from error
     freeze_prefixes(detector, settings.get("freeze_prefixes", ()))
     return detector

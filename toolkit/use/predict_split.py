@@ -15,6 +15,7 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.coco import make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import read_about, read_predictions
+from toolkit.models import options_class
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
 from toolkit.runs.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
@@ -65,7 +66,8 @@ def open_any(
     """By what `source` is; settings of the model and `backend` of the evaluator are of runs. Raises BadInput."""
     kind = kind_of(source)
     if kind == "run":
-        return predict_run(with_settings(open_run(source), settings), weights, options, accelerator, backend)
+        run = with_settings(open_run(source, options_class), settings)
+        return predict_run(run, weights, options, accelerator, backend)
     if settings:
         raise BadInput(f"--model.{next(iter(settings))}: {source} is no run; its settings are fixed")
     if kind == "predictions":
@@ -154,10 +156,15 @@ def _data_of(
         folder = run_folder_of(Path(source).expanduser())
     except BadInput:
         folder = None
-    if options.split is None and options.path is None and about.get("data"):
+    is_named = options.split is None and options.path is None and bool(about.get("data"))
+    config = {}
+    if folder is not None:  # of which a report reads more than the data, when they are judged
+        needed = () if is_named else ("model", "data")
+        config = load_config_dict(folder / "config.yaml", options_class, needed)
+    if is_named:
         data = dict(about["data"]) | _given(options)
     elif folder is not None:
-        data = data_settings(load_config_dict(folder / "config.yaml"), options)
+        data = data_settings(config, options)
     elif options.split is None and options.path is None:
         raise BadInput(f"{source} does not say which data it belongs to; give --split FILE (and --image-dir FOLDER)")
     else:

@@ -81,7 +81,8 @@ def settings_without_seed(config: Mapping) -> str:
     """Equal for runs that differ in their seed and name alone; empty without settings."""
     if not config:
         return ""
-    run = {key: value for key, value in config["run"].items() if key not in ("seed", "name", "output_dir", "resume")}
+    left_out = ("seed", "name", "output_dir", "resume")
+    run = {key: value for key, value in config.get("run", {}).items() if key not in left_out}
     return json.dumps(dict(config) | {"run": run}, sort_keys=True, default=str)
 
 

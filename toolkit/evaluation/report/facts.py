@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.errors import BadInput
 from toolkit.files import read_json
 from toolkit.runs.metrics_log import read_metrics
-from toolkit.runs.settings_file import newest_config, read_groups
+from toolkit.runs.settings_file import newest_config, read_groups, shown
 
 
 @dataclass
@@ -39,9 +40,8 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
         return RunFacts()
     config = newest_config(run_folder)
     settings = read_groups(config) if config.exists() else {}
-    files = (run_folder / "environment.json", run_folder / "status.json")
-    environment, status = (read_json(path) if path.exists() else {} for path in files)
-    ended_by = status.get("ended_by", [])
+    environment, status = read_records(run_folder)
+    ended_by = status.get("ended_by") or []
     status |= {"state": state, "reason": status.get("reason") if ended_by else ""} if state else {}
     rows = read_metrics(run_folder / "metrics.jsonl")
     facts = RunFacts(
@@ -55,8 +55,32 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
     )
     if trained := [row for row in rows if "train/loss" in row]:
         flags = flags_that_go_on(ended_by, settings, trained[-1]["step"], trained[-1]["epoch"] + 1)
-        facts.go_on = command_that_goes_on(flags, environment.get("command_line", []), config)
+        facts.go_on = command_that_goes_on(flags, environment.get("command_line") or [], config)
     return facts
+
+
+def read_records(run_folder: Path) -> tuple[dict, dict]:
+    """What `environment.json` and `status.json` say; empty where they are missing.
+
+    Raises:
+        BadInput: they cannot be read, or an entry that reports use is of another type.
+    """
+    found, problems = [], []
+    for name, entries in _ENTRIES.items():
+        path = run_folder / name
+        found.append(read_json(path) if path.exists() else {})
+        for key, kind in entries.items():
+            value = found[-1].get(key)
+            entries_fit = not isinstance(value, list) or all(isinstance(each, str) for each in value)
+            if not (isinstance(value, kind | type(None)) and entries_fit):
+                words = "text" if kind is str else "a list of texts"
+                problems.append(f"{path}: {key} is {shown(value)}; expected {words}, as the run wrote it")
+    if problems:
+        raise BadInput(problems)
+    return found[0], found[1]
+
+
+_ENTRIES = {"environment.json": {"command_line": list}, "status.json": {"state": str, "reason": str, "ended_by": list}}
 
 
 def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs: int) -> list[str]:

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.files import near_names
+from toolkit.models import options_class
 from toolkit.models.weights.files import open_file
 from toolkit.runs.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
 from toolkit.runs.settings_file import detector_options
@@ -79,7 +80,7 @@ def open_pretrained(name: str) -> Pretrained:
 
 
 def _from_run(name: str, path: Path) -> Pretrained:
-    run = open_run(path)
+    run = open_run(path, options_class)
     architecture, options = _described(run.config["model"])
     tensors = run.checkpoint.tensors[chosen_weights(run)]
     return Pretrained(name, architecture, options, [category.name for category in run.categories], tensors)

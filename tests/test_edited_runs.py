@@ -1,0 +1,119 @@
+"""Files of a run that were edited by hand: one sentence for every fault, exit code 2, before anything is computed."""
+
+import json
+import sys
+from dataclasses import asdict
+
+import pytest
+import yaml
+from launching import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import evaluate
+import export
+import predict
+import replay
+import report
+import train_detr
+
+from toolkit.errors import BadInput
+from toolkit.evaluation.report.facts import run_facts
+from toolkit.models import options_class
+from toolkit.runs.open_run import script_of, settings_beside
+from toolkit.runs.settings_file import NEEDED, load_config_dict, save_config
+
+REMOVED = object()
+# (group, key, value) of each edit -> what the sentences say
+EDITS = {
+    "no group": ([("data", None, REMOVED)], ["there is no group data"]),
+    "groups that are none": ([("run", None, None), ("eval", None, [1])], ["run is null", "eval is [1]"]),
+    "no key": ([("data", "image_size", REMOVED)], ["there is no data.image_size; expected the value that the run was"]),
+    "a key mistyped": ([("optim", "lrr", 1), ("optim", "lr", REMOVED)], ["setting optim.lrr; did you mean lr?"]),
+    "an unknown key": ([("data", "colour", "red")], ["no such setting data.colour"]),
+    "null": ([("optim", "lr", None)], ["optim.lr is null; expected a number of at least 0"]),
+    "NaN": ([("eval", "score_threshold", float("nan"))], ["score_threshold is NaN; expected a number from 0 to 1"]),
+    "a mapping": ([("model", "d_model", {"a": 1})], ['model.d_model is {"a": 1}; expected a whole number or null']),
+    "no text": ([("data", "path", 5), ("data", "val", [1])], ["data.path is 5; expected text or null", "val is [1]"]),
+    "a choice": ([("data", "format", "kitti")], ["data.format is kitti; expected one of auto, shapes, coco"]),
+    "an unknown detector": ([("model", "architecture", "detrr")], ["'detrr' is none of", "did you mean 'detr'?"]),
+    "all at once": ([("optim", "lr", "fast"), ("model", "heads", [8]), ("data", "scales", "small")],
+                    ["optim.lr is fast", "model.heads is [8]", "data.scales is small; expected a list"]),
+}  # fmt: skip
+FILES = {b"": "it is empty", b"- 1\n": "expected the settings of a run", b"\xff\xfe": "cannot be read as the",
+         b"run: {name: [\n": "cannot be read as the settings of a run"}  # fmt: skip
+NOT_NEEDED_BY_ALL = ("no group", "no key")  # replay and resume use nothing of it
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with the settings that a run writes."""
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
+    save_config(asdict(train_detr.Config()), tmp_path / "config.yaml")
+    (tmp_path / "environment.json").write_text(json.dumps({"script": script_of(train_detr.Config())}))
+    return tmp_path
+
+
+def edit(run, edits):
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    for group, key, value in edits:
+        place, name = (settings, group) if key is None else (settings[group], key)
+        place.pop(name, None)
+        place.update({} if value is REMOVED else {name: value})
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+
+
+def said_by_all(run, monkeypatch, capsys, but=()):
+    """What every program says of the run, each with exit code 2 and one message."""
+    monkeypatch.setattr(replay, "load_report", lambda folder: ({"categories": []}, [], {}, {}))  # read before
+    folder, out = str(run), ["--out", str(run / "out")]
+    arguments = {evaluate: [folder], predict: [folder, str(ROOT / "tests"), *out], report: [folder, *out],
+                 export: [folder, *out], replay: [str(run / "nan" / "step_000001" / "rank0")]}  # fmt: skip
+    for program in [each for each in arguments if each.__name__ not in but]:
+        assert program.main(arguments[program]) == 2, program
+        told = capsys.readouterr().err
+        assert told.count("error: ") == 1 and "Traceback" not in told, told
+        yield told
+    if "resume" not in but:
+        with pytest.raises(BadInput) as error:
+            settings_beside(run / "checkpoints" / "step_000001", train_detr.Config(), options_class)
+        yield str(error.value)
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_an_edit_of_the_settings_is_one_sentence_for_each_fault(run, monkeypatch, capsys, case):
+    edits, words = EDITS[case]
+    edit(run, edits)
+    for told in said_by_all(run, monkeypatch, capsys, ("replay", "resume") if case in NOT_NEEDED_BY_ALL else ()):
+        assert all(word in told for word in words), told
+        assert told.count(f"{run / 'config.yaml'}: ") == len(words) - (case == "an unknown detector"), told
+
+
+@pytest.mark.parametrize("content", FILES)
+def test_settings_that_are_none_are_one_sentence(run, monkeypatch, capsys, content):
+    (run / "config.yaml").write_bytes(content)
+    assert all(FILES[content] in told for told in said_by_all(run, monkeypatch, capsys))
+
+
+def test_what_a_run_writes_is_read_as_it_is(run):
+    written = yaml.safe_load((run / "config.yaml").read_text())
+    assert load_config_dict(run / "config.yaml", options_class, NEEDED) == written
+    edit(run, [("optim", "lr", "1e-3"), ("hub", None, REMOVED), ("data", "path", REMOVED)])  # as YAML has 1e-3: text
+    assert load_config_dict(run / "config.yaml", options_class, NEEDED)["optim"]["lr"] == 1e-3
+
+
+def test_a_script_of_ones_own_may_have_settings_of_its_own(run):
+    (run / "environment.json").write_text(json.dumps({"script": {"path": "mine.py", "sha256": "0"}}))
+    edit(run, [("mine", None, {"a": 1}), ("loss", "focus", 2)])
+    assert load_config_dict(run / "config.yaml", options_class, NEEDED)["loss"]["focus"] == 2
+    edit(run, [("loss", "wieghts", {}), ("loss", "weights", REMOVED)])
+    with pytest.raises(BadInput, match="no such setting loss.wieghts; did you mean weights?"):
+        load_config_dict(run / "config.yaml", options_class)
+
+
+def test_records_that_a_report_reads(run):
+    (run / "environment.json").write_text('{"command_line": 7}')
+    (run / "status.json").write_text('{"ended_by": [3], "reason": "done", "state": {}}')
+    with pytest.raises(BadInput) as error:
+        run_facts(run)
+    told = [problem.partition(": ")[2].partition(" is ")[0] for problem in error.value.problems]
+    assert told == ["command_line", "state", "ended_by"]

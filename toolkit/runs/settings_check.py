@@ -1,0 +1,154 @@
+"""Whether groups of settings are what their dataclasses say: every key, every type, all faults at once.
+
+The command line checks its settings files with it, and whatever opens a run those of its folder.
+"""
+
+import difflib
+import json
+import math
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+    PositiveInt: "a whole number above 0",
+    NonNegativeInt: "a whole number of at least 0",
+    PositiveFloat: "a number above 0",
+    NonNegativeFloat: "a number of at least 0",
+    ClosedUnitInterval: "a number from 0 to 1",
+}
+
+
+def type_faults(groups: Mapping, kinds: Mapping[str, type], where: str) -> list[str]:
+    """A sentence for every group that is none and for every value that its setting cannot have.
+
+    Keys that no dataclass has are passed over; see `key_faults`. Of a model, null means that it is not given.
+
+    Args:
+        groups: as a file has them. kinds: the dataclass of each group that is known. where: the file, as it is told.
+    """
+    problems = []
+    for name in (name for name in kinds if name in groups):
+        if not isinstance(groups[name], Mapping):
+            problems.append(f"{where}: {name} is {shown(groups[name])}; expected a group of settings, `key: value`")
+            continue
+        hints = _types(kinds[name])
+        for key, value in groups[name].items():
+            if key in hints and not (value is None and name == "model" and key != "architecture"):
+                fault = _fault(hints[key], value)
+                problems += [f"{where}: {name}.{key} {fault}"] if fault else []
+    return problems
+
+
+def key_faults(groups: Mapping, kinds: Mapping[str, type], where: str, strict: bool = True) -> list[str]:
+    """A sentence for every group and key that no dataclass has, with the nearest one that there is.
+
+    strict: all of them; otherwise those alone that look like one that is missing, as in a file whose script may have
+    settings of its own.
+    """
+    problems, missing = [], [name for name in kinds if name not in groups]
+    for name, entries in groups.items():
+        if name not in kinds:
+            problems += _unknown(f"{where}: no such group {name}", str(name), list(kinds), missing, strict)
+        elif isinstance(entries, Mapping):
+            keys = [each.name for each in fields(kinds[name])]
+            left = [key for key in keys if key not in entries]
+            for key in (key for key in entries if key not in keys):
+                problems += _unknown(f"{where}: no such setting {name}.{key}", str(key), keys, left, strict)
+    return problems
+
+
+def as_settings(groups: Mapping, kinds: Mapping[str, type]) -> dict:
+    """The groups with numbers in the place of text that is one, as `1e-3` is in YAML; they have no `type_faults`."""
+    made = {name: dict(entries) if isinstance(entries, Mapping) else entries for name, entries in groups.items()}
+    for name in (name for name in kinds if isinstance(groups.get(name), Mapping)):
+        hints = _types(kinds[name])
+        made[name] |= {
+            key: plain(_parsed(hints[key], value))
+            for key, value in groups[name].items()
+            if key in hints and isinstance(value, str)
+        }
+    return made
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """The end of a sentence that says what `word` may have been to mean, or what there is."""
+    similar = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {similar[0]}?" if similar else f"; there are {', '.join(known)}" if len(known) < 20 else ""
+
+
+def not_finite(key: str, value: object) -> list[str]:
+    """A sentence for every infinity and NaN that a setting holds."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return [f"{key} is {value}; expected a finite number."]
+    if isinstance(value, dict):
+        return [problem for name, item in value.items() for problem in not_finite(f"{key}.{name}", item)]
+    return [problem for item in value for problem in not_finite(key, item)] if isinstance(value, list | tuple) else []
+
+
+def plain(value: object) -> object:
+    """Plain numbers instead of jsonargparse's checked types, which no checkpoint (an optimizer's `lr`) may hold."""
+    if isinstance(value, float):
+        return float(value)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def shown(value: object) -> str:
+    """A value in a sentence, on one line and at most 80 characters long."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = " ".join(text.split()) or '""'
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _types(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {each.name: hints[each.name] for each in fields(kind)}
+
+
+def _fault(hint: Any, value: object) -> str:
+    """The end of the sentence about a value that a type does not have; "": it has it."""
+    expected = f"is {shown(value)}; expected {in_words(hint)}"
+    if value is None:  # which jsonargparse takes for any type
+        return "" if hint is Any or type(None) in (hint, *get_args(hint)) else expected
+    try:
+        return expected if not_finite("", _parsed(hint, value)) else ""
+    except ArgumentError:
+        return expected
+
+
+def _parsed(hint: Any, value: object) -> object:
+    """The value as the command line takes it. Raises ArgumentError."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    return parser.parse_object({"value": value}).value
+
+
+def in_words(hint: Any) -> str:
+    """What a type takes: "a whole number above 0 or null"."""
+    arguments, origin = get_args(hint), get_origin(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(in_words, arguments))
+    if list in (hint, origin):
+        return f"a list ({in_words(arguments[0])} each)" if arguments and arguments[0] is not Any else "a list"
+    if dict in (hint, origin):
+        last = arguments[-1] if arguments else Any
+        return "a mapping" if last is Any else f"a mapping (of names to {in_words(last)})"
+    return _WORDS.get(hint, str(getattr(hint, "__name__", hint)))
+
+
+def _unknown(begins: str, word: str, known: list[str], missing: Iterable[str], strict: bool) -> list[str]:
+    typed_wrong = difflib.get_close_matches(word, missing, n=1, cutoff=0.8)
+    if not strict and not typed_wrong:
+        return []
+    return [begins + (f"; did you mean {typed_wrong[0]}?" if typed_wrong else did_you_mean(word, known))]
