@@ -254,6 +254,7 @@ def test_a_wrong_file_is_refused(ssd, fault):
 
 def test_final_folder_gets_both_files_in_float32_after_a_training_in_bfloat16(detectors, tmp_path):
     plain = detectors("ssd")
+    AcceleratorState._reset_state(True)
     try:
         detector = Accelerator(cpu=True, mixed_precision="bf16").prepare(copy.deepcopy(plain).train())
     finally:

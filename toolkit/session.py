@@ -289,9 +289,8 @@ def _evaluation_loader(s: Session, detector: Detector, table: DetectionTable) ->
 def _loaders(
     s: Session, detector: Detector, table: DetectionTable, val_table: DetectionTable
 ) -> tuple[EpochSampler, DataLoader, DataLoader]:
-    c, seed, stride = s.config.data, s.config.run.seed, detector.stride
-    augmented = c.overfit_batches is None
-    sampler, loader = pipeline.loader_of_settings(table, c, seed=seed, stride=stride, augmented=augmented, pin=s.pins)
+    c, how = s.config.data, {"seed": s.config.run.seed, "stride": detector.stride, "pin": s.pins}
+    sampler, loader = pipeline.loader_of_settings(table, c, augmented=c.overfit_batches is None, **how)
     return sampler, loader, _evaluation_loader(s, detector, val_table)
 
 
