@@ -49,7 +49,7 @@ def test_annotations_that_were_edited_are_told_image_by_image(tmp_path):
         write_rows(rows, cache_file=tmp_path / f"{name}.json", **written)
         for name, rows in {"a": before, "b": [*after, row(7, 2)], "c": before, "d": [*before[:3], row(4, 2)]}.items()
     )
-    identity = json.loads(json.dumps(old.identity()))
+    identity = json.loads(json.dumps(old.identity))
     assert again.changed_since(identity) == moved.changed_since(identity) == ""
     counts = "4 images with 6 boxes then, 4 images with 6 boxes now"
     assert new.changed_since(identity) == f"{counts}; of the images 1 gone, 1 new, 1 with other boxes or labels"

@@ -36,7 +36,7 @@ def save(t, best: bool = False) -> None:
         "ema": t.ema.state_dict() if t.ema is not None else None,
         "guard": t.guard.state_dict(),
         "budget": t.budget.state_dict() if t.budget is not None else None,
-        "data": {name: table.identity() for name, table in t.data.items()},
+        "data": {name: table.identity for name, table in t.data.items()},
         "metric_for_best": t.best.metric,
         **t.best.state_dict(),
         **t.log.state_dict(),

@@ -183,7 +183,8 @@ class DetectionTable:
         columns = (self.rows.column(name).to_pylist() for name in ImageRow._fields)
         return [ImageRow(*row) for row in zip(*columns, strict=True)]
 
-    def identity(self) -> dict[str, str | int | None]:
+    @functools.cached_property
+    def identity(self) -> dict[str, str | int]:
         """JSON values by which `changed_since` tells this table from a later one."""
         boxes = int(self.num_boxes().sum())
         return {"fingerprint": self.fingerprint, "file": self.arrow_file.name, "images": len(self), "boxes": boxes}
@@ -193,7 +194,7 @@ class DetectionTable:
         compared one by one where that one is still in the cache."""
         if before["fingerprint"] == self.fingerprint:
             return ""
-        now, earlier = self.identity(), self.arrow_file.parent / str(before["file"])
+        now, earlier = self.identity, self.arrow_file.parent / str(before["file"])
         counts = "{images:,} images with {boxes:,} boxes"
         counts = f"{counts.format(**before)} then, {counts.format(**now)} now"
         if not earlier.is_file():

@@ -1,7 +1,6 @@
 """Opens a finished or unfinished run from its folder alone, for evaluation, prediction, export and replay; and its
 script."""
 
-import hashlib
 import importlib.util
 import re
 import sys
@@ -16,7 +15,14 @@ from toolkit.detect import ROOT
 from toolkit.errors import BadInput
 from toolkit.files import near_names, read_json
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
-from toolkit.runs.settings_file import NEEDED, OptionsOf, checked_settings, load_config_dict, newest_config
+from toolkit.runs.settings_file import (
+    NEEDED,
+    OptionsOf,
+    checked_settings,
+    load_config_dict,
+    newest_config,
+    script_digest,
+)
 from toolkit.text import escaped
 from toolkit.trust import files_are_trusted
 
@@ -153,7 +159,7 @@ def chosen_weights(run: Run, asked: str | None = None) -> str:
 def script_of(config: Any) -> dict | None:
     """The file that a run's settings come from, and its hash: the script; None where they come from no file."""
     file = getattr(sys.modules.get(type(config).__module__), "__file__", None)
-    return None if file is None else {"path": str(Path(file).resolve()), "sha256": _digest(Path(file))}
+    return None if file is None else {"path": str(Path(file).resolve()), "sha256": script_digest(Path(file))}
 
 
 def open_script(about: Mapping | None) -> tuple[ModuleType | None, str]:
@@ -172,7 +178,7 @@ def open_script(about: Mapping | None) -> tuple[ModuleType | None, str]:
             f"environment.json of the run names {escaped(path, 300)} as its script, none of this project's, which "
             "would be run: look at it, and add --trust if it is yours"
         )
-    changed = f"{path} has changed since that run" if _digest(path) != about.get("sha256") else ""
+    changed = f"{path} has changed since that run" if script_digest(path) != about.get("sha256") else ""
     return load_script(path, f"replayed_{path.stem}"), changed
 
 
@@ -182,7 +188,3 @@ def load_script(path: Path, name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

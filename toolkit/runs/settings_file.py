@@ -191,7 +191,12 @@ def _is_of_script_unchanged(folder: Path) -> bool:
     script = read_json_object(folder / "environment.json").get("script")
     digest = script.get("sha256") if isinstance(script, dict) else None
     scripts = (ROOT / "scripts").glob("train_*.py")
-    return digest is not None and any(hashlib.sha256(path.read_bytes()).hexdigest() == digest for path in scripts)
+    return digest is not None and any(script_digest(path) == digest for path in scripts)
+
+
+def script_digest(path: Path) -> str:
+    """By which a run knows its script again."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 # ---------------------------------------------------------------- changed settings on resume

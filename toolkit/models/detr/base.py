@@ -140,7 +140,7 @@ class MatchedDetector(TransformersDetector):
 
     def _initialise(self, options: MatchingOptions, source_config: Mapping | None) -> None:
         """Draws the random weights as the paper's program does; the backbone is left alone."""
-        raise NotImplementedError
+        raise NotImplementedError  # each paper's program has its own
 
     def _prepare_backbone(self, options: MatchingOptions, source_config: Mapping | None) -> dict:
         """Gives the backbone its weights, and returns options with the values that were really used."""

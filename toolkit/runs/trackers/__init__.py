@@ -51,7 +51,7 @@ def data_facts(tables: Mapping[str, DetectionTable]) -> dict[str, DataFacts]:
     """By split, as the tables are."""
     found = {}
     for split, table in tables.items():
-        uri, boxes = str(table.image_root or table.name), int(table.num_boxes().sum())
+        uri, boxes = str(table.image_root or table.name), table.identity["boxes"]
         found[split] = DataFacts(table.fingerprint, uri, len(table), boxes, len(table.categories))
     return found
 
@@ -73,11 +73,11 @@ class Tracker:
 
     def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
         """Begins, or goes on with `run_id` and `notes`. is_new: it has nothing of this run. was_closed: it got all."""
-        raise NotImplementedError
+        raise NotImplementedError  # each tracker has its own
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """The numbers of a row."""
-        raise NotImplementedError
+        raise NotImplementedError  # each tracker has its own
 
     def show(self, shown, step: int) -> None:
         """One evaluation, a `toolkit.evaluation.shown.Shown`."""
