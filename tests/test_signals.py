@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from toolkit import signals
-from toolkit.signals import StopSignals, ignore_in_worker, signal_name
+from toolkit.signals import StopSignals, ignore_in_worker, signal_name, sigterm_held_back
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
@@ -107,13 +107,16 @@ class Numbers(torch.utils.data.Dataset):
 
 def read_all_despite_signals() -> None:
     """Be signalled as a group, as terminals and torchrun do it, in the middle of an epoch; then read on to its end."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
+    torch.ones(100_000).mul(2)  # starts the threads of OpenMP, which a worker then has too
     loader = torch.utils.data.DataLoader(
         Numbers(), batch_size=2, num_workers=2, worker_init_fn=ignore_in_worker, timeout=30
     )
     read = []
     with StopSignals() as stop:
-        for number, batch in enumerate(loader):
+        with sigterm_held_back():
+            batches = iter(loader)
+        for number, batch in enumerate(batches):
             read += batch.tolist()
             if number == 3:
                 print("signal me", flush=True)
@@ -122,7 +125,8 @@ def read_all_despite_signals() -> None:
     print("read all", flush=True)
 
     # A worker that hangs is still ended by its own trainer's SIGTERM.
-    iterator = iter(loader)
+    with sigterm_held_back():
+        iterator = iter(loader)
     next(iterator)
     worker = iterator._workers[0]
     worker.terminate()

@@ -104,6 +104,23 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+@contextlib.contextmanager
+def sigterm_held_back() -> Iterator[None]:
+    """Block SIGTERM in this thread, and in the threads and processes that it starts inside; here it comes afterwards.
+
+    Start DataLoader workers in it: `ignore_in_worker` comes after the first threads of a worker, such as those of
+    OpenMP, one of which would take the signal and die of it with the whole worker.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ignore_in_worker(worker_id: int = 0) -> None:
     """Let a DataLoader worker outlive the signals that ask its trainer to stop; for `worker_init_fn`.
 

@@ -22,7 +22,7 @@ from toolkit.batch import Batch, Target
 from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.errors import BadInput
-from toolkit.signals import ignore_in_worker
+from toolkit.signals import ignore_in_worker, sigterm_held_back
 
 NAMED_IMAGES = 8  # of the batch of a worker that was killed
 _open: "weakref.WeakSet[_Batches]" = weakref.WeakSet()  # those that have workers in this process
@@ -104,7 +104,7 @@ class _Loader(DataLoader):
     """DataLoader that raises the failures its workers report."""
 
     def __iter__(self) -> Iterator[Batch]:
-        with naming_killed_workers():
+        with naming_killed_workers(), sigterm_held_back():
             return _raised(super().__iter__())  # the sampler is asked where it stands when iter() is called
 
 
