@@ -46,7 +46,7 @@ def test_vrd(tmp_path):
     assert graph(tables["test"]) == expected == graph(opened(tmp_path, "vrd", "test")), "from the cache too"
     assert [t.row(0)["file_name"] for t in tables.values()] == ["b.jpg", "a.jpg", "c.jpg"]
     (tmp_path / "annotations_test.json").write_text(json.dumps({"c.jpg": [{"predicate": 1, "subject": cup}]}))
-    with pytest.raises(BadInput, match=r"image c.jpg: relation .*KeyError\('object'\)"):
+    with pytest.raises(BadInput, match=r"image c.jpg: expected relations .*KeyError\('object'\)"):
         opened(tmp_path, "vrd", "test")
 
 

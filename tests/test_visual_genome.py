@@ -204,7 +204,7 @@ def test_image_list_must_fit(thousand, tmp_path):
         load_image_list(folder / "image_data.json", tmp_path, 999)
     for content in ({"image_id": 1}, [{"image_id": 1, "width": 8}], [1]):
         (tmp_path / "image_data.json").write_text(json.dumps(content))
-        with pytest.raises(BadInput, match="list of objects, each with height, image_id, width"):
+        with pytest.raises(BadInput, match="a list"):
             load_image_list(tmp_path / "image_data.json", tmp_path, 1)
 
 

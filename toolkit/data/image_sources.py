@@ -374,7 +374,7 @@ def _zip_members(path: str) -> Iterator[tuple[str, tuple]]:
             if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 way = "encrypted" if info.flag_bits & 1 else f"packed by method {info.compress_type}"
                 raise BadInput(f"{path}: {info.filename} is {way}; expected stored or deflated members")
-            if not info.is_dir():
+            if info.filename and not info.is_dir():
                 entry = (info.file_size, info.compress_size, info.header_offset, info.compress_type, info.CRC)
                 yield os.path.normpath(info.filename), entry
 

@@ -167,6 +167,9 @@ def check_contract(detector: nn.Module) -> None:
         problems.append(f"{name} announces no divided_by: the denominator of its losses, a name of denominators()")
     elif not isinstance(detector.divided_by, str) and (missing := set(detector.loss_names) - set(detector.divided_by)):
         problems.append(f"{name}: divided_by names no denominator for {', '.join(sorted(missing))}")
+    if any(len(values) != 3 for values in (detector.mean, detector.std)) or 0 in detector.std:
+        expected = "3 numbers each, for red, green and blue, those of std above 0"
+        problems.append(f"model.mean is {detector.mean} and model.std {detector.std}; expected {expected}")
     if detector.stride < 1:
         problems.append(f"{name}: stride is {detector.stride}; expected 1 or more")
     if problems:

@@ -15,11 +15,12 @@ from transformers.utils import logging as transformers_logging
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.files import read_json
-from toolkit.models import build_detector
+from toolkit.models import build_detector, options_class
 from toolkit.models.card import write_card
 from toolkit.models.inference_settings import with_inference_settings
 from toolkit.models.weights.files import read_tensors
 from toolkit.runs.checkpoint_content import FORMAT, stale
+from toolkit.runs.settings_check import type_faults
 
 
 def save_transformers_folder(
@@ -91,6 +92,9 @@ def load_detector_folder(
     try:
         categories = [Category(entry["id"], entry["name"]) for entry in table]
         options, size = with_inference_settings(config["model"], settings), config["processor_size"]
+        kinds = {"model": options_class(options["architecture"])}
+        if faults := type_faults({"model": config["model"]}, kinds, str(folder / "config.json")):
+            raise BadInput(faults)
         detector = build_detector(**options, class_names=[category.name for category in categories])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error

@@ -13,6 +13,13 @@ from toolkit.errors import BadInput
 METHODS = ("grid", "random", "bayes")
 DISTRIBUTIONS = "constant categorical uniform int_uniform q_uniform log_uniform_values q_log_uniform_values".split()
 KEYS = {"name", "description", "program", "command", "method", "metric", "parameters", "early_terminate", "run_cap"}
+EXPECTED = {
+    "program": (str, "the path of a script"),
+    "command": (list, "a list of words"),
+    "parameters": (dict, "a mapping of settings"),
+    "early_terminate": (dict, "a mapping with min_iter"),
+    "run_cap": (int, "a whole number"),
+}
 COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 
 
@@ -54,27 +61,34 @@ def read_sweep(path: Path) -> Sweep:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(f"{path}: no YAML: {error}") from error
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a mapping with program, method, metric and parameters")
     problems = [f"no such key {key}; there are {', '.join(sorted(KEYS))}" for key in content if key not in KEYS]
+    problems += [
+        f"{key} is {content[key]!r}; expected {expected}"
+        for key, (kind, expected) in EXPECTED.items()
+        if content.get(key) is not None and not isinstance(content[key], kind)
+    ]
     problems += [f"{key} is missing" for key in ("program", "method", "metric", "parameters") if key not in content]
-    if content.get("method", "grid") not in METHODS:
+    if str(content.get("method", "grid")) not in METHODS:
         problems.append(f"method is {content['method']!r}; expected one of {', '.join(METHODS)}")
     metric = content.get("metric", {})
-    is_named = isinstance(metric, dict) and str(metric.get("name", "val/")).startswith("val/")
+    is_named = isinstance(metric, dict) and str(metric.get("name")).startswith("val/")
     if not is_named or metric.get("goal", "minimize") not in ("minimize", "maximize"):
         expected = "name: val/<metric of the evaluation>, goal: minimize or maximize"
         problems.append(f"metric is {metric!r}; expected {expected}")
     parameters = {}
-    for name, spec in dict(content.get("parameters") or {}).items():
+    for name, spec in _mapping(content, "parameters").items():
         try:
             parameters[name] = _parameter(spec)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             problems.append(f"parameters.{name}: {error}")
     if content.get("method") == "grid":
         problems += [f"parameters.{name}: a grid needs values" for name, p in parameters.items() if p.values is None]
+    if not isinstance(_mapping(content, "early_terminate").get("min_iter", 1), int):
+        problems.append("early_terminate.min_iter: expected a whole number")
     if problems:
         raise BadInput([f"{path}: {problem}" for problem in problems])
     ends = content.get("early_terminate")
@@ -88,6 +102,10 @@ def read_sweep(path: Path) -> Sweep:
         min_evaluations=None if ends is None else int(ends.get("min_iter", 1)),
         trials=content.get("run_cap"),
     )
+
+
+def _mapping(content: Mapping, key: str) -> Mapping:
+    return content[key] if isinstance(content.get(key), Mapping) else {}
 
 
 def _parameter(spec: object) -> Parameter:

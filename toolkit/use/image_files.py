@@ -153,6 +153,9 @@ def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[st
     rows: dict[Path, list] = {path: [] for path in names}
     problems = []
     for number, each in enumerate(map(annotations.entry, range(len(annotations)))):
+        if not isinstance(each, dict):
+            problems.append(f"{file}, annotation {number}: {str(each)[:80]}; expected an object")
+            continue
         if each.get("image_id") not in image_ids or each.get("iscrowd"):
             continue
         label, box = known.get(each.get("category_id")), each.get("bbox")

@@ -148,7 +148,7 @@ def report_thresholds(path: Path) -> dict[str, float] | None:
             try:
                 entries = read_json(file)
                 return {"": float(entries["threshold"])} | {k: float(v) for k, v in entries["thresholds"].items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise BadInput(f"{file}: no list of thresholds: {error!r}; make the report again") from error
         if (folder / "config.yaml").is_file():  # the run folder: what is above is none of its
             break

@@ -51,7 +51,7 @@ class Video(AbstractContextManager):
         try:
             self._container = av.open(place, format=kind)
             self._stream = self._container.streams.video[0]
-        except (OSError, ValueError, IndexError) as error:  # those of PyAV are all OSErrors or ValueErrors too
+        except (OSError, ValueError, IndexError, EOFError) as error:  # one of them is each of PyAV's
             raise BadInput(f"{place}: no video that can be read: {error}") from error
         self._stream.thread_type = "AUTO"
         self.rate = Fraction(self._stream.average_rate or 25).limit_denominator(65535)

@@ -184,6 +184,12 @@ def _number(word: str) -> bool:
     return True
 
 
+def _side(word: str) -> int | None:
+    """A side in pixels; None where there is no such number, and the image is asked."""
+    side = float(word) if _number(word) else 0.0
+    return int(side) or None if abs(side) < 2**31 else None
+
+
 def _load(path: Path) -> list[_Row]:
     columns = _columns_of(path)
     if columns is None:
@@ -210,8 +216,7 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     for row in chosen:
         name = row.known["image"].replace("\\", "/")
         name = name if is_there(root / name) else _found_name(root, name)
-        size = [row.known.get(key, "") for key in ("width", "height")]
-        sizes.setdefault(name, [int(float(text)) or None if _number(text) else None for text in size])
+        sizes.setdefault(name, [_side(row.known.get(key, "")) for key in ("width", "height")])
         label = row.known["label"]
         if not any(row.corners):
             continue

@@ -18,6 +18,7 @@ from toolkit.files import without_suffix
 TITLE = "YOLO"
 CLASS_FILES = ("classes.txt", "obj.names", "labels.txt")
 LABEL_FOLDER = "labels"
+MAX_CLASSES = 100_000
 
 
 def recognise(folder: Path) -> tuple[str, ...] | None:
@@ -77,7 +78,7 @@ def _settings(folder: Path) -> tuple[Path | None, dict]:
     for path in sorted(paths, key=lambda path: (path.stem != "data", path.name)):
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-        except (yaml.YAMLError, UnicodeDecodeError):
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
             continue
         if isinstance(content, dict) and "names" in content and ("train" in content or "val" in content):
             return path, content
@@ -236,10 +237,13 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
     given = settings.get("names")
     if isinstance(given, dict):
         try:
-            given = [given.get(i, given.get(str(i), f"class {i}")) for i in range(max(map(int, given), default=-1) + 1)]
-        except (TypeError, ValueError) as error:
+            numbers = range(_count(max(map(int, given), default=-1) + 1, folder))
+            given = [given.get(i, given.get(str(i), f"class {i}")) for i in numbers]
+        except (TypeError, ValueError, OverflowError) as error:
             raise BadInput(f"{folder}: `names` of the YAML file: expected numbers from 0 with names") from error
     if given:
+        if not isinstance(given, list):
+            raise BadInput(f"{folder}: `names` of the YAML file is {given!r}; expected a list of names")
         return [str(name) for name in given], []
     for file in (place / name for place in (folder, folder / LABEL_FOLDER) for name in CLASS_FILES):
         if file.is_file():
@@ -250,6 +254,12 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
     everywhere = [path for path in folder.rglob("*.txt") if path.parent in label_folders]
     others = (path.read_text(errors="replace").splitlines() for path in everywhere if path not in lines)
     firsts = {line.split()[0] for content in (*lines.values(), *others) for line in content if line.split()}
-    highest = max((int(word) for word in firsts if word.isdecimal()), default=0)
+    highest = max((int(word[:20]) for word in firsts if word.isdecimal()), default=0)
     note = Problem("note", str(folder), None, None, "no class names (data.yaml or classes.txt); classes are numbered")
-    return [f"class {i}" for i in range(highest + 1)], [note]
+    return [f"class {i}" for i in range(_count(highest + 1, folder))], [note]
+
+
+def _count(classes: int, folder: Path) -> int:
+    if classes > MAX_CLASSES:
+        raise BadInput(f"{folder}: its labels or names have the class {classes - 1}; expected at most {MAX_CLASSES:,}")
+    return classes

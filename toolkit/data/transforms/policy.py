@@ -103,7 +103,7 @@ def _read(path: str) -> Any:
         content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"data.augment {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(f"data.augment {path}: no YAML: {error}") from error
     return content["augment"] if isinstance(content, Mapping) and "augment" in content else content
 

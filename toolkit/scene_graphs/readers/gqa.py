@@ -6,9 +6,12 @@ from pathlib import Path
 
 from toolkit.data.annotations import Annotations
 from toolkit.data.image_sources import ImageSources
-from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
+from toolkit.errors import BadInput
+from toolkit.files import read_json
+from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, noting_faults
 
 NUM_VAL_IMAGES = 5000
+EXPECTED = "width, height and objects, each with name, x, y, w, h and relations to an object, with a name"
 CLASSES, PREDICATES = 200, 100  # GQA200 (Dong et al., CVPR 2022)
 
 
@@ -22,39 +25,43 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     test: the images of the validation file; val: the first `num_val` of the training file; train: its others. Other
     objects, their relations, and images that are then left without a relation are left out.
     """
-    training = read_json(files[0], dict)
-    classes, predicates = vocabulary(training)
-    graphs = read_json(files[1], dict) if split == "test" else training
+    training, problems = read_json(files[0]), []
+    classes, predicates = _vocabulary(training, files[0], problems)
+    graphs = read_json(files[1]) if split == "test" else training
     names = list(graphs)
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
     labels, kinds = ({name: number for number, name in enumerate(each)} for each in (classes, predicates))
-    found = empty_graphs(classes, predicates)
+    annotations = empty_graphs(classes, predicates)
     for name in chosen:
-        graph = graphs[name]
-        kept = {key: each for key, each in graph["objects"].items() if each["name"] in labels}
-        place = {key: number for number, key in enumerate(kept)}
-        relations = [
-            (place[key], place[relation["object"]], kinds[relation["name"]])
-            for key, each in kept.items()
-            for relation in each["relations"]
-            if relation["object"] in place and relation["name"] in kinds
-        ]
-        if relations:
-            boxes = [(labels[each["name"]], (each["x"], each["y"], each["w"], each["h"])) for each in kept.values()]
-            image = {"id": name, "file_name": f"{name}.jpg", "width": graph["width"], "height": graph["height"]}
-            add_graph(found, image, boxes, relations)
-    return found
+        with noting_faults(problems, f"{files[-1]}, image {name}", EXPECTED):
+            graph = graphs[name]
+            kept = {key: each for key, each in graph["objects"].items() if each["name"] in labels}
+            number_of = {key: number for number, key in enumerate(kept)}
+            relations = [
+                (number_of[key], number_of[relation["object"]], kinds[relation["name"]])
+                for key, each in kept.items()
+                for relation in each["relations"]
+                if relation["object"] in number_of and relation["name"] in kinds
+            ]
+            if relations:
+                boxes = [(labels[each["name"]], [each[side] for side in "xywh"]) for each in kept.values()]
+                image = {"id": name, "file_name": f"{name}.jpg", "width": graph["width"], "height": graph["height"]}
+                add_graph(annotations, image, boxes, relations)
+    if problems:
+        raise BadInput(dict.fromkeys(problems))
+    return annotations
 
 
-def vocabulary(training: dict) -> tuple[list[str], list[str]]:
+def _vocabulary(training: dict, file: Path, problems: list[str]) -> tuple[list[str], list[str]]:
     """The 200 most frequent names of objects and 100 of relations; equal ones by the alphabet."""
     objects: Counter = Counter()
     relations: Counter = Counter()
-    for graph in training.values():
-        for each in graph["objects"].values():
-            objects[each["name"]] += 1
-            relations.update(relation["name"] for relation in each["relations"])
+    for name, graph in training.items():
+        with noting_faults(problems, f"{file}, image {name}", EXPECTED):
+            for each in graph["objects"].values():
+                objects[each["name"]] += 1
+                relations.update(relation["name"] for relation in each["relations"])
     most = ((objects, CLASSES), (relations, PREDICATES))
-    classes, predicates = ([name for name, _ in sorted(c.items(), key=lambda each: (-each[1], each[0]))[:count]]
+    classes, predicates = ([name for name, _ in sorted(c.items(), key=lambda each: (-each[1], str(each[0])))[:count]]
                            for c, count in most)  # fmt: skip
     return classes, predicates

@@ -1,7 +1,7 @@
 """Relation data of other layouts: read into columns once, checked, and cached as a table."""
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations
@@ -54,15 +54,14 @@ def read_graphs(
     return cached_table(parts, make, name=name, cache_dir=cache_dir, **checking)
 
 
-def read_json(file: Path, kind: type) -> dict | list:
-    """The JSON object (kind dict) or list in a file. Raises BadInput."""
+@contextmanager
+def noting_faults(problems: list[str], place: str, expected: str) -> Iterator[None]:
+    """Adds a sentence to `problems` if the entry that is read inside is not as expected."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(document, kind):
-        raise BadInput(f"{file}: a JSON {type(document).__name__}; expected a {kind.__name__}")
-    return document
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        shown = repr(error)
+        problems.append(f"{place}: expected {expected} ({shown[:100]}{'…' * (len(shown) > 100)})")
 
 
 def empty_graphs(classes: Sequence[str], predicates: Sequence[str]) -> Annotations:
@@ -72,16 +71,20 @@ def empty_graphs(classes: Sequence[str], predicates: Sequence[str]) -> Annotatio
     return annotations
 
 
-def add_graph(to: Annotations, image: dict, boxes: Sequence[tuple], relations: Sequence[tuple]) -> None:
+def add_graph(to: Annotations, image: dict, boxes: Sequence[tuple], relations: Sequence[Sequence]) -> None:
     """One image with its boxes and relations; ids of annotations count from 1.
 
     image: `id`, `file_name`, `width`, `height`. boxes: (class from 0, [x, y, width, height]). relations: (subject,
-    object, predicate from 0), the first two places in `boxes`.
+    object, predicate from 0), the first two positions in `boxes`. What none of these is goes on to the check.
     """
-    first = len(to) + 1
+    first, count = len(to) + 1, len(boxes)
     to.add_image(image)
-    for place, (label, xywh) in enumerate(boxes):
-        to.add({"id": first + place, "image_id": image["id"], "category_id": label, "bbox": list(xywh)})
-    for subject, other, predicate in relations:
-        to.relations.add({"image_id": image["id"], "subject_id": first + subject, "object_id": first + other,
+    for number, (label, xywh) in enumerate(boxes):
+        to.add({"id": first + number, "image_id": image["id"], "category_id": label, "bbox": xywh})
+    for *positions, predicate in relations:
+        ends = [  # a position that is not there becomes an id that is not there, which the check then quotes
+            first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"
+            for end in positions
+        ]
+        to.relations.add({"image_id": image["id"], "subject_id": ends[0], "object_id": ends[1],
                           "predicate_id": predicate})  # fmt: skip

@@ -7,7 +7,8 @@ from pathlib import Path
 from toolkit.data.annotations import Annotations
 from toolkit.data.image_sources import ImageSources
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
+from toolkit.files import read_json
+from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, noting_faults
 
 NUM_VAL_IMAGES = None
 
@@ -18,16 +19,17 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: None) -> Annotations:
     """Images, boxes and relations."""
-    entries, names = read_json(files[0], list), read_json(files[1], dict)
-    found = empty_graphs(names["obj"], names["rel"])
+    entries, names = read_json(files[0], list), read_json(files[1])
+    if missing := [key for key in ("obj", "rel") if not isinstance(names.get(key), list)]:
+        raise BadInput([f"{files[1]}: list `{key}` missing" for key in missing])
+    annotations, problems = empty_graphs(names["obj"], names["rel"]), []
     for number, entry in enumerate(entries):
-        try:
+        with noting_faults(problems, f"{files[0]}, entry {number}", "img_fn, img_size, bbox, det_labels and rel"):
             width, height = entry["img_size"]
-            boxes = [(label, (x1, y1, x2 - x1, y2 - y1))
+            boxes = [(label, [x1, y1, x2 - x1, y2 - y1])
                      for label, (x1, y1, x2, y2) in zip(entry["det_labels"], entry["bbox"], strict=True)]  # fmt: skip
             image = {"id": entry["img_fn"], "file_name": f"{entry['img_fn']}.jpg", "width": width, "height": height}
-            add_graph(found, image, boxes, [tuple(row) for row in entry["rel"]])
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadInput(f"{files[0]}, entry {number}: expected img_fn, img_size, bbox, det_labels and rel "
-                           f"({error!r})") from error  # fmt: skip
-    return found
+            add_graph(annotations, image, boxes, entry["rel"])
+    if problems:
+        raise BadInput(problems)
+    return annotations

@@ -5,22 +5,15 @@ from pathlib import Path
 from toolkit.data.annotations import Annotations
 from toolkit.data.image_sources import ImageSources
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.graphs import empty_graphs, read_json
+from toolkit.files import read_json
+from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs
 
 NUM_VAL_IMAGES = 1000
+MAX_CLASSES = 100_000  # of a file that does not name them
 
 
 def files_of(file: Path, split: str) -> list[Path]:
     return [file]
-
-
-def _checked(file: Path) -> dict:
-    document = read_json(file, dict)
-    if missing := [key for key in ("data", "predicate_classes", "test_image_ids") if key not in document]:
-        raise BadInput([f"{file}: key `{key}` missing" for key in missing])
-    if faults := [fault for number, entry in enumerate(document["data"]) for fault in _entry_faults(entry, number)]:
-        raise BadInput([f"{file}: {fault}" for fault in faults])
-    return document
 
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
@@ -37,40 +30,53 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
         chosen = others[num_val:] if split == "train" else others[:num_val]
     names = [*document.get("thing_classes", []), *document.get("stuff_classes", [])]
     if not names:  # some files name their classes elsewhere
-        highest = max((a["category_id"] for e in document["data"] for a in e["annotations"]), default=-1)
-        names = [f"class {number}" for number in range(highest + 1)]
-    found = empty_graphs(names, document["predicate_classes"])
+        ids = {a.get("category_id") for e in document["data"] for a in e["annotations"]}
+        names = [f"class {number}" for number in range(max(filter(_is_class, ids), default=-1) + 1)]
+    annotations = empty_graphs(names, document["predicate_classes"])
     for entry in chosen:
-        image_id, annotations = entry["image_id"], entry["annotations"]
-        found.add_image({"id": image_id} | {k: entry.get(k) for k in ("file_name", "width", "height")})
-        first, count = len(found) + 1, len(annotations)
-        for place, annotation in enumerate(annotations):
-            found.add(_annotation(annotation, image_id, first + place))
-        for subject, object_, predicate in entry["relations"]:
-            ends = [  # a position that is not there becomes an id that is not there, which the check then quotes
-                first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"
-                for end in (subject, object_)
-            ]
-            found.relations.add({"image_id": image_id, "subject_id": ends[0], "object_id": ends[1],
-                                 "predicate_id": predicate})  # fmt: skip
-    return found
+        image = {"id": entry["image_id"]} | {key: entry.get(key) for key in ("file_name", "width", "height")}
+        boxes = [(box.get("category_id"), _xywh(box.get("bbox"))) for box in entry["annotations"]]
+        add_graph(annotations, image, boxes, entry["relations"])
+    return annotations
+
+
+def _checked(file: Path) -> dict:
+    document = read_json(file)
+    lists = [key for key in ("thing_classes", "stuff_classes") if key in document]
+    faults = [
+        f"key `{key}` missing" if key not in document else f"key `{key}`: expected a list"
+        for key in ("data", "predicate_classes", "test_image_ids", *lists)
+        if not isinstance(document.get(key), list)
+    ]
+    if not faults:
+        faults = [fault for number, entry in enumerate(document["data"]) for fault in _entry_faults(entry, number)]
+    if faults:
+        raise BadInput([f"{file}: {fault}" for fault in faults])
+    return document
 
 
 def _entry_faults(entry: object, number: int) -> list[str]:
     """What keeps an entry of `data` from being read at all; validation finds the rest."""
     if not isinstance(entry, dict):
-        return [f"entry {number} of `data` is {entry!r}; expected an object"]
-    missing = [key for key in ("image_id", "annotations", "relations") if key not in entry]
-    relations = [row for row in entry.get("relations", []) if not isinstance(row, list) or len(row) != 3]
+        return [f"entry {number} of `data` is {str(entry)[:80]}; expected an object"]
     named = f"entry {number} of `data` (image {entry.get('image_id')})"
-    faults = [f"{named}: key `{key}` missing" for key in missing]
-    return faults + [f"{named}: relation {row!r}; expected [subject, object, predicate]" for row in relations]
+    faults = [f"{named}: key `{key}` missing" for key in ("image_id", "annotations", "relations") if key not in entry]
+    for key, kind, expected in (("annotations", dict, "objects"), ("relations", list, "[subject, object, predicate]")):
+        rows = entry.get(key, [])
+        if not isinstance(rows, list):
+            faults.append(f"{named}: `{key}` is {str(rows)[:80]}; expected a list of {expected}")
+            continue
+        wrong = [row for row in rows if not isinstance(row, kind) or kind is list and len(row) != 3]
+        faults += [f"{named}: {key[:-1]} {str(row)[:80]}; expected {expected}" for row in wrong]
+    return faults
 
 
-def _annotation(annotation: dict, image_id: int | str, annotation_id: int) -> dict:
+def _is_class(number: object) -> bool:
+    return isinstance(number, int) and 0 <= number < MAX_CLASSES
+
+
+def _xywh(box: object) -> object:
     """Corners become width and height; a box that is none stays as it is, for validation to report."""
-    box = annotation.get("bbox")
     if isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box):
-        box = [box[0], box[1], box[2] - box[0], box[3] - box[1]]
-    ids = {"id": annotation_id, "image_id": image_id, "category_id": annotation.get("category_id")}
-    return ids | {"bbox": box, "iscrowd": 0}
+        return [box[0], box[1], box[2] - box[0], box[3] - box[1]]
+    return box

@@ -5,7 +5,6 @@ sizes. Classes, predicates and attributes are counted from 1 in the files; the a
 classes and predicates from 0. Where no attributes are named, none are read.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.table import Category, DetectionTable, Problem
 from toolkit.data.table_cache import columns_of_rows
 from toolkit.errors import BadInput
+from toolkit.files import read_json
 from toolkit.scene_graphs.readers.graphs import read_graphs
 
 FILES = ("VG-SGG-with-attri.h5", "VG-SGG-dicts-with-attri.json", "image_data.json")
@@ -26,6 +26,8 @@ BOX_SCALE = 1024  # pixels of the longer image side that the boxes of the file r
 CORRUPTED_IMAGES = (1592, 1722, 4616, 4617)  # listed in image_data.json, left out of the graphs
 NUM_ATTRIBUTE_COLUMNS = 10
 NUM_VAL_IMAGES = 5000
+PER_IMAGE = ("split", *(f"img_to_{end}_{kind}" for kind in ("box", "rel") for end in ("first", "last")))
+WIDTHS = {"boxes_1024": 4, "labels": 1, "relationships": 2, "predicates": 1}  # columns of the other arrays
 
 
 @dataclass
@@ -97,13 +99,13 @@ def load_graphs(
 
 def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]:
     """Class, predicate and attribute names in the order of their ids, which start at 1."""
-    info = _read_json(Path(dicts_file))
+    info = read_json(Path(dicts_file))
     names, faults = [], []
     for key in ("label_to_idx", "predicate_to_idx", "attribute_to_idx"):
-        ids = info.get(key, {} if key == "attribute_to_idx" else None) if isinstance(info, dict) else None
+        ids = info.get(key, {} if key == "attribute_to_idx" else None)
         if not isinstance(ids, dict):
             faults.append(f"{dicts_file}: key `{key}` missing; expected an object name -> id from 1")
-        elif sorted(ids.values()) != list(range(1, len(ids) + 1)):
+        elif {repr(number) for number in ids.values()} != {str(number) for number in range(1, len(ids) + 1)}:
             faults.append(f"{dicts_file}: ids of `{key}` are not 1 .. {len(ids)}")
         else:
             names.append(sorted(ids, key=ids.get))
@@ -118,10 +120,10 @@ def load_image_list(image_data_file: str | Path, image_dir: Path | ImageSources,
     The four corrupted images are left out. If the count still differs from `num_images`, the images without a file
     are left out too (as the original always does). Raises BadInput when that does not fit either.
     """
-    entries = _read_json(Path(image_data_file))
-    keys = {"image_id", "width", "height"}
-    if not isinstance(entries, list) or not all(isinstance(e, dict) and keys <= e.keys() for e in entries):
-        raise BadInput(f"{image_data_file}: expected a list of objects, each with {', '.join(sorted(keys))}")
+    entries = read_json(Path(image_data_file), list)
+    if wrong := [entry for entry in entries if not _is_image(entry)]:
+        expected = "a list of objects, each with image_id and, as whole numbers, width and height"
+        raise BadInput([f"{image_data_file}: {str(entry)[:80]}; expected {expected}" for entry in wrong[:20]])
     entries = [entry for entry in entries if entry["image_id"] not in CORRUPTED_IMAGES]
     if len(entries) == num_images:
         return entries
@@ -132,6 +134,12 @@ def load_image_list(image_data_file: str | Path, image_dir: Path | ImageSources,
         f"{image_data_file}: {len(entries)} images are listed, {len(there)} of them are in {image_dir}, but the graphs "
         f"are of {num_images} images; the files do not belong together or images are missing"
     )
+
+
+def _is_image(entry: object) -> bool:
+    if not (isinstance(entry, dict) and isinstance(entry.get("image_id"), int | str)):
+        return False
+    return all(isinstance(entry.get(side), int) and 0 < entry[side] < 2**31 for side in ("width", "height"))
 
 
 def scale_boxes(boxes_1024: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
@@ -234,19 +242,32 @@ def _row(graphs: Graphs, place: int, entry: dict, drop: bool, attributes: bool) 
 
 
 def _read_h5(path: Path) -> dict[str, np.ndarray]:
-    keys = ["split", *(f"img_to_{end}_{kind}" for kind in ("box", "rel") for end in ("first", "last"))]
-    keys += ["boxes_1024", "labels", "relationships", "predicates"]
+    """The arrays of the file, int64, those with a row for each image (I,), the others with as many columns as `WIDTHS`
+    says."""
     if not path.is_file():
         raise BadInput(f"{path}: no such file; expected the HDF5 file with the graphs")
     try:
         with h5py.File(path, "r") as file:
-            if missing := [key for key in keys if key not in file]:
+            if missing := [key for key in (*PER_IMAGE, *WIDTHS) if not isinstance(file.get(key), h5py.Dataset)]:
                 raise BadInput([f"{path}: data set `{key}` missing" for key in missing])
-            data = {key: file[key][:] for key in keys}
-            wide = (len(data["labels"]), NUM_ATTRIBUTE_COLUMNS)
-            data["attributes"] = file["attributes"][:] if "attributes" in file else np.zeros(wide, np.int64)
-    except OSError as error:
+            data = {key: file[key][:] for key in (*PER_IMAGE, *WIDTHS)}
+            attributes = file["attributes"][:] if "attributes" in file else None
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # what damaged files make h5py raise
         raise BadInput(f"{path}: not a readable HDF5 file: {error}") from error
+    if attributes is None:
+        attributes = np.zeros((len(data["labels"]), NUM_ATTRIBUTE_COLUMNS), np.int64)
+    data["attributes"] = attributes
+    images, faults = len(data["split"]), []
+    for key, values in data.items():
+        width = 1 if key in PER_IMAGE else WIDTHS.get(key, values.shape[-1])
+        rows = values.reshape(len(values), np.prod(values.shape[1:], dtype=int))
+        fits = rows.shape[1] == width and values.ndim <= 2 and (key not in PER_IMAGE or len(values) == images)
+        if not fits or values.dtype.kind not in "iu":
+            expected = f"({images},)" if key in PER_IMAGE else f"(N, {width})"
+            faults.append(f"{path}: data set `{key}` is {values.dtype} {values.shape}; expected integers {expected}")
+        data[key] = rows[:, 0] if key in PER_IMAGE else rows
+    if faults:
+        raise BadInput(faults)
     return data
 
 
@@ -256,8 +277,15 @@ def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> Non
     centre_wh = data["boxes_1024"]
     for row in np.flatnonzero((centre_wh[:, :2] < 0).any(1) | (centre_wh[:, 2:] <= 0).any(1))[:20]:
         faults.append(f"{path}: box row {row} is centre x, y, w, h = {centre_wh[row].tolist()}; expected w, h > 0")
-    if len(data["relationships"]) != len(data["predicates"]):
-        faults.append(f"{path}: {len(data['relationships'])} relationships, {len(data['predicates'])} predicates")
+    for first, second in (("relationships", "predicates"), ("boxes_1024", "labels"), ("boxes_1024", "attributes")):
+        if len(data[first]) != len(data[second]):
+            faults.append(f"{path}: {len(data[first])} {first}, {len(data[second])} {second}")
+    for kind, rows in (("box", len(centre_wh)), ("rel", len(data["relationships"]))):
+        first, last = (data[f"img_to_{end}_{kind}"][index].astype(np.int64) for end in ("first", "last"))
+        there = (first >= 0) | (kind == "box")
+        for image in index[there & ((first < 0) | (last < first) | (last >= rows))][:20]:
+            faults.append(f"{path}: image row {image}: its {kind} rows are not among the {rows} of the file")
+    if faults:
         raise BadInput(faults)
     for image in index:
         first, last = data["img_to_first_box"][image], data["img_to_last_box"][image]
@@ -290,12 +318,3 @@ def _overlapping(boxes: np.ndarray, relations: np.ndarray) -> np.ndarray:
     subjects, objects = boxes[relations[:, 0]], boxes[relations[:, 1]]
     wide = np.minimum(subjects[:, 2:], objects[:, 2:]) - np.maximum(subjects[:, :2], objects[:, :2]) + 1
     return (wide > 0).all(1)
-
-
-def _read_json(path: Path):
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise BadInput(f"{path}: no such file") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: invalid JSON: {error}") from error

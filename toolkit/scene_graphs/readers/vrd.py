@@ -4,12 +4,15 @@
 from pathlib import Path
 
 from toolkit.data.annotations import Annotations
+from toolkit.data.checks import unsafe_file_name
 from toolkit.data.decoding import ImageError, probe_image
 from toolkit.data.image_sources import ImageSources
 from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, read_json
+from toolkit.files import read_json
+from toolkit.scene_graphs.readers.graphs import add_graph, empty_graphs, noting_faults
 
 NUM_VAL_IMAGES = 500
+EXPECTED = "relations with predicate, subject and object, both with category and bbox [ymin, ymax, xmin, xmax]"
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
@@ -23,31 +26,32 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     test: the images of the test file; val: the first `num_val` of the training file; train: its others. The file does
     not say how large the images are: they are looked at.
     """
-    annotations, classes, predicates = (read_json(file, kind) for file, kind in zip(files, (dict, list, list),
-                                                                                    strict=True))  # fmt: skip
-    names = list(annotations)
+    annotated, classes, predicates = map(read_json, files, (dict, list, list))
+    names, problems = list(annotated), []
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
-    found = empty_graphs(classes, predicates)
+    annotations = empty_graphs(classes, predicates)
     for number, name in enumerate(chosen):
         objects: dict[tuple, int] = {}
         relations = []
-        for row in annotations[name]:
-            try:
+        with noting_faults(problems, f"{files[0]}, image {name}", EXPECTED):
+            for row in annotated[name]:
                 ends = [_object(row[end]) for end in ("subject", "object")]
                 relations.append((*(objects.setdefault(end, len(objects)) for end in ends), row["predicate"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise BadInput(
-                    f"{files[0]}, image {name}: relation {row}; expected predicate, subject and object, each with "
-                    f"category and bbox [ymin, ymax, xmin, xmax] ({error!r})"
-                ) from error
-        try:
-            height, width = probe_image(images / name).size_hw
-        except ImageError:  # checking the files says why
-            height, width = 1, 1
-        boxes = [(label, (x1, y1, x2 - x1, y2 - y1)) for label, y1, y2, x1, x2 in objects]
-        image = {"id": number + 1, "file_name": name, "width": width, "height": height}
-        add_graph(found, image, boxes, relations)
-    return found
+            boxes = [(label, [x1, y1, x2 - x1, y2 - y1]) for label, y1, y2, x1, x2 in objects]
+            height, width = _size_hw(images, name)
+            image = {"id": number + 1, "file_name": name, "width": width, "height": height}
+            add_graph(annotations, image, boxes, relations)
+    if problems:
+        raise BadInput(problems)
+    return annotations
+
+
+def _size_hw(images: Path | ImageSources, name: str) -> tuple[int, int]:
+    """Of an image that cannot be opened 1, 1: the check of the files says why."""
+    try:
+        return (1, 1) if unsafe_file_name(name) else probe_image(images / name).size_hw
+    except ImageError:
+        return 1, 1
 
 
 def _object(entry: dict) -> tuple:
