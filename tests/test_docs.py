@@ -56,6 +56,13 @@ def test_the_page_of_settings_has_every_key_of_the_dataclasses():
     assert settings_page() == expected
 
 
+def test_the_loss_of_the_first_page_is_the_one_of_the_recipes():
+    """Which a test applies, trains and resumes; the lines around it are those of the script."""
+    lines = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1].splitlines()
+    recipes, script = ((ROOT / name).read_text() for name in ("docs/change_the_loop.md", "scripts/train_detr.py"))
+    assert all(line in recipes if line[0] == "+" else line[1:] in script for line in lines if line != "@@")
+
+
 def test_every_page_is_in_the_contents():
     entries = re.findall(r"[\w/]+\.md", yaml.dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     written = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
