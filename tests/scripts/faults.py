@@ -9,14 +9,18 @@
         what becomes of a disk then
     {"cwd": FOLDER, "rank": 1}    start in another folder, as on a machine with a disk of its own
     {"float64": True}    the detector in double precision
+    {"kill_at_write": 7}    SIGKILL before the seventh file or folder that is written, renamed or removed
+    {"count_writes": FILE}    how many there are, into a file
 """
 
+import atexit
 import importlib
 import math
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from functools import partial, wraps
@@ -33,6 +37,8 @@ def install(faults: list[dict], rank: int) -> None:
             _before(fault["at"], fault["call"], partial(_send, **fault))
         if "disk" in fault:
             _before(fault["at"], fault["call"], partial(_spoil_disk, fault["disk"], Path(fault["folder"])))
+        if "kill_at_write" in fault or "count_writes" in fault:
+            _watch_writes(fault.get("kill_at_write"), fault.get("count_writes"))
         if "cwd" in fault:
             os.chdir(fault["cwd"])
         if "skip" in fault:
@@ -91,6 +97,28 @@ def _send(at: str, call: int, wait_s: float = 0.0, **fault) -> None:
     if number == signal.SIGKILL:
         os.killpg(0, number)
     os.kill(os.getpid(), number)
+
+
+_CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate")
+
+
+def _watch_writes(kill_at: int | None, count_into: str | None) -> None:
+    """Counts them by audit events, in whatever library they are."""
+    writes = 0
+
+    def hook(event: str, arguments: tuple) -> None:
+        nonlocal writes
+        if event not in _CHANGES and (event != "open" or not arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        if str(arguments[0]).startswith(("/dev/", "/proc/")) or isinstance(arguments[0], int):
+            return
+        writes += 1
+        if writes == kill_at:
+            os.killpg(0, signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    if count_into:
+        atexit.register(lambda: Path(count_into).write_text(str(writes)))
 
 
 def _spoil_disk(how: str, folder: Path) -> None:

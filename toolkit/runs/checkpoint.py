@@ -133,7 +133,8 @@ def mark_best(path: Path) -> None:
 
 
 def repair_latest(resumed: Path) -> None:
-    """Points `latest` beside the checkpoint `resumed` at it where the link is gone or leads to a broken one.
+    """Points `latest` beside the checkpoint `resumed` at it where the link is gone, leads to a broken one, or to an
+    older one, as it does after a kill between the checkpoint and its link.
 
     Raises:
         CheckpointError: the link cannot be written.
@@ -141,7 +142,9 @@ def repair_latest(resumed: Path) -> None:
     resumed = Path(resumed).resolve()
     target = linked(resumed.parent, "latest")
     try:
-        if target is None or target != resumed and not _is_valid(target):
+        newest_first = list(_by_age(resumed.parent)[0])
+        is_newer = target in newest_first and resumed in newest_first[: newest_first.index(target)]
+        if target is None or target != resumed and (is_newer or not _is_valid(target)):
             _point(resumed.parent / "latest", resumed)
     except OSError as error:
         raise CheckpointError(_cannot_write(resumed.parent, error.errno or errno.EIO, 0)) from error
