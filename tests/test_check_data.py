@@ -21,7 +21,7 @@ from PIL import Image, ImageEnhance
 from toolkit.data import inspection, near_duplicates
 from toolkit.data.formats import open_dataset
 from toolkit.data.inspection import near_boxes
-from toolkit.data.near_duplicates import Looks, alike_pairs, groups, held_out, looks_of
+from toolkit.data.near_duplicates import ImageSignatures, alike_pairs, groups, held_out, signatures_of
 from toolkit.data.shapes import draw_scene, make_shapes
 from toolkit.data.splits import hold_out, open_split, open_splits, share_of, share_that_came_out
 from toolkit.errors import BadInput
@@ -189,8 +189,8 @@ def test_bccd(check, tmp_path):
 
 def looks(images):
     digests = [hashlib.blake2b(image.tobytes(), digest_size=16).hexdigest() for image in images]
-    seen = [near_duplicates.look(torch.from_numpy(image).permute(2, 0, 1)) for image in images]
-    return Looks(np.array(digests, "S32"), np.stack(seen))
+    seen = [near_duplicates.thumbnail_of(torch.from_numpy(image).permute(2, 0, 1)) for image in images]
+    return ImageSignatures(np.array(digests, "S32"), np.stack(seen))
 
 
 SCENES = [draw_scene(0, "train", number, 96)[0] for number in range(40)]
@@ -222,7 +222,7 @@ def test_held_out_images_stay_when_others_are_added(share, order, fewer):
     every = looks(SCENES)
     chosen = dict(zip(range(40), held_out(every, share).tolist(), strict=True))
     some = sorted(order[:fewer])
-    part = held_out(Looks(every.digests[some], every.thumbnails[some]), share).tolist()
+    part = held_out(ImageSignatures(every.digests[some], every.thumbnails[some]), share).tolist()
     differ = sum(chosen[index] != held for index, held in zip(some, part, strict=True))
     assert differ <= 1  # the one that is moved where nothing else would be held out, or nothing left
     assert 0 < sum(part) < len(part)
@@ -259,14 +259,15 @@ def test_a_standing_camera_is_as_many_pairs_as_pictures(monkeypatch, all_pairs):
     monkeypatch.setattr(near_duplicates, "ALL_PAIRS", all_pairs)
     thumbnails = np.repeat(np.random.default_rng(0).integers(9, 240, (1, 16, 16), np.uint8), 600, axis=0)
     thumbnails[np.arange(600), np.arange(600) % 16, 3] += 1
-    found = alike_pairs(Looks(np.array([f"{n:03}" for n in range(600)], "S32"), thumbnails), np.arange(600) % 2)
+    digests = np.array([f"{n:03}" for n in range(600)], "S32")
+    found = alike_pairs(ImageSignatures(digests, thumbnails), np.arange(600) % 2)
     assert {i for pair in found for i in pair} == {*range(600)} and len(found) < 3000
     crossing = {i for pair in found for i in pair if sum(pair) % 2}
     assert crossing == {*range(600)} and not groups(600, found).any()
 
 
 def test_thousands_of_copies_are_as_many_pairs():
-    copies = Looks(np.array([b"one"] * 3000 + [b"two"], "S32"), np.zeros((3001, 16, 16), np.uint8))
+    copies = ImageSignatures(np.array([b"one"] * 3000 + [b"two"], "S32"), np.zeros((3001, 16, 16), np.uint8))
     assert alike_pairs(copies) == [(0, other) for other in range(1, 3001)]
     pairs = list(inspection._copies([0, 1, 2, 3, 4], ["train", "train", "val", "val", "test"]))
     assert pairs == [(0, 1), (2, 3), (0, 2), (0, 4), (2, 4)]
@@ -283,7 +284,7 @@ def test_large_groups_are_not_held_out_more_often_than_small_ones():
     rng = np.random.default_rng(0)
     thumbnails = np.repeat(rng.integers(9, 240, (20, 16, 16), np.uint8), 30, axis=0)
     digests = [hashlib.blake2b(b"%d" % number, digest_size=16).hexdigest() for number in range(600)]
-    frames = Looks(np.array(digests, "S32"), thumbnails)
+    frames = ImageSignatures(np.array(digests, "S32"), thumbnails)
     assert len(set(groups(600, alike_pairs(frames)).tolist())) == 20
     for share in (0.05, 0.1, 0.2, 0.3):
         assert abs(held_out(frames, share).mean() - share) <= 0.15
@@ -330,9 +331,9 @@ def test_images_of_one_moment_cannot_be_split(tmp_path):
 
 def test_looks_are_cached_and_notice_changed_files(clean, tmp_path):
     table = open_dataset("val", path=clean, cache_dir=tmp_path)
-    first = looks_of(table, tmp_path)
+    first = signatures_of(table, tmp_path)
     assert len(list((tmp_path / "looks").iterdir())) == 1
-    assert np.array_equal(looks_of(table, tmp_path).thumbnails, first.thumbnails)
+    assert np.array_equal(signatures_of(table, tmp_path).thumbnails, first.thumbnails)
     assert len(list((tmp_path / "looks").iterdir())) == 1
 
 
@@ -343,15 +344,15 @@ def test_comparing_images_keeps_none_of_them():
 import io
 import numpy as np
 from PIL import Image
-from toolkit.data.near_duplicates import _digest_and_look
+from toolkit.data.near_duplicates import _digest_and_thumbnail
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
 def image(i):
     file = io.BytesIO()
     Image.fromarray(np.random.default_rng(i).integers(0, 255, (96, 96, 3), np.uint8)).save(file, "JPEG", quality=10)
     return file.getvalue()
-kept = [_digest_and_look(image(i)) for i in range(200)]
+kept = [_digest_and_thumbnail(image(i)) for i in range(200)]
 before = resident()
-kept += [_digest_and_look(image(i)) for i in range(200, 4200)]
+kept += [_digest_and_thumbnail(image(i)) for i in range(200, 4200)]
 print(resident() - before)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
