@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import yaml
-from documents import BCCD, needs_bccd
+from documents import BCCD, needs_bccd, row_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -95,19 +95,16 @@ def boxes(draw):
 NAME = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=8).filter(lambda t: t != "background")
 
 
-def image_rows(folder: Path, images: list[list], classes: int, crowds: bool) -> list[dict]:
-    """A picture for each list of boxes, some below folders, and its row; every other box is a crowd."""
+def table_of(folder: Path, images: list[list], categories: list, crowds=False, below=""):
+    """A table with a picture for each list of boxes, each one folder deeper; every other box may be a crowd."""
     rows = []
     for number, of_image in enumerate(images):
-        name, count = f"{'below/' * number}{number}.png", len(of_image)
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 30)).save(folder / name)
-        objects = {"id": [10 * number + k for k in range(count)], "bbox": of_image, "area": [3.5] * count}
-        objects["iscrowd"] = [int(k % 2 and crowds) for k in range(count)]
-        objects["category"] = [k % classes for k in range(count)]
-        row = {"image_id": number, "file_name": name, "width": 40, "height": 30, "objects": objects}
-        rows.append(row | {"relations": {"subject": [], "object": [], "predicate": []}})
-    return rows
+        row = row_of(number, of_image, labels=[k % len(categories) for k in range(len(of_image))])
+        row["objects"] |= {"id": [10 * number + k for k in range(len(of_image))], "area": [3.5] * len(of_image)}
+        row["objects"]["iscrowd"] = [int(k % 2 and crowds) for k in range(len(of_image))]
+        rows.append(row | {"file_name": f"{below * number}{number}.png"})
+        picture(folder / rows[-1]["file_name"])
+    return write_rows(rows, cache_file=folder / "t.json", categories=categories, image_root=folder)
 
 
 IMAGES = st.lists(st.lists(boxes(), max_size=4), min_size=1, max_size=3)
@@ -118,14 +115,12 @@ NAMES = st.lists(NAME, min_size=1, max_size=3, unique=True)
 @given(IMAGES, NAMES, st.sampled_from(sorted(FOLDERS)))
 def test_nothing_is_lost_that_the_format_can_hold(tmp_path_factory, images, names, format):
     folder = tmp_path_factory.mktemp("round")
-    rows = image_rows(folder / "p", images, len(names), format in ("voc", "coco", "csv", "hub"))
     if not any(images):
         return  # a CSV file without a box names no class
-    names = sorted(names)
     used = {k % len(names) for of_image in images for k in range(len(of_image))}
-    names = names[: len(used)] if format == "csv" else names
+    names = sorted(names)[: len(used) if format == "csv" else None]
     categories = [Category(n, name) for n, name in enumerate(names, start=1)]
-    table = write_rows(rows, cache_file=folder / "t.json", categories=categories, image_root=folder / "p")
+    table = table_of(folder / "p", images, categories, crowds=format != "yolo", below="below/")
     write_folder(table, folder / "d", "train", format)
     again = opened(folder / "d", format=format)
     assert again.class_names == names
@@ -177,15 +172,8 @@ def scores_of(folder: Path, format: str, names: list[str]) -> list[list[float]]:
 def test_predictions_come_back(tmp_path_factory, images, names, random):
     """What predict.py writes beside the images is a data set: to label images with a model. Scores are in it."""
     folder, names = tmp_path_factory.mktemp("predictions"), sorted(names)
-    rows = image_rows(folder / "p" / "images", images, len(names), False)
-    for row in rows:
-        row["file_name"] = f"{row['image_id']}.png"
-        picture = next((folder / "p").rglob(row["file_name"]))
-        picture.rename(folder / "p" / "images" / row["file_name"])
-    categories = [Category(10 * n, name) for n, name in enumerate(names, start=1)]
-    options = {"categories": categories, "image_root": folder / "p" / "images"}
-    table = write_rows(rows, cache_file=folder / "t.json", **options)
-    truth, files = table.labelled(), [row["file_name"] for row in rows]
+    table = table_of(folder / "p" / "images", images, [Category(10 * n, name) for n, name in enumerate(names, start=1)])
+    truth, files = table.labelled(), [row.file_name for row in table.image_rows()]
     scores = np.array([random.random() for _ in range(len(truth.boxes))])
     found = replace(truth, boxes=replace(truth.boxes, scores=scores, ids=None))
     write_outputs({"images": [], "errors": []}, found, files, ["coco", "yolo", "voc", "csv"], folder / "p")
@@ -446,15 +434,3 @@ def test_bccd_as_downloaded(tmp_path):
         voc, coco = (open_dataset(split, path=BCCD, format=format, cache_dir=tmp_path) for format in ("auto", "coco"))
         assert (len(voc), voc.num_boxes().sum()) == (images, count)
         assert_equal_tables(voc, coco)
-
-
-def test_supervision_reads_the_same(shapes, tmp_path):
-    sv = pytest.importorskip("supervision", reason="an oracle, where it is installed")
-    for format in ("yolo", "voc"):
-        write_folder(shapes[1]["train"], tmp_path / format, "train", format)
-    found = sv.DetectionDataset.from_yolo(
-        str(tmp_path / "yolo/images/train"), str(tmp_path / "yolo/labels/train"), str(tmp_path / "yolo/data.yaml")
-    )
-    ours = by_name(open_dataset("train", path=tmp_path / "yolo", cache_dir=tmp_path / "c"))
-    for path, detections in found.annotations.items():
-        assert np.allclose(detections.xyxy, ours[Path(path).stem]["objects"]["bbox"], atol=1e-3)

@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from documents import row_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -38,12 +39,9 @@ def write_images(folder, count=COUNT, seed=0):
     for i in range(count):
         height, width = rng.integers(25, 60, 2).tolist()
         Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / f"{i}.jpg")
-        numbers, related = list(range(i % 4)), [0] if i % 4 > 1 else []
-        objects = {"id": numbers, "bbox": [[1 + 4 * j, 2, 12 + 4 * j, 15 + j] for j in numbers], "category": numbers}
-        objects |= {"area": [100.0] * len(numbers), "iscrowd": [0] * len(numbers)}
-        relations = {"subject": related, "object": [1 for _ in related], "predicate": [2 for _ in related]}
-        row = {"image_id": 100 + i, "file_name": f"{i}.jpg", "width": width, "height": height}
-        rows.append(row | {"objects": objects, "relations": relations})
+        boxes = [[1 + 4 * j, 2, 12 + 4 * j, 15 + j] for j in range(i % 4)]
+        row = row_of(100 + i, boxes, (width, height), relations=[(0, 1, 2)] if len(boxes) > 1 else ())
+        rows.append(row | {"file_name": f"{i}.jpg"})
     categories = [Category(i, f"class {i}") for i in range(3)]
     return write_rows(rows, cache_file=folder / "table.json", categories=categories, image_root=folder)
 

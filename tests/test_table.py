@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from documents import BCCD, DIRTY, document, image, needs_bccd, write
+from documents import BCCD, DIRTY, document, image, needs_bccd, row_of, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -24,13 +24,10 @@ from toolkit.errors import BadInput
 
 
 def row(image_id, count, **extra):
-    numbers, related = range(count), [0] * (count > 1)
-    objects = {"id": list(numbers), "bbox": [tuple(range(4 * k, 4 * k + 4)) for k in numbers]}
-    objects |= {"category": [k % 2 for k in numbers], "iscrowd": [k % 2 for k in numbers]}
-    objects["area"] = [float(k) for k in numbers]
-    relations = {"subject": related, "object": [1 for _ in related], "predicate": [2 for _ in related]}
-    about = {"image_id": image_id, "file_name": f"{image_id}.jpg", "width": 40, "height": 30 + count}
-    return about | {"objects": objects, "relations": relations} | extra
+    boxes, alternating = [tuple(range(4 * k, 4 * k + 4)) for k in range(count)], [k % 2 for k in range(count)]
+    columns = {"iscrowd": alternating, "area": [float(k) for k in range(count)]}
+    relations = [(0, 1, 2)] if count > 1 else ()
+    return row_of(image_id, boxes, (40, 30 + count), alternating, relations, **columns) | extra
 
 
 CATEGORIES = (Category(7, "a"), Category("x", "b"))

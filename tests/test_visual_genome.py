@@ -7,6 +7,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from documents import row_of
 from PIL import Image
 from visual_genome_writer import write_visual_genome
 
@@ -33,11 +34,10 @@ def synthetic_table(folder: Path, count: int, first_id: int = 1, seed: int = 0) 
         r = 0 if i % 10 == 3 or not n else int(rng.integers(1, 15))
         corner, size = rng.integers(0, 500, (n, 2)), 2 * rng.integers(4, 120, (n, 2))
         ends = np.stack([rng.permutation(n)[:2] for _ in range(r)]) if r else np.zeros((0, 2), int)
-        objects = {"id": range(1, n + 1), "bbox": np.concatenate([corner, corner + size], 1), "area": size.prod(1)}
-        objects |= {"category": rng.integers(0, len(CLASSES), n), "iscrowd": [0] * n}
-        relations = {"subject": ends[:, 0], "object": ends[:, 1], "predicate": rng.integers(0, len(PREDICATES), r)}
-        row = {"image_id": first_id + i, "file_name": f"{first_id + i}.jpg", "width": 1024, "height": 768}
-        rows.append(row | {"objects": objects, "relations": relations})
+        boxes, labels = np.concatenate([corner, corner + size], 1), rng.integers(0, len(CLASSES), n)
+        relations = np.column_stack([ends, rng.integers(0, len(PREDICATES), r)])
+        row = row_of(first_id + i, boxes, (1024, 768), labels, relations, area=size.prod(1), id=range(1, n + 1))
+        rows.append(row | {"file_name": f"{first_id + i}.jpg"})
     categories = [Category(i + 1, name) for i, name in enumerate(CLASSES)]
     options = {"categories": categories, "predicates": PREDICATES, "image_root": folder}
     return write_rows(rows, cache_file=folder / f"table_{first_id}.json", **options)
