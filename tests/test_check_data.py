@@ -113,9 +113,11 @@ def test_planted_faults_are_all_found_and_mended(clean, check, tmp_path):
     assert len(list((tmp_path / "fixed" / "train").iterdir())) == 21
 
 
-def test_the_copy_of_the_dirty_set_is_clean(check, tmp_path):
+def test_the_copy_of_the_dirty_set_is_clean(check, tmp_path, capsys):
     dirty = DIRTY / "annotations" / "instances.json"
     assert check(dirty, "--fix", tmp_path / "fixed") == 2
+    printed = capsys.readouterr().out
+    assert "ERRORS (records that cannot be used): 18" in printed and "19 usable images" in printed
     assert check(dirty, "--on-error", "drop") == 1
     assert check(tmp_path / "fixed") == 0
     assert check(dirty, "--fix", tmp_path / "fixed") == 2  # not empty any more
@@ -226,21 +228,28 @@ def test_groups_are_the_connected_parts(pairs):
     assert len(set(member.tolist())) >= 20 - len(pairs) and all(member <= np.arange(20))
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)).filter(lambda pair: pair[0] < pair[1]), min_size=1),
-       st.lists(st.integers(0, 2), min_size=15, max_size=15))  # fmt: skip
-def test_fewer_pairs_say_as_much(pairs, splits):
-    kept = near_duplicates._Pairs(np.array(splits))
-    kept.add(*np.array(pairs).T)
-    kept._thin()
-    fewer = [tuple(pair) for pair in kept.pairs().tolist()]
-    assert set(fewer) <= set(pairs) and (groups(15, fewer) == groups(15, pairs)).all()
-    assert not kept.adds(*np.array(pairs).T).any()
+PAIRS = st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)).filter(lambda pair: pair[0] < pair[1]), min_size=1)
 
-    def seen(of):
+
+@settings(deadline=None, max_examples=100)
+@given(PAIRS, PAIRS, st.lists(st.integers(0, 2), min_size=15, max_size=15))
+def test_fewer_pairs_say_as_much(pairs, more, splits):
+    """Of each image one partner in each split, and the same groups; also where others are added afterwards."""
+
+    def partners(of):
         return {(i, splits[j]) for pair in of for i, j in (pair, pair[::-1])}
 
-    assert seen(fewer) == seen(pairs)
+    kept, added = near_duplicates._Pairs(np.array(splits)), []
+    for new in (pairs, more):
+        added += new
+        kept.add(*np.array(new).T)
+        kept._thin()
+        fewer = [tuple(pair) for pair in kept.pairs().tolist()]
+        assert set(fewer) <= set(added) and (groups(15, fewer) == groups(15, added)).all()
+        assert partners(fewer) == partners(added) and len(fewer) <= len(partners(added)) + 14
+        group, every = groups(15, added), [(i, j) for i in range(15) for j in range(i)]
+        news = [group[i] != group[j] or not partners([(i, j)]) <= partners(added) for i, j in every]
+        assert kept.adds(*np.array(every).T).tolist() == news
 
 
 @pytest.mark.parametrize("all_pairs", [0, 10_000])

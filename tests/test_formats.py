@@ -3,14 +3,11 @@
 Run with `pytest tests/test_formats.py -n 0`.
 """
 
-import csv
 import json
-import os
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -153,24 +150,10 @@ def xml(name, box=(4, 5, 20, 25), label="cat", extra=""):
     )
 
 
-def scores_of(folder: Path, format: str, names: list[str]) -> list[list[float]]:
-    """The scores of each image, as its file has them."""
-    stems = [os.path.splitext(name)[0] for name in names]
-    if format == "yolo":
-        lines = [(folder / "labels" / f"{stem}.txt").read_text().splitlines() for stem in stems]
-        return [[float(line.split()[5]) for line in of_image] for of_image in lines]
-    if format == "voc":
-        roots = [ElementTree.parse(folder / "annotations" / f"{stem}.xml").getroot() for stem in stems]
-        return [[float(each.findtext("score")) for each in root.iter("object")] for root in roots]
-    with open(folder / "predictions.csv", newline="") as file:
-        rows = [(row["image"], row["score"]) for row in csv.DictReader(file)]
-    return [[float(score) for image, score in rows if image == name and score] for name in names]
-
-
 @patient
 @given(IMAGES, NAMES, st.randoms(use_true_random=False))
 def test_predictions_come_back(tmp_path_factory, images, names, random):
-    """What predict.py writes beside the images is a data set: to label images with a model. Scores are in it."""
+    """What predict.py writes beside the images is a data set: to label images with a model."""
     folder, names = tmp_path_factory.mktemp("predictions"), sorted(names)
     table = table_of(folder / "p" / "images", images, [Category(10 * n, name) for n, name in enumerate(names, start=1)])
     truth, files = table.labelled(), [row.file_name for row in table.image_rows()]
@@ -186,11 +169,9 @@ def test_predictions_come_back(tmp_path_factory, images, names, random):
         place = folder / "p" / "predictions.csv" if format == "csv" else folder / "p"
         again = open_dataset("train", path=place, format=format, cache_dir=folder / "c")
         assert again.class_names == names if format == "yolo" else set(again.class_names) <= set(names)
-        for number, of_image in enumerate(scores_of(folder / "p", format, files)):
-            ours, part = table.row(number)["objects"], truth.boxes.of_image(number)
-            found_rows = {Path(row["file_name"]).name: row for row in map(again.row, range(len(again)))}
-            theirs = found_rows[files[number]]["objects"]
-            assert of_image == scores[part].tolist()
+        rows = {Path(row["file_name"]).name: row["objects"] for row in map(again.row, range(len(again)))}
+        for number, file in enumerate(files):
+            ours, theirs = table.row(number)["objects"], rows[file]
             assert [names[label] for label in ours["category"]] == [again.class_names[k] for k in theirs["category"]]
             assert np.allclose(ours["bbox"], theirs["bbox"], atol=0 if format != "yolo" else 1e-5, rtol=0)
 

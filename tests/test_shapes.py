@@ -2,6 +2,8 @@
 
 import hashlib
 import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -79,24 +81,13 @@ def test_the_files_are_an_ordinary_data_set_with_relations(tmp_path, capsys):
         assert row["objects"]["area"].tolist() == [item["area"] for item in objects]
 
 
-def _ensure(folder, queue):
-    queue.put(str(ensure_shapes(folder, **SIZES)))
-
-
 def test_two_processes_make_it_once(tmp_path):
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    workers = [context.Process(target=_ensure, args=(tmp_path, queue)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    folders = {queue.get(timeout=60) for _ in workers}
-    for worker in workers:
-        worker.join()
-    (folder,) = folders
-    assert [path.name for path in tmp_path.iterdir()] == [folder.rsplit("/")[-1]]  # no half-made copies
-    before = (tmp_path / folder / "annotations" / "val.json").stat().st_mtime_ns
-    assert str(ensure_shapes(tmp_path, **SIZES)) == folder
-    assert (tmp_path / folder / "annotations" / "val.json").stat().st_mtime_ns == before
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        (folder,) = {*pool.map(partial(ensure_shapes, **SIZES), [tmp_path] * 2)}
+    assert [*tmp_path.iterdir()] == [folder]  # no half-made copies
+    before = (folder / "annotations" / "val.json").stat().st_mtime_ns
+    assert ensure_shapes(tmp_path, **SIZES) == folder
+    assert (folder / "annotations" / "val.json").stat().st_mtime_ns == before
 
 
 def test_refusals(tmp_path):

@@ -2,10 +2,7 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +12,6 @@ from toolkit.data.check_files import parallel
 from toolkit.data.checks import unsafe_file_name
 from toolkit.data.formats.coco import read_coco
 from toolkit.errors import BadInput
-
-ROOT = Path(__file__).parents[1]
 
 # image id -> severity, annotation id, words: the table of tests/data/dirty/README.md
 ERRORS = {
@@ -225,15 +220,6 @@ def test_a_wrong_image_folder_is_one_error(tmp_path):
     assert len(caught.value.problems) == 1
     with pytest.raises(BadInput, match="tried .*--data.image_dir"):
         read_coco(write(tmp_path, document()), cache_dir=tmp_path / "cache")
-
-
-@pytest.mark.parametrize(("extra", "code"), [([], 2), pytest.param(["--on-error", "drop"], 1, marks=pytest.mark.slow)])
-def test_check_data_script(tmp_path, extra, code):
-    command = [sys.executable, ROOT / "scripts" / "check_data.py", DIRTY / "annotations" / "instances.json", *extra]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
-                          env={"DETECTION_TOOLKIT_CACHE": str(tmp_path), "PATH": "/usr/bin:/bin"})
-    assert done.returncode == code, done.stderr
-    assert "ERRORS (records that cannot be used): 18" in done.stdout and "19 usable images" in done.stdout
 
 
 def test_ids_beyond_64_bits_are_reported():
