@@ -43,6 +43,22 @@ def shapes(tmp_path_factory):
     return folder / "annotations" / "train.json", folder / "train"
 
 
+def zipped(path: Path, files: dict[str, bytes], method=zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def tarred(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
 def packed(kind: str, folder: Path, target: Path):
     """`data.image_dir` of a copy of a folder's files in another kind of place."""
     files = sorted(folder.iterdir())
@@ -55,21 +71,16 @@ def packed(kind: str, folder: Path, target: Path):
     if kind == "folder and zip":
         first, second = packed("two folders", folder, target)
         return [first, packed("zip", Path(second), target)]
-    if kind in ("zip", "zip folder"):
-        with zipfile.ZipFile(target / "images.zip", "w") as archive:
-            for number, file in enumerate(files):
-                way = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)[number % 2]
-                archive.write(file, ("top/" if kind == "zip folder" else "") + file.name, way)
-        return str(target / "images.zip") + ("/top" if kind == "zip folder" else "")
+    contents = {file.name: file.read_bytes() for file in files}
+    if kind == "zip":
+        return str(zipped(target / "images.zip", contents))
+    if kind == "zip folder":
+        return f"{zipped(target / 'images.zip', {f'top/{name}': data for name, data in contents.items()})}/top"
     if kind == "tar":
-        with tarfile.open(target / "images.tar", "w") as archive:
-            for file in files:
-                archive.add(file, f"./{file.name}")
-        return str(target / "images.tar")
+        return str(tarred(target / "images.tar", {f"./{name}": data for name, data in contents.items()}))
     if kind == "file URL":
         return folder.as_uri()
-    for file in files:
-        fsspec.filesystem("memory").pipe(f"/{target.name}/{file.name}", file.read_bytes())
+    fsspec.filesystem("memory").pipe({f"/{target.name}/{name}": data for name, data in contents.items()})
     return f"memory://{target.name}"
 
 
@@ -125,9 +136,7 @@ def test_defects_name_the_place(shapes, tmp_path):
     file, folder = shapes
     image_dir = packed("folder and zip", folder, tmp_path)
     names = [entry["file_name"] for entry in json.loads(file.read_text())["images"]]
-    archive = zipfile.ZipFile(image_dir[1])
-    whole, stored = Path(image_dir[1]).read_bytes(), archive.getinfo(names[1])
-    at = whole.index(archive.read(names[1])[:64]) + 40 if not stored.compress_type else stored.header_offset + 80
+    whole, at = Path(image_dir[1]).read_bytes(), zipfile.ZipFile(image_dir[1]).getinfo(names[1]).header_offset + 80
     Path(image_dir[1]).write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])  # a flipped byte
     (Path(image_dir[0]) / names[0]).unlink()
     shutil.copy(folder / names[3], image_dir[0])
@@ -141,8 +150,7 @@ def test_defects_name_the_place(shapes, tmp_path):
     assert len(table) == 9 and len(told) == 4
     with pytest.raises(ImageError, match="images.zip/nothing.jpg: image file not found in .*images.zip"):
         decode_image(open_sources(image_dir[1]) / "nothing.jpg")
-    with zipfile.ZipFile(tmp_path / "big.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("big.jpg", bytes(2**26 + 17))
+    zipped(tmp_path / "big.zip", {"big.jpg": bytes(2**26 + 17)})
     with pytest.raises(ImageError, match="more than the .* of any image of data.max_image_pixels"):
         decode_image(open_sources(tmp_path / "big.zip") / "big.jpg", max_pixels=1)
 
@@ -168,12 +176,9 @@ def test_links_in_archives_and_out_of_folders(shapes, tmp_path):
 def test_places_that_cannot_be_are_told_together(tmp_path):
     (tmp_path / "a.txt").write_text("no archive")
     (tmp_path / "a.tar.gz").write_bytes(b"")
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("train/1.jpg", b"1")
-        archive.writestr("2.jpg", b"2")
-    with zipfile.ZipFile(tmp_path / "lzma.zip", "w", zipfile.ZIP_LZMA) as archive:
-        archive.writestr("1.jpg", b"1")
-    (tmp_path / "cut.zip").write_bytes((tmp_path / "a.zip").read_bytes()[:-30])
+    whole = zipped(tmp_path / "a.zip", {"train/1.jpg": b"1", "2.jpg": b"2"}).read_bytes()
+    zipped(tmp_path / "lzma.zip", {"1.jpg": b"1"}, zipfile.ZIP_LZMA)
+    (tmp_path / "cut.zip").write_bytes(whole[:-30])
     wrong = {
         "nowhere": "no such image folder",
         "a.txt": "neither a folder nor an archive",
@@ -200,15 +205,9 @@ def test_places_that_cannot_be_are_told_together(tmp_path):
 def test_members_are_what_was_put_in(tmp_path_factory, files, method):
     folder = tmp_path_factory.mktemp("members")
     if method is None:
-        with tarfile.open(folder / "x.tar", "w") as archive:
-            for name, content in files.items():
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
+        tarred(folder / "x.tar", files)
     else:
-        with zipfile.ZipFile(folder / "x.zip", "w", method) as archive:
-            for name, content in files.items():
-                archive.writestr(name, content)
+        zipped(folder / "x.zip", files, method)
     opened = open_sources(next(folder.iterdir()))
     assert {name: (opened / name).read_bytes() for name in opened.parts[0].entries} == files
 
