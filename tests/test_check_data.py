@@ -283,11 +283,19 @@ def test_large_groups_are_not_held_out_more_often_than_small_ones():
     assert "\nwarning: " in share_that_came_out(75, 100, 0.2) and "\nwarning: " in share_that_came_out(5, 100, 0.2)
 
 
-def test_signs_say_which_cells_are_brighter_than_the_next_in_their_row():
-    rising = np.repeat(np.arange(8, dtype=np.uint8), 2)  # the last cell of a row is followed by its first
+def test_images_look_alike_when_ten_signs_differ_and_not_when_eleven_do(monkeypatch):
+    """A sign says whether a cell is brighter than the next in its row, the last than the first."""
+    rising = np.repeat(np.arange(8, dtype=np.uint8), 2)
     thumbnails = np.stack([np.tile(rising, (16, 1)), np.tile(rising[:, None], (1, 16))])
     bits = np.unpackbits(near_duplicates._signs(thumbnails).view(np.uint8)).reshape(2, 8, 8)
     assert not bits[0, :, :7].any() and bits[0, :, 7].all() and not bits[1].any()
+    cells = np.repeat(20 * np.arange(8)[None, :, None], 8, axis=2).repeat(3, axis=0)  # 3 images, the same in each row
+    for image, brighter in ((1, 10), (2, 11)):
+        cells[image].reshape(-1)[: 2 * brighter : 2] += 1
+    images = signed(cells.repeat(2, axis=1).repeat(2, axis=2).astype(np.uint8))
+    for all_pairs in (near_duplicates.ALL_PAIRS, 0):
+        monkeypatch.setattr(near_duplicates, "ALL_PAIRS", all_pairs)
+        assert alike_pairs(images) == [(0, 1), (1, 2)]
 
 
 def test_a_share_of_training_data_is_validation_data(clean, tmp_path):
