@@ -125,7 +125,7 @@ def test_order_is_a_function_of_seed_and_epoch():
 def test_uneven_last_batch():
     two = ranks(13, 4, 2, shuffle=False)  # 8 + 5: 5 over two ranks are 3 and 2
     assert [[len(batch) for batch in sampler] for sampler in two] == [[4, 3], [4, 2]]
-    assert [key.index for key in list(two[1])[1]] == [11, 12]
+    assert [key.index for key in list(two[1])[1]] == [11, 12] and two[0].steps_of_epoch(0) == two[0].steps_in(1) == 2
     three = ranks(11, 3, 3, shuffle=False)  # 9 + 2: two cannot be shared among three, so the batch before takes them
     assert [[len(batch) for batch in sampler] for sampler in three] == [[4], [4], [3]]
     assert len(three[0]) == 1 and three[0].samples_in_batch(0) == 11
