@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from documents import BCCD, needs_bccd, row_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -109,6 +109,7 @@ NAMES = st.lists(NAME, min_size=1, max_size=3, unique=True)
 
 
 @patient
+@example([[[0.0, 0.0, 2.0, 2.0]]], ["#", "0"], "voc")  # no comment, but a name
 @given(IMAGES, NAMES, st.sampled_from(sorted(FOLDERS)))
 def test_nothing_is_lost_that_the_format_can_hold(tmp_path_factory, images, names, format):
     folder = tmp_path_factory.mktemp("round")
@@ -252,6 +253,10 @@ def test_a_list_of_other_classes_is_said(tmp_path):
     (problem,) = table.problems
     assert table.class_names == ["cat"] and problem.severity == "warning" and problem.file == "labels.txt"
     assert "lists 2 classes, but not cat" in problem.message
+    cvat = "# label:color_rgb:parts:actions\nbackground:0,0,0::\ndog:1,1,1::\ncat:2,2,2::\n"
+    write_text(tmp_path / "d" / "labelmap.txt", cvat)
+    (tmp_path / "d" / "labels.txt").unlink()
+    assert opened(tmp_path / "d").class_names == ["dog", "cat"]
     write_text(tmp_path / "d" / "labels.txt", "dog\ncat\n")  # the table in the cache is not used
     table = opened(tmp_path / "d")
     assert table.class_names == ["dog", "cat"] and not table.problems

@@ -24,7 +24,7 @@ from toolkit.files import MAX_IMAGE_PIXELS, write_json
 logger = logging.getLogger(__name__)
 
 LISTED_ERRORS = 200
-TABLE_VERSION = 4  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
+TABLE_VERSION = 5  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
 BATCH_ROWS = 16384
 BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
 

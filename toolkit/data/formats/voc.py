@@ -309,9 +309,9 @@ def _classes(files: list[Path], names: set[str]) -> tuple[list[tuple[int, str]],
     problems = []
     for file in files:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
-        # CVAT's labelmap.txt: "name:colour:parts:actions", with a comment and a class for what is no object
-        listed = [line.split(":")[0].strip() if file.name == "labelmap.txt" else line.strip() for line in lines]
-        listed = [name for name in dict.fromkeys(listed) if name and not name.startswith("#")]
+        if file.name == "labelmap.txt":  # CVAT's: "name:colour:parts:actions", with a comment
+            lines = [line.split(":")[0] for line in lines if not line.lstrip().startswith("#")]
+        listed = [name for name in dict.fromkeys(map(str.strip, lines)) if name]
         listed = [name for name in listed if name in names or name not in NO_OBJECT]
         if names <= set(listed):
             return list(enumerate(listed, start=1)), problems
