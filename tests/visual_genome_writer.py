@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 
 from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
 from toolkit.scene_graphs.readers.visual_genome import BOX_SCALE, NUM_ATTRIBUTE_COLUMNS
 
 
@@ -19,6 +20,8 @@ def write_visual_genome(tables: Sequence[tuple[DetectionTable, int]], folder: Pa
     whose longer side is 1024, at least 1 wide. Crowd regions are left out with their relations.
     """
     first = tables[0][0]
+    if len({(*table.class_names, *table.predicates, *table.attributes) for table, _ in tables}) > 1:
+        raise BadInput("classes, predicates or attributes differ")
     columns = {key: [] for key in ("boxes_1024", "labels", "attributes", "relationships", "predicates", "split")}
     ranges = {f"img_to_{end}_{kind}": [] for end in ("first", "last") for kind in ("box", "rel")}
     written, images = {"box": 0, "rel": 0}, []
