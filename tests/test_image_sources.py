@@ -150,6 +150,10 @@ def test_defects_name_the_place(shapes, tmp_path):
     assert len(table) == 9 and len(told) == 4
     with pytest.raises(ImageError, match="images.zip/nothing.jpg: image file not found in .*images.zip"):
         decode_image(open_sources(image_dir[1]) / "nothing.jpg")
+    stored = zipped(tmp_path / "stored.zip", {"a.jpg": b"12345678"}, zipfile.ZIP_STORED)
+    stored.write_bytes(stored.read_bytes().replace(b"12345678", b"12345679"))
+    with pytest.raises(ImageError, match="damaged: length or checksum"):
+        decode_image(open_sources(stored) / "a.jpg")
     zipped(tmp_path / "big.zip", {"big.jpg": bytes(2**26 + 17)})
     with pytest.raises(ImageError, match="more than the .* of any image of data.max_image_pixels"):
         decode_image(open_sources(tmp_path / "big.zip") / "big.jpg", max_pixels=1)
