@@ -1,18 +1,15 @@
 """What travels to a device together."""
 
 import torch
+from samples import target_of
 
 from toolkit.batch import Batch, dicts_to_host, on_host, pack, send_dicts, sizes_on_host, unpack
 from toolkit.models.detr.rt_detr import without_crowd
 
 
 def _targets() -> list[dict]:
-    full = {"image_id": 7, "boxes": torch.rand(3, 4), "labels": torch.tensor([1, 0, 2]), "size": torch.tensor([30, 40]),
-            "iscrowd": torch.tensor([0, 1, 0]), "known": torch.tensor([True, False, True])}  # fmt: skip
-    empty = {"image_id": 8, "boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64),
-             "size": torch.tensor([20, 10]), "iscrowd": torch.zeros(0, dtype=torch.int64),
-             "known": torch.zeros(0, dtype=torch.bool)}  # fmt: skip
-    return [full, empty]
+    full = target_of([[0, 0, 4, 4]] * 3, (30, 40), crowd=[1]) | {"known": torch.tensor([True, False, True])}
+    return [full, target_of([], (20, 10)) | {"known": torch.zeros(0, dtype=torch.bool)}]
 
 
 def test_packed_tensors_of_every_dtype_and_shape_come_back():
@@ -36,13 +33,10 @@ def test_a_batch_on_another_device_has_the_same_values_and_knows_its_targets_on_
         }
     assert sizes_on_host(moved.sizes, moved.targets) == [(30, 40), (20, 10)], "without reading the device"
     cut = without_crowd(moved.targets[0])
-    assert cut["boxes"].shape == (2, 4) and on_host(cut)["labels"].tolist() == [1, 2], "known on the host"
+    assert cut["boxes"].shape == (2, 4) and on_host(cut)["labels"].tolist() == [0, 2], "known on the host"
     assert batch.to("cpu").targets is targets
-
-
-def test_dicts_travel_in_one_copy():
-    sent = send_dicts(_targets(), "meta")
-    assert sent[0]["boxes"].device.type == "meta" and sent[1]["boxes"].shape == (0, 4) and sent[0]["image_id"] == 7
+    sent = send_dicts(targets, "meta")
+    assert sent[0]["boxes"].is_meta and sent[1]["boxes"].shape == (0, 4) and sent[0]["image_id"] == 7
     assert send_dicts([{}], "meta") == [{}]
 
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import assert_same, sample, shapes_table
 
-from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import loader_of_settings
-from toolkit.data.shapes import make_shapes
 from toolkit.data.transforms.mixing import OBJECTS, blend_objects, mix_batch, mix_neighbours
 from toolkit.errors import BadInput
 from toolkit.runs.settings import DataConfig
@@ -21,23 +20,17 @@ SIDE = 40
 @st.composite
 def batches(draw):
     """Samples of one size with boxes inside, some of them crowds or small, and one relation where there are two."""
-    samples = []
+    batch = []
     for number in range(draw(st.integers(1, 4))):
         boxes = []
         for _ in range(draw(st.integers(0, 3))):
             x, y = draw(st.integers(0, SIDE - 2)), draw(st.integers(0, SIDE - 2))
             boxes.append([x, y, draw(st.integers(x + 1, SIDE)), draw(st.integers(y + 1, SIDE))])
-        boxes = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
-        count = len(boxes)
-        generator = torch.Generator().manual_seed(number)
-        image = torch.randint(0, 256, (3, SIDE, SIDE), dtype=torch.uint8, generator=generator)
-        ends = [0, count - 1, 5] if count > 1 else []
-        target = {"image_id": number, "boxes": boxes, "labels": torch.arange(count) + 10 * number,
-                  "area": (boxes[:, 2:] - boxes[:, :2]).prod(1),
-                  "iscrowd": torch.tensor([draw(st.integers(0, 1)) for _ in range(count)], dtype=torch.int64),
-                  "relations": torch.tensor(ends, dtype=torch.int64).reshape(-1, 3)}  # fmt: skip
-        samples.append((image, target))
-    return samples
+        relations = [[0, len(boxes) - 1, 5]] if len(boxes) > 1 else ()
+        image, target = sample(boxes, (SIDE, SIDE), relations, draw(st.sets(st.integers(0, 2))))
+        target |= {"image_id": number, "labels": target["labels"] + 10 * number}
+        batch.append((image.roll(number, 1), target))
+    return batch
 
 
 @settings(max_examples=30, deadline=None)
@@ -84,16 +77,15 @@ def test_blended_objects_are_where_their_boxes_say(samples, share, seed):
 @given(batches(), st.integers(0, 2**40))
 def test_a_batch_is_mixed_or_blended_or_neither(samples, seed):
     draws = [mix_batch(samples, m, b, torch.Generator().manual_seed(seed)) for m, b in ((1, 1), (0, 1), (0, 0))]
-    assert [len(t["labels"]) for _, t in draws[0]] == [
-        len(samples[i][1]["labels"]) + len(samples[i - 1][1]["labels"]) for i in range(len(samples))
-    ]
+    share = 0.45 + (0.55 - 0.45) * float(torch.rand(3, generator=torch.Generator().manual_seed(seed))[0])
+    for mixed, expected in zip(draws[0], mix_neighbours(samples, share), strict=True):
+        assert_same(mixed, expected)
     assert all(len(t["labels"]) <= len(o["labels"]) + OBJECTS for (_, t), (_, o) in zip(draws[1], samples, strict=True))
     assert all(image.equal(own) for (image, _), (own, _) in zip(draws[2], samples, strict=True))
 
 
 def test_a_loader_gives_the_same_mixed_batches_with_workers_and_after_a_resume(tmp_path):
-    make_shapes(tmp_path / "d", 12, 1, 48)
-    table = open_dataset("train", path=tmp_path / "d", cache_dir=tmp_path / "c")
+    table = shapes_table(tmp_path, 12, 48)
 
     def loaded(workers=0, done=0, plain=0, **mixing):
         settings = DataConfig(image_size=48, workers=workers, batch_size_per_device=4, **mixing)

@@ -1,21 +1,16 @@
 """Boxes in another format than COCO's are recognised over the whole file.   Run: pytest tests/test_box_formats.py"""
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
-from documents import checked, columns_of
+from documents import BCCD, DIRTY, box, checked, columns_of, document, image
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.data.checks import EVIDENCE, format_fault
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
-
-DIRTY = Path(__file__).parent / "data" / "dirty"
-BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")
 
 CONVERTED = {
     "xyxy": lambda x, y, w, h, W, H: [x, y, x + w, y + h],
@@ -40,19 +35,18 @@ MENDED = {
 
 def document_of(boxes, sizes):
     """One box an image."""
-    images = [{"id": i, "file_name": f"{i}.jpg", "width": w, "height": h} for i, (w, h) in enumerate(sizes)]
-    annotations = [{"id": i + 1, "image_id": i, "category_id": 1, "bbox": box} for i, box in enumerate(boxes)]
-    return {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "a"}]}
+    images = [image(id=i, width=width, height=height) for i, (width, height) in enumerate(sizes)]
+    return document(images=images, annotations=[box(id=i, image_id=i, bbox=bbox) for i, bbox in enumerate(boxes)])
 
 
-def convert(document, change):
-    sizes = {image["id"]: (image["width"], image["height"]) for image in document["images"]}
-    changed = [a | {"bbox": change(*a["bbox"], *sizes[a["image_id"]])} for a in document["annotations"]]
-    return document | {"annotations": changed}
+def convert(content, change):
+    sizes = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
+    changed = [a | {"bbox": change(*a["bbox"], *sizes[a["image_id"]])} for a in content["annotations"]]
+    return content | {"annotations": changed}
 
 
-def verdict(document):
-    columns = columns_of(document)
+def verdict(content):
+    columns = columns_of(content)
     return format_fault(columns, {image.image_id: image for image in columns.images})
 
 
@@ -102,15 +96,15 @@ def test_every_other_format_is_recognised_and_mended_by_what_the_sentence_says(s
 @given(seed=st.integers(0, 2**32), count=st.integers(20, 400), dirt=st.floats(0, 1), reach=st.floats(0, 0.9))
 def test_objects_that_leave_their_image_on_any_side_are_no_evidence(seed, count, dirt, reach):
     """Amodal or careless boxes: a share of them is moved over an edge."""
-    document = random_document(seed, count, 0.05, 0.6)
+    content = random_document(seed, count, 0.05, 0.6)
     rng = np.random.default_rng(seed)
-    for entry, image in zip(document["annotations"], document["images"], strict=True):
+    for entry, picture in zip(content["annotations"], content["images"], strict=True):
         if rng.random() < dirt:
             axis = int(rng.integers(2))
             extent = entry["bbox"][2 + axis]
-            places = [-reach * extent, image[("width", "height")[axis]] - (1 - reach) * extent]
+            places = [-reach * extent, picture[("width", "height")[axis]] - (1 - reach) * extent]
             entry["bbox"][axis] = places[int(rng.integers(2))]
-    assert verdict(document) is None
+    assert verdict(content) is None
 
 
 @settings(max_examples=30, deadline=None)
@@ -121,29 +115,25 @@ def test_a_few_boxes_are_no_evidence(seed, count, format):
 
 @pytest.mark.parametrize("format", CONVERTED)
 def test_slips_crowds_and_broken_records_do_not_hide_it(format):
-    document = convert(random_document(0, 300, 0.05, 0.6), CONVERTED[format])
-    entries = document["annotations"]
+    content = convert(random_document(0, 300, 0.05, 0.6), CONVERTED[format])
+    entries = content["annotations"]
     whole = entries[0] | {"bbox": [0, 0, 64, 64], "iscrowd": 1}
     broken = [None, "x", [1], [1, 2, 3, "4"], [10**400, 1, 1, 1], [float("nan"), 1, 1, 1], [[1], 2, 3, 4], True]
     entries += [whole] * 30 + [entries[0] | {"bbox": bbox} for bbox in broken] + ["nothing", {}, {"image_id": []}]
-    assert verdict(document) is not None
+    assert verdict(content) is not None
     slips = {"xyxy": [1, 1, 1, 1], "cxcywh": [1, 1, 20, 20]}.get(format, [2, 2, 2, 2])
     entries[:2] = [entry | {"bbox": slips} for entry in entries[:2]]
-    assert verdict(document) is not None
-
-
-def real_files(folder):
-    make_shapes(folder, train_images=40, val_images=20, image_size=64)
-    files = [folder / "annotations" / "train.json", DIRTY / "annotations" / "instances.json"]
-    return files + (sorted((BCCD / "annotations").glob("*.json")) if BCCD.is_dir() else [])
+    assert verdict(content) is not None
 
 
 def test_real_files_and_the_same_in_other_formats(tmp_path):
-    for file in real_files(tmp_path):
-        document = json.loads(file.read_text())
-        checked(document, str(file))
-        if file.parent.parent != DIRTY:
-            for change in CONVERTED.values():
-                with pytest.raises(BadInput, match="write every bbox as") as caught:
-                    checked(convert(document, change), str(file))
-                assert len(caught.value.problems) == 1 and str(file) in str(caught.value)
+    make_shapes(tmp_path / "d", train_images=40, val_images=1, image_size=64)
+    checked(json.loads((DIRTY / "annotations" / "instances.json").read_text()))
+    bccd = sorted((BCCD / "annotations").glob("*.json")) if BCCD.is_dir() else []
+    for file in (tmp_path / "d" / "annotations" / "train.json", *bccd):
+        content = json.loads(file.read_text())
+        checked(content, str(file))
+        for change in CONVERTED.values():
+            with pytest.raises(BadInput, match="write every bbox as") as caught:
+                checked(convert(content, change), str(file))
+            assert len(caught.value.problems) == 1 and str(file) in str(caught.value)

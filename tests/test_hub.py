@@ -29,22 +29,24 @@ def png(colour=0, width=20, height=10):
 
 
 def make(rows, sizes=True, label=None, as_list=False, ids=True):
-    label = label or datasets.ClassLabel(names=NAMES)
-    inner = {"bbox": datasets.List(datasets.Value("float32"), length=4), "category": label,
-             "area": datasets.Value("float32")} | ({"id": datasets.Value("int64")} if ids else {})
-    objects = datasets.List(inner) if as_list else {key: datasets.List(value) for key, value in inner.items()}
+    value = datasets.Value
+    inner = {"bbox": datasets.List(value("float32"), length=4), "category": label or datasets.ClassLabel(names=NAMES)}
+    inner |= {"area": value("float32")} | ({"id": value("int64")} if ids else {})
+    objects = datasets.List(inner) if as_list else {key: datasets.List(feature) for key, feature in inner.items()}
     features = {"image": datasets.Image(), "objects": objects}
-    if sizes:
-        features |= {key: datasets.Value("int64") for key in ("image_id", "width", "height")}
+    features |= {key: value("int64") for key in ("image_id", "width", "height") if sizes}
     full = []
     for number, (image, boxes, categories) in enumerate(rows):
-        parts = {"bbox": boxes, "category": categories, "area": [b[2] * b[3] for b in boxes],
-                 "id": [10 * number + k for k in range(len(boxes))]}
-        parts = {key: parts[key] for key in inner}
-        value = [dict(zip(parts, one, strict=True)) for one in zip(*parts.values(), strict=True)] if as_list else parts
-        full.append({"image": image, "objects": value, "image_id": 50 + number, "width": 20, "height": 10})
-        full[-1] = {key: full[-1][key] for key in features}
+        parts = {"bbox": boxes, "category": categories, "area": [b[2] * b[3] for b in boxes]}
+        parts |= {"id": [10 * number + k for k in range(len(boxes))]} if ids else {}
+        listed = [dict(zip(parts, one, strict=True)) for one in zip(*parts.values(), strict=True)] if as_list else parts
+        row = {"image": image, "objects": listed, "image_id": 50 + number, "width": 20, "height": 10}
+        full.append({key: row[key] for key in features})
     return datasets.Dataset.from_list(full, features=datasets.Features(features))
+
+
+def opened(tmp_path, split="train", **options):
+    return open_dataset(split, name=str(tmp_path / "set"), cache_dir=tmp_path / "cache", **options)
 
 
 ROWS = [(png(1), [[1, 2, 3, 4]], [1]), (png(2), [], []), (png(3), [[0, 0, 20, 10], [5, 5, 2, 2]], [0, 1])]
@@ -62,45 +64,38 @@ def check(table, ids):
 def test_saved_to_disk_and_cached(tmp_path):
     datasets.DatasetDict({"train": make(ROWS)}).save_to_disk(tmp_path / "set")
     for _ in range(2):
-        check(open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache"), [50, 51, 52])
+        check(opened(tmp_path), [50, 51, 52])
     with pytest.raises(BadInput, match="choose from train"):
-        open_dataset("val", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache")
-    datasets.DatasetDict({"train": make(ROWS[:2])}).save_to_disk(tmp_path / "set2")
-    assert len(open_dataset("train", name=str(tmp_path / "set2"), cache_dir=tmp_path / "cache")) == 2
+        opened(tmp_path, "val")
+    make(ROWS[:2], as_list=True).save_to_disk(tmp_path / "list" / "set")
+    assert opened(tmp_path / "list").num_boxes().tolist() == [1, 0], "objects as a list of dicts"
 
 
 def test_parquet_folder_without_sizes_or_ids(tmp_path):
     (tmp_path / "set").mkdir()
     make(ROWS, sizes=False, ids=False).to_parquet(tmp_path / "set" / "train-0.parquet")
-    table = open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache")
+    table = opened(tmp_path)
     check(table, [0, 1, 2])
     assert [table.row(i)["objects"]["id"].tolist() for i in range(3)] == [[1], [], [2, 3]]
 
 
-def test_objects_as_a_list_of_dicts(tmp_path):
-    make(ROWS, as_list=True).save_to_disk(tmp_path / "set")
-    check(open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache"), [50, 51, 52])
-
-
 def test_labels_without_names(tmp_path):
     make(ROWS, label=datasets.Value("string")).save_to_disk(tmp_path / "set")
-    table = open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache")
+    table = opened(tmp_path)
     assert table.categories == (Category("0", "0"), Category("1", "1"))
     assert "no ClassLabel" in table.problems[0].message
 
 
 def test_defects_are_listed_and_dropped(tmp_path):
-    cut = {"bytes": png()["bytes"][:-20], "path": None}
-    rows = [*ROWS, (cut, [[1, 1, 2, 2]], [0]), (png(width=30), [[1, 1, -2, 2], [1, 1, np.nan, 2]], [0, 1]),
-            ({"bytes": b"", "path": None}, [], [])]
-    make(rows).save_to_disk(tmp_path / "set")
+    cut, nothing = ({"bytes": data, "path": None} for data in (png()["bytes"][:-20], b""))
+    wrong = (png(width=30), [[1, 1, -2, 2], [1, 1, np.nan, 2]], [0, 1])
+    make([*ROWS, (cut, [[1, 1, 2, 2]], [0]), wrong, (nothing, [], [])]).save_to_disk(tmp_path / "set")
     with pytest.raises(BadInput) as caught:
-        open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache")
+        opened(tmp_path)
     for words in ("image 53): image data truncated", "image 54): size differs", "annotation 40): negative width",
                   "annotation 41): non-finite", "image 55): empty image file"):
         assert words in str(caught.value)
-    check(open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache", on_error="drop"),
-          [50, 51, 52])
+    check(opened(tmp_path, on_error="drop"), [50, 51, 52])
 
 
 @pytest.mark.parametrize(("columns", "words"), [
@@ -114,7 +109,7 @@ def test_other_columns_are_named(tmp_path, columns, words):
         data = data.cast_column("image", datasets.Image())
     data.save_to_disk(tmp_path / "set")
     with pytest.raises(BadInput, match=words):
-        open_dataset("train", name=str(tmp_path / "set"), cache_dir=tmp_path / "cache")
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "words"), [

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import box, document, image, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,20 +25,20 @@ JSON = st.recursive(
 
 @patient
 @given(
-    document=st.dictionaries(st.text(), JSON, max_size=5),
+    content=st.dictionaries(st.text(), JSON, max_size=5),
     window=st.integers(1, 40),
     indent=st.none() | st.integers(0, 2),
 )
-def test_items_are_those_of_the_whole(tmp_path_factory, document, window, indent):
+def test_items_are_those_of_the_whole(tmp_path_factory, content, window, indent):
     path = tmp_path_factory.mktemp("json") / "a.json"
-    path.write_text(json.dumps(document, indent=indent, ensure_ascii=False), encoding="utf-8", errors="surrogatepass")
+    path.write_text(json.dumps(content, indent=indent, ensure_ascii=False), encoding="utf-8", errors="surrogatepass")
     found = {}
     for key, item in stream_lists(path, window):
         if isinstance(item, Whole):
             found[key] = item.value
         else:
             found.setdefault(key, []).append(item)
-    assert repr(found) == repr(document)
+    assert repr(found) == repr(content)
 
 
 @patient
@@ -62,12 +63,9 @@ def test_memory_is_that_of_columns(tmp_path):
     )
     peaks = []
     for count in (2000, 20_000):
-        file = tmp_path / f"{count}.json"
-        images = [{"id": n, "file_name": f"{n:012d}.jpg", "width": 640, "height": 480} for n in range(count)]
-        boxes = [
-            {"id": n, "image_id": n % count, "category_id": 1, "bbox": [n % 300, 3, 40, 50]} for n in range(8 * count)
-        ]
-        file.write_text(json.dumps({"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "a"}]}))
+        images = [image(id=n, file_name=f"{n:012d}.jpg", width=640, height=480) for n in range(count)]
+        boxes = [box(id=n, image_id=n % count, bbox=[n % 300, 3, 40, 50]) for n in range(8 * count)]
+        file = write(tmp_path, document(images=images, annotations=boxes))
         done = subprocess.run([sys.executable, "-c", script, file, tmp_path / "cache"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout) * 1024)

@@ -7,12 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import assert_same, shapes_table
 
 from toolkit.data.batches import make_loader
 from toolkit.data.dataset import ALL_EPOCHS, DetectionDataset, MixedDataset, mixed_epochs
-from toolkit.data.formats import open_dataset
 from toolkit.data.sampling import EpochSampler, SampleKey
-from toolkit.data.shapes import make_shapes
 from toolkit.data.transforms.mixing import draw_point, mosaic
 from toolkit.data.transforms.yolov3 import FILL_RGB, yolov3_transform
 from toolkit.data.variable_sizes import VariableSizes
@@ -53,10 +52,13 @@ def test_every_box_shows_its_own_image(sizes, row, column):
 
 
 def test_four_quadrants_and_what_none_covers():
-    image, _ = mosaic([sample(i, (32, 64), 0) for i in range(4)], (SIDE, SIDE), (20, 40))
-    assert image[0, 19, 39] == 40 and image[0, 19, 40] == 80 and image[0, 20, 39] == 120 and image[0, 20, 40] == 160
-    assert image[:, 63, 0].tolist() == list(FILL_RGB)  # 32 rows reach from row 20 to 51
-    assert image[0, 51, 0] == 120
+    """Wide images become 40 x 80 on a canvas of 48 x 80, high ones 48 x 24."""
+    sizes = [(32, 64), (32, 64), (64, 32), (64, 32)]
+    image, _ = mosaic([sample(i, size, 0) for i, size in enumerate(sizes)], (48, 80), (20, 40))
+    corners = {40: ((0, 0), (19, 39)), 80: ((0, 79), (19, 40)), 120: ((20, 39), (47, 16)), 160: ((20, 40), (47, 63))}
+    for level, places in corners.items():
+        assert all(image[0, y, x] == level for y, x in places), level
+    assert image[:, 47, 15].tolist() == image[:, 20, 64].tolist() == list(FILL_RGB)
 
 
 def test_points_are_in_the_middle():
@@ -70,21 +72,11 @@ def test_points_are_in_the_middle():
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shapes")
-    make_shapes(folder, train_images=9, val_images=1, image_size=SIDE)
-    return open_dataset(folder / "annotations" / "train.json", cache_dir=folder / "cache")
+    return shapes_table(tmp_path_factory.mktemp("shapes"), 9, SIDE)
 
 
 def mixed(table, **options):
     return MixedDataset(table, yolov3_transform(photometric=True, flip=True), 3, **options)
-
-
-def equal(first, second) -> bool:
-    (image, target), (other_image, other) = first, second
-    return torch.equal(image, other_image) and target.keys() == other.keys() and all(
-        torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
-        for key, value in target.items()
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{"mixup": True}, {"mosaic": 1.0}, {"mixup": True, "mosaic": 0.5}])
@@ -94,23 +86,18 @@ def test_a_sample_is_a_function_of_seed_epoch_and_index(table, options):
     for key in reversed(keys):
         again[key]
     samples = [dataset[key] for key in keys]
-    assert all(equal(sample, again[key]) for sample, key in zip(samples, keys, strict=True))
-    assert not any(equal(a, b) for a, b in zip(samples[: len(table)], samples[len(table) :], strict=True))
+    for sample, key in zip(samples, keys, strict=True):
+        assert_same(sample, again[key])
+    for (first, _), (second, _) in zip(samples[: len(table)], samples[len(table) :], strict=True):
+        assert not torch.equal(first, second), "of another epoch"
     for (image, target), key in zip(samples, keys, strict=True):
         assert image.shape == (3, SIDE, SIDE)
         assert target["image_id"] == table.row(key.index)["image_id"]
         assert ("mixup" in target) == ("mixup" in options)
-    counts = [len(target["boxes"]) for _, target in samples]
-    assert sum(counts) > 1.5 * 2 * table.num_boxes().sum() or "mixup" not in options
-
-
-def test_mixed_boxes_carry_the_share_of_their_image(table):
-    dataset = mixed(table, mixup=True)
-    for index in range(len(table)):
-        _, target = dataset[SampleKey(0, index, (SIDE, SIDE))]
-        own = table.num_boxes()[index]
-        shares = target["mixup"]
-        assert 0 < len(shares[:own].unique()) <= 1 and torch.allclose(shares[own:], 1 - shares[0], atol=1e-6)
+        if options == {"mixup": True}:  # boxes carry the share of their image
+            count, shares = table.num_boxes()[key.index], target["mixup"]
+            assert 0 < len(shares[:count].unique()) <= 1
+            assert len(shares) > count and torch.allclose(shares[count:], 1 - shares[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -136,22 +123,14 @@ def test_one_image_is_mixed_with_itself(table):
     assert len(target["boxes"]) >= 1
 
 
-def test_a_negative_number_of_plain_epochs_is_bad_input():
-    with pytest.raises(BadInput, match="plain_epochs is -1"):
-        mixed_epochs(-1, total_steps=10, steps_per_epoch=5)
-
-
-def test_a_probability_above_one_is_bad_input(table):
-    with pytest.raises(BadInput, match="data.mosaic is 1.5"):
-        mixed(table, mosaic=1.5)
-
-
 @pytest.mark.parametrize(
     ("plain", "total_steps", "per_epoch", "expected"),
     [(20, 2800, 10, 260), (20, 100, 10, 0), (0, 100, 10, 10), (0.2, 100, 10, 8), (1, 95, 10, 9), (0.5, 7, 3, 1)],
 )
 def test_how_many_epochs_are_mixed(plain, total_steps, per_epoch, expected):
     assert mixed_epochs(plain, total_steps, per_epoch) == expected
+    with pytest.raises(BadInput, match="plain_epochs is -1"):
+        mixed_epochs(-1, total_steps, per_epoch)
 
 
 @settings(max_examples=60, deadline=None)

@@ -63,9 +63,7 @@ def test_no_split_no_weights_and_a_cut_image_are_one_message(whole, tmp_path, ki
 def test_missing_files_of_two_splits_are_one_message(tmp_path):
     with pytest.raises(BadInput) as caught:
         open_all_splits(str(tmp_path / "a.json"), str(tmp_path / "b.json"), None, tmp_path, say=print)
-    assert [problem[-30:] for problem in caught.value.problems] == [
-        f"{name}.json: no such annotation file"[-30:] for name in "ab"
-    ]
+    assert [problem[-31:] for problem in caught.value.problems] == [f"{n}.json: no such annotation file" for n in "ab"]
 
 
 def test_the_printed_command_trains(whole, tmp_path, monkeypatch, capsys):
@@ -110,18 +108,17 @@ def test_the_recipe_without_gpu_and_network_needs_neither(name):
 
 
 def test_a_path_takes_the_place_of_the_data_set_of_a_settings_file(tmp_path, capsys):
-    file = str(ROOT / "configs" / "detr" / "bccd.yaml")
+    file, other = str(ROOT / "configs" / "detr" / "bccd.yaml"), ["--data.path", "other"]
     usual, theirs = Config().data, parse_config(Config, ["--config", file])
     for words in (["--config", file], [f"--config={file}"]):
-        ours = parse_config(Config, [*words, "--data.path", "other"])
+        ours = parse_config(Config, [*words, *other])
         for key in ("train", "val", "image_dir", "format"):
             assert getattr(ours.data, key) == getattr(usual, key) != getattr(theirs.data, key)
         assert ours.model.given == theirs.model.given and asdict(ours.optim) == asdict(theirs.optim)
         assert ours.data.augment == theirs.data.augment
     assert "bccd.yaml: data.train, data.val, data.image_dir, data.format are of its own" in capsys.readouterr().err
-    ours = parse_config(Config, ["--config", file, "--data.path", "other", "--data.train", "trainval"])
-    assert ours.data.train == "trainval"
+    assert parse_config(Config, ["--config", file, *other, "--data.train", "trainval"]).data.train == "trainval"
     share = tmp_path / "share.yaml"
     share.write_text("data: {val: 20%}\n")
-    assert parse_config(Config, ["--config", str(share), "--data.path", "other"]).data.val == "20%"
-    assert parse_config(Config, ["--data.path", "other"], default_config=DEFAULT_CONFIG).data.format == "auto"
+    assert parse_config(Config, ["--config", str(share), *other]).data.val == "20%"
+    assert parse_config(Config, other, default_config=DEFAULT_CONFIG).data.format == "auto"

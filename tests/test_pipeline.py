@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from documents import row_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from samples import assert_same, assert_well_formed, generator, painted, sample, samples
 
 from toolkit.data import splits
 from toolkit.data.dataset import DetectionDataset, MixedDataset
-from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import RECIPES, loader_of_settings, train_transform, training_sizes, val_transform
 from toolkit.data.sampling import SampleKey
 from toolkit.data.shapes import make_shapes
@@ -52,60 +53,11 @@ EVERYTHING = {
 }
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def made(name, **options):
     """The transform of a case, and a size to call it with: none, or one that is not square."""
     own, sizes = EVERYTHING[name]
     transform = train_transform(DataConfig(**{"image_size": SIDE, **ALL_ON, **own, **options}))
     return transform, () if own["recipe"] == "detr" and not sizes else ((40, 56),)
-
-
-def sample(boxes, size_hw, relations=(), crowd=()):
-    """A noise image; labels number the boxes, so that a test can tell which of them are left."""
-    boxes, count = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), len(boxes)
-    image = torch.randint(0, 256, (*size_hw, 3), dtype=torch.uint8, generator=generator(count)).permute(2, 0, 1)
-    return image, {
-        "image_id": 7, "boxes": boxes, "labels": torch.arange(count), "area": (boxes[:, 2:] - boxes[:, :2]).prod(1),
-        "iscrowd": torch.tensor([int(i in crowd) for i in range(count)], dtype=torch.int64),
-        "relations": torch.tensor(relations, dtype=torch.int64).reshape(-1, 3),
-        "attributes": torch.arange(count)[:, None] + torch.tensor([[1, 0]]),
-        "orig_size": torch.tensor(size_hw), "size": torch.tensor(size_hw),
-    }  # fmt: skip
-
-
-@st.composite
-def samples(draw):
-    height, width = draw(st.integers(8, 90)), draw(st.integers(8, 90))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    count = draw(st.integers(0, 8))
-    ends = np.sort(rng.integers(0, (4 * width, 4 * height), (count, 2, 2)), axis=1) / 4
-    ends[:, 1] += 0.25
-    relations = rng.integers(0, count, (count, 3)).tolist() if count else ()
-    return sample(ends.reshape(-1, 4).tolist(), (height, width), relations, draw(st.sets(st.integers(0, 7))))
-
-
-def assert_well_formed(image, target, before):
-    """What must hold for any transform's result."""
-    (height, width), labels = image.shape[-2:], target["labels"].tolist()
-    assert image.dtype == torch.uint8 and target["boxes"].dtype == target["area"].dtype == torch.float32
-    assert target["size"].tolist() == [height, width] and target["orig_size"].equal(before["orig_size"])
-    assert (target["boxes"][:, 2:] > target["boxes"][:, :2]).all() and (target["boxes"] >= 0).all()
-    assert (target["boxes"] <= torch.tensor([width, height] * 2)).all()
-    assert labels == sorted(set(labels)) and {len(target[name]) for name in ("boxes", "area")} == {len(labels)}
-    assert target["iscrowd"].equal(before["iscrowd"][target["labels"]])
-    assert target["attributes"].equal(before["attributes"][target["labels"]])
-    named = [(labels[s], labels[o], p) for s, o, p in target["relations"].tolist()]
-    assert named == [(s, o, p) for s, o, p in before["relations"].tolist() if s in labels and o in labels]
-
-
-def same(one, other):
-    """Equal to the bit, images and all of the targets."""
-    assert one[0].equal(other[0]) and one[1].keys() == other[1].keys()
-    for name, value in one[1].items():
-        assert value.equal(other[1][name]) if isinstance(value, torch.Tensor) else value == other[1][name], name
 
 
 # ---- what each recipe draws ------------------------------------------------------------------------------------------
@@ -140,17 +92,7 @@ def test_a_recipe_gives_what_its_own_transform_gives(flip, photometric):
         transform = train_transform(settings)
         size = () if options["recipe"] == "detr" else ((SIDE, 32),)
         for seed in range(6):
-            same(transform(image, target, generator(seed), *size), direct(image, target, generator(seed), *size))
-
-
-def test_one_side_among_the_batches_sizes_is_the_plain_square():
-    image, target = sample([[5, 5, 30, 40]], (60, 80))
-    transform = train_transform(DataConfig(recipe="detr", image_size=SIDE, photometric=True))
-    for seed in range(6):
-        alone = transform(image, target, generator(seed))
-        same(alone, transform(image, target, generator(seed), (SIDE, SIDE)))
-        other = transform(image, target, generator(seed), (32, 64))
-        assert other[0].shape == (3, 32, 64) and alone[0].shape == (3, SIDE, SIDE)
+            assert_same(transform(image, target, generator(seed), *size), direct(image, target, generator(seed), *size))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -158,32 +100,32 @@ def test_with_everything_off_a_recipe_is_a_resize_and_equals_that_of_validation(
     image, target = sample([[5, 5, 30, 40]], (60, 80))
     transform = train_transform(DataConfig(recipe=recipe, image_size=SIDE, flip=False))
     out, found = transform(image, target, generator(), (SIDE, SIDE))
-    expected, boxes = val_transform(SIDE, [], 0)(image, target, generator())
-    assert out.equal(expected) and found["boxes"].equal(boxes["boxes"])
+    assert_same((out, found), val_transform(SIDE, [], 0)(image, target, generator()))
+    # A size that comes with the batch is that of a square of its own, and another one where it differs.
+    if recipe == "detr":
+        assert_same((out, found), transform(image, target, generator()))
+        assert transform(image, target, generator(), (32, 64))[0].shape == (3, 32, 64)
 
 
-def test_sizes_of_the_recipes():
-    def squares(*sides):
-        return tuple((side, side) for side in sides)
-
-    every = {"image_size": 64, "multi_scale_every": 10}
-    assert training_sizes(DataConfig(recipe="detr", image_size=64)) is None
-    assert training_sizes(DataConfig(recipe="detr", image_size=64, scales=[80])) is None
-    assert training_sizes(DataConfig(recipe="detr", image_size=64, mosaic=0.5)) == VariableSizes(squares(64))
-    alone = DataConfig(recipe="ssd", image_size=64, multi_scale_pixels=True)
-    assert training_sizes(alone) == VariableSizes(squares(64))
-    varied = DataConfig(recipe="ssd", image_size=64, multi_scale=[32, 96], multi_scale_pixels=True)
-    assert training_sizes(varied) == VariableSizes(squares(32, 96), base_hw=(64, 64))
-    assert training_sizes(DataConfig(recipe="yolov3", **every)) == VariableSizes(squares(64), 10)
-    for recipe in RECIPES:
-        sizes = training_sizes(DataConfig(recipe=recipe, multi_scale=[32, 96], **every))
-        assert sizes == VariableSizes(squares(32, 96), 10)
+@pytest.mark.parametrize(
+    ("options", "sides", "every", "base"),
+    [
+        ({"recipe": "detr"}, None, 1, None),
+        ({"recipe": "detr", "scales": [80]}, None, 1, None),
+        ({"recipe": "detr", "mosaic": 0.5}, (64,), 1, None),
+        ({"recipe": "detr", "multi_scale": [32, 96], "multi_scale_every": 10}, (32, 96), 10, None),
+        ({"recipe": "ssd", "multi_scale_pixels": True}, (64,), 1, None),
+        ({"recipe": "ssd", "multi_scale": [32, 96], "multi_scale_pixels": True}, (32, 96), 1, (64, 64)),
+        ({"recipe": "yolov3", "multi_scale_every": 10}, (64,), 10, None),
+    ],
+)
+def test_sizes_of_the_recipes(options, sides, every, base):
+    expected = sides and VariableSizes(tuple((side, side) for side in sides), every, base)
+    assert training_sizes(DataConfig(image_size=64, **options)) == expected
 
 
 def test_crops_are_detrs_only_where_asked_for():
-    target = sample([[0, 0, 40, 30], [1000, 700, 1040, 740]], (8, 8))[1]
-    target |= {"size": torch.tensor((800, 1200)), "orig_size": torch.tensor((800, 1200))}
-    image, kept = torch.zeros(3, 800, 1200, dtype=torch.uint8), {}
+    (image, target), kept = sample([[0, 0, 40, 30], [1000, 700, 1040, 740]], (800, 1200)), {}
     for scales, crop in (([100], False), ([100, 120], False), ([100, 120], True), ([100], True)):
         transform = train_transform(DataConfig(scales=scales, max_size=400, random_crop=crop))
         outs = [transform(image, target, generator(seed)) for seed in range(20)]
@@ -201,12 +143,13 @@ def test_crops_are_detrs_only_where_asked_for():
 def test_boxes_and_relations_survive_every_recipe(name, given_sample, seed):
     image, target = given_sample
     before = {key: value.clone() for key, value in target.items() if isinstance(value, torch.Tensor)}
-    transform, size = made(name)
+    (transform, size), state = made(name), torch.get_rng_state()
     out, found = transform(image, target, generator(seed), *size)
     assert_well_formed(out, recheck_boxes(out, found), target)
+    assert torch.get_rng_state().equal(state)  # randomness comes from the generator alone
     if size or "scales" not in EVERYTHING[name][0]:
         assert tuple(out.shape[-2:]) == (size[0] if size else (SIDE, SIDE))
-    same((out, found), transform(image, target, generator(seed), *size))
+    assert_same((out, found), transform(image, target, generator(seed), *size))
     assert all(before[key].equal(target[key]) for key in before)  # the given target is left alone
 
 
@@ -214,31 +157,32 @@ def test_boxes_and_relations_survive_every_recipe(name, given_sample, seed):
 def test_no_boxes_one_box_five_hundred_boxes_and_crowds(name):
     grid = [[x, y, x + 1, y + 1] for x in range(25) for y in range(20)]
     transform, size = made(name)
-    one = [[3, 2, 20, 15]]
-    for boxes, crowd in (([], ()), (one, ()), (one, (0,)), (grid, ()), (grid, range(0, 500, 3))):
+    one, whole = [[3, 2, 20, 15]], [[0, 0, 25, 20]]
+    for boxes, crowd in (([], ()), (one, ()), (one, (0,)), (whole, ()), (grid, ()), (grid, range(0, 500, 3))):
         image, target = sample(boxes, (20, 25), [[len(boxes) - 1, 0, 3]] if boxes else [], crowd)
-        for seed in range(12):
+        for seed in range(8):
             out, found = transform(image, target, generator(seed), *size)
             assert_well_formed(out, recheck_boxes(out, found), target)
-            if len(boxes) == 1 and not crowd and "crop" not in name:
+            if boxes == one and not crowd and "crop" not in name:
                 assert len(found["boxes"]) == 1  # no crop takes the only box
 
 
 @pytest.mark.parametrize("name", [name for name in EVERYTHING if "multi" not in name])
 @pytest.mark.parametrize("regions", [{"iou_crop": False}, {"zoom_out": 1.0}, {}], ids=["zoom", "crop", "both"])
 def test_boxes_stay_on_their_pixels(name, regions):
-    """A white rectangle on black: white inside the moved box; without zooming out no pixel is filled."""
-    _, target = sample([[50, 37, 84, 61]], (90, 120))
-    image = torch.zeros(90, 120, 3, dtype=torch.uint8).permute(2, 0, 1)
-    image[:, 37:61, 50:84] = 255
-    shapes = set()
+    """A white rectangle on black: white inside the moved box and nowhere else; without zooming out none is filled."""
+    image, target = painted([[50, 37, 84, 61]], (90, 120))
+    shapes, transforms = set(), made(name, photometric=False, **regions)
     for seed in range(15):
-        transform, size = made(name, photometric=False, **regions)
-        out, found = transform(image, target, generator(seed), *size)
+        out, found = transforms[0](image, target, generator(seed), *transforms[1])
+        near = torch.zeros(out.shape[1:], dtype=torch.bool)
         for x0, y0, x1, y1 in found["boxes"].tolist():
             inside = out[:, int(y0) + 2 : int(y1) - 1, int(x0) + 2 : int(x1) - 1]
             assert inside.numel() == 0 or inside.float().mean() > 245
+            near[max(0, int(y0) - 3) : int(y1) + 4, max(0, int(x0) - 3) : int(x1) + 4] = True
             shapes.add((round(x1 - x0), round(y1 - y0)))
+        if len(found["boxes"]):
+            assert not (out[:, ~near] > 200).any()
         if regions.get("zoom_out") == 1.0:
             # What fills a canvas is reddish, what an image shows here is grey.
             assert (out[0].int() - out[2].int()).abs().max() == 0
@@ -284,23 +228,19 @@ def table(tmp_path_factory):
         Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / f"{i}.png")
         labels = list(range(10 * i, 10 * i + i % 5))
         boxes = [[3 * j, 2 * j, 3 * j + 12, 2 * j + 15] for j in range(len(labels))]
-        objects = {"id": labels, "bbox": boxes, "category": labels, "area": [180.0] * len(labels),
-                   "iscrowd": [j % 3 // 2 for j in range(len(labels))],
-                   "attributes": [[label + 1, 0] for label in labels]}  # fmt: skip
         pairs = [(s, o) for s in range(len(labels)) for o in range(len(labels)) if s != o]
-        relations = {"subject": [s for s, _ in pairs], "object": [o for _, o in pairs],
-                     "predicate": [100 * labels[s] + labels[o] for s, o in pairs]}  # fmt: skip
-        rows.append({"image_id": i, "file_name": f"{i}.png", "width": width, "height": height, "objects": objects,
-                     "relations": relations})  # fmt: skip
-    categories = [Category(i, str(i)) for i in range(80)]
-    return write_rows(rows, cache_file=folder / "table.json", image_root=folder, categories=categories,
-                      attributes=[str(i) for i in range(80)])  # fmt: skip
+        relations = [(s, o, 100 * labels[s] + labels[o]) for s, o in pairs]
+        columns = {"iscrowd": [j % 3 // 2 for j in range(len(labels))], "attributes": [[k + 1, 0] for k in labels]}
+        rows.append(row_of(i, boxes, (width, height), labels, relations, **columns))
+    names = [str(i) for i in range(80)]
+    options = {"categories": [Category(i, name) for i, name in enumerate(names)], "attributes": names}
+    return write_rows(rows, cache_file=folder / "table.json", image_root=folder, **options)
 
 
 def loader_of(table, name, mixup=True, mosaic=0.5):
-    own, sizes = EVERYTHING[name]
-    settings = DataConfig(**{"image_size": SIDE, **ALL_ON, **own, **sizes}, batch_size_per_device=4, workers=0)
-    settings = replace(settings, mixup=mixup, mosaic=0.0 if "scales" in own else mosaic)
+    recipe, sizes = EVERYTHING[name]
+    settings = DataConfig(**{"image_size": SIDE, **ALL_ON, **recipe, **sizes}, batch_size_per_device=4, workers=0)
+    settings = replace(settings, mixup=mixup, mosaic=0.0 if "scales" in recipe else mosaic)
     return loader_of_settings(table, settings, seed=1, stride=1)
 
 
@@ -308,7 +248,7 @@ def loader_of(table, name, mixup=True, mosaic=0.5):
 def test_relations_and_attributes_go_with_their_boxes_through_mixup_mosaic_and_every_recipe(table, name):
     sampler, loader = loader_of(table, name)
     related = 0
-    for epoch in range(12):
+    for epoch in range(8):
         sampler.set_epoch(epoch)
         for target in (target for batch in loader for target in batch.targets):
             labels = target["labels"].tolist()
@@ -320,7 +260,7 @@ def test_relations_and_attributes_go_with_their_boxes_through_mixup_mosaic_and_e
             if len(set(labels)) == len(labels):  # no image twice: all pairs of one image are related
                 assert sorted(ends) == sorted((s, o) for s in labels for o in labels if s != o and s // 10 == o // 10)
             related += len(ends)
-    assert related > 200
+    assert related > 130
 
 
 def test_without_mixing_only_the_yolov3_recipe_draws_whether_there_is_a_mosaic(table):
@@ -329,7 +269,7 @@ def test_without_mixing_only_the_yolov3_recipe_draws_whether_there_is_a_mosaic(t
         assert type(dataset) is (MixedDataset if own["recipe"] == "yolov3" else DetectionDataset)
     key = SampleKey(0, 3, (SIDE, SIDE))
     plain = train_transform(DataConfig(recipe="yolov3", image_size=SIDE, flip=False))
-    same(MixedDataset(table, plain, 1)[key], DetectionDataset(table, plain, 1)[key])
+    assert_same(MixedDataset(table, plain, 1)[key], DetectionDataset(table, plain, 1)[key])
 
     def one_draw_first(image, target, generator, size_hw):
         torch.rand((), generator=generator)
@@ -338,7 +278,7 @@ def test_without_mixing_only_the_yolov3_recipe_draws_whether_there_is_a_mosaic(t
     random = train_transform(DataConfig(recipe="yolov3", image_size=SIDE, **ALL_ON))
     for index in range(len(table)):
         key = SampleKey(0, index, (SIDE, SIDE))
-        same(MixedDataset(table, random, 1)[key], DetectionDataset(table, one_draw_first, 1)[key])
+        assert_same(MixedDataset(table, random, 1)[key], DetectionDataset(table, one_draw_first, 1)[key])
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------
@@ -349,9 +289,7 @@ def test_without_mixing_only_the_yolov3_recipe_draws_whether_there_is_a_mosaic(t
     [
         (train_transform, {"recipe": "coco"}, "data.recipe is 'coco'.*detr, ssd, yolov3"),
         (train_transform, {"recipe": "ssd", "scales": [80]}, "data.recipe ssd.*data.scales.*set data.recipe to detr"),
-        (train_transform, {"recipe": "yolov3", "scales": [80]}, "data.recipe yolov3.*leave data.scales empty"),
         (train_transform, {"recipe": "detr", "random_crop": True}, "data.random_crop.*give data.scales"),
-        (train_transform, {"recipe": "detr", "zoom_out": 0.5}, "data.zoom_out is 0.5"),
         (train_transform, {"recipe": "detr", "zoom_out": float("nan")}, "data.zoom_out is nan"),
         (train_transform, {"recipe": "detr", "scales": [80, 0]}, r"data.scales is \[80, 0\]"),
         (training_sizes, {"recipe": "detr", "scales": [80], "multi_scale": [64]}, "data.multi_scale .*data.scales"),
@@ -365,19 +303,18 @@ def test_what_cannot_go_together_is_named(make, options, named):
         make(DataConfig(image_size=64, **options))
 
 
-def test_all_faults_are_named_at_once():
+def test_all_faults_are_named_at_once_and_loaders_refuse_what_cannot_be(table):
     with pytest.raises(BadInput) as caught:
         train_transform(DataConfig(recipe="detr", image_size=64, random_crop=True, zoom_out=0.0))
     assert len(caught.value.problems) == 2
-
-
-def test_loaders_refuse_what_is_no_probability_and_groups_with_a_varying_number(table):
     settings = DataConfig(image_size=64, batch_size_per_device=2, workers=0)
-    with pytest.raises(BadInput, match="data.mosaic is 1.5"):
-        loader_of_settings(table, replace(settings, mosaic=1.5), seed=0, stride=32)
     varied = replace(settings, recipe="ssd", multi_scale=[32], multi_scale_pixels=True, group_by_aspect_ratio=True)
-    with pytest.raises(BadInput, match="data.group_by_aspect_ratio or data.multi_scale_pixels"):
-        loader_of_settings(table, varied, seed=0, stride=32)
+    for wrong, words in (
+        (replace(settings, mosaic=1.5), "data.mosaic is 1.5"),
+        (varied, "data.group_by_aspect_ratio or data.multi_scale_pixels"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            loader_of_settings(table, wrong, seed=0, stride=32)
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
@@ -398,10 +335,6 @@ def test_splits_are_told_of_and_what_was_wrong_is_listed(tmp_path):
     head, _ = splits.open_splits(*paths, tmp_path / "run", say=said.append, max_train_images=3, **reading)
     one, other = splits.open_splits(*paths, tmp_path / "run", say=said.append, overfit_images=2, **reading)
     assert len(head) == 3 and len(one) == 2 and one is other
-    assert open_dataset(paths[0], **reading).problems
-
-
-def test_splits_of_other_classes_are_bad_input(table):
-    other = replace(table, categories=table.categories[:3])
-    with pytest.raises(BadInput, match="80 classes .*same categories in the same order"):
-        splits.check_same_classes(table, other)
+    other = replace(val, categories=val.categories[:3])
+    with pytest.raises(BadInput, match="4 classes .*same categories in the same order"):
+        splits.check_same_classes(train, other)

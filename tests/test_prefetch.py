@@ -16,42 +16,27 @@ from toolkit.runs.settings import DataConfig
 from toolkit.session import Session
 
 
-class Stream:
-    """Writes down what it is told."""
-
-    def __init__(self, name: str, said: list):
-        self.name, self.said = name, said
-
-    def record_event(self) -> str:
-        event = f"event {sum(entry[1] == 'record' for entry in self.said)}"
-        self.said.append((self.name, "record", event))
-        return event
-
-    def wait_event(self, event: str) -> None:
-        self.said.append((self.name, "wait", event))
-
-
-class Sent:
-    """A batch that notes its copy."""
-
-    images = sizes = torch.zeros(0)
-
-    def __init__(self, name: str, said: list):
-        self.name, self.said = name, said
-
-    def to(self, device, non_blocking):
-        self.said.append(("copies", "copy", self.name))
-        return self
-
-
 def test_a_step_waits_for_its_own_window_and_not_for_the_next(monkeypatch):
-    said = []
+    said = []  # what the streams are told, in order
+
+    def stream(name):
+        def record_event():
+            said.append((name, "record", f"event {sum(entry[1] == 'record' for entry in said)}"))
+            return said[-1][2]
+
+        return SimpleNamespace(record_event=record_event, wait_event=lambda event: said.append((name, "wait", event)))
+
+    def sent(name):
+        batch = SimpleNamespace(name=name, images=torch.zeros(0), sizes=torch.zeros(0))
+        batch.to = lambda device, non_blocking: said.append(("copies", "copy", name)) or batch
+        return batch
+
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("computes", said))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream("computes"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     ahead = Prefetcher("cpu")
-    ahead.device, ahead.stream = torch.device("cuda"), Stream("copies", said)
-    windows = [[Sent(f"{window}{micro}", said) for micro in "ab"] for window in "012"]
+    ahead.device, ahead.stream = torch.device("cuda"), stream("copies")
+    windows = [[sent(f"{window}{micro}") for micro in "ab"] for window in "012"]
     for window in ahead.through(windows):
         for batch in window:
             assert ahead.arrived(batch).name == batch.name

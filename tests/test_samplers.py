@@ -1,4 +1,4 @@
-"""pytest tests/test_samplers.py"""
+"""The data order: each sample once in an epoch, on any ranks, resumed to the sample: pytest tests/test_samplers.py"""
 
 import json
 
@@ -15,27 +15,35 @@ from toolkit.data.sampling import (
     epochs_after,
     steps_ahead,
 )
+from toolkit.data.variable_sizes import VariableSizes
 from toolkit.errors import BadInput
 
 # A busy machine is no failure.
-settings.register_profile("patient", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+SIZES = ((128, 96), (160, 160), (192, 256))
+BASE = (160, 160)
 
-def ranks(num_samples, batch_size, world_size, **kwargs):
-    return [EpochSampler(num_samples, batch_size, rank, world_size, **kwargs) for rank in range(world_size)]
+
+def ranks(num_samples, batch_size, world_size, epoch=0, **options):
+    made = [EpochSampler(num_samples, batch_size, rank, world_size, **options) for rank in range(world_size)]
+    for sampler in made:
+        sampler.set_epoch(epoch)
+    return made
 
 
 def global_batches(samplers):
-    """The remaining global micro-batches of all ranks together, checking that the ranks agree."""
+    """The keys of the remaining global micro-batches of all ranks together, checking that the ranks agree."""
     per_rank = [list(sampler) for sampler in samplers]
     assert len({len(batches) for batches in per_rank}) == 1
     assert all(batch for batches in per_rank for batch in batches), "a rank has an empty micro-batch"
-    return [[key.index for rank_batch in batch for key in rank_batch] for batch in zip(*per_rank, strict=True)]
+    return [[key for rank_batch in batch for key in rank_batch] for batch in zip(*per_rank, strict=True)]
 
 
 def flat(batches):
-    return [index for batch in batches for index in batch]
+    """(index, turn) of each sample."""
+    return [(key.index, key.turn) for batch in batches for key in batch]
 
 
 @st.composite
@@ -51,17 +59,45 @@ def group_ids(draw, count):
     return np.array(draw(st.lists(st.integers(0, kinds - 1), min_size=count, max_size=count)))
 
 
-@given(layouts(), st.integers(0, 2**40), st.integers(0, 5), st.data())
-def test_every_sample_once_per_epoch(layout, seed, epoch, data):
+@st.composite
+def orders(draw, count):
+    """Further arguments of a sampler of `count` images: all that changes the order or the batches."""
+    kind = draw(st.sampled_from(("plain", "groups", "repeats", "grouped repeats", "blocks", "sizes", "pixels")))
+    options = {"seed": draw(st.integers(0, 2**40))}
+    if "group" in kind:
+        options["groups"] = draw(group_ids(count))
+    if "repeats" in kind:
+        options["repeats"] = np.array(draw(st.lists(st.floats(1, 4), min_size=count, max_size=count)))
+    if kind == "blocks":
+        options["blocks"] = np.sort(draw(st.lists(st.integers(0, 13), min_size=count, max_size=count)))
+    if kind in ("sizes", "pixels"):
+        base_hw = BASE if kind == "pixels" else None
+        options["sizes"] = VariableSizes(SIZES, draw(st.integers(1, 3)), base_hw)
+    return options
+
+
+@given(layouts(), st.integers(0, 5), st.data())
+def test_every_sample_once_per_epoch(layout, epoch, data):
     num_samples, batch_size, world_size = layout
-    groups = data.draw(st.none() | group_ids(num_samples))
-    samplers = ranks(*layout, seed=seed, groups=groups)
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
+    order = data.draw(orders(num_samples))
+    samplers = ranks(*layout, epoch, **order)
     batches = global_batches(samplers)
-    assert sorted(flat(batches)) == list(range(num_samples))
+    seen = flat(batches)
+    assert len(seen) == len(set(seen)) == samplers[0].num_samples
+    repeats = order.get("repeats", np.ones(num_samples))
+    counts = np.bincount([index for index, _ in seen], minlength=num_samples)
+    assert len(seen) == round(repeats.sum()) and (abs(counts - repeats * len(seen) / repeats.sum()) < 1).all()
+    assert set(seen) == {(index, turn) for index, count in enumerate(counts) for turn in range(count)}
     assert [len(batch) for batch in batches] == [samplers[0].samples_in_batch(i) for i in range(len(samplers[0]))]
-    assert all(len(batch) == world_size * batch_size for batch in batches[:-1])
+    sizes = order.get("sizes")
+    for i, batch in enumerate(batches):
+        (size_hw,) = {key.size_hw for key in batch}
+        images = batch_size
+        if sizes is not None:
+            assert size_hw in SIZES and (i % sizes.every == 0 or size_hw == batches[i - 1][0].size_hw)
+            if sizes.base_hw:
+                images = max(1, batch_size * 160 * 160 // (size_hw[0] * size_hw[1]))
+        assert len(batch) == world_size * images or i == len(batches) - 1
     for sampler in samplers:  # ranks differ by one sample at most
         for batch, own in zip(batches, sampler, strict=True):
             assert len(own) in (len(batch) // world_size, -(-len(batch) // world_size))
@@ -81,95 +117,70 @@ def test_global_order_is_independent_of_ranks(num_samples, seed):
 
 
 def test_order_is_a_function_of_seed_and_epoch():
-    def order(seed, epoch):
-        sampler = EpochSampler(50, 5, seed=seed)
-        sampler.set_epoch(epoch)
-        return flat(global_batches([sampler]))
-
-    assert order(1, 2) == order(1, 2)
-    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
-    unshuffled = EpochSampler(50, 5, shuffle=False)
-    unshuffled.set_epoch(3)
-    assert flat(global_batches([unshuffled])) == list(range(50))
+    made = [flat(global_batches(ranks(50, 5, 1, epoch, seed=seed))) for seed in (0, 1, 2, 0) for epoch in (0, 1, 2)]
+    assert made[9:] == made[:3] and len(set(map(tuple, made))) == 9
+    assert flat(global_batches(ranks(50, 5, 1, 3, shuffle=False))) == [(i, 0) for i in range(50)]
 
 
 def test_uneven_last_batch():
     two = ranks(13, 4, 2, shuffle=False)  # 8 + 5: 5 over two ranks are 3 and 2
     assert [[len(batch) for batch in sampler] for sampler in two] == [[4, 3], [4, 2]]
-    assert [key.index for key in list(two[1])[1]] == [11, 12]
+    assert [key.index for key in list(two[1])[1]] == [11, 12] and two[0].steps_of_epoch(0) == two[0].steps_in(1) == 2
     three = ranks(11, 3, 3, shuffle=False)  # 9 + 2: two cannot be shared among three, so the batch before takes them
     assert [[len(batch) for batch in sampler] for sampler in three] == [[4], [4], [3]]
     assert len(three[0]) == 1 and three[0].samples_in_batch(0) == 11
 
 
-def run(sampler, epochs, steps_per_save=None, stop_after=None):
-    """Trains: consumes micro-batches in windows of two, running ahead as a loader does. Returns keys, last state."""
-    keys, steps = [], 0
-    for epoch in range(sampler.epoch, epochs):
-        sampler.set_epoch(epoch)
-        ahead = list(sampler)  # a loader may have asked for everything by now
-        for first in range(0, len(ahead), 2):
-            window = ahead[first : first + 2]
-            keys += [key for batch in window for key in batch]
-            sampler.advance_batches(len(window))
-            steps += 1
-            if steps == stop_after:
-                return keys, sampler.state_dict()
-    return keys, sampler.state_dict()
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("stop_after", range(1, 18))
-def test_three_epochs_equal_a_resumed_run(grouped, stop_after):
-    groups = np.arange(50) % 3 if grouped else None
-    for rank in range(2):
-        whole, _ = run(EpochSampler(50, 2, rank, 2, seed=3, groups=groups), 3)
-        before, state = run(EpochSampler(50, 2, rank, 2, seed=3, groups=groups), 3, stop_after=stop_after)
-        resumed = EpochSampler(50, 2, rank, 2, seed=3, groups=groups)
-        assert resumed.load_state_dict(json.loads(json.dumps(state))) == []
-        after, _ = run(resumed, 3)
-        assert before + after == whole
-
-
-@given(layouts(), st.data())
-def test_resume_at_any_batch(layout, data):
-    groups = data.draw(st.none() | group_ids(layout[0]))
-    whole = ranks(*layout, seed=5, groups=groups)
+@given(layouts(), st.integers(0, 2), st.data())
+def test_resume_at_any_batch(layout, epoch, data):
+    order = data.draw(orders(layout[0]))
+    whole = ranks(*layout, epoch, **order)
     expected = global_batches(whole)
     consumed = data.draw(st.integers(0, len(expected)))
     whole[0].advance_batches(consumed)
     assert whole[0].offset == len(flat(expected[:consumed])) and whole[0].next_batch == consumed
-    resumed = ranks(*layout, seed=5, groups=groups)
+    resumed = ranks(*layout, **order | {"seed": 0})
+    state = json.loads(json.dumps(whole[0].state_dict()))
     for sampler in resumed:
-        assert sampler.load_state_dict(whole[0].state_dict()) == []
+        notes = sampler.load_state_dict(state)
+        assert len(notes) == (order["seed"] != 0)  # the order goes on with the seed of the checkpoint
     assert global_batches(resumed) == expected[consumed:]
+    for sampler in (*whole, *resumed):
+        sampler.set_epoch(epoch + 1)
+    assert global_batches(resumed) == global_batches(ranks(*layout, epoch + 1, **order))
 
 
 @given(layouts(), layouts(), st.data())
 def test_resume_with_other_ranks(layout, other, data):
     """Stopped, resumed on other ranks, stopped and resumed once more: each sample still comes once per epoch."""
     num_samples = max(layout[0], other[0])
-    groups = data.draw(st.none() | group_ids(num_samples))
+    order = data.draw(orders(num_samples))
     consumed, state = [], None
     for batch_size, world_size in (layout[1:], other[1:], layout[1:]):
-        samplers = ranks(num_samples, batch_size, world_size, seed=8, groups=groups)
+        samplers = ranks(num_samples, batch_size, world_size, **order)
         notes = [sampler.load_state_dict(state) for sampler in samplers] if state else [[]]
         changed = bool(state) and (state["world_size"], state["batch_size"]) != (world_size, batch_size)
         assert bool(notes[0]) >= changed and all(note == notes[0] for note in notes)
         batches = global_batches(samplers)
-        if groups is None and not consumed:
-            order = flat(batches)
+        if not consumed:
+            first = flat(batches)
         taken = data.draw(st.integers(0, len(batches)))
         for sampler in samplers:
             sampler.advance_batches(taken)
         consumed += flat(batches[:taken])
         state = samplers[0].state_dict()
-    left = batches[taken:]
-    passed_over = num_samples - len(consumed) - len(flat(left))
-    assert 0 <= passed_over < max(layout[2], other[2])
-    assert len(set(consumed + flat(left))) == num_samples - passed_over
-    if groups is None:
-        assert consumed + flat(left) == order[: num_samples - passed_over]
+    seen = consumed + flat(batches[taken:])
+    total = samplers[0].num_samples
+    assert 0 <= total - len(seen) < max(layout[2], other[2])  # fewer than the ranks are passed over
+    assert len(set(seen)) == len(seen) and set(seen) <= set(ranks_order(num_samples, order))
+    if "groups" not in order and "blocks" not in order:
+        assert seen == first[: len(seen)]
+
+
+def ranks_order(num_samples, order):
+    """All samples of the first epoch, in one batch after the other of one."""
+    plain = {name: value for name, value in order.items() if name not in ("groups", "blocks", "sizes")}
+    return flat(global_batches(ranks(num_samples, 1, 1, **plain)))
 
 
 def test_resume_notes_in_words():
@@ -183,33 +194,21 @@ def test_resume_notes_in_words():
         EpochSampler(21, 4).load_state_dict(saved.state_dict())
 
 
-def test_the_order_goes_on_with_the_seed_of_the_checkpoint():
-    saved = EpochSampler(20, 4, seed=1)
-    saved.advance(8)
-    other = EpochSampler(20, 4, seed=2)
-    other.load_state_dict(saved.state_dict())
-    assert global_batches([other]) == global_batches([saved])
-    for sampler in (saved, other):
-        sampler.set_epoch(1)
-    assert global_batches([other]) == global_batches([saved]) and other.state_dict()["seed"] == 1
-
-
-@given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3), st.data())
-def test_steps_ahead_are_those_that_are_made(num_samples, batch_size, window, after, data):
+@given(st.integers(2, 40), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.integers(0, 3), st.data())
+def test_steps_ahead_are_those_that_are_made(num_samples, batch_size, world_size, window, after, data):
     """From anywhere, in any cut, to the end of any epoch."""
-    batch_size = min(batch_size, num_samples)
-    sampler = EpochSampler(num_samples, batch_size)
+    batch_size = min(batch_size, num_samples // world_size)
+    sizes = data.draw(st.sampled_from((None, VariableSizes(SIZES), VariableSizes(SIZES, base_hw=BASE))))
+    sampler, future = (EpochSampler(num_samples, batch_size, 0, world_size, sizes=sizes) for _ in range(2))
     sampler.set_epoch(data.draw(st.integers(0, 3)))
     sampler.advance_batches(data.draw(st.integers(0, len(sampler))))
     last, made = data.draw(st.integers(sampler.epoch + 1, 6)), 0
     assert steps_ahead(sampler, sampler.epoch + sampler.offset / num_samples, window, after) == 0
-    expected = {}
     for epoch in range(sampler.epoch, last):
-        left = sum(1 for _ in sampler) if epoch == sampler.epoch else len(sampler)
+        future.set_epoch(epoch)
+        left = sum(1 for _ in sampler) if epoch == sampler.epoch else len(future)
         made += -(-left // (window if epoch >= after else 1))
-        expected[epoch + 1] = made
-    for epochs, steps in expected.items():
-        assert steps_ahead(sampler, epochs, window, after) == steps
+        assert steps_ahead(sampler, epoch + 1, window, after) == made
     total = sampler.steps_in(last, window, after)
     assert epochs_after(sampler, total, window, after) == last
 
@@ -246,7 +245,7 @@ def test_grouped_batches_are_homogeneous(layout, data):
     # Of each group all but a left-over smaller than a batch come in batches of their own, and those come first.
     global_batch = batch_size * world_size
     full = sum(np.bincount(groups) // global_batch)
-    assert all(len(set(groups[batch[:global_batch]])) == 1 for batch in batches[:full])
+    assert all(len({groups[key.index] for key in batch[:global_batch]}) == 1 for batch in batches[:full])
 
 
 def test_aspect_ratio_groups():
@@ -269,14 +268,20 @@ def test_evaluation_with_fewer_samples_than_ranks():
     assert [list(EvalSampler(1, 4, rank, 3)) for rank in range(3)] == [[[SampleKey(0, 0)]], [[]], [[]]]
 
 
-def test_bad_sizes():
-    with pytest.raises(BadInput, match="2 process.*x 8 images = 16.*only 10.*at most 5"):
-        EpochSampler(10, 8, 0, 2)
-    with pytest.raises(BadInput, match="only 2: use fewer processes"):
-        EpochSampler(2, 1, 0, 4)
-    with pytest.raises(BadInput, match="no images"):
-        EpochSampler(0, 1)
-    with pytest.raises(BadInput, match="batch_size_per_device is 0"):
-        EpochSampler(5, 0)
-    with pytest.raises(BadInput, match="got 0 images"):
-        EvalSampler(0, 1)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: EpochSampler(10, 8, 0, 2), "2 process.*x 8 images = 16.*only 10.*at most 5"),
+        (lambda: EpochSampler(2, 1, 0, 4), "only 2: use fewer processes"),
+        (lambda: EpochSampler(0, 1), "no images"),
+        (lambda: EpochSampler(5, 0), "batch_size_per_device is 0"),
+        (lambda: EvalSampler(0, 1), "got 0 images"),
+        (lambda: EpochSampler(50, 4, groups=[0] * 50, sizes=VariableSizes(SIZES, base_hw=BASE)), "aspect ratio"),
+        (lambda: VariableSizes(()), "size"),
+        (lambda: VariableSizes(((0, 32),)), "size"),
+        (lambda: VariableSizes(SIZES, every=0), "size"),
+    ],
+)
+def test_bad_sizes(make, words):
+    with pytest.raises(BadInput, match=words):
+        make()

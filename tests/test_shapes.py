@@ -1,8 +1,9 @@
 """The bundled data: deterministic, sensible, made once.   Run: pytest tests/test_shapes.py"""
 
 import hashlib
-import json
 import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -34,8 +35,7 @@ def test_same_seed_same_bytes_and_every_image_on_its_own(tmp_path):
 
 def test_scenes_are_as_promised():
     scenes = [draw_scene(0, "train", index) for index in range(60)]
-    counts = [len(objects) for _, objects, _ in scenes]
-    assert min(counts) >= 1 and max(counts) == 6
+    assert {len(objects) for _, objects, _ in scenes} == set(range(1, 7))
     assert {item["category"] for _, objects, _ in scenes for item in objects} == set(range(len(CLASSES)))
     assert {predicate for _, _, triples in scenes for *_, predicate in triples} == set(range(len(PREDICATES)))
     for pixels, objects, _ in scenes:
@@ -44,6 +44,10 @@ def test_scenes_are_as_promised():
             x, y, w, h = item["bbox"]
             assert 0 <= x and 0 <= y and w >= 4 and h >= 4 and x + w <= 128 and y + h <= 128
             assert 0 < item["area"] <= w * h
+    pixels, objects, _ = scenes[1]  # of shapes.VERSION 4, which is to be raised where pictures change
+    assert [item["area"] for item in objects] == pytest.approx([737, 1013, 436, 810, 1676, 777], abs=2)
+    assert pixels.mean(axis=(0, 1)) == pytest.approx([120.40, 112.33, 102.23], abs=0.05)
+    assert pixels.std() == pytest.approx(58.35, abs=0.05)
 
 
 def test_relations_agree_with_the_boxes():
@@ -55,68 +59,47 @@ def test_relations_agree_with_the_boxes():
         assert len(named) == len(triples)
         for s, o, predicate in named:
             (sx, sy, sw, sh), (ox, oy, ow, oh) = objects[s]["bbox"], objects[o]["bbox"]
-            if predicate == "larger than":
-                assert objects[s]["area"] > 3 * objects[o]["area"]
-                continue
-            if sorted(((s, o), (o, s)))[0] == (s, o) and objects[s]["bbox"] != objects[o]["bbox"]:
-                assert (o, s, inverse[predicate]) in named
             assert {
                 "left of": sx + sw / 2 < ox + ow / 2, "right of": sx + sw / 2 > ox + ow / 2,
                 "above": sy + sh / 2 < oy + oh / 2, "below": sy + sh / 2 > oy + oh / 2,
                 "inside": sx >= ox and sy >= oy and sx + sw <= ox + ow and sy + sh <= oy + oh,
                 "contains": sx <= ox and sy <= oy and sx + sw >= ox + ow and sy + sh >= oy + oh,
                 "overlaps": min(sx + sw, ox + ow) > max(sx, ox) and min(sy + sh, oy + oh) > max(sy, oy),
+                "larger than": objects[s]["area"] > 3 * objects[o]["area"],
             }[predicate]  # fmt: skip
+            if predicate in inverse and s < o and objects[s]["bbox"] != objects[o]["bbox"]:
+                assert (o, s, inverse[predicate]) in named
 
 
-def test_the_files_are_an_ordinary_data_set_with_relations(tmp_path):
-    make_shapes(tmp_path / "set", **SIZES)
+def test_the_files_are_an_ordinary_data_set_with_relations(tmp_path, capsys):
+    arguments = ["--out", str(tmp_path / "set"), "--train-images", "2", "--val-images", "3", "--image-size", "64"]
+    assert main(arguments) == 0 and len(list((tmp_path / "set" / "train").iterdir())) == 2
+    assert main(arguments) == 2 and "not an empty folder" in capsys.readouterr().err
     table = read_coco(tmp_path / "set" / "annotations" / "val.json", cache_dir=tmp_path / "cache")
     assert len(table) == 3 and table.problems == [] and table.predicates == PREDICATES
     assert table.class_names == list(CLASSES)
-    document = json.loads((tmp_path / "set" / "annotations" / "val.json").read_text())
-    assert sum(len(table.row(i)["relations"]["subject"]) for i in range(3)) == len(document["rel_annotations"]) > 0
-    _, objects, triples = draw_scene(0, "val", 1, 64)
-    row = table.row(1)
-    assert [list(t) for t in triples] == np.stack(list(row["relations"].values()), 1).tolist()
-    assert row["objects"]["area"].tolist() == [item["area"] for item in objects]
-
-
-def _ensure(folder, queue):
-    queue.put(str(ensure_shapes(folder, **SIZES)))
+    for index in range(3):
+        _, objects, triples = draw_scene(0, "val", index, 64)
+        row = table.row(index)
+        assert [list(t) for t in triples] == np.stack(list(row["relations"].values()), 1).tolist()
+        assert row["objects"]["area"].tolist() == [item["area"] for item in objects]
 
 
 def test_two_processes_make_it_once(tmp_path):
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    workers = [context.Process(target=_ensure, args=(tmp_path, queue)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    folders = {queue.get(timeout=60) for _ in workers}
-    for worker in workers:
-        worker.join()
-    (folder,) = folders
-    assert [path.name for path in tmp_path.iterdir()] == [folder.rsplit("/")[-1]]  # no half-made copies
-    before = (tmp_path / folder / "annotations" / "val.json").stat().st_mtime_ns
-    assert str(ensure_shapes(tmp_path, **SIZES)) == folder
-    assert (tmp_path / folder / "annotations" / "val.json").stat().st_mtime_ns == before
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        (folder,) = {*pool.map(partial(ensure_shapes, **SIZES), [tmp_path] * 2)}
+    assert [*tmp_path.iterdir()] == [folder]  # no half-made copies
+    before = (folder / "annotations" / "val.json").stat().st_mtime_ns
+    assert ensure_shapes(tmp_path, **SIZES) == folder
+    assert (folder / "annotations" / "val.json").stat().st_mtime_ns == before
 
 
 def test_refusals(tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").write_text("")
-    with pytest.raises(BadInput, match="not an empty folder"):
-        make_shapes(tmp_path / "full", 1, 1)
     with pytest.raises(BadInput, match="at least one"):
         make_shapes(tmp_path / "new", 0, 1)
+    (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="DETECTION_TOOLKIT_CACHE"):
-        ensure_shapes(tmp_path / "full" / "x")
-
-
-def test_command_line(tmp_path, capsys):
-    arguments = ["--out", str(tmp_path / "set"), "--train-images", "2", "--val-images", "1", "--image-size", "48"]
-    assert main(arguments) == 0 and len(list((tmp_path / "set" / "train").iterdir())) == 2
-    assert main(arguments) == 2 and "not an empty folder" in capsys.readouterr().err
+        ensure_shapes(tmp_path / "file")
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ from dataclasses import replace
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from samples import shapes_table
 
 from toolkit.data import image_sources
 from toolkit.data.formats import open_dataset
@@ -35,21 +34,17 @@ def write_shards(table, folder, split, files):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, shapes):
-    """22 of the shapes as three files with row groups of 4, 4 (or 3) images; and those without one of the columns."""
-    datasets.disable_progress_bars()
-    folder = tmp_path_factory.mktemp("shards")
-    write_shards(shapes.head(22), folder, "train", 3)
-    return folder
+def shapes(tmp_path_factory):
+    return shapes_table(tmp_path_factory.mktemp("shapes"), 22, 32)
 
 
 @pytest.fixture(scope="module")
-def shapes(tmp_path_factory):
-    from toolkit.data.shapes import make_shapes
-
-    place = tmp_path_factory.mktemp("shapes")
-    make_shapes(place, train_images=22, val_images=2, image_size=32)
-    return open_dataset(place / "annotations" / "train.json", cache_dir=place / "cache")
+def folder(tmp_path_factory, shapes):
+    """The shapes as three files with row groups of 4, 4 (or 3) images."""
+    datasets.disable_progress_bars()
+    folder = tmp_path_factory.mktemp("shards")
+    write_shards(shapes, folder, "train", 3)
+    return folder
 
 
 @pytest.fixture
@@ -85,9 +80,8 @@ def test_a_file_that_changed_is_read_anew(folder, shapes, tmp_path):
 def test_an_epoch_reads_each_row_group_once_and_each_rank_its_own(table, monkeypatch):
     blocks = blocks_of(table)
     assert np.bincount(blocks).max() <= GROUP and len(set(blocks)) == 6
-    samplers = ranks(blocks, 2, 2)
-    opened = []
-    read = image_sources.open_shard
+    samplers = [EpochSampler(len(blocks), 2, rank, 2, seed=3, blocks=blocks) for rank in range(2)]
+    opened, read = [], image_sources.open_shard
     monkeypatch.setattr(image_sources, "open_shard", lambda url: opened.append(url) or read(url))
     seen = []
     for sampler in samplers:
@@ -98,31 +92,6 @@ def test_an_epoch_reads_each_row_group_once_and_each_rank_its_own(table, monkeyp
             table.image_source(table.row(key.index)).read_bytes()
     assert len(seen[0] & seen[1]) <= MIXED_BLOCKS, "those where one rank ends and the next begins"
     assert len(opened) == len(seen[0]) + len(seen[1])
-
-
-def ranks(blocks, batch_size, world_size):
-    return [EpochSampler(len(blocks), batch_size, r, world_size, seed=3, blocks=blocks) for r in range(world_size)]
-
-
-@given(st.integers(1, 4), st.integers(1, 5), st.lists(st.integers(1, 9), min_size=1, max_size=14), st.data())
-def test_every_sample_once_and_resumed_to_the_sample(world_size, batch_size, lengths, data):
-    blocks = np.repeat(np.arange(len(lengths)), lengths)
-    if len(blocks) < world_size * batch_size:
-        blocks = np.repeat(blocks, world_size * batch_size)
-    made = ranks(blocks, batch_size, world_size)
-    batches = list(zip(*made, strict=True))
-    assert sorted(key.index for of_all in batches for mine in of_all for key in mine) == list(range(len(blocks)))
-    done = data.draw(st.integers(0, len(batches)))
-    made[0].advance_batches(done)
-    state = made[0].state_dict()
-    resumed = ranks(blocks, batch_size, world_size)
-    for sampler in resumed:
-        assert sampler.load_state_dict(state) == []
-    assert list(zip(*resumed, strict=True)) == batches[done:]
-    other = ranks(blocks, 1, 1)[0]  # one process with one image goes on
-    assert other.load_state_dict(state) or (batch_size, world_size) == (1, 1)
-    rest = [key.index for batch in other for key in batch]
-    assert sorted(rest) == sorted(key.index for of_all in batches[done:] for mine in of_all for key in mine)
 
 
 def test_ranks_walk_through_parts_of_their_own():
@@ -168,15 +137,10 @@ def test_other_formats_are_refused(tmp_path):
         open_dataset("train", path=tmp_path, streaming=True)
 
 
-def test_a_broken_image_is_named_when_it_is_read(table, folder, tmp_path):
-    name = table.row(5)["file_name"]
-    gone = folder / "data" / name.rsplit("/", 2)[0].rsplit("/")[-1]
-    hidden = gone.rename(tmp_path / "gone")
-    try:
-        image_sources._row_group.cache_clear()
-        settings = DataConfig(image_size=32, batch_size_per_device=4, workers=0)
-        _, loader = loader_of_settings(table, settings, seed=0, stride=1)
-        with pytest.raises(BadInput, match="cannot be read"):
-            list(loader)
-    finally:
-        hidden.rename(gone)
+def test_a_file_that_is_gone_is_named_when_it_is_read(shapes, tmp_path):
+    write_shards(shapes.head(9), tmp_path, "train", 1)
+    table = open_dataset("train", path=tmp_path, streaming=True, cache_dir=tmp_path / "cache")
+    next((tmp_path / "data").iterdir()).unlink()
+    settings = DataConfig(image_size=32, batch_size_per_device=4, workers=0)
+    with pytest.raises(BadInput, match="cannot be read"):
+        list(loader_of_settings(table, settings, seed=0, stride=1)[1])

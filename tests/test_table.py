@@ -1,9 +1,7 @@
 """The Arrow table and the COCO reader.   Run: pytest tests/test_table.py"""
 
 import json
-import math
 import multiprocessing
-import os
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +10,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from documents import BCCD, DIRTY, document, image, needs_bccd, row_of, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -23,18 +22,12 @@ from toolkit.data.table import Category
 from toolkit.data.table_cache import open_table, write_rows
 from toolkit.errors import BadInput
 
-BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")
-DIRTY = Path(__file__).parent / "data" / "dirty"
-
 
 def row(image_id, count, **extra):
-    box = np.arange(4 * count, dtype=np.float32).reshape(count, 4)
-    objects = {"id": list(range(count)), "bbox": box, "category": [k % 2 for k in range(count)],
-               "area": [float(k) for k in range(count)], "iscrowd": [k % 2 for k in range(count)]}
-    objects["bbox"] = [tuple(map(float, b)) for b in box]
-    relations = {"subject": [0] * (count > 1), "object": [1] * (count > 1), "predicate": [2] * (count > 1)}
-    return {"image_id": image_id, "file_name": f"{image_id}.jpg", "width": 40, "height": 30 + count,
-            "objects": objects, "relations": relations, **extra}
+    boxes, alternating = [tuple(range(4 * k, 4 * k + 4)) for k in range(count)], [k % 2 for k in range(count)]
+    columns = {"iscrowd": alternating, "area": [float(k) for k in range(count)]}
+    relations = [(0, 1, 2)] if count > 1 else ()
+    return row_of(image_id, boxes, (40, 30 + count), alternating, relations, **columns) | extra
 
 
 CATEGORIES = (Category(7, "a"), Category("x", "b"))
@@ -80,11 +73,6 @@ def test_rows_come_back_and_may_be_written_to(tmp_path, ids):
         table.row(3)
 
 
-def test_others_may_read_a_shared_cache(tmp_path):
-    write_rows([row(1, 1)], cache_file=tmp_path / "t.json", categories=CATEGORIES)
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
-
-
 def test_several_batches_selections_and_embedded_images(tmp_path, monkeypatch):
     monkeypatch.setattr("toolkit.data.table_cache.BATCH_ROWS", 3)
     rows = [row(number, number % 4, image=bytes([number])) for number in range(10)]
@@ -100,32 +88,18 @@ def test_several_batches_selections_and_embedded_images(tmp_path, monkeypatch):
     assert datasets.Dataset.from_file(str(table.arrow_file))[9]["image_id"] == 9
 
 
-def test_fingerprint_is_of_the_content(tmp_path):
-    make = lambda name, rows, categories=CATEGORIES: write_rows(  # noqa: E731
-        rows, cache_file=tmp_path / name, categories=categories).fingerprint
-    same = make("a.json", [row(1, 2)])
-    assert same == make("b.json", [row(1, 2)])
-    assert same != make("c.json", [row(1, 1)]) and same != make("d.json", [row(1, 2)], CATEGORIES[:1])
+def test_files_are_named_by_content_shared_and_written_once(tmp_path):
+    def make(rows, categories=CATEGORIES):
+        return write_rows(rows, cache_file=tmp_path / "t.json", categories=categories).fingerprint
 
-
-def test_an_empty_table(tmp_path):
-    table = write_rows([], cache_file=tmp_path / "t.json", categories=CATEGORIES)
-    assert len(table) == 0 and table.image_ids().shape == (0,) and table.sizes_hw().shape == (0, 2)
-
-
-def test_writers_at_once_leave_one_whole_table(tmp_path):
-    def write(_):
-        return write_rows([row(n, 2) for n in range(50)], cache_file=tmp_path / "t.json", categories=CATEGORIES)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert len({table.fingerprint for table in pool.map(write, range(16))}) == 1
-    assert len(list(tmp_path.iterdir())) == 2  # nothing temporary is left
-
-
-def picture_folder(folder, count):
-    folder.mkdir()
-    for number in range(count):
-        Image.new("RGB", (40, 30), (number, 0, 0)).save(folder / f"{number}.png")
+    with ThreadPoolExecutor(8) as pool:  # writers at once leave one whole table, and nothing temporary
+        (same,) = {*pool.map(lambda _: make([row(n, 2) for n in range(50)]), range(16))}
+    assert len(list(tmp_path.iterdir())) == 2
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}, "others may read a shared cache"
+    rows = [row(n, 2) for n in range(50)]
+    assert same == make(rows) and len({same, make(rows[:1]), make(rows, CATEGORIES[:1])}) == 3
+    empty = write_rows([], cache_file=tmp_path / "t.json", categories=CATEGORIES)
+    assert len(empty) == 0 and empty.image_ids().shape == (0,) and empty.sizes_hw().shape == (0, 2)
 
 
 COORDINATE = st.tuples(*(st.integers(0, 1800) for _ in range(2)), *(st.integers(1, 600) for _ in range(2)))
@@ -137,58 +111,57 @@ COORDINATE = st.tuples(*(st.integers(0, 1800) for _ in range(2)), *(st.integers(
 def test_coco_survives_reading_and_writing(tmp_path_factory, boxes, ids):
     """Gapped and unordered category ids come back; boxes to float32's precision."""
     folder = tmp_path_factory.mktemp("coco")
-    images = [{"id": 10 + n, "file_name": f"{n}.jpg", "width": 100, "height": 100} for n in range(len(boxes))]
+    images = [image(id=10 + n, file_name=f"{n}.jpg", width=100, height=100) for n in range(len(boxes))]
     annotations = [{"id": 100 * n + k, "image_id": 10 + n, "category_id": ids[k % 3], "iscrowd": k % 2, "area": 1.5,
                     "bbox": [v / 25 for v in box]} for n, of_image in enumerate(boxes)
-                   for k, box in enumerate(of_image)]
-    document = {"images": images, "annotations": annotations,
-                "categories": [{"id": id_, "name": f"class {id_}"} for id_ in ids]}
-    (folder / "a.json").write_text(json.dumps(document))
-    table = read_coco(folder / "a.json", folder, cache_dir=folder, check_images=False)
+                   for k, box in enumerate(of_image)]  # fmt: skip
+    categories = [{"id": id_, "name": f"class {id_}"} for id_ in ids]
+    file = write(folder, document(images=images, annotations=annotations, categories=categories))
+    table = read_coco(file, folder, cache_dir=folder, check_images=False)
     write_coco(table.labelled(), folder / "b.json")
     again = json.loads((folder / "b.json").read_text())
     assert [a | {"bbox": 0} for a in again["annotations"]] == [a | {"bbox": 0} for a in annotations]
     for old, new in zip(annotations, again["annotations"], strict=True):
         assert np.allclose(old["bbox"], new["bbox"], atol=1e-4)
-    assert sorted(again["categories"], key=str) == sorted(document["categories"], key=str)
-    assert again["images"] == images
+    assert sorted(again["categories"], key=str) == sorted(categories, key=str) and again["images"] == images
 
 
 def test_coco_defaults_and_unknown_keys(tmp_path):
-    document = {"images": [{"id": "a", "file_name": "0.png", "width": 40.0, "height": 30, "licence": 3}],
-                "annotations": [{"id": 1, "image_id": "a", "category_id": "c", "bbox": [0, 0, 10, 5.5],
-                                 "segmentation": [[1, 2, 3]], "score": 1}],
-                "categories": [{"id": "c", "name": "cell"}]}
-    picture_folder(tmp_path / "images", 1)
-    (tmp_path / "a.json").write_text(json.dumps(document))
-    table = open_dataset(str(tmp_path / "a.json"), cache_dir=tmp_path / "cache")
+    one = {"id": 1, "image_id": "a", "category_id": "c", "bbox": [0, 0, 10, 5.5], "segmentation": [[1, 2]], "score": 1}
+    images = [image(id="a", file_name="0.png", width=40.0, height=30, licence=3)]
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (40, 30)).save(tmp_path / "images" / "0.png")
+    file = write(tmp_path, document(images=images, annotations=[one], categories=[{"id": "c", "name": "cell"}]))
+    table = open_dataset(str(file), cache_dir=tmp_path / "cache")
     objects = table.row(0)["objects"]
     assert table.row(0)["image_id"] == "a" and table.categories == (Category("c", "cell"),)
     assert objects["area"].tolist() == [55] and objects["iscrowd"].tolist() == [0] and table.problems == []
 
 
 def test_the_cache_notices_what_changed(tmp_path):
-    picture_folder(tmp_path / "images", 2)
-    entries = [{"id": n, "file_name": f"{n}.png", "width": 40, "height": 30} for n in range(2)]
-    document = {"images": entries, "annotations": [], "categories": [{"id": 1, "name": "a"}]}
-    file = tmp_path / "a.json"
+    picture = tmp_path / "images" / "1.png"
+    picture.parent.mkdir()
+    for number in range(2):
+        Image.new("RGB", (40, 30), (number, 0, 0)).save(picture.with_stem(str(number)))
+    entries = [image(id=n, file_name=f"{n}.png", width=40, height=30) for n in range(2)]
+    content = document(images=entries, annotations=[])
 
     def read(**options):
-        file.write_text(json.dumps(document))
-        return read_coco(file, tmp_path / "images", cache_dir=tmp_path / "cache", **options)
+        return read_coco(write(tmp_path, content), picture.parent, cache_dir=tmp_path / "cache", **options)
 
-    first = read()
-    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "tables").iterdir()}
-    assert read().fingerprint == first.fingerprint
-    assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "tables").iterdir()}
-    document["categories"][0]["name"] = "b"
+    def stamps():
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "tables").iterdir()}
+
+    first, before = read(), stamps()
+    assert read().fingerprint == first.fingerprint and stamps() == before
+    content["categories"][0]["name"] = "b"
     assert read().class_names == ["b"]
-    whole = (tmp_path / "images" / "1.png").read_bytes()
-    (tmp_path / "images" / "1.png").write_bytes(whole[:-20])
+    whole = picture.read_bytes()
+    picture.write_bytes(whole[:-20])
     with pytest.raises(BadInput, match="1.png .image 1.: image data truncated"):
         read()
     assert len(read(on_error="drop")) == 1
-    (tmp_path / "images" / "1.png").write_bytes(whole)
+    picture.write_bytes(whole)
     assert len(read()) == 2
 
 
@@ -216,20 +189,16 @@ def test_a_cache_that_cannot_be_written(tmp_path):
         read_coco(DIRTY / "broken" / "utf8_bom.json", DIRTY / "images", cache_dir=tmp_path / "file")
 
 
-def resident_mb(part):
-    """Resident memory that this process alone holds, or all of it, in MB."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith(part):
-            return int(line.split()[1]) / 1e3
-    raise AssertionError(part)
-
-
 def _walk(table, queue):
-    before, extra = resident_mb("Rss"), []
+    def resident_mb():
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("Rss"))
+
+    before, extra = resident_mb(), []
     for _ in range(3):
         for index in np.random.default_rng(0).permutation(len(table)):
             table.row(int(index))
-        extra.append(resident_mb("Rss") - before)
+        extra.append(resident_mb() - before)
     queue.put(extra)
 
 
@@ -246,25 +215,21 @@ def test_worker_memory_is_flat(tmp_path):
     assert extra[0] < 15 and extra[2] - extra[0] < 2, extra  # the file itself has 2 MB
 
 
-@pytest.mark.skipif(not BCCD.is_dir(), reason="no BCCD data: set DETECTION_TOOLKIT_BCCD to its folder")
-@pytest.mark.parametrize(("split", "images", "boxes"), [("train", 205, 2804), ("val", 87, 1137), ("test", 72, 945)])
-def test_bccd(tmp_path, split, images, boxes):
-    table = open_dataset(BCCD / "annotations" / f"{split}.json", cache_dir=tmp_path)
-    assert len(table) == images and table.num_boxes().sum() == boxes
+@needs_bccd
+def test_bccd(tmp_path):
+    table = open_dataset(BCCD / "annotations" / "val.json", cache_dir=tmp_path)
     assert table.class_names == ["Platelets", "RBC", "WBC"] and [c.id for c in table.categories] == [1, 2, 3]
-    assert decode_image(table.image_source(table.row(0))).shape == (3, 480, 640)
-    assert math.prod(table.sizes_hw()[0]) == 640 * 480
+    assert decode_image(table.image_source(table.row(0))).shape == (3, 480, 640) == (3, *table.sizes_hw()[0])
     assert all(p.severity == "warning" and "not listed" in p.message for p in table.problems)  # the other splits
 
 
 def test_image_folder_is_found_beside_the_annotations(tmp_path):
+    content = document(images=[image(file_name="x.jpg", width=64, height=48)], annotations=[])
     for layout in ("", "a", "images", "JPEGImages", "images/a", "annotations"):
         root = tmp_path / f"layout {layout}".replace("/", "-")
         (root / "annotations").mkdir(parents=True)
         (root / layout).mkdir(parents=True, exist_ok=True)
         shutil.copy(DIRTY / "images" / "control.jpg", root / layout / "x.jpg")
-        document = {"images": [{"id": 1, "file_name": "x.jpg", "width": 64, "height": 48}], "annotations": [],
-                    "categories": [{"id": 1, "name": "a"}]}
-        (root / "annotations" / "a.json").write_text(json.dumps(document))
+        (root / "annotations" / "a.json").write_text(json.dumps(content))
         table = read_coco(root / "annotations" / "a.json", cache_dir=tmp_path / "cache")
         assert table.image_root == (root / layout).resolve()

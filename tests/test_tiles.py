@@ -80,7 +80,7 @@ def test_tiles_cover_a_side_and_have_enough_in_common(length, tile, overlap):
 
 
 @pytest.mark.parametrize("off", [0, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_object_is_found_once_wherever_tiles_end(seed, off):
     """off: a detector does not see to the pixel that a border cuts an object."""
     image = scene(500, 640, 60, seed, side=24)
@@ -100,33 +100,24 @@ def test_an_object_larger_than_the_overlap_keeps_its_largest_part_only():
     assert 1 <= len(found["labels"]) <= 4 and (found["labels"] == 0).all()
 
 
-def test_images_that_fit_in_a_tile_are_seen_as_they_are():
-    image = scene(60, 90, 5, 0, side=20)
-    plain, whole = oracle().predict([image], 0)[0], tiled(oracle(), 128).predict([image], 0)[0]
-    order = plain["scores"].argsort(descending=True, stable=True)
-    assert torch.equal(whole["scores"], plain["scores"][order])
-
-
-def test_flips_give_the_same_boxes_once():
+def test_images_that_fit_in_a_tile_are_seen_as_they_are_and_flips_give_the_same_boxes_once():
     image = scene(100, 150, 12, 1, side=30)
-    plain, both = oracle().predict([image], 0)[0], flipped(oracle()).predict([image], 0)[0]
+    plain, whole, both = (p.predict([image], 0)[0] for p in (oracle(), tiled(oracle(), 150), flipped(oracle())))
+    assert torch.equal(whole["scores"], plain["scores"].sort(descending=True, stable=True).values)
     assert len(both["scores"]) == len(plain["scores"])
     torch.testing.assert_close(both["boxes"], plain["boxes"][pairwise_iou(both["boxes"], plain["boxes"]).argmax(1)])
 
 
-def test_classes_do_not_suppress_each_other():
-    box = torch.tensor([[0.0, 0.0, 9.0, 9.0]])
-    parts = [{"boxes": box, "scores": torch.tensor([s]), "labels": torch.tensor([k])} for k, s in ((0, 0.9), (1, 0.8))]
-    assert merged(parts, 0.5)["labels"].tolist() == [0, 1]
-    assert merged([parts[0], parts[0]], 0.5)["labels"].tolist() == [0]
+def test_classes_do_not_suppress_each_other_and_no_guess_takes_a_part_away_that_is_nearly_sure():
+    def part(side, score, label=0):
+        box = torch.tensor([[0.0, 0.0, side, side]])
+        return {"boxes": box, "scores": torch.tensor([score]), "labels": torch.tensor([label])}
 
-
-def test_a_guess_does_not_take_a_part_away_that_is_nearly_sure():
-    part, whole = torch.tensor([[0.0, 0.0, 30.0, 30.0]]), torch.tensor([[0.0, 0.0, 60.0, 60.0]])
+    assert merged([part(9, 0.9), part(9, 0.8, 1)], 0.5)["labels"].tolist() == [0, 1]
+    assert merged([part(9, 0.9), part(9, 0.9)], 0.5)["labels"].tolist() == [0]
     for score, left in ((0.01, [0.9, 0.01]), (0.5, [0.5])):
-        parts = [{"boxes": b, "scores": torch.tensor([s]), "labels": torch.tensor([0])}
-                 for b, s in ((part, 0.9), (whole, score))]  # fmt: skip
-        assert merged(parts, 0.5, torch.tensor([True, False]))["scores"].tolist() == pytest.approx(left)
+        kept = merged([part(30, 0.9), part(60, score)], 0.5, torch.tensor([True, False]))
+        assert kept["scores"].tolist() == pytest.approx(left)
 
 
 def test_what_cannot_be_is_bad_input():
@@ -161,14 +152,13 @@ def test_collages_of_scenes_are_found_as_well_as_the_scenes(trained, tmp_path):
     table = table_of(tmp_path, boxes, predictor.class_names, draw=False)
     ids = table.image_ids().tolist()
 
-    def judged(found: list) -> tuple[float, float, int]:
-        """AP50, and above a score of 0.3 the share of duplicates of how many."""
+    def judged(found: list) -> tuple[float, float]:
+        """AP50, and above a score of 0.3 the share of duplicates."""
         sure = [{key: value[each["scores"] > 0.3] for key, value in each.items()} for each in found]
         ap50, errors = (tide_errors(match(dict(zip(ids, each, strict=True)), table)) for each in (found, sure))
-        return ap50.ap50, len(errors.of("duplicate")) / max(1, len(errors.kind)), len(errors.kind)
+        return ap50.ap50, len(errors.of("duplicate")) / max(1, len(errors.kind))
 
-    alone = judged([merged([each], 0.5) for each in predictor.predict(images, 0.001)])
-    print(f"alone: AP50 {alone[0]:.4f}, {alone[1]:.2%} duplicates of {alone[2]}")
+    alone, _ = judged([merged([each], 0.5) for each in predictor.predict(images, 0.001)])
     for tile, overlap in ((side, 0.2), (side, 0.5), (160, 0.2)):
         found = []
         for first in range(0, len(scenes), 25):
@@ -179,6 +169,5 @@ def test_collages_of_scenes_are_found_as_well_as_the_scenes(trained, tmp_path):
                 mine = {key: value[5 * y + x == scene] for key, value in collage.items()}
                 mine["boxes"] -= side * torch.tensor([scene % 5, scene // 5] * 2)
                 found.append(mine)
-        ap50, duplicates, count = judged(found)
-        print(f"tiles of {tile}, overlap {overlap}: AP50 {ap50:.4f}, {duplicates:.2%} duplicates of {count}")
-        assert ap50 >= 0.9 * alone[0] and duplicates <= 0.01
+        ap50, duplicates = judged(found)
+        assert ap50 >= 0.9 * alone and duplicates <= 0.01, (tile, overlap, alone)

@@ -19,14 +19,14 @@ from test_visual_genome import CLASSES, PREDICATES
 from toolkit.scene_graphs.readers.visual_genome import read_visual_genome
 
 VAL_IMAGES = 40
-SMALL = {"--data.scales": "[64]", "--data.max_size": 96, "--data.batch_size_per_device": 4, "--data.workers": 0,
-         "--eval.batch_size_per_device": 4, "--run.max_steps": 4, "--run.eval_every": 2, "--run.save_every": 4,
-         "--run.log_every": 1}  # fmt: skip
-DETECTOR = {"--model.backbone": "test_resnet", "--model.pretrained_backbone": "false", "--model.fpn_channels": 16,
-            "--model.representation_size": 32, "--model.rpn_post_nms_top_n_train": 50,
-            "--model.rpn_post_nms_top_n_test": 50}  # fmt: skip
-GRAPHS = {"--model.hidden_dim": 16, "--model.embed_dim": 8, "--model.pairs_per_image": 32,
-          "--optim.gradient_table_every": 2}  # fmt: skip
+SMALL = {"data.scales": "[64]", "data.max_size": 96, "data.batch_size_per_device": 4, "data.workers": 0,
+         "eval.batch_size_per_device": 4, "run.max_steps": 4, "run.eval_every": 2, "run.save_every": 4,
+         "run.log_every": 1}  # fmt: skip
+BACKBONE = {"model.backbone": "test_resnet", "model.pretrained_backbone": "false"}
+DETECTOR = BACKBONE | {"model.fpn_channels": 16, "model.representation_size": 32,
+                       "model.rpn_post_nms_top_n_train": 50, "model.rpn_post_nms_top_n_test": 50}  # fmt: skip
+DETR = BACKBONE | {"model.d_model": 32, "model.heads": 2, "model.ffn_dim": 32, "model.num_queries": 20}
+GRAPHS = {"model.hidden_dim": 16, "model.embed_dim": 8, "model.pairs_per_image": 32, "optim.gradient_table_every": 2}
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +43,20 @@ def run(folder: Path, script: str, *args) -> str:
     return text
 
 
-def train(folder: Path, script: str, config: str, files: Path, **groups) -> str:
-    options = SMALL | {"--data.name": files, "--data.image_dir": files / "images"}
-    options |= {"--data.train": f"train:{VAL_IMAGES}", "--data.val": f"val:{VAL_IMAGES}"}
-    for group in groups.values():
-        options |= group
-    args = [part for pair in options.items() for part in pair]
+def train(folder: Path, script: str, config: str, files: Path, **options) -> str:
+    options |= SMALL | {"data.name": files, "data.image_dir": files / "images"}
+    options |= {"data.train": f"train:{VAL_IMAGES}", "data.val": f"val:{VAL_IMAGES}"}
+    args = [part for name, value in options.items() for part in (f"--{name}", value)]
     return run(folder, script, "--config", ROOT / "configs" / "sgg" / config, *args)
 
 
 @pytest.mark.slow
 def test_the_documented_chain(files, tmp_path):
-    train(tmp_path, "train_faster_rcnn.py", "vg150_detector.yaml", files, sizes=DETECTOR)
+    train(tmp_path, "train_faster_rcnn.py", "vg150_detector.yaml", files, **DETECTOR)
     detector = tmp_path / "runs" / "vg150_detector"
     assert math.isfinite(training_rows(detector)[-1]["train/loss"]) and 0 <= rows(detector)[-1]["val/bbox_AP"] <= 1
 
-    printed = train(tmp_path, "train_sgg.py", "vg150.yaml", files, sizes=GRAPHS, chain={"--model.detector": detector})
+    printed = train(tmp_path, "train_sgg.py", "vg150.yaml", files, **GRAPHS | {"model.detector": detector})
     assert "weights of the detector" in printed and "---Total norm" in printed and "150 classes" in printed
     graphs = tmp_path / "runs" / "sgg_vg150"
     trained, evaluated = training_rows(graphs), [row for row in rows(graphs) if "val/R@20" in row]
@@ -78,11 +76,9 @@ def test_the_documented_chain(files, tmp_path):
 
 @pytest.mark.slow
 def test_the_documented_chain_of_one_stage(files, tmp_path):
-    small = {"--model.backbone": "test_resnet", "--model.pretrained_backbone": "false", "--model.d_model": 32,
-             "--model.heads": 2, "--model.ffn_dim": 32, "--model.num_queries": 20}  # fmt: skip
-    train(tmp_path, "train_detr.py", "vg150_detr.yaml", files, sizes=small)
-    chain = {"--model.detector": tmp_path / "runs" / "vg150_detr", "--eval.test_split": "null"}
-    assert "weights of the detector" in train(tmp_path, "train_sgg.py", "vg150_egtr.yaml", files, chain=chain)
+    train(tmp_path, "train_detr.py", "vg150_detr.yaml", files, **DETR)
+    chain = {"model.detector": tmp_path / "runs" / "vg150_detr", "eval.test_split": "null"}
+    assert "weights of the detector" in train(tmp_path, "train_sgg.py", "vg150_egtr.yaml", files, **chain)
     trained = training_rows(tmp_path / "runs" / "vg150_egtr")
     assert [row["step"] for row in trained] == [1, 2, 3, 4]
     assert all(math.isfinite(row["train/loss_rel"]) for row in trained)

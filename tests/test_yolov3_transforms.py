@@ -1,4 +1,4 @@
-"""YOLOv3's augmentation: boxes stay on their objects, regions keep their constraints, everything is the generator's.
+"""YOLOv3's augmentation: regions keep their constraints; tests/test_pipeline.py has the properties of all recipes.
 
     python -m pytest tests/test_yolov3_transforms.py
 """
@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import generator, painted, sample, samples, target_of
 from torchvision.transforms.v2 import functional as F
 
 from toolkit.box_ops import pairwise_iou
-from toolkit.data.transforms.geometry import recheck_boxes
 from toolkit.data.transforms.yolov3 import (
     FILL_RGB,
     INTERPOLATIONS,
@@ -19,77 +19,14 @@ from toolkit.data.transforms.yolov3 import (
     RandomExpand,
     centres_inside,
     resize_by,
-    yolov3_transform,
 )
 
 
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def sample(size_hw, boxes) -> tuple[torch.Tensor, dict]:
-    """A grey image with a white rectangle for each box."""
-    image = torch.full((*size_hw, 3), 60, dtype=torch.uint8).permute(2, 0, 1)
-    boxes = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
-    for x0, y0, x1, y1 in boxes.int().tolist():
-        image[:, y0:y1, x0:x1] = 255
-    count = len(boxes)
-    target = {
-        "image_id": 7, "boxes": boxes, "labels": torch.arange(count), "area": torch.ones(count),
-        "iscrowd": torch.zeros(count, dtype=torch.int64), "mixup": torch.linspace(0, 1, count),
-        "relations": torch.tensor([[0, count - 1, 3]] if count else torch.zeros(0, 3).tolist(),
-                                  dtype=torch.int64).reshape(-1, 3),
-        "orig_size": torch.tensor(size_hw), "size": torch.tensor(size_hw),
-    }  # fmt: skip
-    return image, target
-
-
-@st.composite
-def scenes(draw):
-    height, width = draw(st.integers(8, 80)), draw(st.integers(8, 80))
-    boxes = []
-    for _ in range(draw(st.integers(0, 4))):
-        x0, y0 = draw(st.integers(0, width - 4)), draw(st.integers(0, height - 4))
-        boxes.append((x0, y0, draw(st.integers(x0 + 3, width)), draw(st.integers(y0 + 3, height))))
-    return (height, width), boxes
-
-
 @settings(max_examples=60, deadline=None)
-@given(scenes(), st.integers(0, 10**6), st.booleans(), st.booleans())
-def test_the_whole_recipe_gives_the_size_asked_for_and_a_target_in_step(scene, seed, colour, flip):
-    image, target = sample(*scene)
-    before = {key: value.clone() for key, value in target.items() if isinstance(value, torch.Tensor)}
-    transform = yolov3_transform(photometric=colour, zoom_out=4.0, iou_crop=True, flip=flip)
-    out, found = transform(image, target, generator(seed), (64, 96))
-    assert out.shape == (3, 64, 96) and out.dtype == torch.uint8
-    checked = recheck_boxes(out, found)
-    assert {len(checked[name]) for name in ("boxes", "labels", "area", "iscrowd", "mixup")} == {len(checked["boxes"])}
-    assert len(scene[1]) == 0 or len(found["boxes"]) > 0  # a crop that loses every box is not taken
-    assert torch.equal(found["mixup"], target["mixup"][found["labels"]])  # each weight went with its box
-    again = transform(*sample(*scene), generator(seed), (64, 96))
-    assert torch.equal(out, again[0]) and torch.equal(found["boxes"], again[1]["boxes"])
-    assert all(torch.equal(before[key], target[key]) for key in before)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_boxes_stay_on_their_objects(seed):
-    """White rectangles on grey: what a box encloses after the recipe is white, and white is nowhere else."""
-    image, target = sample((90, 120), [(20, 30, 60, 70), (80, 10, 110, 50)])
-    out, found = yolov3_transform(zoom_out=4.0, iou_crop=True, flip=True)(image, target, generator(seed), (160, 160))
-    white, inside = out[0] > 200, torch.zeros(160, 160, dtype=torch.bool)
-    for x0, y0, x1, y1 in found["boxes"].round().int().tolist():
-        if min(x1 - x0, y1 - y0) >= 8:
-            assert white[y0 + 2 : y1 - 2, x0 + 2 : x1 - 2].float().mean() > 0.9
-        inside[max(0, y0 - 2) : y1 + 2, max(0, x0 - 2) : x1 + 2] = True
-    if len(found["boxes"]) == 2:
-        assert not (white & ~inside).any()
-
-
-@settings(max_examples=60, deadline=None)
-@given(scenes(), st.integers(0, 10**6))
-def test_a_region_keeps_the_centre_of_a_box_and_its_constraint(scene, seed):
-    (height, width), boxes = scene
-    boxes, crop = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), ConstrainedCrop()
+@given(samples(max_boxes=4), st.integers(0, 10**6))
+def test_a_region_keeps_the_centre_of_a_box_and_its_constraint(sample, seed):
+    image, target = sample
+    (height, width), boxes, crop = image.shape[-2:], target["boxes"], ConstrainedCrop()
     top, left, h, w = crop.draw(boxes, (height, width), generator(seed))
     assert 0 <= top <= top + h <= height and 0 <= left <= left + w <= width and min(h, w) > 0
     if not len(boxes):
@@ -103,29 +40,20 @@ def test_a_region_keeps_the_centre_of_a_box_and_its_constraint(scene, seed):
         assert 2 * (w + 1) / width >= h / height and 2 * (h + 1) / height >= w / width
 
 
-def test_regions_of_all_kinds_are_drawn():
+def test_regions_of_all_kinds_are_drawn_and_boxes_follow_the_region(monkeypatch):
     boxes = torch.tensor([[30.0, 30, 70, 70]])
     regions = [ConstrainedCrop().draw(boxes, (100, 100), generator(seed)) for seed in range(200)]
     whole = sum(region == (0, 0, 100, 100) for region in regions)
-    assert 20 < whole < 120  # one of up to seven candidates, those that exist
-    assert len(set(regions)) > 60
-
-
-def test_boxes_with_their_centre_outside_go_and_the_others_are_clipped():
-    class Fixed(ConstrainedCrop):
-        def draw(self, boxes, size_hw, generator):
-            return 10, 10, 30, 40
-
-    image, target = sample((60, 60), [(0, 0, 30, 30), (0, 0, 12, 12), (45, 30, 60, 60)])
-    out, found = Fixed()(image, target, generator(0))
-    assert out.shape == (3, 30, 40)
-    assert found["labels"].tolist() == [0]
-    assert found["boxes"].tolist() == [[0, 0, 20, 20]]
-    assert found["relations"].tolist() == []
+    assert 20 < whole < 120 and len(set(regions)) > 60  # whole: one of up to seven candidates, those that exist
+    monkeypatch.setattr(ConstrainedCrop, "draw", lambda *_: (10, 10, 30, 40))
+    image, target = sample([(0, 0, 30, 30), (0, 0, 12, 12), (45, 30, 60, 60)], (60, 60), [[0, 2, 3]])
+    out, cropped = ConstrainedCrop()(image, target, generator())
+    assert out.shape == (3, 30, 40) and cropped["boxes"].tolist() == [[0, 0, 20, 20]]
+    assert cropped["labels"].tolist() == [0] and cropped["relations"].tolist() == []
 
 
 def test_expanding_moves_boxes_with_their_pixels_and_fills_the_rest():
-    image, target = sample((20, 30), [(5, 4, 20, 12)])
+    image, target = painted([(5, 4, 20, 12)], (20, 30), ground=60)
     for seed in range(20):
         out, found = RandomExpand(probability=1.0)(image, target, generator(seed))
         height, width = out.shape[-2:]
@@ -140,8 +68,7 @@ def test_expanding_moves_boxes_with_their_pixels_and_fills_the_rest():
 
 
 def test_colours_saturate_and_leave_the_target_alone():
-    image, target = sample((16, 16), [(2, 2, 9, 9)])
-    noisy = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=generator(1))
+    (image, target), (noisy, _) = painted([(2, 2, 9, 9)], (16, 16), ground=60), sample([], (16, 16))
     seen = set()
     for seed in range(40):
         out, found = ColourDistortion()(noisy, target, generator(seed))
@@ -158,19 +85,12 @@ def test_colours_saturate_and_leave_the_target_alone():
 
 @pytest.mark.parametrize("method", INTERPOLATIONS, ids=lambda method: method.name)
 def test_every_interpolation_keeps_a_flat_image_and_scales_boxes(method):
-    image, target = sample((40, 30), [(0, 0, 30, 40)])
+    image, target = painted([(0, 0, 30, 40)], (40, 30))
     out, found = resize_by(image, target, (64, 96), method)
     assert out.shape == (3, 64, 96) and (out == 255).all()
     assert found["boxes"].tolist() == [[0, 0, 96, 64]]
-    assert found["area"].item() == pytest.approx(64 * 96 / 1200)
+    assert found["area"].item() == 64 * 96
     gradient = torch.arange(0, 256, dtype=torch.uint8).repeat(3, 64, 1)
-    ours = resize_by(gradient, sample((64, 256), [])[1], (32, 128), method)[0]
+    ours = resize_by(gradient, target_of([], (64, 256)), (32, 128), method)[0]
     reference = F.resize(gradient, [32, 128], antialias=True)
     assert (ours.int() - reference.int()).abs().max() <= 2
-
-
-def test_nothing_wanted_is_a_plain_resize():
-    image, target = sample((40, 30), [(3, 4, 12, 30)])
-    out, found = yolov3_transform()(image, target, generator(0), (80, 60))
-    assert out.shape == (3, 80, 60)
-    assert found["boxes"].tolist() == [[6, 8, 24, 60]]

@@ -12,23 +12,16 @@ from toolkit.errors import BadInput
 from toolkit.scene_graphs.readers.visual_genome import BOX_SCALE, NUM_ATTRIBUTE_COLUMNS
 
 
-def write_visual_genome(tables: Sequence[tuple[DetectionTable, int]], folder: str | Path) -> None:
-    """Write the HDF5 file, the names and the image list of some tables into `folder`.
+def write_visual_genome(tables: Sequence[tuple[DetectionTable, int]], folder: Path) -> None:
+    """Writes the HDF5 file, the names and the image list of some tables into `folder`.
 
-    tables: (table, value of `split`: 0 train and val, 2 test). All must have the same classes, predicates and
-    attributes, and integer image ids; the reader expects each image as `<image_id>.jpg`. Boxes are rounded to whole
-    pixels of an image whose longer side is 1024, at least 1 wide. Crowd regions are left out with their relations.
-    Raises BadInput for tables that do not fit together.
+    tables: (table, value of `split`: 0 train and val, 2 test), with the same classes, predicates and attributes and
+    integer image ids; the reader expects each image as `<image_id>.jpg`. Boxes are rounded to whole pixels of an image
+    whose longer side is 1024, at least 1 wide. Crowd regions are left out with their relations.
     """
     first = tables[0][0]
-    faults = [
-        f"{table.name}: classes, predicates or attributes differ from those of {first.name}"
-        for table, _ in tables
-        if (table.class_names, table.predicates, table.attributes)
-        != (first.class_names, first.predicates, first.attributes)
-    ]
-    if faults:
-        raise BadInput(faults)
+    if len({(*table.class_names, *table.predicates, *table.attributes) for table, _ in tables}) > 1:
+        raise BadInput("classes, predicates or attributes differ")
     columns = {key: [] for key in ("boxes_1024", "labels", "attributes", "relationships", "predicates", "split")}
     ranges = {f"img_to_{end}_{kind}": [] for end in ("first", "last") for kind in ("box", "rel")}
     written, images = {"box": 0, "rel": 0}, []
@@ -38,7 +31,6 @@ def write_visual_genome(tables: Sequence[tuple[DetectionTable, int]], folder: st
             images.append({key: row[key] for key in ("image_id", "width", "height")})
             columns["split"].append([split])
             _append(row, columns, ranges, written)
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_h5(folder / "VG-SGG-with-attri.h5", columns, ranges)
     (folder / "image_data.json").write_text(json.dumps(images))
@@ -66,14 +58,10 @@ def _append(row: dict, columns: dict[str, list], ranges: dict[str, list], writte
         ranges[f"img_to_last_{kind}"].append(written[kind] - 1 if count else -1)
 
 
-def _padded(attributes: np.ndarray, width: int) -> np.ndarray:
-    return np.pad(attributes, ((0, 0), (0, width - attributes.shape[1])))
-
-
 def _write_h5(path: Path, columns: dict[str, list], ranges: dict[str, list]) -> None:
     wide = {"boxes_1024": 4, "labels": 1, "relationships": 2, "predicates": 1}
-    wide["attributes"] = max([NUM_ATTRIBUTE_COLUMNS, *(part.shape[1] for part in columns["attributes"])])
-    columns["attributes"] = [_padded(part, wide["attributes"]) for part in columns["attributes"]]
+    wide["attributes"] = widest = max([NUM_ATTRIBUTE_COLUMNS, *(part.shape[1] for part in columns["attributes"])])
+    columns["attributes"] = [np.pad(a, ((0, 0), (0, widest - a.shape[1]))) for a in columns["attributes"]]
     small = ("boxes_1024", "relationships")
     with h5py.File(path, "w") as file:
         for key, width in wide.items():

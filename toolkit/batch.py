@@ -46,7 +46,7 @@ class Batch:
         return Batch(self.images.to(device, non_blocking=non_blocking), sizes, targets)
 
     def pin_memory(self) -> "Batch":
-        """With all that travels to a GPU in page-locked memory; called by the DataLoader."""
+        """Copy everything that goes to a GPU into page-locked memory. The DataLoader calls this."""
         return Batch(self.images.pin_memory(), self.sizes, self.targets, pack(self._small()).pin_memory())
 
     def _small(self) -> list[Tensor]:
@@ -98,7 +98,7 @@ def _as_tensor(value: object) -> object:
 
 
 def on_host(target: Mapping[str, object]) -> Mapping[str, object]:
-    """The target as it was on the CPU: what depends on targets alone is decided there, so that nobody waits."""
+    """The target's original on the CPU: what depends on targets alone is decided there, without a device sync."""
     return target.get("on_host", target)
 
 
@@ -110,13 +110,13 @@ def send(values: Tensor, device: torch.device | str, non_blocking: bool = True) 
 
 
 def send_dicts(dicts: Sequence[Mapping[str, object]], device: torch.device | str) -> list[dict[str, object]]:
-    """The dicts with their tensors on `device`: those of the CPU in one copy, without waiting."""
-    tensors = [value for each in dicts for value in each.values() if isinstance(value, Tensor)]
+    """The dicts with their tensors on `device`: CPU tensors go in one asynchronous copy."""
+    tensors = [value for entry in dicts for value in entry.values() if isinstance(value, Tensor)]
     if torch.device(device).type == "cpu" or not tensors or any(value.device.type != "cpu" for value in tensors):
         moved = iter([value.to(device) for value in tensors])
     else:
         moved = iter(unpack(send(pack(tensors), device), tensors))
-    return [{k: next(moved) if isinstance(v, Tensor) else v for k, v in each.items()} for each in dicts]
+    return [{k: next(moved) if isinstance(v, Tensor) else v for k, v in entry.items()} for entry in dicts]
 
 
 def sizes_on_host(sizes: Tensor, targets: Sequence[Mapping] | None) -> list[tuple[int, int]]:
@@ -128,63 +128,63 @@ def sizes_on_host(sizes: Tensor, targets: Sequence[Mapping] | None) -> list[tupl
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one device as bytes one after the other, (N,) uint8: one copy to another device instead of many."""
-    places = _places(tensors)
-    packed = torch.zeros(places[-1].stop if places else 0, dtype=torch.uint8, device=tensors[0].device)
-    for place, each in zip(places, tensors, strict=True):
-        bytes_of = each.contiguous().as_strided((each.numel(),), (1,)).view(torch.uint8)  # also of strides of 0
-        packed[place.start : place.start + len(bytes_of)] = bytes_of
+    spans = _byte_spans(tensors)
+    packed = torch.zeros(spans[-1].stop if spans else 0, dtype=torch.uint8, device=tensors[0].device)
+    for span, tensor in zip(spans, tensors, strict=True):
+        bytes_of = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # also of strides of 0
+        packed[span.start : span.start + len(bytes_of)] = bytes_of
     return packed
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """What `pack` packed of `like`, as views of `packed`, wherever that is."""
     return [
-        packed[place.start : place.start + each.numel() * each.element_size()].view(each.dtype).view(each.shape)
-        for place, each in zip(_places(like), like, strict=True)
+        packed[span.start : span.start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+        for span, tensor in zip(_byte_spans(like), like, strict=True)
     ]
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors on the CPU; those of a device in one copy, for which the host waits once."""
-    if all(each.device.type == "cpu" for each in tensors):
+    if all(tensor.device.type == "cpu" for tensor in tensors):
         return list(tensors)
     return unpack(pack(tensors).cpu(), tensors)
 
 
 def dicts_to_host(dicts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
     """The dicts, of the same keys, with copies of their tensors (N, ...) on the CPU; see `to_host`."""
-    joined = to_host([torch.cat([each[name] for each in dicts]) for name in dicts[0]])
-    counts = {name: [len(each[name]) for each in dicts] for name in dicts[0]}
+    joined = to_host([torch.cat([entry[name] for entry in dicts]) for name in dicts[0]])
+    counts = {name: [len(entry[name]) for entry in dicts] for name in dicts[0]}
     columns = {name: column.split(counts[name]) for name, column in zip(dicts[0], joined, strict=True)}
     return [{name: parts[i] for name, parts in columns.items()} for i in range(len(dicts))]
 
 
 def image_of_each(counts: Sequence[int], device: torch.device | str) -> Tensor:
-    """(sum of counts,) int64: the image of each of what so many images have so many of, image after image."""
+    """(sum(counts),) int64: the image index of each element, where image i has counts[i] elements."""
     return send(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64)), device)
 
 
 def pad_rows(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """(N, ...) of all images, so many of each, to (B, M, ...), padded with zeros; at once, unlike `pad_sequence`."""
+    """Pad the rows (N, ...) of B images, counts[i] each, to (B, M, ...) with zeros, without `pad_sequence`'s loop."""
     shape = len(counts), max(counts, default=0), *values.shape[1:]
     padded = values.new_zeros(shape).flatten(0, 1)
-    padded[_places_of_rows(counts, values.device)] = values
+    padded[_padded_positions(counts, values.device)] = values
     return padded.view(shape)
 
 
 def unpad_rows(padded: Tensor, counts: Sequence[int]) -> Tensor:
-    """(B, M, ...) of `pad_rows` to (N, ...) again."""
-    return padded.flatten(0, 1)[_places_of_rows(counts, padded.device)]
+    """The inverse of `pad_rows`: (B, M, ...) to (N, ...)."""
+    return padded.flatten(0, 1)[_padded_positions(counts, padded.device)]
 
 
-def _places_of_rows(counts: Sequence[int], device: torch.device | str) -> Tensor:
+def _padded_positions(counts: Sequence[int], device: torch.device | str) -> Tensor:
     width = max(counts, default=0)
-    places = [torch.arange(i * width, i * width + count) for i, count in enumerate(counts)]
-    return send(torch.cat(places) if places else torch.zeros(0, dtype=torch.int64), device)
+    positions = [torch.arange(i * width, i * width + count) for i, count in enumerate(counts)]
+    return send(torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64), device)
 
 
 def rows_of(column: Tensor, rows: Tensor) -> Tensor:
-    """(B, M, ...) of the column (B, N, ...) those rows (B, M) of each image."""
+    """Gather the rows (B, M) of each image from a column (B, N, ...): (B, M, ...)."""
     return column[torch.arange(rows.shape[0], device=rows.device)[:, None], rows]
 
 
@@ -194,14 +194,14 @@ def first_rows(counts: Sequence[int], columns: Mapping[str, Tensor]) -> list[dic
 
 
 def kept_first(keep: Tensor, *columns: Tensor) -> list[Tensor]:
-    """How many rows `keep` (B, K) keeps of each image, (B,), and of each column (B, K, ...) those rows first."""
+    """Counts (B,) of the rows that `keep` (B, K) selects, and each column (B, K, ...) with these rows in front."""
     first = keep.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices  # in their order
     return [keep.sum(dim=1), *(rows_of(column, first) for column in columns)]
 
 
-def _places(tensors: Sequence[Tensor]) -> list[slice]:
-    """Each begins at a multiple of 8 bytes, as the widest dtype wants it."""
-    ends = list(accumulate(-(-each.numel() * each.element_size() // 8) * 8 for each in tensors))
+def _byte_spans(tensors: Sequence[Tensor]) -> list[slice]:
+    """Byte ranges of the tensors; each starts at a multiple of 8 bytes, the alignment of the widest dtype."""
+    ends = list(accumulate(-(-tensor.numel() * tensor.element_size() // 8) * 8 for tensor in tensors))
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 

@@ -28,7 +28,7 @@ def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
 
 
 def moved_ends(boxes_xyxy: Tensor, pixels: float) -> Tensor:
-    """Boxes `(..., 4)` whose right and lower ends are moved."""
+    """Move the right and bottom edges of boxes `(..., 4)` by `pixels`."""
     return torch.cat([boxes_xyxy[..., :2], boxes_xyxy[..., 2:] + pixels], dim=-1)
 
 
@@ -85,7 +85,7 @@ def generalized_box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 
 
 def intersection_and_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> tuple[Tensor, Tensor]:
-    """Areas of what two boxes share and of what they cover, element by element, of shapes that broadcast."""
+    """Areas of intersection and union, element by element, of shapes that broadcast."""
     return _intersection_and_union(boxes1_xyxy.unbind(-1), boxes2_xyxy.unbind(-1))
 
 

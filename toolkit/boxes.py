@@ -59,17 +59,17 @@ class Boxes:
         return np.concatenate([self.xyxy[:, :2], self.xyxy[:, 2:] - self.xyxy[:, :2]], axis=1)
 
     def __getitem__(self, rows: np.ndarray) -> "Boxes":
-        """The boxes that a mask (N,) or row numbers choose; of these the images must not descend."""
+        """Select boxes by a mask (N,) or by row numbers; their image indices must be non-decreasing."""
         return self.take(rows, self.image_index[rows])
 
     def take(self, rows: np.ndarray, images: np.ndarray) -> "Boxes":
-        """Some rows as boxes of the images at these positions, which must not descend."""
+        """Select rows and assign them to `images`, image indices in non-decreasing order."""
         columns = {name: None if (column := getattr(self, name)) is None else column[rows] for name in COLUMNS}
         offsets = np.searchsorted(images, np.arange(self.num_images + 1))
         return Boxes(offsets, **columns, extra={name: column[rows] for name, column in self.extra.items()})
 
     def of_images(self, kept: np.ndarray) -> "Boxes":
-        """The boxes of some images only, by a mask (I,); the others are gone."""
+        """Keep only the boxes of the images that a mask (I,) selects."""
         chosen = self[np.repeat(kept, np.diff(self.offsets))]
         return replace(chosen, offsets=offsets_of(np.diff(self.offsets)[kept]))
 
@@ -96,18 +96,18 @@ class Relations:
 
     @classmethod
     def none(cls, images: int) -> "Relations":
-        """No relations in so many images."""
+        """An empty set of relations for this many images."""
         empty = np.zeros(0, np.int64)
         return cls(np.zeros(images + 1, np.int64), empty, empty, empty)
 
     def of_images(self, kept: np.ndarray) -> "Relations":
-        """The relations of some images only, by a mask (I,)."""
+        """Keep only the relations of the images that a mask (I,) selects."""
         counts = np.diff(self.offsets)
         rows = np.repeat(kept, counts)
         return Relations(offsets_of(counts[kept]), self.subject[rows], self.object[rows], self.predicate[rows])
 
     def of_boxes(self, boxes: Boxes, kept: np.ndarray) -> "Relations":
-        """The relations between those boxes that a mask (N,) keeps, by their new positions; the images stay."""
+        """Keep only relations between boxes that a mask (N,) selects, re-indexed; all images stay."""
         image = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])  # boxes that stay, in front of each
         first = boxes.offsets[image]
@@ -123,13 +123,13 @@ def offsets_of(counts: Sequence[int]) -> np.ndarray:
 
 
 def intersection_area(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> np.ndarray:
-    """Area that boxes (..., 4), which broadcast, have in common; pixel: 1 where a box is x2 - x1 + 1 wide."""
+    """Intersection area of boxes (..., 4), which broadcast; pixel: 1 where a box is x2 - x1 + 1 wide."""
     sides = np.minimum(a_xyxy[..., 2:], b_xyxy[..., 2:]) - np.maximum(a_xyxy[..., :2], b_xyxy[..., :2]) + pixel
     return sides[..., 0].clip(min=0) * sides[..., 1].clip(min=0)
 
 
 def common_and_union(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """`intersection_area`, and the area of both together: the first by the second is their IoU."""
+    """Areas of intersection and union; their ratio is the IoU."""
     common = intersection_area(a_xyxy, b_xyxy, pixel)
     a, b = ((box[..., 2] - box[..., 0] + pixel) * (box[..., 3] - box[..., 1] + pixel) for box in (a_xyxy, b_xyxy))
     return common, a + b - common

@@ -1,4 +1,4 @@
-"""What a reader yields: images, boxes and relations as columns, unchecked, as they stand in the file.
+"""The output of a reader: images, boxes and relations as columns, unchecked, exactly as in the file.
 
 Columns hold numbers only. An entry that does not fit (a string instead of a number, a box of three numbers) is kept in
 `odd`, with a row of zeros in its place, and is checked separately.
@@ -20,7 +20,7 @@ LARGEST_AREA = 3e38  # the table's are float32
 
 
 class ImageRow(NamedTuple):
-    """An image as a file lists it; what is wrong or missing there is as in the file."""
+    """An image as a file lists it, wrong and missing values included."""
 
     image_id: int | str
     file_name: str
@@ -29,7 +29,7 @@ class ImageRow(NamedTuple):
 
 
 class Codes:
-    """Numbers from 0 for ids of any kind, in the order in which they come."""
+    """Maps ids of any type to consecutive integers from 0, in order of first appearance."""
 
     def __init__(self):
         self.values: list[int | str] = []
@@ -42,7 +42,7 @@ class Codes:
         return code
 
     def find(self, wanted: Mapping) -> np.ndarray:
-        """(codes,) int64: what `wanted` has for each id; -1: nothing."""
+        """(codes,) int64: the value of `wanted` for each id, -1 where it has none."""
         return np.array([wanted.get(value, -1) for value in self.values], np.int64).reshape(-1)
 
 
@@ -126,13 +126,13 @@ class Annotations:
         self.add_box(*(entry[key] for key in NAMED), entry["bbox"], entry.get("iscrowd", 0), area)
 
     def entry(self, number: int) -> object:
-        """The entry of a row as the file has it; without keys that nobody looks at."""
+        """The entry of a row as in the file, without unused keys."""
         if number in self.odd:
             return self.odd[number]
         image_id = self.image_ids.values[self.image[number]]
         category_id = self.category_ids.values[self.category[number]]
         bits, numbers = self.whole[number], self.xywh[4 * number : 4 * number + 4]
-        bbox = [int(value) if bits >> place & 1 else value for place, value in enumerate(numbers)]
+        bbox = [int(value) if bits >> position & 1 else value for position, value in enumerate(numbers)]
         entry = {"id": self.id[number], "image_id": image_id, "category_id": category_id, "bbox": bbox}
         entry |= {"iscrowd": self.crowd[number], "area": self.area[number]}
         if number in self.attribute_ids:
@@ -173,7 +173,7 @@ class RelationColumns:
         self.add(dict(zip(TRIPLET, entry, strict=True)) if named else entry)
 
     def extend(self, other: "RelationColumns") -> None:
-        """Adds those of another list behind these."""
+        """Append the relations of another instance."""
         for number in range(len(other)):
             self.add(other.entry(number))
 

@@ -4,7 +4,7 @@ Normalisation happens on the device.
 
 Workers run ahead of training (prefetching), so `iter(loader)` asks the sampler for keys that training has not seen yet.
 The sampler's `offset`, which a checkpoint stores, therefore moves only when the training loop calls
-`sampler.advance...()` after a window is consumed. Keys carry the epoch, so persistent workers need not be told of it.
+`sampler.advance...()` after a window is consumed. Keys carry the epoch, so persistent workers need no update.
 """
 
 import os
@@ -124,9 +124,9 @@ def naming_killed_workers() -> Iterator[None]:
         yield
     except RuntimeError as error:
         killed = error.__cause__ if "exited unexpectedly" in str(error) and error.__cause__ else error
-        if not (found := re.match(r"DataLoader worker \(pid(?:\(s\))? (\d+)", str(killed))):
+        if not (match := re.match(r"DataLoader worker \(pid(?:\(s\))? (\d+)", str(killed))):
             raise
-        at = [_last_batch(batches, int(found[1])) for batches in _open]
+        at = [_last_batch(batches, int(match[1])) for batches in _open]
         raise BadInput(
             f"{str(killed).strip().rstrip('.')}{''.join(at)}. Most often the system ran out of memory: lower "
             "data.workers, data.batch_size_per_device or the size of the images, or allow the job more memory (shared "
@@ -135,7 +135,7 @@ def naming_killed_workers() -> Iterator[None]:
 
 
 def _last_batch(batches: _Batches, process: int) -> str:
-    """Where a process was in its work, in words; nothing where it is none of their workers."""
+    """Describe the last batch of a worker process; an empty string if it is not a worker of this loader."""
     for worker, (pid, *images) in enumerate(batches.at_work.tolist()):
         if pid == process:
             names = ", ".join(batches.dataset.table.image_name(index) for index in images if index >= 0)
@@ -152,7 +152,7 @@ class Prefetcher:
         self._sent: dict[int, tuple[Batch, Batch, torch.cuda.Event]] = {}
 
     def through(self, windows: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
-        """The same windows, each after the next one is on its way."""
+        """Yield the same windows, each after the copy of the next one has started."""
         if self.stream is None:
             yield from windows
             return

@@ -20,8 +20,8 @@ LARGEST_SIDE = 2**31  # pixels
 LARGEST_COORDINATE = 1e15  # pixels; sums and products of such ones stay finite
 
 
-class Places:
-    """Where annotations went: kept ones by `id` (ascending), with the position of their image among `images` and their
+class AnnotationIndex:
+    """Finds annotations by id after the check: kept ones by `id` (ascending), with the index of their image and their
     `row` among its boxes; dropped ones with the id of their image. Relations alone ask for it."""
 
     def __init__(self, images: list[int | str], boxes: Boxes, dropped: dict[int, object]):
@@ -44,7 +44,7 @@ class Places:
         return self._order - self.boxes.offsets[self.image]
 
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
-        """(N,) place in `id` of each; -1: not kept."""
+        """(N,) position of each in `id`; -1: not kept."""
         if not len(self.id):
             return np.full(len(ids), -1)
         at = np.searchsorted(self.id, ids).clip(max=len(self.id) - 1)
@@ -67,8 +67,8 @@ class Places:
 
 def check_boxes(
     annotations: Annotations, file: str, rows: Mapping, labels: Mapping, attributes: Mapping, problems: list[Problem]
-) -> tuple[Boxes, Places]:
-    """Boxes of all `rows`, the images by id, in their order, and where each annotation went.
+) -> tuple[Boxes, AnnotationIndex]:
+    """Boxes of all `rows`, the images by id, in their order, and the index of the annotations.
 
     labels, attributes: label of each category id, row of each attribute id; no attributes: `attribute_ids` is an
     unknown key.
@@ -89,7 +89,7 @@ def check_boxes(
     with np.errstate(invalid="ignore", over="ignore"):  # of suspicious ones
         area = np.where(np.isnan(area), (xyxy[:, 2] - xyxy[:, 0]) * (xyxy[:, 3] - xyxy[:, 1]), area)
     crowd = np.array(a.crowd, np.int8) > 0
-    kept, dropped, bereft = np.ones(len(a), bool), {}, Counter()
+    kept, dropped, dropped_per_image = np.ones(len(a), bool), {}, Counter()
     for number in np.flatnonzero(suspicious).tolist():
         entry = a.entry(number)
         if not isinstance(entry, dict):
@@ -98,7 +98,7 @@ def check_boxes(
             continue
         id_, image_id = entry.get("id"), entry.get("image_id")
         row = rows.get(image_id) if is_id(image_id) else None
-        found, faults, repairs = _judge(entry, number, row, times, labels, attributes)
+        box_and_area, faults, repairs = _judge(entry, number, row, times, labels, attributes)
         name = row.file_name if row and isinstance(row.file_name, str) else file
         problems.extend(Problem("error", name, image_id, id_, fault) for fault in faults)
         problems.extend(Problem("warning", name, image_id, id_, repair) for repair in repairs)
@@ -107,12 +107,12 @@ def check_boxes(
             if isinstance(id_, int):
                 dropped[id_] = image_id
             if row is not None:
-                bereft[image_id] += 1
+                dropped_per_image[image_id] += 1
         else:
-            (xyxy[number], area[number]), label[number] = found, labels[entry["category_id"]]
+            (xyxy[number], area[number]), label[number] = box_and_area, labels[entry["category_id"]]
             ids[number], image[number], crowd[number] = id_, position[image_id], entry.get("iscrowd", 0)
     filled = np.bincount(image[kept], minlength=len(images))
-    for image_id, count in bereft.items():
+    for image_id, count in dropped_per_image.items():
         if not filled[position[image_id]]:
             message = f"none of its {count} annotations is usable; with on_error drop it becomes a background image"
             problems.append(Problem("warning", str(rows[image_id].file_name), image_id, None, message))
@@ -120,11 +120,11 @@ def check_boxes(
     offsets = offsets_of(filled)
     extra = {"attributes": _attributes(a, order, attributes)} if attributes else {}
     boxes = Boxes(offsets, xyxy[order], label[order], None, area[order], crowd[order], ids[order], extra)
-    return boxes, Places(images, boxes, dropped)
+    return boxes, AnnotationIndex(images, boxes, dropped)
 
 
 def _inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[np.ndarray, np.ndarray]:
-    """(boxes xyxy inside their images, those that `_box` has a word to say of)."""
+    """(boxes xyxy clipped to their images, mask of those that `_box` must examine)."""
     sizes = np.array([[row.width, row.height] if has_size(row) else [math.inf] * 2 for row in rows] or [[0, 0]], float)
     size, inner = sizes[image], xywh.copy()  # large files: changed in place
     low, high = inner[:, :2], inner[:, 2:]
@@ -138,7 +138,7 @@ def _inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[
 
 
 def _times(ids: np.ndarray, odd: Mapping[int, object]) -> dict[int, int]:
-    """How often the ids are used that are used more than once, or by an odd entry."""
+    """Number of uses of each id that is used more than once, or by an odd entry."""
     given = (entry.get("id") for entry in odd.values() if isinstance(entry, dict))
     of_odd = Counter(id_ for id_ in given if isinstance(id_, int))
     unique, times = np.unique(ids, return_counts=True)
@@ -243,8 +243,8 @@ def is_side(value: object) -> bool:
 def _area(entry: Mapping, box: tuple[float, ...], clipped: bool) -> float:
     """The annotation's own area (of the mask, in COCO); the box's where there is none or it was the clipped box's."""
     area = entry.get("area")
-    own = isinstance(area, int | float) and not isinstance(area, bool) and 0 < area < LARGEST_AREA
-    if own and not (clipped and math.isclose(area, entry["bbox"][2] * entry["bbox"][3], rel_tol=1e-6)):
+    usable = isinstance(area, int | float) and not isinstance(area, bool) and 0 < area < LARGEST_AREA
+    if usable and not (clipped and math.isclose(area, entry["bbox"][2] * entry["bbox"][3], rel_tol=1e-6)):
         return float(area)
     return float((box[2] - box[0]) * (box[3] - box[1]))
 
@@ -260,25 +260,25 @@ def fits_int64(id_: int | str) -> bool:
 
 
 def check_relations(
-    relations: RelationColumns, file: str, places: Places, predicates: Mapping, problems: list[Problem]
+    relations: RelationColumns, file: str, index: AnnotationIndex, predicates: Mapping, problems: list[Problem]
 ) -> Relations:
     """Relations between kept boxes. One whose subject or object was dropped goes with it: that error is listed already.
 
     predicates: label of each predicate id.
     """
-    r, count = relations, len(places.images)
+    r, count = relations, len(index.images)
     if not len(r):
         return Relations.none(count)
     subject_ids, object_ids = np.array(r.subject, np.int64), np.array(r.object, np.int64)
     label = r.predicate_ids.find(predicates)[np.array(r.predicate, np.int32)]
-    said = r.image_ids.find({id_: at for at, id_ in enumerate(places.images)})
-    said = np.append(said, -2)[np.array(r.image, np.int32)]  # -2: the entry names no image
-    ends = np.stack([places.rows_of(subject_ids), places.rows_of(object_ids)])
-    image, row = np.append(places.image, -1)[ends], np.append(places.row, -1)[ends]
+    stated = r.image_ids.find({id_: at for at, id_ in enumerate(index.images)})
+    stated = np.append(stated, -2)[np.array(r.image, np.int32)]  # -2: the entry names no image
+    ends = np.stack([index.rows_of(subject_ids), index.rows_of(object_ids)])
+    image, row = np.append(index.image, -1)[ends], np.append(index.row, -1)[ends]
     odd = np.zeros(len(r), bool)
     odd[list(r.odd)] = True
     good = (ends >= 0).all(axis=0) & (label >= 0) & (image[0] == image[1]) & (row[0] != row[1])
-    good &= odd | (said == -2) | (said == image[0])
+    good &= odd | (stated == -2) | (stated == image[0])
     triplets = np.stack([subject_ids, object_ids, label])[:, good]
     _, first, group = np.unique(triplets, axis=1, return_index=True, return_inverse=True)
     first_of = np.full(len(r), -1)
@@ -287,7 +287,7 @@ def check_relations(
     kept, seen = ~suspicious, set()
     for number in np.flatnonzero(suspicious).tolist():
         entry = r.entry(number)
-        image_id = _relation_faults(entry, number, file, places, predicates, problems)
+        image_id = _relation_faults(entry, number, file, index, predicates, problems)
         if image_id is None:
             continue
         triplet = (entry["subject_id"], entry["object_id"], entry["predicate_id"])
@@ -295,7 +295,7 @@ def check_relations(
             message = f"relation {list(triplet)} (subject, object, predicate) is listed again; kept"
             problems.append(Problem("warning", file, image_id, None, message))
         kept[number] = True
-        (image[:, number], row[:, number]), label[number] = places.at(triplet[:2]), predicates[triplet[2]]
+        (image[:, number], row[:, number]), label[number] = index.at(triplet[:2]), predicates[triplet[2]]
         seen.add(triplet)
     order = np.flatnonzero(kept)[np.argsort(image[0][kept], kind="stable")]
     offsets = offsets_of(np.bincount(image[0][order], minlength=count))
@@ -303,7 +303,7 @@ def check_relations(
 
 
 def _relation_faults(
-    entry: object, number: int, file: str, places: Places, predicates: Mapping, problems: list[Problem]
+    entry: object, number: int, file: str, index: AnnotationIndex, predicates: Mapping, problems: list[Problem]
 ) -> object:
     """The image id of a relation that can be used; None: it has faults, or lost an end with a dropped box."""
     if not isinstance(entry, dict):
@@ -311,8 +311,8 @@ def _relation_faults(
         problems.append(Problem("error", file, None, None, f"relation entry {number}: {fault}"))
         return None
     predicate = entry.get("predicate_id")
-    ends = {key: places.of(entry.get(key)) for key in ("subject_id", "object_id")}
-    unknown = {key: f"annotation {entry.get(key)!r} does not exist" for key, place in ends.items() if place is None}
+    ends = {key: index.of(entry.get(key)) for key in ("subject_id", "object_id")}
+    unknown = {key: f"annotation {entry.get(key)!r} does not exist" for key, end in ends.items() if end is None}
     if not is_id(predicate) or predicate not in predicates:
         unknown["predicate_id"] = f"predicate {predicate!r} is not defined"
     faults = [fault if key in entry else f"`{key}` missing" for key, fault in unknown.items()]

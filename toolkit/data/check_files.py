@@ -21,7 +21,7 @@ from toolkit.text import shown
 
 FULL_CHECK_LIMIT = 20_000  # images; above it only headers are read unless a full check is asked for
 REMOTE_THREADS = 32
-AT_ONCE = 4096  # rows that the threads are given
+AT_ONCE = 4096  # rows submitted to the pool at a time
 UNLISTED_NAMED = 10
 UNLISTED = "not listed in the annotation file; not used"
 TAIL = {"JPEG": (b"\xff\xd9", 1024), "PNG": (b"IEND", 64)}  # end marker, and how far from the end to look for it
@@ -52,11 +52,11 @@ def check_image_files(
     folders = sorted({os.path.dirname(row.file_name) for row in rows})
     problems += parallel(check, rows, "checking images", waits_for(image_root))
     problems += unlisted_files(image_root, folders, listed)
-    return problems, {place: digest_of(place) for place in watched_of(image_root, folders)}
+    return problems, {path: digest_of(path) for path in watched_of(image_root, folders)}
 
 
 def depth(check_images: bool | str, count: int, image_root: Path | ImageSources) -> tuple[bool, list[Problem]]:
-    """Whether each of `count` images is decoded, and a note where that was not asked for and is not done."""
+    """Whether each of `count` images is decoded, and a note where their number alone forbids it."""
     full = check_images == "full" or (check_images is True and count <= FULL_CHECK_LIMIT)
     message = f"{count} images: headers and end markers checked, pixels not decoded"
     return full, [Problem("note", str(image_root), None, None, message)] * (check_images is True and not full)
@@ -65,7 +65,7 @@ def depth(check_images: bool | str, count: int, image_root: Path | ImageSources)
 def image_checker(
     image_root: Path | ImageSources, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> Callable[[ImageRow], list[Problem]]:
-    """What gives the problems of a row's file: there, once, inside its folder, and what `check_image` finds."""
+    """Returns the check of one row's file: it exists, once, inside its folder, and passes `check_image`."""
     parts = parts_of(image_root)
 
     def check(row: ImageRow) -> list[Problem]:
@@ -86,7 +86,7 @@ def image_checker(
 
 
 def waits_for(image_root: Path | ImageSources) -> int | None:
-    """Threads that checking should have: many where each waits for an answer of a storage; None: one for each core."""
+    """Number of threads for checking: many for remote storage, whose latency dominates; None: one per core."""
     return REMOTE_THREADS if any(part.remote for part in parts_of(image_root)) else None
 
 
@@ -97,10 +97,10 @@ def with_good_files(
     max_pixels: int = MAX_IMAGE_PIXELS,
     listed: Set[str] = frozenset(),
 ) -> tuple[Checked, dict[str, str]]:
-    """Without the images whose files have errors, and with the problems of the files; and what a cache of the table
+    """Drops images whose files have errors and adds the problems of the files; also returns what a cache of the table
     depends on, as `check_image_files` gives it. Nothing is looked at if `check_images` is False or there are no images.
 
-    listed: further file names that are known.
+    listed: further known file names.
     """
     if not check_images or not checked.images:
         return checked, {}
@@ -145,14 +145,14 @@ def parallel(
     """`check` of every row, in order, by `threads`, else one for each core; a progress bar when it takes long. Where
     there is no terminal, it is a line for every `AT_ONCE` rows."""
 
-    def found(pool: ThreadPoolExecutor) -> Iterator[list[Problem]]:
+    def results(pool: ThreadPoolExecutor) -> Iterator[list[Problem]]:
         for start in range(0, len(rows), AT_ONCE):  # the pool keeps an object for each row that it was given
             if start and not sys.stderr.isatty():
                 print(f"{what}: {start} of {len(rows)}", file=sys.stderr, flush=True)
             yield from pool.map(check, rows[start : start + AT_ONCE])
 
     with ThreadPoolExecutor(max_workers=threads or min(32, usable_cores())) as pool:
-        bar = tqdm(found(pool), what, len(rows), delay=2, unit="image", leave=False, disable=None)
+        bar = tqdm(results(pool), what, len(rows), delay=2, unit="image", leave=False, disable=None)
         return [problem for problems in bar for problem in problems]
 
 
@@ -190,6 +190,6 @@ def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], list
 
 
 def image_names(image_root: Path | ImageSources, folders: Iterable[str]) -> Iterator[str]:
-    """Names of the files in these folders of a root that are called like images."""
+    """Names of the files in these folders of a root that have an image extension."""
     names = (name for folder in folders for part in parts_of(image_root) for name in part.names(folder))
     return (name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)

@@ -33,7 +33,7 @@ _SUSPICIOUS = re.compile(r"^/|\.\.|[\\:\0]")  # in every name that leaves a fold
 
 @dataclass
 class Checked:
-    """What can be used of annotations, and what was wrong with them.
+    """The usable part of the annotations, and the problems found.
 
     images: in the order of the file, with `boxes` and `relations` of theirs. listed: every file name of the file, those
     of unusable images too.
@@ -49,11 +49,11 @@ class Checked:
     listed: set[str]
 
     def columns(self) -> dict:
-        """What `write_table` takes of it."""
+        """The arguments of `write_table`."""
         return {name: value for name, value in vars(self).items() if name != "listed"}
 
     def without(self, image_ids: Set) -> "Checked":
-        """Some images less."""
+        """Drop the images with these ids."""
         if not image_ids:
             return self
         kept = np.array([row.image_id not in image_ids for row in self.images], bool)
@@ -69,7 +69,7 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
     it counts repeatedly in training and recall, as published numbers have it.
 
     Args:
-        max_image_pixels: images that are said to be larger cannot be used; None: the images themselves will tell.
+        max_image_pixels: images that are said to be larger cannot be used; None: decided by the image files.
 
     Raises:
         BadInput: the boxes are in another format than [x, y, width, height], so that nothing can be used; image ids of
@@ -81,9 +81,9 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
     if wrong := format_fault(annotations, rows):
         raise BadInput(f"{file}: {wrong}")
     attributes, attribute_rows = _categories(annotations.attributes, file, "attribute", problems)
-    boxes, places = check_boxes(annotations, file, rows, labels, attribute_rows, problems)
+    boxes, index = check_boxes(annotations, file, rows, labels, attribute_rows, problems)
     predicates, predicate_rows = _categories(annotations.predicates, file, "predicate", problems)
-    relations = check_relations(annotations.relations, file, places, predicate_rows, problems)
+    relations = check_relations(annotations.relations, file, index, predicate_rows, problems)
     names = (tuple(entry.name for entry in entries) for entries in (predicates, attributes))
     listed = {row.file_name for row in annotations.images if isinstance(row.file_name, str)}
     checked = Checked(list(rows.values()), boxes, relations, categories, *names, problems, listed).without(unusable)
@@ -91,7 +91,7 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
 
 
 def _narrow(boxes: Boxes) -> Boxes:
-    """With no more columns of attributes than some box needs, but one."""
+    """Trim the attribute columns to the largest number that a box uses, at least one."""
     wide = boxes.extra["attributes"]
     return replace(boxes, extra={"attributes": wide[:, : max(1, (wide > 0).sum(axis=1).max(initial=0))]})
 
@@ -158,7 +158,7 @@ def _images(
         faults = _image_faults(row, max_pixels)
         if not fits_int64(image_id):
             faults.append(f"image id {image_id} does not fit into 64 bits; write it as a string")
-        shown = name if isinstance(name, str) and name else file
+        source = name if isinstance(name, str) and name else file
         if image_id in rows:
             other = rows[image_id].file_name
             faults.append(f"image id {image_id} used twice, by {other!r} too")
@@ -169,10 +169,10 @@ def _images(
             message = f"this file is image {used_names[name]} too; both are kept"
             problems.append(Problem("warning", name, image_id, None, message))
         else:
-            used_names[shown] = image_id
+            used_names[source] = image_id
         if faults:
             unusable.add(image_id)
-            problems.extend(Problem("error", shown, image_id, None, fault) for fault in faults)
+            problems.extend(Problem("error", source, image_id, None, fault) for fault in faults)
         rows.setdefault(image_id, row)
     return rows, unusable
 
@@ -197,7 +197,7 @@ def _image_faults(row: ImageRow, max_pixels: int | None) -> list[str]:
 
 
 def format_fault(annotations: Annotations, images: Mapping[int | str, ImageRow]) -> str | None:
-    """What is wrong with the format of all boxes, and what mends it, in one sentence; None: nothing, or too few boxes.
+    """One sentence about a wrong format of all boxes and its remedy; None: nothing is wrong, or too few boxes.
 
     Corners, centres or fractions are noticed where COCO's [x, y, width, height] is expected. One box is ambiguous: [10,
     10, 40, 50] is valid in every format. Many are not: in the wrong format some leave their image, in the right one
@@ -247,8 +247,8 @@ def _fractions(boxes: np.ndarray) -> str:
 
 def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) -> tuple[np.ndarray, np.ndarray]:
     """(N, 4) numbers as the file has them and (N, 2) width and height of their images, of all that can be read."""
-    known = {id_: (row.width, row.height) for id_, row in images.items() if _is_size(row)}
-    sizes = np.array([known.get(id_, (math.nan, math.nan)) for id_ in annotations.image_ids.values], np.float64)
+    sizes_by_id = {id_: (row.width, row.height) for id_, row in images.items() if _is_size(row)}
+    sizes = np.array([sizes_by_id.get(id_, (math.nan, math.nan)) for id_ in annotations.image_ids.values], np.float64)
     sizes = sizes.reshape(-1, 2)[np.array(annotations.image, np.int32)]
     boxes = np.frombuffer(annotations.xywh).reshape(-1, 4)
     boxes = boxes.copy() if annotations.odd else boxes
@@ -256,9 +256,9 @@ def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) ->
     for number, entry in annotations.odd.items():
         bbox, image_id = (entry.get("bbox"), entry.get("image_id")) if isinstance(entry, dict) else (None, None)
         readable = isinstance(bbox, list | tuple) and len(bbox) == 4 and not entry.get("iscrowd")
-        kept[number] = readable and isinstance(image_id, int | str) and image_id in known
+        kept[number] = readable and isinstance(image_id, int | str) and image_id in sizes_by_id
         if kept[number]:
-            boxes[number], sizes[number] = [_number(value) for value in bbox], known[image_id]
+            boxes[number], sizes[number] = [_number(value) for value in bbox], sizes_by_id[image_id]
     kept &= (np.abs(boxes) < LARGEST).all(axis=1)
     return (boxes, sizes) if kept.all() else (boxes[kept], sizes[kept])
 

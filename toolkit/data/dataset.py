@@ -111,7 +111,7 @@ class MixedDataset(DetectionDataset):
         mosaic: probability that a sample is a mosaic of its image and three others, on a canvas of the size that its
             key carries.
         batch_mixup, copy_blend: probabilities of `mix_batch`, which `finish` gives whole batches to.
-        plain: what the last epochs go through instead of `transform`; None: that too.
+        plain: the transform of the last epochs; None: `transform` as well.
         plain_hw: size of the images of the last epochs, where keys carry one; None: as the key says.
 
     The last epochs, as `plan` says, are plain: not mixed, their samples exactly those of `DetectionDataset`. In a mixed
@@ -121,22 +121,22 @@ class MixedDataset(DetectionDataset):
     """
 
     def __init__(
-        self, *args, mixup=False, mosaic=0.0, batch_mixup=0.0, copy_blend=0.0, plain=None, plain_hw=None, **own
+        self, *args, mixup=False, mosaic=0.0, batch_mixup=0.0, copy_blend=0.0, plain=None, plain_hw=None, **options
     ):
         if not 0 <= mosaic <= 1:
             raise BadInput(f"data.mosaic is {mosaic}; expected a probability from 0 to 1")
-        super().__init__(*args, **own)
+        super().__init__(*args, **options)
         self.mixup, self.mosaic, self.plain, self.plain_hw = mixup, mosaic, plain, plain_hw
         self.batch_mixup, self.copy_blend = batch_mixup, copy_blend
         self._mixed_epochs = torch.tensor(ALL_EPOCHS).share_memory_()
 
     @property
     def has_plain_epochs(self) -> bool:
-        """Whether the last epochs differ from the others, so that `plan` must be told of them."""
+        """Whether the last epochs differ from the others, so that `plan` must be called."""
         return any((self.mixup, self.mosaic, self.batch_mixup, self.copy_blend, self.plain, self.plain_hw))
 
     def plan(self, plain_epochs: float, total_steps: int, steps_per_epoch: int, fixed_at_step: int | None = 0) -> None:
-        """Takes the number of mixed epochs; arguments and rule as `mixed_epochs`.
+        """Set the number of mixed epochs; arguments and rule as in `mixed_epochs`.
 
         Workers may be running, if none was asked yet for an epoch that this decides: the number is in shared memory.
         """
@@ -171,7 +171,7 @@ class MixedDataset(DetectionDataset):
         return image, target
 
     def _other(self, index: int, generator: torch.Generator) -> int:
-        """Another image, each as likely; the same where there is only one."""
+        """The index of another image, drawn uniformly; `index` itself if there is only one."""
         step = int(torch.randint(1, max(2, len(self)), (), generator=generator))
         return (index + step) % len(self)
 

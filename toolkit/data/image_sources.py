@@ -34,17 +34,17 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, lengths
 class Stored:
     """A file that has no path of its own. size: bytes; stamp: changes when the content does."""
 
-    place: "Archive | Storage | ImageSources | Shards"
+    container: "Archive | Storage | ImageSources | Shards"
     name: str
     size: int = 0
     stamp: str = ""
 
     def read_bytes(self) -> bytes:
         """The content. Raises OSError."""
-        return self.place.read(self.name)
+        return self.container.read(self.name)
 
     def __str__(self) -> str:
-        return f"{self.place}/{self.name}"
+        return f"{self.container}/{self.name}"
 
 
 class Folder:
@@ -83,7 +83,7 @@ class Folder:
         yield from sorted(os.path.normpath(os.path.join(folder, name)) for name in files)
 
     def watched(self, folders: Iterable[str]) -> list[str]:
-        """Of what `digest_of` tells whether something changed in these folders."""
+        """Paths whose `digest_of` changes when something in these folders does."""
         return [str(self.root / folder) for folder in folders]
 
 
@@ -91,7 +91,7 @@ class _Listed:
     """Files by name, listed when the place is opened: name -> what `_fetch` needs, the size first, and a stamp last."""
 
     remote = False
-    watch = ""  # of what `digest_of` tells whether something changed
+    watch = ""  # path whose `digest_of` changes with the content
     entries: Mapping[str, tuple] = {}
 
     def watched(self, folders: Iterable[str]) -> list[str]:
@@ -160,13 +160,13 @@ class Storage(_Listed):
         self.url = self.watch = url.rstrip("/")
         try:
             system, root = fsspec.core.url_to_fs(self.url)
-            found = system.find(root, detail=True)
+            files = system.find(root, detail=True)
         except Exception as error:  # each file system has exceptions of its own
             raise BadInput(f"{url}: cannot be listed: {error} (data.image_dir)") from error
-        if not found:
+        if not files:
             raise BadInput(f"{url}: no files there (data.image_dir)")
         start = len(root.rstrip("/")) + 1
-        self.entries = {name[start:]: (info.get("size") or 0, name, _stamp(info)) for name, info in found.items()}
+        self.entries = {name[start:]: (info.get("size") or 0, name, _stamp(info)) for name, info in files.items()}
 
     def __str__(self) -> str:
         return self.url
@@ -255,7 +255,7 @@ class ImageSources:
         return self
 
     def specs(self) -> list[str]:
-        """What `open_sources` opens again."""
+        """Strings from which `open_sources` opens the same places again."""
         return [str(part) for part in self.parts]
 
     def __str__(self) -> str:
@@ -300,7 +300,7 @@ def parts_of(root: Path | ImageSources) -> tuple[Folder | Archive | Storage | Sh
 def is_there(source: Path | Stored) -> bool:
     """Whether `root / file_name` is a file that can be opened."""
     if isinstance(source, Stored):
-        return not isinstance(source.place, ImageSources) and source.place.holds(source.name)
+        return not isinstance(source.container, ImageSources) and source.container.holds(source.name)
     return os.path.exists(source)  # Path's own raises for too long a name
 
 
@@ -310,19 +310,19 @@ def size_of(source: Path | Stored) -> int:
 
 
 def watched_of(root: Path | ImageSources, folders: Iterable[str] = ("",)) -> list[str]:
-    """Of what `digest_of` tells whether images in these folders of the root changed."""
-    return [place for part in parts_of(root) for place in part.watched(folders)]
+    """Paths whose `digest_of` changes when images in these folders of the root do."""
+    return [path for part in parts_of(root) for path in part.watched(folders)]
 
 
-def digest_of(place: str | Path) -> str:
-    """What differs when files of a folder, an archive, a single file or a storage change; "" where there is none."""
-    if "://" in str(place):
-        return _storage(str(place)).digest()
+def digest_of(path: str | Path) -> str:
+    """A string that changes with the files of a folder, an archive, a file or a storage; "" if it does not exist."""
+    if "://" in str(path):
+        return _storage(str(path)).digest()
     try:
-        status = os.stat(place)
+        status = os.stat(path)
         if not stat.S_ISDIR(status.st_mode):
             return f"{status.st_size} {status.st_mtime_ns}"
-        with os.scandir(place) as entries:
+        with os.scandir(path) as entries:
             files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
     except OSError:
         return ""
@@ -341,7 +341,7 @@ def _open(spec: str) -> Folder | Archive | Storage | Shards:
     path = Path(spec).expanduser()
     if path.is_dir():
         return Folder(path.resolve())
-    archive = next((each for each in (path, *path.parents) if each.is_file()), None)
+    archive = next((parent for parent in (path, *path.parents) if parent.is_file()), None)
     if archive is None:
         raise BadInput(f"{path}: no such image folder (data.image_dir)")
     members = _members(str(archive.resolve()), digest_of(archive))
@@ -402,7 +402,7 @@ def _unpacked(data: bytes, size: int, method: int) -> bytes:
 
 
 def _stamp(info: Mapping) -> str:
-    """What a file system says of a file that changes with its content."""
+    """Metadata of a file that change with its content."""
     keys = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
     return " ".join(str(info[key]) for key in keys if key in info)
 

@@ -13,7 +13,7 @@ from toolkit.boxes import Boxes, common_and_union
 from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.formats import coco
 from toolkit.data.formats.annotated import names_by_content
-from toolkit.data.near_duplicates import Looks, alike_pairs, looks_of, same_files
+from toolkit.data.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, write_table
 
@@ -24,7 +24,7 @@ RARE = 0.01  # of all boxes
 
 @dataclass
 class Finding:
-    """One thing that was found. severity: "error", "warning" or "note"; items: every place, as JSON can say it."""
+    """One finding. severity: "error", "warning" or "note"; items: every place, as JSON can say it."""
 
     severity: str
     kind: str
@@ -70,7 +70,7 @@ class Inspection:
 def inspect_tables(
     tables: Mapping[str, DetectionTable], image_size: int, cache_dir: str | Path | None = None, compare: bool = True
 ) -> Inspection:
-    """Looks at all splits of a data set together.
+    """Inspects all splits of a data set together.
 
     Args:
         tables: by the name of the split; read with on_error "drop", so that they carry their problems.
@@ -101,11 +101,11 @@ def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection
     sizes_wh = table.sizes_hw()[plain.image_index, ::-1].astype(np.float32)
     sides = (plain.xyxy[:, 2:] - plain.xyxy[:, :2]).astype(np.float32) * image_size / sizes_wh
     is_small = sides.min(axis=1, initial=np.inf) < SMALL_PX
-    if found := int(is_small.sum()):
+    if num_small := int(is_small.sum()):
         few = np.bincount(plain.image_index[is_small])
         small = [{"split": split, "image": names[i], "boxes": int(few[i])} for i in np.flatnonzero(few)]
-        message = f"{split}: {found} of {len(plain)} boxes are less than {SMALL_PX} px wide or high at an input size "
-        result.findings.append(Finding("note", "small boxes", f"{message}of {image_size} px", small))
+        message = f"{split}: {num_small} of {len(plain)} boxes are less than {SMALL_PX} px wide or high at an input "
+        result.findings.append(Finding("note", "small boxes", f"{message}size of {image_size} px", small))
     sizes = np.sqrt(sides.prod(axis=1))
     quantiles = np.quantile(sizes, (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if len(sizes) else []
     boxes = np.bincount(plain.labels, minlength=classes)
@@ -125,7 +125,7 @@ def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection
 def _given_twice(
     split: str, table: DetectionTable, truth: Boxes, names: Sequence[str], result: Inspection
 ) -> Iterator[dict]:
-    """What is to be said of each box that is there twice; its second is to be left out."""
+    """A finding for each duplicated box, whose second copy is marked to be dropped."""
     for index, name in enumerate(names):
         part = truth.of_image(index)
         labels, ids = truth.labels[part], truth.ids[part].tolist()
@@ -162,15 +162,15 @@ def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
         if table.image_root in shared:
             shared[table.image_root].update(table.rows["file_name"].to_pylist())
             shared[table.image_root].update(problem.file for problem in table.problems)
-    found = {}
+    grouped = {}
     for split, table in tables.items():
         problems = [p for p in table.problems if not (table.image_root in shared and UNLISTED in p.message)]
         for severity in ("error", "warning", "note"):
-            found[split, severity] = [problem for problem in problems if problem.severity == severity]
+            grouped[split, severity] = [problem for problem in problems if problem.severity == severity]
     for root, listed in shared.items():
         folders = sorted({str(Path(name).parent) for name in listed if ".." not in name})
-        found[root, "warning"] = unlisted_files(root, folders, listed)
-    for (where, severity), problems in found.items():
+        grouped[root, "warning"] = unlisted_files(root, folders, listed)
+    for (where, severity), problems in grouped.items():
         if problems:
             items = [str(problem).split(": ", 1)[1] for problem in problems]
             yield Finding(severity, "record", f"{where}: {len(items)}", items)
@@ -178,7 +178,7 @@ def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
 
 def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSummary]) -> Iterator[Finding]:
     names = {split: table.class_names for split, table in tables.items()}
-    if len({tuple(each) for each in names.values()}) > 1:
+    if len({tuple(class_names) for class_names in names.values()}) > 1:
         yield Finding("error", "classes", "the splits do not have the same classes in the same order", [names])
         return
     totals = Counter()
@@ -195,24 +195,25 @@ def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSum
 
 def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None, result: Inspection) -> None:
     """Images that are the same or look alike, between splits (leakage) and in one."""
-    looks = [looks_of(table, cache_dir) for table in tables.values()]
-    joined = Looks(*(np.concatenate([getattr(each, name) for each in looks]) for name in ("digests", "thumbnails")))
-    place = [(split, index) for split, table in tables.items() for index in range(len(table))]
-    same = {pair for group in same_files(joined) for pair in _copies(group, [place[i][0] for i in group])}
-    splits = np.repeat(np.arange(len(looks)), [len(each) for each in looks])
+    signatures = [signatures_of(table, cache_dir) for table in tables.values()]
+    columns = ([getattr(signature, name) for signature in signatures] for name in ("digests", "thumbnails"))
+    joined = ImageSignatures(*map(np.concatenate, columns))
+    position = [(split, index) for split, table in tables.items() for index in range(len(table))]
+    same = {pair for group in same_files(joined) for pair in _copies(group, [position[i][0] for i in group])}
+    splits = np.repeat(np.arange(len(signatures)), [len(signature) for signature in signatures])
     alike = {(i, j) for i, j in alike_pairs(joined, splits) if joined.digests[i] != joined.digests[j]}
-    found: dict[str, list] = {}
+    pairs_by_kind: dict[str, list] = {}
     for i, j in sorted(same | alike):
-        first, second = place[i], place[j]
+        first, second = position[i], position[j]
         kind = ("same file" if (i, j) in same else "look alike") + (" in two splits" if first[0] != second[0] else "")
         items = [f"{split}/{tables[split].file_name(index)}" for split, index in (first, second)]
-        found.setdefault(kind, []).append(items)
+        pairs_by_kind.setdefault(kind, []).append(items)
         if kind != "look alike":  # what looks alike within a split is a choice of whoever made the set
             # what remains is the one that is evaluated on
             keep, drop = (second, first) if first[0] == "train" and second[0] != "train" else (first, second)
             if keep not in result.drop_images:
                 result.drop_images.setdefault(drop, f"{kind}: {'/'.join(items)}")
-    for kind, pairs in found.items():
+    for kind, pairs in pairs_by_kind.items():
         severity = "note" if kind == "look alike" else "warning"
         result.findings.append(Finding(severity, kind, f"{len(pairs)} pairs of images: {kind}", pairs))
 
@@ -228,7 +229,7 @@ def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, 
 
 
 def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
-    counts = {name: each["boxes"] for name, each in summary.classes.items() if each["boxes"]}
+    counts = {name: entry["boxes"] for name, entry in summary.classes.items() if entry["boxes"]}
     if rare := [name for name, count in counts.items() if count < RARE * summary.boxes]:
         message = f"{split}: {', '.join(rare[:10])} have less than {RARE:.0%} of the boxes; "
         message += "--data.repeat_factor 0.01 shows images with rare classes more often"
@@ -246,7 +247,7 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
     ending of their content. `changes.txt` in the folder has the log.
     """
     log = []
-    unused = next((set(each.items) for each in inspection.findings if each.kind == "unused classes"), set())
+    unused = next((set(finding.items) for finding in inspection.findings if finding.kind == "unused classes"), set())
     unused -= {table.class_names[label] for table in tables.values() for label in np.unique(table.boxes().labels)}
     log += [f"class {name}: left out, it has no box" for name in sorted(unused)]
     for split, table in tables.items():
@@ -262,20 +263,20 @@ def _cleaned(split: str, table: DetectionTable, inspection: Inspection, unused: 
     whole = table.labelled()
     boxes, relations = whole.boxes, whole.relations
     images, kept = np.ones(len(table), bool), np.ones(len(boxes), bool)
-    bereft = {p.image_id for p in table.problems if "annotations is usable" in p.message}
+    without_usable = {p.image_id for p in table.problems if "annotations is usable" in p.message}
     for index, image in enumerate(whole.images):
         reason = inspection.drop_images.get((split, index))
-        if image.image_id in bereft:
+        if image.image_id in without_usable:
             reason = "none of its annotations is usable"
         if reason:
             log.append(f"{split}: image {image.file_name} left out: {reason}")
             images[index] = False
             continue
-        for place, why in inspection.drop_boxes.get((split, index), {}).items():
-            row = boxes.offsets[index] + place
+        for position, why in inspection.drop_boxes.get((split, index), {}).items():
+            row = boxes.offsets[index] + position
             log.append(f"{split}: image {image.file_name}, annotation {boxes.ids[row]} left out: {why}")
             kept[row] = False
-    labels = [label for label, each in enumerate(whole.categories) if each.name not in unused]
+    labels = [label for label, category in enumerate(whole.categories) if category.name not in unused]
     return write_table(
         [whole.images[index] for index in np.flatnonzero(images)],
         replace(boxes, labels=np.searchsorted(labels, boxes.labels))[kept].of_images(images),

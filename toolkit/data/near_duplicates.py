@@ -1,14 +1,14 @@
 """Finds identical and near-duplicate images, by their bytes and by their appearance, and splits data without
 separating them.
 
-An image's digest is that of its encoded bytes; its look is a thumbnail of 16 x 16 grey values. Two images look alike
+An image's signature is a digest of its encoded bytes and a thumbnail of 16 x 16 grey values. Two images look alike
 when 54 of 64 signs (is a cell brighter than its right neighbour, on 8 x 8 cells) agree and the thumbnails, without
 their mean, have a correlation of 0.97. Frames of one video a moment apart do; other views of one thing do not.
 Up to 20,000 images all pairs are compared; of more, those whose signs agree in one of seven parts, which finds all
 pairs with up to 6 signs that differ and 94 % of those with 9.
 
-N pictures of one standing camera are N² / 2 pairs. Of more than a million only those are kept that say as much: of each
-image one that looks like it, in each split, and what joins the same groups.
+N pictures of one fixed camera are N² / 2 pairs. Above a million only a subset with the same meaning is kept: for each
+image one partner in each split, and a spanning forest of the groups.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ VERSION = 2
 
 
 @dataclass(frozen=True)
-class Looks:
-    """Of N images: digests (N,) bytes of 16, thumbnails (N, 16, 16) uint8; an image that cannot be decoded is black."""
+class ImageSignatures:
+    """Of N images: digests (N,) bytes of 16, thumbnails (N, 16, 16) uint8; one that cannot be decoded is black."""
 
     digests: np.ndarray
     thumbnails: np.ndarray
@@ -48,7 +48,7 @@ class Looks:
         return len(self.digests)
 
 
-def look(image: torch.Tensor) -> np.ndarray:
+def thumbnail_of(image: torch.Tensor) -> np.ndarray:
     """(16, 16) uint8: mean grey values of the cells of an image uint8 (3, H, W)."""
     height, width = image.shape[-2:]
     step = max(1, min(height, width) // 128)  # a sample of the pixels is enough for a mean
@@ -57,7 +57,7 @@ def look(image: torch.Tensor) -> np.ndarray:
     return cells.round().to(torch.uint8).numpy()
 
 
-def looks_of(table: DetectionTable, cache_dir: str | Path | None = None) -> Looks:
+def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) -> ImageSignatures:
     """Digests and thumbnails of a table's images, decoded in parallel once and cached by the table's content.
 
     The cache holds while no file changed its size or time.
@@ -69,16 +69,16 @@ def looks_of(table: DetectionTable, cache_dir: str | Path | None = None) -> Look
     file = cache_root(cache_dir) / "looks" / f"{key.hexdigest()}.npz"
     try:
         with np.load(file, allow_pickle=False) as saved:
-            return Looks(saved["digests"], saved["thumbnails"])
+            return ImageSignatures(saved["digests"], saved["thumbnails"])
     except (OSError, ValueError, KeyError):
         pass
 
-    def looked(index: int) -> list[tuple[str, bytes]]:
-        return [_digest_and_look(table.image_source(table.row(index)))]
+    def read(index: int) -> list[tuple[str, bytes]]:
+        return [_digest_and_thumbnail(table.image_source(table.row(index)))]
 
-    found = parallel(looked, range(len(table)), "comparing images", None if root is None else waits_for(root))
-    thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in found), np.uint8)
-    made = Looks(np.array([digest for digest, _ in found], dtype="S32"), thumbnails.reshape(-1, SIDE, SIDE))
+    results = parallel(read, range(len(table)), "comparing images", None if root is None else waits_for(root))
+    thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in results), np.uint8)
+    made = ImageSignatures(np.array([digest for digest, _ in results], dtype="S32"), thumbnails.reshape(-1, SIDE, SIDE))
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}-{id(made)}.tmp.npz")
@@ -87,15 +87,15 @@ def looks_of(table: DetectionTable, cache_dir: str | Path | None = None) -> Look
     return made
 
 
-def same_files(looks: Looks) -> list[list[int]]:
+def same_files(signatures: ImageSignatures) -> list[list[int]]:
     """Groups, of two or more, of images with the same bytes."""
-    _, inverse, counts = np.unique(looks.digests, return_inverse=True, return_counts=True)
+    _, inverse, counts = np.unique(signatures.digests, return_inverse=True, return_counts=True)
     order = np.argsort(inverse, kind="stable")
     starts = np.cumsum(counts) - counts
     return [order[start : start + count].tolist() for start, count in zip(starts, counts, strict=True) if count > 1]
 
 
-def alike_pairs(looks: Looks, splits: np.ndarray | None = None) -> list[tuple[int, int]]:
+def alike_pairs(signatures: ImageSignatures, splits: np.ndarray | None = None) -> list[tuple[int, int]]:
     """Pairs (i < j) of images that look alike.
 
     Of images with the same bytes only the first one is compared with others; each of the rest is paired with it, so
@@ -104,56 +104,56 @@ def alike_pairs(looks: Looks, splits: np.ndarray | None = None) -> list[tuple[in
     Args:
         splits: (N,) int64, the split of each image; None: all are of one.
     """
-    firsts = np.sort(np.unique(looks.digests, return_index=True)[1])
+    firsts = np.sort(np.unique(signatures.digests, return_index=True)[1])
     kept = _Pairs(np.zeros(len(firsts), np.int64) if splits is None else splits[firsts])
-    for i, j in _candidates(looks.thumbnails[firsts], kept):
+    for i, j in _candidates(signatures.thumbnails[firsts], kept):
         kept.add(i, j)
-    copies = [(group[0], other) for group in same_files(looks) for other in group[1:]]
+    copies = [(group[0], other) for group in same_files(signatures) for other in group[1:]]
     return sorted({*map(tuple, firsts[kept.pairs()].tolist()), *copies})
 
 
 class _Pairs:
-    """Pairs of images, all of them; of more than a million, those of which the module tells."""
+    """Collects pairs of images; above `MOST_PAIRS` only the subset that the module's docstring describes."""
 
     def __init__(self, splits: np.ndarray):
-        self.splits, self._found, self._new, self._thinned = splits, [np.empty((0, 2), np.int64)], 0, False
+        self.splits, self._chunks, self._new, self._thinned = splits, [np.empty((0, 2), np.int64)], 0, False
 
     def add(self, i: np.ndarray, j: np.ndarray) -> None:
-        self._found.append(np.stack([np.minimum(i, j), np.maximum(i, j)], axis=1))
+        self._chunks.append(np.stack([np.minimum(i, j), np.maximum(i, j)], axis=1))
         self._new += len(i)
         if self._new > MOST_PAIRS:
             self._thin()
 
     def adds(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        """(P,) bool: would the pair say anything that is not yet known."""
+        """(P,) bool: whether a pair adds anything to those kept so far."""
         if not self._thinned:
             return np.ones(len(i), bool)
-        news = self._lone[self.splits[j], i] | self._lone[self.splits[i], j]
+        news = self._unpaired[self.splits[j], i] | self._unpaired[self.splits[i], j]
         return news | (self._group[i] != self._group[j])
 
     def pairs(self) -> np.ndarray:
         """(P, 2) int64, the smaller index first."""
         if self._thinned:
             self._thin()
-        return np.concatenate(self._found)
+        return np.concatenate(self._chunks)
 
     def _thin(self) -> None:
         from scipy.sparse.csgraph import minimum_spanning_tree
 
-        pairs, count = np.concatenate(self._found), len(self.splits)
-        first = np.full((self.splits.max() + 1, count), count)  # the first partner of an image in each split
+        pairs, count = np.concatenate(self._chunks), len(self.splits)
+        first = np.full((self.splits.max() + 1, count), count)  # of each image in each split its first partner
         for image, partner in (pairs.T, pairs.T[::-1]):
             np.minimum.at(first, (self.splits[partner], image), partner)
-        self._lone = first == count
-        partners = np.stack([np.nonzero(~self._lone)[1], first[~self._lone]], axis=1)
+        self._unpaired = first == count
+        partners = np.stack([np.nonzero(~self._unpaired)[1], first[~self._unpaired]], axis=1)
         forest = minimum_spanning_tree(_graph(count, pairs))
         self._group = groups(count, pairs)
         kept = np.sort(np.concatenate([partners, np.stack(forest.nonzero(), axis=1)]), axis=1)
-        self._found, self._new, self._thinned = [np.unique(kept, axis=0)], 0, True
+        self._chunks, self._new, self._thinned = [np.unique(kept, axis=0)], 0, True
 
 
 def groups(count: int, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(count,) int64: the smallest index that each image is joined to by the pairs, directly or through others."""
+    """(count,) int64: the smallest index of the connected component of each image."""
     from scipy.sparse.csgraph import connected_components
 
     group = connected_components(_graph(count, np.array(pairs, np.int64).reshape(-1, 2)), directed=False)[1]
@@ -166,7 +166,7 @@ def _graph(count: int, pairs: np.ndarray):
     return coo_array((np.ones(len(pairs)), pairs.T), shape=(count, count))
 
 
-def held_out(looks: Looks, share: float) -> np.ndarray:
+def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
     """(N,) bool: which images are held out, about `share` of them, a function of the images' bytes alone.
 
     Each group of images that look alike is held out or not as a whole, by a digest of the smallest digest in it: the
@@ -175,20 +175,20 @@ def held_out(looks: Looks, share: float) -> np.ndarray:
 
     Raises BadInput: nothing would be held out, or nothing left.
     """
-    member = groups(len(looks), alike_pairs(looks))
+    member = groups(len(signatures), alike_pairs(signatures))
     least: dict[int, bytes] = {}
     for index, group in enumerate(member.tolist()):
-        digest = bytes(looks.digests[index])
+        digest = bytes(signatures.digests[index])
         least[group] = min(digest, least.get(group, digest))
     if len(least) < 2:
         raise BadInput(
-            f"data.val {share}: all {len(looks)} images look alike, so no share of them says anything about other "
+            f"data.val {share}: all {len(signatures)} images look alike, so no share of them says anything about other "
             "images; give validation data of its own"
         )
-    place = {group: _fraction(digest) for group, digest in least.items()}
-    chosen = {group for group, at in place.items() if at < share} or {min(place, key=place.get)}
-    if len(chosen) == len(place):
-        chosen.remove(max(place, key=place.get))
+    fractions = {group: _fraction(digest) for group, digest in least.items()}
+    chosen = {group for group, at in fractions.items() if at < share} or {min(fractions, key=fractions.get)}
+    if len(chosen) == len(fractions):
+        chosen.remove(max(fractions, key=fractions.get))
     return np.array([group in chosen for group in member.tolist()])
 
 
@@ -197,12 +197,12 @@ def _fraction(digest: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(digest, digest_size=6).digest()) / 2**48
 
 
-def _digest_and_look(source: Path | Stored | bytes) -> tuple[str, bytes]:
+def _digest_and_thumbnail(source: Path | Stored | bytes) -> tuple[str, bytes]:
     """The thumbnail as bytes: an array of it would lie among the decoded images, and keep the memory of each from being
     used again."""
     try:
         data = source if isinstance(source, bytes) else source.read_bytes()
-        return hashlib.blake2b(data, digest_size=16).hexdigest(), look(decode_image(bytes(data))).tobytes()
+        return hashlib.blake2b(data, digest_size=16).hexdigest(), thumbnail_of(decode_image(bytes(data))).tobytes()
     except (OSError, ImageError):
         digest = hashlib.blake2b(str(source).encode(errors="surrogateescape"), digest_size=16).hexdigest()
         return digest, bytes(SIDE * SIDE)

@@ -60,11 +60,11 @@ def train_transform(c: Any) -> Transform:
     _check_transform(c)
     if c.augment:
         return policy_of(c.augment, train_transform(replace(c, augment=None)))
-    own = {"zoom_out": c.zoom_out, "iou_crop": c.iou_crop, "flip": c.flip, "photometric": c.photometric}
+    options = {"zoom_out": c.zoom_out, "iou_crop": c.iou_crop, "flip": c.flip, "photometric": c.photometric}
     if c.recipe == "ssd":
-        return SsdTransform(**own)
+        return SsdTransform(**options)
     if c.recipe == "yolov3":
-        return yolov3_transform(**own)
+        return yolov3_transform(**options)
     probability = 0.5 if c.flip else 0.0
     first = (SeenRegion(c.zoom_out, c.iou_crop),) if c.zoom_out > 1 or c.iou_crop else ()
     colours = (PhotometricDistortion(),) if c.photometric else ()
@@ -111,12 +111,12 @@ def training_sizes(c: Any) -> VariableSizes | None:
 
 
 def val_transform(image_size: int, scales: list[int], max_size: int) -> Transform:
-    """What validation images go through; nothing random."""
+    """The deterministic transform of validation images."""
     return ResizeShorter((scales[-1],), max_size) if scales else square_transform(image_size)
 
 
 def processor_size(image_size: int, scales: list[int], max_size: int) -> dict[str, int]:
-    """What validation images are resized to, as transformers' image processors spell it; pixels."""
+    """The size of validation images in pixels, in the format of transformers' image processors."""
     if scales:
         return {"shortest_edge": scales[-1], "longest_edge": max_size}
     return {"height": image_size, "width": image_size}
@@ -127,8 +127,8 @@ def loader_of_settings(
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
     """This rank's sampler and loader of the training data.
 
-    Where images are mixed, or differ in the last epochs, `loader.dataset.dataset` is a `MixedDataset`; tell its `plan`
-    of every epoch.
+    Where images are mixed, or differ in the last epochs, `loader.dataset.dataset` is a `MixedDataset`; call its `plan`
+    before every epoch.
 
     Args:
         c: settings with the names of `toolkit.runs.settings.DataConfig`.
@@ -188,12 +188,12 @@ def _augmented(table: DetectionTable, transform: Transform, c: Any, seed: int) -
     without = {name: off[name] for name in c.plain_without if name in off and getattr(c, name) != off[name]}
     plain_hw = (c.image_size, c.image_size) if c.multi_scale and "multi_scale" in c.plain_without else None
     mixing = {name: getattr(c, name) for name in MIXING}
-    own = {"seed": seed, "cache_images": c.cache_images, "mirrored": c.mirrored_predicates}
+    options = {"seed": seed, "cache_images": c.cache_images, "mirrored": c.mirrored_predicates}
     # samples of the recipe yolov3 draw whether they are mosaics, also where none is
     if not (any(mixing.values()) or without or plain_hw or c.recipe == "yolov3"):
-        return DetectionDataset(table, transform, **own)
+        return DetectionDataset(table, transform, **options)
     plain = train_transform(replace(c, **without)) if without else None
-    return MixedDataset(table, transform, **own, **mixing, plain=plain, plain_hw=plain_hw)
+    return MixedDataset(table, transform, **options, **mixing, plain=plain, plain_hw=plain_hw)
 
 
 def _repeats(table: DetectionTable, of_classes: float, of_predicates: float) -> np.ndarray | None:

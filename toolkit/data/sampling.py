@@ -17,7 +17,7 @@ MIXED_BLOCKS = 4  # whose samples are shuffled together, where samples are read 
 
 
 class SampleKey(NamedTuple):
-    """What the dataset is asked for. The epoch travels along so that workers need not be told of it.
+    """The key of a sample. It carries the epoch, so that persistent workers need no update.
 
     size_hw: the size that the batch's images have, where it varies; None: the transform knows.
     turn: how often this image was asked for in this epoch before, where images are repeated.
@@ -67,7 +67,7 @@ def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def batch_ends(count: int, full_sizes: int | np.ndarray, world_size: int) -> np.ndarray:
-    """(B,) int64: where each of the global micro-batches ends that `count` samples make: full ones, then the rest.
+    """(B,) int64: the end of each global micro-batch of `count` samples: full ones, then the remainder.
 
     full_sizes: of every batch, or of one after the other. Left-overs too few to give every rank one join the batch
     before. Fewer samples than ranks make no batch at all.
@@ -250,7 +250,7 @@ class EpochSampler:
         return {name: getattr(self, name) for name in names} | {"layout": layout, "sizes": repr(self.sizes)}
 
     def load_state_dict(self, state: dict[str, object]) -> list[str]:
-        """Take up a saved state; returns in words what can no longer be identical to the run that saved it.
+        """Restore a saved state; returns a message for each way in which the run cannot stay identical.
 
         The same ranks and batch size go on exactly. Others go on with the same remaining samples in the same order
         (with groups: regrouped), cut into the new batches. Raises BadInput when the state is of another dataset.
@@ -300,14 +300,14 @@ class EpochSampler:
             self._images, self._turns = _repeated(self.repeats, self.num_samples, self.seed, self.epoch)
         groups = None if self.groups is None else self.groups[self._images]
         order = self._first_order()
-        place = None if self.blocks is None else np.argsort(order)
+        position = None if self.blocks is None else np.argsort(order)
         ends: list[int] = []
         drawn = self.sizes.draw(self.seed, self.epoch, self.num_samples + 1) if self.sizes else None
         for start, world_size, batch_size in self._layout:
             if groups is not None:
                 order = np.concatenate([order[:start], group_order(order[start:], groups, world_size * batch_size)])
-            if place is not None:  # what is left, in the first order again, is shared among these ranks
-                left = order[start:][np.argsort(place[order[start:]])]
+            if position is not None:  # what is left, in the first order again, is shared among these ranks
+                left = order[start:][np.argsort(position[order[start:]])]
                 order = np.concatenate([order[:start], rank_runs(left, batch_size, world_size)])
             ends = [end for end in ends if end < start] + [start] * (start > 0)
             left_sizes = drawn and drawn[len(ends) :]

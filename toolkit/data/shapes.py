@@ -221,8 +221,8 @@ def _distance_inside(name: str, u: np.ndarray, v: np.ndarray, radius: float) -> 
 
 
 def _all_visible(owner: np.ndarray, mask: np.ndarray, full_areas: list[int]) -> bool:
-    shown = np.bincount(owner[(owner >= 0) & ~mask], minlength=len(full_areas))
-    return bool((shown >= MIN_VISIBLE * np.array(full_areas)).all()) if full_areas else True
+    visible = np.bincount(owner[(owner >= 0) & ~mask], minlength=len(full_areas))
+    return bool((visible >= MIN_VISIBLE * np.array(full_areas)).all()) if full_areas else True
 
 
 def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, local: tuple, typical: str) -> str:

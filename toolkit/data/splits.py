@@ -9,7 +9,7 @@ import numpy as np
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import recognise, split_in
-from toolkit.data.near_duplicates import VERSION, held_out, looks_of
+from toolkit.data.near_duplicates import VERSION, held_out, signatures_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, open_table, write_selection
 from toolkit.distributed import first_on_each_machine, run_on_main
@@ -27,7 +27,7 @@ def open_split(
 
     Args:
         source: as `open_dataset`; or a share between 0 and 1 of `part_of`, which `hold_out` holds out of it.
-        say: is told of the split in a line or two, on every rank; `accelerator.print` prints them once.
+        say: called with a line or two about the split, on every rank; `accelerator.print` prints them once.
         listing: file that the main process writes what was left out or repaired to, one problem a line.
         reading: options of `open_dataset`.
     """
@@ -41,7 +41,7 @@ def open_split(
 def check_splits(
     *sources: str | float | None, path: str | Path | None = None, format: str = "auto", name: str | None = None, **_
 ) -> None:
-    """Whether there are such splits, before any annotation or image is read.
+    """Check that these splits exist, before any annotation or image is read.
 
     Args:
         sources: as of `open_split`; None is none. Options are those of `open_dataset`.
@@ -50,8 +50,8 @@ def check_splits(
     """
     named = [str(source) for source in sources if source is not None and not share_of(source)]
     if path is not None:
-        found = recognise(path, _folder_format(format))
-        all_faults(*(partial(split_in, found, source) for source in named))
+        folder = recognise(path, _folder_format(format))
+        all_faults(*(partial(split_in, folder, source) for source in named))
     elif name is None:
         files = [Path(source).expanduser() for source in named if source.lower().endswith(".json")]
         if missing := [file for file in files if not file.exists()]:
@@ -123,10 +123,10 @@ def hold_out(
     name = f"{table.fingerprint}-{share:g}-{{}}-{VERSION}.json"
     files = [cache_root(cache_dir) / "tables" / name.format(part) for part in ("rest", "held")]
     cached = [open_table(file) for file in files]
-    if all(found and found[0].image_root == table.image_root for found in cached):
-        rest, part = (dataclasses.replace(found, name=table.name) for found, _ in cached)
+    if all(entry and entry[0].image_root == table.image_root for entry in cached):
+        rest, part = (dataclasses.replace(opened, name=table.name) for opened, _ in cached)
     else:
-        held = held_out(looks_of(table, cache_dir), share)
+        held = held_out(signatures_of(table, cache_dir), share)
         rest = write_selection(table, np.flatnonzero(~held), files[0], table.name)
         part = write_selection(table, np.flatnonzero(held), files[1], table.name)
     return rest, part
@@ -152,11 +152,11 @@ def _folder_format(format: str) -> str:
 
 def check_same_classes(train: DetectionTable, other: DetectionTable, name: str = "validation data") -> None:
     """Raises BadInput when training and other data do not have the same classes in the same order."""
-    ours, theirs = train.class_names, other.class_names
-    if ours != theirs:
+    train_names, other_names = train.class_names, other.class_names
+    if train_names != other_names:
         raise BadInput(
-            f"training data has {len(ours)} classes {ours}, {name} {len(theirs)} {theirs}: give both files "
-            "the same categories in the same order"
+            f"training data has {len(train_names)} classes {train_names}, {name} {len(other_names)} {other_names}: "
+            "give both files the same categories in the same order"
         )
 
 

@@ -84,7 +84,8 @@ class LabelledImages:
         for index, row in enumerate(self.images):
             part = boxes.of_image(index)
             missing = [None] * (part.stop - part.start)
-            yield row, list(zip(*(missing if each is None else each[part].tolist() for each in columns), strict=True))
+            values = (missing if column is None else column[part].tolist() for column in columns)
+            yield row, list(zip(*values, strict=True))
 
 
 @dataclass(eq=False)
@@ -135,7 +136,7 @@ class DetectionTable:
         return self._batches[position].row(index - self._starts[position])
 
     def file_name(self, index: int) -> str:
-        """Of one image, without reading all of its row. Where images lie in a table, its place there."""
+        """File name of one image, without reading its whole row; for embedded images their position in the source."""
         return self.rows["file_name"][int(index)].as_py()
 
     def image_name(self, index: int) -> str:
@@ -190,7 +191,7 @@ class DetectionTable:
         return {"fingerprint": self.fingerprint, "file": self.arrow_file.name, "images": len(self), "boxes": boxes}
 
     def changed_since(self, before: Mapping) -> str:
-        """In words, how this table differs from the one whose `identity` was `before`; "" where it does not. Images are
+        """Describe how this table differs from the one whose `identity` was `before`; "" if it does not. Images are
         compared one by one where that one is still in the cache."""
         if before["fingerprint"] == self.fingerprint:
             return ""
@@ -205,8 +206,9 @@ class DetectionTable:
         common = old.keys() & new.keys()
         parts = {"gone": len(old) - len(common), "new": len(new) - len(common)}
         parts["with other boxes or labels"] = sum(old[image_id] != new[image_id] for image_id in common)
-        told = [f"{number:,} {what}" for what, number in parts.items() if number]
-        return f"{counts}; of the images {', '.join(told)}" if told else f"{counts}; other names, sizes or relations"
+        changes = [f"{number:,} {what}" for what, number in parts.items() if number]
+        what = f"of the images {', '.join(changes)}" if changes else "other names, sizes or relations"
+        return f"{counts}; {what}"
 
     def annotations_by_image(self) -> dict[int | str, bytes]:
         """Boxes, labels and crowd regions of every image, as bytes to compare."""
@@ -274,12 +276,12 @@ class _Batch:
 def _list_views(column: pa.StructArray) -> Views:
     """(offsets, values) of each list column as views on the mapped file; lists of A become rows of an (N, A) array."""
     views = {}
-    for each in column.type:
-        lists = column.field(each.name)
+    for struct_field in column.type:
+        lists = column.field(struct_field.name)
         values, shape = lists.values, (-1,)
         if isinstance(values, pa.FixedSizeListArray):
             values, shape = values.values, (-1, values.type.list_size)
-        views[each.name] = np.from_dlpack(lists.offsets), np.from_dlpack(values).reshape(shape)
+        views[struct_field.name] = np.from_dlpack(lists.offsets), np.from_dlpack(values).reshape(shape)
     return views
 
 

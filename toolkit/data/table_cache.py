@@ -24,7 +24,7 @@ from toolkit.files import MAX_IMAGE_PIXELS, write_json
 logger = logging.getLogger(__name__)
 
 LISTED_ERRORS = 200
-TABLE_VERSION = 4  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
+TABLE_VERSION = 5  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
 BATCH_ROWS = 16384
 BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
 
@@ -45,7 +45,7 @@ def cached_table(
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     empty: str = "not one usable image",
 ) -> DetectionTable:
-    """The table of what `key` names, from the cache while the files it was made of stay as they are; else made anew.
+    """The table that `key` identifies, from the cache while its source files are unchanged; otherwise rebuilt.
 
     Args:
         key: format, options and places in words, and bytes such as digests of files.
@@ -61,7 +61,7 @@ def cached_table(
         digest.update(part if isinstance(part, bytes) else f" {part}".encode(errors="surrogateescape"))
     cache_file = cache_root(cache_dir) / "tables" / f"{digest.hexdigest()}.json"
     cached = open_table(cache_file)
-    if cached and all(digest_of(place) == digest for place, digest in cached[1].items()):
+    if cached and all(digest_of(path) == digest for path, digest in cached[1].items()):
         table = dataclasses.replace(cached[0], name=name)
     else:
         table = write(cache_file)
@@ -122,7 +122,7 @@ def write_table(
     Args:
         boxes, relations: of the images, in their order; `boxes.extra["attributes"]` (N, A) with `attributes`.
         encoded: the images themselves, where the table is to hold them.
-        checked: digests of places (`toolkit.data.image_sources.digest_of`) by which the cache is known to hold still.
+        checked: digests of places (`toolkit.data.image_sources.digest_of`) that tell whether the cache is valid.
     """
     if attributes and "attributes" not in boxes.extra:
         boxes = dataclasses.replace(boxes, extra={"attributes": np.zeros((len(boxes), 1), np.int64)})
@@ -270,14 +270,14 @@ def _lists(struct: pa.StructType, offsets: np.ndarray, columns: Mapping[str, np.
     """Rows offsets[0]:offsets[-1] of the columns, as lists of each image."""
     rows, within = slice(int(offsets[0]), int(offsets[-1])), pa.array(offsets - offsets[0], pa.int32())
     lists = []
-    for each in struct:
-        values, kind = columns[each.name][rows], each.type.value_type
+    for struct_field in struct:
+        values, kind = columns[struct_field.name][rows], struct_field.type.value_type
         if pa.types.is_fixed_size_list(kind):
             flat = values.astype(kind.value_type.to_pandas_dtype()).reshape(-1)
             inner = pa.FixedSizeListArray.from_arrays(pa.array(flat, kind.value_type), type=kind)
         else:
             inner = pa.array(values.astype(kind.to_pandas_dtype()), kind)
-        lists.append(pa.ListArray.from_arrays(within, inner, type=each.type))
+        lists.append(pa.ListArray.from_arrays(within, inner, type=struct_field.type))
     return pa.StructArray.from_arrays(lists, fields=list(struct))
 
 

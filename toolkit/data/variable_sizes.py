@@ -1,7 +1,7 @@
 """Multi-scale batches: an image size per batch, the same on all ranks, as a function of (seed, epoch, batch index).
 
 Two uses of one mechanism: the batch size stays (YOLO's multi-scale training), or follows the size so that the number of
-pixels stays (CVNets' variable batch sampler). The size travels in each sample's key, so workers need not be told of it.
+pixels stays (CVNets' variable batch sampler). The size travels in each sample's key, so workers need no update.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from toolkit.errors import BadInput
 
 @dataclass(frozen=True)
 class VariableSizes:
-    """Which size the images of an epoch's i-th global micro-batch have; each of the sizes is as likely.
+    """Draws the image size of an epoch's i-th global micro-batch, uniformly from the sizes.
 
         sampler = EpochSampler(..., sizes=VariableSizes(((320, 320), (416, 416)), every=10))
         dataset = DetectionDataset(table, ThenResize(transform), seed)   # transform(image, target, generator, size_hw)

@@ -72,7 +72,7 @@ def open_dataset(
     if format == "shapes":
         if source not in SPLITS or name is not None:
             asked = repr(source) if name is None else f"data set {name!r}"
-            others = f"--data.format {', '.join(each for each in FORMATS if each != 'shapes')}"
+            others = f"--data.format {', '.join(other for other in FORMATS if other != 'shapes')}"
             remedy = f"choose from {', '.join(SPLITS)}, or set the format of your data ({others})"
             raise BadInput(f"the bundled shapes have no {asked}; {remedy}")
         folder = ensure_shapes(cache_dir)
@@ -81,11 +81,11 @@ def open_dataset(
 
 
 def _is_folder(source: str) -> bool:
-    place = Path(source).expanduser()
-    return place.is_dir() or place.suffix.lower() == ".csv" and place.is_file()
+    path = Path(source).expanduser()
+    return path.is_dir() or path.suffix.lower() == ".csv" and path.is_file()
 
 
 def _unknown(source: str) -> str:
     hint = "; the bundled data needs format 'shapes'" if source in SPLITS else ""
-    known = "a COCO file ends in .json; --data.path takes a folder"
-    raise BadInput(f"{source}: cannot tell the format ({known}){hint}; choose a format from {', '.join(FORMATS[1:])}")
+    rule = "a COCO file ends in .json; --data.path takes a folder"
+    raise BadInput(f"{source}: cannot tell the format ({rule}){hint}; choose a format from {', '.join(FORMATS[1:])}")

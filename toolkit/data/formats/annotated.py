@@ -29,10 +29,10 @@ UNKNOWN_SIZE = 2**31
 
 @dataclass
 class Listing:
-    """A split as its files say it, in columns.
+    """A split as its files describe it, in columns.
 
-    images: numbered from 1, names relative to `image_root`; sizes that the files do not say are None, and are read out
-        of the images' headers. An image without a size is an error, and `UNKNOWN_SIZE` wide and high.
+    images: numbered from 1, names relative to `image_root`; sizes that the files omit are None, and are read from
+        the images' headers. An image without a size is an error, and `UNKNOWN_SIZE` wide and high.
     classes: their (id, name).
     watched: files and folders whose change makes the cached table stale; listed: images of the other splits too.
     """
@@ -48,11 +48,11 @@ class Listing:
         self.annotations = Annotations([{"id": id_, "name": name} for id_, name in self.classes])
         self.annotations.images = self.images
         self._ids = {name: id_ for id_, name in self.classes}
-        places = range(len(self.images))
-        self.problems += parallel(self._fill_size, places, "reading sizes", waits_for(self.image_root))
+        indices = range(len(self.images))
+        self.problems += parallel(self._fill_size, indices, "reading sizes", waits_for(self.image_root))
 
-    def _fill_size(self, place: int) -> list[Problem]:
-        image = self.images[place]
+    def _fill_size(self, index: int) -> list[Problem]:
+        image = self.images[index]
         if image.width and image.height:
             return []
         try:
@@ -61,18 +61,18 @@ class Listing:
         except ImageError as error:
             height = width = UNKNOWN_SIZE
             fault = [Problem("error", image.file_name, image.image_id, None, error.reason)]
-        self.images[place] = image._replace(width=width, height=height)
+        self.images[index] = image._replace(width=width, height=height)
         return fault
 
     def add(
-        self, place: int, name: str, xyxy: Sequence[float], source: str, ignored: bool = False, shares: bool = False
+        self, index: int, name: str, xyxy: Sequence[float], source: str, ignored: bool = False, shares: bool = False
     ) -> None:
         """A box of the image at `place`.
 
         name: of its class. xyxy: in pixels; shares: in fractions of the image. source: file it stands in, for messages.
         ignored: VOC's `difficult`, COCO's crowds.
         """
-        image = self.images[place]
+        image = self.images[index]
         x1, y1, x2, y2 = xyxy
         if shares:
             if image.width == UNKNOWN_SIZE:
@@ -122,18 +122,18 @@ def open_annotated(
     name = f"{folder} ({split})"
 
     def make(cache_file: Path) -> DetectionTable:
-        found = listing()
-        if not found.images:
+        contents = listing()
+        if not contents.images:
             raise BadInput(f"{name}: no images")
-        valid = check(found.annotations, name, max_image_pixels)
+        valid = check(contents.annotations, name, max_image_pixels)
         # reported once, as the file's fault: that an unreadable image is too large is no other one
-        unread = {problem.image_id for problem in found.problems if problem.severity == "error"} - {None}
+        unread = {problem.image_id for problem in contents.problems if problem.severity == "error"} - {None}
         faults = [p for p in valid.problems if p.annotation_id is not None or p.image_id not in unread]
-        valid = replace(valid, problems=found.problems + faults)
-        good, digests = with_good_files(valid, found.image_root, check_images, max_image_pixels, found.listed)
-        checked = {str(path): digest_of(path) for path in found.watched} | digests
-        place = {"cache_file": cache_file, "image_root": found.image_root.resolve()}
-        return write_table(**good.columns(), **place, name=name, checked=checked)
+        valid = replace(valid, problems=contents.problems + faults)
+        good, digests = with_good_files(valid, contents.image_root, check_images, max_image_pixels, contents.listed)
+        checked = {str(path): digest_of(path) for path in contents.watched} | digests
+        target = {"cache_file": cache_file, "image_root": contents.image_root.resolve()}
+        return write_table(**good.columns(), **target, name=name, checked=checked)
 
     key = [kind, split, check_images, folder.resolve()]
     return cached_table(key, make, name=name, max_image_pixels=max_image_pixels, **cached)

@@ -94,8 +94,8 @@ def read_coco(
         others = set(chain.from_iterable(map(listed_names, siblings))) if check_images and checked.images else set()
         good, digests = with_good_files(checked, root, check_images, max_image_pixels, others)
         good.problems[:0] = _notes(file)
-        place = {"cache_file": cache_file, "image_root": root.resolve()}
-        return write_table(**good.columns(), **place, name=str(file), checked=digests)
+        target = {"cache_file": cache_file, "image_root": root.resolve()}
+        return write_table(**good.columns(), **target, name=str(file), checked=digests)
 
     where = f"in {image_dir.resolve()}" if image_dir else f"near {file.resolve()}"
     cached = {"cache_dir": cache_dir, "on_error": on_error, "max_image_pixels": max_image_pixels}
@@ -103,12 +103,12 @@ def read_coco(
 
 
 def read_annotations(file: Path) -> Annotations:
-    """What a COCO file says, in columns: 66 bytes for each box. Raises BadInput for what is no such file."""
+    """The content of a COCO file in columns: 66 bytes for each box. Raises BadInput for what is no such file."""
     lists: dict[str, object] = {}
-    found, triplets = Annotations(), RelationColumns()
-    add = {"images": found.add_image, "categories": found.categories.append, "relations": triplets.add_triplet}
-    add |= {"rel_annotations": found.relations.add, "rel_categories": found.predicates.append}
-    add |= {"attribute_categories": found.attributes.append}
+    annotations, triplets = Annotations(), RelationColumns()
+    add = {"images": annotations.add_image, "categories": annotations.categories.append}
+    add |= {"rel_annotations": annotations.relations.add, "rel_categories": annotations.predicates.append}
+    add |= {"relations": triplets.add_triplet, "attribute_categories": annotations.attributes.append}
     waiting: list = []  # annotations
     for key, item in stream_lists(file):
         if isinstance(item, Whole):
@@ -116,21 +116,21 @@ def read_annotations(file: Path) -> Annotations:
         elif key == "annotations":
             waiting.append(item)
             if len(waiting) == AT_ONCE:
-                found.add_all(waiting)
+                annotations.add_all(waiting)
                 waiting = []
         elif key in add:
             lists.setdefault(key, [item])  # not empty
             add[key](item)
-    if waiting or len(found):
+    if waiting or len(annotations):
         lists["annotations"] = [None]
-    found.add_all(waiting)
+    annotations.add_all(waiting)
     _check_lists(lists, str(file))
-    found.relations.extend(triplets)
-    return found
+    annotations.relations.extend(triplets)
+    return annotations
 
 
 def listed_names(annotation_file: Path) -> Iterator[str]:
-    """File names of the images of a COCO file; what is no name, or no COCO file, is passed over."""
+    """File names of the images of a COCO file; entries that are no names, and files that are not COCO, are skipped."""
     try:
         for _, item in items_of(annotation_file, ("images",)):
             if isinstance(item, dict) and isinstance(item.get("file_name"), str):
@@ -155,18 +155,18 @@ def _files(folder: Path) -> dict[str, Path]:
         return {split_of(folder.name) or ALL: folder} if _is_coco(folder) else {}
     if not folder.is_dir():
         return {}
-    found, single = {}, []
-    for place in (folder / "annotations", folder):
-        for path in sorted(place.glob("*.json")) if place.is_dir() else ():
+    files, unnamed = {}, []
+    for directory in (folder / "annotations", folder):
+        for path in sorted(directory.glob("*.json")) if directory.is_dir() else ():
             if path.name.startswith(OTHER_TASKS) or not _is_coco(path):
                 continue
             split = split_of(re.sub(r"\.coco$", "", path.stem))
-            found.setdefault(split, path) if split else single.append(path)
-    for place in sorted(each for each in folder.iterdir() if each.is_dir() and split_of(each.name)):
-        for path in sorted(place.glob("*.json")):
+            files.setdefault(split, path) if split else unnamed.append(path)
+    for directory in sorted(entry for entry in folder.iterdir() if entry.is_dir() and split_of(entry.name)):
+        for path in sorted(directory.glob("*.json")):
             if _is_coco(path):
-                found.setdefault(split_of(place.name), path)
-    return found or ({ALL: single[0]} if single else {})
+                files.setdefault(split_of(directory.name), path)
+    return files or ({ALL: unnamed[0]} if unnamed else {})
 
 
 def _is_coco(path: Path) -> bool:
@@ -219,10 +219,10 @@ def _numbered(names: Sequence[str]) -> list[dict]:
 
 def _results(labelled: LabelledImages) -> str:
     ids, lines = [category.id for category in labelled.categories], []
-    for row, found in labelled.by_image():
+    for row, boxes in labelled.by_image():
         entries = [
             {"image_id": row.image_id, "category_id": ids[label], "bbox": [x1, y1, x2 - x1, y2 - y1], "score": score}
-            for label, (x1, y1, x2, y2), score, _ in found
+            for label, (x1, y1, x2, y2), score, _ in boxes
         ]
         if entries:
             lines.append(json.dumps(entries)[1:-1])

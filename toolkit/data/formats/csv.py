@@ -51,22 +51,22 @@ IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs")
 
 
 class _Row(NamedTuple):
-    """A row of a table: where it stands, its words, and those of known columns by what they mean, stripped."""
+    """A row of a table: its position, its cells, and the stripped cells of known columns by their meaning."""
 
     path: Path
     line: int
     words: list[str]
-    known: dict[str, str]
+    values: dict[str, str]
 
     @property
     def split(self) -> str:
-        own = self.known.get("split", ALL)
-        return split_of(own) or own
+        name = self.values.get("split", ALL)
+        return split_of(name) or name
 
     @property
     def corners(self) -> list[str]:
-        names = ("x1", "y1", "x2", "y2") if "x1" in self.known else ("x", "y", "w", "h")
-        return [self.known[name] for name in names]
+        names = ("x1", "y1", "x2", "y2") if "x1" in self.values else ("x", "y", "w", "h")
+        return [self.values[name] for name in names]
 
 
 def recognise(folder: Path) -> tuple[str, ...] | None:
@@ -95,7 +95,7 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
     """`<split>.csv` and `images/<split>/`; an image without objects is a row without numbers.
 
-    Ignored are what the table cannot say: annotated areas, ids, relations and attributes.
+    Annotated areas, ids, relations and attributes are not written: the table has no columns for them.
     """
     names = [f"images/{split}/{name}" for name in copy_images(table, folder / "images" / split, link)]
     write_csv(table.labelled().renamed(names), folder / f"{split}.csv")
@@ -136,24 +136,24 @@ def _tables(folder: Path) -> list[tuple[str | None, Path]]:
         return [(None, folder)] if _columns_of(folder) else []
     if not folder.is_dir():
         return []
-    found = [(split_of(path.name), path) for path in sorted(folder.glob("*.csv")) if _columns_of(path)]
+    tables = [(split_of(path.name), path) for path in sorted(folder.glob("*.csv")) if _columns_of(path)]
     for name in chain.from_iterable(SPLIT_NAMES.values()):
         inside = [path for path in sorted((folder / name).glob("*.csv")) if _columns_of(path)]
-        found += [(split_of(name), path) for path in inside[:1]]
-    named = [(split, path) for split, path in found if split]
-    return named or found[:1]
+        tables += [(split_of(name), path) for path in inside[:1]]
+    named = [(split, path) for split, path in tables if split]
+    return named or tables[:1]
 
 
 def _columns_of(path: Path) -> dict[str, int] | None:
-    """Where the columns stand, by what they mean; None: this is no table of boxes."""
+    """Column positions by their meaning; None: this is no table of boxes."""
     try:
         with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
             first = next(csv.reader(file, _dialect(file)), [])
     except (OSError, csv.Error):
         return None
     header = [word.strip().lower().replace(" ", "_") for word in first]
-    known = {meaning: [name for name in names if name in header] for meaning, names in COLUMNS.items()}
-    columns = {meaning: header.index(names[0]) for meaning, names in known.items() if names}
+    present = {meaning: [name for name in names if name in header] for meaning, names in COLUMNS.items()}
+    columns = {meaning: header.index(names[0]) for meaning, names in present.items() if names}
     if {"image", "label"} <= columns.keys():
         if {"x1", "y1", "x2", "y2"} <= columns.keys() or {"x", "y", "w", "h"} <= columns.keys():
             return columns
@@ -161,7 +161,7 @@ def _columns_of(path: Path) -> dict[str, int] | None:
             return {**columns, "w": columns.pop("width"), "h": columns.pop("height")}
     numbers = [word.strip() for word in first[1:5]]
     if len(first) == 6 and (not any(numbers) or all(map(_number, numbers))):
-        return {meaning: place for place, meaning in enumerate(HEADERLESS)} | {"headerless": 0}
+        return {meaning: column for column, meaning in enumerate(HEADERLESS)} | {"headerless": 0}
     return None
 
 
@@ -169,11 +169,11 @@ def _dialect(file) -> type[csv.Dialect] | csv.Dialect:
     head = file.read(4096)
     file.seek(0)
     try:
-        found = csv.Sniffer().sniff(head, ",;\t")
+        dialect = csv.Sniffer().sniff(head, ",;\t")
     except csv.Error:
         return csv.excel
-    found.quotechar, found.doublequote = '"', True  # not what it makes of apostrophes in names
-    return found
+    dialect.quotechar, dialect.doublequote = '"', True  # not what it makes of apostrophes in names
+    return dialect
 
 
 def _number(word: str) -> bool:
@@ -199,25 +199,25 @@ def _load(path: Path) -> list[_Row]:
     loaded = []
     for number, words in enumerate(lines, start=1):
         words = [_as_meant(word) for word in words]
-        known = {key: words[place].strip() if place < len(words) else "" for key, place in columns.items()}
-        loaded.append(_Row(path, number, words, known))
+        values = {key: words[column].strip() if column < len(words) else "" for key, column in columns.items()}
+        loaded.append(_Row(path, number, words, values))
     return loaded if "headerless" in columns else loaded[1:]
 
 
 def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) -> Listing:
     tables = _tables(folder)
     rows = [(of or row.split, row) for of, path in tables for row in _load(path)]
-    chosen = [row for own, row in rows if own == split]
+    chosen = [row for row_split, row in rows if row_split == split]
     if not chosen:
         raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
     here = folder.parent if folder.is_file() else folder
-    root = image_dir or _image_root(here, split, chosen[0].path.parent, [row.known["image"] for row in chosen])
+    root = image_dir or _image_root(here, split, chosen[0].path.parent, [row.values["image"] for row in chosen])
     sizes, boxes, problems, shares = {}, [], [], _are_fractions(chosen)
     for row in chosen:
-        name = row.known["image"].replace("\\", "/")
+        name = row.values["image"].replace("\\", "/")
         name = name if is_there(root / name) else _found_name(root, name)
-        sizes.setdefault(name, [_side(row.known.get(key, "")) for key in ("width", "height")])
-        label = row.known["label"]
+        sizes.setdefault(name, [_side(row.values.get(key, "")) for key in ("width", "height")])
+        label = row.values["label"]
         if not any(row.corners):
             continue
         if not all(map(_number, row.corners)) or not label:
@@ -225,18 +225,18 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
             problems.append(Problem("error", name, None, None, message))
             continue
         x1, y1, x2, y2 = map(float, row.corners)
-        if "x1" not in row.known:
+        if "x1" not in row.values:
             x2, y2 = x1 + x2, y1 + y2
-        ignored = row.known.get("ignored", "").lower() in ("1", "true")
+        ignored = row.values.get("ignored", "").lower() in ("1", "true")
         boxes.append((name, label, (x1, y1, x2, y2), row.path.name, ignored, shares))
-    places = {name: place for place, name in enumerate(sizes)}
-    images = [ImageRow(place + 1, name, *sizes[name]) for name, place in places.items()]
-    classes = sorted_classes({row.known["label"] for _, row in rows} - {""})
-    listed = {row.known["image"] for _, row in rows} | set(images_in(root))
-    found = Listing(root, images, classes, [path for _, path in tables], listed, problems)
-    for name, *box in sorted(boxes, key=lambda box: places[box[0]]):
-        found.add(places[name], *box)
-    return found
+    indices = {name: index for index, name in enumerate(sizes)}
+    images = [ImageRow(index + 1, name, *sizes[name]) for name, index in indices.items()]
+    classes = sorted_classes({row.values["label"] for _, row in rows} - {""})
+    listed = {row.values["image"] for _, row in rows} | set(images_in(root))
+    listing = Listing(root, images, classes, [path for _, path in tables], listed, problems)
+    for name, *box in sorted(boxes, key=lambda box: indices[box[0]]):
+        listing.add(indices[name], *box)
+    return listing
 
 
 def _are_fractions(rows: Sequence[_Row]) -> bool:
@@ -246,9 +246,10 @@ def _are_fractions(rows: Sequence[_Row]) -> bool:
 
 
 def _found_name(root: Path | ImageSources, name: str) -> str:
-    """The name with a suffix, where the table leaves it away, or by its last part, where its path is of elsewhere."""
-    names = (each + suffix for suffix in ("", ".jpg", ".jpeg", ".png") for each in (name, name.rsplit("/", 1)[-1]))
-    return next((each for each in names if not os.path.isabs(each) and is_there(root / each)), name)
+    """The name with a suffix, where the table omits it, or its last part, where its folder does not exist here."""
+    stems = (name, name.rsplit("/", 1)[-1])
+    names = (stem + suffix for suffix in ("", ".jpg", ".jpeg", ".png") for stem in stems)
+    return next((candidate for candidate in names if not os.path.isabs(candidate) and is_there(root / candidate)), name)
 
 
 def _image_root(folder: Path, split: str, beside: Path, names: Sequence[str]) -> Path:
@@ -256,8 +257,8 @@ def _image_root(folder: Path, split: str, beside: Path, names: Sequence[str]) ->
     tails = [*IMAGE_FOLDERS, *(f"{top}{name}" for top in ("", "images/") for name in SPLIT_NAMES.get(split, ()))]
     candidates = list(dict.fromkeys(base / tail for base in bases for tail in tails))
     for candidate in candidates:
-        found = (_found_name(candidate, name) for name in names[:20])
-        if any((candidate / name).is_file() for name in found if not os.path.isabs(name)):
+        resolved = (_found_name(candidate, name) for name in names[:20])
+        if any((candidate / name).is_file() for name in resolved if not os.path.isabs(name)):
             return candidate
     tried = ", ".join(str(candidate) for candidate in candidates)
     raise BadInput(f"{folder}: no image folder found for {names[0]!r}; tried {tried}; set it with --data.image_dir")

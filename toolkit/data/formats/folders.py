@@ -20,8 +20,8 @@ NOT_STREAMED = (
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a folder was recognised as: its format, splits, and what else it could be read as."""
+class RecognisedFolder:
+    """The format and the splits of a folder, and the formats that it could be read as too."""
 
     path: Path
     format: str
@@ -35,7 +35,7 @@ class Found:
         return f"{self.path}: {FOLDERS[self.format].TITLE}{years}, {splits}{also}"
 
 
-def recognise(path: str | Path, format: str = "auto") -> Found:
+def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
     """The format and the splits of a folder (or of a single annotation file).
 
     format: "auto" takes the first format of `FOLDERS` that recognises it; a name takes that one.
@@ -48,29 +48,29 @@ def recognise(path: str | Path, format: str = "auto") -> Found:
     if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
         path = path.parent  # data.yaml
     tried = FOLDERS if format == "auto" else {format: FOLDERS[format]} if format in FOLDERS else {}
-    found = {name: splits for name, module in tried.items() if (splits := module.recognise(path))}
-    if not found:
+    matches = {name: splits for name, module in tried.items() if (splits := module.recognise(path))}
+    if not matches:
         known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
         known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
         wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
-        below = [str(place) for place in voc.folders_with_annotations(path)] if format in ("auto", "voc") else []
+        below = list(map(str, voc.folders_with_annotations(path))) if format in ("auto", "voc") else []
         more = f", {len(below)} in all" if len(below) > 5 else ""
         hint = f"; annotations of Pascal VOC lie in {', '.join(below[:5])}{more}: give the folder of one data set, "
         hint += "which has these and its images (data.path)"
         listed = "" if format == "auto" else f"; known are {known}"
         raise BadInput(f"{path}: {wanted} was found in this folder{listed}{hint if below else ''}")
-    name, *others = found
-    return Found(path, name, found[name], tuple(others))
+    name, *others = matches
+    return RecognisedFolder(path, name, matches[name], tuple(others))
 
 
-def split_in(found: Found, split: str) -> str:
+def split_in(folder: RecognisedFolder, split: str) -> str:
     """The name that a folder has for a split. Raises BadInput: it has none."""
     wanted = split_of(split) or split
-    if wanted not in found.splits and wanted == "train":
-        wanted = next((name for name in ("trainval", ALL) if name in found.splits), wanted)
-    if wanted not in found.splits:
+    if wanted not in folder.splits and wanted == "train":
+        wanted = next((name for name in ("trainval", ALL) if name in folder.splits), wanted)
+    if wanted not in folder.splits:
         advice = "; hold a share of the training data out with --data.val 0.2" if wanted == "val" else ""
-        raise BadInput(f"{found}; there is no split {split!r}{advice}")
+        raise BadInput(f"{folder}; there is no split {split!r}{advice}")
     return wanted
 
 
@@ -84,11 +84,11 @@ def open_folder(
 
     Raises BadInput: as `recognise`, or there is no such split.
     """
-    found = recognise(path, format)
-    wanted = split_in(found, split)
-    if options.get("streaming", False) and found.format != "hub":
-        raise BadInput(f"{found}; {NOT_STREAMED}")
-    return FOLDERS[found.format].read(found.path, wanted, image_dir=open_sources(image_dir), **options)
+    recognised = recognise(path, format)
+    wanted = split_in(recognised, split)
+    if options.get("streaming", False) and recognised.format != "hub":
+        raise BadInput(f"{recognised}; {NOT_STREAMED}")
+    return FOLDERS[recognised.format].read(recognised.path, wanted, image_dir=open_sources(image_dir), **options)
 
 
 def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> None:
@@ -97,7 +97,7 @@ def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *
 
 
 def losses(table: DetectionTable, format: str) -> list[str]:
-    """What of a table the format cannot say, in words."""
+    """Describe what a format cannot represent of a table."""
     crowds = int(table.boxes().iscrowd.sum())
     lost = []
     if format == "yolo" and crowds:

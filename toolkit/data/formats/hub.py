@@ -67,29 +67,29 @@ def _copied(name: str, split: str, source: str, check_images: bool | str, max_pi
     columns = columns_of(rows.features, name)
     rows = rows.cast_column(columns.image, datasets.Image(decode=False))
     stats = [os.stat(file["filename"]) for file in rows.cache_files]
-    states = [(each.st_size, each.st_mtime_ns) for each in stats]
+    states = [(status.st_size, status.st_mtime_ns) for status in stats]
 
     def make(cache_file: Path) -> DetectionTable:
         annotations, problems = _annotations(rows, columns, source)
         full = check_images == "full" or (check_images is True and len(rows) <= FULL_CHECK_LIMIT)
         look = partial(_look, rows, columns.image, annotations, full if check_images else None, max_pixels)
         problems += parallel(look, range(len(rows)), "checking images")
-        places = {image.image_id: index for index, image in enumerate(annotations.images)}
+        positions = {image.image_id: index for index, image in enumerate(annotations.images)}
         checked = check(annotations, source)
         good = checked.without({problem.image_id for problem in problems if problem.severity == "error"})
         good.problems[:0] = problems
-        encoded = (_encoded(rows[places[row.image_id]][columns.image], max_pixels) for row in good.images)
+        encoded = (_encoded(rows[positions[row.image_id]][columns.image], max_pixels) for row in good.images)
         return write_table(**good.columns(), cache_file=cache_file, encoded=encoded, name=source)
 
     return ["hub", source, check_images, rows._fingerprint, rows.cache_files, states], make
 
 
 def _look(
-    rows: datasets.Dataset, image_column: str, found: Annotations, full: bool | None, max_pixels: int, index: int
+    rows: datasets.Dataset, image_column: str, annotations: Annotations, full: bool | None, max_pixels: int, index: int
 ) -> list[Problem]:
     """Problems of an image, whose size is filled in where the row lacks it. full: whether it is decoded; None: it is
     not checked."""
-    image = found.images[index]
+    image = annotations.images[index]
     try:
         data = _encoded(rows[index][image_column], max_pixels)
         height, width = probe_image(data, max_pixels).size_hw
@@ -98,7 +98,7 @@ def _look(
         # reported once, as the file's fault: neither the missing size nor a box outside it is another
         height = width = UNKNOWN_SIZE
         fault = [Problem("error", image.file_name, image.image_id, None, error.reason)]
-    image = found.images[index] = image._replace(width=image.width or width, height=image.height or height)
+    image = annotations.images[index] = image._replace(width=image.width or width, height=image.height or height)
     return fault or ([] if full is None else check_image(image, data, full, max_pixels))
 
 
@@ -116,12 +116,12 @@ def _streamed(name: str, split: str, source: str, max_pixels: int) -> tuple[list
         raise BadInput(f"{name}: data.streaming needs {' and '.join(missing)}, {why} by {CONVERT}")
 
     def make(cache_file: Path) -> DetectionTable:
-        found = Annotations(numbered(columns.class_names))
-        for place, rows in _parts(files, root, columns):
+        annotations = Annotations(numbered(columns.class_names))
+        for group, rows in _parts(files, root, columns):
             for number, row in enumerate(rows):
-                add_row(found, row, f"{place}/{number}", columns)
+                add_row(annotations, row, f"{group}/{number}", columns)
         shards = ImageSources([Shards(columns.image, root)])
-        good = check(found, source, max_pixels)
+        good = check(annotations, source, max_pixels)
         return write_table(**good.columns(), cache_file=cache_file, image_root=shards, name=source)
 
     return ["shards", source, *map(_state, files)], make
@@ -160,12 +160,12 @@ def _load(name: str, split: str) -> datasets.Dataset:
 
 def columns_of(features: datasets.Features, name: str) -> Columns:
     """Where a data set of these features keeps what we need. Raises BadInput for one without images or objects."""
-    found = f"the columns are {', '.join(features)}"
+    available = f"the columns are {', '.join(features)}"
     images = [key for key, feature in features.items() if isinstance(feature, datasets.Image)]
     if not images:
-        raise BadInput(f"{name}: no image column; {found}")
+        raise BadInput(f"{name}: no image column; {available}")
     if "objects" not in features:
-        raise BadInput(f"{name}: no `objects` column; {found}")
+        raise BadInput(f"{name}: no `objects` column; {available}")
     objects = features["objects"]
     feature = getattr(objects, "feature", objects)  # List({...}) or {...: List(...)}
     feature = feature[0] if isinstance(feature, list) else feature
@@ -182,16 +182,16 @@ def columns_of(features: datasets.Features, name: str) -> Columns:
 
 def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple[Annotations, list[Problem]]:
     """The split in columns. Sizes that it lacks are None."""
-    found = Annotations()
+    annotations = Annotations()
     for index, row in enumerate(rows.remove_columns(columns.image)):  # no image bytes in this pass
-        add_row(found, row, f"row {index}", columns)
+        add_row(annotations, row, f"row {index}", columns)
     if columns.class_names is not None:
-        found.categories = numbered(columns.class_names)
-        return found, []
-    values = [value for value in found.category_ids.values if value is not None]
-    found.categories = [{"id": value, "name": str(value)} for value in values]
+        annotations.categories = numbered(columns.class_names)
+        return annotations, []
+    values = [value for value in annotations.category_ids.values if value is not None]
+    annotations.categories = [{"id": value, "name": str(value)} for value in values]
     note = Problem("warning", source, None, None, "the labels are no ClassLabel; classes are called by their values")
-    return found, [note]
+    return annotations, [note]
 
 
 def numbered(names: Sequence[str]) -> list[dict]:
@@ -199,17 +199,18 @@ def numbered(names: Sequence[str]) -> list[dict]:
     return [{"id": label, "name": name} for label, name in enumerate(names)]
 
 
-def add_row(found: Annotations, row: Mapping, file_name: str, columns: Columns) -> None:
+def add_row(annotations: Annotations, row: Mapping, file_name: str, columns: Columns) -> None:
     """A row of a data set, whose `objects` are a dict of lists or a list of dicts."""
-    image_id = len(found.images) if row.get("image_id") is None else row["image_id"]
-    found.add_image({"id": image_id, "file_name": file_name, "width": row.get("width"), "height": row.get("height")})
+    image_id = len(annotations.images) if row.get("image_id") is None else row["image_id"]
+    size = {key: row.get(key) for key in ("width", "height")}
+    annotations.add_image({"id": image_id, "file_name": file_name} | size)
     objects = row["objects"] or []
     if isinstance(objects, Mapping):
         objects = [dict(zip(objects, values, strict=True)) for values in zip(*objects.values(), strict=True)]
     keys = {"bbox": "bbox", "area": "area", "iscrowd": "iscrowd", columns.id: "id", columns.category: "category_id"}
     for item in objects:
-        known = {keys[key]: value for key, value in item.items() if key in keys and value is not None}
-        found.add({"id": len(found) + 1, "image_id": image_id} | known)
+        fields = {keys[key]: value for key, value in item.items() if key in keys and value is not None}
+        annotations.add({"id": len(annotations) + 1, "image_id": image_id} | fields)
 
 
 def _encoded(image: Mapping | None, max_pixels: int) -> bytes:
@@ -224,10 +225,10 @@ def _encoded(image: Mapping | None, max_pixels: int) -> bytes:
 def _files(name: str, split: str) -> list[str]:
     """Paths or URLs of the Parquet files of a split."""
     with _in_words(name, "cannot be opened"):
-        found = datasets.load_dataset_builder(name).config.data_files or {}
-    if split not in found:
-        raise BadInput(f"{name}: no split {split!r}; choose from {', '.join(map(str, found)) or 'none'}")
-    files = [str(file) for file in found[split]]
+        data_files = datasets.load_dataset_builder(name).config.data_files or {}
+    if split not in data_files:
+        raise BadInput(f"{name}: no split {split!r}; choose from {', '.join(map(str, data_files)) or 'none'}")
+    files = [str(file) for file in data_files[split]]
     if others := [file for file in files if not file.endswith(".parquet")]:
         wrong = f"data.streaming reads Parquet files, and {others[0]} is none"
         raise BadInput(f"{name}: {wrong}; leave it out, or write the data by {CONVERT}")

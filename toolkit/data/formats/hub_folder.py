@@ -21,17 +21,17 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """One split; `image_dir` means nothing here, since the images are in the data."""
+    """One split; `image_dir` is ignored, since the images are in the data."""
     from toolkit.data.formats.hub import open_hub
 
-    own = next((name for name in _names(folder) if name == split or split_of(name) == split), split)
-    return open_hub(str(folder), own, **options)
+    split_name = next((name for name in _names(folder) if name == split or split_of(name) == split), split)
+    return open_hub(str(folder), split_name, **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
     """`data/<split>-*.parquet` with the encoded images in it, in files of about 500 MB.
 
-    Ignored are what the columns cannot say: category ids, relations and attributes.
+    Category ids, relations and attributes are not written: there are no columns for them.
     """
     import datasets
 
@@ -67,7 +67,7 @@ def _rows(table: DetectionTable, labelled: LabelledImages, first: int, last: int
 
 def _bytes(table: DetectionTable) -> int:
     sources = (table.image_source(table.row(index)) for index in range(len(table)))
-    return sum(len(each) if isinstance(each, bytes) else size_of(each) for each in sources)
+    return sum(len(source) if isinstance(source, bytes) else size_of(source) for source in sources)
 
 
 def _names(folder: Path) -> list[str]:
@@ -78,8 +78,9 @@ def _names(folder: Path) -> list[str]:
         return json.loads((folder / "dataset_dict.json").read_text())["splits"]
     if (folder / "state.json").exists():
         return [json.loads((folder / "state.json").read_text()).get("_split") or "train"]
-    places = [folder, folder / "data", *(folder / name for names in SPLIT_NAMES.values() for name in names)]
-    if not any(any(place.glob(pattern)) for place in places for pattern in ("*.parquet", "metadata.jsonl", "*.arrow")):
+    directories = [folder, folder / "data", *(folder / name for names in SPLIT_NAMES.values() for name in names)]
+    patterns = ("*.parquet", "metadata.jsonl", "*.arrow")
+    if not any(any(directory.glob(pattern)) for directory in directories for pattern in patterns):
         return []
     import datasets
     from datasets.exceptions import DatasetsError

@@ -31,8 +31,8 @@ def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object
             raise BadInput(f"{path}: empty file")
         if text.next_sign() != "{":
             kind = KINDS.get(type(text.value()), "null")
-            found = f"{kind} (a list is the form of a results file)" if kind == "list" else kind
-            raise BadInput(f"{path}: expected an object with `images`, `annotations`, `categories`; found a {found}")
+            kind += " (a list is the form of a results file)" if kind == "list" else ""
+            raise BadInput(f"{path}: expected an object with `images`, `annotations`, `categories`; found a {kind}")
         text.at += 1
         if text.next_sign() == "}":
             return
@@ -52,13 +52,13 @@ def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object
 
 @dataclass(frozen=True)
 class Whole:
-    """A value at the top that has no items."""
+    """A top-level value without items: an empty list, or no list."""
 
     value: object
 
 
 def items_of(path: Path, keys: Collection[str]) -> Iterator[tuple[str, object]]:
-    """The items of some lists only."""
+    """Iterate over the items of these lists only."""
     return ((key, item) for key, item in stream_lists(path) if key in keys and not isinstance(item, Whole))
 
 
@@ -71,8 +71,8 @@ def _items(text: "_Text") -> Iterator[object]:
     while True:
         yield from _inside(text)
         yield text.value()
-        if found := _NEXT.match(text.text, text.at):
-            text.at = found.end()
+        if separator := _NEXT.match(text.text, text.at):
+            text.at = separator.end()
             continue
         if text.next_sign() == "]":
             text.at += 1
@@ -87,10 +87,10 @@ def _inside(text: "_Text") -> Iterator[object]:
             value, end = _DECODER.scan_once(text.text, text.at)
         except (StopIteration, ValueError, RecursionError):  # cut off or faulty: `value` tells
             return
-        found = _NEXT.match(text.text, end)
-        if not found:
+        separator = _NEXT.match(text.text, end)
+        if not separator:
             return
-        text.at = found.end()
+        text.at = separator.end()
         yield value
 
 
@@ -103,26 +103,26 @@ class _Text:
         self.text, self.at, self.lines, self.column, self.ended, self.read = "", 0, 1, 1, False, 0
 
     def is_empty(self) -> bool:
-        """Whether nothing but white space is left, which is taken."""
+        """Consume white space; True at the end of the file."""
         while True:
             self.at = _SPACE.match(self.text, self.at).end()
             if self.at < len(self.text) or not self.more():
                 return self.at == len(self.text)
 
     def next_sign(self) -> str:
-        """The next character that is no white space, not taken."""
+        """Peek at the next non-whitespace character."""
         if self.is_empty():
             raise self.error("the file ends too early")
         return self.text[self.at]
 
     def expect(self, sign: str) -> None:
-        """Takes a sign."""
+        """Consume one character."""
         if self.next_sign() != sign:
             raise self.error(f"Expecting '{sign}' delimiter")
         self.at += 1
 
     def value(self) -> object:
-        """Takes one JSON value; more is read until it ends well inside the window."""
+        """Consume one JSON value, reading on until it ends inside the window."""
         if self.text[self.at : self.at + 1] not in ("{", "["):
             self.next_sign()
         grow = 1
@@ -146,7 +146,7 @@ class _Text:
             grow *= 2
 
     def more(self, times: int = 1) -> bool:
-        """Reads on, dropping what was taken; False at the end of the file."""
+        """Read more text and drop what was consumed; False at the end of the file."""
         if self.ended:
             return False
         self.lines, self.column = self._position()
@@ -162,9 +162,9 @@ class _Text:
 
     def _position(self) -> tuple[int, int]:
         """Line and column of what comes next, from 1."""
-        taken = self.text[: self.at]
-        breaks = taken.count("\n")
-        return self.lines + breaks, len(taken) - taken.rfind("\n") if breaks else self.column + len(taken)
+        consumed = self.text[: self.at]
+        breaks = consumed.count("\n")
+        return self.lines + breaks, len(consumed) - consumed.rfind("\n") if breaks else self.column + len(consumed)
 
     def error(self, message: str) -> BadInput:
         line, column = self._position()

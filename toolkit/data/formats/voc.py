@@ -51,15 +51,16 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
     Raises BadInput: some of several years are split and some are not.
     """
-    found = {year: splits for year in _data_sets(folder) if (splits := _splits(year))}
-    if (ALL,) in found.values() and len(set(found.values())) > 1:
-        years = ", ".join(f"{year} ({'not split' if splits == (ALL,) else 'split'})" for year, splits in found.items())
+    by_year = {year: splits for year in _data_sets(folder) if (splits := _splits(year))}
+    if (ALL,) in by_year.values() and len(set(by_year.values())) > 1:
+        kinds = {year: "not split" if splits == (ALL,) else "split" for year, splits in by_year.items()}
+        years = ", ".join(f"{year} ({kind})" for year, kind in kinds.items())
         raise BadInput(f"{folder}: only some of its data sets are split: {years}; choose one of them (data.path)")
-    return ordered({split for splits in found.values() for split in splits}) or None
+    return ordered({split for splits in by_year.values() for split in splits}) or None
 
 
 def together(folder: Path) -> str:
-    """Which years below `folder` are read as one data set, in words; "": there is one."""
+    """Describe which years below `folder` are read as one data set; "" if there is only one."""
     years = [year for year in _data_sets(folder) if _splits(year)]
     names = ", ".join(str(year.relative_to(folder)) for year in years)
     return f", {names} together (data.path chooses one)" if len(years) > 1 else ""
@@ -67,11 +68,11 @@ def together(folder: Path) -> str:
 
 def folders_with_annotations(folder: Path) -> list[Path]:
     """Folders, up to four below `folder`, whose XML files are VOC annotations."""
-    found, level = [], [folder]
+    matches, level = [], [folder]
     for _ in range(5):
-        found += [place for place in level if _has_xml(place)]
-        level = [inner for place in level for inner in _folders(place)][:1000]
-    return found
+        matches += [directory for directory in level if _has_xml(directory)]
+        level = [inner for directory in level for inner in _folders(directory)][:1000]
+    return matches
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
@@ -83,14 +84,14 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
     all splits in alphabetical order, or those of `labels.txt`. A split of several years is that of all that have it.
     """
     data_sets = _data_sets(folder)
-    place = data_sets[0] if len(data_sets) == 1 else folder
-    return open_annotated("voc", place, split, lambda: _listing(place, data_sets, split, image_dir), **options)
+    root = data_sets[0] if len(data_sets) == 1 else folder
+    return open_annotated("voc", root, split, lambda: _listing(root, data_sets, split, image_dir), **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
     """`Annotations/*.xml`, `JPEGImages/`, `ImageSets/Main/<split>.txt`, and `labels.txt` with all class names in order.
 
-    Ignored are what VOC cannot say: annotated areas, ids, relations and attributes. Corners keep every digit.
+    Annotated areas, ids, relations and attributes are not written: VOC cannot hold them. Corners keep every digit.
     """
     names = [name.replace("/", "_") for name in file_names(table)]
     there = folder / "JPEGImages"
@@ -130,15 +131,15 @@ def _add(element: ElementTree.Element, texts: Mapping[str, object]) -> None:
 
 def _data_sets(folder: Path) -> list[Path]:
     """The folders of the years of a `VOCdevkit`, wherever it lies; `folder` itself where there are none."""
-    inner = [place for place in _folders(folder) if place.name.startswith("VOC")]
+    inner = [directory for directory in _folders(folder) if directory.name.startswith("VOC")]
     if not inner or _has_xml(folder / "Annotations"):
         return [folder]
-    years = [year for place in inner for year in _data_sets(place)]
+    years = [year for directory in inner for year in _data_sets(directory)]
     return [year for year in years if _splits(year)] or [folder]
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(place for place in folder.iterdir() if place.is_dir()) if folder.is_dir() else []
+    return sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
 
 
 def _has_xml(folder: Path) -> bool:
@@ -163,31 +164,31 @@ def _annotations(folder: Path) -> Path | None:
     for name in ANNOTATION_FOLDERS:
         if _has_xml(folder / name):
             return folder / name
-    others = [place for place in _folders(folder) if split_of(place.name) is None and _has_xml(place)]
+    others = [directory for directory in _folders(folder) if split_of(directory.name) is None and _has_xml(directory)]
     return others[0] if len(others) == 1 else None
 
 
 def _splits(folder: Path) -> tuple[str, ...] | None:
     """Names of the splits of one data set."""
-    return ordered(_places(folder)) or None
+    return ordered(_annotation_folders(folder)) or None
 
 
-def _places(folder: Path) -> dict[str, Path]:
+def _annotation_folders(folder: Path) -> dict[str, Path]:
     """The folder of the XML files of each split of one data set; the same for all where lists choose from it."""
     if sets := _image_sets(folder):
         return dict.fromkeys(sets, folder / "Annotations")
-    under = [place for top in ("", "Annotations", "annotations") for place in _folders(folder / top)]
-    named = {split: found for place in under if (split := split_of(place.name)) and (found := _annotations(place))}
-    return named or ({ALL: found} if (found := _annotations(folder)) else {})
+    under = [inner for top in ("", "Annotations", "annotations") for inner in _folders(folder / top)]
+    named = {split: xml for inner in under if (split := split_of(inner.name)) and (xml := _annotations(inner))}
+    return named or ({ALL: xml} if (xml := _annotations(folder)) else {})
 
 
 def _image_sets(folder: Path) -> dict[str, Path]:
     sets = folder / "ImageSets"
     if not _has_xml(folder / "Annotations"):
         return {}
-    for place in (sets / "Main", sets):
-        found = {path.stem: path for path in sorted(place.glob("*.txt"))} if place.is_dir() else {}
-        named = {split_of(stem) or stem: path for stem, path in found.items() if split_of(stem) or stem == "trainval"}
+    for directory in (sets / "Main", sets):
+        lists = {path.stem: path for path in sorted(directory.glob("*.txt"))} if directory.is_dir() else {}
+        named = {split_of(stem) or stem: path for stem, path in lists.items() if split_of(stem) or stem == "trainval"}
         if named:
             return named
     return {}
@@ -195,18 +196,19 @@ def _image_sets(folder: Path) -> dict[str, Path]:
 
 def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | ImageSources | None) -> Listing:
     """A split of all data sets that have it; classes are those of all of them."""
-    places = {each: _places(each) for each in data_sets}
-    folders = dict.fromkeys(chain.from_iterable(found.values() for found in places.values()))
-    parsed = {place: _parse_all(place) for place in folders}
-    everything = chain.from_iterable(found.values() for found in parsed.values())
+    xml_folders = {data_set: _annotation_folders(data_set) for data_set in data_sets}
+    folders = dict.fromkeys(chain.from_iterable(by_split.values() for by_split in xml_folders.values()))
+    parsed = {directory: _parse_all(directory) for directory in folders}
+    everything = chain.from_iterable(files.values() for files in parsed.values())
     names = {name for image in everything if isinstance(image, _Parsed) for name, *_ in image.boxes}
-    class_files = [each / name for each in dict.fromkeys((folder, *data_sets)) for name in CLASS_FILES]
+    class_files = [directory / name for directory in dict.fromkeys((folder, *data_sets)) for name in CLASS_FILES]
     class_files = [file for file in class_files if file.is_file()]
     classes, problems = _classes(class_files, names)
-    parts = (_part(each, split, found[split], parsed, image_dir) for each, found in places.items() if split in found)
+    having = [(data_set, by_split[split]) for data_set, by_split in xml_folders.items() if split in by_split]
+    parts = (_part(data_set, split, xml_folder, parsed, image_dir) for data_set, xml_folder in having)
     roots, parts_images, watched, listed, more = zip(*parts, strict=True)
     images = list(chain(*parts_images))
-    found = Listing(
+    listing = Listing(
         roots[0] if len(roots) == 1 else image_dir or open_sources(roots),
         [ImageRow(number, *image[:3]) for number, image in enumerate(images, start=1)],
         classes,
@@ -214,24 +216,24 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
         set().union(*listed),
         [*problems, *chain(*more)],
     )
-    for place, image in enumerate(images):
+    for index, image in enumerate(images):
         for box in image.boxes:
-            found.add(place, *box)
-    return found
+            listing.add(index, *box)
+    return listing
 
 
-def _part(folder: Path, split: str, place: Path, parsed: dict, image_dir: Path | ImageSources | None) -> tuple:
+def _part(folder: Path, split: str, xml_folder: Path, parsed: dict, image_dir: Path | ImageSources | None) -> tuple:
     """(root of the images, images, watched, listed, problems) of the split of one data set.
 
-    place: the folder of its XML files. parsed: what stands in those of all folders.
+    xml_folder: of its XML files. parsed: what the files of all these folders say.
     """
-    sets, images, problems, found = _image_sets(folder), [], [], parsed[place]
+    sets, images, problems, entries = _image_sets(folder), [], [], parsed[xml_folder]
     if sets:
-        found, problems = _chosen(found, sets[split], place.name, split)
-    root = image_dir or _image_root(folder, place, split)
+        entries, problems = _chosen(entries, sets[split], xml_folder.name, split)
+    root = image_dir or _image_root(folder, xml_folder, split)
     present = set(images_in(root))
     stems_of = {os.path.splitext(name)[0]: name for name in present}
-    for stem, image in found.items():
+    for stem, image in entries.items():
         if isinstance(image, str):
             problems.append(Problem("error", f"{stem}.xml", None, None, image))
             continue
@@ -243,21 +245,21 @@ def _part(folder: Path, split: str, place: Path, parsed: dict, image_dir: Path |
     return root, images, watched, present if sets else set(), problems  # the other lists have the rest
 
 
-def _chosen(found: dict, file: Path, place: str, split: str) -> tuple[dict, list[Problem]]:
-    """What a list of stems names, and what it names that is not there."""
+def _chosen(entries: dict, file: Path, folder_name: str, split: str) -> tuple[dict, list[Problem]]:
+    """The entries that a list of stems names, and a problem for each that is missing."""
     chosen, problems = {}, []
     for line in filter(None, map(str.strip, file.read_text(encoding="utf-8-sig").splitlines())):
-        stem = line if line in found else line.rsplit(None, 1)[0]  # the lists of a class have 1 or -1 behind
-        if stem in found:
-            chosen[stem] = found[stem]
+        stem = line if line in entries else line.rsplit(None, 1)[0]  # the lists of a class have 1 or -1 behind
+        if stem in entries:
+            chosen[stem] = entries[stem]
         else:
-            message = f"no annotation {place}/{stem}.xml, which the list of {split} names"
+            message = f"no annotation {folder_name}/{stem}.xml, which the list of {split} names"
             problems.append(Problem("error", stem, None, None, message))
     return chosen, problems
 
 
-def _parse_all(place: Path) -> dict[str, _Parsed | str]:
-    """Every XML file of a folder by its stem: what it says, or why it cannot be read."""
+def _parse_all(folder: Path) -> dict[str, _Parsed | str]:
+    """Every XML file of a folder by its stem: its content, or why it cannot be read."""
 
     def parse(path: Path) -> list:
         try:
@@ -267,7 +269,7 @@ def _parse_all(place: Path) -> dict[str, _Parsed | str]:
         except (ValueError, OSError) as error:
             return [(path.stem, str(error))]
 
-    return dict(parallel(parse, list(_xml_files(place)), f"reading {place.name}"))
+    return dict(parallel(parse, list(_xml_files(folder)), f"reading {folder.name}"))
 
 
 def _parse(path: Path) -> _Parsed:
@@ -291,13 +293,13 @@ def _parse(path: Path) -> _Parsed:
     return _Parsed(name or path.stem, width or None, height or None, boxes)
 
 
-def _image_root(folder: Path, place: Path, split: str) -> Path:
+def _image_root(folder: Path, xml_folder: Path, split: str) -> Path:
     """The folder of the images: beside the XML files, or in a folder of their own."""
-    near = [place, place.parent] if place.parent != folder.parent else [place]
-    candidates = [at / name for at in near for name in (*IMAGE_FOLDERS, f"images/{split}", f"images/{place.name}")]
-    candidates += [folder / "images" / place.name, folder / "JPEGImages" / place.name]
-    if found := next(filter(images_in, candidates), None):
-        return found
+    near = [xml_folder, xml_folder.parent] if xml_folder.parent != folder.parent else [xml_folder]
+    candidates = [at / name for at in near for name in (*IMAGE_FOLDERS, f"images/{split}", f"images/{xml_folder.name}")]
+    candidates += [folder / "images" / xml_folder.name, folder / "JPEGImages" / xml_folder.name]
+    if image_folder := next(filter(images_in, candidates), None):
+        return image_folder
     tried = ", ".join(str(candidate) for candidate in dict.fromkeys(candidates))
     raise BadInput(f"{folder}: no images found; tried {tried}; set their folder (--data.image_dir)")
 
@@ -307,9 +309,9 @@ def _classes(files: list[Path], names: set[str]) -> tuple[list[tuple[int, str]],
     problems = []
     for file in files:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
-        # CVAT's labelmap.txt: "name:colour:parts:actions", with a comment and a class for what is no object
-        listed = [line.split(":")[0].strip() if file.name == "labelmap.txt" else line.strip() for line in lines]
-        listed = [name for name in dict.fromkeys(listed) if name and not name.startswith("#")]
+        if file.name == "labelmap.txt":  # CVAT's: "name:colour:parts:actions", with a comment
+            lines = [line.split(":")[0] for line in lines if not line.lstrip().startswith("#")]
+        listed = [name for name in dict.fromkeys(map(str.strip, lines)) if name]
         listed = [name for name in listed if name in names or name not in NO_OBJECT]
         if names <= set(listed):
             return list(enumerate(listed, start=1)), problems

@@ -31,7 +31,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     _, settings = _settings(folder)
     if settings:
         splits = [split for split in SPLIT_NAMES if _entry(settings, split)]
-        return ordered(s for s in splits if all(place.exists() for place in _located(folder, settings, s))) or None
+        return ordered(s for s in splits if all(path.exists() for path in _located(folder, settings, s))) or None
     splits = [name for name in SPLIT_NAMES if _plain_folders(folder, name)]
     return ordered(splits) or ((ALL,) if _plain_folders(folder, ALL) else None)
 
@@ -49,7 +49,7 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
     """`images/<split>/`, `labels/<split>/*.txt` and `data.yaml`; the numbers have every digit they need.
 
-    Ignored are what YOLO cannot say: crowd regions (left out), annotated areas, ids, relations and attributes.
+    Crowd regions, annotated areas, ids, relations and attributes are not written: YOLO cannot hold them.
     """
     names = copy_images(table, folder / "images" / split, link)
     write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
@@ -92,14 +92,14 @@ def _entry(settings: dict, split: str):
 def _located(folder: Path, settings: dict, split: str) -> list[Path]:
     """Folders and lists of a split. Paths are relative to `path`, or, as some exports have it, wrong by a `../`."""
     entry = _entry(settings, split)
-    found = []
+    paths = []
     for text in entry if isinstance(entry, list) else [entry]:
         text = str(text)
         bases = [folder / str(settings.get("path") or ""), folder]
         tails = [text, text.removeprefix("../"), str(Path(text) / "images"), *_ends(text)]
         candidates = [base / tail for base in bases for tail in tails]
-        found.append(next((place for place in candidates if place.exists() and _is_of_split(place)), folder / text))
-    return found
+        paths.append(next((path for path in candidates if path.exists() and _is_of_split(path)), folder / text))
+    return paths
 
 
 def _ends(path: str) -> list[str]:
@@ -107,10 +107,10 @@ def _ends(path: str) -> list[str]:
     return ["/".join(Path(path).parts[-count:]) for count in (3, 2, 1)]
 
 
-def _is_of_split(place: Path) -> bool:
-    if place.is_file() or images_in(place) or images_in(place / "images"):
+def _is_of_split(path: Path) -> bool:
+    if path.is_file() or images_in(path) or images_in(path / "images"):
         return True
-    return any(images_in(inner) for inner in place.iterdir() if inner.is_dir())
+    return any(images_in(inner) for inner in path.iterdir() if inner.is_dir())
 
 
 def _plain_folders(folder: Path, split: str) -> Path | None:
@@ -145,18 +145,18 @@ def _is_number(word: str) -> bool:
 def _images(folder: Path, split: str) -> tuple[list[Path], list[Path], dict]:
     """(image files of a split, folders and lists to watch, what the YAML file says)."""
     file, settings = _settings(folder)
-    places = _located(folder, settings, split) if settings else [_plain_folders(folder, split)]
+    sources = _located(folder, settings, split) if settings else [_plain_folders(folder, split)]
     files, watched = [], [file] if file else []
-    for place in places:
-        if place.is_file():
-            lines = place.read_text(encoding="utf-8-sig").splitlines()
-            files += [_listed(line.strip(), place, folder) for line in lines if line.strip()]
-            watched.append(place)
+    for source in sources:
+        if source.is_file():
+            lines = source.read_text(encoding="utf-8-sig").splitlines()
+            files += [_listed(line.strip(), source, folder) for line in lines if line.strip()]
+            watched.append(source)
             continue
-        if not place.is_dir():
-            raise BadInput(f"{place}: no such folder, which {file.name} names for {split}")
-        inner = place / "images" if not images_in(place) and images_in(place / "images") else place
-        for at in [inner, *sorted(each for each in inner.rglob("*") if each.is_dir())]:
+        if not source.is_dir():
+            raise BadInput(f"{source}: no such folder, which {file.name} names for {split}")
+        inner = source / "images" if not images_in(source) and images_in(source / "images") else source
+        for at in [inner, *sorted(entry for entry in inner.rglob("*") if entry.is_dir())]:
             files += [at / name for name in images_in(at)]
             watched.append(at)
     return files, watched, settings
@@ -171,11 +171,11 @@ def _listed(line: str, file: Path, folder: Path) -> Path:
 def _labels_of(image: Path) -> list[Path]:
     """Where the text file of an image may lie."""
     parts = list(image.with_suffix(".txt").parts)
-    found = []
+    candidates = []
     if "images" in parts:
         at = len(parts) - 1 - parts[::-1].index("images")
-        found.append(Path(*parts[:at], LABEL_FOLDER, *parts[at + 1 :]))
-    return [*found, image.with_suffix(".txt"), image.parent / LABEL_FOLDER / image.with_suffix(".txt").name]
+        candidates.append(Path(*parts[:at], LABEL_FOLDER, *parts[at + 1 :]))
+    return [*candidates, image.with_suffix(".txt"), image.parent / LABEL_FOLDER / image.with_suffix(".txt").name]
 
 
 def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) -> Listing:
@@ -198,15 +198,15 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     keypoints = "kpt_shape" in settings
     images = [ImageRow(number, os.path.relpath(file, root), None, None) for number, file in enumerate(files, start=1)]
     boxes = []
-    for place, path in enumerate(labels):
+    for index, path in enumerate(labels):
         parsed, faults = _parse_lines(lines.get(path, []), names, keypoints)
-        problems += [Problem("error", images[place].file_name, None, None, f"{path.name}, {each}") for each in faults]
-        boxes += [(place, name, xyxy, path.name) for name, xyxy in parsed]
+        problems += [Problem("error", images[index].file_name, None, None, f"{path.name}, {fault}") for fault in faults]
+        boxes += [(index, name, xyxy, path.name) for name, xyxy in parsed]
     watched += sorted({path.parent for path in lines})
-    found = Listing(Path(root), images, list(enumerate(names)), watched, set(), problems)
+    listing = Listing(Path(root), images, list(enumerate(names)), watched, set(), problems)
     for box in boxes:
-        found.add(*box, shares=True)
-    return found
+        listing.add(*box, shares=True)
+    return listing
 
 
 def _parse_lines(lines: list[str], names: list[str], keypoints: bool) -> tuple[list[tuple[str, tuple]], list[str]]:
@@ -245,12 +245,12 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
         if not isinstance(given, list):
             raise BadInput(f"{folder}: `names` of the YAML file is {given!r}; expected a list of names")
         return [str(name) for name in given], []
-    for file in (place / name for place in (folder, folder / LABEL_FOLDER) for name in CLASS_FILES):
+    for file in (directory / name for directory in (folder, folder / LABEL_FOLDER) for name in CLASS_FILES):
         if file.is_file():
             listed = file.read_text(encoding="utf-8-sig").splitlines()
             return [name.strip() for name in listed if name.strip()], []
     images = [_plain_folders(folder, split) for split in (*SPLIT_NAMES, ALL)]
-    label_folders = {labels.parent for place in images if place for labels in _labels_of(place / "x.jpg")}
+    label_folders = {labels.parent for directory in images if directory for labels in _labels_of(directory / "x.jpg")}
     everywhere = [path for path in folder.rglob("*.txt") if path.parent in label_folders]
     others = (path.read_text(errors="replace").splitlines() for path in everywhere if path not in lines)
     firsts = {line.split()[0] for content in (*lines.values(), *others) for line in content if line.split()}

@@ -80,10 +80,10 @@ def mosaic(samples: Sequence[Sample], size_hw: Size, point_yx: tuple[int, int]) 
     is the first's.
     """
     canvas, parts = filled_canvas(size_hw), []
-    for place, (image, target) in enumerate(samples):
+    for quadrant, (image, target) in enumerate(samples):
         fitted = _fitted_size(tuple(image.shape[-2:]), size_hw)
         image, target = resize(image, target, fitted)
-        below, right = divmod(place, 2)
+        below, right = divmod(quadrant, 2)
         # Rows and columns of the image that its quadrant has room for: the last ones above and left of the point.
         height, top = _span(fitted[0], point_yx[0], size_hw[0], bool(below))
         width, left = _span(fitted[1], point_yx[1], size_hw[1], bool(right))
@@ -162,16 +162,16 @@ def _with_objects(sample: Sample, pool: Sequence, share: float, generator: torch
         # as far as it is there in both images
         ahead = (w, x1, left), (h, y1, top)
         behind = (w, width - x2, width - left - w), (h, height - y2, height - top - h)
-        before, after = ([min(int(side * margin), *rooms) for side, *rooms in each] for each in (ahead, behind))
+        before, after = ([min(int(side * margin), *rooms) for side, *rooms in sides] for sides in (ahead, behind))
         patch = source[:, y1 - before[1] : y2 + after[1], x1 - before[0] : x2 + after[0]].float()
-        place = image[:, top - before[1] : top + h + after[1], left - before[0] : left + w + after[0]]
-        place.copy_((place.float() * share + patch * (1 - share)).round())
+        destination = image[:, top - before[1] : top + h + after[1], left - before[0] : left + w + after[0]]
+        destination.copy_((destination.float() * share + patch * (1 - share)).round())
         added.append(_one(of, row, [left, top, left + w, top + h]))
     return image, join_targets(added)
 
 
 def _one(target: Target, row: int, box: list[int]) -> Target:
-    """One object of a target at another place; relations stay behind."""
-    own = {name: target[name][row : row + 1] for name in PER_BOX_FIELDS if name in target}
-    own["boxes"] = torch.tensor([box], dtype=torch.float32)
-    return own | ({"relations": target["relations"][:0]} if "relations" in target else {})
+    """One object of a target, moved to `box`, without its relations."""
+    columns = {name: target[name][row : row + 1] for name in PER_BOX_FIELDS if name in target}
+    columns["boxes"] = torch.tensor([box], dtype=torch.float32)
+    return columns | ({"relations": target["relations"][:0]} if "relations" in target else {})

@@ -37,7 +37,7 @@ class Policy:
     image and go where nothing is left of them; areas change as those of the clipped boxes do; labels, crowd flags,
     attributes and relations follow their boxes.
 
-    then: a transform that follows; what else the policy is called with, such as a size, is for it.
+    then: a transform applied afterwards; it receives further arguments of the call, such as a size.
     """
 
     def __init__(self, transforms: Sequence[v2.Transform], then: Callable[..., Sample] | None = None):
@@ -51,7 +51,7 @@ class Policy:
             torch.manual_seed(seed)
             for transform in self.transforms:
                 sample = transform(sample)
-        image, target = _taken(sample, target)
+        image, target = _from_v2(sample, target)
         return self.then(image, target, generator, *size) if self.then is not None else (image, target)
 
     def __repr__(self) -> str:
@@ -74,8 +74,8 @@ def policy_of(entries: str | Sequence[Any], then: Callable[..., Sample] | None =
     made, faults = [], []
     for number, entry in enumerate(entries, start=1):
         try:
-            transform = _made(entry)
-            _tried(transform)
+            transform = _build(entry)
+            _try(transform)
             made.append(transform)
         except BadInput as error:
             faults += [f"{where}, entry {number}: {problem}" for problem in error.problems]
@@ -84,7 +84,7 @@ def policy_of(entries: str | Sequence[Any], then: Callable[..., Sample] | None =
     return Policy(made, then)
 
 
-def _taken(sample: Mapping[str, Tensor], target: Target) -> Sample:
+def _from_v2(sample: Mapping[str, Tensor], target: Target) -> Sample:
     image, left = sample["image"].as_subclass(Tensor), sample["labels"]
     height, width = image.shape[-2:]
     boxes = clipped(sample["boxes"].as_subclass(Tensor).to(torch.float32), height, width)
@@ -108,30 +108,32 @@ def _read(path: str) -> Any:
     return content["augment"] if isinstance(content, Mapping) and "augment" in content else content
 
 
-def _made(entry: Any) -> v2.Transform:
+def _build(entry: Any) -> v2.Transform:
     name, arguments = entry, {}
     if isinstance(entry, Mapping):
         if len(entry) != 1:
             raise BadInput(f"{dict(entry)}: expected one name with its arguments")
         name, arguments = next(iter(entry.items()))
         arguments = {} if arguments is None else arguments
-    classes = {each: kind for each in dir(v2) if inspect.isclass(kind := getattr(v2, each))}
-    known = {each: kind for each, kind in classes.items() if issubclass(kind, v2.Transform) and each not in NOT_HERE}
-    if not isinstance(name, str) or name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    classes = {class_name: kind for class_name in dir(v2) if inspect.isclass(kind := getattr(v2, class_name))}
+    classes = {class_name: kind for class_name, kind in classes.items() if issubclass(kind, v2.Transform)}
+    transforms = {class_name: kind for class_name, kind in classes.items() if class_name not in NOT_HERE}
+    if not isinstance(name, str) or name not in transforms:
+        near = difflib.get_close_matches(str(name), transforms, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(transforms)}"
         raise BadInput(f"{name!r} is no transform of torchvision.transforms.v2 that can stand here; {hint}")
     if not isinstance(arguments, Mapping):
         raise BadInput(f"{name}: expected its arguments by name, such as {{p: 0.5}}; found {arguments!r}")
-    given = {key: [_made(each) for each in value] if key == "transforms" else value for key, value in arguments.items()}
+    if "transforms" in arguments:
+        arguments = {**arguments, "transforms": [_build(nested) for nested in arguments["transforms"]]}
     try:
-        return known[name](**given)
+        return transforms[name](**arguments)
     except (TypeError, ValueError, AttributeError) as error:
-        signature = str(inspect.signature(known[name].__init__)).replace("(self, ", "(")
+        signature = str(inspect.signature(transforms[name].__init__)).replace("(self, ", "(")
         raise BadInput(f"{name}: {error}; its arguments are {signature}") from error
 
 
-def _tried(transform: v2.Transform) -> None:
+def _try(transform: v2.Transform) -> None:
     """Runs a transform on small images, with and without boxes."""
     for seed in range(TRIALS):
         boxes = torch.tensor([[4.0, 4, 30, 40], [20, 10, 60, 44]])[: seed % 3]

@@ -91,7 +91,7 @@ class SeenRegion:
 def draw_seen(
     image: Tensor, target: Target, zoom_out: float, iou_crop: bool, generator: torch.Generator
 ) -> tuple[Region, Target]:
-    """The region that is seen after zooming out (above 1) and the crop, and the target without the boxes it loses."""
+    """The region visible after zooming out (above 1) and the crop, and the target without the boxes outside it."""
     region = (0, 0, *image.shape[-2:])
     if zoom_out > 1:
         region = draw_zoom_out(region[2:], zoom_out, generator)
