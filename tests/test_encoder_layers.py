@@ -17,10 +17,10 @@ import torch
 import transformers
 from packaging.requirements import Requirement
 from packaging.version import Version
-from test_detr import CLASSES, batch_of
+from small_detectors import CLASSES, batch_of
 
 from toolkit.models import build_detector
-from toolkit.models.detr.host_waits import ALIKE, sizes_known
+from toolkit.models.detr.host_waits import ENCODER_LAYERS, without_host_waits
 
 SMALL = {"backbone": "test_resnet", "freeze": "none", "d_model": 32, "heads": 2, "decoder_layers": 2, "ffn_dim": 32,
          "num_queries": 6, "dropout": 0.1}  # fmt: skip
@@ -62,7 +62,7 @@ def hash_of(place: str) -> str:
 def test_what_the_patches_replace_is_what_it_was():
     """Where this fails: read what changed, mend host_waits.py, then note the new hash."""
     assert {place: hash_of(place) for place in REPLACED} == REPLACED
-    assert {place.split(".")[1] for place in REPLACED if place.endswith("EncoderLayer.forward")} == ALIKE
+    assert {place.split(".")[1] for place in REPLACED if place.endswith("EncoderLayer.forward")} == ENCODER_LAYERS
 
 
 def test_no_release_of_transformers_is_allowed_that_was_not_compared():
@@ -77,7 +77,7 @@ def test_encoder_layers_are_those_of_transformers_to_the_bit(name):
     torch.manual_seed(0)
     own = {"encoder_layers": 1} if name not in ("rt_detr_v2", "d_fine", "deimv2") else {}
     detector = build_detector(name, class_names=CLASSES, **SMALL | own).train()
-    layer = next(module for module in detector.modules() if type(module).__name__ in ALIKE)
+    layer = next(module for module in detector.modules() if type(module).__name__ in ENCODER_LAYERS)
     seen = []
     hook = layer.register_forward_pre_hook(lambda module, *given: seen.append(given), with_kwargs=True)
     batch = batch_of((2, 1), hw=(64, 64))
@@ -113,7 +113,7 @@ def passed(forward, layer, args, kwargs, spoiled) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES[3:])
-def test_known_sizes_change_nothing(name, monkeypatch):
+def test_forwards_without_host_waits_give_the_same(name, monkeypatch):
     """Nor does a forward that fails leave anything behind."""
     torch.manual_seed(0)
     detector, told, plain = build_detector(name, class_names=CLASSES, **SMALL).train(), [], torch.nonzero_static
@@ -127,12 +127,12 @@ def test_known_sizes_change_nothing(name, monkeypatch):
         batch = batch_of(counts, hw=(64, 64))
         expected = passed(batch)
         assert not told
-        with sizes_known(detector.model.model, counts):
+        with without_host_waits(detector.model.model, counts):
             torch.testing.assert_close(passed(batch), expected, rtol=0, atol=0)
         assert len(told) == any(counts)
         told.clear()
     hook = detector.model.model.enc_output.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), sizes_known(detector.model.model, counts):
+    with pytest.raises(ZeroDivisionError), without_host_waits(detector.model.model, counts):
         passed(batch)
     hook.remove()
     assert not torch.overrides._get_current_function_mode() and not detector.model.model.enc_output._forward_pre_hooks
