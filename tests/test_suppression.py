@@ -74,7 +74,7 @@ def test_classes_are_suppressed_on_a_device_as_on_a_cpu(monkeypatch, usual, larg
                            best_rows(theirs[None], 160)[1][0, : (theirs > 0).sum()])  # fmt: skip
 
 
-@pytest.mark.parametrize("counts", [[30, 0, 17], [0, 0, 0], [1, 1, 1]])
+@pytest.mark.parametrize("counts", [[30, 0, 17], [0, 0, 0]])
 def test_detections_are_those_of_torchvision(counts):
     torch.manual_seed(sum(counts))
     logits, deltas = torch.randn(sum(counts), 4), torch.randn(sum(counts), 4, 4)

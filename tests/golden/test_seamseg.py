@@ -7,11 +7,13 @@ Run: python -m pytest tests/golden/test_seamseg.py [--golden DIR]
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from golden_files import arrays
 from torchvision.models.detection._utils import BoxCoder, encode_boxes
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.ops import nms
@@ -32,9 +34,7 @@ from toolkit.step.schedules import Schedule, lr_factor
 RTOL = 1e-5
 
 
-def files(folder: Path, name: str) -> dict[str, np.ndarray]:
-    with np.load(folder / f"seamseg_{name}.npz", allow_pickle=False) as data:
-        return {key: data[key] for key in data.files}
+files = partial(arrays, program="seamseg")
 
 
 def schedule_cases(folder: Path) -> dict[str, dict]:
@@ -50,11 +50,6 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("schedule_case", list(schedule_cases(folder)))
     if "image" in metafunc.fixturenames:
         metafunc.parametrize("image", range(len(files(folder, "detection_loss")["num_gt"])))
-
-
-@pytest.fixture(scope="session")
-def golden(pytestconfig) -> Path:
-    return pytestconfig.getoption("golden")
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
-from sgg_files import (
+from golden_files import (
     arrays,
     cases_of,
     close,
@@ -27,6 +25,8 @@ from sgg_files import (
     tensors,
     within,
 )
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 from sgg_heads import build_head, head_batch, our_name
 
 from toolkit.batch import attribute_targets, pad_rows
@@ -75,11 +75,6 @@ def pytest_generate_tests(metafunc):
     for name, values in cases.items():
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, values())
-
-
-@pytest.fixture(scope="session")
-def golden(pytestconfig) -> Path:
-    return pytestconfig.getoption("golden")
 
 
 # Evaluator

@@ -5,14 +5,16 @@ Run: python -m pytest tests/golden/test_yolov3.py [--golden DIR]
 
 import json
 import re
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from plain_training import plain_training
+from golden_files import arrays as golden_arrays
+from golden_files import tensors_below
+from plain_training import Taps, plain_training
 from torch import nn
 
 from scripts import train_yolov3
@@ -41,18 +43,11 @@ NETWORK_NMS = {"nms_threshold": 0.45, "topk": 400, "score_threshold": 0.01}
 IGNORE_IOU = 0.7
 
 
-@cache
-def arrays(folder: Path, topic: str) -> dict[str, np.ndarray]:
-    with np.load(folder / f"yolov3_{topic}.npz", allow_pickle=False) as file:
-        return dict(file)
+arrays = partial(golden_arrays, program="yolov3")
 
 
 def tensors(folder: Path, topic: str, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The arrays whose name starts with `prefix`, without it."""
-    items = arrays(folder, topic).items()
-    return {
-        k.removeprefix(prefix): torch.from_numpy(v) for k, v in items if k.startswith(prefix) and v.dtype.kind != "U"
-    }
+    return tensors_below(arrays(folder, topic), prefix)
 
 
 def cases(folder: Path, topic: str, suffix: str) -> list[str]:
@@ -80,11 +75,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def golden(request) -> Path:
-    return request.config.getoption("golden")
 
 
 def targets_of(boxes: torch.Tensor, ids: torch.Tensor, ratios: torch.Tensor | None) -> list[dict]:
@@ -216,29 +206,6 @@ def test_losses_and_gradients(golden, loss_case):
 
 
 # ---- decoding and suppression --------------------------------------------------------------------------------------
-
-
-class Taps(nn.Module):
-    """Convolutions of stride 2 as a timm features_only backbone: `stages` of (in, out) channels, a tap after each."""
-
-    def __init__(self, stages: list[list[tuple[int, int]]]):
-        super().__init__()
-        self.stages = nn.ModuleList(
-            nn.Sequential(
-                *(
-                    nn.Sequential(nn.Conv2d(i, o, 3, 2, 1, bias=False), nn.BatchNorm2d(o), nn.LeakyReLU(0.1))
-                    for i, o in stage
-                )
-            )
-            for stage in stages
-        )
-        self.feature_info = SimpleNamespace(channels=lambda: [stage[-1][1] for stage in stages])
-
-    def forward(self, x):
-        taps = []
-        for stage in self.stages:
-            taps.append(x := stage(x))
-        return taps
 
 
 def names_of(num_classes: int) -> list[str]:
@@ -695,18 +662,14 @@ def test_train_one_epoch_follows_the_original_step_by_step(golden, trajectory, t
     rates = [{v for k, v in row.items() if k.startswith("train/lr/")} for row in run.rows]
     assert all(len(values) == 1 for values in rates)
     np.testing.assert_allclose([min(values) for values in rates], run.g["lr"], rtol=1e-6)
-    check_end(run)
-
-
-def test_running_variance_is_pytorchs(golden, trajectory, tmp_path):
-    """The difference: PyTorch's running variance takes the unbiased batch variance, MXNet's the biased one."""
-    run = run_trajectory(golden, trajectory, tmp_path, rate_in_momentum=True)
+    # PyTorch's running variance takes the unbiased batch variance, MXNet's the biased one.
     worst = max(
         relative_to_largest(run.detector.state_dict()[ours], run.g[f"final/{original}"])
         for original, ours in run.names.items()
         if original.endswith("running_var")
     )
     assert 1e-3 < worst < 2e-2
+    check_end(run)
 
 
 def test_trajectory_of_torch_sgd(golden, trajectory, tmp_path):
@@ -756,5 +719,7 @@ def test_trajectory_of_the_full_darknet(golden, network_json, tmp_path):
         for name, norm in zip(originals, g[key].tolist(), strict=True):
             # What starts at 0 is lr times gradients, and as exact as these; the others are held to the README's 1e-3.
             rtol = 1e-2 if name.endswith(("beta", "bias")) else 1e-3
-            if not name.endswith("running_var"):  # biased there, see test_running_variance_is_pytorchs
+            if not name.endswith(
+                "running_var"
+            ):  # biased there, see test_train_one_epoch_follows_the_original_step_by_step
                 assert norms[names[name]] == pytest.approx(norm, rel=rtol, abs=1e-9), (key, name)
