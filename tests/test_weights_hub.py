@@ -25,7 +25,7 @@ def save_hub_folder(architecture: str, folder: Path) -> list[str]:
     entries = hub_config(architecture) if architecture in HYBRIDS else detector.model.config.to_dict()
     entries |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     if architecture == "yolos":
-        entries["use_mid_position_embeddings"] = True  # as the larger ones have them
+        entries |= {"image_size": [128, 128], "use_mid_position_embeddings": True}  # as the larger ones have them
     config = type(detector).config_class.from_dict(entries | {"auxiliary_loss": False})
     AutoModelForObjectDetection.from_config(config).save_pretrained(folder)
     return classes

@@ -122,7 +122,7 @@ def filled(model):
 
 @pytest.mark.parametrize(("name", "side", "eps"), [
     ("fasterrcnn_resnet50_fpn", 128, 0.0),
-    ("fasterrcnn_resnet50_fpn_v2", 128, None),
+    ("fasterrcnn_resnet50_fpn_v2", 64, None),
     pytest.param("ssd300_vgg16", 300, None, marks=pytest.mark.slow),
     ("ssdlite320_mobilenet_v3_large", 320, None),
 ])  # fmt: skip
