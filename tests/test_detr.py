@@ -183,7 +183,6 @@ def test_postprocess_keeps_the_best_above_the_threshold():
         ({"architecture": "detr", "backbone": "resnet51"}, ["model.backbone", "'resnet51'", "resnet50"]),
         ({"architecture": "rt_detr_v2", "backbone": "vit_tiny_patch16_224"}, ["stride", "8, 16", "[16, 16, 16]"]),
         ({"architecture": "detr", "freeze": "stem"}, ["model.freeze", "'stem'", "paper, norms, none"]),
-        ({"architecture": "detr", "pretrained_backbone": "no/such.safetensors"}, ["no file no/such.safetensors"]),
         ({"architecture": "detr", "class_names": []}, ["no classes"]),
         ({"architecture": "detr", "num_querys": 3}, ["num_querys", "did you mean model.num_queries"]),
         ({"architecture": "rt_detr_v2", "decoder_layers": 1}, ["model.decoder_layers: 1 is too few", "use 2"]),

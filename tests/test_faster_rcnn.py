@@ -360,14 +360,11 @@ def test_another_set_of_classes_takes_everything_but_the_rows_of_new_ones(tmp_pa
         ({"anchor_sizes": [[16]]}, "anchor_sizes"),
         ({"anchor_sizes": [[16], [32, 64]]}, "anchor_sizes"),
         ({"head_norm": "layer"}, "head_norm"),
-        ({"num_queries": 3}, "no setting model.num_queries"),
     ],
 )
 def test_faults_are_bad_input(options, words):
     with pytest.raises(BadInput, match=words):
         tiny(**options)
-    with pytest.raises(BadInput, match="no setting model.strides"):
-        build_detector("fasterrcnn_resnet50_fpn_v2", class_names=CLASSES, strides=[8, 16])
 
 
 @pytest.mark.parametrize("cls", [TwoStageOptions, FasterRcnnOptions, ResNet50V2Options])

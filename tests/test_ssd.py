@@ -364,9 +364,6 @@ def test_resolved_options_build_the_same_detector(architecture, norm):
         ({"strides": [64, 128], "channels": [8] * 2, "aspect_ratios": [[2]] * 2}, "some of these"),
         ({"channels": [8]}, "4, 1 and 4 entries"),
         ({"aspect_ratios": [[2], [0], [2], [2]]}, "positive"),
-        ({"backbone": "lcnet_35"}, "lcnet_035"),
-        ({"norm": "layer"}, "model.norm"),
-        ({"anchors": 3}, "no setting model.anchors"),
     ],
 )
 def test_settings_that_cannot_be_built_are_bad_input(options, message):

@@ -308,12 +308,8 @@ def build(backbone: str = "darknet17", **options) -> YOLOv3:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backbone": "darknet54"}, "darknet53"),
         ({"backbone": "vit_tiny_patch16_224"}, "8, 16, 32"),
-        ({"pretrained_backbone": "missing.safetensors"}, "missing.safetensors"),
-        ({"num_queries": 5}, "model.num_queries"),
         ({"objectness_prior": 0.0}, "model.objectness_prior: 0.0"),
-        ({"norm": "layer"}, "model.norm"),
         ({"anchors": [[[1, 2]], [[3, 4]]]}, "anchors"),
         ({"anchors": [[[1, 0]], [[3, 4]], [[3, 4]]]}, "anchors"),
         ({"anchors": [[[1, 5]], [[3, 4], [1, 1]], [[3, 4]]]}, "anchors"),

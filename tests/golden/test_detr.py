@@ -184,24 +184,20 @@ def test_lines_of_meters_equal_the_original(golden):
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
+OPTIONS = {"hidden_dim": "d_model", "nheads": "heads", "enc_layers": "encoder_layers", "dec_layers": "decoder_layers",
+           "dim_feedforward": "ffn_dim", "num_queries": "num_queries", "eos_coef": "eos_coef"}  # fmt: skip
+
+
 def build_from(arrays: dict[str, np.ndarray]) -> nn.Module:
     """The detector of a trajectory file, with weights yet to be loaded."""
-    config = {key: value.item() for key, value in group(arrays, "config").items()}
-    return build_detector(
-        "detr",
-        class_names=[str(i) for i in range(config["num_classes"])],
-        backbone="resnet18",
-        pretrained_backbone=False,
-        freeze="paper",
-        d_model=config["hidden_dim"],
-        heads=config["nheads"],
-        encoder_layers=config["enc_layers"],
-        decoder_layers=config["dec_layers"],
-        ffn_dim=config["dim_feedforward"],
-        num_queries=config["num_queries"],
-        eos_coef=config["eos_coef"],
-        dropout=0.0,
-    )
+    config = config_of(arrays)
+    options = {ours: config[theirs] for theirs, ours in OPTIONS.items()}
+    names = [str(i) for i in range(config["num_classes"])]
+    return build_detector("detr", class_names=names, backbone="resnet18", freeze="paper", dropout=0.0, **options)
+
+
+def config_of(arrays: dict[str, np.ndarray]) -> dict:
+    return {key: value.item() for key, value in group(arrays, "config").items()}
 
 
 def recipe_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
@@ -365,7 +361,7 @@ def start_of_trajectory(arrays: dict[str, np.ndarray]) -> nn.Module:
     if "config/recipe_seed" in arrays:
         load_recipe(detector, int(arrays["config/recipe_seed"]))
         return detector
-    config = {key: value.item() for key, value in group(arrays, "config").items()}
+    config = config_of(arrays)
     detector.model.load_state_dict(original_random_weights(config, seed=5))
     return detector.double()  # see ROUNDING
 
@@ -397,7 +393,7 @@ def test_trajectories_start_where_the_original_starts(trajectory):
 
 def optimizer_groups(detector: nn.Module, arrays: dict[str, np.ndarray]) -> list[dict]:
     """The original's two groups, the backbone with a rate of its own, weight decay on everything."""
-    config = {key: value.item() for key, value in group(arrays, "config").items()}
+    config = config_of(arrays)
     return parameter_groups(
         detector, lr=config["lr"], backbone_lr=config["lr_backbone"], weight_decay=config["weight_decay"]
     )
@@ -431,7 +427,7 @@ def assert_trajectory(rows: list[dict[str, float]], detector: nn.Module, arrays:
 def test_train_one_epoch_follows_the_original_step_by_step(trajectory, tmp_path):
     """The loop of scripts/train_detr.py itself: 30 steps of loss, gradient norm, learning rate, the averages that the
     epochs return, and the final weights."""
-    config = {key: value.item() for key, value in group(trajectory, "config").items()}
+    config = config_of(trajectory)
     detector, batches = start_of_trajectory(trajectory), batches_of(trajectory)
     total_steps, step_size = config["epochs"] * len(batches), config["lr_drop_epochs"] * len(batches)
     t = plain_training(
