@@ -84,3 +84,12 @@ def test_the_table_names_a_few_classes_whose_rows_are_kept(shared, words):
     assert not table.state["head"][1 + shared :].any()
     with pytest.raises(ValueError, match="different layouts"):
         map_weights(model, checkpoint, class_tensors={"head": (1, 1, 0), "h*": (0, 1, 0)})
+
+
+def test_the_summary_has_a_line_for_each_part_of_the_model():
+    """At most three parts of a name, neither its own nor numbers, of the first four."""
+    names = ["a.b.c.d.weight", "a.b.c.d.bias", "a.0.b.1.c.weight", "x.y.weight", "weight"]
+    tensors = {name: torch.zeros(1) for name in names}
+    lines = map_weights(tensors, tensors).summary().splitlines()
+    counted = [(part, int(count)) for _, part, count, _ in map(str.split, lines)]
+    assert counted == [("a.b.c", 2), ("a.b", 1), ("x.y", 1), ("weight", 1)]
