@@ -1,9 +1,10 @@
-"""A `Training` of plain parts, for tests that run a script's own loop on batches of their own."""
+"""Plain parts: a `Training` for tests that run a script's own loop on batches of their own, a small backbone."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 from accelerate import Accelerator
+from torch import nn
 
 from toolkit.data.sampling import EpochSampler
 from toolkit.log import Log
@@ -32,3 +33,23 @@ def plain_training(detector, batches: list, optimizer, make_schedule, folder: Pa
     )  # fmt: skip
     t.log.start(RunWriter(folder), {}, 0, total_steps)
     return t
+
+
+class Taps(nn.Module):
+    """Convolutions of stride 2 as a timm features_only backbone: `stages` of (in, out) channels, a tap after each."""
+
+    def __init__(self, stages: list[list[tuple[int, int]]]):
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Sequential(*(conv_bn_leaky(i, o) for i, o in stage)) for stage in stages)
+        self.feature_info = SimpleNamespace(channels=lambda: [stage[-1][1] for stage in stages])
+
+    def forward(self, x):
+        taps = []
+        for stage in self.stages:
+            taps.append(x := stage(x))
+        return taps
+
+
+def conv_bn_leaky(width: int, out_width: int) -> nn.Sequential:
+    convolution = nn.Conv2d(width, out_width, 3, 2, 1, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(out_width), nn.LeakyReLU(0.1))

@@ -1,5 +1,7 @@
 """Scene graphs on detectors other than Faster R-CNN."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from contract import assert_resolved_options_build_it_again
@@ -10,7 +12,7 @@ from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.models.detector import Detector
+from toolkit.models.detector import Detector, check_contract
 from toolkit.models.final import load_detector_folder
 from toolkit.scene_graphs.detector_below import FOUND_IOU, distribution_logits, scores_of
 from toolkit.scene_graphs.start import count_table
@@ -173,3 +175,22 @@ def test_a_detector_without_maps_is_refused(table):
     with pytest.raises(BadInput, match="test_any_detector:Blind has no feature maps"):
         build_detector("scene_graph", class_names=table.class_names, predicates=["on"],
                        detector_options={"architecture": f"{__name__}:Blind"})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("announced", "problems"),
+    [
+        ({}, []),
+        ({"forward": Detector.forward, "postprocess": Detector.postprocess}, ["has no forward()", "has no decode()"]),
+        ({"loss_names": (), "divided_by": {}, "stride": 0}, ["no loss_names", "no divided_by", "stride is 0"]),
+        ({"loss_names": ("loss", "other"), "divided_by": {"loss": "images"}}, ["names no denominator for other"]),
+    ],
+)
+def test_everything_that_breaks_the_contract_is_named_at_once(announced, problems):
+    detector = type("Broken", (Blind,), announced)(["a"], None)
+    with pytest.raises(BadInput) if problems else nullcontext() as error:
+        check_contract(detector)
+    found = error.value.problems if problems else []
+    assert [words in problem for words, problem in zip(problems, found, strict=True)] == [True] * len(problems)
+    with pytest.raises(BadInput, match="Linear is no detector"):
+        check_contract(torch.nn.Linear(1, 1))

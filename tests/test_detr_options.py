@@ -8,48 +8,54 @@ from dataclasses import fields
 
 import pytest
 import torch
+from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
 from jsonargparse import ArgumentParser, set_parsing_settings
-from test_d_fine import SMALL as SMALL_FINE
-from test_d_fine import hub_config
-from test_detr import CLASSES, batch_of, random_target, run
-from test_detr_family import ON_TIMM, TINY_RF_DETR, Class, small, wake
+from small_detectors import (
+    CATEGORIES,
+    CLASSES,
+    HYBRIDS,
+    ON_TIMM,
+    SMALL,
+    TINY_RF_DETR,
+    batch_of,
+    build,
+    hub_config,
+    image_size,
+    run,
+    small,
+    wake,
+    weighted,
+)
 from torch import nn
 from transformers import ResNetConfig
 
 from toolkit.batch import normalize_images, pixel_mask
-from toolkit.data.batches import collate
 from toolkit.errors import BadInput
 from toolkit.models import ARCHITECTURES, build_detector, options_class
-from toolkit.models.detector import denominator_of
 from toolkit.models.detr.query_points import encode_sinusoidal_position_embedding, grid_points
 from toolkit.models.final import load_detector_folder
-from toolkit.step.losses import LossWeights
 
-FINE = {"backbone": "test_resnet", **SMALL_FINE}
-YOLOS = {"d_model": 32, "heads": 2, "encoder_layers": 2, "ffn_dim": 32, "num_queries": 6}
-SETTINGS = {
-    "detr": ON_TIMM,
+SETTINGS = SMALL | {
     "conditional_detr": {**ON_TIMM, "dilation": True},
-    "deformable_detr": ON_TIMM,
-    "deformable_detr+": {**ON_TIMM, "box_refine": "iterative"},
-    "deformable_detr++": {**ON_TIMM, "box_refine": "two_stage"},
-    "dab-detr": ON_TIMM,
     "rf_detr": {"encoder_layers": 4, "decoder_layers": 2, "num_queries": 6, "heads": 4},
-    "yolos": YOLOS,
-    "rt_detr_v2": FINE,
-    "d_fine": FINE,
-    "deimv2": FINE,
 }
 FAMILY = [name for name, (module, _) in ARCHITECTURES.items() if module.startswith(".detr.")]
 
 
-def build(name, seed=0, **options):
-    torch.manual_seed(seed)
-    return build_detector(name.rstrip("+"), class_names=CLASSES, **options)
-
-
 def plain(value):
     return json.loads(json.dumps(value))
+
+
+def assert_built_again(detector, no_value=("pretrained",)) -> dict:
+    """The settings with the values that were used."""
+    assert_resolved_options_build_it_again(detector, CLASSES, no_value)
+    resolved = plain(detector.resolved_options())
+    assert {key for key, value in resolved.items() if value is None} == set(no_value)
+    assert resolved == plain(detector.options)
+    again = build_detector(**resolved, class_names=CLASSES)
+    assert again.model.config.to_dict() == detector.model.config.to_dict()
+    assert getattr(again.set_loss, "matching_costs", None) == getattr(detector.set_loss, "matching_costs", None)
+    return resolved
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -61,8 +67,8 @@ def test_help_has_a_sentence_for_every_setting_and_its_value(name):
     parser = ArgumentParser()
     parser.add_class_arguments(options_class(name))
     explained = {action.dest: action.help for action in parser._actions}
-    for each in fields(options_class(name)):
-        assert "." in (explained[each.name] or "") or ":" in explained[each.name], each.name
+    for field in fields(options_class(name)):
+        assert "." in (explained[field.name] or "") or ":" in explained[field.name], field.name
     assert options_class(name)().architecture == name and options_class(name).__doc__
 
 
@@ -71,52 +77,35 @@ def test_a_setting_that_an_architecture_does_not_use_is_not_its_own():
                       ("conditional_detr", "eos_coef"), ("rt_detr_v2", "depth_mult"), ("d_fine", "aux_loss"),
                       ("dab-detr", "pre_norm")]:  # fmt: skip
         with pytest.raises(BadInput, match=f"{name} has no setting model.{key}"):
-            build_detector(name, class_names=CLASSES, **{key: 1})
-
-
-def assert_built_again(detector, no_value=("pretrained",)):
-    resolved = plain(detector.resolved_options())
-    assert {key for key, value in resolved.items() if value is None} == set(no_value)
-    assert resolved == plain(detector.options)
-    torch.manual_seed(1)
-    again = build_detector(**resolved, class_names=CLASSES)
-    assert again.model.config.to_dict() == detector.model.config.to_dict()
-    mine, theirs = detector.state_dict(), again.state_dict()
-    assert {key: tensor.shape for key, tensor in mine.items()} == {key: tensor.shape for key, tensor in theirs.items()}
-    trained = [[name for name, p in d.named_parameters() if p.requires_grad] for d in (detector, again)]
-    assert trained[0] == trained[1] and (again.mean, again.std) == (detector.mean, detector.std)
-    assert again.loss_names == detector.loss_names and plain(again.resolved_options()) == resolved
-    assert getattr(again.set_loss, "matching_costs", None) == getattr(detector.set_loss, "matching_costs", None)
-
-
-@pytest.mark.parametrize("name", list(SETTINGS))
-def test_resolved_settings_build_the_same_model(name):
-    detector = build(name, **SETTINGS[name])
-    assert_built_again(detector)
-    for key, value in SETTINGS[name].items():
-        assert detector.resolved_options()[key] == value
+            build(name, **{key: 1})
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_resolved_settings_of_an_untouched_detector_are_the_published_ones(name):
     detector = build(name)
     resolved = detector.resolved_options()
-    for each in fields(options_class(name)):
-        if each.name not in ("mean", "std", "freeze_prefixes", "fresh_prefixes"):
-            assert resolved[each.name] == each.default, each.name
+    for field in fields(options_class(name)):
+        if field.name not in ("mean", "std", "freeze_prefixes", "fresh_prefixes"):
+            assert resolved[field.name] == field.default, field.name
     assert len(resolved["mean"]) == len(resolved["std"]) == 3
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_resolved_settings_of_a_source_are_the_source_s(name):
-    torch.manual_seed(0)
+def test_resolved_settings_and_those_of_a_source_build_the_same_model(name):
     given = {**SETTINGS[name], "num_queries": 5}
-    config = plain(build_detector(name.rstrip("+"), class_names=["a"], **given).model.config.to_dict())
-    freeze = {"freeze": "none"} if "backbone" in given else {}
-    detector = build(name, source_config=config, **freeze)
-    assert_built_again(detector)
-    resolved = detector.resolved_options()
+    detector = build(name, **given)
+    resolved = assert_built_again(detector)
     assert {key: resolved[key] for key in given} == given
+
+    config = plain(detector.model.config.to_dict())
+    again = build(name, seed=1, source_config=config, **({"freeze": "none"} if "backbone" in given else {}))
+    resolved = assert_built_again(again)
+    assert {key: resolved[key] for key in given} == given
+    again.model.load_state_dict(wake(detector).model.state_dict())
+    batch = batch_of([1, 2], (112, 112) if name == "rf_detr" else image_size(name))
+    with torch.no_grad():
+        mine, theirs = (d.eval()(batch.images, batch.sizes) for d in (again, detector))
+    torch.testing.assert_close(mine["boxes"], theirs["boxes"])
 
 
 def test_one_setting_that_stands_for_two_entries_leaves_a_source_alone_that_tells_them_apart():
@@ -130,25 +119,38 @@ def test_one_setting_that_stands_for_two_entries_leaves_a_source_alone_that_tell
     assert config.encoder_ffn_dim == config.decoder_ffn_dim == 40
 
 
-@pytest.mark.parametrize("name", ["rt_detr_v2", "d_fine", "deimv2"])
+@pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("freeze", [None, "none"])
 def test_resolved_settings_of_a_source_with_its_own_backbone(name, freeze):
     detector = build(name, source_config=plain(hub_config(name)), freeze=freeze)
-    assert_built_again(detector, ("pretrained", "backbone"))
-    assert detector.resolved_options()["freeze"] == (freeze or "norms")
+    assert assert_built_again(detector, ("pretrained", "backbone"))["freeze"] == (freeze or "norms")
 
 
 @pytest.mark.parametrize("name", ["detr", "conditional_detr", "deformable_detr", "dab-detr"])
-def test_resolved_settings_of_a_source_with_a_resnet_of_transformers(name):
+def test_a_source_with_a_resnet_of_transformers(name):
     own = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 16, 32], depths=[1, 1, 1, 1], layer_type="basic",
                        out_features=["stage2", "stage3", "stage4"]).to_dict()  # fmt: skip
-    config = plain(build(name, **ON_TIMM).model.config.to_dict() | {"backbone_config": own})
-    detector = build(name, source_config=config)
-    assert detector.resolved_options()["freeze"] == "paper"
-    assert_built_again(detector, ("pretrained", "backbone"))
-    if name != "deformable_detr":
-        with pytest.raises(BadInput, match="model.dilation.*no such setting"):
-            build(name, source_config=config, dilation=True)
+    config = plain(small(name).model.config.to_dict() | {"backbone_config": own})
+    trained = {}
+    for freeze in (None, "norms"):
+        detector = build(name, source_config=config, **({"freeze": freeze} if freeze else {}))
+        assert assert_built_again(detector, ("pretrained", "backbone"))["freeze"] == (freeze or "paper")
+        losses, _ = run(detector.train(), batch_of([1, 2]))
+        sum(losses.values()).backward()
+        trained[freeze] = {k for k, p in detector.named_parameters() if "backbone" in k and p.requires_grad}
+    assert trained[None] and all(".encoder.stages." in k and ".stages.0." not in k for k in trained[None])
+    assert trained[None] < trained["norms"]
+
+    on_timm = build(name, source_config=config, backbone="test_resnet", freeze="none")
+    assert on_timm.model.config.backbone_config.backbone == "test_resnet"
+    for options, words in [
+        ({"freeze": "none"}, "'none' is not possible.*paper or norms"),
+        ({"pretrained_backbone": True}, "none of timm's"),
+        ({"freeze": "everything"}, "'everything' is not one of"),
+        *([({"dilation": True}, "model.dilation.*no such setting")] if name != "deformable_detr" else []),
+    ]:
+        with pytest.raises(BadInput, match=words):
+            build(name, source_config=config, **options)
 
 
 def test_a_source_s_groups_and_proportions_of_rf_detr():
@@ -159,34 +161,18 @@ def test_a_source_s_groups_and_proportions_of_rf_detr():
     assert_built_again(odd, ("pretrained", "heads"))
 
 
-# --- denominators -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["detr", "conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", "yolos",
-                                  "rt_detr_v2", "d_fine", "deimv2"])  # fmt: skip
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in ("deformable_detr", "deformable_detr+")])
 def test_every_loss_is_divided_by_the_denominator_it_names_and_by_no_other(name):
-    detector = build(name, **SETTINGS[name]) if name in ("rt_detr_v2", "d_fine", "deimv2") else small(name)
-    detector = wake(detector).train()
-    batch = batch_of([2, 1, 0], (64, 64))
-    counted = detector.denominators(batch.targets)
-    torch.manual_seed(0)
+    detector, batch = wake(small(name)).train(), batch_of([2, 1, 0], (64, 64))
     outputs = detector(batch.images, batch.sizes, batch.targets)
-    before, _ = detector.criterion(outputs, batch.targets, counted)
-    assert set(detector.denominator_names) == set(counted) and set(before) == set(detector.loss_names)
-    for denominator in counted:
-        doubled = {key: value * (2 if key == denominator else 1) for key, value in counted.items()}
-        after, _ = detector.criterion(outputs, batch.targets, doubled)
-        for loss, value in before.items():
-            factor = 0.5 if denominator_of(detector, loss) == denominator else 1.0
-            torch.testing.assert_close(after[loss], value * factor, rtol=1e-5, atol=0, msg=f"{loss} {denominator}")
-            assert value > 0
+    assert_losses_are_divided_as_announced(detector, outputs, batch.targets)
 
 
 # --- DETR's position embeddings ---------------------------------------------------------------------------------------
 
 
 def test_learned_position_embeddings_learn_and_are_saved(tmp_path):
-    detector = build("detr", **ON_TIMM, position_embedding="learned").train()
+    detector = small("detr", position_embedding="learned").train()
     assert_built_again(detector)
     table = detector.model.model.position_embedding
     assert len(table.row_embeddings.weight) == 50 and 0 <= table.row_embeddings.weight.min()
@@ -197,11 +183,11 @@ def test_learned_position_embeddings_learn_and_are_saved(tmp_path):
         before = table.row_embeddings.weight.detach().clone()
         losses, _ = run(detector, batch)
         optimizer.zero_grad()
-        LossWeights(detector.loss_names, {}, detector.default_weights)(losses, 0).total.backward()
+        weighted(detector, losses).backward()
         optimizer.step()
         moved = (table.row_embeddings.weight != before).any(1)
         assert moved[:2].all() and not moved[2:].any()  # two rows of 32 pixels
-    wake(detector).eval().save_final(tmp_path, [Class(i, name) for i, name in enumerate(CLASSES)])
+    wake(detector).eval().save_final(tmp_path, CATEGORIES)
     assert '"learned"' in (tmp_path / "config.json").read_text()
     again = build("detr", seed=3, source_config=json.loads((tmp_path / "config.json").read_text()), freeze="none")
     again.model.load_state_dict(detector.model.state_dict())
@@ -213,7 +199,7 @@ def test_learned_position_embeddings_learn_and_are_saved(tmp_path):
 
 
 def test_learned_position_embeddings_are_the_original_s():
-    detector = build("detr", **ON_TIMM, position_embedding="learned")
+    detector = small("detr", position_embedding="learned")
     table = detector.model.model.position_embedding
     column, row = table.column_embeddings.weight, table.row_embeddings.weight
     height, width = 3, 5
@@ -270,14 +256,13 @@ def original_pre_norm(core, pixels, mask):
 
 
 def pre_norm_detr(**options):
-    return wake(build("detr", **{**ON_TIMM, "encoder_layers": 2, "decoder_layers": 3, "pre_norm": True, **options}))
+    return wake(small("detr", **{"encoder_layers": 2, "decoder_layers": 3, "pre_norm": True, **options}))
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_pre_norm_is_the_original_s_formula(training):
     detector = pre_norm_detr().train(training)
-    batch = collate([(torch.full((3, *hw), 9, dtype=torch.uint8), random_target(1, hw)) for hw in ((64, 64), (40, 90))])
-    batch.images.random_(generator=torch.Generator().manual_seed(0))
+    batch = batch_of([1, 1], (64, 90), smaller=(40, 64))
     detector.model.model.backbone.eval()  # batch statistics would be updated in between
     pixels = normalize_images(batch.images, batch.sizes, detector.mean, detector.std)
     with torch.no_grad():
@@ -286,20 +271,20 @@ def test_pre_norm_is_the_original_s_formula(training):
         logits, boxes = detector.model.class_labels_classifier(states), detector.model.bbox_predictor(states).sigmoid()
     torch.testing.assert_close(found["logits"], logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found["boxes"], boxes, rtol=1e-4, atol=1e-5)
-    post_norm = build("detr", **{**ON_TIMM, "encoder_layers": 2, "decoder_layers": 3}).eval()
+    post_norm = pre_norm_detr(pre_norm=False).eval()
     post_norm.model.load_state_dict(detector.model.state_dict(), strict=False)
     with torch.no_grad():
         assert (post_norm(batch.images, batch.sizes)["logits"] - found["logits"]).abs().max() > 0.1
 
 
-POINTS = {**ON_TIMM, "d_model": 96, "heads": 4, "num_queries": 16, "query_points": True}
+POINTS = {"d_model": 96, "heads": 4, "num_queries": 16, "query_points": True}
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
 @pytest.mark.parametrize("count", [1, 7, 16])
 def test_queries_look_first_around_their_points(count, pre_norm):
     """Where the first cross-attention of a new model goes, on a map of the encoder with any content."""
-    core = build("detr", **{**POINTS, "num_queries": count, "pre_norm": pre_norm}).model.model
+    core = small("detr", **{**POINTS, "num_queries": count, "pre_norm": pre_norm}).model.model
     points = grid_points(count)
     assert len(points.unique(dim=0)) == count and torch.all((points > 0) & (points < 1))
     tokens = (torch.cartesian_prod(torch.arange(8), torch.arange(8)).flip(1) + 0.5) / 8  # x, y of an 8 x 8 map
@@ -313,7 +298,7 @@ def test_queries_look_first_around_their_points(count, pre_norm):
 
 
 def test_boxes_are_told_from_the_points_and_move_with_them():
-    detector, batch = build("detr", **POINTS).eval(), batch_of([2, 0, 1])
+    detector, batch = small("detr", **POINTS).eval(), batch_of([2, 0, 1])
     with torch.no_grad():
         boxes = detector(batch.images, batch.sizes)["boxes"]
         torch.testing.assert_close(boxes[..., :2], grid_points(16).expand_as(boxes[..., :2]))  # before any step
@@ -323,7 +308,7 @@ def test_boxes_are_told_from_the_points_and_move_with_them():
 
 
 def test_points_have_the_embeddings_of_transformers():
-    core = build("detr", **{**ON_TIMM, "d_model": 96, "heads": 4}).model.model
+    core = small("detr", d_model=96, heads=4).model.model
     mask = torch.ones(1, 8, 8, dtype=torch.bool)
     theirs = core.position_embedding(torch.zeros(1, 96, 8, 8).shape, "cpu", torch.float32, mask)
     tokens = (torch.cartesian_prod(torch.arange(8), torch.arange(8)).flip(1) + 1) / 8  # theirs count from 1
@@ -337,7 +322,7 @@ def test_points_need_sines_and_room_in_a_head():
         [("heads", 16), "of 6 channels"],
     ):
         with pytest.raises(BadInput, match=f"model.query_points with model.position_embedding .*{said}"):
-            build("detr", **POINTS | dict([wrong]))
+            small("detr", **POINTS | dict([wrong]))
 
 
 def test_pre_norm_and_points_train_drop_out_and_are_saved_in_our_own_format(tmp_path):
@@ -346,16 +331,16 @@ def test_pre_norm_and_points_train_drop_out_and_are_saved_in_our_own_format(tmp_
     batch = batch_of([2, 0, 1])
     first, second = (run(detector, batch)[0]["loss_ce"] for _ in range(2))
     assert first != second
-    LossWeights(detector.loss_names, {}, detector.default_weights)(run(detector, batch)[0], 0).total.backward()
+    weighted(detector, run(detector, batch)[0]).backward()
     assert not [n for n, p in detector.named_parameters() if p.requires_grad and p.grad is None]
     encoder = detector.model.model.encoder
     assert encoder.layers[0].mlp.fc1.weight.abs().max() <= (6 / 64) ** 0.5  # Xavier, as without pre_norm
 
-    detector.eval().save_final(tmp_path, [Class(7 * i, name) for i, name in enumerate(CLASSES)])
+    detector.eval().save_final(tmp_path, CATEGORIES)
     loaded, categories, _ = load_detector_folder(tmp_path)
     with torch.no_grad():
         mine, theirs = (d(batch.images, batch.sizes)["logits"] for d in (detector, loaded))
-    assert torch.equal(mine, theirs) and [category.id for category in categories] == [0, 7, 14]
+    assert torch.equal(mine, theirs) and categories == CATEGORIES
     for own in ("pre_norm", "query_points"):
         with pytest.raises(BadInput, match="model.pre_norm, model.query_points: the pretrained model"):
-            build("detr", source_config=plain(build("detr", **ON_TIMM).model.config.to_dict()), **{own: True})
+            build("detr", source_config=plain(small("detr").model.config.to_dict()), **{own: True})

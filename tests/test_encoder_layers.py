@@ -17,15 +17,9 @@ import torch
 import transformers
 from packaging.requirements import Requirement
 from packaging.version import Version
-from test_detr import CLASSES, batch_of
+from small_detectors import HYBRIDS, batch_of, small
 
-from toolkit.models import build_detector
-from toolkit.models.detr.host_waits import ALIKE, sizes_known
-
-SMALL = {"backbone": "test_resnet", "freeze": "none", "d_model": 32, "heads": 2, "decoder_layers": 2, "ffn_dim": 32,
-         "num_queries": 6, "dropout": 0.1}  # fmt: skip
-NAMES = ("detr", "conditional_detr", "deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
-
+from toolkit.models.detr.host_waits import ENCODER_LAYERS, without_host_waits
 
 # What of transformers the patches replace or count on: code without comments, docstrings and annotations, as a hash.
 REPLACED = {
@@ -44,12 +38,12 @@ REPLACED = {
 }
 
 
-def hash_of(place: str) -> str:
-    module, *names = place.split(".")
-    found = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+def hash_of(path: str) -> str:
+    module, *names = path.split(".")
+    code = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     for name in names:
-        found = getattr(found, name)
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(found))))
+        code = getattr(code, name)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(code))))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.decorator_list, node.returns = [], None
@@ -61,8 +55,8 @@ def hash_of(place: str) -> str:
 
 def test_what_the_patches_replace_is_what_it_was():
     """Where this fails: read what changed, mend host_waits.py, then note the new hash."""
-    assert {place: hash_of(place) for place in REPLACED} == REPLACED
-    assert {place.split(".")[1] for place in REPLACED if place.endswith("EncoderLayer.forward")} == ALIKE
+    assert {path: hash_of(path) for path in REPLACED} == REPLACED
+    assert {path.split(".")[1] for path in REPLACED if path.endswith("EncoderLayer.forward")} == ENCODER_LAYERS
 
 
 def test_no_release_of_transformers_is_allowed_that_was_not_compared():
@@ -72,12 +66,10 @@ def test_no_release_of_transformers_is_allowed_that_was_not_compared():
     assert here in allowed and f"{here.major}.{here.minor + 1}.0" not in allowed
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["detr", "conditional_detr", "deformable_detr", *HYBRIDS])
 def test_encoder_layers_are_those_of_transformers_to_the_bit(name):
-    torch.manual_seed(0)
-    own = {"encoder_layers": 1} if name not in ("rt_detr_v2", "d_fine", "deimv2") else {}
-    detector = build_detector(name, class_names=CLASSES, **SMALL | own).train()
-    layer = next(module for module in detector.modules() if type(module).__name__ in ALIKE)
+    detector = small(name, dropout=0.1).train()
+    layer = next(module for module in detector.modules() if type(module).__name__ in ENCODER_LAYERS)
     seen = []
     hook = layer.register_forward_pre_hook(lambda module, *given: seen.append(given), with_kwargs=True)
     batch = batch_of((2, 1), hw=(64, 64))
@@ -112,12 +104,11 @@ def passed(forward, layer, args, kwargs, spoiled) -> list[torch.Tensor]:
     return [found.detach(), *(g for g in gradients if g is not None)]
 
 
-@pytest.mark.parametrize("name", NAMES[3:])
-def test_known_sizes_change_nothing(name, monkeypatch):
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_forwards_without_host_waits_give_the_same(name, monkeypatch):
     """Nor does a forward that fails leave anything behind."""
-    torch.manual_seed(0)
-    detector, told, plain = build_detector(name, class_names=CLASSES, **SMALL).train(), [], torch.nonzero_static
-    monkeypatch.setattr(torch, "nonzero_static", lambda *args, **kwargs: told.append(0) or plain(*args, **kwargs))
+    detector, calls, plain = small(name, dropout=0.1).train(), [], torch.nonzero_static
+    monkeypatch.setattr(torch, "nonzero_static", lambda *args, **kwargs: calls.append(0) or plain(*args, **kwargs))
 
     def passed(batch) -> dict:
         torch.manual_seed(1)
@@ -126,13 +117,13 @@ def test_known_sizes_change_nothing(name, monkeypatch):
     for counts in (2, 1), (0, 3), (0, 0):
         batch = batch_of(counts, hw=(64, 64))
         expected = passed(batch)
-        assert not told
-        with sizes_known(detector.model.model, counts):
+        assert not calls
+        with without_host_waits(detector.model.model, counts):
             torch.testing.assert_close(passed(batch), expected, rtol=0, atol=0)
-        assert len(told) == any(counts)
-        told.clear()
+        assert len(calls) == any(counts)
+        calls.clear()
     hook = detector.model.model.enc_output.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), sizes_known(detector.model.model, counts):
+    with pytest.raises(ZeroDivisionError), without_host_waits(detector.model.model, counts):
         passed(batch)
     hook.remove()
     assert not torch.overrides._get_current_function_mode() and not detector.model.model.enc_output._forward_pre_hooks

@@ -43,39 +43,23 @@ def trained(model, steps=3):
     return model
 
 
-def copies(model):
-    return {
-        "itself": model,
-        "deepcopy": copy.deepcopy(model),
-        "pickle": pickle.loads(pickle.dumps(model)),  # noqa: S301 (what was pickled just now)
-    }
+def unpickled(model):
+    return pickle.loads(pickle.dumps(model))  # noqa: S301 (what was pickled just now)
 
 
-def test_freezing_survives_train_in_copies_too():
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy, unpickled])
+def test_freezing_survives_train_in_copies_too(copied):
     model = net()
     assert freeze(model["backbone"]) is model["backbone"]
-    x = torch.randn(2, 3, 6, 6)
-    for kind, this in copies(model).items():
-        before = copy.deepcopy(this["backbone"].state_dict())
-        assert this.train() is this
-        assert this.training and this["norm"].training
-        assert not any(module.training for module in this["backbone"].modules()), kind
-        forward(this, x).sum().backward()
-        assert all(p.grad is None for p in this["backbone"].parameters())
-        assert all(torch.equal(v, before[k]) for k, v in this["backbone"].state_dict().items())
-        assert this["norm"].num_batches_tracked == 1 and this["neck"].weight.grad is not None
-        assert not this.eval().training and this.train()["backbone"][1].training is False
-
-
-def test_a_copy_answers_for_itself_not_for_the_original():
-    model = net()
-    freeze(model["backbone"])
-    other = copy.deepcopy(model)
-    other["backbone"][2].training = True  # as if someone had meddled
-    model.train()
-    assert other["backbone"][2].training
-    other.train()
-    assert not other["backbone"][2].training
+    model = copied(model)
+    before = copy.deepcopy(model["backbone"].state_dict())
+    assert model.train() is model and model.training and model["norm"].training
+    assert not any(module.training for module in model["backbone"].modules())
+    forward(model, torch.randn(2, 3, 6, 6)).sum().backward()
+    assert all(p.grad is None for p in model["backbone"].parameters())
+    assert all(torch.equal(v, before[k]) for k, v in model["backbone"].state_dict().items())
+    assert model["norm"].num_batches_tracked == 1 and model["neck"].weight.grad is not None
+    assert not model.eval().training and model.train()["backbone"][1].training is False
 
 
 def test_frozen_parts_compile():
@@ -96,14 +80,12 @@ def test_freezing_by_name():
     model.train()
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == frozen
     assert not model["backbone"][1].training and model["backbone"][2].training and model["neck"].training
-
-
-def test_a_prefix_that_is_nothing_names_its_neighbours():
+    model = net()
     with pytest.raises(BadInput) as error:
-        freeze_prefixes(net(), ["backbon", "backbone.9", "neck"])
-    first, second = error.value.problems
+        freeze_prefixes(model, ["backbon", "backbone.9", "neck"])
+    first, second = error.value.problems  # they name the neighbours
     assert "backbone, neck, norm" in first and "backbone.0, backbone.1, backbone.2" in second
-    assert all(p.requires_grad for p in net().parameters())
+    assert all(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -118,6 +100,8 @@ def test_frozen_batch_norm_is_eval_mode_batch_norm(affine):
     torch.testing.assert_close(frozen(y), norm(x), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(y.grad, x.grad, rtol=1e-5, atol=1e-6)
     assert not list(frozen.parameters()) and isinstance(frozen, FrozenBatchNorm2d)
+    without_statistics = nn.BatchNorm2d(3, track_running_stats=False)
+    assert freeze_batch_norms(without_statistics) is without_statistics
 
 
 def test_frozen_batch_norm_agrees_with_torchvisions_and_keeps_the_dtype():
@@ -143,11 +127,6 @@ def test_whole_backbone_with_activations_inside_its_norms():
         torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4)
     assert set(model.state_dict()) == {n for n in names if not n.endswith("num_batches_tracked")}
     assert all(parameter.ndim != 1 or name.endswith("bias") for name, parameter in model.named_parameters())
-
-
-def test_a_norm_without_statistics_stays():
-    norm = nn.BatchNorm2d(3, track_running_stats=False)
-    assert freeze_batch_norms(norm) is norm
 
 
 def test_momentum_of_batch_norms():

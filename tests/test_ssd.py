@@ -15,11 +15,9 @@ from torch import nn
 from torchvision.ops import box_iou
 
 from toolkit.box_ops import cxcywh_to_xyxy
-from toolkit.data.table import Category
 from toolkit.distributed import all_reduce, world
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.models.final import load_detector_folder
 from toolkit.models.ssd.criterion import (
     IGNORED,
     Objects,
@@ -72,11 +70,10 @@ def losses_of(model, targets, denominators=None):
 # ---- anchors and matching --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hw", [(64, 96), (128, 64), (100, 150)])
+@pytest.mark.parametrize("hw", [(64, 96), (100, 150)])
 @pytest.mark.parametrize("architecture", ["ssd", "ssdlite"])
 def test_every_output_has_its_anchor_whatever_the_size(architecture, hw):
-    model = detector(architecture).eval()
-    outputs = model(*batch_of(2, hw))
+    outputs = detector(architecture).eval()(*batch_of(2, hw))
     count = len(outputs["anchors"])
     assert outputs["logits"].shape == (2, count, 4) and outputs["offsets"].shape == (2, count, 4)
     assert outputs["image_hw"].tolist() == list(hw)
@@ -87,6 +84,9 @@ def test_every_output_has_its_anchor_whatever_the_size(architecture, hw):
     first = outputs["anchors"][: cells[0][0] * cells[0][1] * 6]
     torch.testing.assert_close(first[:, :2].mean(0), torch.tensor([0.5, 0.5]))
     assert outputs["anchors"].min() >= 0 and outputs["anchors"].max() <= 1
+    if architecture == "ssd":  # a backbone that works on whole patches of two cells: 3 x 5 become 4 x 6
+        outputs = detector(backbone="mobilevitv2_050").eval()(*batch_of(1, (96, 160)))
+        assert outputs["logits"].shape[1] == len(outputs["anchors"]) == 6 * 60 + 4 * (24 + 6 + 1)
 
 
 def test_a_cells_anchors_follow_the_order_of_the_ratios_each_once():
@@ -94,12 +94,6 @@ def test_a_cells_anchors_follow_the_order_of_the_ratios_each_once():
     sides = torch.tensor([[1, 1], [1.5, 1.5], *([r**p, r**-p] for r in (3, 2) for p in (0.5, -0.5))]) * 0.2
     torch.testing.assert_close(given, torch.cat([torch.full((6, 2), 0.5), sides], dim=1))
     assert given[[0, 1, 4, 5, 2, 3]].equal(level_anchors((1, 1), (0.2, 0.3), [2, 3]))
-
-
-def test_a_backbone_that_does_not_divide_by_its_strides_gets_anchors_for_the_maps_it_has():
-    model = detector(backbone="mobilevitv2_050").eval()  # whole patches of two cells: 3 x 5 become 4 x 6
-    outputs = model(*batch_of(1, (96, 160)))
-    assert outputs["logits"].shape[1] == len(outputs["anchors"]) == 6 * 60 + 4 * (24 + 6 + 1)
 
 
 boxes_in_unit_square = st.lists(
@@ -133,16 +127,12 @@ def loop_match(anchors, boxes, crowd, threshold):
     labels = []
     real = [j for j in range(len(boxes)) if not crowd[j]]
     for anchor in anchors:
-        area = float((anchor[2:] - anchor[:2]).prod())
-        best, best_iou = None, -1.0
-        for j in real:
-            iou = float(iou_plus(anchor, boxes[j]))
-            if iou > best_iou:
-                best, best_iou = j, iou
-        label = best + 1 if best is not None and best_iou >= threshold else 0
-        for j in range(len(boxes)):
-            if not label and crowd[j] and float(common_area(anchor, boxes[j])) >= threshold * area:
-                label = IGNORED
+        overlaps = {j: float(iou_plus(anchor, boxes[j])) for j in real}
+        best = max(overlaps, key=overlaps.get, default=None)
+        label = best + 1 if best is not None and overlaps[best] >= threshold else 0
+        least = threshold * float((anchor[2:] - anchor[:2]).prod())
+        if not label and any(crowd[j] and float(common_area(anchor, boxes[j])) >= least for j in range(len(boxes))):
+            label = IGNORED
         labels.append(label)
     for j in real:
         labels[int(torch.stack([iou_plus(anchor, boxes[j]) for anchor in anchors]).argmax())] = j + 1
@@ -171,13 +161,12 @@ def test_decoding_is_the_inverse_of_encoding(box, anchor, variances):
     torch.testing.assert_close(decoded, boxes, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("ratio", [1, 3])
-def test_the_hardest_negatives_of_each_image_count(ratio):
+def test_the_hardest_negatives_of_each_image_count():
     labels = torch.zeros(3, 30, dtype=torch.int64)
     labels[0, [3, 4]], labels[1, :12], labels[2, 20:] = 1, 2, IGNORED
     loss = torch.rand(3, 30, generator=torch.Generator().manual_seed(0))
-    mined = mine_negatives(loss, labels, ratio)
-    assert mined.sum(1).tolist() == [2 * ratio, min(18, 12 * ratio), 0]
+    mined = mine_negatives(loss, labels, ratio=3)
+    assert mined.sum(1).tolist() == [6, 18, 0]
     assert not bool(mined[labels != 0].any())
     chosen, left = loss[0][mined[0]], loss[0][~mined[0] & (labels[0] == 0)]
     assert chosen.min() > left.max()
@@ -188,8 +177,7 @@ def test_the_hardest_negatives_of_each_image_count(ratio):
 
 def test_without_boxes_the_losses_are_zero_and_keep_the_graph(tiny):
     targets = [target(), target()]
-    assert tiny.denominators(targets) == {"positives": 0.0}
-    denominators, = window_denominators([tiny.denominators(targets)], "cpu")
+    [denominators] = window_denominators([tiny.denominators(targets)], "cpu")
     tiny.zero_grad()
     _, losses, metrics = losses_of(tiny, targets, denominators)
     assert {name: float(loss.detach()) for name, loss in losses.items()} == {"loss_cls": 0.0, "loss_loc": 0.0}
@@ -231,27 +219,6 @@ def test_anchors_in_a_crowd_are_neither_positive_nor_negative(tiny):
     assert used.any() and in_crowd.any() and not (used & in_crowd & (left < 0.4)).any()
 
 
-def test_one_class_and_one_box_learn(tiny):
-    model = detector(class_names=["cell"])
-    targets = [target([[20, 10, 60, 50]], [0])]
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    first = None
-    for _ in range(25):
-        _, losses, _ = losses_of(model, targets, model.denominators(targets))
-        total = sum(losses.values())
-        first = first if first is not None else float(total.detach())
-        optimizer.zero_grad()
-        total.backward()
-        optimizer.step()
-    assert float(total.detach()) < 0.5 * first
-
-
-def test_positives_are_counted_alike_on_the_cpu_and_in_the_loss(tiny):
-    targets = [target([[20, 10, 60, 50], [0, 0, 30, 30]], [0, 2]), target(), target([[1, 1, 95, 63]], [1])]
-    _, _, metrics = losses_of(tiny, targets)
-    assert tiny.denominators(targets) == {"positives": float(metrics["positives"][0])}
-
-
 def test_self_weighting_scales_the_regression_in_training_and_travels_with_the_weights():
     model = detector(self_weighting_steps=4, self_weighting_every=2)
     reduced = {"loss_cls_unscaled": 6.0, "loss_loc_unscaled": 2.0, "positives/sum": 5.0}
@@ -276,21 +243,22 @@ def test_self_weighting_scales_the_regression_in_training_and_travels_with_the_w
 
 
 def test_losses_are_divided_as_announced(tiny):
-    targets = [target([[20, 10, 60, 50]], [0]), target()]
-    outputs, _, _ = losses_of(tiny, targets)
+    targets = [target([[20, 10, 60, 50], [0, 0, 30, 30]], [0, 2]), target(), target([[1, 1, 95, 63]], [1])]
+    outputs, _, metrics = losses_of(tiny, targets)
     assert_losses_are_divided_as_announced(tiny, outputs, targets)
+    assert tiny.denominators(targets) == {"positives": float(metrics["positives"][0])}  # counted on the CPU, and there
 
 
-def test_a_batch_of_one_image_goes_through_a_map_of_one_cell():
-    model = detector(strides=[16, 32, 64, -1]).train()
+def test_one_image_of_one_class_goes_through_a_map_of_one_cell():
+    model = detector(class_names=["cell"]).train()
     _, losses, _ = losses_of(model, [target([[20, 10, 60, 50]], [0], hw=(64, 64))])
-    assert all(bool(loss.isfinite()) for loss in losses.values())
+    assert all(bool(loss.isfinite()) and loss > 0 for loss in losses.values())
 
 
 # ---- accumulation and ranks ------------------------------------------------------------------------------------------
 
 
-def gradients(micro_batches: list[list[int]], mode: str = "global") -> tuple[float, list[torch.Tensor]]:
+def gradients(micro_batches: list[list[int]]) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients of the window, this rank taking its share of every micro-batch; averaged over ranks as DDP."""
     rank, world_size = world()
     model = detector(norm="group").double()
@@ -299,7 +267,7 @@ def gradients(micro_batches: list[list[int]], mode: str = "global") -> tuple[flo
                target([[40, 30, 52, 45]], [2])]  # fmt: skip
     window = [[i for i in batch if i % world_size == rank] for batch in micro_batches]
     counts = [model.denominators([targets[i] for i in batch]) for batch in window]
-    denominators = window_denominators(counts, "cpu", mode, dtype=torch.float64)
+    denominators = window_denominators(counts, "cpu", dtype=torch.float64)
     total = 0.0
     for batch, divided_by in zip(window, denominators, strict=True):
         losses, _ = model.criterion(model(images[batch], sizes[batch]), [targets[i] for i in batch], divided_by)
@@ -309,31 +277,13 @@ def gradients(micro_batches: list[list[int]], mode: str = "global") -> tuple[flo
     return total, [all_reduce(p.grad, "mean") for p in model.parameters() if p.grad is not None]
 
 
-def two_ranks() -> tuple[float, list[torch.Tensor]]:
-    return gradients([[0, 1], [2, 3]])
-
-
-def assert_same_gradients(found, expected):
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
-
-
 def test_micro_batches_and_ranks_make_the_gradients_of_the_big_batch():
     total, expected = gradients([[0, 1, 2, 3]])
-    micro_total, micro = gradients([[0], [1], [2, 3]])
-    assert micro_total == pytest.approx(total, rel=1e-9)
-    assert_same_gradients(micro, expected)
-    ranks = run_on_ranks(two_ranks, 2)
-    assert sum(rank[0] for rank in ranks) / 2 == pytest.approx(total, rel=1e-9)
-    for _, of_rank in ranks:
-        assert_same_gradients(of_rank, expected)
-
-
-def test_the_original_rule_is_the_mean_of_micro_batches_each_by_its_own_positives():
-    separate = [gradients([[i]], "original")[0] for i in range(4)]
-    assert separate[1] == 0.0
-    assert gradients([[0], [1], [2], [3]], "original")[0] == pytest.approx(sum(separate) / 4, rel=1e-9)
+    ranks = run_on_ranks(gradients, 2, [[0, 1], [2, 3]])
+    micro = gradients([[0], [1], [2, 3]])
+    assert [micro[0], sum(rank[0] for rank in ranks) / 2] == pytest.approx([total] * 2, rel=1e-9)
+    for _, found in (micro, *ranks):
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
 # ---- detections ------------------------------------------------------------------------------------------------------
@@ -361,36 +311,21 @@ def test_detections_are_in_pixels_of_the_original_best_first_one_for_each_object
     boxes, labels = [[20.0, 10, 60, 50], [22, 10, 60, 48], [22, 12, 62, 50], [70, 10, 90, 60]], [0, 0, 1, 2]
     outputs = outputs_for(tiny, boxes, labels)
     sizes, orig = torch.tensor([[64, 96]]), torch.tensor([[128, 288]])
-    found, = tiny.postprocess(outputs, sizes, orig, score_threshold=0.5)
+    [found] = tiny.postprocess(outputs, sizes, orig, score_threshold=0.5)
     assert found["labels"].dtype == torch.int64 and found["boxes"].dtype == torch.float32
     assert found["scores"].tolist() == sorted(found["scores"].tolist(), reverse=True)
     wanted = torch.tensor([boxes[0], boxes[2], boxes[3]]) * torch.tensor([3.0, 2, 3, 2])
     assert found["labels"].tolist() == [0, 1, 2]  # the second one is the first one again, the third another class
     torch.testing.assert_close(found["boxes"], wanted, rtol=0, atol=1e-2)
-    top, = tiny.postprocess(outputs, sizes, orig, top_k=1)
+    [top] = tiny.postprocess(outputs, sizes, orig, top_k=1)
     assert len(top["scores"]) == 1 and top["scores"][0] == found["scores"].max()
     background = torch.zeros_like(outputs["logits"])
     background[..., 0] = 30.0
-    empty, = tiny.postprocess({**outputs, "logits": background}, sizes, orig)
+    [empty] = tiny.postprocess({**outputs, "logits": background}, sizes, orig)
     assert empty["boxes"].shape == (0, 4)
-
-
-def test_boxes_are_clipped_to_the_image_and_padding_is_taken_off(tiny):
-    outputs = outputs_for(tiny, [[30.0, 20, 60, 50], [70, 30, 95, 63]], [0, 1])
-    outputs["offsets"][..., 2:] += 15.0  # e^3 times as large
-    found, = tiny.postprocess(outputs, torch.tensor([[48, 96]]), torch.tensor([[96, 192]]), 0.5)
-    assert found["boxes"].tolist()[0] == [0.0, 0.0, 192.0, 96.0]
-
-
-def test_a_saved_detector_finds_the_same(tiny, tmp_path):
-    model = copy.deepcopy(tiny).eval()
-    categories = [Category(10 + i, name) for i, name in enumerate(NAMES)]
-    model.save_final(tmp_path, categories, {"height": 64, "width": 96})
-    loaded, loaded_categories, size = load_detector_folder(tmp_path)
-    assert loaded_categories == categories and size == {"height": 64, "width": 96}
-    images, sizes = batch_of(2)
-    for ours, again in zip(*(m.postprocess(m(images, sizes), sizes, sizes) for m in (model, loaded)), strict=True):
-        assert all(ours[name].equal(again[name]) for name in ours)
+    outputs["offsets"][..., 2:] += 15.0  # e^3 times as large: clipped to the image, whose padding is taken off
+    [large] = tiny.postprocess(outputs, torch.tensor([[48, 96]]), torch.tensor([[96, 192]]), 0.5)
+    assert large["boxes"].tolist()[0] == [0.0, 0.0, 192.0, 96.0]
 
 
 def test_other_classes_start_from_the_rows_of_those_of_the_same_name(tiny):
@@ -412,8 +347,8 @@ def test_other_classes_start_from_the_rows_of_those_of_the_same_name(tiny):
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", ["batch", "frozen", "group", "sync"])
-@pytest.mark.parametrize("architecture", ["ssd", "ssdlite"])
+@pytest.mark.parametrize(("architecture", "norm"), [("ssd", "batch"), ("ssdlite", "frozen"), ("ssd", "group"),
+                                                   ("ssdlite", "sync")])  # fmt: skip
 def test_resolved_options_build_the_same_detector(architecture, norm):
     options = {"norm": norm, "nms_threshold": 0.3, "score_threshold": 0.2, "self_weighting_steps": 4}
     model = detector(architecture, **options)
@@ -429,9 +364,6 @@ def test_resolved_options_build_the_same_detector(architecture, norm):
         ({"strides": [64, 128], "channels": [8] * 2, "aspect_ratios": [[2]] * 2}, "some of these"),
         ({"channels": [8]}, "4, 1 and 4 entries"),
         ({"aspect_ratios": [[2], [0], [2], [2]]}, "positive"),
-        ({"backbone": "lcnet_35"}, "lcnet_035"),
-        ({"norm": "layer"}, "model.norm"),
-        ({"anchors": 3}, "no setting model.anchors"),
     ],
 )
 def test_settings_that_cannot_be_built_are_bad_input(options, message):

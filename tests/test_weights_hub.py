@@ -1,60 +1,39 @@
 """Weights of the hub with the default command: a local folder with its config.json, two steps, new are class rows only.
 
-    python -m pytest tests/test_weights_hub.py
+python -m pytest tests/test_weights_hub.py
 """
 
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForObjectDetection
+from small_detectors import HYBRIDS, SMALL, batch_of, hub_config, run, small
+from transformers import AutoModelForObjectDetection
 
 from scripts import train_detr
 from toolkit.command_line import parse_config
 from toolkit.errors import BadInput
 from toolkit.models.start import start_detector
 from toolkit.models.weights.class_names import COCO_80, coco_by_id
-
-RESNET = {"model_type": "rt_detr_resnet", "layer_type": "basic", "depths": [1, 1, 1, 1], "embedding_size": 8,
-          "hidden_sizes": [8, 16, 24, 32], "out_indices": [2, 3, 4]}  # fmt: skip
-HGNET = {"model_type": "hgnet_v2", "stem_channels": [3, 8, 8], "stage_in_channels": [8, 16, 24, 32],
-         "stage_mid_channels": [8, 8, 8, 8], "stage_out_channels": [16, 24, 32, 40], "hidden_sizes": [16, 24, 32, 40],
-         "stage_num_blocks": [1, 1, 1, 1], "depths": [1, 1, 1, 1], "stage_numb_of_layers": [2, 2, 2, 2],
-         "use_learnable_affine_block": True, "out_indices": [2, 3, 4]}  # fmt: skip
-TIMM = {"model_type": "timm_backbone", "backbone": "resnet10t", "out_indices": [4], "freeze_batch_norm_2d": True}
-LAYERS = {"encoder_layers": 1, "decoder_layers": 2, "num_queries": 7, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-SMALL = {**LAYERS, "d_model": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-REAL_TIME = {**SMALL, "encoder_hidden_dim": 32, "decoder_in_channels": [32] * 3, "num_denoising": 10}
-FOLDERS = {  # architecture: entries of config.json as its hub models have them, in a small size
-    "detr": {**SMALL, "backbone_config": TIMM},
-    "conditional_detr": {**SMALL, "backbone_config": TIMM},
-    "deformable_detr": {**SMALL, "two_stage": False, "backbone_config": {**TIMM, "out_indices": [2, 3, 4]}},
-    "dab-detr": {**LAYERS, "hidden_size": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
-                 "backbone_config": TIMM},
-    "rt_detr_v2": {**REAL_TIME, "backbone_config": RESNET, "encoder_in_channels": [16, 24, 32]},
-    "d_fine": {**REAL_TIME, "backbone_config": HGNET, "encoder_in_channels": [24, 32, 40],
-               "decoder_n_points": [3, 6, 3]},
-    "deimv2": {**REAL_TIME, "backbone_config": HGNET, "encoder_in_channels": [24, 32, 40]},
-    "rf_detr": {"backbone_config": {"model_type": "rf_detr_dinov2", "hidden_size": 32, "num_attention_heads": 2,
-                                    "image_size": 64, "patch_size": 8, "num_windows": 2, "num_hidden_layers": 2,
-                                    "out_indices": [1, 2]},
-                "d_model": 32, "decoder_self_attention_heads": 2, "decoder_cross_attention_heads": 4,
-                "decoder_layers": 2, "decoder_ffn_dim": 32, "num_queries": 7, "group_detr": 3},
-    "yolos": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
-              "image_size": [128, 128], "num_detection_tokens": 7},
-}  # fmt: skip
+from toolkit.models.weights.mapping import map_weights
 
 
-@pytest.mark.parametrize("architecture", FOLDERS)
+def save_hub_folder(architecture: str, folder: Path) -> list[str]:
+    """A model as the hub has it, with all classes of COCO, which are returned."""
+    classes = COCO_80 if architecture in HYBRIDS else coco_by_id(0)
+    detector = small(architecture, **({"backbone": "resnet10t"} if "backbone" in SMALL[architecture] else {}))
+    entries = hub_config(architecture) if architecture in HYBRIDS else detector.model.config.to_dict()
+    entries |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
+    if architecture == "yolos":
+        entries |= {"image_size": [128, 128], "use_mid_position_embeddings": True}  # as the larger ones have them
+    config = type(detector).config_class.from_dict(entries | {"auxiliary_loss": False})
+    AutoModelForObjectDetection.from_config(config).save_pretrained(folder)
+    return classes
+
+
+@pytest.mark.parametrize("architecture", [name for name in SMALL if "+" not in name])
 def test_a_hub_model_trains_with_the_default_command(architecture, tmp_path):
-    torch.manual_seed(0)
-    entries, kind = dict(FOLDERS[architecture]), CONFIG_MAPPING[architecture]
-    classes = COCO_80 if architecture in ("rt_detr_v2", "d_fine", "deimv2") else coco_by_id(0)
-    if "backbone_config" in entries:
-        inner = dict(entries["backbone_config"])
-        entries["backbone_config"] = CONFIG_MAPPING[inner.pop("model_type")](**inner)
-    config = kind(**entries, id2label=dict(enumerate(classes)), label2id={name: i for i, name in enumerate(classes)})
-    AutoModelForObjectDetection.from_config(config).save_pretrained(tmp_path / "hub")
+    save_hub_folder(architecture, tmp_path / "hub")
     argv = ["--model.pretrained", str(tmp_path / "hub"), "--model.architecture", architecture]
     if architecture == "rt_detr_v2":
         argv = argv[:2]  # the script's own
@@ -67,15 +46,11 @@ def test_a_hub_model_trains_with_the_default_command(architecture, tmp_path):
     assert not unmatched, unmatched
     assert any("rows of 2 of 3 classes: person, dog" in line for line in lines)
 
-    images, sizes = torch.randint(0, 256, (2, 3, 128, 128), dtype=torch.uint8), torch.tensor([[128, 128]] * 2)
-    targets = [{"boxes": torch.tensor([[10.0, 10, 60, 70], [50, 20, 120, 90]]), "labels": torch.tensor([0, 2]),
-                "iscrowd": torch.zeros(2), "size": torch.tensor([128, 128])} for _ in range(2)]  # fmt: skip
+    batch = batch_of([2, 2], (128, 128))
     optimizer = torch.optim.AdamW([p for p in detector.parameters() if p.requires_grad], lr=1e-4)
     detector.train()
     for _ in range(2):
-        outputs = detector(images, sizes, targets)
-        counts = {name: torch.tensor(value) for name, value in detector.denominators(targets).items()}
-        losses = detector.criterion(outputs, targets, counts)[0]
+        losses, _ = run(detector, batch)
         total = sum(losses.values())
         assert torch.isfinite(total)
         optimizer.zero_grad()
@@ -84,22 +59,37 @@ def test_a_hub_model_trains_with_the_default_command(architecture, tmp_path):
 
 
 def test_what_cannot_be_decided_by_the_source_is_told_in_three_lines(tmp_path):
-    entries = dict(FOLDERS["rt_detr_v2"])
-    inner = dict(entries["backbone_config"])
-    entries["backbone_config"] = CONFIG_MAPPING[inner.pop("model_type")](**inner)
-    config = CONFIG_MAPPING["rt_detr_v2"](**entries, id2label=dict(enumerate(COCO_80)))
-    AutoModelForObjectDetection.from_config(config).save_pretrained(tmp_path / "hub")
+    save_hub_folder("rt_detr_v2", tmp_path / "hub")
     (tmp_path / "run").mkdir()
-
-    def start(*argv):
-        options = parse_config(train_detr.Config, ["--model.pretrained", str(tmp_path / "hub"), *argv],
-                               train_detr.DEFAULT_CONFIG).model  # fmt: skip
-        start_detector(options, ["dog"], tmp_path / "run", resumed_from=None, say=print)
-
-    with pytest.raises(BadInput, match="leave out --model.ffn_dim") as caught:
-        start("--model.ffn_dim", "24")
-    assert len(str(caught.value).splitlines()) == 3
-    with pytest.raises(BadInput, match="--model.architecture rt_detr_v2") as caught:
-        start("--model.architecture", "detr")
-    assert len(str(caught.value).splitlines()) == 3
+    for flag, value, words in [("--model.ffn_dim", "24", "leave out --model.ffn_dim"),
+                               ("--model.architecture", "detr", "--model.architecture rt_detr_v2")]:  # fmt: skip
+        argv = ["--model.pretrained", str(tmp_path / "hub"), flag, value]
+        options = parse_config(train_detr.Config, argv, train_detr.DEFAULT_CONFIG).model
+        with pytest.raises(BadInput, match=words) as caught:
+            start_detector(options, ["dog"], tmp_path / "run", resumed_from=None, say=print)
+        assert len(str(caught.value).splitlines()) == 3
     assert parse_config(train_detr.Config, [], Path(train_detr.DEFAULT_CONFIG)).model.d_model == 96
+
+
+@pytest.mark.parametrize(("shared", "words"), [(0, ""), (1, ": a"), (5, ": a, b, c, d, e"), (6, "")])
+def test_the_table_names_a_few_classes_whose_rows_are_kept(shared, words):
+    """Rows of background are kept whatever the classes."""
+    classes, source_classes = list("abcdef"), [*"abcdef"[:shared], "x"]
+    model, checkpoint = {"head": torch.zeros(7, 2)}, {"head": torch.arange(2.0 + 2 * len(source_classes)).view(-1, 2)}
+    table = map_weights(
+        model, checkpoint, class_tensors={"head": (1, 1, 0)}, classes=classes, source_classes=source_classes
+    )
+    assert table.rows == {"head": f"rows of {shared} of 6 classes{words}"}
+    assert torch.equal(table.state["head"][: 1 + shared], checkpoint["head"][: 1 + shared])
+    assert not table.state["head"][1 + shared :].any()
+    with pytest.raises(ValueError, match="different layouts"):
+        map_weights(model, checkpoint, class_tensors={"head": (1, 1, 0), "h*": (0, 1, 0)})
+
+
+def test_the_summary_has_a_line_for_each_part_of_the_model():
+    """At most three parts of a name, neither its own nor numbers, of the first four."""
+    names = ["a.b.c.d.weight", "a.b.c.d.bias", "a.0.b.1.c.weight", "x.y.weight", "weight"]
+    tensors = {name: torch.zeros(1) for name in names}
+    lines = map_weights(tensors, tensors).summary().splitlines()
+    counted = [(part, int(count)) for _, part, count, _ in map(str.split, lines)]
+    assert counted == [("a.b.c", 2), ("a.b", 1), ("x.y", 1), ("weight", 1)]

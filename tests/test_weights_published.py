@@ -122,7 +122,7 @@ def filled(model):
 
 @pytest.mark.parametrize(("name", "side", "eps"), [
     ("fasterrcnn_resnet50_fpn", 128, 0.0),
-    pytest.param("fasterrcnn_resnet50_fpn_v2", 128, None, marks=pytest.mark.slow),
+    ("fasterrcnn_resnet50_fpn_v2", 64, None),
     pytest.param("ssd300_vgg16", 300, None, marks=pytest.mark.slow),
     ("ssdlite320_mobilenet_v3_large", 320, None),
 ])  # fmt: skip
@@ -270,24 +270,6 @@ def plain_yolov3(numbers: np.ndarray, pixels: torch.Tensor, classes: int) -> lis
     return maps
 
 
-def plain_boxes(maps, classes, anchors):
-    """(N, 4) xyxy pixels and (N, classes) scores of one image, as the paper says."""
-    boxes, scores = [], []
-    for level, of_level in zip(maps, anchors, strict=True):
-        stride, (height, width) = pixels_side / level.shape[-1], level.shape[-2:]
-        values = level[0].reshape(3, 5 + classes, height, width)
-        for (w, h), value in zip(of_level, values, strict=True):
-            y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-            centre = torch.stack([(value[0].sigmoid() + x) * stride, (value[1].sigmoid() + y) * stride], -1)
-            size = torch.stack([value[2].exp() * w, value[3].exp() * h], -1)
-            boxes.append(torch.cat([centre - size / 2, centre + size / 2], -1).reshape(-1, 4))
-            scores.append((value[5:].sigmoid() * value[4].sigmoid()).flatten(1).T)
-    return torch.cat(boxes), torch.cat(scores)
-
-
-pixels_side = 64
-
-
 @pytest.fixture(scope="module")
 def yolo_state():
     detector = build_detector("yolov3", class_names=["a", "b"])
@@ -295,7 +277,7 @@ def yolo_state():
     return {n: v * 0.3 if n.endswith("conv2.bn.weight") else v for n, v in state.items()}
 
 
-def test_darknet_weights_give_the_boxes_of_a_plain_reimplementation(yolo_state, tmp_path):
+def test_darknet_weights_give_the_maps_of_a_plain_reimplementation(yolo_state, tmp_path):
     raw = as_darknet_writes_it(yolo_state)
     for name, header in (("yolov3.weights", struct.pack("<iiiq", 0, 2, 0, 32013312)), ("old.weights",
                          struct.pack("<iiii", 0, 1, 0, 7))):  # fmt: skip
@@ -305,21 +287,13 @@ def test_darknet_weights_give_the_boxes_of_a_plain_reimplementation(yolo_state, 
         assert ours.keys() == yolo_state.keys() and all(ours[key].equal(yolo_state[key]) for key in ours)
     detector = build_detector("yolov3", class_names=["a", "b"], **found.options).eval()
     detector.load_state_dict(ours)
-    image, sizes = pixels(1, 3, pixels_side, pixels_side), torch.tensor([[pixels_side, pixels_side]])
+    image, sizes = pixels(1, 3, 64, 64), torch.tensor([[64, 64]])
     maps = plain_yolov3(raw, image.float() / 255, 2)
     with torch.no_grad():
         outputs = detector(image, sizes)
     for stride, value in zip((32, 16, 8), maps, strict=True):
         scale = float(value.abs().max())
         torch.testing.assert_close(outputs[f"raw_stride{stride}"] / scale, value / scale, rtol=1e-4, atol=1e-5)
-    boxes, scores = plain_boxes(maps, 2, detector.anchors.tolist())
-    ours = detector.flat_predictions([outputs[f"raw_stride{s}"] for s in (32, 16, 8)])
-    from toolkit.models.yolov3.model import class_scores
-    from toolkit.models.yolov3.targets import decode_boxes
-
-    torch.testing.assert_close(class_scores(ours[0]).amax(), scores.amax(), rtol=1e-3, atol=1e-5)
-    decoded = decode_boxes(*ours)[0]
-    torch.testing.assert_close(decoded.sort(0).values, boxes.sort(0).values, rtol=1e-3, atol=1e-2)
 
 
 def test_the_sizes_of_the_published_darknet_files_are_known():

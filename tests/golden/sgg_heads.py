@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import torch
-from sgg_files import group, tensors
+from golden_files import group, tensors
 
 from toolkit.scene_graphs.batch import RelationBatch
 from toolkit.scene_graphs.heads import HeadSizes, build_relation_head

@@ -4,12 +4,14 @@ Run: python -m pytest tests/golden/test_cvnets.py [--golden DIR]
 """
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from golden_files import arrays as golden_arrays
+from golden_files import tensors_below
 from torch import nn
 from torch.nn import functional as F
 
@@ -38,22 +40,15 @@ NAMES = {"cosine": "cosine", "polynomial": "poly", "multi_step": "multistep", "f
 
 
 @cache
-def arrays(folder: Path, topic: str) -> dict[str, np.ndarray]:
-    with np.load(folder / f"cvnets_{topic}.npz", allow_pickle=False) as file:
-        return dict(file)
-
-
-@cache
 def documents(folder: Path, topic: str) -> dict:
     return {k: v for k, v in json.loads((folder / f"cvnets_{topic}.json").read_text()).items() if isinstance(v, dict)}
 
 
+arrays = partial(golden_arrays, program="cvnets")
+
+
 def tensors(folder: Path, topic: str, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The arrays whose name starts with `prefix`, without it."""
-    items = arrays(folder, topic).items()
-    return {
-        k.removeprefix(prefix): torch.from_numpy(v) for k, v in items if k.startswith(prefix) and v.dtype.kind != "U"
-    }
+    return tensors_below(arrays(folder, topic), prefix)
 
 
 def pytest_generate_tests(metafunc):
@@ -67,11 +62,6 @@ def pytest_generate_tests(metafunc):
         if fixture in metafunc.fixturenames:
             cases = documents(folder, topic)
             metafunc.parametrize(fixture, list(cases.values()), ids=list(cases))
-
-
-@pytest.fixture
-def golden(request) -> Path:
-    return request.config.getoption("golden")
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
@@ -262,7 +252,7 @@ def test_loss_mining_and_gradients(ssd_case):
     criterion = criterion_of(ssd_case, float(ssd_case["label_smoothing"])).train(bool(ssd_case["training"]))
     anchors = ssd_case["anchors_cxcywh"]
     counts = criterion.denominators(anchors, targets, hw)
-    denominators, = window_denominators([counts], "cpu", "original")
+    (denominators,) = window_denominators([counts], "cpu", "original")
     losses, metrics = criterion(scores, regression, anchors, hw, targets, denominators)
     assert counts["positives"] == (ssd_case["matched_labels"] > 0).sum() == metrics["positives"][0]
     torch.testing.assert_close(losses["loss_loc"], ssd_case["loss/reg_loss"], rtol=1e-5, atol=0)
@@ -271,20 +261,6 @@ def test_loss_mining_and_gradients(ssd_case):
     torch.testing.assert_close(total, ssd_case["loss/total_loss"], rtol=1e-5, atol=0)
     for ours, name in zip(torch.autograd.grad(total, (scores, regression)), ("scores", "box_regression"), strict=True):
         torch.testing.assert_close(ours, ssd_case[f"grad_{name}"], rtol=1e-5, atol=1e-7)
-
-
-def test_the_loss_of_an_evaluation_is_the_one_without_label_smoothing(ssd_case):
-    """The original smooths in training mode alone, so its numbers without are those of any smoothing in evaluation."""
-    if float(ssd_case["label_smoothing"]):
-        pytest.skip("the case was computed with smoothing")
-    objects, _, _ = matched(ssd_case)
-    hw, targets = in_pixels(ssd_case, objects)
-    criterion, anchors = criterion_of(ssd_case, 0.1), ssd_case["anchors_cxcywh"]
-    denominators, = window_denominators([criterion.denominators(anchors, targets, hw)], "cpu", "original")
-    parts = ssd_case["scores"], ssd_case["box_regression"], anchors, hw, targets, denominators
-    torch.testing.assert_close(criterion.eval()(*parts)[0]["loss_cls"], ssd_case["loss/cls_loss"], rtol=1e-5, atol=0)
-    smoothed = criterion.train()(*parts)[0]["loss_cls"]
-    assert not torch.isclose(smoothed, ssd_case["loss/cls_loss"], rtol=1e-3)
 
 
 def test_self_weighting(golden):

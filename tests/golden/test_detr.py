@@ -8,12 +8,14 @@ Every shape, weight and cost comes from the files in DIR.
 import copy
 import json
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torchvision
+from golden_files import arrays as golden_arrays
 from plain_training import plain_training
 from processes import run_on_ranks
 from torch import nn
@@ -30,23 +32,12 @@ from toolkit.step.meters import Meters, SmoothedValue
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.schedules import Schedule
 
-
-def load(folder: Path, name: str) -> dict[str, np.ndarray]:
-    path = folder / name
-    if not path.is_file():
-        pytest.fail(f"{path} is missing: --golden takes the folder with the reference numbers")
-    with np.load(path, allow_pickle=False) as arrays:
-        return dict(arrays)
+load = partial(golden_arrays, program="detr")
 
 
 def group(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     """The arrays named `prefix/...`, without the prefix."""
     return {key.removeprefix(f"{prefix}/"): value for key, value in arrays.items() if key.startswith(f"{prefix}/")}
-
-
-@pytest.fixture
-def golden(request) -> Path:
-    return request.config.getoption("--golden")
 
 
 # --- criterion --------------------------------------------------------------------------------------------------------
@@ -114,7 +105,7 @@ def original_matches(match: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_criterion_equals_the_original(golden, dtype):
-    arrays = load(golden, "detr_criterion.npz")
+    arrays = load(golden, "criterion")
     cases = sorted({key.split("/")[0] for key in arrays})
     assert cases
     for name in cases:
@@ -122,8 +113,8 @@ def test_criterion_equals_the_original(golden, dtype):
         assert_equals_original(run_case(case, dtype), case, dtype)
 
 
-def criterion_on_rank(path: str) -> dict:
-    arrays = load(Path(path).parent, Path(path).name)
+def criterion_on_rank(folder: str, topic: str) -> dict:
+    arrays = load(Path(folder), topic)
     rank = torch.distributed.get_rank()
     results = {dtype: run_case(group(arrays, f"rank{rank}"), dtype) for dtype in (torch.float64, torch.float32)}
     double = results[torch.float64]
@@ -136,8 +127,9 @@ def test_criterion_on_several_ranks_equals_the_original(golden):
     files = sorted(golden.glob("detr_criterion_ranks*.npz"))
     assert files, f"no detr_criterion_ranks*.npz in {golden}"
     for path in files:
-        arrays = load(golden, path.name)
-        ranks = run_on_ranks(criterion_on_rank, int(arrays["world_size"]), str(path))
+        topic = path.stem.removeprefix("detr_")
+        arrays = load(golden, topic)
+        ranks = run_on_ranks(criterion_on_rank, int(arrays["world_size"]), str(golden), topic)
         for rank, outcome in enumerate(ranks):
             case = group(arrays, f"rank{rank}")
             for dtype, result in outcome["results"].items():
@@ -153,7 +145,7 @@ def test_criterion_on_several_ranks_equals_the_original(golden):
 def test_postprocess_equals_the_original(golden):
     from toolkit.models.detr.detr import Detr  # here: the ranks above import this file, and need no transformers
 
-    arrays = {key: torch.from_numpy(value) for key, value in load(golden, "detr_postprocess.npz").items()}
+    arrays = {key: torch.from_numpy(value) for key, value in load(golden, "postprocess").items()}
     outputs, sizes = {name: arrays[name][None] for name in ("logits", "boxes")}, arrays["target_sizes_hw"]
     detections = Detr.__new__(Detr).postprocess(outputs, sizes, sizes, score_threshold=-1.0)
     for image, detection in enumerate(detections):
@@ -192,24 +184,20 @@ def test_lines_of_meters_equal_the_original(golden):
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
+OPTIONS = {"hidden_dim": "d_model", "nheads": "heads", "enc_layers": "encoder_layers", "dec_layers": "decoder_layers",
+           "dim_feedforward": "ffn_dim", "num_queries": "num_queries", "eos_coef": "eos_coef"}  # fmt: skip
+
+
 def build_from(arrays: dict[str, np.ndarray]) -> nn.Module:
     """The detector of a trajectory file, with weights yet to be loaded."""
-    config = {key: value.item() for key, value in group(arrays, "config").items()}
-    return build_detector(
-        "detr",
-        class_names=[str(i) for i in range(config["num_classes"])],
-        backbone="resnet18",
-        pretrained_backbone=False,
-        freeze="paper",
-        d_model=config["hidden_dim"],
-        heads=config["nheads"],
-        encoder_layers=config["enc_layers"],
-        decoder_layers=config["dec_layers"],
-        ffn_dim=config["dim_feedforward"],
-        num_queries=config["num_queries"],
-        eos_coef=config["eos_coef"],
-        dropout=0.0,
-    )
+    config = config_of(arrays)
+    options = {ours: config[theirs] for theirs, ours in OPTIONS.items()}
+    names = [str(i) for i in range(config["num_classes"])]
+    return build_detector("detr", class_names=names, backbone="resnet18", freeze="paper", dropout=0.0, **options)
+
+
+def config_of(arrays: dict[str, np.ndarray]) -> dict:
+    return {key: value.item() for key, value in group(arrays, "config").items()}
 
 
 def recipe_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
@@ -290,7 +278,7 @@ def assert_state(detector: nn.Module, arrays: dict[str, np.ndarray], when: str, 
 
 def test_auxiliary_outputs_follow_the_original_where_transformers_does_not(golden):
     """With LayerNorms that are no longer 1 and 0, transformers' `auxiliary_loss=True` computes another model."""
-    arrays, norms = load(golden, "detr_trajectory_recipe.npz"), load(golden, "detr_decoder_norm.npz")
+    arrays, norms = load(golden, "trajectory_recipe"), load(golden, "decoder_norm")
     detector = build_from(arrays)
     load_recipe(detector, int(norms["recipe_seed"]))
     detector.model.load_state_dict({k: torch.from_numpy(v) for k, v in group(norms, "ln").items()}, strict=False)
@@ -373,12 +361,12 @@ def start_of_trajectory(arrays: dict[str, np.ndarray]) -> nn.Module:
     if "config/recipe_seed" in arrays:
         load_recipe(detector, int(arrays["config/recipe_seed"]))
         return detector
-    config = {key: value.item() for key, value in group(arrays, "config").items()}
+    config = config_of(arrays)
     detector.model.load_state_dict(original_random_weights(config, seed=5))
     return detector.double()  # see ROUNDING
 
 
-@pytest.fixture(params=["detr_trajectory_recipe.npz", "detr_trajectory.npz"])
+@pytest.fixture(params=["trajectory_recipe", "trajectory"])
 def trajectory(request, golden) -> dict[str, np.ndarray]:
     return load(golden, request.param)
 
@@ -405,7 +393,7 @@ def test_trajectories_start_where_the_original_starts(trajectory):
 
 def optimizer_groups(detector: nn.Module, arrays: dict[str, np.ndarray]) -> list[dict]:
     """The original's two groups, the backbone with a rate of its own, weight decay on everything."""
-    config = {key: value.item() for key, value in group(arrays, "config").items()}
+    config = config_of(arrays)
     return parameter_groups(
         detector, lr=config["lr"], backbone_lr=config["lr_backbone"], weight_decay=config["weight_decay"]
     )
@@ -439,7 +427,7 @@ def assert_trajectory(rows: list[dict[str, float]], detector: nn.Module, arrays:
 def test_train_one_epoch_follows_the_original_step_by_step(trajectory, tmp_path):
     """The loop of scripts/train_detr.py itself: 30 steps of loss, gradient norm, learning rate, the averages that the
     epochs return, and the final weights."""
-    config = {key: value.item() for key, value in group(trajectory, "config").items()}
+    config = config_of(trajectory)
     detector, batches = start_of_trajectory(trajectory), batches_of(trajectory)
     total_steps, step_size = config["epochs"] * len(batches), config["lr_drop_epochs"] * len(batches)
     t = plain_training(

@@ -5,14 +5,16 @@ Run: python -m pytest tests/golden/test_yolov3.py [--golden DIR]
 
 import json
 import re
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from plain_training import plain_training
+from golden_files import arrays as golden_arrays
+from golden_files import tensors_below
+from plain_training import Taps, plain_training
 from torch import nn
 
 from scripts import train_yolov3
@@ -41,18 +43,11 @@ NETWORK_NMS = {"nms_threshold": 0.45, "topk": 400, "score_threshold": 0.01}
 IGNORE_IOU = 0.7
 
 
-@cache
-def arrays(folder: Path, topic: str) -> dict[str, np.ndarray]:
-    with np.load(folder / f"yolov3_{topic}.npz", allow_pickle=False) as file:
-        return dict(file)
+arrays = partial(golden_arrays, program="yolov3")
 
 
 def tensors(folder: Path, topic: str, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The arrays whose name starts with `prefix`, without it."""
-    items = arrays(folder, topic).items()
-    return {
-        k.removeprefix(prefix): torch.from_numpy(v) for k, v in items if k.startswith(prefix) and v.dtype.kind != "U"
-    }
+    return tensors_below(arrays(folder, topic), prefix)
 
 
 def cases(folder: Path, topic: str, suffix: str) -> list[str]:
@@ -80,11 +75,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def golden(request) -> Path:
-    return request.config.getoption("golden")
 
 
 def targets_of(boxes: torch.Tensor, ids: torch.Tensor, ratios: torch.Tensor | None) -> list[dict]:
@@ -216,29 +206,6 @@ def test_losses_and_gradients(golden, loss_case):
 
 
 # ---- decoding and suppression --------------------------------------------------------------------------------------
-
-
-class Taps(nn.Module):
-    """Convolutions of stride 2 as a timm features_only backbone: `stages` of (in, out) channels, a tap after each."""
-
-    def __init__(self, stages: list[list[tuple[int, int]]]):
-        super().__init__()
-        self.stages = nn.ModuleList(
-            nn.Sequential(
-                *(
-                    nn.Sequential(nn.Conv2d(i, o, 3, 2, 1, bias=False), nn.BatchNorm2d(o), nn.LeakyReLU(0.1))
-                    for i, o in stage
-                )
-            )
-            for stage in stages
-        )
-        self.feature_info = SimpleNamespace(channels=lambda: [stage[-1][1] for stage in stages])
-
-    def forward(self, x):
-        taps = []
-        for stage in self.stages:
-            taps.append(x := stage(x))
-        return taps
 
 
 def names_of(num_classes: int) -> list[str]:
@@ -551,14 +518,13 @@ def image_losses(detector: YOLOv3, maps: list[torch.Tensor], targets: list[dict]
 
 
 class NotingSgd(torch.optim.SGD):
-    """torch.optim.SGD that notes the first gradients, and the norms of the whole state after the first update.
-
-    rate_in_momentum: MXNet's v = m v - lr g, w += v. Rescaling torch's momentum by lr_before / lr gives just that.
+    """MXNet's v = m v - lr g, w += v: torch.optim.SGD, v = m v + g, w -= lr v, with its momentum rescaled by
+    lr_before / lr. It notes the first gradients, and the norms of the whole state after the first update.
     """
 
-    def __init__(self, groups, detector: YOLOv3, momentum: float, rate_in_momentum: bool):
+    def __init__(self, groups, detector: YOLOv3, momentum: float):
         super().__init__(groups, lr=groups[0]["lr"], momentum=momentum)
-        self.detector, self.rate_in_momentum, self.last_rate = detector, rate_in_momentum, None
+        self.detector, self.last_rate = detector, None
         self.gradients: dict[str, float] = {}
         self.norms: dict[str, float] = {}
 
@@ -566,16 +532,15 @@ class NotingSgd(torch.optim.SGD):
         (rate,) = {group["lr"] for group in self.param_groups}
         if self.last_rate is None:
             self.gradients = {n: p.grad.norm().item() for n, p in self.detector.named_parameters()}
-        elif self.rate_in_momentum:
-            for state in self.state.values():
-                state["momentum_buffer"] *= self.last_rate / rate
+        for state in self.state.values():
+            state["momentum_buffer"] *= self.last_rate / rate
         super().step()
         if self.last_rate is None:
             self.norms = {n: v.double().norm().item() for n, v in self.detector.state_dict().items()}
         self.last_rate = rate
 
 
-def train(detector: YOLOv3, batches: list, config: dict, folder: Path, rate_in_momentum: bool = True):
+def train(detector: YOLOv3, batches: list, config: dict, folder: Path):
     """One epoch of the script's own train_one_epoch over (pixels (B, 3, H, W), targets); pixels are normalised already.
 
     Returns rows of metrics, losses (steps, 4, B) before each update, and the optimizer.
@@ -585,7 +550,7 @@ def train(detector: YOLOv3, batches: list, config: dict, folder: Path, rate_in_m
     lr, warm, iterations = config.get("sched") or (config["lr"], 0, 0)
     updates = int(warm * iterations)
     groups = parameter_groups(detector, lr=lr, weight_decay=config["wd"], no_decay_on_norm_and_bias=config["no_wd"])
-    noting = NotingSgd(groups, detector, config["momentum"], rate_in_momentum)
+    noting = NotingSgd(groups, detector, config["momentum"])
     # Theirs is lr * t / (n - 1) at t = k + 1 in update k; see test_learning_rates.
     options = {"warmup_steps": updates - 2, "warmup_factor": 1 / (updates - 1)} if updates else {}
     t = plain_training(
@@ -628,7 +593,7 @@ def running_var_elements(detector: YOLOv3, pixels: torch.Tensor) -> dict[str, in
     return counts
 
 
-def run_trajectory(golden: Path, case: str, folder: Path, rate_in_momentum: bool) -> SimpleNamespace:
+def run_trajectory(golden: Path, case: str, folder: Path) -> SimpleNamespace:
     """Trains as the file says, through the loop of scripts/train_yolov3.py."""
     g, config = tensors(golden, "trajectory", f"{case}_"), arrays(golden, "trajectory")[f"{case}_config_json"]
     config = json.loads(str(config))
@@ -639,7 +604,7 @@ def run_trajectory(golden: Path, case: str, folder: Path, rate_in_momentum: bool
         i = step if config["distinct"] else 0
         ratios = g["gt_mixratio"][i] if config["mixed"] else None
         batches.append((g["input"][i], targets_of(g["gt_boxes"][i], g["gt_ids"][i], ratios)))
-    rows, losses, noting = train(detector, batches, config, folder, rate_in_momentum)
+    rows, losses, noting = train(detector, batches, config, folder)
     # theirs is of the sum over the batch
     gradients = {name: norm * len(batches[0][1]) for name, norm in noting.gradients.items()}
     return SimpleNamespace(
@@ -684,7 +649,7 @@ def test_train_one_epoch_follows_the_original_step_by_step(golden, trajectory, t
     """The loop of scripts/train_yolov3.py: rates and losses of every step, first gradients, final parameters and
     predictions, with the rate inside the momentum. At a constant rate that is torch.optim.SGD itself.
     """
-    run = run_trajectory(golden, trajectory, tmp_path, rate_in_momentum=True)
+    run = run_trajectory(golden, trajectory, tmp_path)
     assert len(run.rows) == len(run.losses) == len(run.g["losses"])
     for step, (ours, theirs) in enumerate(zip(run.losses, run.g["losses"], strict=True)):
         close(ours, theirs, rtol=SMALL_ROUNDING, message=f"losses before update {step}")
@@ -695,35 +660,14 @@ def test_train_one_epoch_follows_the_original_step_by_step(golden, trajectory, t
     rates = [{v for k, v in row.items() if k.startswith("train/lr/")} for row in run.rows]
     assert all(len(values) == 1 for values in rates)
     np.testing.assert_allclose([min(values) for values in rates], run.g["lr"], rtol=1e-6)
-    check_end(run)
-
-
-def test_running_variance_is_pytorchs(golden, trajectory, tmp_path):
-    """The difference: PyTorch's running variance takes the unbiased batch variance, MXNet's the biased one."""
-    run = run_trajectory(golden, trajectory, tmp_path, rate_in_momentum=True)
+    # PyTorch's running variance takes the unbiased batch variance, MXNet's the biased one.
     worst = max(
         relative_to_largest(run.detector.state_dict()[ours], run.g[f"final/{original}"])
         for original, ours in run.names.items()
         if original.endswith("running_var")
     )
     assert 1e-3 < worst < 2e-2
-
-
-def test_trajectory_of_torch_sgd(golden, trajectory, tmp_path):
-    """torch.optim.SGD keeps the rate outside the momentum: v = m v + g, w -= lr v. MXNet: v = m v - lr g, w += v.
-
-    They agree as long as the rate has not changed: in every step of a constant rate; in warm-up in the losses before
-    updates 0 and 1. After that torch's steps are larger, as it applies the risen rate to earlier gradients too, and the
-    losses differ by over 1 %.
-    """
-    run = run_trajectory(golden, trajectory, tmp_path, rate_in_momentum=False)
-    rates = run.g["lr"].tolist()
-    same = next((i for i in range(1, len(rates)) if rates[i] != rates[i - 1]), len(rates)) + 1
-    error = ((run.losses - run.g["losses"]).abs() / run.g["losses"].abs()).amax(dim=(1, 2))
-    assert (error[:same] < SMALL_ROUNDING).all()
-    assert (error[same:] > 1e-2).all()
-    if same > len(rates):
-        check_end(run)
+    check_end(run)
 
 
 def test_trajectory_of_the_full_darknet(golden, network_json, tmp_path):
@@ -756,5 +700,7 @@ def test_trajectory_of_the_full_darknet(golden, network_json, tmp_path):
         for name, norm in zip(originals, g[key].tolist(), strict=True):
             # What starts at 0 is lr times gradients, and as exact as these; the others are held to the README's 1e-3.
             rtol = 1e-2 if name.endswith(("beta", "bias")) else 1e-3
-            if not name.endswith("running_var"):  # biased there, see test_running_variance_is_pytorchs
+            if not name.endswith(
+                "running_var"
+            ):  # biased there, see test_train_one_epoch_follows_the_original_step_by_step
                 assert norms[names[name]] == pytest.approx(norm, rel=rtol, abs=1e-9), (key, name)

@@ -57,18 +57,18 @@ def detector_class(architecture: str) -> type["Detector"]:
     if ":" not in str(architecture):
         similar = difflib.get_close_matches(str(architecture), ARCHITECTURES, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        own = f"no `module:Class` of your own{hint}"
-        raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(ARCHITECTURES)}, and {own}")
+        expected = f"no `module:Class` of your own{hint}"
+        raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(ARCHITECTURES)}, and {expected}")
     if not may_import(architecture):
         raise BadInput(
             f"model.architecture: {escaped(architecture)} is a class that a file names, and importing it runs its "
             "code; if you trust it, add --trust, in training name it yourself (as --model.architecture, below a scene "
             "graph in --model.detector_options), in Python import its module first"
         )
-    if (here := str(Path.cwd())) not in sys.path:  # for this alone: what lies there must not stand in for a package
-        sys.path.append(here)
+    if (folder := str(Path.cwd())) not in sys.path:  # for this alone: what lies there must not stand in for a package
+        sys.path.append(folder)
     try:
-        found = _load(architecture)
+        cls = _load(architecture)
     except (ImportError, AttributeError, ValueError) as error:
         raise BadInput(
             f"model.architecture: {architecture} cannot be imported: {error}. Expected `module:Class` with the module "
@@ -76,9 +76,9 @@ def detector_class(architecture: str) -> type["Detector"]:
         ) from error
     from toolkit.models.detector import Detector  # torch, for which `--help` need not wait
 
-    if not (isinstance(found, type) and issubclass(found, Detector)):
+    if not (isinstance(cls, type) and issubclass(cls, Detector)):
         raise BadInput(f"model.architecture: {architecture} is no subclass of toolkit.models.detector.Detector")
-    return found
+    return cls
 
 
 def options_class(architecture: str) -> type[DetectorOptions]:
@@ -107,29 +107,29 @@ def build_detector(architecture: str, *, class_names: Sequence[str], **settings)
     if not class_names:
         raise BadInput("the data names no classes; a detector needs at least one.")
     options_type, cls = options_class(architecture), detector_class(architecture)
-    known = [name for name in inspect.signature(cls).parameters if name not in ("class_names", "options")]
-    beside = {name: value for name, value in settings.items() if name in known}
-    values = {name: value for name, value in settings.items() if name not in known and value is not None}
+    keywords = [name for name in inspect.signature(cls).parameters if name not in ("class_names", "options")]
+    extra = {name: value for name, value in settings.items() if name in keywords}
+    values = {name: value for name, value in settings.items() if name not in keywords and value is not None}
     check_keys(architecture, options_type, values)
     options = options_type(**({"architecture": architecture} | values))
-    detector = cls(class_names, options, **beside)
-    detector.options = {**asdict(options), **beside, "pretrained_backbone": False}
+    detector = cls(class_names, options, **extra)
+    detector.options = {**asdict(options), **extra, "pretrained_backbone": False}
     check_contract(detector)
     detector.options = detector.resolved_options()  # those that were not given may be a source's
     return detector
 
 
 def check_keys(architecture: str, options_type: type[DetectorOptions], keys: Iterable[str]) -> None:
-    """Raises BadInput for settings that the detector does not have, with the nearest that it has."""
-    own, problems = [each.name for each in fields(options_type)], []
-    for key in [key for key in keys if key not in own]:
-        similar = difflib.get_close_matches(key, own, n=1)
-        hint = f"did you mean model.{similar[0]}?" if similar else f"it has {', '.join(own)}"
+    """Raises BadInput for settings that the detector does not have, with the nearest name that it has."""
+    names, problems = [field.name for field in fields(options_type)], []
+    for key in [key for key in keys if key not in names]:
+        similar = difflib.get_close_matches(key, names, n=1)
+        hint = f"did you mean model.{similar[0]}?" if similar else f"it has {', '.join(names)}"
         problems.append(f"{architecture} has no setting model.{key}; {hint}")
     if problems:
         raise BadInput(problems)
 
 
-def _load(place: str):
-    module, _, name = place.partition(":")
+def _load(reference: str):
+    module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module, __name__), name)

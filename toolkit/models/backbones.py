@@ -63,7 +63,7 @@ def start_backbone(backbone: nn.Module, config: "TimmBackboneConfig", freeze: st
 
 
 def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
-    """`timm.create_model(name)`, whose faults are BadInput.
+    """`timm.create_model(name)`; its errors are raised as BadInput.
 
     Args:
         pretrained: True: timm's pretrained weights (downloaded once); a path: a local file of such weights; False:
@@ -87,7 +87,7 @@ def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
 
 
 def wake_frozen_norms(backbone: nn.Module) -> None:
-    """timm starts the last norm of a residual branch at weight 0, which only learning wakes; frozen it becomes 1."""
+    """Set frozen norms of weight 0 to 1; timm initialises the last norm of a residual branch so."""
     for module in backbone.modules():
         if "weight" in module._buffers and not module.weight.any():
             module.weight.fill_(1)
@@ -97,11 +97,11 @@ def freeze_backbone(backbone: nn.Module, name: str, freeze: str, pretrained: boo
     """Freeze parts of a timm feature extractor, after its weights are loaded.
 
     Args:
-        backbone: its batch norms are frozen buffers already, except, if one likes, for "none".
+        backbone: its batch norms are frozen buffers already, unless `freeze` is "none".
         freeze: "paper": batch norms, and everything before the first feature map of stride 8 (in a ResNet: stem and
             layer1), as facebookresearch/detr does; "norms": batch norms only; "none": nothing, batch norms learn.
-        pretrained: whether the weights are. Random ones have norms of weight 0 at the end of residual branches, which
-            only learning can wake; where such a norm is frozen it becomes 1, as in torchvision's ResNets.
+        pretrained: whether the weights are pretrained. Random ones have norms of weight 0 at the end of residual
+            branches; where such a norm is frozen it becomes 1, as in torchvision's ResNets.
 
     Raises:
         BadInput: an unknown choice, or "paper" for a backbone without such a feature map.

@@ -73,7 +73,7 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
     settings = read_groups(run / CONFIG) if run else {}
     environment = read_json_object(run / "environment.json") if run else {}
     row = best_row(run) if run else {}
-    of_run, of_folder = ((known.get("model") or {}).get("architecture") for known in (settings, config))
+    of_run, of_folder = ((source.get("model") or {}).get("architecture") for source in (settings, config))
     architecture = of_run or of_folder or config.get("model_type", "detector")
     name = run.name if run else folder.name
     head = {
@@ -129,15 +129,15 @@ def _index(settings: Mapping, row: Mapping) -> list[dict]:
 
 
 def _figures(row: Mapping, run: Path | None) -> str:
-    found = {name: row[key] for key, name in SHOWN.items() if row.get(key) is not None}
-    if not found:
+    metrics = {name: row[key] for key, name in SHOWN.items() if row.get(key) is not None}
+    if not metrics:
         return "None were measured."
     intervals = read_json_object(run / "report" / "report.json").get("intervals_95") or {}
     lines = ["| | validation data | 95 % interval |", "|---|---|---|"]
-    for name, value in found.items():
+    for name, value in metrics.items():
         low, high = intervals.get(name) or (None, None)
-        shown = f"{low:.4f} to {high:.4f}" if low is not None else "see `report/`"
-        lines.append(f"| {name} | {value:.4f} | {shown} |")
+        interval = f"{low:.4f} to {high:.4f}" if low is not None else "see `report/`"
+        lines.append(f"| {name} | {value:.4f} | {interval} |")
     return "\n".join(lines) + f"\n\nCOCO's box metrics at step {row['step']}; intervals are a bootstrap over images."
 
 

@@ -96,12 +96,12 @@ class Detector(nn.Module):
         """The first `top_k` detections of each image with scores above the threshold, on the CPU: `boxes (K, 4)`,
         `scores (K,)` and `labels (K,)` of `decode`. The host waits for a device once."""
 
-        def found() -> tuple[list[Tensor], None]:
+        def select() -> tuple[list[Tensor], None]:
             boxes, scores, labels = self.decode(outputs, sizes, orig_sizes, score_threshold, top_k)
             keep = (labels >= 0) & (scores > score_threshold)
             return kept_first(keep & (keep.cumsum(1) <= top_k), boxes, scores, labels), None
 
-        (counts, *columns), _ = settled(found)
+        (counts, *columns), _ = settled(select)
         return first_rows(counts.tolist(), dict(zip(("boxes", "scores", "labels"), columns, strict=True)))
 
     def map_taps(self) -> list[MapTap]:
@@ -127,13 +127,13 @@ class Detector(nn.Module):
         save_detector_folder(self, processor_size, folder, categories)
 
     def make_evaluator(self, table, backend: str):
-        """What measures this detector on a table; None: COCO's metrics of boxes. A subclass may take more settings of
-        `eval`, see `toolkit.evaluation.coco.make_evaluator`."""
+        """The evaluator of this detector on a table; None: COCO's box metrics. A subclass may use more `eval` settings,
+        see `toolkit.evaluation.coco.make_evaluator`."""
         return
 
-    def to_keep(self, found: Mapping) -> Mapping:
-        """What an evaluation keeps in memory of an image that `postprocess` gave; here all of it."""
-        return found
+    def to_keep(self, detections: Mapping) -> Mapping:
+        """What an evaluation keeps in memory of an image's detections, those of `postprocess`; by default all."""
+        return detections
 
     @property
     def denominator_names(self) -> tuple[str, ...]:
@@ -148,10 +148,10 @@ def denominator_of(detector: Detector, loss: str) -> str:
 
 
 def check_contract(detector: nn.Module) -> None:
-    """Says everything that a detector lacks, before the first step instead of after the last.
+    """Check a detector against the contract before the first step.
 
     Raises:
-        BadInput: all of it at once.
+        BadInput: everything that it lacks, at once.
     """
     cls, problems = type(detector), []
     name = f"{cls.__module__}:{cls.__qualname__}"

@@ -17,7 +17,7 @@ def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]
     Raises:
         BadInput: a flag without a value.
     """
-    asked, rest, words = {}, [], iter(arguments)
+    settings, rest, words = {}, [], iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
         if not flag.startswith(("--model.", "--head.")):
@@ -27,8 +27,8 @@ def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]
         if value is None:
             raise BadInput(f"{flag}: expected a value")
         key = flag.removeprefix("--").replace("head.", "head_options.", 1).removeprefix("model.")
-        asked[key] = yaml.safe_load(value)
-    return asked, rest
+        settings[key] = yaml.safe_load(value)
+    return settings, rest
 
 
 def with_inference_settings(model: Mapping, asked: Mapping[str, Any]) -> dict:
@@ -39,13 +39,13 @@ def with_inference_settings(model: Mapping, asked: Mapping[str, Any]) -> dict:
         asked: by key; `head_options.effect` is an entry of the setting `head_options`.
 
     Raises:
-        BadInput: settings that are none, or that training depends on.
+        BadInput: unknown settings, or settings that training depends on.
     """
-    known = options_class(model["architecture"]).inference_only
-    if wrong := [key for key in asked if key not in known]:
+    allowed = options_class(model["architecture"]).inference_only
+    if wrong := [key for key in asked if key not in allowed]:
         raise BadInput(
             f"{', '.join(wrong)}: no setting of {model['architecture']} that a trained model can change; "
-            + (f"there are {', '.join(known)}" if known else "it has none")
+            + (f"there are {', '.join(allowed)}" if allowed else "it has none")
         )
     changed = dict(model)
     for key, value in asked.items():

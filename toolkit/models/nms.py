@@ -19,13 +19,13 @@ from torchvision.ops import batched_nms, nms
 from toolkit.batch import rows_of, to_host
 from toolkit.box_ops import intersection_and_union
 
-ROUNDS = 16  # before it is asked whether they were enough
+ROUNDS = 16  # before checking whether they were enough
 USUAL_GROUP, LARGEST_GROUP = 1024, 4096  # boxes, whose pairs fill 4 and 64 MB of float32
 PAIRS_AT_ONCE = 2**27  # boxes compared with boxes: 512 MB of float32
 
 
 class Trust(NamedTuple):
-    """How many rounds and boxes of an image are taken without asking, and 0-dim bools: whether they were too few."""
+    """Rounds and boxes per image that are assumed to suffice, and 0-dim bools: whether they did not."""
 
     rounds: int
     width: int
@@ -37,12 +37,12 @@ Rest = TypeVar("Rest")
 
 
 def class_wise_nms(boxes_xyxy: Tensor, scores: Tensor, threshold: float, order: Tensor | None = None) -> Tensor:
-    """What suppression leaves of boxes (B, C, N, 4) and scores (B, C, N), none where the score is 0.
+    """Class-wise NMS of boxes (B, C, N, 4) with scores (B, C, N); a score of 0 is no box.
 
     threshold: IoU above which the better box of a class wins. order: (B, C * N), the row that comes first of equal
         scores, on a CPU; None: the first one.
 
-    Returns (B, C, N) in the scores' dtype: 0 for what is left out, else the higher the earlier its turn in its image.
+    Returns (B, C, N) in the scores' dtype: 0 for suppressed boxes, else higher the better its rank in its image.
     """
     if torch.compiler.is_exporting():
         keep = nms_keep(boxes_xyxy.flatten(0, 1), scores.flatten(0, 1), threshold).reshape(scores.shape)
@@ -64,7 +64,7 @@ def _batch_at_once(boxes_xyxy: Tensor, scores: Tensor, threshold: float) -> Tens
 
 
 def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float) -> Tensor:
-    """Of so many boxes that most classes have few: all classes of an image are one group."""
+    """All classes of an image as one group, for so many boxes that most classes have few."""
     ranked, order = scores.sort(dim=1, descending=True, stable=True)
     trust = _trust.get()
     if trust is None:
@@ -82,10 +82,10 @@ def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: floa
 
 def _image_by_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float, order: Tensor | None) -> Tensor:
     turns = torch.zeros_like(scores)
-    for i, (own_boxes, own_scores) in enumerate(zip(boxes, scores, strict=True)):
-        turn = torch.arange(len(own_scores), device=scores.device) if order is None else order[i]
-        rows = turn[own_scores[turn] > 0]
-        kept = rows[batched_nms(own_boxes[rows], own_scores[rows], rows // in_class, threshold)]
+    for i, (image_boxes, image_scores) in enumerate(zip(boxes, scores, strict=True)):
+        turn = torch.arange(len(image_scores), device=scores.device) if order is None else order[i]
+        rows = turn[image_scores[turn] > 0]
+        kept = rows[batched_nms(image_boxes[rows], image_scores[rows], rows // in_class, threshold)]
         turns[i, kept] = torch.arange(len(kept), 0, -1, device=turns.device).to(turns)
     return turns
 
@@ -93,14 +93,15 @@ def _image_by_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: flo
 def sorted_nms(
     boxes_xyxy: Tensor, valid: Tensor, threshold: float, labels: Tensor | None = None, classes: int = 1
 ) -> Tensor:
-    """What suppression leaves, by rounds on every device: (G, K) bool of boxes (G, K, 4), best first in each group.
+    """NMS by rounds, on every device: (G, K) bool, the kept ones of boxes (G, K, 4), best first in each group.
 
     valid: (G, K), False for padding. labels: (G, K), boxes of different labels leave each other alone; None: of one.
     classes: how many labels there are, for exporters, which cannot trace the rounds.
     """
     if torch.compiler.is_exporting():
-        own = labels[:, None] == torch.arange(classes, device=labels.device)[:, None]  # (G, C, K)
-        turns = torch.arange(valid.shape[1], 0, -1, device=valid.device).to(boxes_xyxy).where(own & valid[:, None], 0)
+        of_class = labels[:, None] == torch.arange(classes, device=labels.device)[:, None]  # (G, C, K)
+        turns = torch.arange(valid.shape[1], 0, -1, device=valid.device).to(boxes_xyxy)
+        turns = turns.where(of_class & valid[:, None], 0)
         return class_wise_nms(boxes_xyxy[:, None].expand(-1, classes, -1, -1), turns, threshold).any(1)
     count, trust = valid.shape[1], _trust.get()
     later = torch.ones(count, count, dtype=torch.bool, device=valid.device).triu(1)
@@ -126,10 +127,10 @@ def sorted_nms(
 
 
 def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[Tensor], Rest]:
-    """The tensors that `compute` gives first, on the CPU, in one copy for which the host waits once; and the rest.
+    """Run `compute` and copy the tensors it returns first to the CPU, with one host synchronisation.
 
-    The suppression inside trusts that few boxes and rounds are enough. The copy brings the proof; where it fails,
-    `compute` runs again with more of both, and at last asks the device at each turn.
+    Suppression inside assumes that few boxes and rounds suffice, and the copy tells whether they did. If not, `compute`
+    runs again with more of both, and finally with a synchronisation after each round.
     """
     for rounds, width in ((ROUNDS, USUAL_GROUP), (8 * ROUNDS, LARGEST_GROUP)):
         trust = Trust(rounds, width, [])
@@ -138,35 +139,35 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
             tensors, rest = compute()
         finally:
             _trust.reset(token)
-        found = to_host([*tensors, *trust.doubts])
-        if not any(found[len(tensors) :]):
-            return found[: len(tensors)], rest
+        values = to_host([*tensors, *trust.doubts])
+        if not any(values[len(tensors) :]):
+            return values[: len(tensors)], rest
     tensors, rest = compute()
     return to_host(tensors), rest
 
 
-def best_rows(scores: Tensor, count: int, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The highest of each image: scores and rows (B, min(count, N)) of scores (B, N) >= 0, best first.
+def best_rows(scores: Tensor, count: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The highest scores of each image: scores and rows (B, min(count, N)) of scores (B, N) >= 0, best first.
 
-    Equal ones come in their order, or by their `place` (N,), unique integers. Exporters know no stable order: there
-    it is the runtime's, and an image of fewer has `count` rows too, the rest with score 0.
+    Ties are broken by position, or by `order` (N,), unique integers. Exported files have no stable order: ties are
+    broken by the runtime, and an image with fewer scores is padded to `count` rows of score 0.
     """
     if torch.compiler.is_exporting():
-        found, rows = pad(scores, (0, count)).topk(count, dim=1)
-        return found, rows.clamp(max=scores.shape[1] - 1)
-    if place is None:
-        place = torch.arange(scores.shape[1], device=scores.device)
+        best, rows = pad(scores, (0, count)).topk(count, dim=1)
+        return best, rows.clamp(max=scores.shape[1] - 1)
+    if order is None:
+        order = torch.arange(scores.shape[1], device=scores.device)
     # Scores are not negative, so their bits sort like them: one top-k of unique integers is also stable.
-    keys = (scores.float().contiguous().view(torch.int32).long() << 32) - place
+    keys = (scores.float().contiguous().view(torch.int32).long() << 32) - order
     rows = keys.topk(min(count, scores.shape[1]), dim=1).indices
     return scores.gather(1, rows), rows
 
 
 @torch.library.custom_op("toolkit::nms_keep", mutates_args=())
 def nms_keep(boxes: Tensor, scores: Tensor, nms_iou: float) -> Tensor:
-    """What non-maximum suppression leaves of every group: bool (G, N) of boxes (G, N, 4) xyxy and scores (G, N).
+    """Non-maximum suppression of every group: bool (G, N), kept, of boxes (G, N, 4) xyxy with scores (G, N).
 
-    A row of score 0 is none. Groups, such as the classes of an image, know nothing of each other.
+    A row of score 0 is no box. Groups, such as the classes of an image, are independent.
     """
     keep = scores > 0
     for group in (keep.sum(1) > 1).nonzero()[:, 0].tolist():

@@ -32,16 +32,16 @@ class DetectorOptions:
 
     def __new__(cls, *args, **given):
         self = super().__new__(cls)
-        names = [each.name for each in fields(cls)]
+        names = [field.name for field in fields(cls)]
         self.__dict__["_given"] = {*names[: len(args)], *given}
         return self
 
     @property
     def given(self) -> dict:
         """The settings that were given, by name, in the order of the dataclass."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name in self._given}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in self._given}
 
     def only_given(self, names) -> "DetectorOptions":
-        """Notes that these settings, and no others, were given: a parser hands over all of them. Returns itself."""
+        """Mark these settings, and no others, as given (a parser passes all of them). Returns self."""
         self.__dict__["_given"] = set(names)
         return self

@@ -31,9 +31,9 @@ def start_detector(
 ) -> Detector:
     """The detector that a run begins with: as the settings say, on the weights of `pretrained`, partly frozen.
 
-    A setting is the published one, in its place that of the source of the weights, in its place the given one. What the
-    source (and `known`) says about the detector is written to `<folder>/pretrained_config.json` with the names of the
-    settings that were given, so that the run folder alone builds it again, and the table of tensors to
+    A given setting takes precedence over that of the weights' source, and that one over the published default. What
+    the source (and `known`) says about the detector is written to `<folder>/pretrained_config.json` with the names of
+    the settings that were given, so that the run folder alone builds it again, and the table of tensors to
     `<folder>/pretrained.txt`.
 
     Args:
@@ -79,10 +79,10 @@ def start_detector(
 
 
 def check_weights(options: DetectorOptions) -> None:
-    """Whether the trained weights that the settings name can be had and fit, before the data are known.
+    """Check that the trained weights named by the settings are available and fit, before the data are read.
 
-    A detector is built on them for a class of no data. Weights of scene graphs depend on the data: of these only the
-    backbone's are looked at.
+    A detector is built on them for a placeholder class. Weights of scene graphs depend on the data: only those of their
+    backbone are checked.
 
     Raises BadInput as `start_detector`.
     """
@@ -90,16 +90,16 @@ def check_weights(options: DetectorOptions) -> None:
     if is_graph and (options.pretrained or options.detector) or not (options.pretrained or options.pretrained_backbone):
         return
     with TemporaryDirectory() as folder:
-        known = {"predicates": ["relation"], "attributes": []} if is_graph else None
-        start_detector(options, ["object"], Path(folder), resumed_from=None, say=lambda text: None, known=known)
+        extra = {"predicates": ["relation"], "attributes": []} if is_graph else None
+        start_detector(options, ["object"], Path(folder), resumed_from=None, say=lambda text: None, known=extra)
 
 
 def load_pretrained(
     detector: nn.Module, source: Pretrained, class_names: Sequence[str], fresh: Sequence[str] = ()
 ) -> WeightTable:
-    """Gives the detector the weights of the source, row by row where the classes differ, and says what went where.
+    """Load the source's weights into the detector, row by row where the classes differ.
 
-    fresh: prefixes of what keeps its initial values.
+    fresh: prefixes of the tensors that keep their initial values.
 
     Raises:
         BadInput: shapes that differ, a class name that the source has twice, nothing that fits, a prefix of nothing.
@@ -148,15 +148,15 @@ def _loaded(
 
 
 def _given(options: DetectorOptions) -> dict:
-    """The settings that were given, and those that somebody set afterwards: all that are not the published ones."""
+    """The settings that were given, and those changed afterwards: all that differ from the published values."""
     published = type(options)()
-    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
     changed = {name: value for name, value in values.items() if value != getattr(published, name)}
     return {name: value for name, value in (changed | options.given).items() if value is not None}
 
 
 def _stored_options(checkpoint: Path) -> dict | None:
-    """What the run of a checkpoint noted about its detector beside the settings; None: nothing."""
+    """The detector options that a checkpoint's run stored beside its settings; None: there are none."""
     try:
         path = run_folder_of(checkpoint) / PRETRAINED_CONFIG
     except BadInput:  # its folder was removed, settings and all, before it was saved: those of this command must fit

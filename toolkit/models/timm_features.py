@@ -33,7 +33,7 @@ def timm_features(
         the extractor and the channels C_i of its maps.
 
     Raises:
-        BadInput: timm has no such backbone, or not with such strides; no weights to be had; unknown `norm`.
+        BadInput: timm has no such backbone, or not with such strides; no weights available; unknown `norm`.
     """
     if norm not in NORM_CHOICES:
         raise BadInput(f"model.norm: {norm!r} is not one of {', '.join(NORM_CHOICES)}.")

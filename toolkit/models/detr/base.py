@@ -25,11 +25,11 @@ from toolkit.models.detr.configuration import (
 )
 from toolkit.models.detr.detr_criterion import MatchingCosts, count_objects
 from toolkit.models.detr.focal_criterion import FocalCriterion
-from toolkit.models.detr.host_waits import clamp_unasked_
+from toolkit.models.detr.host_waits import clamp_without_check_
 from toolkit.models.detr.options import MatchingOptions
 from toolkit.models.final import save_transformers_folder
 
-# Each decoder layer asks whether the sizes of the maps, which it is given twice, agree: the host would wait for a GPU.
+# Each decoder layer checks that the sizes of the maps, which it is given twice, agree: a host synchronisation.
 os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
 
 
@@ -37,7 +37,7 @@ class TransformersDetector(Detector):
     """A detector around `self.model` of transformers. Built with `source_config`, `to_dict()` of the config of a model
     of transformers, it is that model with these classes, and options that are given override its entries.
 
-    A subclass says:
+    A subclass defines:
         entries: the entries of transformers' config that each option sets.
         published: entries without an option of ours whose published value is not transformers'.
     """
@@ -53,9 +53,9 @@ class TransformersDetector(Detector):
     def exported_sides(self) -> str:
         return "fixed" if self.fixed_size else "any"
 
-    def _take(self, set_loss: nn.Module, statistics: tuple[tuple, tuple], used: Mapping[str, object]) -> None:
-        """Takes the criterion, mean and std, and the options that the config does not tell, as they were used."""
-        clamp_unasked_(self.model)
+    def _set_criterion(self, set_loss: nn.Module, statistics: tuple[tuple, tuple], used: Mapping[str, object]) -> None:
+        """Set the criterion, mean and std, and the resolved options that the config does not hold."""
+        clamp_without_check_(self.model)
         config = self.model.config  # a batch without boxes makes no denoising queries; dropped layers have no part
         self.leaves_unused = any(getattr(config, name, 0) for name in ("num_denoising", "decoder_layerdrop"))
         self.set_loss, self.used, (self.mean, self.std) = set_loss, dict(used), statistics
@@ -102,11 +102,11 @@ class TransformersDetector(Detector):
 
 
 class MatchedDetector(TransformersDetector):
-    """A member with matching costs among its settings, which says `model_class` and `_initialise`. It classifies with
-    sigmoids and has a `FocalCriterion`, where it says no other.
+    """A detector of the family with configurable matching costs. A subclass defines `model_class` and `_initialise`; it
+    classifies with sigmoids and a `FocalCriterion` unless it overrides `_criterion`.
 
     Raises:
-        BadInput: unknown backbone or `freeze`, weights that cannot be had, settings that do not fit together, a source
+        BadInput: unknown backbone or `freeze`, unavailable weights, settings that do not fit together, a source
             of another architecture.
     """
 
@@ -128,10 +128,10 @@ class MatchedDetector(TransformersDetector):
             self._initialise(options, source_config)
         used = self._prepare_backbone(options, source_config)
         # As given, else the source's, else published; no entries of the config, which takes whole numbers only.
-        known = {**asdict(options), **(source_config or {}), **options.given}
-        costs = MatchingCosts(*(known[name] for name in MatchingCosts._fields))
+        values = {**asdict(options), **(source_config or {}), **options.given}
+        costs = MatchingCosts(*(values[name] for name in MatchingCosts._fields))
         set_loss = self._criterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs)
-        self._take(set_loss, pixel_statistics(config, options), used | costs._asdict())
+        self._set_criterion(set_loss, pixel_statistics(config, options), used | costs._asdict())
 
     def _entries(self, options: MatchingOptions, source_config: Mapping | None) -> dict:
         """Entries of the config, in place of the source's."""
@@ -143,7 +143,7 @@ class MatchedDetector(TransformersDetector):
         raise NotImplementedError  # each paper's program has its own
 
     def _prepare_backbone(self, options: MatchingOptions, source_config: Mapping | None) -> dict:
-        """Gives the backbone its weights, and returns options with the values that were really used."""
+        """Load the backbone's weights; returns its options with the values that were really used."""
         return prepare_backbone(self._extractor(), self.model.config, options, source_config)
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
@@ -185,8 +185,8 @@ def check_positions(height: int, width: int, positions: int, num_queries: int) -
 
 
 def precision(training: bool, device: torch.device):
-    """Context of a forward: autocast's while training. Evaluation is in float32, like whoever loads `final/`: in half
-    precision a reference point, and with it a box, would be known to 1/256 of the image."""
+    """The context of a forward: autocast in training. Evaluation runs in float32, as for users of `final/`: half
+    precision would round a reference point, and with it a box, to 1/256 of the image."""
     if not training:
         return torch.autocast(device.type, enabled=False)
     if device.type == "cpu" and torch.is_autocast_enabled("cpu"):

@@ -13,7 +13,7 @@ from toolkit.models.backbones import FREEZE_CHOICES, feature_strides, image_stat
 from toolkit.models.detr.options import BackboneOptions, RTDetrV2Options, TransformerOptions
 from toolkit.models.options import DetectorOptions
 
-# Entries of a source's config that are ours to say, or that ask timm for weights when the model is built.
+# Entries of a source's config that this toolkit sets, or that make timm load weights when the model is built.
 REPLACED = (
     "id2label label2id num_labels auxiliary_loss backbone use_timm_backbone backbone_kwargs use_pretrained_backbone"
 ).split()
@@ -38,7 +38,7 @@ ENCODER_DECODER = {
 
 
 def handed_over(options: DetectorOptions, source_config: Mapping | None) -> dict[str, Any]:
-    """The settings that decide: all of them; where there is a source, those that are given, as it says the others."""
+    """The settings that apply: all of them or, with a source, those that are given; the source decides the others."""
     values = asdict(options) if source_config is None else options.given
     return {name: value for name, value in values.items() if value is not None}
 
@@ -51,7 +51,7 @@ def to_entries(values: Mapping[str, Any], entries: Mapping[str, Sequence[str]]) 
 def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Our options from a transformers config; None where one of ours stands for entries that differ."""
     values = {option: [getattr(config, name) for name in names] for option, names in entries.items()}
-    return {option: found[0] if found == found[:1] * len(found) else None for option, found in values.items()}
+    return {option: entry[0] if entry == entry[:1] * len(entry) else None for option, entry in values.items()}
 
 
 def detector_config(
@@ -68,10 +68,10 @@ def detector_config(
             f"model.architecture: the pretrained model is a {source['model_type']}, not a {config_class.model_type}; "
             f"set model.architecture to {source['model_type']}."
         )
-    kept = {key: value for key, value in source.items() if key not in REPLACED}
+    inherited = {key: value for key, value in source.items() if key not in REPLACED}
     names = dict(enumerate(class_names))
     labels = {"id2label": names, "label2id": {name: label for label, name in names.items()}}
-    return config_class(**{**kept, **entries, **labels, "auxiliary_loss": False})
+    return config_class(**{**inherited, **entries, **labels, "auxiliary_loss": False})
 
 
 def pixel_statistics(
@@ -79,8 +79,8 @@ def pixel_statistics(
 ) -> tuple[tuple, tuple]:
     """Mean and standard deviation of RGB values in [0, 1]: as given, else the timm backbone's, else `published`."""
     name = timm_name(config)
-    own_mean, own_std = image_statistics(name) if name else published
-    return tuple(options.mean or own_mean), tuple(options.std or own_std)
+    default_mean, default_std = image_statistics(name) if name else published
+    return tuple(options.mean or default_mean), tuple(options.std or default_std)
 
 
 # ---------------------------------------------------------------- backbone
@@ -104,17 +104,17 @@ def backbone_entry(options: BackboneOptions, source_config: Mapping | None, stri
         BadInput: unknown backbone, missing strides, dilation of a backbone that is not timm's.
     """
     source, values = source_config or {}, handed_over(options, source_config)
-    own, name, dilation = source.get("backbone_config"), values.get("backbone"), values.get("dilation")
-    if own is not None and own["model_type"] != "timm_backbone" and name is None:
+    entry, name, dilation = source.get("backbone_config"), values.get("backbone"), values.get("dilation")
+    if entry is not None and entry["model_type"] != "timm_backbone" and name is None:
         if dilation is not None and dilation != bool(source.get("dilation")):
             raise BadInput(
-                f"model.dilation: the pretrained model has a backbone of transformers ({own['model_type']}), which "
+                f"model.dilation: the pretrained model has a backbone of transformers ({entry['model_type']}), which "
                 "has no such setting; leave it out."
             )
-        return dict(own)
-    if own is not None and name in (None, own.get("backbone")):
-        name, indices = own["backbone"], list(own["out_indices"])
-        dilation = own.get("output_stride") == 16 if dilation is None else dilation
+        return dict(entry)
+    if entry is not None and name in (None, entry.get("backbone")):
+        name, indices = entry["backbone"], list(entry["out_indices"])
+        dilation = entry.get("output_stride") == 16 if dilation is None else dilation
     else:
         name = name or options.backbone
         needed = f"feature maps of stride {', '.join(map(str, strides or ()))} are needed"
@@ -135,7 +135,7 @@ def _indices(backbone: str, strides: Sequence[int], needed: str) -> list[int]:
 def prepare_backbone(
     module: nn.Module, config: PreTrainedConfig, options: BackboneOptions, source_config: Mapping | None
 ) -> dict[str, Any]:
-    """Gives a detector's backbone its weights and freezes what is to be frozen.
+    """Load the weights of a detector's backbone and freeze parts of it.
 
     Args:
         module: the backbone; of timm: the feature extractor itself.
@@ -146,7 +146,7 @@ def prepare_backbone(
         transformers has no name; where `freeze` is not given it is "paper" for a ResNet, else "none".
 
     Raises:
-        BadInput: what is asked for is impossible with this backbone.
+        BadInput: settings that this backbone does not support.
     """
     backbone, name, pretrained = config.backbone_config, timm_name(config), options.pretrained_backbone
     if name:
@@ -202,8 +202,8 @@ def rt_detr_config(
     config_class, kind = detector.config_class, detector.config_class.model_type
     if source is not None and source.get("model_type") != kind:
         raise BadInput(f"model.architecture {kind}: the weights are of a {source.get('model_type')!r} model")
-    known = source or {"freeze_backbone_batch_norms": False, **detector.published}
-    entries = {key: value for key, value in known.items() if key not in REPLACED_OF_RT_DETR}
+    base = source or {"freeze_backbone_batch_norms": False, **detector.published}
+    entries = {key: value for key, value in base.items() if key not in REPLACED_OF_RT_DETR}
     given = handed_over(options, source)
     entries |= to_entries(given, detector.entries)
     if "d_model" in given:
@@ -212,17 +212,17 @@ def rt_detr_config(
     entries |= {"id2label": dict(enumerate(class_names)), "auxiliary_loss": True, "anchor_image_size": None}
 
     name, freeze = given.get("backbone"), given.get("freeze")
-    own = entries.get("backbone_config") or {}
-    if own and own["model_type"] != "timm_backbone":
-        _check_own_backbone(own["model_type"], name, options.pretrained_backbone, freeze)
+    backbone = entries.get("backbone_config") or {}
+    if backbone and backbone["model_type"] != "timm_backbone":
+        _check_own_backbone(backbone["model_type"], name, options.pretrained_backbone, freeze)
         if freeze is not None:
             entries["freeze_backbone_batch_norms"] = freeze == "norms"
         frozen = entries.get("freeze_backbone_batch_norms", True)
         return config_class.from_dict(entries), "norms" if frozen else "none"
-    name = name or own["backbone"]
-    freeze = freeze or ("norms" if own.get("freeze_batch_norm_2d") else "none")
-    if name == own.get("backbone") and own.get("out_indices"):
-        out_indices = own["out_indices"]
+    name = name or backbone["backbone"]
+    freeze = freeze or ("norms" if backbone.get("freeze_batch_norm_2d") else "none")
+    if name == backbone.get("backbone") and backbone.get("out_indices"):
+        out_indices = backbone["out_indices"]
     else:
         strides = entries.get("feat_strides", RT_DETR_STRIDES)
         needed = f"{kind} needs feature maps of stride {', '.join(map(str, strides[:-1]))} and {strides[-1]}"

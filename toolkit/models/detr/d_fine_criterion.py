@@ -104,18 +104,18 @@ class DFineCriterion(nn.Module):
             noisy = meta["dn_num_split"][0] if meta is not None else 0
             queries = self._outputs(every, slice(noisy, None), with_encoder=True)
             matches = match_focal(queries.logits, queries.boxes_cxcywh, padded, MATCHING_COSTS)
-            own = _assignment(matches, queries.logits)
+            assigned = _assignment(matches, queries.logits)
             share = len(targets) / denominators["images"]
-            by_boxes, by_matched, shared = denominators["boxes"], denominators["boxes"], own
+            by_boxes, by_matched, shared = denominators["boxes"], denominators["boxes"], assigned
             if self.union_matching:
                 shared = _union(matches, queries.logits.shape[1:3], padded)
                 by_matched = shared.matched.sum().clamp(min=1) * by_boxes / max(sum(counts), 1)
-            losses = self._losses(queries, padded, own, shared, (by_boxes, by_matched), share)
+            losses = self._losses(queries, padded, assigned, shared, (by_boxes, by_matched), share)
             named = dict(zip(self._names(self.query_suffixes), losses, strict=True))
             if meta is not None:
                 noise = self._outputs(every, slice(noisy), with_encoder=False)
-                known = _assignment(denoising_matches(meta, counts, 1, device), noise.logits[:1])
-                losses = self._losses(noise, padded, known, known, (by_boxes * meta["dn_num_group"],) * 2, share)
+                denoised = _assignment(denoising_matches(meta, counts, 1, device), noise.logits[:1])
+                losses = self._losses(noise, padded, denoised, denoised, (by_boxes * meta["dn_num_group"],) * 2, share)
                 named |= zip(self._names(self.denoising_suffixes), losses, strict=True)
             return named
 
@@ -128,49 +128,55 @@ class DFineCriterion(nn.Module):
         return Outputs(logits, boxes.clamp(0, 1), corners, layers["references"][:, queries].detach())
 
     def _losses(
-        self, outputs: Outputs, targets: PaddedTargets, own: Assignment, shared: Assignment, denominators: tuple, share
+        self,
+        outputs: Outputs,
+        targets: PaddedTargets,
+        assigned: Assignment,
+        shared: Assignment,
+        denominators: tuple,
+        share: Tensor | float,
     ) -> list[Tensor]:
-        """In the order of `_names`. own, shared: matches for classes and for boxes; denominators: of these likewise."""
+        """In the order of `_names`. assigned, shared: matches for classes and for boxes, like `denominators`."""
         predicted = cxcywh_to_xyxy(outputs.boxes_cxcywh)
-        classes = self._classification(outputs.logits, predicted.detach(), targets, own)
-        wanted_cxcywh = _of_targets(targets.boxes_cxcywh, shared.target)
-        wanted = cxcywh_to_xyxy(wanted_cxcywh)
+        classes = self._classification(outputs.logits, predicted.detach(), targets, assigned)
+        target_cxcywh = _of_targets(targets.boxes_cxcywh, shared.target)
+        target_boxes = cxcywh_to_xyxy(target_cxcywh)
         # A query without an object stands on its target: whatever its box, its gradient is 0, and not 0 times infinity.
-        placed = torch.where(shared.matched[..., None] > 0, outputs.boxes_cxcywh, wanted_cxcywh)
-        l1 = (placed - wanted_cxcywh).abs().sum(-1)
-        giou = (1 - generalized_box_iou(cxcywh_to_xyxy(placed), wanted)) * shared.matched
+        placed = torch.where(shared.matched[..., None] > 0, outputs.boxes_cxcywh, target_cxcywh)
+        l1 = (placed - target_cxcywh).abs().sum(-1)
+        giou = (1 - generalized_box_iou(cxcywh_to_xyxy(placed), target_boxes)) * shared.matched
 
         refined = slice(1, self.num_layers + 1)
-        iou = box_iou(predicted[refined].detach(), wanted[refined] if len(wanted) > 1 else wanted)
+        iou = box_iou(predicted[refined].detach(), target_boxes[refined] if len(target_boxes) > 1 else target_boxes)
         matched = shared.matched.expand(len(predicted), -1, -1)[refined]
         log_probabilities = outputs.corners.log_softmax(-1)
-        fgl = self._localisation(log_probabilities, outputs.references, wanted.expand_as(predicted)[refined])
+        fgl = self._localisation(log_probabilities, outputs.references, target_boxes.expand_as(predicted)[refined])
         teacher = outputs.logits[self.num_layers].detach().sigmoid().amax(-1)
         ddf = _distillation(outputs.corners, torch.where(matched > 0, iou, teacher)[:-1], matched[:-1])
         by_boxes, by_matched = denominators
-        terms = [(classes, by_boxes), *((each, by_matched) for each in (l1, giou, fgl * iou * matched))]
+        terms = [(classes, by_boxes), *((term, by_matched) for term in (l1, giou, fgl * iou * matched))]
         sums = [values.flatten(1).sum(1) / denominator for values, denominator in terms]
         return [value for row in (*sums, ddf * share) for value in row.unbind()]
 
-    def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, own: Assignment) -> Tensor:
+    def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, assigned: Assignment):
         """`(M, B, N, C)` -> the same shape. The IoU is the score to be learned: itself (vfl), or to gamma (mal)."""
-        labels = _of_targets(targets.labels[..., None], own.target).squeeze(-1)
-        iou = box_iou(boxes_xyxy, cxcywh_to_xyxy(_of_targets(targets.boxes_cxcywh, own.target)))
-        positive = F.one_hot(labels, self.num_classes) * own.matched[..., None]
+        labels = _of_targets(targets.labels[..., None], assigned.target).squeeze(-1)
+        iou = box_iou(boxes_xyxy, cxcywh_to_xyxy(_of_targets(targets.boxes_cxcywh, assigned.target)))
+        positive = F.one_hot(labels, self.num_classes) * assigned.matched[..., None]
         score = (iou.pow(self.gamma) if self.is_mal else iou)[..., None] * positive
         alpha = 1.0 if self.is_mal else VARIFOCAL_ALPHA
         weight = alpha * logits.detach().sigmoid().pow(self.gamma) * (1 - positive)
         weight = weight + (positive if self.is_mal else score)
         return F.binary_cross_entropy_with_logits(logits, score, weight=weight, reduction="none")
 
-    def _localisation(self, log_probabilities: Tensor, references: Tensor, wanted_xyxy: Tensor) -> Tensor:
+    def _localisation(self, log_probabilities: Tensor, references: Tensor, target_xyxy: Tensor) -> Tensor:
         """Cross-entropy between the bins left and right of where each side should be, `(L, B, N)`, summed over sides.
 
         The offset of a side is in units of the reference's width or height, divided by `reg_scale`, from its edge.
         """
         with torch.no_grad():
             centre, size = references[..., :2], references[..., 2:].repeat(1, 1, 2)
-            outward = torch.cat([centre - wanted_xyxy[..., :2], wanted_xyxy[..., 2:] - centre], dim=-1)
+            outward = torch.cat([centre - target_xyxy[..., :2], target_xyxy[..., 2:] - centre], dim=-1)
             offsets = outward / (size / self.reg_scale + 1e-16) - 0.5 * self.reg_scale
             edges = self.bin_offsets.to(offsets.dtype)
             offsets = offsets.clamp(edges[0], edges[-1]).contiguous()
@@ -196,7 +202,7 @@ def _distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
 
 
 def _assignment(matches: Matches, like: Tensor) -> Assignment:
-    """Of every output by itself; `like (M, B, N, ...)`."""
+    """The matches of every output separately; `like (M, B, N, ...)`."""
     target = torch.zeros(like.shape[:3], dtype=torch.int64, device=like.device)
     matched = like.new_zeros(like.shape[:3])
     where = (matches.layer, matches.image, matches.query)
@@ -220,7 +226,7 @@ def _of_targets(values: Tensor, target: Tensor) -> Tensor:
 
 
 def _at_least_one(targets: PaddedTargets) -> PaddedTargets:
-    """With a column of padding where there is no object at all, so that there is something to index."""
+    """Add a column of padding where there is no object at all, so that there is something to index."""
     if targets.labels.shape[1]:
         return targets
     return PaddedTargets(F.pad(targets[0], (0, 1)), F.pad(targets[1], (0, 0, 0, 1)), F.pad(targets[2], (0, 1)))

@@ -51,8 +51,8 @@ class DeformableDetr(MatchedDetector):
             raise BadInput(f"model.d_model: {d_model} is no multiple of 32, which deformable_detr's group norms need.")
         variant = {"with_box_refine": box_refine != "none", "two_stage": box_refine == "two_stage"}
         entries = super()._entries(options, source_config) | (variant if box_refine else {})
-        known = {**(source_config or {}), **entries}
-        if known.get("decoder_layers") == 1 and not known.get("two_stage"):
+        config = {**(source_config or {}), **entries}
+        if config.get("decoder_layers") == 1 and not config.get("two_stage"):
             raise BadInput(
                 "model.decoder_layers: 1 is too few, transformers shares heads between two and more; use 2, or "
                 "model.box_refine two_stage."
@@ -136,5 +136,5 @@ class DeformableDetr(MatchedDetector):
 
 def _box(deltas: Tensor, reference: Tensor) -> Tensor:
     """A box around a point `(B, Q, 2)`, or a box refined `(B, Q, 4)`; both are logits."""
-    known = reference.shape[-1]
-    return torch.cat([deltas[..., :known] + reference, deltas[..., known:]], dim=-1).sigmoid()
+    columns = reference.shape[-1]
+    return torch.cat([deltas[..., :columns] + reference, deltas[..., columns:]], dim=-1).sigmoid()

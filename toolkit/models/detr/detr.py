@@ -21,7 +21,7 @@ from toolkit.models.detr.detr_criterion import DetrCriterion, MatchingCosts
 from toolkit.models.detr.initialise import initialise_transformer_
 from toolkit.models.detr.options import DetrOptions
 from toolkit.models.detr.pre_norm import normalize_before_
-from toolkit.models.detr.query_points import begin_at_points_
+from toolkit.models.detr.query_points import anchor_queries_
 
 POSITIONS = 50  # that learned position embeddings reach along a side, in the original and in transformers
 
@@ -57,7 +57,7 @@ class Detr(MatchedDetector):
         core.query_position_embeddings.reset_parameters()
         initialise_transformer_(core.encoder)
         initialise_transformer_(core.decoder)
-        self.query_points = nn.Parameter(begin_at_points_(self.model)) if options.query_points else None
+        self.query_points = nn.Parameter(anchor_queries_(self.model)) if options.query_points else None
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
         return DetrCriterion(num_classes, num_layers, self.model.config.eos_coefficient, costs)

@@ -93,7 +93,7 @@ def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, cos
         return Matches(*torch.zeros(4, 0, dtype=torch.int64, device=device))
     target_boxes = targets.boxes_cxcywh.to(boxes_cxcywh.dtype)
     planes = zip(boxes_cxcywh.unbind(-1), target_boxes.unbind(-1), strict=True)  # one by one: small intermediates
-    l1 = sum((queries[..., None] - wanted[:, None, :]).abs() for queries, wanted in planes)  # (L, B, Q, T)
+    l1 = sum((queries[..., None] - objects[:, None, :]).abs() for queries, objects in planes)  # (L, B, Q, T)
     giou = pairwise_generalized_iou(cxcywh_to_xyxy(boxes_cxcywh), cxcywh_to_xyxy(target_boxes))
     total = costs.bbox_cost * l1 + costs.class_cost * class_costs - costs.giou_cost * giou
     total = total.nan_to_num_(nan=UNUSABLE_COST, posinf=UNUSABLE_COST, neginf=-UNUSABLE_COST)
@@ -126,23 +126,28 @@ def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: Matches) -> 
     Every layer has the same number of matches, in the order of the layers: sums by layer are sums of rows.
     """
     predicted = boxes_cxcywh[matches.layer, matches.image, matches.query]  # (N, 4)
-    wanted = targets.boxes_cxcywh[matches.image, matches.target]
-    giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(wanted))
-    terms = {"loss_bbox": (predicted - wanted).abs().sum(-1), "loss_giou": 1 - giou}
+    target_boxes = targets.boxes_cxcywh[matches.image, matches.target]
+    giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(target_boxes))
+    terms = {"loss_bbox": (predicted - target_boxes).abs().sum(-1), "loss_giou": 1 - giou}
     by_layer = (len(boxes_cxcywh), len(giou) // len(boxes_cxcywh))
     return {name: values.view(by_layer).sum(1) for name, values in terms.items()}
 
 
 @torch.no_grad()
 def matching_metrics(
-    logits: Tensor, found: Tensor, targets: PaddedTargets, matches: Matches, suffixes: Sequence[str], detecting: int
+    logits: Tensor,
+    cardinality: Tensor,
+    targets: PaddedTargets,
+    matches: Matches,
+    suffixes: Sequence[str],
+    detecting: int,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """{metric: (sum, count)}: `class_error` in percent over matched queries of the last layer, `cardinality_error` of
     every layer in boxes per image.
 
     Args:
         logits: `(L, B, Q, C)`; the first `detecting` queries count.
-        found: `(L, B)`, how many of these are objects.
+        cardinality: `(L, B)`, how many of these predict an object.
         suffixes: of the layers' names.
     """
     num_layers, batch_size = logits.shape[:2]
@@ -150,10 +155,10 @@ def matching_metrics(
     image, query, target = matches.image[main], matches.query[main], matches.target[main]
     counted = query < detecting
     wrong = logits[-1, image, query].argmax(-1) != targets.labels[image, target]
-    errors = (found - targets.valid.sum(-1)).abs().sum(-1)  # (L,)
+    errors = (cardinality - targets.valid.sum(-1)).abs().sum(-1)  # (L,)
     images = torch.full_like(errors[0], batch_size)
-    cardinality = {f"cardinality_error{s}": (error, images) for s, error in zip(suffixes, errors, strict=True)}
-    return {"class_error": (100.0 * (wrong & counted).sum(), counted.sum()), **cardinality}
+    cardinality_errors = {f"cardinality_error{s}": (error, images) for s, error in zip(suffixes, errors, strict=True)}
+    return {"class_error": (100.0 * (wrong & counted).sum(), counted.sum()), **cardinality_errors}
 
 
 class DetrCriterion(nn.Module):
@@ -247,7 +252,7 @@ class DetrCriterion(nn.Module):
         return {f"{n}{suffix}": v[i - 1] for i, suffix in enumerate(self.suffixes) for n, v in losses.items()}
 
     def _metrics(self, logits, targets, matches) -> dict[str, tuple[Tensor, Tensor]]:
-        found = (logits.amax(-1) != logits[..., -1]).sum(-1)  # (L, B): no-object is not the maximum
+        cardinality = (logits.amax(-1) != logits[..., -1]).sum(-1)  # (L, B): no-object is not the maximum
         in_order = (*self.suffixes[1:], "")  # of the decoder
-        metrics = matching_metrics(logits, found, targets, matches, in_order, logits.shape[2])
+        metrics = matching_metrics(logits, cardinality, targets, matches, in_order, logits.shape[2])
         return {name: metrics[name] for name in self.metric_names}

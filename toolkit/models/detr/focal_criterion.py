@@ -30,9 +30,9 @@ ClassTerms = Callable[[Tensor, tuple[Tensor, ...], Tensor], Tensor]
 
 def focal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
     """Focal loss of every logit (Lin et al. 2017), `(..., C)`; 1 is wanted at the indices `positives`, 0 elsewhere."""
-    wanted = torch.zeros_like(logits, requires_grad=False)
-    wanted[positives] = 1
-    return sigmoid_focal_loss(logits, wanted, ALPHA, GAMMA)
+    labels = torch.zeros_like(logits, requires_grad=False)
+    labels[positives] = 1
+    return sigmoid_focal_loss(logits, labels, ALPHA, GAMMA)
 
 
 def quality_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
@@ -109,15 +109,15 @@ class FocalCriterion(nn.Module):
             common = (self.class_terms, "loss_ce", denominator)
             losses = matched_losses(logits, boxes, padded, matches, self.suffixes, *common)
             if self.encoder:
-                wanted = padded
+                encoder_targets = padded
                 if self.encoder == "foreground":
-                    wanted = padded._replace(labels=torch.zeros_like(padded.labels))
+                    encoder_targets = padded._replace(labels=torch.zeros_like(padded.labels))
                 proposed = outputs["encoder_logits"][None], outputs["encoder_boxes"][None]
-                assigned = match_focal(*proposed, wanted, self.matching_costs, groups)
-                losses |= matched_losses(*proposed, wanted, assigned, ("_enc",), *common)
+                assigned = match_focal(*proposed, encoder_targets, self.matching_costs, groups)
+                losses |= matched_losses(*proposed, encoder_targets, assigned, ("_enc",), *common)
             detecting = logits.shape[2] // groups
-            found = (logits[:, :, :detecting].amax(-1) > 0).sum(-1)  # (L, B)
-            return losses, matching_metrics(logits, found, padded, matches, self.suffixes, detecting)
+            cardinality = (logits[:, :, :detecting].amax(-1) > 0).sum(-1)  # (L, B)
+            return losses, matching_metrics(logits, cardinality, padded, matches, self.suffixes, detecting)
 
 
 def matched_losses(
@@ -132,8 +132,8 @@ def matched_losses(
 ) -> dict[str, Tensor]:
     """The sum of the class terms by the name `class_loss`, and `box_sums`, of each layer by its suffix."""
     where = (matches.layer, matches.image, matches.query)
-    wanted = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
-    ious = box_iou(cxcywh_to_xyxy(boxes_cxcywh.detach()[where]), wanted)
+    target_boxes = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
+    ious = box_iou(cxcywh_to_xyxy(boxes_cxcywh.detach()[where]), target_boxes)
     by_class = class_terms(logits, (*where, targets.labels[matches.image, matches.target]), ious)
     sums = {class_loss: by_class.flatten(1).sum(1)} | box_sums(boxes_cxcywh, targets, matches)
     return {
@@ -155,8 +155,8 @@ def match_focal(
     by_group = (tensor.unflatten(2, (groups, size)).transpose(1, 2) for tensor in (logits, boxes_cxcywh))
     logits, boxes_cxcywh = (tensor.flatten(0, 1) for tensor in by_group)  # groups as layers: (L * groups, B, size, ·)
     labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)
-    found = match(focal_costs(logits.gather(-1, labels)), boxes_cxcywh, targets, costs)
-    return found._replace(layer=found.layer // groups, query=found.query + found.layer % groups * size)
+    matches = match(focal_costs(logits.gather(-1, labels)), boxes_cxcywh, targets, costs)
+    return matches._replace(layer=matches.layer // groups, query=matches.query + matches.layer % groups * size)
 
 
 def focal_costs(logits: Tensor) -> Tensor:

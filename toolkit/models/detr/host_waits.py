@@ -1,7 +1,7 @@
-"""transformers' layers and models without their waits for a GPU, with the same numbers.
+"""Removes host-device synchronisations from transformers' layers and models, with equal numbers.
 
-In training each encoder layer checks whether its output is finite, and clamps it if not, so that the host waits once
-per layer, in the middle of a step. Clamping does not change finite values, so here nothing is checked.
+In training each encoder layer checks whether its output is finite, and clamps it if not: one synchronisation per
+layer, in the middle of a step. Clamping does not change finite values, so here it is done without the check.
 
 Between the projection of the feature maps and the selection of queries, RT-DETR, D-FINE and DEIMv2 copy the sizes of
 the maps to the device one by one, and look up the positives of the denoising queries although their number is known.
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 # Layers of transformers whose forward is `_forward`.
-ALIKE = {f"{name}EncoderLayer" for name in "ConditionalDetr DFine DeformableDetr Deimv2 Detr RTDetrV2".split()}
+ENCODER_LAYERS = {f"{name}EncoderLayer" for name in "ConditionalDetr DFine DeformableDetr Deimv2 Detr RTDetrV2".split()}
 
 
-def clamp_unasked_(model: nn.Module) -> None:
-    """Replaces the forward of all such layers in `model` by one that gives the same numbers."""
+def clamp_without_check_(model: nn.Module) -> None:
+    """Replace the forward of all encoder layers in `model` by one that clamps without checking first."""
     for module in model.modules():
-        if type(module).__name__ in ALIKE:
+        if type(module).__name__ in ENCODER_LAYERS:
             module.forward = MethodType(_forward, module)
 
 
 def _forward(
     self: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None, spatial_position_embeddings=None, **kwargs
 ) -> Tensor:
-    """See `DetrEncoderLayer.forward`; `RTDetrV2EncoderLayer` may normalise before, `DeformableDetrEncoderLayer` looks
-    at the maps that it makes."""
+    """See `DetrEncoderLayer.forward`; `RTDetrV2EncoderLayer` may be pre-norm, `DeformableDetrEncoderLayer` attends to
+    the maps that it updates."""
     before = getattr(self, "normalize_before", False)
     if kwargs.get("reference_points") is not None:
         kwargs |= {"encoder_hidden_states": hidden_states, "encoder_attention_mask": attention_mask}
@@ -50,8 +50,8 @@ def _forward(
     return hidden_states
 
 
-class SizesKnown(TorchFunctionMode):
-    """Inside, a number is filled in where it would be copied, and `torch.nonzero` finds `positives` rows unasked."""
+class KnownSizes(TorchFunctionMode):
+    """Inside, scalars are filled in instead of copied, and `torch.nonzero` returns `positives` rows without waiting."""
 
     def __init__(self, positives: int):
         super().__init__()
@@ -59,7 +59,7 @@ class SizesKnown(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.__setitem__ and isinstance(args[2], int | float):
-            args[0][args[1]].fill_(args[2])  # places of transformers are integers and slices: this is a view
+            args[0][args[1]].fill_(args[2])  # transformers indexes with integers and slices: this is a view
             return None
         if func is torch.nonzero:
             return torch.nonzero_static(args[0], size=self.positives)
@@ -67,8 +67,8 @@ class SizesKnown(TorchFunctionMode):
 
 
 @contextmanager
-def sizes_known(model: nn.Module, counts: Sequence[int]) -> Iterator[None]:
-    """The forward of `model`, a transformers' model without its loss, gives the same numbers inside.
+def without_host_waits(model: nn.Module, counts: Sequence[int]) -> Iterator[None]:
+    """Inside, the forward of `model`, one of transformers without its loss, does not wait for the sizes of its maps.
 
     counts: objects of each image that denoising queries are made of; none in evaluation.
     """
@@ -77,7 +77,7 @@ def sizes_known(model: nn.Module, counts: Sequence[int]) -> Iterator[None]:
     with ExitStack() as in_between, ExitStack() as hooks:
 
         def begin(*_) -> None:
-            in_between.enter_context(SizesKnown(groups * sum(counts)))
+            in_between.enter_context(KnownSizes(groups * sum(counts)))
 
         def end(*_) -> None:
             in_between.close()

@@ -36,7 +36,7 @@ def initialise_sampling_(model: nn.Module, transformer: nn.Module) -> None:
 
 
 def start_heads_(class_head: nn.Linear, box_head: nn.Module) -> None:
-    """PyTorch's default, scores at `PRIOR`, boxes at their reference."""
+    """Initialise heads as PyTorch does, with scores of `PRIOR` and boxes at their reference."""
     class_head.reset_parameters()
     start_at_prior_(class_head)
     for layer in box_head.layers:
@@ -45,12 +45,12 @@ def start_heads_(class_head: nn.Linear, box_head: nn.Module) -> None:
 
 
 def start_at_prior_(class_head: nn.Linear) -> None:
-    """Every score begins at `PRIOR`."""
+    """Initialise the bias so that every score is `PRIOR`."""
     nn.init.constant_(class_head.bias, -math.log((1 - PRIOR) / PRIOR))
 
 
 def start_at_zero_(head: nn.Module) -> None:
-    """What a head of several layers gives begins at 0."""
+    """Initialise the last layer of a head to 0."""
     nn.init.zeros_(head.layers[-1].weight)
     nn.init.zeros_(head.layers[-1].bias)
 

@@ -15,7 +15,7 @@ def normalize_before_(model: DetrForObjectDetection) -> None:
 
 
 class PreNormEncoder(DetrEncoder):
-    """Without the norm behind it, what it gives would be a sum that no norm has seen."""
+    """DETR's encoder with pre-norm layers and a final norm, without which its output would not be normalised."""
 
     def __init__(self, config):
         super().__init__(config)

@@ -23,8 +23,8 @@ SHARPNESS = 8.0  # how much a logit of attention varies with each cosine of the 
 
 
 @torch.no_grad()
-def begin_at_points_(model: DetrForObjectDetection) -> Tensor:
-    """Gives each query a point of a grid: its position embedding, and a cross-attention that begins around it.
+def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
+    """Anchor each query at a point of a grid: by its position embedding, and a cross-attention that starts around it.
 
     Some channels of each attention head take the highest frequencies of the embeddings of queries and keys, and nothing
     else; what the encoder gives begins without content there. All of it can be unlearnt.

@@ -145,5 +145,5 @@ def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None) -
     if encoder_layers in (None, entry.get("num_hidden_layers")):
         return entry
     depths = sorted({max(1, round(encoder_layers * part / 4) - 1) for part in (1, 2, 3, 4)})
-    kept = {k: v for k, v in entry.items() if k not in ("out_features", "stage_names", "window_block_indexes")}
-    return kept | {"num_hidden_layers": encoder_layers, "out_indices": depths}
+    inherited = {k: v for k, v in entry.items() if k not in ("out_features", "stage_names", "window_block_indexes")}
+    return inherited | {"num_hidden_layers": encoder_layers, "out_indices": depths}

@@ -21,7 +21,7 @@ from toolkit.models.detector import MapTap
 from toolkit.models.detr.base import TransformersDetector, check_positions, precision
 from toolkit.models.detr.configuration import ENCODER_DECODER, pixel_statistics, rt_detr_config, timm_name
 from toolkit.models.detr.detr_criterion import count_objects
-from toolkit.models.detr.host_waits import sizes_known
+from toolkit.models.detr.host_waits import without_host_waits
 from toolkit.models.detr.initialise import initialise_rt_detr_
 from toolkit.models.detr.options import RTDetrV2Options
 from toolkit.models.detr.rt_detr_criterion import RTDetrCriterion
@@ -35,7 +35,7 @@ class RTDetrV2(TransformersDetector):
     It ignores padding, so images must all have one size, a multiple of 32, and fill it.
 
     Raises:
-        BadInput: unknown backbone or `freeze`, missing strides, weights that cannot be had, fewer than 2 decoder
+        BadInput: unknown backbone or `freeze`, missing strides, unavailable weights, fewer than 2 decoder
             layers, a `source_config` of another model, or options that its backbone does not have.
     """
 
@@ -74,7 +74,7 @@ class RTDetrV2(TransformersDetector):
         used = {"backbone": name, "freeze": freeze, "d_model": _one_width(config)}
         of_imagenet = config.backbone_config.model_type == "dinov3_vit"
         statistics = pixel_statistics(config, options, *(() if of_imagenet else (PLAIN,)))
-        self._take(self._criterion(len(class_names), config, options), statistics, used)
+        self._set_criterion(self._criterion(len(class_names), config, options), statistics, used)
 
     def _criterion(self, num_classes: int, config: PreTrainedConfig, options: RTDetrV2Options) -> nn.Module:
         return RTDetrCriterion(config.decoder_layers, config.num_denoising > 0, config.focal_loss_gamma)
@@ -105,7 +105,10 @@ class RTDetrV2(TransformersDetector):
         # evaluation is therefore in float32.
         counts = [len(label["boxes"]) for label in labels or ()]
         waits = images.device.type != "cpu" and not torch.compiler.is_compiling()
-        with precision(self.training, images.device), sizes_known(self.model.model, counts) if waits else nullcontext():
+        with (
+            precision(self.training, images.device),
+            without_host_waits(self.model.model, counts) if waits else nullcontext(),
+        ):
             outputs = self.model(pixels, labels=labels)
         predictions = {"logits": outputs.logits, "boxes": outputs.pred_boxes}
         if targets is None:
@@ -172,4 +175,4 @@ def _transformers_targets(targets: Sequence[Mapping[str, Tensor]]) -> list[dict[
     sizes_hw = torch.cat([target["size"].expand(count, 2) for target, count in zip(targets, counts, strict=True)])
     boxes_xyxy = torch.cat([target["boxes"] for target in targets])
     boxes = xyxy_to_cxcywh(normalize_boxes(boxes_xyxy[:, None], sizes_hw))[:, 0].split(counts)
-    return [{"class_labels": t["labels"], "boxes": each} for t, each in zip(targets, boxes, strict=True)]
+    return [{"class_labels": t["labels"], "boxes": image_boxes} for t, image_boxes in zip(targets, boxes, strict=True)]

@@ -77,8 +77,8 @@ class RTDetrCriterion(nn.Module):
             predicted = (query_logits, query_boxes, padded, matches, self.query_suffixes)
             losses = matched_losses(*predicted, *common, denominators["boxes"])
             if meta is not None:
-                known = denoising_matches(meta, [len(t["labels"]) for t in targets], len(logits), device)
-                predicted = (logits[:, :, :noisy], boxes[:, :, :noisy], padded, known, self.denoising_suffixes)
+                assigned = denoising_matches(meta, [len(t["labels"]) for t in targets], len(logits), device)
+                predicted = (logits[:, :, :noisy], boxes[:, :, :noisy], padded, assigned, self.denoising_suffixes)
                 losses |= matched_losses(*predicted, *common, denominators["boxes"] * meta["dn_num_group"])
             return losses
 

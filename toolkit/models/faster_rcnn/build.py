@@ -24,7 +24,7 @@ from toolkit.models.faster_rcnn.model import FasterRCNN
 from toolkit.models.faster_rcnn.options import FasterRcnnOptions, ResNet50Options, ResNet50V2Options, TwoStageOptions
 from toolkit.models.options import DetectorOptions
 from toolkit.models.timm_features import leaves_stages, number_of_groups, timm_features
-from toolkit.models.weights.backbone_file import read_backbone_file, take
+from toolkit.models.weights.backbone_file import load_matching, read_backbone_file
 
 HEAD_NORMS = {
     "none": None,
@@ -32,7 +32,7 @@ HEAD_NORMS = {
     "sync": nn.SyncBatchNorm,
     "group": lambda channels: nn.GroupNorm(number_of_groups(channels), channels),
 }
-# Settings that all detectors call alike, under torchvision's names.
+# Settings whose names all detectors share, and torchvision's names of them.
 TORCHVISION_NAMES = {
     "score_threshold": "box_score_thresh",
     "nms_threshold": "box_nms_thresh",
@@ -64,7 +64,7 @@ class FeaturePyramid(nn.Module):
 
 
 class GivenAnchors(AnchorGenerator):
-    """Anchors around a position that are not made of sizes and ratios. cells: per level x1, y1, x2, y2 in pixels."""
+    """Anchors given as boxes, not sizes and ratios. cells: per level x1, y1, x2, y2 in pixels around a position."""
 
     def __init__(self, cells: Sequence[Sequence[Sequence[float]]]):
         super().__init__(tuple((1.0,) * len(level) for level in cells), ((1.0,),) * len(cells))
@@ -80,13 +80,13 @@ class WholePixelPool(nn.Module):
     def __init__(self, pool: MultiScaleRoIAlign):
         super().__init__()
         self.pool, mapper = pool, pool.map_levels
-        pool.map_levels = lambda boxes: mapper([moved_ends(each, 1) for each in boxes])
+        pool.map_levels = lambda boxes: mapper([moved_ends(image_boxes, 1) for image_boxes in boxes])
 
     def forward(
-        self, maps: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]], *known
+        self, maps: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]], *boxes_on_host
     ) -> Tensor:
         """See `LevelPool.forward`."""
-        ends = [[moved_ends(each, -1) for each in of] for of in (boxes, *known) if of is not None]
+        ends = [[moved_ends(part, -1) for part in copy] for copy in (boxes, *boxes_on_host) if copy is not None]
         return self.pool(maps, ends[0], image_shapes, *ends[1:])
 
 
@@ -145,7 +145,7 @@ class FasterRCNNResNet50(FasterRCNN):
     Settings: see `ResNet50Options`.
 
     Raises:
-        BadInput: settings that do not exist, weights that cannot be had.
+        BadInput: settings that do not exist, unavailable weights.
     """
 
     Options = ResNet50Options
@@ -172,7 +172,7 @@ class FasterRCNNResNet50V2(FasterRCNN):
     Settings: see `ResNet50V2Options`.
 
     Raises:
-        BadInput: settings that do not exist, weights that cannot be had.
+        BadInput: settings that do not exist, unavailable weights.
     """
 
     Options = ResNet50V2Options
@@ -200,13 +200,13 @@ class FasterRCNNResNet50V2(FasterRCNN):
 
 def torchvision_settings(options: TwoStageOptions) -> dict:
     """The settings of the two stages as keywords of torchvision's `FasterRCNN`, as far as it has them."""
-    own = {each.name for each in fields(TwoStageOptions)} - {each.name for each in fields(DetectorOptions)}
-    own -= OWN_SETTINGS
-    return {TORCHVISION_NAMES.get(name, name): getattr(options, name) for name in sorted(own)}
+    names = {field.name for field in fields(TwoStageOptions)} - {field.name for field in fields(DetectorOptions)}
+    names -= OWN_SETTINGS
+    return {TORCHVISION_NAMES.get(name, name): getattr(options, name) for name in sorted(names)}
 
 
 def _stride_in_1x1(body: nn.Module, name: str) -> None:
-    blocks = [each for each in body.modules() if isinstance(each, Bottleneck) and each.conv2.stride != (1, 1)]
+    blocks = [block for block in body.modules() if isinstance(block, Bottleneck) and block.conv2.stride != (1, 1)]
     for block in blocks:
         block.conv1.stride, block.conv2.stride = block.conv2.stride, (1, 1)
     if not blocks:
@@ -230,16 +230,16 @@ def _box_head(o: FasterRcnnOptions) -> nn.Module:
 def _take_resnet50(body: nn.Module, source: bool | str, published: ResNet50_Weights) -> None:
     wanted = body.state_dict(keep_vars=True)
     if isinstance(source, str):
-        found = read_backbone_file(source)
-        kept = {k: v for k, v in found.items() if k[:3] != "fc." and not k.endswith("num_batches_tracked")}
-        take(wanted, kept, "torchvision's resnet50", source)
+        weights = read_backbone_file(source)
+        offered = {k: v for k, v in weights.items() if k[:3] != "fc." and not k.endswith("num_batches_tracked")}
+        load_matching(wanted, offered, "torchvision's resnet50", source)
         return
     try:
-        found = published.get_state_dict(check_hash=True, progress=False)
+        weights = published.get_state_dict(check_hash=True, progress=False)
     except (OSError, RuntimeError) as error:
         remedy = "give a file, or false."
         raise BadInput(f"model.pretrained_backbone: no weights of ResNet-50 ({error}); {remedy}") from error
-    body.load_state_dict({name: tensor for name, tensor in found.items() if name in wanted})
+    body.load_state_dict({name: tensor for name, tensor in weights.items() if name in wanted})
 
 
 def _check(o: FasterRcnnOptions) -> None:

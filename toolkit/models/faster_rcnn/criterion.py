@@ -24,7 +24,7 @@ def match_boxes(
     lowest: float = 0.0,
     padding: Tensor | None = None,
 ) -> Tensor:
-    """Which object each anchor or proposal of an image, or of each of several, is to learn.
+    """Match anchors or proposals to the objects of an image, or of each of several.
 
     Args:
         candidates_xyxy: (..., A, 4).
@@ -89,8 +89,8 @@ def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> 
     chosen = torch.zeros_like(positive).scatter_(-1, order, True) & positive
     rank = keys + 2 * chosen + (match == BACKGROUND)
     index = rank.topk(min(size, count), dim=-1).indices
-    kept = torch.where(chosen | (match == BACKGROUND), match, IGNORED)
-    return index, kept.gather(-1, index)
+    sampled = torch.where(chosen | (match == BACKGROUND), match, IGNORED)
+    return index, sampled.gather(-1, index)
 
 
 def shares(match: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ def roi_losses(
         classes: (R,) int64, 0 is background; whatever has weight 0 may have any.
     """
     classifier = cross_entropy(logits.float(), classes, reduction="none")
-    own = deltas.gather(1, classes[:, None, None].expand(-1, 1, 4))[:, 0]
-    return (classifier * weights).sum(), _box_loss(own, targets, (classes > 0) * weights, beta)
+    class_deltas = deltas.gather(1, classes[:, None, None].expand(-1, 1, 4))[:, 0]
+    return (classifier * weights).sum(), _box_loss(class_deltas, targets, (classes > 0) * weights, beta)
 
 
 def _box_loss(deltas: Tensor, targets: Tensor, weights: Tensor, beta: float) -> Tensor:

@@ -99,13 +99,13 @@ class FasterRCNN(Detector):
         features: Mapping[str, Tensor],
         boxes: list[Tensor],
         images_hw: Sizes,
-        known: Sequence[Tensor] | None = None,
+        boxes_on_host: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per image.
 
-        known: the same boxes on the host, where they are there: then nobody waits.
+        boxes_on_host: the same boxes on the CPU, where available; they avoid a host synchronisation.
         """
-        pooled = self.box_pool(features, boxes, list(images_hw), known)
+        pooled = self.box_pool(features, boxes, list(images_hw), boxes_on_host)
         logits, deltas = self.roi_heads.box_predictor(self.box_head(pooled))
         return logits.float(), deltas.float().unflatten(1, (-1, 4))
 
@@ -114,7 +114,7 @@ class FasterRCNN(Detector):
         return self.roi_heads.box_predictor(self.box_head(pooled))[0].float()
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Predictions of sampled anchors and boxes, and what they are to be (with targets); detections (in evaluation).
+        """Predictions of sampled anchors and boxes with their targets (given targets); detections (in evaluation).
 
         Args:
             images, sizes: see `features`. targets: on the same device; images without objects are background.
@@ -133,11 +133,11 @@ class FasterRCNN(Detector):
     def from_features(
         self, features: Mapping[str, Tensor], images_hw: Sizes, targets: Sequence[Mapping] | None = None
     ) -> dict:
-        """`forward` on maps that are there already, those of `features`."""
+        """`forward` on maps that `features` has computed already."""
         anchors, logits, deltas, per_level = self._predict_anchors(features)
-        boxes, known = self._proposals(anchors, logits, deltas, per_level, images_hw)
+        boxes, boxes_on_host = self._proposals(anchors, logits, deltas, per_level, images_hw)
         if targets is None:
-            logits, deltas = self.detect(features, boxes, images_hw, known)
+            logits, deltas = self.detect(features, boxes, images_hw, boxes_on_host)
             return {"boxes": boxes, "logits": logits, "deltas": deltas}
         with torch.no_grad():
             truths, o = padded_truths(targets), self.stages
@@ -152,14 +152,14 @@ class FasterRCNN(Detector):
         if self.training:
             roi_logits, roi_deltas = self.detect(features, list(sampled.split(sizes)), images_hw)
             return outputs | roi_targets | {"roi_logits": roi_logits, "roi_deltas": roi_deltas}
-        counts = [len(own) + len(target["boxes"]) for own, target in zip(boxes, targets, strict=True)]
+        counts = [len(image_boxes) + len(target["boxes"]) for image_boxes, target in zip(boxes, targets, strict=True)]
         candidates = _with_objects(boxes, targets).split(counts)
-        known = [_with_objects(known, [on_host(target) for target in targets])]
-        logits, deltas = self.detect(features, list(candidates), images_hw, known)
+        boxes_on_host = [_with_objects(boxes_on_host, [on_host(target) for target in targets])]
+        logits, deltas = self.detect(features, list(candidates), images_hw, boxes_on_host)
         outputs |= roi_targets | {"roi_logits": logits[chosen], "roi_deltas": deltas[chosen], "boxes": boxes}
         for name, rows in (("logits", logits), ("deltas", deltas)):  # the objects of an image follow its proposals
             parts = zip(rows.split(counts), boxes, strict=True)
-            outputs[name] = torch.cat([part[: len(own)] for part, own in parts])
+            outputs[name] = torch.cat([part[: len(image_boxes)] for part, image_boxes in parts])
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
@@ -185,7 +185,7 @@ class FasterRCNN(Detector):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Boxes after class-wise suppression, best first, clipped to the image; at most `detections_per_image` of the
         settings, with scores above the `score_threshold` of the settings. See `Detector.decode`."""
-        counts, weights = [len(own) for own in outputs["boxes"]], self.roi_heads.box_coder.weights
+        counts, weights = [len(image_boxes) for image_boxes in outputs["boxes"]], self.roi_heads.box_coder.weights
         boxes = decode_boxes(outputs["deltas"][:, 1:], torch.cat(outputs["boxes"])[:, None], weights)
         scores = outputs["logits"].softmax(-1)[:, 1:]
         scores = scores.where(scores > score_threshold, 0)
@@ -215,7 +215,7 @@ class FasterRCNN(Detector):
         further_boxes: Sequence[Tensor] | None = None,
         outputs: Mapping | None = None,
     ) -> list[dict[str, Tensor]]:
-        """Detections that keep what the second stage said of each, for scene graphs; one class per proposal.
+        """Detections with the second stage's outputs, for scene graphs; one class per proposal.
 
         NMS class by class; of what is left to a proposal its best class counts, as in Scene-Graph-Benchmark. The
         thresholds are those of `postprocess`.
@@ -263,22 +263,22 @@ class FasterRCNN(Detector):
         """Proposals (P_i, 4) of each image, and the same on the host."""
         rpn, boxes = self.rpn, decode_boxes(deltas, anchors, self.rpn.box_coder.weights)
         if boxes.device.type == "cpu":
-            found = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
-            return found, found
+            proposals = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
+            return proposals, proposals
         counts = {"before": rpn.pre_nms_top_n(), "after": rpn.post_nms_top_n()}
         least = {"min_size": rpn.min_size, "min_score": rpn.score_thresh}
         limits = limits_whwh(images_hw, boxes.device)
         return best_proposals(boxes, logits, per_level, limits, **counts, threshold=rpn.nms_thresh, **least)
 
     def _drawing(self, targets: Sequence[Mapping]) -> Draw:
-        """What gives (sum of counts,) random numbers in [0, 1), so many for each image: in training its own, in
-        evaluation the same every time, and for every image."""
+        """A function that draws (sum of counts,) random numbers in [0, 1): in training from each image's own generator,
+        in evaluation the same ones every time, and for every image."""
         device = self.roi_heads.box_predictor.cls_score.weight.device
-        own = [image_generator(target, "samples", device) for target in targets]
+        generators = [image_generator(target, "samples", device) for target in targets]
 
         def draw(counts: Sequence[int]) -> Tensor:
             if self.training:
-                images = zip(counts, own, strict=True)
+                images = zip(counts, generators, strict=True)
                 return torch.cat([torch.rand(count, device=device, generator=source) for count, source in images])
             same = torch.rand(max(counts, default=0), device=device, generator=torch.Generator(device).manual_seed(0))
             return torch.cat([same[:count] for count in counts])
@@ -287,8 +287,9 @@ class FasterRCNN(Detector):
 
 
 def _with_objects(boxes: Sequence[Tensor], targets: Sequence[Mapping]) -> Tensor:
-    """(P, 4) boxes of each image, and behind them those of its objects."""
-    return torch.cat([each for own, target in zip(boxes, targets, strict=True) for each in (own, target["boxes"])])
+    """(P, 4): the boxes of each image, followed by those of its objects."""
+    pairs = zip(boxes, targets, strict=True)
+    return torch.cat([part for proposals, target in pairs for part in (proposals, target["boxes"])])
 
 
 def of_one_class_each(
@@ -303,7 +304,7 @@ def of_one_class_each(
     """`FasterRCNN.detect_with_logits` of proposals, so many of each image: logits (P, 1 + C), boxes (P, 1 + C, 4)."""
     limits = limits_whwh(images_hw, logits.device)[:, None, None]
 
-    def found() -> tuple[list[Tensor], dict[str, Tensor]]:
+    def select() -> tuple[list[Tensor], dict[str, Tensor]]:
         per_class = clip(pad_rows(boxes, counts), limits)  # (B, P, 1 + C, 4)
         scores = pad_rows(logits.softmax(-1)[:, 1:], counts).transpose(1, 2)  # (B, C, P)
         scores = scores.where(scores > score_threshold, 0)
@@ -311,16 +312,17 @@ def of_one_class_each(
         best, label = scores.where(turns > 0, 0).max(1)
         best, rows = best_rows(best, top_k)
         label, per_class = label.gather(1, rows), rows_of(per_class, rows)
-        own = per_class.gather(2, (label + 1)[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
-        columns = {"boxes": own, "labels": label, "scores": best, "logits": rows_of(pad_rows(logits, counts), rows)}
-        return [(best > 0).sum(1), own], columns | {"boxes_per_class": per_class}
+        chosen = per_class.gather(2, (label + 1)[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
+        columns = {"boxes": chosen, "labels": label, "scores": best, "logits": rows_of(pad_rows(logits, counts), rows)}
+        return [(best > 0).sum(1), chosen], columns | {"boxes_per_class": per_class}
 
-    (found_counts, known), columns = settled(found)
-    images = zip(*(first_rows(found_counts.tolist(), part) for part in (columns, {"boxes": known})), strict=True)
+    (counts_on_host, boxes_on_host), columns = settled(select)
+    counts = counts_on_host.tolist()
+    images = zip(first_rows(counts, columns), first_rows(counts, {"boxes": boxes_on_host}), strict=True)
     return [{**image, "on_host": host} for image, host in images]
 
 
-def with_boxes_on_host(found: Sequence[Mapping[str, Tensor]]) -> list[dict[str, object]]:
+def with_boxes_on_host(detections: Sequence[Mapping[str, Tensor]]) -> list[dict[str, object]]:
     """Detections of some images with `on_host`, their boxes on the CPU, copied at once."""
-    boxes = to_host([image["boxes"] for image in found])
-    return [{**image, "on_host": {"boxes": own}} for image, own in zip(found, boxes, strict=True)]
+    boxes = to_host([image["boxes"] for image in detections])
+    return [{**image, "on_host": {"boxes": image_boxes}} for image, image_boxes in zip(detections, boxes, strict=True)]

@@ -70,14 +70,14 @@ def best_proposals(
     valid, ranked = valid.flatten(0, 1), scores.flatten(1)
     boxes_of = boxes.flatten(1, 2)
 
-    def found() -> tuple[list[Tensor], Tensor]:
+    def select() -> tuple[list[Tensor], Tensor]:
         keep = sorted_nms(boxes.flatten(0, 1), valid, threshold).reshape(ranked.shape)
         order = ranked.masked_fill(~keep, -1).sort(dim=1, descending=True, stable=True).indices[:, :after]
         best = rows_of(boxes_of, order)
         return [keep.sum(1).clamp(max=after), best], best
 
-    (counts, known), best = settled(found)
-    return tuple([each[i, :count] for i, count in enumerate(counts.tolist())] for each in (best, known))
+    (counts, on_host), best = settled(select)
+    return tuple([rows[i, :count] for i, count in enumerate(counts.tolist())] for rows in (best, on_host))
 
 
 class LevelPool(MultiScaleRoIAlign):
@@ -96,24 +96,24 @@ class LevelPool(MultiScaleRoIAlign):
         maps: Mapping[str, Tensor],
         boxes: Sequence[Tensor],
         image_shapes: Sequence[tuple[int, int]],
-        known: Sequence[Tensor] | None = None,
+        boxes_on_host: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """(R, C, *output_size) of the boxes (R_i, 4) xyxy of each image, in the order of the images.
 
-        known: the same boxes on the host, where they are there: then nobody waits.
+        boxes_on_host: the same boxes on the CPU, where available; they avoid a host synchronisation.
         """
         levels = [maps[name] for name in self.featmap_names if name in maps]
         joined = _without_nan(torch.cat(list(boxes)))
-        image = image_of_each([len(each) for each in boxes], joined.device)
+        image = image_of_each([len(image_boxes) for image_boxes in boxes], joined.device)
         rois = torch.cat([image[:, None].to(joined), joined], dim=1)
         if len(levels) == 1:
             return self._pool(levels[0], rois, self.scales[0])
-        level = self.map_levels([joined if known is None else _without_nan(torch.cat(list(known)))])
+        level = self.map_levels([joined if boxes_on_host is None else _without_nan(torch.cat(list(boxes_on_host)))])
         order = level.argsort(stable=True)
         in_level = (level[:, None] == torch.arange(len(levels), device=level.device)).sum(0).tolist()  # the one wait
         order, back = (send(rows, joined.device) for rows in (order, order.argsort()))
         parts = zip(levels, rois[order].split(in_level), self.scales, strict=True)
-        pooled = torch.cat([self._pool(one, own, scale).to(levels[0].dtype) for one, own, scale in parts])
+        pooled = torch.cat([self._pool(one, level_rois, scale).to(levels[0].dtype) for one, level_rois, scale in parts])
         return pooled.index_select(0, back)
 
     def _pool(self, level: Tensor, rois: Tensor, scale: float) -> Tensor:
@@ -121,5 +121,5 @@ class LevelPool(MultiScaleRoIAlign):
 
 
 def _without_nan(boxes: Tensor) -> Tensor:
-    """A NaN is the guard's matter, elsewhere in the same step; here it would be on no level."""
+    """Replace NaN, which the guard handles elsewhere in the step; here it would belong to no level."""
     return boxes.masked_fill(boxes.isnan(), 0.0)

@@ -32,7 +32,7 @@ class Truths(NamedTuple):
 
 
 class Sampler(NamedTuple):
-    """How a stage chooses: IoU from which a candidate has an object, and below which it is background, from `lowest`
+    """How a stage samples: IoU from which a candidate has an object, and below which it is background, from `lowest`
     on; how many; which share of a candidate in a crowd region leaves it out; factors on the deltas of boxes."""
 
     high: float
@@ -56,20 +56,20 @@ def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
     counts = [len(target["boxes"]) for target in targets]
     index = padded_rows([(start, count) for start, count in zip(_starts(counts), counts, strict=True)], sum(counts))
     crowd = [on_host(target)["iscrowd"].bool().cpu() for target in targets]
-    facts = {"index": index, "is_padding": index == sum(counts)}
-    if any(each.any() for each in crowd):
-        facts["is_crowd"] = torch.cat([*crowd, torch.zeros(1, dtype=torch.bool)])[index]
+    columns = {"index": index, "is_padding": index == sum(counts)}
+    if any(flags.any() for flags in crowd):
+        columns["is_crowd"] = torch.cat([*crowd, torch.zeros(1, dtype=torch.bool)])[index]
     device = targets[0]["boxes"].device
-    (facts,) = send_dicts([facts], device)
+    (columns,) = send_dicts([columns], device)
     boxes, labels = (torch.cat([target[name] for target in targets]) for name in ("boxes", "labels"))
-    boxes = torch.cat([boxes, boxes.new_zeros(1, 4)])[facts["index"]]
-    labels = torch.cat([labels + 1, labels.new_zeros(1)])[facts["index"]]
-    return Truths(boxes, labels, facts["is_padding"], facts.get("is_crowd"), counts)
+    boxes = torch.cat([boxes, boxes.new_zeros(1, 4)])[columns["index"]]
+    labels = torch.cat([labels + 1, labels.new_zeros(1)])[columns["index"]]
+    return Truths(boxes, labels, columns["is_padding"], columns.get("is_crowd"), counts)
 
 
 def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, best_of_each_box: bool) -> Tensor:
     """`match_boxes` of each image, (B, A). candidates_xyxy: (A, 4) of all, or (B, A, 4)."""
-    at_once, images, found = 1, len(truths.counts), []
+    at_once, images, matches = 1, len(truths.counts), []
     if candidates_xyxy.device.type != "cpu":
         at_once = max(1, PAIRS_AT_ONCE // max(1, candidates_xyxy.shape[-2] * max(truths.counts, default=0)))
     for first in range(0, images, at_once):
@@ -80,8 +80,8 @@ def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, be
         options = {"best_of_each_box": best_of_each_box, "padding": truths.is_padding[part, :widest]}
         options |= {"crowd_overlap": thresholds.crowd_overlap, "lowest": thresholds.lowest}
         boxes = truths.boxes[part, :widest]
-        found.append(match_boxes(candidates, boxes, crowd, thresholds.high, thresholds.low, **options))
-    return torch.cat(found)
+        matches.append(match_boxes(candidates, boxes, crowd, thresholds.high, thresholds.low, **options))
+    return torch.cat(matches)
 
 
 def sampled_anchors(
@@ -92,8 +92,8 @@ def sampled_anchors(
     match = match_batch(anchors_xyxy, truths, settings, best_of_each_box=True)
     keys = draw([len(anchors_xyxy)] * images).view(match.shape)
     index, match = sample(match, settings.size, settings.positive_fraction, keys)
-    wanted = box_targets(anchors_xyxy[index], match, truths, settings.delta_weights)
-    return index, {"match": match, "targets": wanted, "weights": shares(match)}
+    deltas = box_targets(anchors_xyxy[index], match, truths, settings.delta_weights)
+    return index, {"match": match, "targets": deltas, "weights": shares(match)}
 
 
 def sampled_boxes(
@@ -105,23 +105,23 @@ def sampled_boxes(
         their rows (R,); their boxes (R, 4); how many each image has; `classes` (R,), 0 is background, `targets` (R, 4),
         `weights` (R,).
     """
-    own = [len(boxes) for boxes in proposals]
-    counts = [proposed + objects for proposed, objects in zip(own, truths.counts, strict=True)]
+    num_proposals = [len(boxes) for boxes in proposals]
+    counts = [proposed + objects for proposed, objects in zip(num_proposals, truths.counts, strict=True)]
     sizes = [min(settings.size, count) for count in counts]
-    (facts,) = send_dicts([_places(own, truths.counts, counts, sizes)], truths.boxes.device)
+    (layout,) = send_dicts([_layout(num_proposals, truths.counts, counts, sizes)], truths.boxes.device)
     every = torch.cat([*proposals, truths.boxes.flatten(0, 1), truths.boxes.new_zeros(1, 4)])
-    boxes = every[facts["boxes"]]  # (B, M, 4)
+    boxes = every[layout["boxes"]]  # (B, M, 4)
     match = match_batch(boxes, truths, settings, best_of_each_box=False)
-    match = match.masked_fill(facts["padding"], IGNORED)
-    keys = torch.cat([draw(counts), match.new_full((1,), -1).float()])[facts["keys"]]
+    match = match.masked_fill(layout["padding"], IGNORED)
+    keys = torch.cat([draw(counts), match.new_full((1,), -1).float()])[layout["keys"]]
     index, match = sample(match, settings.size, settings.positive_fraction, keys)
     chosen = boxes.gather(1, index[..., None].expand(-1, -1, 4))
     classes = truths.labels.gather(1, match.clamp(min=0)).where(match >= 0, 0)
-    wanted = box_targets(chosen, match, truths, settings.delta_weights)
-    parts = {"classes": classes, "targets": wanted, "weights": shares(match)}
-    rows = facts["rows"]  # without what pads images of few candidates
+    deltas = box_targets(chosen, match, truths, settings.delta_weights)
+    parts = {"classes": classes, "targets": deltas, "weights": shares(match)}
+    rows = layout["rows"]  # without what pads images of few candidates
     parts = {name: part.flatten(0, 1)[rows] for name, part in parts.items()}
-    return (index + facts["starts"]).flatten()[rows], chosen.flatten(0, 1)[rows], sizes, parts
+    return (index + layout["starts"]).flatten()[rows], chosen.flatten(0, 1)[rows], sizes, parts
 
 
 def box_targets(candidates_xyxy: Tensor, match: Tensor, truths: Truths, weights: Sequence[float]) -> Tensor:
@@ -139,14 +139,14 @@ def padded_rows(parts: Sequence[tuple[int, int]], missing: int) -> Tensor:
     return rows
 
 
-def _places(own: Sequence[int], objects: Sequence[int], counts: Sequence[int], sizes: Sequence[int]) -> dict:
-    """Where, of all proposals and then the padded objects, the candidates of each image are; see `sampled_boxes`."""
-    widest, total = max([1, *objects]), sum(own)
-    last = total + len(own) * widest
-    boxes = torch.full((len(own), max([1, *counts])), last)
-    for i, (row, start) in enumerate(zip(boxes, _starts(own), strict=True)):
-        row[: own[i]] = torch.arange(start, start + own[i])
-        row[own[i] : counts[i]] = torch.arange(total + i * widest, total + i * widest + objects[i])
+def _layout(num_proposals: Sequence[int], objects: Sequence[int], counts: Sequence[int], sizes: Sequence[int]) -> dict:
+    """Indices of each image's candidates among all proposals, followed by the padded objects; see `sampled_boxes`."""
+    widest, total = max([1, *objects]), sum(num_proposals)
+    last = total + len(num_proposals) * widest
+    boxes = torch.full((len(num_proposals), max([1, *counts])), last)
+    for i, (row, start) in enumerate(zip(boxes, _starts(num_proposals), strict=True)):
+        row[: num_proposals[i]] = torch.arange(start, start + num_proposals[i])
+        row[num_proposals[i] : counts[i]] = torch.arange(total + i * widest, total + i * widest + objects[i])
     keys = padded_rows(list(zip(_starts(counts), counts, strict=True)), sum(counts))
     most = min(max([0, *sizes]), boxes.shape[1])
     rows = [torch.arange(i * most, i * most + size) for i, size in enumerate(sizes)]

@@ -78,7 +78,7 @@ class Objects(NamedTuple):
 def pad_objects(targets: Sequence[Mapping], image_hw: Tensor) -> Objects:
     """The targets of a batch as `Objects`. image_hw: (2,) height and width of the batch's images in pixels."""
     padding = {"boxes": 0.0, "labels": -1, "iscrowd": 0}
-    boxes, labels, crowd = (_pad([each[name] for each in targets], value) for name, value in padding.items())
+    boxes, labels, crowd = (_pad([target[name] for target in targets], value) for name, value in padding.items())
     return Objects(normalize_boxes(boxes.float(), image_hw), labels, crowd > 0)
 
 
@@ -88,7 +88,7 @@ def _pad(column: Sequence[Tensor], value: float) -> Tensor:
 
 
 def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float) -> tuple[Tensor, Tensor]:
-    """Which box each anchor is to find.
+    """Assign a box to each anchor.
 
     An anchor takes the box that it overlaps most, if by an IoU of at least the threshold; each box takes the anchor
     that overlaps it most in any case, the later box where two want the same one. Crowd boxes take none: what is left
@@ -126,8 +126,8 @@ def mine_negatives(background_loss: Tensor, labels: Tensor, ratio: int) -> Tenso
     """The background anchors with the largest loss, at most `ratio` per positive of their image: bool (B, A)."""
     losses = background_loss.masked_fill(labels != 0, -torch.inf)
     order = losses.argsort(dim=1, descending=True)
-    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    ranks = torch.empty_like(order).scatter_(1, order, places)
+    positions = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(1, order, positions)
     return (ranks < ratio * (labels > 0).sum(dim=1, keepdim=True)) & (labels == 0)
 
 
@@ -174,8 +174,8 @@ class SelfWeighting(nn.Module):
 
     @torch.no_grad()
     def observe(self, of_step: Tensor) -> None:
-        """Takes in the losses of one step, (2,) classification and regression, summed over positives (not divided), the
-        regression's without the weight. Nothing is read from the device."""
+        """Accumulate the losses of one step, (2,) classification and regression, summed over positives (not divided),
+        the regression's without the weight. Nothing is read from the device."""
         if self.steps == 0:
             return
         adjusts = self.seen <= self.steps
@@ -242,10 +242,10 @@ class SsdCriterion(nn.Module):
         # The others' offsets do not count, but an infinite one would make NaN in the backward pass.
         boxes = torch.where((labels > 0)[..., None], boxes, cxcywh_to_xyxy(anchors_cxcywh))
         exact = torch.promote_types(logits.dtype, torch.float32)
-        wanted = encode_boxes(boxes, anchors_cxcywh, *self.variances).to(exact)
+        target_offsets = encode_boxes(boxes, anchors_cxcywh, *self.variances).to(exact)
         smoothing = self.label_smoothing if self.training else 0.0
         loss_cls, loss_loc = multibox_loss(
-            logits.to(exact), offsets.to(exact), labels, wanted, self.negatives_per_positive, smoothing
+            logits.to(exact), offsets.to(exact), labels, target_offsets, self.negatives_per_positive, smoothing
         )
         if self.training:
             loss_loc = loss_loc * self.balance.weight

@@ -32,7 +32,7 @@ class SSD(Detector):
     Settings: see `SsdOptions`; norms "group" and "sync" hold for the heads as well.
 
     Raises:
-        BadInput: unknown backbone, one without such strides, lists of unequal length, weights that cannot be had.
+        BadInput: unknown backbone, one without such strides, lists of unequal length, unavailable weights.
     """
 
     Options = SsdOptions
@@ -40,29 +40,29 @@ class SSD(Detector):
     default_weights = {"loss_cls": 1.0, "loss_loc": 1.0}
     loss_names, metric_names = SsdCriterion.loss_names, SsdCriterion.metric_names
     divided_by = "positives"
-    fixed_size, exported_sides = True, "fixed"  # the backbone is asked for the sizes of the maps
+    fixed_size, exported_sides = True, "fixed"  # the sizes of the maps are measured with a forward
     buffers_steer_training = False  # those of its weight are the same on all processes
 
     def __init__(self, class_names: Sequence[str], options: SsdOptions):
         super().__init__()
         o = options
-        of_backbone = _backbone_strides(o.backbone, o.strides, o.channels, o.aspect_ratios)
-        self.strides, self.stride = tuple(o.strides), of_backbone[-1]
+        backbone_strides = _backbone_strides(o.backbone, o.strides, o.channels, o.aspect_ratios)
+        self.strides, self.stride = tuple(o.strides), backbone_strides[-1]
         scales = anchor_scales(len(o.strides), o.min_scale, o.max_scale)
         self.anchor_options = (scales, tuple(o.aspect_ratios), o.clip_anchors)
         self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.backbone, widths = timm_features(
-            o.backbone, strides=of_backbone, pretrained_backbone=o.pretrained_backbone, norm=o.norm
+            o.backbone, strides=backbone_strides, pretrained_backbone=o.pretrained_backbone, norm=o.norm
         )
         self.leaves_unused = leaves_stages(self.backbone)
         self.map_widths, self.num_outputs = tuple(widths), 4 + 1 + len(class_names)
-        self._build_levels(o, widths, len(of_backbone))
+        self._build_levels(o, widths, len(backbone_strides))
         settings = (o.iou_threshold, o.center_variance, o.size_variance, o.negatives_per_positive, o.label_smoothing)
         self.multibox = SsdCriterion(*settings, o.self_weighting_steps, o.self_weighting_every)
         self.score_threshold, self.nms_threshold = o.score_threshold, o.nms_threshold
         self.candidates_per_class = o.candidates_per_class
-        own_mean, own_std = image_statistics(o.backbone)
-        self.mean, self.std = tuple(o.mean or own_mean), tuple(o.std or own_std)
+        default_mean, default_std = image_statistics(o.backbone)
+        self.mean, self.std = tuple(o.mean or default_mean), tuple(o.std or default_std)
 
     def resolved_options(self) -> dict:
         return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
@@ -137,7 +137,7 @@ class SSD(Detector):
     def anchors(self, image_hw: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Anchors (A, 4) cxcywh fractions of images of (h, w) pixels, and that size (2,), on `device`; kept there.
 
-        The backbone is asked for its maps: not every one divides by its strides (MobileViT-v2 rounds to whole patches).
+        The backbone runs once to measure its maps: MobileViT-v2, for one, rounds to whole patches.
         """
         key = (*image_hw, str(device))
         if key not in self._anchors:
@@ -194,8 +194,8 @@ class SSD(Detector):
         scores, anchor = scores.topk(min(self.candidates_per_class, scores.shape[2]), dim=2)
         boxes = clip_boxes(boxes, orig_sizes).gather(1, anchor.flatten(1)[..., None].expand(-1, -1, 4))
         order, count = scores.flatten(1).sort(dim=1, descending=True).indices, scores.shape[2]
-        wanted = scores.where(scores > max(score_threshold, self.score_threshold), 0)
-        turns = class_wise_nms(boxes.unflatten(1, scores.shape[1:]), wanted, self.nms_threshold, order)
+        candidates = scores.where(scores > max(score_threshold, self.score_threshold), 0)
+        turns = class_wise_nms(boxes.unflatten(1, scores.shape[1:]), candidates, self.nms_threshold, order)
         turns, rows = best_rows(turns.flatten(1), top_k)
         return rows_of(boxes, rows), scores.flatten(1).gather(1, rows), (rows // count).where(turns > 0, -1)
 
@@ -250,8 +250,8 @@ class SSD300(SSD):
         """Scores and offsets of every anchor; see `SSD.forward`."""
         dtype = next(self.backbone.parameters()).dtype
         maps = list(self.backbone(normalize_images(images, sizes, self.mean, self.std, dtype)).values())
-        found = self.head(maps)
-        outputs = {"logits": found["cls_logits"], "offsets": found["bbox_regression"]}
+        predictions = self.head(maps)
+        outputs = {"logits": predictions["cls_logits"], "offsets": predictions["bbox_regression"]}
         return outputs | dict(zip(("anchors", "image_hw"), self.anchors(images.shape[-2:], images.device), strict=True))
 
     def _anchors_of(self, images: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
@@ -296,10 +296,11 @@ def _backbone_strides(backbone: str, strides: Sequence[int], channels: Sequence,
             f"{len(strides)}, {len(channels)} and {len(ratios)} entries"
         )
     offered = set(feature_strides(backbone))
-    own = [stride for stride in strides if stride in offered]
-    doubled = [own[-1] * 2 ** (i + 1) for i in range(len(strides) - len(own))] if own else []
-    buildable = (own + doubled, [*own, *doubled[:-1], WHOLE_IMAGE])
-    if not own or own != sorted(set(own)) or list(strides) not in buildable:
+    strides_of_maps = [stride for stride in strides if stride in offered]
+    missing = len(strides) - len(strides_of_maps)
+    doubled = [strides_of_maps[-1] * 2 ** (i + 1) for i in range(missing)] if strides_of_maps else []
+    buildable = (strides_of_maps + doubled, [*strides_of_maps, *doubled[:-1], WHOLE_IMAGE])
+    if not strides_of_maps or strides_of_maps != sorted(set(strides_of_maps)) or list(strides) not in buildable:
         problems.append(
             f"model.strides: {list(strides)} cannot be built on {backbone!r}, which has maps of strides "
             f"{sorted(offered)}: expected some of these, increasing, then each twice the one before, then perhaps "
@@ -309,4 +310,4 @@ def _backbone_strides(backbone: str, strides: Sequence[int], channels: Sequence,
         problems.append(f"model.aspect_ratios: {[list(r) for r in ratios]} must be positive numbers")
     if problems:
         raise BadInput(problems)
-    return own
+    return strides_of_maps

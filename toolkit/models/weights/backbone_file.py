@@ -30,7 +30,7 @@ def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
     """`timm.create_model(name, **options)` with the weights of a file under timm's names, present or past ones.
 
     Raises:
-        BadInput: as `read_backbone_file` and `take`.
+        BadInput: as `read_backbone_file` and `load_matching`.
     """
     offered, wanted = read_backbone_file(file), {}
 
@@ -42,9 +42,11 @@ def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
 
     with mock.patch.object(_builder, "load_pretrained", load):
         model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": file}, **options)
-    kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    dropped = {key for key, tensor in wanted.items() if id(tensor) not in kept}  # the classifier, stages without a map
-    take(*({key: x for key, x in tensors.items() if key not in dropped} for tensors in (wanted, offered)), name, file)
+    used = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    dropped = {key for key, tensor in wanted.items() if id(tensor) not in used}  # the classifier, stages without a map
+    load_matching(
+        *({key: x for key, x in tensors.items() if key not in dropped} for tensors in (wanted, offered)), name, file
+    )
     return model
 
 
@@ -63,39 +65,39 @@ def _filtered(filter_fn, offered: dict, model: nn.Module, name: str, file: str) 
 
 
 @torch.no_grad()
-def take(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], name: str, file: str) -> None:
-    """Copies what a file offers into the tensors of the same names and shapes, and prints what did not fit.
+def load_matching(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], name: str, file: str) -> None:
+    """Copy the tensors of a file into those of the same name and shape, and print which did not fit.
 
     Args:
         wanted: tensors of the backbone by name.
         name, file: of the backbone and of the file, for messages.
 
     Raises:
-        BadInput: a part of the backbone (`layer1.0`, `blocks.3`, `stem`) took none of its weights, or less than half of
-            all weights were taken.
+        BadInput: a part of the backbone (`layer1.0`, `blocks.3`, `stem`) got none of its weights, or less than half of
+            all weights were loaded.
     """
-    taken = {key for key in wanted if key in offered and offered[key].shape == wanted[key].shape}
-    told = _told(wanted, offered, taken)
+    matching = {key for key in wanted if key in offered and offered[key].shape == wanted[key].shape}
+    summary = _summary(wanted, offered, matching)
     weights = [key for key, tensor in wanted.items() if tensor.ndim > 1]
-    begun = {_part(key) for key in taken.intersection(weights)}
-    fresh = [part for part in dict.fromkeys(map(_part, weights)) if part not in begun]
-    if fresh or 2 * len(taken.intersection(weights)) < len(weights):
+    started = {_part(key) for key in matching.intersection(weights)}
+    fresh = [part for part in dict.fromkeys(map(_part, weights)) if part not in started]
+    if fresh or 2 * len(matching.intersection(weights)) < len(weights):
         what = f"no weight of {_listed(fresh)}" if fresh else "less than half of the weights"
         raise BadInput(
-            f"{SETTING} {file}: it has {what} of {name!r} ({told}); give a file of weights for this backbone, under "
+            f"{SETTING} {file}: it has {what} of {name!r} ({summary}); give a file of weights for this backbone, under "
             "the names of the library that builds it."
         )
-    for key in taken:
+    for key in matching:
         wanted[key].copy_(offered[key])
     if world()[0] == 0:
-        print(f"{SETTING} {file}: {told}")
+        print(f"{SETTING} {file}: {summary}")
 
 
-def _told(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], taken: set[str]) -> str:
-    """How many were taken, and the names of those that were not."""
+def _summary(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], matching: set[str]) -> str:
+    """How many tensors were loaded, and the names of those that were not."""
     counted = [key for key in wanted if not key.endswith("num_batches_tracked")]  # a count, which older files lack
-    words = [f"taken {len(taken.intersection(counted))} of {len(counted)} tensors"]
-    unfit = [key for key in counted if key in offered and key not in taken]
+    words = [f"taken {len(matching.intersection(counted))} of {len(counted)} tensors"]
+    unfit = [key for key in counted if key in offered and key not in matching]
     others = {
         "missing": [key for key in counted if key not in offered],
         "unused": [key for key in offered if key not in wanted],

@@ -35,6 +35,6 @@ def coco_by_id(first: int, last: int = 90) -> list[str]:
 
 
 def named(rows: int) -> list[str]:
-    """The classes of weights with so many of them, the background not counted; numbers where it is not known which."""
-    known = {80: COCO_80, 90: coco_by_id(1), 91: coco_by_id(0), 20: VOC_20, 150: VG_150}
-    return list(known.get(rows) or [f"class {i}" for i in range(rows)])
+    """Names for a classifier of `rows` classes, background not counted; numbered where the data set is not known."""
+    by_rows = {80: COCO_80, 90: coco_by_id(1), 91: coco_by_id(0), 20: VOC_20, 150: VG_150}
+    return list(by_rows.get(rows) or [f"class {i}" for i in range(rows)])

@@ -67,12 +67,12 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Whether it is what `read` gives."""
+    """Whether this is what `read` returns."""
     return list(state) == ["darknet"]
 
 
 def classes_of(numbers: int) -> int | None:
-    """Classes of a YOLOv3 with so many numbers; 0: Darknet-53 alone; None: neither."""
+    """Number of classes of a YOLOv3 with this many weights; 0: Darknet-53 alone; None: neither."""
     backbone, heads = _size(backbone_layers()), _size(head_layers(0))
     if numbers == backbone:
         return 0
@@ -82,7 +82,7 @@ def classes_of(numbers: int) -> int | None:
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """The detector that these numbers are of.
+    """The detector that these weights belong to.
 
     Raises:
         BadInput: another network than YOLOv3 and Darknet-53: the file does not say which.
@@ -99,14 +99,14 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The numbers as tensors under our names."""
-    numbers, classes, place, ours = state["darknet"], classes_of(len(state["darknet"])), 0, {}
+    numbers, classes, position, tensors = state["darknet"], classes_of(len(state["darknet"])), 0, {}
     for conv, norm, shape in [*backbone_layers(), *(head_layers(classes) if classes else ())]:
         for name in [f"{norm}.{leaf}" for leaf in NORM] if norm else [f"{conv}.bias"]:
-            ours[name] = numbers[place : place + shape[0]].clone()
-            place += shape[0]
+            tensors[name] = numbers[position : position + shape[0]].clone()
+            position += shape[0]
         count = int(np.prod(shape))
-        ours[f"{conv}.weight"] = numbers[place : place + count].reshape(shape).clone()
-        place += count
+        tensors[f"{conv}.weight"] = numbers[position : position + count].reshape(shape).clone()
+        position += count
         if norm:
-            ours[f"{norm}.num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
-    return ours
+            tensors[f"{norm}.num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
+    return tensors

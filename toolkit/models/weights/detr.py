@@ -37,8 +37,8 @@ def _names(decoder_layer: str, others: str = "", encoder_layer: str = ENCODER_LA
 def _projections(self_attention: str, cross_attention: str, ours: str) -> str:
     """Table of attention in the decoders of Conditional and DAB-DETR, which have content and position apart."""
     words = list(zip("qcontent qpos kcontent kpos v qpos_sine".split(), ours.split(), strict=True))
-    places = (("sa", self_attention), ("ca", cross_attention))
-    return ", ".join(f"{short}_{a}_proj {place}{b}_proj" for short, place in places for a, b in words)
+    attentions = (("sa", self_attention), ("ca", cross_attention))
+    return ", ".join(f"{short}_{a}_proj {prefix}{b}_proj" for short, prefix in attentions for a, b in words)
 
 
 def _sizes(state: Mapping[str, Tensor]) -> dict:

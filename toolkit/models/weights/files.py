@@ -39,7 +39,7 @@ def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
         BadInput: it cannot be read, or the names of its tensors are nobody's.
     """
     state = read(path)
-    publisher = next((each for each in PUBLISHERS if each.recognised(state)), None)
+    publisher = next((candidate for candidate in PUBLISHERS if candidate.recognised(state)), None)
     if publisher is None:
         some = ", ".join(list(state)[:3])
         raise BadInput(
@@ -49,10 +49,11 @@ def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
     description = publisher.described(state, path.name)
     names = path.with_suffix(".names")
     if names.is_file():
-        given = [line.strip() for line in names.read_text().splitlines() if line.strip()]
-        if len(given) != len(description.class_names):
-            raise BadInput(f"{names}: {len(given)} names, but {path.name} has {len(description.class_names)} classes")
-        description.class_names = given
+        class_names = [line.strip() for line in names.read_text().splitlines() if line.strip()]
+        if len(class_names) != len(description.class_names):
+            expected = len(description.class_names)
+            raise BadInput(f"{names}: {len(class_names)} names, but {path.name} has {expected} classes")
+        description.class_names = class_names
     return description, publisher.ours_from(state)
 
 
@@ -101,11 +102,11 @@ def _looks_like_a_save(path: Path) -> bool:
 
 def _tensors(document: object, path: Path, setting: str) -> dict[str, Tensor]:
     for keys in (*INSIDE, ()):
-        found = document
+        entry = document
         for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if isinstance(found, Mapping) and any(isinstance(value, Tensor) for value in found.values()):
-            tensors = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
+            entry = entry.get(key) if isinstance(entry, Mapping) else None
+        if isinstance(entry, Mapping) and any(isinstance(value, Tensor) for value in entry.values()):
+            tensors = {str(name): value for name, value in entry.items() if isinstance(value, Tensor)}
             wrappers = re.compile(r"^(module\.|_orig_mod\.)*")  # of DistributedDataParallel and torch.compile
             return {wrappers.sub("", name): value for name, value in tensors.items()}
     raise BadInput(f"{setting} {path}: there are no tensors by name in it")

@@ -40,12 +40,12 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def _read(raw: bytes) -> dict[str, Tensor]:
-    place = 0
+    offset = 0
 
     def take(kind: str):
-        nonlocal place
-        values = struct.unpack_from("<" + kind, raw, place)
-        place += struct.calcsize("<" + kind)
+        nonlocal offset
+        values = struct.unpack_from("<" + kind, raw, offset)
+        offset += struct.calcsize("<" + kind)
         return values[0] if len(values) == 1 else values
 
     magic, _, number = take("QQQ")
@@ -65,8 +65,8 @@ def _read(raw: bytes) -> dict[str, Tensor]:
         if kind not in TYPES or any(side < 0 for side in shape):
             raise ValueError(f"numbers of type {kind}, shape {shape}")
         count = int(np.prod(shape))
-        array = np.frombuffer(raw, TYPES[kind], count, place).reshape(shape)
-        place += array.nbytes
+        array = np.frombuffer(raw, TYPES[kind], count, offset).reshape(shape)
+        offset += array.nbytes
         arrays.append(torch.from_numpy(array.copy()))
     names = [take(f"{take('Q')}s").decode().removeprefix("arg:").removeprefix("aux:") for _ in range(take("Q"))]
     return dict(zip(names, arrays, strict=True))
@@ -78,7 +78,7 @@ def recognised(state: Mapping[str, Tensor]) -> bool:
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """The detector that these tensors are of."""
+    """The detector that these tensors belong to."""
     rows = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
     options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
     return Description("yolov3", options, named(rows))
@@ -112,6 +112,6 @@ def _theirs(name: str) -> str:
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors under our names; anchors and offsets are no weights."""
     classes = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
-    ours = {mine: state[theirs].float() for mine, theirs in tensor_names(classes)}
-    counted = [name.replace("running_var", "num_batches_tracked") for name in ours if name.endswith("running_var")]
-    return ours | {name: torch.zeros((), dtype=torch.int64) for name in counted}
+    tensors = {our_name: state[their_name].float() for our_name, their_name in tensor_names(classes)}
+    counted = [name.replace("running_var", "num_batches_tracked") for name in tensors if name.endswith("running_var")]
+    return tensors | {name: torch.zeros((), dtype=torch.int64) for name in counted}

@@ -29,19 +29,19 @@ class WeightTable:
     unused: list[str] = field(default_factory=list)
 
     def entries(self) -> list[tuple[str, str, str]]:
-        """(what became of it, name, note) of every tensor of the model, then of those unused."""
-        taken = []
+        """(outcome, name, note) of every tensor of the model, then of those unused."""
+        rows = []
         for name, source in self.sources.items():
             note = self.rows.get(name, "" if name == source else f"<- {source}")
-            taken.append(("mapped" if note else "loaded", name, note))
-        return [*taken, *(("new", name, "") for name in self.new), *(("unused", name, "") for name in self.unused)]
+            rows.append(("mapped" if note else "loaded", name, note))
+        return [*rows, *(("new", name, "") for name in self.new), *(("unused", name, "") for name in self.unused)]
 
     def table(self) -> str:
         """One line per tensor: loaded (same name), mapped (from another, or by rows), new; then what is unused."""
         return "\n".join(f"{what:<7s} {name} {note}".rstrip() for what, name, note in self.entries())
 
     def summary(self) -> str:
-        """`table` with one line for all tensors of a part of the model that fared the same."""
+        """`table` with one line for all tensors of a part of the model that have the same outcome."""
         entries = [(what, _part(name), "" if note.startswith("<-") else note) for what, name, note in self.entries()]
         counts = Counter(entries)
         width = max((len(part) for _, part, _ in counts), default=0)
@@ -74,13 +74,13 @@ def map_weights(
         if source not in checkpoint:
             table.new.append(name)
             continue
-        weights, layout, found = checkpoint[source], _layout(name, class_tensors or {}), None
+        weights, layout, mixed = checkpoint[source], _layout(name, class_tensors or {}), None
         if layout is not None and list(classes) != list(source_classes):
-            found = copy_class_rows(value, weights, layout, classes, source_classes)
-        if found is value:
+            mixed = copy_class_rows(value, weights, layout, classes, source_classes)
+        if mixed is value:
             table.new.append(name)
-        elif found is not None:
-            table.state[name], table.sources[name] = found, source
+        elif mixed is not None:
+            table.state[name], table.sources[name] = mixed, source
             table.rows[name] = _sentence(classes, source_classes)
         elif weights.shape != value.shape:
             shapes = f"{tuple(weights.shape)}; the model's is {tuple(value.shape)}"
@@ -95,45 +95,46 @@ def map_weights(
 
 
 def copy_class_rows(
-    own: Tensor, source: Tensor, layout: ClassLayout, classes: Sequence[str], source_classes: Sequence[str]
+    target: Tensor, source: Tensor, layout: ClassLayout, classes: Sequence[str], source_classes: Sequence[str]
 ) -> Tensor | None:
-    """`own` with the rows that `source` has for the same class, and those for no class.
+    """`target` with the rows that `source` has for the same class, and those for no class.
 
-    None where the shapes forbid it; `own` itself where there are no such rows.
+    None where the shapes forbid it; `target` itself where there are no such rows.
     """
-    own_rows, own_blocks = _row_meanings(len(own), layout, classes)
+    target_rows, target_blocks = _row_meanings(len(target), layout, classes)
     source_rows, source_blocks = _row_meanings(len(source), layout, source_classes)
-    if own_blocks != source_blocks or own.shape[1:] != source.shape[1:] or not own_blocks:
+    if target_blocks != source_blocks or target.shape[1:] != source.shape[1:] or not target_blocks:
         return None
-    place = {meaning: row for row, meaning in enumerate(source_rows)}
-    pairs = [(row, place[meaning]) for row, meaning in enumerate(own_rows) if meaning in place]
+    source_row_of = {meaning: row for row, meaning in enumerate(source_rows)}
+    pairs = [(row, source_row_of[meaning]) for row, meaning in enumerate(target_rows) if meaning in source_row_of]
     if not pairs:
-        return own
-    into, taken = torch.tensor(pairs).unbind(1)
-    result = own.clone()
-    result[into.to(own.device)] = source[taken].to(own.device, own.dtype)
+        return target
+    rows, source_rows_taken = torch.tensor(pairs).unbind(1)
+    result = target.clone()
+    result[rows.to(target.device)] = source[source_rows_taken].to(target.device, target.dtype)
     return result
 
 
 def _row_meanings(rows: int, layout: ClassLayout, classes: Sequence[str]) -> tuple[list[tuple], int]:
     """What each row of a class tensor is for, and its number of blocks; 0 where the rows make no whole blocks."""
-    before, each, after = layout
-    block = [("before", i) for i in range(before)] + [("class", name, i) for name in classes for i in range(each)]
+    before, per_class, after = layout
+    block = [("before", i) for i in range(before)] + [("class", name, i) for name in classes for i in range(per_class)]
     block += [("after", i) for i in range(after)]
     blocks, rest = divmod(rows, len(block))
     return [(b, *meaning) for b in range(blocks) for meaning in block], 0 if rest else blocks
 
 
 def _layout(name: str, class_tensors: Mapping[str, ClassLayout]) -> ClassLayout | None:
-    found = {layout for pattern, layout in class_tensors.items() if fnmatchcase(name, pattern)}
-    if len(found) > 1:
+    layouts = {layout for pattern, layout in class_tensors.items() if fnmatchcase(name, pattern)}
+    if len(layouts) > 1:
         raise ValueError(f"{name} matches patterns of class_tensors with different layouts")
-    return next(iter(found), None)
+    return next(iter(layouts), None)
 
 
 def _sentence(classes: Sequence[str], source_classes: Sequence[str]) -> str:
-    kept = [name for name in classes if name in source_classes]
-    return f"rows of {len(kept)} of {len(classes)} classes" + (f": {', '.join(kept)}" if 0 < len(kept) < 6 else "")
+    shared = [name for name in classes if name in source_classes]
+    names = f": {', '.join(shared)}" if 0 < len(shared) < 6 else ""
+    return f"rows of {len(shared)} of {len(classes)} classes{names}"
 
 
 def _check_prefixes(model: Mapping, checkpoint: Mapping, prefixes: Mapping[str, str]) -> list[str]:

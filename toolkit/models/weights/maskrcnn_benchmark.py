@@ -30,7 +30,7 @@ HEADS = r"^roi_heads\.(relation|attribute|mask|keypoint)\.|^rpn\.anchor_generato
 def _described(state: Mapping[str, Tensor], file: str) -> Description:
     name = resnet_name(state, "backbone.body.")
     needed = ("backbone.fpn.fpn_inner1.weight", "roi_heads.box.feature_extractor.fc6.weight")
-    if name is None or not all(each in state for each in needed):
+    if name is None or not all(key in state for key in needed):
         raise BadInput(
             f"model.pretrained {file}: a detector of maskrcnn-benchmark without feature pyramid, or not on a ResNet; "
             "faster_rcnn takes R-50-FPN, R-101-FPN, X-101-32x8d-FPN and the like"

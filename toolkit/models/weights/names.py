@@ -1,4 +1,4 @@
-"""Names of published weights: what says whose they are, and the tables by which they become ours."""
+"""Names of published weights: how a publisher is recognised, and the tables that translate its names into ours."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ Pairs = Sequence[tuple[str, str]]  # (theirs, ours); `*` is any number, the same
 
 @dataclass
 class Description:
-    """What a file of published weights says of its detector.
+    """The detector that a file of published weights belongs to.
 
     architecture and options: of `build_detector`. class_names: in the order of the rows. notes: what a user should know
     because the file itself cannot tell it, and the flag that says otherwise.
@@ -25,7 +25,7 @@ class Description:
 
 @dataclass
 class Publisher:
-    """A program whose weights become ours by their names.
+    """A program whose weights are translated to ours by their names.
 
     marks: names that its tensors have, and no other publisher's. names: see `renamed`. left_out: pattern of names
     without a counterpart. copies: see `copied`. described: the detector that tensors are of, from these and the name of
@@ -44,19 +44,19 @@ class Publisher:
 
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Their tensors under our names."""
-        kept = {name: tensor for name, tensor in state.items() if not re.search(self.left_out, name)}
-        return copied(renamed(split_attention(kept), self.names), self.copies)
+        weights = {name: tensor for name, tensor in state.items() if not re.search(self.left_out, name)}
+        return copied(renamed(split_attention(weights), self.names), self.copies)
 
 
 def pairs(table: str, below: Pairs = (("", ""),)) -> Pairs:
-    """A table of entries `theirs ours`, one a line or separated by commas; below each of some places, if these are
-    given."""
+    """A table of entries `theirs ours`, one a line or separated by commas; repeated below each pair of prefixes in
+    `below`."""
     entries = [entry.split() for entry in re.split(r"[,\n]", table) if entry.strip()]
-    return [(there + theirs, here + ours) for there, here in below for theirs, ours in entries]
+    return [(source + theirs, target + ours) for source, target in below for theirs, ours in entries]
 
 
 def renamed(state: Mapping[str, Tensor], pairs: Pairs) -> dict[str, Tensor]:
-    """The tensors under our names; those that no pair is about keep theirs.
+    """Rename tensors to our names; a name that no pair matches is kept.
 
     Args:
         pairs: prefixes of names, (theirs, ours), in whole parts; the first that fits applies, and what comes after it
@@ -72,8 +72,8 @@ def _pattern(prefix: str) -> re.Pattern:
 
 def _renamed(name: str, rules: Sequence[tuple[re.Pattern, str]]) -> str:
     for pattern, into in rules:
-        if found := pattern.match(name):
-            return into.format(*found.groups()) + name[found.end() :]
+        if match := pattern.match(name):
+            return into.format(*match.groups()) + name[match.end() :]
     return name
 
 
@@ -82,8 +82,8 @@ def split_attention(state: Mapping[str, Tensor], joint: str = ".in_proj_") -> di
     three, `q_proj.weight`, `k_proj.weight` and `v_proj.weight`; biases likewise."""
     result = {}
     for name, tensor in state.items():
-        stem, found, leaf = name.rpartition(joint)
-        if found:
+        stem, separator, leaf = name.rpartition(joint)
+        if separator:
             parts = tensor.chunk(3)
             result |= {f"{stem}.{which}_proj.{leaf}": part for which, part in zip("qkv", parts, strict=True)}
         else:
@@ -101,7 +101,7 @@ def copied(state: Mapping[str, Tensor], copies: Mapping[str, str]) -> dict[str, 
 
 def count(state: Mapping[str, Tensor], prefix: str) -> int:
     """How many numbered parts there are below a prefix: one more than the largest number."""
-    numbers = [int(found[1]) for name in state if (found := re.match(re.escape(prefix) + r"\.(\d+)\.", name))]
+    numbers = [int(match[1]) for name in state if (match := re.match(re.escape(prefix) + r"\.(\d+)\.", name))]
     return max(numbers, default=-1) + 1
 
 
@@ -117,7 +117,7 @@ RESNETS = {  # blocks of each stage, and whether they are bottlenecks
 def resnet_name(state: Mapping[str, Tensor], prefix: str) -> str | None:
     """timm's name of the ResNet whose `layer1.0.conv1.weight` and so on stand below a prefix; None: none that is known.
 
-    A ResNeXt is told by the groups of its 3 x 3 convolutions.
+    A ResNeXt is recognised by the groups of its 3 x 3 convolutions.
     """
     blocks = tuple(count(state, f"{prefix}layer{stage}") for stage in (1, 2, 3, 4))
     deep = f"{prefix}layer1.0.conv3.weight" in state

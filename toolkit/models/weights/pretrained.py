@@ -1,7 +1,7 @@
 """Pretrained weights of a detector: a hub name, a transformers folder (a `final/` too), a `final/` folder of our own
 kind, a run folder or one of its checkpoints, or a file of one of the publishers in this folder (see `files.py`).
 
-What a detector has to provide, to be started from them by `start_detector`:
+What a detector must provide so that `start_detector` can load them:
 
 - Every tensor of its state dict takes the source's tensor of the same name and shape. A detector around a transformers
   model holds it as `self.model`: the source's names are then those of that model below "model.". Another shape is an
@@ -70,8 +70,8 @@ def open_pretrained(name: str) -> Pretrained:
             raise BadInput(f"model.pretrained: there is no {path}; {expected}{near_names(path)}")
         return _from_transformers(name, name)
     if path.is_file():
-        found, tensors = open_file(path)
-        return Pretrained(name, found.architecture, found.options, found.class_names, tensors, found.notes)
+        about, tensors = open_file(path)
+        return Pretrained(name, about.architecture, about.options, about.class_names, tensors, about.notes)
     try:
         kind = kind_of(path)
     except BadInput as error:
@@ -101,16 +101,16 @@ def _described(model: Mapping) -> tuple[str, dict]:
     return options.pop("architecture"), options
 
 
-def _from_transformers(name: str, place: str) -> Pretrained:
+def _from_transformers(name: str, source: str) -> Pretrained:
     from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection
 
     try:
         with cached_when_offline():
-            config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-            model = AutoModelForObjectDetection.from_pretrained(place, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            model = AutoModelForObjectDetection.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - a foreign folder makes transformers raise anything
         what = _first_sentence(error)
-        if Path(place).is_dir():
+        if Path(source).is_dir():
             raise BadInput(f"model.pretrained {name}: not a detector of transformers: {what}") from error
         raise BadInput(
             f"model.pretrained {name}: there is no such folder here, and no detector of this name on the hub or in its "
@@ -120,7 +120,7 @@ def _from_transformers(name: str, place: str) -> Pretrained:
     options: dict = {"source_config": json.loads(config.to_json_string(use_diff=False))}
     try:
         with cached_when_offline():
-            processor = AutoImageProcessor.from_pretrained(place, trust_remote_code=False)
+            processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError):  # weights without a processor say nothing of their images
         processor = None
     if processor is not None:
@@ -139,7 +139,7 @@ def _first_sentence(error: Exception) -> str:
 
 @contextmanager
 def cached_when_offline() -> Iterator[None]:
-    """Inside, packages that load from the hub use their cache, and fail at once without it, if the hub does not answer.
+    """While the hub does not answer, packages that load from it use their cache, and fail at once without one.
 
     Left to themselves they try every file six times, half a minute each, with a warning every time.
     """

@@ -118,10 +118,10 @@ def _resnet_entries(state: Mapping[str, Tensor]) -> dict:
 
 def _resnet() -> Pairs:
     theirs, ours = "backbone.res_layers.*.blocks.*", f"{BODY}.encoder.stages.*.layers.*"
-    places = [(f"backbone.conv1.conv1_{i + 1}.", f"{BODY}.embedder.embedder.{i}.") for i in range(3)]
-    places += [(f"{theirs}.branch2{letter}.", f"{ours}.layer.{i}.") for i, letter in enumerate("abc")]
-    places += [(f"{theirs}.short.conv.", f"{ours}.shortcut.1."), (f"{theirs}.short.", f"{ours}.shortcut.")]
-    return pairs("conv convolution, norm normalization", below=places)
+    prefixes = [(f"backbone.conv1.conv1_{i + 1}.", f"{BODY}.embedder.embedder.{i}.") for i in range(3)]
+    prefixes += [(f"{theirs}.branch2{letter}.", f"{ours}.layer.{i}.") for i, letter in enumerate("abc")]
+    prefixes += [(f"{theirs}.short.conv.", f"{ours}.shortcut.1."), (f"{theirs}.short.", f"{ours}.shortcut.")]
+    return pairs("conv convolution, norm normalization", below=prefixes)
 
 
 POINTS = """
@@ -185,12 +185,12 @@ def _hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
 def _hgnet() -> Pairs:
     stems = ("stem1", "stem2a", "stem2b", "stem3", "stem4")
     parts = ("blocks.*.layers.*", "blocks.*.aggregation.*", "downsample")
-    places = [(f"backbone.stem.{stem}.", f"{BODY}.embedder.{stem}.") for stem in stems]
-    places += [(f"backbone.stages.*.{part}.", f"{BODY}.encoder.stages.*.{part}.") for part in parts]
+    prefixes = [(f"backbone.stem.{stem}.", f"{BODY}.embedder.{stem}.") for stem in stems]
+    prefixes += [(f"backbone.stages.*.{part}.", f"{BODY}.encoder.stages.*.{part}.") for part in parts]
     # A layer is one convolution, in light blocks two.
-    places = [(theirs + conv, ours + conv) for theirs, ours in places for conv in ("conv1.", "conv2.", "")]
+    prefixes = [(theirs + conv, ours + conv) for theirs, ours in prefixes for conv in ("conv1.", "conv2.", "")]
     whole = f"backbone.stem {BODY}.embedder, backbone.stages {BODY}.encoder.stages"
-    return [*pairs("conv convolution, bn normalization", below=places), *pairs(whole)]
+    return [*pairs("conv convolution, bn normalization", below=prefixes), *pairs(whole)]
 
 
 CSP = "cv1 conv1, cv4 conv4, cv2.0 csp_rep1, cv2.1 conv2, cv3.0 csp_rep2, cv3.1 conv3"

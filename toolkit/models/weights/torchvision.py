@@ -35,7 +35,7 @@ def _architecture(state: Mapping[str, Tensor]) -> str | None:
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """The detector that these tensors are of.
+    """The detector that these tensors belong to.
 
     A batch norm's epsilon is not among the tensors: torchvision's published `fasterrcnn_resnet50_fpn` has 0.
     """

@@ -34,7 +34,7 @@ DINOV2 = _names("""
 def load_timm_vit(
     vit: nn.Module, by_width: Mapping[int, str], pretrained: bool | str, names: Pairs, grid_hw: tuple[int, int]
 ) -> None:
-    """Gives a ViT of transformers the weights of timm's of the same width.
+    """Load the weights of timm's ViT of the same width into one of transformers.
 
     Args:
         vit: with `embeddings`, `encoder.layer` and `layernorm`; tokens that timm's has not keep their weights.
@@ -44,22 +44,22 @@ def load_timm_vit(
         grid_hw: patches of the position embeddings, to which timm's are interpolated.
 
     Raises:
-        BadInput: no such model, another depth or patch size, weights that cannot be had.
+        BadInput: no such model, another depth or patch size, unavailable weights.
     """
     width = vit.embeddings.cls_token.shape[-1]
     if width not in by_width:
-        known = ", ".join(f"{w} ({name})" for w, name in by_width.items())
-        raise BadInput(f"model.pretrained_backbone: timm has weights of width {known}, not {width}; set it to false.")
+        widths = ", ".join(f"{w} ({name})" for w, name in by_width.items())
+        raise BadInput(f"model.pretrained_backbone: timm has weights of width {widths}, not {width}; set it to false.")
     source = timm_model(by_width[width], pretrained, num_classes=0).state_dict()
     positions = resample_abs_pos_embed(source.pop("pos_embed"), list(grid_hw), num_prefix_tokens=1)
     vit.embeddings.position_embeddings[:, : positions.shape[1]] = positions
-    wanted, taken = vit.state_dict(), renamed(split_attention(source, ".qkv."), names)
-    unfit = [key for key, tensor in taken.items() if key not in wanted or wanted[key].shape != tensor.shape]
-    missing = {key for key in wanted if key.startswith("encoder.layer.")} - set(taken)
+    wanted, tensors = vit.state_dict(), renamed(split_attention(source, ".qkv."), names)
+    unfit = [key for key, tensor in tensors.items() if key not in wanted or wanted[key].shape != tensor.shape]
+    missing = {key for key in wanted if key.startswith("encoder.layer.")} - set(tensors)
     if unfit or missing:
         first = sorted([*unfit, *missing])[0]
         raise BadInput(
             f"model.pretrained_backbone: {by_width[width]} does not fit the model ({first} first of all); leave depth "
             "and patch size as published, or set it to false."
         )
-    vit.load_state_dict(taken, strict=False)
+    vit.load_state_dict(tensors, strict=False)

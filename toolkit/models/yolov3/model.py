@@ -66,7 +66,7 @@ class YOLOv3(Detector):
             8, 16, 32.
 
     Raises:
-        BadInput: unknown backbone, none with feature maps of strides 8, 16 and 32, no weights to be had, a slope that
+        BadInput: unknown backbone, none with feature maps of strides 8, 16 and 32, no weights available, a slope that
             has to be given, anchors that are none.
     """
 
@@ -76,7 +76,7 @@ class YOLOv3(Detector):
     metric_names = ("class_error", "box_iou")
     divided_by = "images"
     class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see models/start.py
-    fixed_size = True  # no mask is looked at: padding would be seen as black picture
+    fixed_size = True  # there is no mask: padding would look like a black image
     weighs_boxes, buffers_steer_training = True, False
     exported_sides = "multiples"
 
@@ -85,8 +85,8 @@ class YOLOv3(Detector):
         o, self.num_classes = options, len(class_names)
         self.label_smoothing, self.ignore_iou = o.label_smoothing, o.ignore_iou
         self.score_threshold, self.nms_threshold, self.nms_topk = o.score_threshold, o.nms_threshold, o.nms_topk
-        own_mean, own_std = image_statistics(o.backbone)
-        self.mean, self.std = tuple(o.mean or own_mean), tuple(o.std or own_std)
+        default_mean, default_std = image_statistics(o.backbone)
+        self.mean, self.std = tuple(o.mean or default_mean), tuple(o.std or default_std)
         self.register_buffer("anchors", _checked_anchors(o.anchors), persistent=False)
         self.backbone = _timm_backbone(o) if features is None else features
         self.leaves_unused = features is not None or leaves_stages(self.backbone)
@@ -105,8 +105,8 @@ class YOLOv3(Detector):
     def resolved_options(self) -> dict:
         options = super().resolved_options()
         slope = LEAKY_SLOPE if options["leaky_slope"] is None else options["leaky_slope"]
-        found = {"leaky_slope": slope, "head_channels": self._head_channels}
-        return options | found | {"mean": list(self.mean), "std": list(self.std)}
+        used = {"leaky_slope": slope, "head_channels": self._head_channels}
+        return options | used | {"mean": list(self.mean), "std": list(self.std)}
 
     def _initialize_heads(self, objectness_prior: float) -> None:
         if not 0 < objectness_prior < 1:
@@ -228,8 +228,8 @@ def class_nms(
     GluonCV's order: level, class, cell, anchor.
     """
     num_classes = scores.shape[2]
-    place = None if torch.compiler.is_exporting() else _class_major_order(grid, num_classes).flatten()
-    scores, picked = best_rows(scores.flatten(1), topk, place)
+    order = None if torch.compiler.is_exporting() else _class_major_order(grid, num_classes).flatten()
+    scores, picked = best_rows(scores.flatten(1), topk, order)
     labels = picked % num_classes
     boxes = boxes.gather(1, (picked // num_classes)[..., None].expand(-1, -1, 4))
     return boxes, scores, labels, sorted_nms(boxes, scores > score_threshold, nms_threshold, labels, num_classes)

@@ -1,4 +1,4 @@
-"""Reading the scene graph reference files, for test_sgg.py."""
+"""Reading the reference files, and comparing with them; those of scene graphs for test_sgg.py."""
 
 import json
 import re
@@ -10,9 +10,14 @@ import torch
 
 
 @cache
-def arrays(folder: Path, topic: str) -> dict[str, np.ndarray]:
-    with np.load(folder / f"sgg_{topic}.npz", allow_pickle=False) as file:
+def arrays(folder: Path, topic: str, program: str = "sgg") -> dict[str, np.ndarray]:
+    with np.load(folder / f"{program}_{topic}.npz", allow_pickle=False) as file:
         return dict(file)
+
+
+def tensors_below(data: dict[str, np.ndarray], prefix: str) -> dict[str, torch.Tensor]:
+    """The numeric arrays whose name starts with `prefix`, without it."""
+    return tensors({key.removeprefix(prefix): value for key, value in data.items() if key.startswith(prefix)})
 
 
 @cache
