@@ -207,7 +207,8 @@ def installed(tmp_path_factory) -> Path:
     venv.create(folder / "venv")
     python = folder / "venv" / "bin" / "python"
     (wheel,) = folder.glob("*.whl")
-    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    install = ["install", "--no-deps", "--no-index", "--ignore-installed", str(wheel)]  # that of PYTHONPATH, say
+    subprocess.run([*pip, "--python", str(python), *install], check=True)
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
     (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # no .pth file there is read
     return python.parent
