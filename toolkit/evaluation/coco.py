@@ -81,8 +81,8 @@ def make_evaluator(detector, table, backend: str, **settings):
     backend: of COCO's metrics. settings: what else `eval` has for such a detector, such as `protocol` and `zero_shot`
     of scene graphs. Raises BadInput as the detector's own `make_evaluator`.
     """
-    own = detector.make_evaluator(table, backend, **settings)
-    return CocoEvaluator(table, backend) if own is None else own
+    evaluator = detector.make_evaluator(table, backend, **settings)
+    return CocoEvaluator(table, backend) if evaluator is None else evaluator
 
 
 def coco_row(matches: Matches) -> dict[str, float | None]:
@@ -119,8 +119,8 @@ def check_ground_truth(table) -> list[str]:
     values = {key: result[f"AP/{key}"] for key in class_keys(table)}
     lost = [f"class {shown(k)!r}: AP {ap:.4f}" for k, ap in values.items() if ap is not None and ap < 1 - 1e-6]
     if faults := lost + _impossible_boxes(truth, table):
-        found = f"are not all found (AP {result['bbox_AP']}, expected 1.0)"
-        raise BadInput([f"{name}: its own boxes, taken as predictions, {found}", *faults])
+        failure = f"are not all found (AP {result['bbox_AP']}, expected 1.0)"
+        raise BadInput([f"{name}: its own boxes, taken as predictions, {failure}", *faults])
     notes = []
     if empty := [shown(key, 40) for key, value in values.items() if value is None]:
         some = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")

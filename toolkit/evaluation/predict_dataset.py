@@ -72,10 +72,10 @@ def predict_dataset(
                 with autocast():  # targets: some models give what their loss needs only when they see them
                     outputs = detector(moved.images, moved.sizes, None if loss_weights is None else moved.targets)
                 orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
-                found = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
+                detections = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
                 is_first = not items
-                found = map(detector.to_keep, dicts_to_host(found))
-                items += zip((t["image_id"] for t in batch.targets), found, strict=True)
+                detections = map(detector.to_keep, dicts_to_host(detections))
+                items += zip((t["image_id"] for t in batch.targets), detections, strict=True)
                 images = len(loader) * len(batch.targets) * world()[1]
                 if is_first and say is not None and (text := memory_needed(items, images)):
                     say(f"{description}: {text}")
@@ -92,8 +92,8 @@ def predict_dataset(
 def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> str:
     """What to say of the main process's memory for predictions of so many images, some of which are `items`; empty
     where it is below LITTLE bytes and a quarter of what is free."""
-    tensors = [value for _, found in items for value in found.values() if isinstance(value, Tensor)]
-    needed = images / len(items) * sum(TENSOR_BYTES + each.numel() * each.element_size() for each in tensors)
+    tensors = [value for _, prediction in items for value in prediction.values() if isinstance(value, Tensor)]
+    needed = images / len(items) * sum(TENSOR_BYTES + tensor.numel() * tensor.element_size() for tensor in tensors)
     free = psutil.virtual_memory().available
     if needed < min(LITTLE, free / 4):
         return ""

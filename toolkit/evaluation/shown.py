@@ -83,7 +83,7 @@ def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, gr
 
 
 def _images(table, matches: Matches, count: int) -> list[ShownImage]:
-    shown, truth, found = [], matches.truth, matches.found
+    shown, truth, detections = [], matches.truth, matches.found
     for position in choose_images(table, count) if count else ():
         row = table.row(position)
         image = decode_image(table.image_source(row), table.max_image_pixels)
@@ -91,9 +91,9 @@ def _images(table, matches: Matches, count: int) -> list[ShownImage]:
         scale = min(1.0, LONGEST_SIDE / max(picture.size))
         if scale < 1:
             picture = fitted(picture, LONGEST_SIDE)
-        own, best = truth.of_image(position), found.of_image(position)
+        annotated_rows, best = truth.of_image(position), detections.of_image(position)
         best = slice(best.start, min(best.stop, best.start + MOST_BOXES))
-        annotated = truth.xyxy[own] * scale, truth.labels[own]
-        detected = found.xyxy[best] * scale, found.labels[best], found.scores[best]
+        annotated = truth.xyxy[annotated_rows] * scale, truth.labels[annotated_rows]
+        detected = detections.xyxy[best] * scale, detections.labels[best], detections.scores[best]
         shown.append(ShownImage(row["image_id"], picture, *annotated, *detected))
     return shown

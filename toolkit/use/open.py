@@ -76,12 +76,12 @@ def open_predictor(
     path, kind = Path(source).expanduser(), kind_of(source)
     if kind == "exported" and weights is not None:
         raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
-    own = None if kind == "exported" else open_own_detector(source, weights, settings)
-    if own is not None:
-        names = (getattr(own.detector, name, ()) for name in ("predicates", "attributes"))
-        predict = own_predict(own.detector.to(device), own.size)
-        given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(own.detector, "mode", ""))
-        return Predictor(own.source, own.categories, predict, *names, given, report_thresholds(path))
+    opened = None if kind == "exported" else open_own_detector(source, weights, settings)
+    if opened is not None:
+        names = (getattr(opened.detector, name, ()) for name in ("predicates", "attributes"))
+        predict = own_predict(opened.detector.to(device), opened.size)
+        given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(opened.detector, "mode", ""))
+        return Predictor(opened.source, opened.categories, predict, *names, given, report_thresholds(path))
     if settings:
         raise BadInput(f"--model.{next(iter(settings))}: {source} is no run of this project, its settings are fixed")
     if kind == "transformers":

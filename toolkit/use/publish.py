@@ -38,7 +38,7 @@ def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
     folder = final_folder(source)
     check_licence(licence)
     try:
-        names = [each["name"] for each in read_json(folder / "categories.json", list)]
+        names = [category["name"] for category in read_json(folder / "categories.json", list)]
         return write_card(folder, names, licence)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadInput(f"{folder}: a file there or of its run is not as a run writes it: {error!r}") from error
@@ -82,7 +82,7 @@ def check_push(name: str) -> None:
     with _hub(name) as api:
         validate_repo_id(name)
         me = api.whoami()
-    owner, owners = name.rpartition("/")[0], [me["name"], *(each["name"] for each in me.get("orgs", []))]
+    owner, owners = name.rpartition("/")[0], [account["name"] for account in (me, *me.get("orgs", []))]
     if owner and owner not in owners:
         raise BadInput(f"--hub.push {name}: the token of the hub writes for {', '.join(owners)} only, not for {owner}")
     if me.get("auth", {}).get("accessToken", {}).get("role") == "read":

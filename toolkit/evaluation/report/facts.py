@@ -44,7 +44,7 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
     ended_by = status.get("ended_by") or []
     status |= {"state": state, "reason": status.get("reason") if ended_by else ""} if state else {}
     rows = read_metrics(run_folder / "metrics.jsonl")
-    facts = RunFacts(
+    run = RunFacts(
         rows,
         settings,
         config.name,
@@ -55,8 +55,8 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
     )
     if trained := [row for row in rows if "train/loss" in row]:
         flags = flags_that_go_on(ended_by, settings, trained[-1]["step"], trained[-1]["epoch"] + 1)
-        facts.go_on = command_that_goes_on(flags, environment.get("command_line") or [], config)
-    return facts
+        run.go_on = command_that_goes_on(flags, environment.get("command_line") or [], config)
+    return run
 
 
 def read_records(run_folder: Path) -> tuple[dict, dict]:
@@ -65,19 +65,19 @@ def read_records(run_folder: Path) -> tuple[dict, dict]:
     Raises:
         BadInput: they cannot be read, or an entry that reports use is of another type.
     """
-    found, problems = [], []
+    records, problems = [], []
     for name, entries in _ENTRIES.items():
         path = run_folder / name
-        found.append(read_json(path) if path.exists() else {})
+        records.append(read_json(path) if path.exists() else {})
         for key, kind in entries.items():
-            value = found[-1].get(key)
-            entries_fit = not isinstance(value, list) or all(isinstance(each, str) for each in value)
+            value = records[-1].get(key)
+            entries_fit = not isinstance(value, list) or all(isinstance(item, str) for item in value)
             if not (isinstance(value, kind | type(None)) and entries_fit):
                 words = "text" if kind is str else "a list of texts"
                 problems.append(f"{path}: {key} is {shown(value)}; expected {words}, as the run wrote it")
     if problems:
         raise BadInput(problems)
-    return found[0], found[1]
+    return records[0], records[1]
 
 
 _ENTRIES = {"environment.json": {"command_line": list}, "status.json": {"state": str, "reason": str, "ended_by": list}}

@@ -91,5 +91,5 @@ def export_final(
     about = {"categories": categories, "size": size, "source": str(folder)}
     written, graph = export_detector(detector, folder, ("torch", "onnx"), **about, say=say)
     images = images.cpu().contiguous()
-    found = [f"{path.name} {check_outputs(graph, path, images)}" for path in written.values()]
-    return f"exported; largest differences from PyTorch on {len(images)} images: {'; '.join(found)}"
+    differences = [f"{path.name} {check_outputs(graph, path, images)}" for path in written.values()]
+    return f"exported; largest differences from PyTorch on {len(images)} images: {'; '.join(differences)}"

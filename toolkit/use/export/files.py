@@ -56,7 +56,7 @@ class About:
         """Raises BadInput for a file that this toolkit did not write."""
         try:
             entries = json.loads(text or "")
-            entries["categories"] = [Category(each["id"], str(each["name"])) for each in entries["categories"]]
+            entries["categories"] = [Category(entry["id"], str(entry["name"])) for entry in entries["categories"]]
             entries["score_threshold"] = float(entries["score_threshold"])
             sides = (entries["size"] or {"none": 1}).values()
             if not all(isinstance(side, int) and 0 < side <= LARGEST_SIDE for side in sides):
@@ -139,7 +139,7 @@ def runner_of(module: Callable) -> Runner:
 
     @torch.no_grad()
     def run(images: np.ndarray):
-        return tuple(each.numpy() for each in module(torch.from_numpy(images)))
+        return tuple(output.numpy() for output in module(torch.from_numpy(images)))
 
     return run
 
