@@ -42,7 +42,7 @@ class CocoEvaluator:
         self.matches: Matches | None = None  # of the last evaluation
 
     def evaluate(self, predictions: Boxes | Mapping) -> dict[str, float | None]:
-        """Metrics of a full set of predictions; afterwards `matches` has what they were counted from.
+        """Metrics of a full set of predictions; afterwards `matches` holds the matched boxes behind them.
 
         Args:
             predictions: for every image id of the table `boxes (K, 4)` xyxy in original pixels, `scores (K,)`,
@@ -76,10 +76,10 @@ class CocoEvaluator:
 
 
 def make_evaluator(detector, table, backend: str, **settings):
-    """What measures a detector on a table: what its own `make_evaluator` gives, else COCO's metrics of boxes.
+    """The evaluator of a detector on a table: that of its own `make_evaluator`, else `CocoEvaluator`.
 
-    backend: of COCO's metrics. settings: what else `eval` has for such a detector, such as `protocol` and `zero_shot`
-    of scene graphs. Raises BadInput as the detector's own `make_evaluator`.
+    backend: of COCO's metrics. settings: further settings of the group `eval` for such a detector, such as `protocol`
+    and `zero_shot` of scene graphs. Raises BadInput as the detector's own `make_evaluator`.
     """
     evaluator = detector.make_evaluator(table, backend, **settings)
     return CocoEvaluator(table, backend) if evaluator is None else evaluator

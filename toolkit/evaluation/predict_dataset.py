@@ -19,7 +19,7 @@ TENSOR_BYTES = 500  # of a tensor beside its values
 
 
 class Predictions(NamedTuple):
-    """What one pass over a dataset gives, the same on every rank but for `by_image`, which is empty on all but rank 0.
+    """Results of one pass over a dataset, the same on every rank except `by_image`, which only rank 0 has.
 
     by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64, on CPU,
         and what else the detector's `to_keep` leaves.
@@ -58,7 +58,7 @@ def predict_dataset(
         step: optimizer step, for weights on a schedule.
         autocast: context for the forward pass; criterion and post-processing run outside of it.
         stop: polled after each batch; a number above 0 on any rank ends the evaluation on all of them.
-        say: told after the first batch how much memory the predictions will take, where it is not little.
+        say: called after the first batch with the memory that the predictions will take, if that is much.
 
     Returns:
         `Predictions`. The losses are sums over the dataset divided by denominators of the dataset, so that they depend
@@ -90,8 +90,8 @@ def predict_dataset(
 
 
 def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> str:
-    """What to say of the main process's memory for predictions of so many images, some of which are `items`; empty
-    where it is below LITTLE bytes and a quarter of what is free."""
+    """A warning about the main process's memory for the predictions of `images` images, estimated from `items`; empty
+    if they need less than LITTLE bytes and a quarter of the free memory."""
     tensors = [value for _, prediction in items for value in prediction.values() if isinstance(value, Tensor)]
     needed = images / len(items) * sum(TENSOR_BYTES + tensor.numel() * tensor.element_size() for tensor in tensors)
     free = psutil.virtual_memory().available

@@ -37,7 +37,7 @@ class PredictionsFile:
     predictions: columns in the order of the table; of scene graphs arrays by image id: `boxes`, `scores`, `labels`,
         `pairs`, what `compact_graph` makes of their scores (or `predicate_scores`), and the given graph where boxes
         were given.
-    about: as `write_predictions` was told; empty for the file of another program.
+    about: as given to `write_predictions`; empty for the file of another program.
     """
 
     predictions: Boxes | dict
@@ -106,7 +106,7 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
 
 
 def read_about(path: str | Path) -> dict:
-    """What stands in `FILE.about.json`; {} where there is none."""
+    """The content of `FILE.about.json`; {} if there is none."""
     file = about_file(Path(path).expanduser())
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -194,7 +194,7 @@ def _boxes(path: Path, entries: list[dict], table) -> Boxes:
 
 
 def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
-    """Everything that a scene graph metric takes, flat, with how many rows each image has; {}: boxes alone."""
+    """The arrays of scene graph metrics, concatenated, with the number of rows of each image; {} for boxes alone."""
     if isinstance(predictions, Boxes) or not any("pairs" in predictions[image_id] for image_id in image_ids):
         return {}
     graphs = {}

@@ -37,7 +37,7 @@ class ShownImage:
 
 @dataclass(frozen=True)
 class Shown:
-    """One evaluation as it is shown.
+    """One evaluation as trackers display it.
 
     class_names: all of them, on one line each. grid: the pictures with their boxes drawn, as one.
     curves: by name of the class, with all of them together first. ap: of each class that has boxes.
@@ -64,7 +64,7 @@ class Shown:
 
 
 def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None) -> Shown:
-    """What is to be shown of predictions.
+    """Collects what trackers display of an evaluation.
 
     Args:
         matches: of the predictions with the table. scores: as `CocoEvaluator.evaluate` returned them. pictures: images,

@@ -1,4 +1,4 @@
-"""Finds image files and what a COCO file says of them, and runs a predictor over them."""
+"""Finds image files, reads their ids and boxes from a COCO file, and runs a predictor over them."""
 
 import atexit
 import glob
@@ -25,7 +25,7 @@ from toolkit.use.prediction import Predictor
 
 
 class FilePrediction(NamedTuple):
-    """An image file: `image` uint8 (3, H, W) and what was `found` in it, or the `error` why it cannot be read."""
+    """An image file: `image` uint8 (3, H, W) and the detections `found` in it, or the `error` why it is unreadable."""
 
     path: Path
     image: Tensor | None
@@ -34,7 +34,7 @@ class FilePrediction(NamedTuple):
 
 
 def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> dict[Path, Path]:
-    """The files that were meant, in order, each once, with its name below the folder that was given.
+    """Image files by path, in the given order and without duplicates, with their names below the given folders.
 
     Args:
         given: files (taken whatever their suffix), folders (searched for image suffixes, also below), and patterns
@@ -103,7 +103,7 @@ def _is_image_file(path: Path, leave_out: Path | None) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
 
 
-# ---- what a COCO file says of them -----------------------------------------------------------------------------------
+# ---- ids and boxes from a COCO file ----------------------------------------------------------------------------------
 
 
 def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:

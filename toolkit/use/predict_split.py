@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class SplitOptions:
-    """Which data, where they are not those that the run or the predictions file was made on; None: those.
+    """Which data to use instead of those that the run or the predictions file was made on; None keeps those.
 
     split: annotation file, or name of a split. image_dir, format: as `data.image_dir` and `data.format`. path: folder
     of another data set, as `data.path` or `data.name`, of which `split` is then a split.
@@ -63,7 +63,7 @@ def open_any(
     settings: Mapping = MappingProxyType({}),
     backend: str | None = None,
 ) -> Predicted:
-    """By what `source` is; settings of the model and `backend` of the evaluator are of runs. Raises BadInput."""
+    """Dispatches on the kind of `source`; only runs take settings of the model and a `backend`. Raises BadInput."""
     kind = kind_of(source)
     if kind == "run":
         run = with_settings(open_run(source, options_class), settings)

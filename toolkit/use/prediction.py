@@ -132,7 +132,7 @@ def from_report(predictor: Predictor) -> Predictor:
 
 
 def smallest_threshold(predictor: Predictor) -> float:
-    """A score just below all that `from_report` asks for."""
+    """A score just below every threshold that `from_report` applies."""
     return max(0.0, min(predictor.thresholds.values()) - 1e-6)
 
 

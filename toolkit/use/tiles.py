@@ -18,7 +18,7 @@ NEAR = 0.025  # share of a tile's side: a box that ends so near to a border is c
 
 
 def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
-    """A predictor that looks at an image in squares of `tile` pixels, and at all of it where it fits in one.
+    """A predictor that runs on square tiles of `tile` pixels, and on the whole image if it fits in one.
 
     Args:
         tile: side in pixels; every tile is resized to what the detector was trained with.
@@ -57,7 +57,7 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
 
 
 def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
-    """A predictor that looks at every image twice, once mirrored left to right.
+    """A predictor that runs on every image twice, once mirrored left to right.
 
     Boxes of a class that overlap by more than `nms_iou` are one, at the mean of both places by their scores.
     """

@@ -107,7 +107,7 @@ def predict_video(
     max_frames: int | None = None,
     on_frame=lambda: None,
 ) -> tuple[int, str | None]:
-    """Writes what is found in every frame.
+    """Writes the detections of every frame.
 
     Args:
         lines: file for one JSON object a frame: `frame` from 0, `time_s`, `detections` as in predictions.json.

@@ -33,7 +33,7 @@ class Advice:
 
 
 def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
-    """All that the numbers of a detector, and the rows and settings of its run where there is one, give reason for."""
+    """Every suggestion that the metrics of a detector, and the log and settings of its run if it has one, support."""
     run = run or RunFacts()
     data, model = run.config.get("data", {}), run.config.get("model", {})
     if (judged.numbers["AP50"] or 0) < HARDLY_ANY:

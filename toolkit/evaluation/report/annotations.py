@@ -43,7 +43,7 @@ class Suspect:
 
 
 def suspects(matches: Matches) -> list[Suspect]:
-    """All of them, those with a prediction first, of both sorts the strongest first."""
+    """All suspicious boxes, those with a prediction first, each group sorted by strength."""
     m = matches
     threshold = _thresholds(m)[m.found.labels]
     strong = m.found.scores > threshold
@@ -113,7 +113,7 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
 
 
 def _thresholds(m: Matches) -> np.ndarray:
-    """(K,) of the best F1; the one of all classes for a class of which too little was found."""
+    """(K,) threshold of the best F1 of each class; the overall one for a class with too few true positives."""
     overall = sweep(m).best
     result = np.full(m.num_classes, 1.0 if overall is None else overall.threshold)
     true_positives = np.bincount(m.found.labels[m.right], minlength=m.num_classes)

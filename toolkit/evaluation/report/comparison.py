@@ -96,7 +96,7 @@ def difference(base: Judgement, other: Judgement, metric: str) -> Difference | N
 
 
 def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
-    """By the settings of the runs where they are known, else by names that differ in their last number alone."""
+    """Groups runs by their settings where they are known, else by names that differ only in their last number."""
     groups: dict[str, list[Judgement]] = {}
     for judgement in judged:
         key = judgement.about.get("settings_without_seed") or _SEED.sub("", judgement.name)

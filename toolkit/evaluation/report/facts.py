@@ -14,8 +14,8 @@ from toolkit.runs.settings_file import newest_config, read_groups, shown
 
 @dataclass
 class RunFacts:
-    """Rows of the metrics of a run, settings and surroundings, as text and read; all empty for a predictions file that
-    belongs to no run.
+    """Metrics, settings and environment of a run, as text and parsed; all empty for a predictions file that belongs to
+    no run.
 
     ended: what ended the training, in words, where `status.json` knows it.
     go_on: the command that trains for as long again.
@@ -87,8 +87,8 @@ def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs
     """The flags with which a run that has ended trains for as long again.
 
     Args:
-        ended_by: names of settings, see `toolkit.runs.status`; empty: it is not known, and every limit that would be in
-            the way is raised.
+        ended_by: names of settings, see `toolkit.runs.status`; empty: unknown, and every limit that would end it again
+            is raised.
         config: the settings in force. step, epochs: optimizer steps made, and epochs begun.
     """
     run, patience = config.get("run", {}), config.get("eval", {}).get("early_stopping_patience")
@@ -107,7 +107,7 @@ def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs
 
 
 def command_that_goes_on(flags: Sequence[str], command_line: Sequence[str], config_file: Path) -> str:
-    """For a shell. command_line: that of the run; where no script began it, as in a notebook, the flags alone are told.
+    """For a shell. command_line: that of the run; where no script started it, as in a notebook, only the flags.
 
     config_file: the settings in force.
     """

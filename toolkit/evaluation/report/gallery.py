@@ -35,7 +35,7 @@ LEGEND = (
 
 
 class Pictures:
-    """Makes the pictures of one page until their budget is spent; what cannot be read is left out and counted.
+    """Makes the pictures of one page until their budget is spent; unreadable images are skipped and counted.
 
     folder: of the page, which links to the images themselves start from.
     """

@@ -18,13 +18,13 @@ from toolkit.evaluation.voc import voc_metrics
 
 
 class Judgement:
-    """What one detector did on one data set, all of it counted at the start: seconds for a thousand images, less than a
-    minute for COCO's validation data.
+    """All statistics of one detector on one data set, computed at construction: seconds for a thousand images, less
+    than a minute for COCO's validation data.
 
     Args:
         name: of the detector, in words.
         predictions: as for `CocoEvaluator.evaluate`; of scene graphs as `read_predictions` gives them.
-        about: what is known of them, as in a predictions file.
+        about: their metadata, as in a predictions file.
         draws: bootstrap samples.
 
     Raises:

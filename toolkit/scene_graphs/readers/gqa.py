@@ -27,23 +27,23 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     graphs = read_json(files[1], dict) if split == "test" else training
     names = list(graphs)
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
-    labels, kinds = ({name: number for number, name in enumerate(each)} for each in (classes, predicates))
-    found = empty_graphs(classes, predicates)
+    labels, kinds = ({name: number for number, name in enumerate(names)} for names in (classes, predicates))
+    annotations = empty_graphs(classes, predicates)
     for name in chosen:
         graph = graphs[name]
-        kept = {key: each for key, each in graph["objects"].items() if each["name"] in labels}
-        place = {key: number for number, key in enumerate(kept)}
+        kept = {key: entry for key, entry in graph["objects"].items() if entry["name"] in labels}
+        position = {key: number for number, key in enumerate(kept)}
         relations = [
-            (place[key], place[relation["object"]], kinds[relation["name"]])
-            for key, each in kept.items()
-            for relation in each["relations"]
-            if relation["object"] in place and relation["name"] in kinds
+            (position[key], position[relation["object"]], kinds[relation["name"]])
+            for key, entry in kept.items()
+            for relation in entry["relations"]
+            if relation["object"] in position and relation["name"] in kinds
         ]
         if relations:
-            boxes = [(labels[each["name"]], (each["x"], each["y"], each["w"], each["h"])) for each in kept.values()]
+            boxes = [(labels[entry["name"]], tuple(entry[side] for side in "xywh")) for entry in kept.values()]
             image = {"id": name, "file_name": f"{name}.jpg", "width": graph["width"], "height": graph["height"]}
-            add_graph(found, image, boxes, relations)
-    return found
+            add_graph(annotations, image, boxes, relations)
+    return annotations
 
 
 def vocabulary(training: dict) -> tuple[list[str], list[str]]:
@@ -51,10 +51,9 @@ def vocabulary(training: dict) -> tuple[list[str], list[str]]:
     objects: Counter = Counter()
     relations: Counter = Counter()
     for graph in training.values():
-        for each in graph["objects"].values():
-            objects[each["name"]] += 1
-            relations.update(relation["name"] for relation in each["relations"])
+        for entry in graph["objects"].values():
+            objects[entry["name"]] += 1
+            relations.update(relation["name"] for relation in entry["relations"])
     most = ((objects, CLASSES), (relations, PREDICATES))
-    classes, predicates = ([name for name, _ in sorted(c.items(), key=lambda each: (-each[1], each[0]))[:count]]
-                           for c, count in most)  # fmt: skip
+    classes, predicates = (sorted(counts, key=lambda name: (-counts[name], name))[:limit] for counts, limit in most)
     return classes, predicates

@@ -43,11 +43,13 @@ def read_graphs(
     places, name = open_sources(image_dir, must_exist=bool(check_images)), f"{files[0]} {what}"
 
     def make(cache_file: Path) -> DetectionTable:
-        found = read(places)
-        checked = found if isinstance(found, Checked) else check(found, str(files[0]), max_image_pixels)
+        annotations = read(places)
+        checked = annotations
+        if not isinstance(checked, Checked):
+            checked = check(annotations, str(files[0]), max_image_pixels)
         good, digests = with_good_files(checked, places, check_images, max_image_pixels)
-        place = {"cache_file": cache_file, "image_root": places.resolve()}
-        return write_table(**good.columns(), **place, name=name, checked=digests)
+        location = {"cache_file": cache_file, "image_root": places.resolve()}
+        return write_table(**good.columns(), **location, name=name, checked=digests)
 
     parts = [*(key or [what]), check_images, places.resolve(), *map(file_digest, files)]
     checking = {"on_error": on_error, "max_image_pixels": max_image_pixels}
@@ -80,8 +82,8 @@ def add_graph(to: Annotations, image: dict, boxes: Sequence[tuple], relations: S
     """
     first = len(to) + 1
     to.add_image(image)
-    for place, (label, xywh) in enumerate(boxes):
-        to.add({"id": first + place, "image_id": image["id"], "category_id": label, "bbox": list(xywh)})
+    for position, (label, xywh) in enumerate(boxes):
+        to.add({"id": first + position, "image_id": image["id"], "category_id": label, "bbox": list(xywh)})
     for subject, other, predicate in relations:
         to.relations.add({"image_id": image["id"], "subject_id": first + subject, "object_id": first + other,
                           "predicate_id": predicate})  # fmt: skip

@@ -19,15 +19,15 @@ def files_of(folder: Path, split: str) -> list[Path]:
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: None) -> Annotations:
     """Images, boxes and relations."""
     entries, names = read_json(files[0], list), read_json(files[1], dict)
-    found = empty_graphs(names["obj"], names["rel"])
+    annotations = empty_graphs(names["obj"], names["rel"])
     for number, entry in enumerate(entries):
         try:
             width, height = entry["img_size"]
             boxes = [(label, (x1, y1, x2 - x1, y2 - y1))
                      for label, (x1, y1, x2, y2) in zip(entry["det_labels"], entry["bbox"], strict=True)]  # fmt: skip
             image = {"id": entry["img_fn"], "file_name": f"{entry['img_fn']}.jpg", "width": width, "height": height}
-            add_graph(found, image, boxes, [tuple(row) for row in entry["rel"]])
+            add_graph(annotations, image, boxes, [tuple(row) for row in entry["rel"]])
         except (KeyError, TypeError, ValueError) as error:
             raise BadInput(f"{files[0]}, entry {number}: expected img_fn, img_size, bbox, det_labels and rel "
                            f"({error!r})") from error  # fmt: skip
-    return found
+    return annotations

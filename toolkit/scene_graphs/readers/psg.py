@@ -39,21 +39,21 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     if not names:  # some files name their classes elsewhere
         highest = max((a["category_id"] for e in document["data"] for a in e["annotations"]), default=-1)
         names = [f"class {number}" for number in range(highest + 1)]
-    found = empty_graphs(names, document["predicate_classes"])
+    graphs = empty_graphs(names, document["predicate_classes"])
     for entry in chosen:
         image_id, annotations = entry["image_id"], entry["annotations"]
-        found.add_image({"id": image_id} | {k: entry.get(k) for k in ("file_name", "width", "height")})
-        first, count = len(found) + 1, len(annotations)
-        for place, annotation in enumerate(annotations):
-            found.add(_annotation(annotation, image_id, first + place))
+        graphs.add_image({"id": image_id} | {k: entry.get(k) for k in ("file_name", "width", "height")})
+        first, count = len(graphs) + 1, len(annotations)
+        for position, annotation in enumerate(annotations):
+            graphs.add(_annotation(annotation, image_id, first + position))
         for subject, object_, predicate in entry["relations"]:
             ends = [  # a position that is not there becomes an id that is not there, which the check then quotes
                 first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"
                 for end in (subject, object_)
             ]
-            found.relations.add({"image_id": image_id, "subject_id": ends[0], "object_id": ends[1],
+            graphs.relations.add({"image_id": image_id, "subject_id": ends[0], "object_id": ends[1],
                                  "predicate_id": predicate})  # fmt: skip
-    return found
+    return graphs
 
 
 def _entry_faults(entry: object, number: int) -> list[str]:

@@ -27,7 +27,7 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
                                                                                     strict=True))  # fmt: skip
     names = list(annotations)
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
-    found = empty_graphs(classes, predicates)
+    graphs = empty_graphs(classes, predicates)
     for number, name in enumerate(chosen):
         objects: dict[tuple, int] = {}
         relations = []
@@ -46,8 +46,8 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
             height, width = 1, 1
         boxes = [(label, (x1, y1, x2 - x1, y2 - y1)) for label, y1, y2, x1, x2 in objects]
         image = {"id": number + 1, "file_name": name, "width": width, "height": height}
-        add_graph(found, image, boxes, relations)
-    return found
+        add_graph(graphs, image, boxes, relations)
+    return graphs
 
 
 def _object(entry: dict) -> tuple:

@@ -36,7 +36,7 @@ class Difference:
 
 
 def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> Difference:
-    """Raises RuntimeError when an exported file does not give, for these images, what PyTorch gives."""
+    """Compares an exported file with PyTorch on these images; raises RuntimeError if they differ beyond rounding."""
     with torch.no_grad():
         expected = graph(images)
     outputs = open_file(path, trusted=True)[0](images.numpy())

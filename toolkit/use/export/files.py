@@ -27,7 +27,7 @@ LARGEST_SIDE = 20_000  # pixels that an image may be resized to
 
 @dataclass
 class About:
-    """Beside the numbers of an exported detector; written as JSON under `KEY`.
+    """Metadata of an exported detector, written as JSON under `KEY`.
 
     categories: classes in the order of the labels, with the ids that the training data gave them.
     size: what an image is resized to before, bilinear with antialiasing, as transformers' processors spell it; None:
@@ -112,7 +112,7 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
 
 
 def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
-    """What runs an exported file on the CPU, and what it says of itself.
+    """A runner of an exported file on the CPU, and the file's metadata.
 
     trusted: this process wrote it, or a person said so; see `toolkit.trust`.
 
@@ -145,7 +145,7 @@ def runner_of(module: Callable) -> Runner:
 
 
 def _held_to(about: About, run: Runner, path: Path) -> Runner:
-    """The runner of a file that may take other images, or give something else, than it says: BadInput then."""
+    """Wraps a runner: BadInput for images that the file cannot run on and for outputs of unexpected shapes."""
 
     def checked(images: np.ndarray):
         try:
