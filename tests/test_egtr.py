@@ -13,25 +13,18 @@ import pytest
 import torch
 from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
 from numpy import load
+from scene_graph_data import SIDE, cut_objects, loader_of, losses_of, shapes_table
 from test_any_detector import FAST, HYBRID, TRANSFORMER
 from transformers import DeformableDetrConfig, DeformableDetrModel
 
 from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
-from toolkit.data.formats import open_dataset
-from toolkit.data.pipeline import val_transform, validation_loader
-from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 from toolkit.evaluation.coco import make_evaluator
 from toolkit.models import build_detector
 from toolkit.models.detr.detr_criterion import MatchingCosts, pad_targets
 from toolkit.models.final import load_detector_folder
 from toolkit.scene_graphs.egtr import BELOW, EgtrHead, kept_states
-from toolkit.scene_graphs.egtr_criterion import (
-    RelationSampling,
-    count_entries,
-    match_with_quality,
-    relation_losses,
-)
+from toolkit.scene_graphs.egtr_criterion import RelationSampling, count_entries, match_with_quality, relation_losses
 from toolkit.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.scene_graphs.options import EgtrOptions
 from toolkit.scene_graphs.start import start_scene_graph
@@ -42,7 +35,6 @@ NAMES = [(r"proj_q", "query_projections"), (r"proj_k", "key_projections"), (r"fi
          (r"connectivity_layer\.layers", "connectivity"), (r"(predicate|connectivity)\.2", r"\1.4"),
          (r"(predicate|connectivity)\.1", r"\1.2"), (r"out_proj", "o_proj"), (r"\.(fc\d)", r".mlp.\1")]  # fmt: skip
 COSTS, SAMPLING = MatchingCosts(2.0, 5.0, 2.0), RelationSampling(3, 4)
-SIDE = 64
 
 
 def our_name(name: str) -> str:
@@ -92,25 +84,17 @@ def states(data):
 
 
 def targets_of(data) -> list[dict]:
-    size = torch.tensor([SIDE, SIDE])
-    found = [part(data, f"target{i}/") for i in range(3)]
-    return [
-        {
-            "labels": each["labels"],
-            "boxes": denormalize_boxes(cxcywh_to_xyxy(each["boxes"])[None], size[None])[0],
-            "relations": each["relations"].long(),
-            "iscrowd": torch.zeros(len(each["labels"]), dtype=torch.int64),
-            "size": size,
-        }
-        for each in found
-    ]
-
-
-def test_the_decoder_is_tapped_where_the_original_taps_it(data, states):
-    torch.testing.assert_close(states[2], data["last"], rtol=1e-4, atol=1e-5)
+    size, targets = torch.tensor([SIDE, SIDE]), []
+    for target in (part(data, f"target{i}/") for i in range(3)):
+        boxes = denormalize_boxes(cxcywh_to_xyxy(target["boxes"])[None], size[None])[0]
+        iscrowd = torch.zeros(len(boxes), dtype=torch.int64)
+        targets.append(target | {"boxes": boxes, "relations": target["relations"].long(), "iscrowd": iscrowd,
+                                 "size": size})  # fmt: skip
+    return targets
 
 
 def test_predicates_and_connectivity_are_the_originals(data, states, head):
+    torch.testing.assert_close(states[2], data["last"], rtol=1e-4, atol=1e-5)  # the decoder is tapped where it is there
     labels = data["logits"].argmax(-1)
     with torch.no_grad():
         predicates, connectivity = head(*states, labels)
@@ -180,27 +164,16 @@ def test_graphs_are_ranked_as_in_the_original(data, table):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shapes") / "data"
-    make_shapes(folder, train_images=4, val_images=1, image_size=SIDE)
-    return open_dataset(folder / "annotations" / "train.json", cache_dir=folder.parent / "cache")
+    return shapes_table(tmp_path_factory.mktemp("shapes"), images=4)
 
 
 @pytest.fixture(scope="module")
 def batch(table):
     """Four images: the second without an object, the third with a crowd region among its objects."""
-    loader = validation_loader(table, val_transform(SIDE, [], 0), batch_size=4, workers=0, stride=32)
-    batch = next(iter(loader))
-    empty, crowd = batch.targets[1:3]
-    empty.update({key: empty[key][:0] for key in ("boxes", "labels", "area", "iscrowd", "attributes", "relations")})
-    crowd["iscrowd"][0] = 1
+    batch = next(iter(loader_of(table)))
+    cut_objects(batch.targets[1], 0)
+    batch.targets[2]["iscrowd"][0] = 1
     return batch
-
-
-def losses_of(model, batch, rows=slice(None), counts=None):
-    images, sizes, targets = batch.images[rows], batch.sizes[rows], batch.targets[rows]
-    counts = counts or model.denominators(targets)
-    counts = {name: torch.tensor(max(value, 1.0)) for name, value in counts.items()}
-    return model.criterion(model(images, sizes, targets), targets, counts)[0]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +187,7 @@ def test_it_is_a_detector_like_the_others(table, batch, tmp_path, architecture):
             outputs = model(batch.images, batch.sizes, batch.targets)
         if freeze == "detector" or architecture in FAST:  # D-FINE's distillation is 0 before the first step
             assert_losses_are_divided_as_announced(model, outputs, batch.targets)
-        losses = losses_of(model, batch)
+        losses, _ = losses_of(model, batch)
         assert losses.keys() == set(model.loss_names) and all(loss.isfinite() for loss in losses.values())
         sum(losses.values()).backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.head.parameters())
@@ -241,14 +214,13 @@ def test_it_is_a_detector_like_the_others(table, batch, tmp_path, architecture):
 
 def test_micro_batches_make_the_losses_of_the_big_batch(table, batch):
     model = model_of(table, freeze="detector").eval()
-    whole, counts = losses_of(model, batch), model.denominators(batch.targets)
-    parts = [losses_of(model, batch, slice(i, i + 1), counts) for i in range(4)]
+    whole, counts = losses_of(model, batch)[0], model.denominators(batch.targets)
+    parts = [losses_of(model, batch, slice(i, i + 1), counts)[0] for i in range(4)]
     for name in whole:
         torch.testing.assert_close(sum(each[name] for each in parts), whole[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("hardest", [True, False])
-@pytest.mark.parametrize("queries", [2, 12])
+@pytest.mark.parametrize(("queries", "hardest"), [(2, True), (12, True), (12, False)])
 def test_entries_are_as_many_as_counted_beforehand(batch, queries, hardest):
     """Also with more objects than queries, where relations of objects without a query cannot be learnt."""
     sampling, target = RelationSampling(5, 7, hardest, hardest), batch.targets[0]
@@ -269,10 +241,9 @@ def test_a_better_detection_is_surer_of_its_relations(batch):
     padded = pad_targets([target], torch.device("cpu"), torch.float32)
     labels, boxes = padded.labels, padded.boxes_cxcywh
     sure = torch.nn.functional.one_hot(labels, 4) * 60.0 - 30.0
-    qualities = [
-        match_with_quality(sure, (boxes + shift).clamp(0, 1), padded, COSTS, smoothing)[1].mean()
-        for shift, smoothing in ((0.0, 1e-14), (0.1, 1e-14), (0.3, 1e-14), (0.3, 1e-6))
-    ]
+    cases = ((0.0, 1e-14), (0.1, 1e-14), (0.3, 1e-14), (0.3, 1e-6))
+    qualities = [match_with_quality(sure, (boxes + shift).clamp(0, 1), padded, COSTS, smoothing)[1].mean()
+                 for shift, smoothing in cases]  # fmt: skip
     assert qualities == sorted(qualities, reverse=True) and qualities[0] > 0.999 and qualities[-1] < qualities[0]
 
 
