@@ -15,8 +15,6 @@ from torchvision.models.detection.faster_rcnn import TwoMLPHead
 from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.errors import BadInput
-from toolkit.models import build_detector
 from toolkit.models.faster_rcnn.build import WholePixelPool
 from toolkit.scene_graphs.union import AllLevelsPool, UnionFeatures
 
@@ -80,9 +78,7 @@ def test_union_features_of_all_levels(data, given, name):
         assert spatial is None
 
 
-def test_no_pairs_and_settings_that_do_not_go_together():
+def test_no_pairs():
     pool = AllLevelsPool(whole_pixel_pool(), CHANNELS)
     maps = {str(level): torch.randn(1, CHANNELS, 32 >> level, 32 >> level) for level in range(4)}
     assert pool(maps, [torch.zeros(0, 4)], [(128, 128)]).shape == (0, CHANNELS, 7, 7)
-    with pytest.raises(BadInput, match="separate_spatial is for the head causal"):
-        build_detector("scene_graph", class_names=["a"], predicates=["on"], head="imp", separate_spatial=True)
