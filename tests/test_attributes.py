@@ -16,7 +16,7 @@ from visual_genome_writer import write_visual_genome
 from toolkit.data.batches import collate
 from toolkit.data.dataset import row_target
 from toolkit.data.formats.coco import read_coco, write_coco
-from toolkit.data.shapes import ATTRIBUTES, draw_scene, make_shapes
+from toolkit.data.shapes import ATTRIBUTES
 from toolkit.data.transforms.geometry import crop, flip, recheck_boxes
 from toolkit.data.transforms.mixing import mixup, mosaic
 from toolkit.errors import BadInput
@@ -128,14 +128,11 @@ def test_all_wrong_ids_of_a_coco_file_are_named_at_once(tmp_path):
 def test_shapes_have_the_texture_that_was_painted(tmp_path, monkeypatch):
     import toolkit.data.shapes as shapes
 
-    painted = []
-    paint = shapes._paint
+    painted, paint = [], shapes._paint
     monkeypatch.setattr(shapes, "_paint", lambda *args: painted.append(paint(*args)) or painted[-1])
-    make_shapes(tmp_path / "set", train_images=30, val_images=1, image_size=64)
-    table = read_coco(tmp_path / "set" / "annotations" / "train.json", cache_dir=tmp_path)
+    table = shapes_table(tmp_path, images=30)
     found = [table.attributes[ids[0] - 1] for of_image in ids_of(table) for ids in of_image]
     assert table.attributes == ATTRIBUTES and found == painted[: len(found)] and set(found) == set(ATTRIBUTES)
-    assert [item["texture"] + 1 for item in draw_scene(0, "train", 3, 64)[1]] == [ids[0] for ids in ids_of(table)[3]]
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
@@ -144,12 +141,11 @@ def test_shapes_have_the_texture_that_was_painted(tmp_path, monkeypatch):
 def sample(count: int, side: int = 40):
     """Boxes of 10 pixels in a row; box k has the attribute k + 1."""
     corners = torch.arange(count).float()[:, None] * torch.tensor([10.0, 0])
-    boxes = torch.cat([corners, corners + 10], 1)
-    attributes = torch.stack([torch.arange(count) + 1, torch.zeros(count, dtype=torch.int64)], 1)
-    size = torch.tensor([side, side])
-    target = {"image_id": count, "boxes": boxes, "labels": torch.arange(count), "area": torch.full((count,), 100.0),
-              "iscrowd": torch.zeros(count, dtype=torch.int64), "relations": torch.zeros(0, 3, dtype=torch.int64),
-              "attributes": attributes, "orig_size": size, "size": size.clone()}  # fmt: skip
+    size, zeros = torch.tensor([side, side]), torch.zeros(count, dtype=torch.int64)
+    target = {"image_id": count, "boxes": torch.cat([corners, corners + 10], 1), "labels": torch.arange(count),
+              "area": torch.full((count,), 100.0), "iscrowd": zeros, "relations": torch.zeros(0, 3, dtype=torch.int64),
+              "attributes": torch.stack([torch.arange(count) + 1, zeros], 1), "orig_size": size,
+              "size": size.clone()}  # fmt: skip
     return torch.zeros(3, side, side, dtype=torch.uint8), target
 
 
@@ -238,14 +234,13 @@ def test_detections_learn_the_attributes_of_what_they_overlap(table, batch, monk
 def test_it_learns_and_the_metric_says_so(table, tmp_path):
     """Six images by heart, from the features of a random backbone."""
     model = model_of(table, detector_options=INNER | {"representation_size": 64})
-    batch = next(iter(loader_of(table)))
-    evaluator = make_evaluator(model, table, "toolkit")
+    batch, evaluator = next(iter(loader_of(table))), make_evaluator(model, table, "toolkit")
     before = evaluator.evaluate(predictions_of(model.eval(), table))
     learning = [*model.attribute_predictor.parameters(), *model.box_features.parameters()]
     optimizer = torch.optim.Adam(learning, 3e-3)
     with torch.no_grad():
-        features = model.detector.features(batch.images, batch.sizes)
-        pooled = model.detector.box_pool(dict(features[0]), [t["boxes"] for t in batch.targets], list(features[1]))
+        maps, sizes_hw = model.detector.features(batch.images, batch.sizes)
+        pooled = model.detector.box_pool(dict(maps), [t["boxes"] for t in batch.targets], list(sizes_hw))
     ids = torch.cat([t["attributes"] for t in batch.targets])
     for _ in range(300):
         loss = mean(*attribute_loss(model.attribute_predictor(model.box_features(pooled)), ids, [len(ids)]))
@@ -261,9 +256,8 @@ def test_it_learns_and_the_metric_says_so(table, tmp_path):
     assert again.attributes == ATTRIBUTES
     assert torch.equal(again.attribute_predictor.weight, model.attribute_predictor.weight)
     found = best_first(predictions[1])
-    entries = detections_as_json(found, table.categories, ATTRIBUTES)
-    likely = found["attribute_scores"] > 0.5
-    assert [len(entry["attributes"]) for entry in entries] == likely.sum(1).tolist() and likely.any()
+    named = [len(entry["attributes"]) for entry in detections_as_json(found, table.categories, ATTRIBUTES)]
+    assert named == (found["attribute_scores"] > 0.5).sum(1).tolist() and any(named)
 
 
 def test_evaluation_without_boxes_or_with_other_attributes(table):

@@ -1,7 +1,4 @@
-"""Files to predict on, sizes, numbers in the JSON, and the pictures; tests/scripts/test_predict.py runs the script.
-
-python -m pytest tests/test_predict.py
-"""
+"""Files to predict on, sizes, numbers in the JSON, and the pictures; tests/scripts/test_predict.py runs the script."""
 
 import csv
 import importlib.util

@@ -47,8 +47,9 @@ def test_a_draw_counts_an_image_as_often_as_it_was_drawn(tmp_path):
     expected = exact_numbers(match(predictions_of(again, found), again))
     drawn = weighted_numbers(match(predictions, table), times[:, None].astype(np.float32))
     for name in TWELVE:  # AR: no interpolation at recalls that rounding moves, no order among equals
-        near = pytest.approx(expected.numbers[name][0], abs=1e-6 if name in ("AR1", "AR10", "AR100") else 2e-2)
-        assert drawn.numbers[name][0] == near or np.isnan(near.expected), name
+        tolerance = 1e-6 if name in ("AR1", "AR10", "AR100") else 2e-2
+        expected_number = pytest.approx(expected.numbers[name][0], abs=tolerance, nan_ok=True)
+        assert drawn.numbers[name][0] == expected_number, name
 
 
 def test_intervals_lie_around_the_number_and_shrink_with_data(tmp_path):
@@ -112,10 +113,9 @@ def test_every_box_has_one_fate_and_the_threshold_gives_the_best_f1(tmp_path, se
 
 
 def test_a_wanted_precision(tmp_path):
-    table = table_of(tmp_path, [[([0, 0, 20, 20], 0)]] * 4, ("a",), draw=False)
-    far = [60, 60, 90, 90]
-    found = [[([0, 0, 20, 20], 0, 0.9)], [([0, 0, 20, 20], 0, 0.8)], [(far, 0, 0.7)], [([0, 0, 20, 20], 0, 0.6)]]
-    s = sweep(match(predictions_of(table, found), table))
+    box, far = [0, 0, 20, 20], [60, 60, 90, 90]
+    table = table_of(tmp_path, [[(box, 0)]] * 4, ("a",), draw=False)
+    s = sweep(match(predictions_of(table, [[(box, 0, 0.9)], [(box, 0, 0.8)], [(far, 0, 0.7)], [(box, 0, 0.6)]]), table))
     assert s.at_precision(0.9).recall == 0.5 and 0.7 < s.at_precision(0.9).threshold < 0.8
     assert s.at_precision(0.75).recall == 0.75 and s.at_precision(0.75).threshold < 0.6
     assert sweep(match(predictions_of(table, [[(far, 0, 0.5)]] * 4), table)).best is None
@@ -271,16 +271,16 @@ def test_predictions_of_another_program_are_matched_by_file_name(tmp_path):
     about_file(file).unlink()
     names = dict(zip(table.image_ids().tolist(), table.rows["file_name"].to_pylist(), strict=True))
     new = {image_id: number for number, image_id in enumerate(reversed(names), start=10)}  # some are ids of others
-    named = [{**entry, "image_id": new[entry["image_id"]], "file_name": f"C:\\out\\{names[entry['image_id']]}"}
-             for entry in entries]  # fmt: skip
+    renumbered = [entry | {"image_id": new[entry["image_id"]]} for entry in entries]
+    named = [one | {"file_name": f"C:\\out\\{names[entry['image_id']]}"}
+             for one, entry in zip(renumbered, entries, strict=True)]  # fmt: skip
     images = [{"id": new[image_id], "file_name": name} for image_id, name in names.items()]
-    document = {"images": images, "annotations": [{**e, "image_id": new[e["image_id"]]} for e in entries]}
-    stems = [{**entry, "image_id": Path(names[entry["image_id"]]).stem} for entry in entries]
-    for content in (named, document, stems):
+    stems = [entry | {"image_id": Path(names[entry["image_id"]]).stem} for entry in entries]
+    for content in (named, {"images": images, "annotations": renumbered}, stems):
         file.write_text(json.dumps(content))
         read = read_predictions(file, table).predictions
         assert all((getattr(read, key) == getattr(expected, key)).all() for key in ("offsets", *COLUMNS[:3]))
-    file.write_text(json.dumps([{**stems[0], "image_id": "elsewhere"}]))
+    file.write_text(json.dumps([stems[0] | {"image_id": "elsewhere"}]))
     with pytest.raises(BadInput, match=r"image ids \['elsewhere'\] .* no names of its files say"):
         read_predictions(file, table)
 
@@ -293,17 +293,20 @@ def test_predictions_of_other_data_are_refused_by_name(tmp_path):
         read_predictions(file, other)
     about_file(file).unlink()
     assert read_predictions(file, other).predictions.num_images == len(other)  # of another program: nothing says so
+    detection = {"image_id": 10, "category_id": 1, "bbox": [0, 0, 1, 1], "score": 1}
     for content, words in (
-        ("{}", "expected a list"),
-        ("nothing", "no COCO results file"),
-        ('[{"image_id": 10}]', "detection 0"),
-        ('[{"image_id": 99, "category_id": 1, "bbox": [0, 0, 1, 1], "score": 1}]', "image ids"),
-        ('[{"image_id": 10, "category_id": 2, "bbox": [0, 0, 1, 1], "score": 1}]', "category ids"),
-        ('[{"image_id": 10, "category_id": 1, "bbox": [0, 0, 1, "x"], "score": 1}]', "no number"),
+        ({}, "expected a list"),
+        ([{"image_id": 10}], "detection 0"),
+        ([detection | {"image_id": 99}], "image ids"),
+        ([detection | {"category_id": 2}], "category ids"),
+        ([detection | {"bbox": [0, 0, 1, "x"]}], "no number"),
     ):
-        file.write_text(content)
+        file.write_text(json.dumps(content))
         with pytest.raises(BadInput, match=words):
             read_predictions(file, table)
+    file.write_text("nothing")
+    with pytest.raises(BadInput, match="no COCO results file"):
+        read_predictions(file, table)
     with pytest.raises(BadInput, match=".json"):
         write_predictions(tmp_path / "found.txt", predictions, table)
 
@@ -335,19 +338,18 @@ def test_graphs_travel_with_their_boxes(tmp_path):
 def test_a_paired_difference_sees_what_intervals_of_each_do_not(tmp_path):
     table = table_of(tmp_path, apart(60), ("a", "b", "c"), draw=False)
     rng = np.random.default_rng(0)
-    worse, better, same = {}, {}, {}
+    worse, better = {}, {}
     for image_id, p in ground_truth_as_predictions(table).items():
-        boxes, labels = np.asarray(p["boxes"]), np.asarray(p["labels"])
-        seen, scores = rng.random(3) < 0.7, rng.random(3)
+        seen, scores = rng.random(3) < 0.7, torch.from_numpy(rng.random(3))
         more = seen | (rng.random(3) < 0.25)  # finds some more, in the same images
-        for target, keep in ((worse, seen), (better, more), (same, seen)):
-            target[image_id] = {"boxes": boxes[keep], "labels": labels[keep], "scores": scores[keep]}
-    judged = [judge(name, p, table, draws=300) for name, p in (("run_1", worse), ("run_2", same), ("other", better))]
+        for found, keep in ((worse, seen), (better, more)):
+            found[image_id] = {key: value[torch.from_numpy(keep)] for key, value in (p | {"scores": scores}).items()}
+    runs = (("run_1", worse), ("run_2", worse), ("other", better))
+    judged = [judge(name, predictions, table, draws=300) for name, predictions in runs]
     c = compare(judged)
     of = {(d.other, d.metric): d for d in c.differences}
     assert of["run_2", "AP"].in_words() == "the same AP"
-    gained = of["other", "AP"]
-    words = gained.in_words()
+    gained, words = of["other", "AP"], of["other", "AP"].in_words()
     assert gained.low > 0 and words.startswith("better by") and words.endswith("not explained by chance")
     assert judged[0].intervals["AP"][1] > judged[2].intervals["AP"][0]  # taken each alone, they overlap
     assert list(c.groups) == ["run_1, run_2"] and c.groups["run_1, run_2"]["AP"][1] == 0

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import fields
 from html.parser import HTMLParser
 from urllib.parse import unquote
@@ -21,9 +19,6 @@ from toolkit.evaluation.report.judgement import judge
 from toolkit.evaluation.report.write import write_comparison, write_page
 from toolkit.models import ARCHITECTURES, options_class
 from toolkit.runs.status import RunStatus
-
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
-                if (found := shutil.which(name))), None)  # fmt: skip
 
 
 class Checker(HTMLParser):
@@ -232,28 +227,6 @@ def test_a_detector_that_finds_nothing_is_told_why(tmp_path):
     small = predictions_of(table, [[([10 / 160, 10 / 120, 60 / 160, 70 / 120], 0, 0.9)]] * 20)
     ((topic, evidence),) = topics(judged_of(table, small)).items()
     assert topic == "Hardly anything is found" and "normalised" in evidence
-
-
-# ---- in a browser
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
-@pytest.mark.parametrize("width, scheme", [(1200, 1), (1200, 0), (390, 1)], ids=["light", "dark", "narrow"])
-def test_a_browser_shows_the_page_without_a_complaint(case, tmp_path, width, scheme):
-    from PIL import Image
-
-    table, predictions = case
-    page = write_page(tmp_path / "report", judged_of(table, predictions), RunFacts(), "try")
-    done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
-         f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},2500",
-         f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={tmp_path / 'shot.png'}", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr
-    pixels = np.asarray(Image.open(tmp_path / "shot.png").convert("L"), dtype=float)
-    assert (pixels[:40].mean() < 60) == (scheme == 0) and pixels.std() > 10
 
 
 def test_settings_that_the_advice_for_crowded_images_names_exist():
