@@ -61,7 +61,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_files_folders_and_patterns_each_file_once_and_all_that_is_missing_at_once(folder):
+def test_files_folders_and_patterns_each_file_once(folder):
     everything = ["a.jpg", "b/a.jpg", "b/c/d.PNG", "odd[1].jpg"]
     found = find_images([folder], leave_out=folder / "out")
     assert [path.relative_to(folder).as_posix() for path in found] == everything
@@ -69,11 +69,8 @@ def test_files_folders_and_patterns_each_file_once_and_all_that_is_missing_at_on
     again = find_images([folder / "odd[1].jpg", folder / "b", folder / "b" / "a.jpg", f"{folder}/b/**/*"])
     assert [name.as_posix() for name in again.values()] == ["odd[1].jpg", "a.jpg", "c/d.PNG"]
     assert list(find_images([folder / "b" / "notes.txt"])) == [folder / "b" / "notes.txt"]  # asked for by name
-    with pytest.raises(BadInput) as error:
-        find_images([folder / "a.jpg", folder / "none.jpg", folder / "empty", f"{folder}/*.gif"])
-    assert len(error.value.problems) == 3
-    for word in ("none.jpg", "empty: holds no image files", "*.gif"):
-        assert word in str(error.value)
+    with pytest.raises(BadInput, match="none.jpg: no such file.*looked for"):
+        find_images([folder / "a.jpg", folder / "none.jpg"])
 
 
 def test_pictures_of_one_name_do_not_replace_each_other(tmp_path):
@@ -103,32 +100,27 @@ def test_json_has_the_original_ids_and_xywh():
     assert detections_as_json(found_of([], [], []), CATEGORIES) == []
 
 
-class Recorder:
-    """Finds one box in each image: its size."""
+def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
+    batches = []
 
-    def __init__(self):
-        self.batches = []
-
-    def predict(self, images, score_threshold):
-        self.batches.append([tuple(image.shape[-2:]) for image in images])
+    def size_as_box(images, score_threshold):
+        batches.append(len(images))
         return [found_of([0.0, 0.0, *map(float, image.shape[:0:-1])], [0], [1.0]) for image in images]
 
-
-def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
+    predictor = Predictor("test", CATEGORIES, size_as_box)
     sizes = [(8, 6), (30, 10), (8, 6), (9, 7), (30, 10)]
     paths = [image_file(tmp_path / f"{i}.png", size) for i, size in enumerate(sizes)]
-    (tmp_path / "broken.png").write_bytes(paths[1].read_bytes()[:-20])
-    paths.insert(2, tmp_path / "broken.png")
-    recorder = Recorder()
-    results = {each.path: each for each in predict_files(recorder, paths, batch_size=2)}
-    assert results.keys() == set(paths)
-    assert results[tmp_path / "broken.png"].error == "image data truncated"
-    for i, (width, height) in enumerate(sizes):
-        result = results[tmp_path / f"{i}.png"]
-        assert result.error is None and tuple(result.image.shape) == (3, height, width)
-        assert result.found["boxes"].tolist() == [[0, 0, width, height]]
-    assert sum(map(len, recorder.batches)) == 5 and max(map(len, recorder.batches)) <= 2
-    assert list(predict_files(recorder, [tmp_path / "broken.png"]))[0].image is None  # a batch without images
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(paths[1].read_bytes()[:-20])
+    results = {
+        result.path: result for result in predict_files(predictor, [*paths[:2], broken, *paths[2:]], batch_size=2)
+    }
+    assert results.pop(broken).error == "image data truncated" and results.keys() == set(paths)
+    for path, (width, height) in zip(paths, sizes, strict=True):
+        assert results[path].error is None and tuple(results[path].image.shape) == (3, height, width)
+        assert results[path].found["boxes"].tolist() == [[0, 0, width, height]]
+    assert sum(batches) == 5 and max(batches) <= 2
+    assert next(predict_files(predictor, [broken])).image is None  # a batch without images
 
 
 def test_what_a_path_is(tmp_path):
@@ -283,16 +275,15 @@ def test_every_format_has_the_same_boxes(tmp_path):
 
 
 def test_an_earlier_prediction_is_not_mixed_with_a_new_one(tmp_path):
-    check_outputs(tmp_path / "out", [], overwrite=False)
-    write_outputs(DOCUMENT, FOUND, ["a.jpg", "b.jpg"], ["json", "yolo"], tmp_path / "out")
-    (tmp_path / "out" / "mine.txt").write_text("")
-    with pytest.raises(BadInput, match="--overwrite"):
-        check_outputs(tmp_path / "out", [], overwrite=False)
-    check_outputs(tmp_path / "out", [], overwrite=True)
-    with pytest.raises(BadInput, match="would overwrite it"):
-        check_outputs(tmp_path / "out", [tmp_path / "out" / "labels" / "a.txt"], overwrite=True)
-    clear_outputs(tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+    check_outputs(tmp_path, [], overwrite=False)
+    write_outputs(DOCUMENT, FOUND, ["a.jpg", "b.jpg"], ["json", "yolo"], tmp_path)
+    (tmp_path / "mine.txt").write_text("")
+    check_outputs(tmp_path, [], overwrite=True)
+    for inputs, overwrite, words in (([], False, "--overwrite"), (["labels/a.txt"], True, "would overwrite it")):
+        with pytest.raises(BadInput, match=words):
+            check_outputs(tmp_path, [tmp_path / name for name in inputs], overwrite)
+    clear_outputs(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_image_ids_of_an_annotation_file(tmp_path):

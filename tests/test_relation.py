@@ -21,7 +21,6 @@ from toolkit.scene_graphs.heads.trees import grow_trees
 from toolkit.scene_graphs.heads.vctree import drawn_columns
 from toolkit.scene_graphs.postprocess import graphs_on_host, late_nms, rank_triplets, shortlist
 from toolkit.scene_graphs.sampling import (
-    join_samples,
     pairs_to_ask,
     relation_matrix,
     sample_detected_boxes,
@@ -279,15 +278,6 @@ def test_sampling_without_relations_or_objects():
     assert pairs_to_ask(torch.zeros(0, 4)).shape == (0, 2)
     drawn = sample_detected_boxes(boxes[:0], labels[:0], *nothing)
     assert drawn.pairs.shape == (0, 2), "there is no box that a placeholder could name"
-
-
-def test_samples_join_into_a_batch():
-    matrices = [torch.tensor([[0, 2], [0, 0]]), torch.zeros(0, 0, dtype=torch.int64), torch.zeros(3, 3).long()]
-    joined = join_samples([sample_given_boxes(matrix) for matrix in matrices], [2, 0, 3])
-    assert joined["num_pairs"] == [2, 0, 6] and joined["pairs"][0].tolist() == [0, 1]
-    assert joined["pairs"][2:].min() == 2 and joined["pairs"].max() == 4
-    assert joined["relation_labels"].tolist() == [2] + [0] * 7
-    assert joined["related"].int().tolist() == [[0, 1, 0], [1, 0, 0], *[[0, 0, 0]] * 3]
 
 
 def test_relation_matrix_is_a_function_of_the_generator():
