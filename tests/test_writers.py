@@ -5,7 +5,6 @@ import json
 import math
 import os
 import pty
-import signal
 import subprocess
 import sys
 import warnings
@@ -406,34 +405,6 @@ def test_offline_wandb_gets_every_row_once_under_one_id(wandb_home, monkeypatch)
     assert data["references"] == {f"data://{split}0123456789abcdef/images" for split in ("train", "val")}
 
 
-def logging_run(folder: Path) -> None:
-    log_rows(folder, 1, trackers=["wandb"])
-
-
-def killed_run(folder: Path) -> None:
-    """Logs ten rows, has a checkpoint after the eighth, and is killed before W&B has written anything down."""
-    writer = open_writer(folder, "wandb")
-    for step in range(1, 11):
-        writer.log(train_row(step))
-        if step == 8:
-            (folder / "state.json").write_text(json.dumps(writer.state_dict()))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_rows_that_wandb_lost_in_a_kill_are_sent_again(wandb_home, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    command = [sys.executable, __file__, "kill", str(wandb_home)]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(history(wandb_home)) < 8  # else this test shows nothing
-    state = json.loads((wandb_home / "state.json").read_text())
-    log_rows(wandb_home, *range(9, 13), trackers=["wandb"], resume_state=state)
-    run_id = state["run_ids"]["wandb"]
-    rows = history(wandb_home)
-    assert [row[:2] for row in rows[-12:]] == [(run_id, step) for step in range(1, 13)]
-    assert all(row in rows[-12:] for row in rows), "what was there already is the same row under the same step"
-
-
 def test_another_folder_gets_another_run(wandb_home, monkeypatch):
     """A run that starts from another run's checkpoint is not that run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -459,8 +430,10 @@ def test_wandb_asks_nobody_for_an_account(wandb_home, monkeypatch):
     monkeypatch.delenv("WANDB_SILENT")
     monkeypatch.setenv("TERM", "xterm")
     terminal, other_end = pty.openpty()
-    command = [sys.executable, __file__, "log", str(wandb_home)]
-    subprocess.run(command, stdin=other_end, stderr=other_end, stdout=subprocess.DEVNULL, timeout=60, check=True)
+    code = "import sys; from test_writers import *; log_rows(Path(sys.argv[1]), 1, trackers=['wandb'])"
+    streams = {"stdin": other_end, "stderr": other_end, "stdout": subprocess.DEVNULL}
+    command = [sys.executable, "-c", code, str(wandb_home)]
+    subprocess.run(command, **streams, timeout=60, check=True, cwd=Path(__file__).parent)
     os.close(other_end)
     os.close(terminal)
     assert [step for _, step, _ in history(wandb_home)] == [1]
@@ -508,10 +481,6 @@ def test_progress_shows_a_bar_with_the_time_left_on_a_terminal_alone(capsys, mon
     bar.close()
     out, err = capsys.readouterr()
     assert out == "a line\n" and (("5/10" in err and "<" in err) if terminal and enabled else err == "")
-
-
-if __name__ == "__main__":
-    {"log": logging_run, "kill": killed_run}[sys.argv[1]](Path(sys.argv[2]))
 
 
 def test_a_run_that_ends_too_soon_is_warned_of():
