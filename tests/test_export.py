@@ -336,16 +336,13 @@ def test_every_detector_as_every_file(detectors, tmp_path, name):
 
 
 @pytest.mark.slow
-def test_openvino_finds_the_same(ssd):
+def test_openvino_takes_eight_bits(ssd):
+    """In float32 it is among the files of every detector."""
     pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install openvino nncf")
+    pytest.importorskip("nncf", reason="nncf is not installed")
     from toolkit.use.export.files import write_openvino
 
-    files, graph = ssd
-    path, about = files["onnx"].with_name("model.xml"), open_file(files["onnx"])[1]
-    write_openvino(files["onnx"], path, about)
-    batches_agree(graph, path, images_of(5, 64, 64))
-    assert open_file(path)[1] == about
-    pytest.importorskip("nncf", reason="nncf is not installed")
-    eighth = path.with_name("model_int8.xml")
-    write_openvino(files["onnx"], eighth, about, [images_of(1, 64, 64, seed=i).numpy() for i in range(4)])
-    assert open_file(eighth)[0](images_of(2, 64, 64).numpy())[0].shape == (2, 100, 4)
+    path, about = ssd[0]["onnx"], open_file(ssd[0]["onnx"])[1]
+    write_openvino(path, path.with_suffix(".xml"), about, [images_of(1, 64, 64, seed=i).numpy() for i in range(4)])
+    run, read = open_file(path.with_suffix(".xml"))
+    assert run(images_of(2, 64, 64).numpy())[0].shape == (2, 100, 4) and read == about

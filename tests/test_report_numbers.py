@@ -1,6 +1,5 @@
 """pytest tests/test_report_numbers.py: what a report counts, against hand-worked cases and other programs."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -13,7 +12,6 @@ from torchvision.ops import box_iou
 
 from toolkit.boxes import COLUMNS
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.coco import write_coco
 from toolkit.errors import BadInput
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
@@ -159,38 +157,16 @@ def test_kinds_of_mistakes_and_their_cost_by_hand(tmp_path):
     assert e.missed.tolist() == [False, True] and e.cost["missed"] == pytest.approx(1 - half)
 
 
-@needs_bccd
-@pytest.mark.skipif(importlib.util.find_spec("tidecv") is None, reason="tidecv is not installed: pip install tidecv")
-def test_tide_of_bccd_is_that_of_its_authors(tmp_path, monkeypatch):
-    """Its 101 recalls are x / 100; ten of COCO's, which are ours, are one rounding higher, and a recall lies on one."""
-    from tidecv import TIDE, datasets
-
-    from toolkit.evaluation import coco_numbers
-
-    assert abs(np.arange(101) / 100 - coco_numbers.RECALLS).max() < 2e-16
-    monkeypatch.setattr(coco_numbers, "RECALLS", np.arange(101) / 100)
-
-    table, rng = open_dataset(BCCD / "annotations" / "val.json", cache_dir=tmp_path), np.random.default_rng(0)
-    found = {}
-    for image_id, p in ground_truth_as_predictions(table).items():  # three noisy ones of each box, some confused
-        boxes, labels = np.repeat(p["boxes"], 3, axis=0), np.repeat(p["labels"], 3)
-        noise = rng.normal(0, 0.1, boxes.shape) * np.tile(boxes[:, 2:] - boxes[:, :2], 2)
-        confused = np.where(rng.random(len(labels)) < 0.85, labels, rng.integers(0, 3, len(labels)))
-        found[image_id] = {"boxes": boxes + noise, "labels": confused, "scores": rng.random(len(labels))}
-    file = write_predictions(tmp_path / "found.json", found, table)
-    write_coco(table.labelled(), tmp_path / "truth.json")
-    document = json.loads((tmp_path / "truth.json").read_text())
-    for annotation in document["annotations"]:
-        x, y, w, h = annotation["bbox"]
-        annotation["segmentation"] = [[x, y, x + w, y, x + w, y + h, x, y + h]]
-    (tmp_path / "truth.json").write_text(json.dumps(document))
-    tide = TIDE()
-    truth, result = datasets.COCO(str(tmp_path / "truth.json")), datasets.COCOResult(str(file))
-    run, ours = tide.evaluate(truth, result, mode=TIDE.BOX), tide_errors(match(found, table))
-    assert ours.ap50 * 100 == pytest.approx(run.ap, abs=1e-6)
-    names = dict(zip(("Cls", "Loc", "Both", "Dupe", "Bkg", "Miss"), KINDS, strict=True))
-    for short, cost in next(iter(tide.get_main_errors().values())).items():
-        assert ours.cost[names[short]] * 100 == pytest.approx(cost, abs=1e-6), short
+def test_costs_of_mistakes_are_those_of_tidecv(tmp_path):
+    """`tidecv` 1.0.1, of TIDE's authors, on the same files; with crowds, without equal scores, which it orders else."""
+    table, predictions = random_case(tmp_path, images=100, classes=3, scores=10**9)
+    errors = tide_errors(match(predictions, table))
+    assert 100 * errors.ap50 == pytest.approx(18.91556775, abs=1e-6)
+    assert {kind: 100 * cost for kind, cost in errors.cost.items()} == pytest.approx({
+        "class": 1.265983011, "localisation": 7.450112085, "both": 0.912947142, "duplicate": 1.476802122,
+        "background": 10.765734586, "missed": 6.168392193, "false positives": 45.770900895,
+        "false negatives": 9.593259957,
+    }, abs=1e-6)  # fmt: skip
 
 
 # ---- mistakes of the annotation

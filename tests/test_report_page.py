@@ -118,6 +118,8 @@ def test_charts_of_odd_values(tmp_path):
     nothing = [LineChart("x", [Line("a", [], [])]), LineChart("x", [Line("a", [1], [np.nan])]), BarChart("x", []),
                LineChart("x", [Line("a", [1, 2], [0, -1])], log=True)]  # fmt: skip
     assert [svg(chart) for chart in nothing] == [""] * 4 and save_charts(nothing, tmp_path / "a.png") is None
+    axes = figure([LineChart("x", [Line("a", [0, 1], [0, 1])], marks=[(0.6, "best")])]).axes[0]
+    assert axes.lines[1].get_xdata() == [0.6, 0.6] and axes.texts[0].get_text() == "best"
     assert "<use" in svg(LineChart("x", [Line("a", [1], [2])])), "one point is a dot"
     assert len(Line("a", range(10**5), np.random.default_rng(0).random(10**5)).points()[0]) == MOST_POINTS
     odd = svg(LineChart("x", [Line("a", [1, 2, 3], [1e-30, np.inf, 1e30])], log=True))

@@ -485,7 +485,6 @@ def test_progress_shows_a_bar_with_the_time_left_on_a_terminal_alone(capsys, mon
 
 def test_a_run_that_ends_too_soon_is_warned_of():
     assert length_warnings(1000, 100, 500) == {} == length_warnings(1, 0, 1)
-    (inside,) = length_warnings(100, 100, 50).values()
-    assert inside.startswith("warning: training ends inside the warm-up,")
+    assert length_warnings(100, 100, 50)["warm-up"].startswith("warning: training ends inside the warm-up,")
     assert "after 30 of the 50 steps of an epoch" in length_warnings(30, 0, 50)["epoch"]
     assert length_warnings(30, 100, 50).keys() == {"warm-up", "epoch"}

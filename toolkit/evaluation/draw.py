@@ -153,7 +153,7 @@ def fitted(picture: Image.Image, side: int) -> Image.Image:
 
 
 def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP) -> Image.Image:
-    """Pictures in rows of so many, `gap` pixels apart and from the edges."""
+    """Pictures in a grid of `columns`, `gap` pixels apart and from the edges."""
     rows = [pictures[i : i + columns] for i in range(0, len(pictures), columns)]
     widths = [max(picture.width for picture in pictures[i::columns]) for i in range(min(columns, len(pictures)))]
     heights = [max(picture.height for picture in row) for row in rows]

@@ -32,7 +32,7 @@ _OF_GRAPHS = (
 
 @dataclass
 class PredictionsFile:
-    """What a predictions file holds, in the terms of a table.
+    """The content of a predictions file, with the labels and image order of a table.
 
     predictions: columns in the order of the table; of scene graphs arrays by image id: `boxes`, `scores`, `labels`,
         `pairs`, what `compact_graph` makes of their scores (or `predicate_scores`), and the given graph where boxes
@@ -45,7 +45,7 @@ class PredictionsFile:
 
 
 def about_file(path: str | Path) -> Path:
-    """Where `FILE.json` says what it was made on."""
+    """The metadata file that belongs to `FILE.json`."""
     return Path(path).with_suffix(".about.json")
 
 

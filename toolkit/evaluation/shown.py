@@ -1,4 +1,4 @@
-"""What W&B and TensorBoard show of an evaluation: pictures with boxes, curves and confusions of the report."""
+"""Pictures with boxes, curves and confusion matrices of an evaluation, as W&B and TensorBoard display them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -85,7 +85,7 @@ class DetectorBelow(nn.Module):
         return maps, sizes_on_host(sizes, targets)
 
     def from_features(self, maps: SeenMaps, images_hw: Sequence, targets: Sequence[Mapping] | None = None) -> dict:
-        """What `criterion` takes: the detector saw the targets when it made the maps."""
+        """The outputs for `criterion`; the detector already had the targets when it computed the maps."""
         return maps.outputs
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ def kept_maps(taps: Sequence[MapTap]) -> Iterator[dict[int, Tensor]]:
 
 
 def distribution_logits(scores: Tensor) -> Tensor:
-    """(N, C) scores of classes -> (N, 1 + C) logits whose softmax they are, background, what is left, first.
+    """(N, C) class scores -> (N, 1 + C) logits whose softmax gives them back; background, the remainder, comes first.
 
     Scores that sum to more than 1, as sigmoids may, are divided by their sum.
     """

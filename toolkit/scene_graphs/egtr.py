@@ -190,7 +190,7 @@ class EGTR(GraphDetector):
         self.head.start_from(self.relation_counts[1:, 1:, 1:])
 
     def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
-        """Takes the weights of a detector and says which parameter took which. Raises BadInput for other shapes."""
+        """Loads the weights of a detector and returns which parameter took which. Raises BadInput for other shapes."""
         return self._load_below(weights, "detector", {})
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:

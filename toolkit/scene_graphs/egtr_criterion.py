@@ -46,7 +46,7 @@ def relations_of(target: Mapping) -> Tensor:
 def count_entries(
     target: Mapping, num_queries: int, num_predicates: int, sampling: RelationSampling
 ) -> tuple[int, int, int]:
-    """Annotated, unrelated and unmatched entries of an image in the loss of predicates, from its target alone.
+    """Counts annotated, unrelated and unmatched entries of an image in the predicate loss, using only its target.
 
     Of more objects than queries nobody knows beforehand which are matched: all relations are counted then.
     """

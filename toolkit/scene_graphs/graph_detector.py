@@ -89,7 +89,7 @@ class GraphDetector(Detector):
         return mapped
 
     def _build_on(self, below: nn.Module) -> None:
-        """Takes the detector below, and of it what images are to be like."""
+        """Adopts the detector below, with its requirements on images."""
         self.detector = below
         self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
 

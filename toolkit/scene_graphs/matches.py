@@ -68,7 +68,7 @@ def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
 
 
 def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
-    """A prediction that says as much to `match_relations` with that `keep`, and is much smaller: `predicates (P,)` and
+    """A much smaller prediction that gives the same result in `match_relations` with that `keep`: `predicates (P,)` and
     `combinations (<= keep, 2)` int32, see `best_combinations`, in place of `predicate_scores`."""
     scores = np.asarray(prediction["predicate_scores"])
     pair_scores = np.asarray(prediction["scores"])[np.asarray(prediction["pairs"])].prod(1)

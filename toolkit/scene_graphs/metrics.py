@@ -18,7 +18,7 @@ PROTOCOLS = ("original", "strict")
 
 @dataclass(frozen=True)
 class SceneGraphMetrics:
-    """What `evaluate_scene_graphs` measures; K is the length of `top`.
+    """Results of `evaluate_scene_graphs`; K is the length of `top`.
 
     values: (K,) float64 for each of R, ngR, zR, ngzR, mR, ngmR, F1 (harmonic mean of R and mR) and, when the boxes
         are given (predcls, sgcls), A. NaN where nothing was evaluated.

@@ -55,7 +55,7 @@ def given_objects(
 def _looked_at(
     model: nn.Module, maps: Mapping, images_hw: Sequence, boxes: list[Tensor], on_host: list[Tensor]
 ) -> tuple[Tensor, dict]:
-    """What is pooled of boxes, and the fields of a RelationBatch that all boxes have."""
+    """The pooled features of boxes, and the fields of a RelationBatch that every kind of boxes has."""
     pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw), on_host)
     counts = [len(image_boxes) for image_boxes in boxes]
     features = model.box_features(pooled)

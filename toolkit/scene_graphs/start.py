@@ -1,4 +1,4 @@
-"""What a scene graph run starts with: the detector, its weights, and the statistics of the training split."""
+"""Builds the model of a scene graph run, with its weights and the statistics of the training split."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict

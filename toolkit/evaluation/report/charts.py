@@ -45,7 +45,7 @@ class Line:
     faint: bool = False
 
     def points(self, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """What can be drawn, thinned evenly to what can be seen; log: on a logarithmic axis."""
+        """The points that can be drawn, thinned evenly to MOST_POINTS; log: without those that are not positive."""
         x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
         keep = np.flatnonzero(np.isfinite(x) & np.isfinite(y) & (y > 0 if log else True))
         keep = keep[np.unique(np.linspace(0, len(keep) - 1, min(len(keep), MOST_POINTS)).astype(int))]

@@ -78,7 +78,7 @@ def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
 
 
 def settings_without_seed(config: Mapping) -> str:
-    """Equal for runs that differ in their seed and name alone; empty without settings."""
+    """A text that is equal for runs that differ only in seed and name; empty without settings."""
     if not config:
         return ""
     left_out = ("seed", "name", "output_dir", "resume")

@@ -60,7 +60,7 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
 
 
 def read_records(run_folder: Path) -> tuple[dict, dict]:
-    """What `environment.json` and `status.json` say; empty where they are missing.
+    """The content of `environment.json` and `status.json`; empty where they are missing.
 
     Raises:
         BadInput: they cannot be read, or an entry that reports use is of another type.

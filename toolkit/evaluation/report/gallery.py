@@ -45,7 +45,7 @@ class Pictures:
         self.unreadable = self.too_many = 0
 
     def of(self, image: int, marks: Sequence[Mark], caption: str, focus: Sequence[float] | None = None) -> str:
-        """A `<figure>` of a row of the table; focus: a box, of which with its surroundings alone is shown."""
+        """A `<figure>` of a row of the table; focus: a box; the picture is then cropped to it and its surroundings."""
         if self.left <= 0:
             self.too_many += 1
             return ""

@@ -1,4 +1,4 @@
-"""The README of a run's report, made from the files of its folder alone."""
+"""Writes the README of a run's report, using only the files of the run folder."""
 
 import json
 from collections.abc import Mapping, Sequence

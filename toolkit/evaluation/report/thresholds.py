@@ -98,7 +98,7 @@ def calibration(matches: Matches, bins: int = 10) -> Calibration:
 
 
 def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
-    """What becomes of every box, and what every prediction above `threshold` is, at IoU 0.5.
+    """Counts annotated boxes by their class and the predicted one, at IoU 0.5, for predictions above `threshold`.
 
     A prediction first finds a box of its class, as in AP. What is left over is then paired across classes, largest IoU
     first. Crowds and what lies in them do not count.

@@ -21,7 +21,7 @@ from toolkit.step.precision import has_lstm_kernel
 
 
 class LabelDecoder(nn.Module):
-    """A highway LSTM that labels the objects one after the other and is told the label before."""
+    """A highway LSTM that labels the objects one by one, with the previous label as input."""
 
     def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float):
         super().__init__()

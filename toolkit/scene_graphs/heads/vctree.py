@@ -25,7 +25,7 @@ SCORE_DIM = 128
 
 
 class PairScores(nn.Module):
-    """How likely two objects of an image are related: what vision says, times what the frequencies say."""
+    """Scores how likely two objects of an image are related, from their features and from frequencies."""
 
     def __init__(self, sizes: HeadSizes, log_frequency: Tensor):
         super().__init__()
@@ -79,7 +79,7 @@ class PairScores(nn.Module):
 
 
 class TreeDecoder(nn.Module):
-    """Labels the objects from the roots to the leaves; each is told the label of its parent."""
+    """Labels the objects from the roots to the leaves, with the parent's label as input."""
 
     def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float):
         super().__init__()

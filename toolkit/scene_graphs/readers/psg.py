@@ -57,7 +57,7 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
 
 
 def _entry_faults(entry: object, number: int) -> list[str]:
-    """What keeps an entry of `data` from being read at all; validation finds the rest."""
+    """Faults that make an entry of `data` unreadable; validation finds the others."""
     if not isinstance(entry, dict):
         return [f"entry {number} of `data` is {entry!r}; expected an object"]
     missing = [key for key in ("image_id", "annotations", "relations") if key not in entry]

@@ -251,7 +251,7 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
 
 
 def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> None:
-    """What the rows of the file must satisfy among themselves; the original asserts the same."""
+    """Checks that the arrays of the file are consistent; the original asserts the same."""
     faults = []
     centre_wh = data["boxes_1024"]
     for row in np.flatnonzero((centre_wh[:, :2] < 0).any(1) | (centre_wh[:, 2:] <= 0).any(1))[:20]:

@@ -66,7 +66,7 @@ def difference(expected, outputs, side: int) -> Difference:
 
 
 def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Difference]:
-    """`check_outputs` for batches of `BATCHES` images, taken from the given ones again and again."""
+    """`check_outputs` for batches of each size in `BATCHES`, which repeat the given images."""
     rows = {size: torch.arange(size) % len(images) for size in BATCHES}
     return {size: check_outputs(graph, path, images[index].contiguous()) for size, index in rows.items()}
 
