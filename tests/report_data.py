@@ -35,6 +35,12 @@ def table_of(folder, images, classes=("cat", "dog"), draw=True, predicates=(), s
                        predicates=predicates, attributes=attributes)  # fmt: skip
 
 
+def found_of(boxes, labels, scores) -> dict:
+    """Detections of one image, as tensors."""
+    return {"boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), "scores": torch.tensor(scores),
+            "labels": torch.tensor(labels, dtype=torch.int64)}  # fmt: skip
+
+
 def predictions_of(table, images):
     """images: per image a list of (box xyxy, label, score)."""
     return {

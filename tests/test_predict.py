@@ -1,7 +1,6 @@
 """Files to predict on, sizes, numbers in the JSON, and the pictures; tests/scripts/test_predict.py runs the script."""
 
 import csv
-import importlib.util
 import io
 import json
 import os
@@ -17,7 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from report_data import found_of
 
+from scripts import predict
 from toolkit.boxes import Boxes
 from toolkit.data.annotations import ImageRow
 from toolkit.data.pipeline import processor_size, val_transform
@@ -35,21 +36,12 @@ from toolkit.use.predict_split import SplitOptions, open_any
 from toolkit.use.prediction import Predictor, as_image, from_report, input_hw, of_classes
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate")]
-ROOT = Path(__file__).resolve().parent.parent
-spec = importlib.util.spec_from_file_location("predict", ROOT / "scripts" / "predict.py")
-predict = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(predict)
 
 
 def image_file(path: Path, size=(8, 6)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, "#336699").save(path)
     return path
-
-
-def found_of(boxes, labels, scores) -> dict:
-    return {"boxes": torch.tensor(boxes).reshape(-1, 4), "labels": torch.tensor(labels, dtype=torch.int64),
-            "scores": torch.tensor(scores)}  # fmt: skip
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from report_data import table_of
+from report_data import found_of, table_of
 
 from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions
 from toolkit.evaluation.report import plot_curves, series, smoothed, write_report
@@ -111,11 +111,6 @@ def test_a_name_of_a_class_does_nothing_to_the_report(tmp_path):
 # ---- pictures
 
 
-def prediction(boxes, scores, labels):
-    return {"boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), "scores": torch.tensor(scores),
-            "labels": torch.tensor(labels, dtype=torch.int64)}  # fmt: skip
-
-
 def pixels(path):
     return np.asarray(Image.open(path).convert("RGB")).astype(int)
 
@@ -128,7 +123,7 @@ def test_predictions_stand_beside_the_ground_truth(tmp_path):
     image = torch.full((3, 96, 128), 90, dtype=torch.uint8)
     truth = {"name": "a very long name of an image " * 5, "boxes": torch.tensor([[20.0, 20, 60, 60]]),
              "labels": torch.tensor([0]), "iscrowd": torch.tensor([0])}  # fmt: skip
-    found = prediction([[10, 10, 50, 50], [60, 30, 110, 80], [0, 0, 9, 9]], [0.9, 0.31, 0.2], [1, 2, 3])
+    found = found_of([[10, 10, 50, 50], [60, 30, 110, 80], [0, 0, 9, 9]], [1, 2, 3], [0.9, 0.31, 0.2])
     picture = pixels(draw_grid([(image, found, truth)], ["zero", "one", "two", "three"], tmp_path / "a/b.png"))
     half = picture.shape[1] // 2
     left, right = picture[:, :half], picture[:, half:]
@@ -140,9 +135,9 @@ def test_predictions_stand_beside_the_ground_truth(tmp_path):
 
 def test_odd_images_and_boxes_are_drawn(tmp_path):
     """No boxes, boxes outside, flipped and not finite, a label without name, a crowd; tall, wide and tiny images."""
-    odd = prediction([[-50, -50, 900, 900], [40, 40, 10, 10], [float("nan")] * 4], [0.9, 0.8, 0.7], [0, 25, 1])
-    nothing = prediction([], [], [])
-    crowd = prediction([[1, 1, 5, 5]], [], [0]) | {"name": 1, "iscrowd": torch.tensor([1])}
+    odd = found_of([[-50, -50, 900, 900], [40, 40, 10, 10], [float("nan")] * 4], [0, 25, 1], [0.9, 0.8, 0.7])
+    nothing = found_of([], [], [])
+    crowd = found_of([[1, 1, 5, 5]], [0], []) | {"name": 1, "iscrowd": torch.tensor([1])}
     del crowd["scores"]
     samples = [
         (torch.zeros(3, 300, 20, dtype=torch.uint8), odd, crowd),
@@ -157,6 +152,6 @@ def test_the_same_images_every_time(tmp_path):
     table = table_of(tmp_path, [[([1, 1, 20, 20], 0)] if i % 2 else [] for i in range(10)])
     assert choose_images(table, 3) == [1, 5, 9]  # those with boxes
     assert choose_images(table, 50) == [1, 3, 5, 7, 9]
-    nothing = dict.fromkeys(table.image_ids().tolist(), prediction([], [], []))
+    nothing = dict.fromkeys(table.image_ids().tolist(), found_of([], [], []))
     first, second = (draw_predictions(table, nothing, 4, tmp_path / "out" / name) for name in ("1.png", "2.png"))
     assert first.read_bytes() == second.read_bytes()
