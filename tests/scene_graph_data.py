@@ -1,5 +1,9 @@
-"""Shapes with relations, and small scene graph models on them, for the tests of scene graphs."""
+"""Shapes with relations, small scene graph models on them, and stored numbers of other programs, for tests."""
 
+import re
+from pathlib import Path
+
+import numpy as np
 import torch
 
 from toolkit.data.formats import open_dataset
@@ -53,3 +57,23 @@ def losses_of(model, batch, rows=slice(None), counts=None):
     images, sizes, targets = batch.images[rows], batch.sizes[rows], batch.targets[rows]
     counts = as_denominators(counts or model.denominators(targets))
     return model.criterion(model(images, sizes, targets), targets, counts)
+
+
+def arrays(name: str) -> dict[str, torch.Tensor]:
+    """A file of `data/relation_heads`."""
+    with np.load(Path(__file__).parent / "data" / "relation_heads" / f"{name}.npz") as stored:
+        return {key: torch.from_numpy(stored[key]) for key in stored.files}
+
+
+def part(data: dict, prefix: str) -> dict:
+    return {key.removeprefix(prefix): value for key, value in data.items() if key.startswith(prefix)}
+
+
+def renamed(state: dict, names) -> dict:
+    """Weights by our names; names: (pattern, replacement), used one after the other."""
+    ours = {}
+    for key, value in state.items():
+        for pattern, replacement in names:
+            key = re.sub(pattern, replacement, key)
+        ours[key] = value
+    return ours

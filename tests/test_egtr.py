@@ -4,14 +4,10 @@
 it holds too: its Deformable DETR's decoder, its head, its matching, losses and gradients, its ranked pairs.
 """
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
-from numpy import load
-from scene_graph_data import SIDE, cut_objects, loader_of, losses_of, shapes_table
+from scene_graph_data import SIDE, arrays, cut_objects, loader_of, losses_of, part, renamed, shapes_table
 from test_any_detector import FAST, HYBRID, TRANSFORMER
 from transformers import DeformableDetrConfig, DeformableDetrModel
 
@@ -27,7 +23,6 @@ from toolkit.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.scene_graphs.options import EgtrOptions
 from toolkit.scene_graphs.start import start_scene_graph
 
-FILE = Path(__file__).parent / "data" / "relation_heads" / "egtr.npz"
 NAMES = [(r"proj_q", "query_projections"), (r"proj_k", "key_projections"), (r"final_sub_proj", "subject"),
          (r"final_obj_proj", "object"), (r"rel_predictor_gate", "gate"), (r"rel_predictor\.layers", "predicate"),
          (r"connectivity_layer\.layers", "connectivity"), (r"(predicate|connectivity)\.2", r"\1.4"),
@@ -35,25 +30,15 @@ NAMES = [(r"proj_q", "query_projections"), (r"proj_k", "key_projections"), (r"fi
 COSTS, SAMPLING = MatchingCosts(2.0, 5.0, 2.0), RelationSampling(3, 4)
 
 
-def our_name(name: str) -> str:
-    for pattern, ours in NAMES:
-        name = re.sub(pattern, ours, name)
-    return name
-
-
 @pytest.fixture(scope="module")
 def data():
-    with load(FILE) as stored:
-        return {name: torch.from_numpy(stored[name]) for name in stored.files}
-
-
-def part(data, prefix: str) -> dict:
-    return {name.removeprefix(prefix): value for name, value in data.items() if name.startswith(prefix)}
+    return arrays("egtr")
 
 
 @pytest.fixture(scope="module")
 def head(data):
-    state = {our_name(name): value for name, value in part(data, "state/").items() if not name.startswith("model.")}
+    state = part(data, "state/")
+    state = renamed({name: value for name, value in state.items() if not name.startswith("model.")}, NAMES)
     head = EgtrHead(32, 2, 4, 5)
     head.start_from(data["fg"][:-1, :-1])  # the original's last row and column are for "no class"
     assert state.keys() | {"log_frequency"} == head.state_dict().keys()
@@ -72,8 +57,7 @@ def states(data):
         backbone_config=backbone,
     )  # fmt: skip
     decoder = DeformableDetrModel(config).decoder.eval()
-    weights = part(data, "state/model.decoder.")
-    decoder.load_state_dict({our_name(name): value for name, value in weights.items()})
+    decoder.load_state_dict(renamed(part(data, "state/model.decoder."), NAMES))
     given = part(data, "decoder/")
     given["object_queries_position_embeddings"] = given.pop("position_embeddings")
     with kept_states(decoder.layers) as kept, torch.no_grad():
@@ -122,7 +106,7 @@ def test_matching_and_losses_are_the_originals(data, states, head):
         torch.testing.assert_close(loss, data[name], rtol=1e-4, atol=1e-5)
     assert 0 <= error[0] <= 100 * error[1] and error[1] == 7
     (15 * losses["loss_rel"] + 30 * losses["loss_connectivity"]).backward()
-    norms = {our_name(name): norm for name, norm in part(data, "grad/").items()}
+    norms = renamed(part(data, "grad/"), NAMES)
     assert norms.keys() == dict(head.named_parameters()).keys()
     for name, parameter in head.named_parameters():
         torch.testing.assert_close(parameter.grad.norm(), norms[name], rtol=1e-3, atol=1e-4)

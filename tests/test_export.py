@@ -122,16 +122,11 @@ def test_the_function_gives_what_postprocess_gives(detectors, name):
         assert min(difference(*pair, 64).matched for pair in ((ours, theirs), (theirs, ours))) >= 0.99
 
 
-def exported(detector, name, folder, formats=("torch", "onnx")):
-    size = {"height": side_of(name), "width": side_of(name)}
-    return export_detector(
-        detector, folder, formats, categories=CATEGORIES, size=size, source="test", score_threshold=0.42, top_k=100
-    )
-
-
 @pytest.fixture(scope="module")
 def ssd(detectors, tmp_path_factory):
-    return exported(detectors("ssd"), "ssd", tmp_path_factory.mktemp("ssd"))
+    about = {"categories": CATEGORIES, "size": {"height": 64, "width": 64}, "source": "test"}
+    folder = tmp_path_factory.mktemp("ssd")
+    return export_detector(detectors("ssd"), folder, ("torch", "onnx"), **about, score_threshold=0.42, top_k=100)
 
 
 def test_one_file_serves_every_batch_and_says_what_it_is(ssd):

@@ -5,12 +5,10 @@ VL-Group/PENET (9c9f507) and Maelic/SGG-Benchmark (a664201), `union.npz` of the 
 Scene-Graph-Benchmark (6f75881); all MIT.
 """
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from scene_graph_data import arrays, part, renamed
 from torchvision.models.detection.faster_rcnn import TwoMLPHead
 from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
@@ -35,25 +33,11 @@ UNION_NAMES = [("feature_extractor.pooler.reduce_channel.0", "pool.reduce"), ("f
 CHANNELS, WIDTH = 2, 6
 
 
-def arrays(name: str) -> dict[str, torch.Tensor]:
-    with np.load(Path(__file__).parent / "data" / "relation_heads" / f"{name}.npz") as stored:
-        return {key: torch.from_numpy(stored[key]) for key in stored.files}
-
-
-def part(data: dict, prefix: str) -> dict:
-    return {key.removeprefix(prefix): value for key, value in data.items() if key.startswith(prefix)}
-
-
 def load_original(module: torch.nn.Module, state: dict, names) -> None:
     """Every weight and buffer of ours has one in the original but the counters of batch norms."""
-    renamed = {}
-    for key, value in state.items():
-        for pattern, ours in names:
-            key = re.sub(pattern, ours, key)
-        renamed[key] = value
-    own = module.state_dict()
-    assert renamed.keys() <= own.keys()
-    module.load_state_dict({key: value if "num_batches" in key else renamed[key] for key, value in own.items()})
+    ours, own = renamed(state, names), module.state_dict()
+    assert ours.keys() <= own.keys()
+    module.load_state_dict({key: value if "num_batches" in key else ours[key] for key, value in own.items()})
 
 
 @pytest.mark.parametrize(("name", "mode"), [("penet", "predcls"), ("penet", "sgcls"), ("penet", "sgdet"),

@@ -21,7 +21,7 @@ from toolkit.evaluation.predictions_file import about_file, read_predictions, wr
 from toolkit.evaluation.report.annotations import suspects
 from toolkit.evaluation.report.bootstrap import interval, resample, weighted_numbers
 from toolkit.evaluation.report.comparison import compare
-from toolkit.evaluation.report.errors import KINDS, tide_errors
+from toolkit.evaluation.report.errors import KINDS, strata, tide_errors
 from toolkit.evaluation.report.judgement import as_json, judge
 from toolkit.evaluation.report.thresholds import calibration, confusion_matrix, sweep
 
@@ -167,6 +167,26 @@ def test_costs_of_mistakes_are_those_of_tidecv(tmp_path):
         "background": 10.765734586, "missed": 6.168392193, "false positives": 45.770900895,
         "false negatives": 9.593259957,
     }, abs=1e-6)  # fmt: skip
+
+
+def test_what_is_found_by_what_the_object_is_like(tmp_path):
+    """Four boxes: the first two overlap, the others hardly touch; the first is found, the third with a low score."""
+    boxes = [[0, 0, 40, 40], [20, 20, 60, 70], [100, 60, 120, 80], [119, 60, 139, 80]]
+    table = table_of(tmp_path, [[(box, 0) for box in boxes]], ("a",), draw=False)
+    found = predictions_of(table, [[(boxes[0], 0, 0.9), (boxes[2], 0, 0.3)]])
+    groups = {(s.topic, s.name): (s.boxes, s.recall, s.recall_at_any_score) for s in strata(match(found, table), 0.5)}
+    assert groups == {
+        ("size in pixels", "small (below 32²)"): (2, 0, 1 / 2),
+        ("size in pixels", "medium (32² to 96²)"): (2, 1 / 2, 1 / 2),
+        ("boxes that overlap it", "none"): (2, 0, 1 / 2),
+        ("boxes that overlap it", "1"): (2, 1 / 2, 1 / 2),
+        ("boxes in the image", "2 to 5"): (4, 1 / 4, 1 / 2),
+        ("edge of the image", "cut off"): (1, 1, 1),
+        ("edge of the image", "not cut off"): (3, 0, 1 / 3),
+        ("place in the image", "top left"): (1, 1, 1),
+        ("place in the image", "middle left"): (1, 0, 0),
+        ("place in the image", "middle right"): (2, 0, 1 / 2),
+    }
 
 
 # ---- mistakes of the annotation

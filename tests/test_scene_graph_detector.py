@@ -129,7 +129,7 @@ def test_a_batch_without_any_object_has_losses_of_zero_with_gradients(table, bat
         assert losses["loss_refine_att"] == 0 and (model.attribute_predictor.weight.grad == 0).all()
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ["motifs", "vctree", "causal", "penet"])  # every head alone: tests/test_relation.py
 def test_half_precision_forward_and_losses_in_full(table, batch, head):
     model = model_of(table, "sgcls", head).train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
