@@ -110,6 +110,8 @@ def test_a_comparison_is_one_file(case, tmp_path):
                                        judged_of(table, ground_truth_as_predictions(table), "b")])  # fmt: skip
     checked(page)
     assert "better by" in page.read_text()
+    pictured = re.findall("<figure class=picture>.*?<figcaption>(.), ", page.read_text())
+    assert pictured[:2] == ["a", "b"], "the images that changed most, of the first and of the last"
     content = json.loads((tmp_path / "report.json").read_text())
     assert len(content["detectors"]) == 2 and content["differences"][0]["metric"] == "AP"
 
