@@ -30,6 +30,7 @@ from toolkit.scene_graphs.readers.visual_genome import read_visual_genome
 from toolkit.step.losses import LossWeights
 
 NAMES = ("red", "striped", "wet")
+
 # ---- table and readers -----------------------------------------------------------------------------------------------
 
 
