@@ -11,11 +11,12 @@ import pytest
 from report_data import ground_truth_as_predictions, predictions_of, random_case, table_of
 
 from toolkit.evaluation.predictions_file import write_predictions
-from toolkit.evaluation.report import PREDICTIONS, sections, write_report
+from toolkit.evaluation.report import PREDICTIONS, figures, sections, write_report
 from toolkit.evaluation.report.advice import MORE_BOXES, advise
 from toolkit.evaluation.report.charts import COLOURS, MOST_POINTS, BarChart, Line, LineChart, figure, save_charts, svg
 from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import judge
+from toolkit.evaluation.report.thresholds import Sweep
 from toolkit.evaluation.report.write import write_comparison, write_page
 from toolkit.models import ARCHITECTURES, options_class
 from toolkit.runs.status import RunStatus
@@ -122,6 +123,10 @@ def test_charts_of_odd_values(tmp_path):
     assert [svg(chart) for chart in nothing] == [""] * 4 and save_charts(nothing, tmp_path / "a.png") is None
     axes = figure([LineChart("x", [Line("a", [0, 1], [0, 1])], marks=[(0.6, "best")])]).axes[0]
     assert axes.lines[1].get_xdata() == [0.6, 0.6] and axes.texts[0].get_text() == "best"
+    sweep = Sweep(*np.array([[0.5], [0.2], [0.1], [0.15]]), total=10)
+    for chart in (figures.f1_chart({"a": sweep}), figures.precision_recall_chart({"a": sweep})):
+        axes = figure([chart]).axes[0]
+        assert axes.get_xlim() == axes.get_ylim() == (0, 1)
     assert "<use" in svg(LineChart("x", [Line("a", [1], [2])])), "one point is a dot"
     assert len(Line("a", range(10**5), np.random.default_rng(0).random(10**5)).points()[0]) == MOST_POINTS
     odd = svg(LineChart("x", [Line("a", [1, 2, 3], [1e-30, np.inf, 1e30])], log=True))
