@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageDraw
 from report_data import found_of
 
 from scripts import predict
@@ -25,10 +25,11 @@ from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category, LabelledImages
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json
-from toolkit.evaluation.draw import COLOURS, picture_with_boxes
+from toolkit.evaluation.draw import COLOURS, draw_arrow, picture_with_boxes
 from toolkit.files import distinct, without_suffix
 from toolkit.models import options_class
 from toolkit.runs.open_run import kind_of, open_run
+from toolkit.scene_graphs.draw import draw_found
 from toolkit.use.image_files import find_images, find_or_fetch, image_ids_of, predict_files
 from toolkit.use.open import open_predictor
 from toolkit.use.outputs import check_outputs, clear_outputs, write_outputs
@@ -178,6 +179,20 @@ def test_small_images_are_enlarged_and_tags_keep_off_each_other():
     assert one.shape == (320, 640, 3)
     tags, both = ((np.abs(picture - colour(0)).sum(-1) == 0).sum() for picture in (one, two))
     assert both > 1.2 * tags  # both can be seen
+
+
+def test_a_relation_is_an_arrow_from_its_subject_to_its_object(tmp_path):
+    image, boxes = torch.zeros(3, 320, 640, dtype=torch.uint8), [[10, 140, 50, 180], [590, 140, 630, 180]]
+    graph = found_of(boxes, [0, 1], [0.9, 0.8]) | {"triplet_scores": torch.tensor([0.5])}
+    graph |= {"pairs": torch.tensor([[0, 1]]), "predicates": torch.tensor([3])}
+    path = draw_found(image, graph, ["cup", "plate"], ["on", "under", "in", "beside"], tmp_path / "graph.png")
+    rows, columns = (np.asarray(Image.open(path))[:, :640] == colour(3)).all(-1).nonzero()
+    assert 150 < rows.min() and rows.max() < 175 and columns.min() < 35 and 600 < columns.max() < 612
+
+    picture = Image.new("RGB", (100, 100))
+    draw_arrow(ImageDraw.Draw(picture), (50, 10), (50, 90), COLOURS[0], 8, gap=20)
+    rows = (np.asarray(picture) == colour(0)).all(-1).any(1).nonzero()[0]
+    assert rows.min() == 10 and 64 < rows.max() <= 70, "it ends before its object"
 
 
 # ---- images, classes, thresholds, formats ----------------------------------------------------------------------------
