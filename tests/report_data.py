@@ -10,26 +10,35 @@ from toolkit.data.table_cache import write_rows
 SIZE = (120, 160)  # height, width
 
 
-def table_of(folder, images, classes=("cat", "dog"), draw=True, predicates=()):
-    """images: per image a list of (box xyxy, label, crowd), or a dict with `objects` like that and `relations`."""
-    rows, number = [], 0
+def table_of(folder, images, classes=("cat", "dog"), draw=True, predicates=(), size=SIZE, ids=None,
+             attributes=(), attribute_ids=None):  # fmt: skip
+    """images: per image a list of (box xyxy, label, crowd), or a dict with `objects` like that and `relations`; their
+    ids are 10, 11, ... unless given. attribute_ids: of each object of each image, where `attributes` are named."""
+    rows, number = [], 1  # of an annotation; pycocotools never finds the one with id 0
     folder.mkdir(parents=True, exist_ok=True)
     for i, image in enumerate(images):
         objects, relations = (image["objects"], image["relations"]) if isinstance(image, dict) else (image, [])
         boxes = [list(map(float, box)) for box, *_ in objects]
         if draw:
-            Image.new("RGB", SIZE[::-1], (90, 20 * (i % 10), 60)).save(folder / f"{i}.png")
+            Image.new("RGB", size[::-1], (90, 20 * (i % 10), 60)).save(folder / f"{i}.png")
         columns = {"id": list(range(number, number + len(boxes))), "bbox": boxes, "category": [o[1] for o in objects],
                    "area": [(b[2] - b[0]) * (b[3] - b[1]) for b in boxes],
                    "iscrowd": [int(len(o) > 2 and o[2]) for o in objects]}  # fmt: skip
+        if attribute_ids is not None:
+            columns["attributes"] = attribute_ids[i]
         number += len(boxes)
         ends = {name: [r[i] for r in relations] for i, name in enumerate(("subject", "object", "predicate"))}
-        rows.append({"image_id": 10 + i, "file_name": f"{i}.png", "width": SIZE[1], "height": SIZE[0],
-                     "objects": columns,
-                     "relations": ends})  # fmt: skip
+        rows.append({"image_id": ids[i] if ids else 10 + i, "file_name": f"{i}.png", "width": size[1],
+                     "height": size[0], "objects": columns, "relations": ends})  # fmt: skip
     return write_rows(rows, cache_file=folder / "table.json", image_root=folder, name=str(folder / "annotations.json"),
                        categories=[Category(3 * k + 1, name) for k, name in enumerate(classes)],
-                       predicates=predicates)  # fmt: skip
+                       predicates=predicates, attributes=attributes)  # fmt: skip
+
+
+def found_of(boxes, labels, scores) -> dict:
+    """Detections of one image, as tensors."""
+    return {"boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), "scores": torch.tensor(scores),
+            "labels": torch.tensor(labels, dtype=torch.int64)}  # fmt: skip
 
 
 def predictions_of(table, images):

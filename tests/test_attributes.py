@@ -5,57 +5,44 @@ import pickle
 
 import numpy as np
 import pytest
+import report_data
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scene_graph_data import INNER, as_denominators, cut_objects, loader_of, shapes_table
+from scene_graph_data import model_of as graph_model
 from visual_genome_writer import write_visual_genome
 
 from toolkit.data.batches import collate
 from toolkit.data.dataset import row_target
-from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco, write_coco
-from toolkit.data.pipeline import val_transform, validation_loader
-from toolkit.data.shapes import ATTRIBUTES, draw_scene, make_shapes
-from toolkit.data.table import Category
-from toolkit.data.table_cache import write_rows
+from toolkit.data.shapes import ATTRIBUTES
 from toolkit.data.transforms.geometry import crop, flip, recheck_boxes
 from toolkit.data.transforms.mixing import mixup, mosaic
 from toolkit.errors import BadInput
 from toolkit.evaluation.coco import make_evaluator
 from toolkit.evaluation.detections import best_first, detections_as_json
 from toolkit.evaluation.predict_dataset import predict_dataset
-from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
 from toolkit.scene_graphs.batch import attribute_loss, mean
 from toolkit.scene_graphs.evaluator import attribute_r_precision
 from toolkit.scene_graphs.readers.visual_genome import read_visual_genome
-from toolkit.scene_graphs.start import count_table
 from toolkit.step.losses import LossWeights
 
 NAMES = ("red", "striped", "wet")
-INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,
-         "anchor_sizes": [[16], [32]], "rpn_post_nms_top_n_test": 12, "rpn_post_nms_top_n_train": 12}  # fmt: skip
-OPTIONS = {"backbone": "test_resnet", "detector_options": INNER, "hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16,
-           "detections_per_image": 5}  # fmt: skip
 
 # ---- table and readers -----------------------------------------------------------------------------------------------
 
 
 def table_of(folder, attributes, columns=3, names=NAMES):
     """One image of 1024 x 512 for each list of objects' attribute ids, with a relation where it has two objects."""
-    rows = []
-    for i, ids in enumerate(attributes):
-        n = len(ids)
-        boxes = [[8.0 * k, 4.0, 8.0 * k + 60, 100.0] for k in range(n)]
-        objects = {"id": [100 * i + k for k in range(n)], "bbox": boxes, "category": [0] * n, "area": [5760.0] * n,
-                   "iscrowd": [0] * n}  # fmt: skip
-        if columns:
-            objects["attributes"] = [[*each, *[0] * (columns - len(each))] for each in ids]
-        relations = {"subject": [0] * (n > 1), "object": [1] * (n > 1), "predicate": [0] * (n > 1)}
-        row = {"image_id": i + 1, "file_name": f"{i + 1}.jpg", "width": 1024, "height": 512}
-        rows.append(row | {"objects": objects, "relations": relations})
-    return write_rows(rows, cache_file=folder / "made.json", categories=[Category(1, "cat")], predicates=("on",),
-                       attributes=names if columns else ())  # fmt: skip
+    images = [{"objects": [([8.0 * k, 4.0, 8.0 * k + 60, 100.0], 0) for k in range(len(ids))],
+               "relations": [(0, 1, 0)] * (len(ids) > 1)} for ids in attributes]  # fmt: skip
+    padded = [[[*ids, *[0] * (columns - len(ids))] for ids in of_image] for of_image in attributes]
+    about = {"size": (512, 1024), "ids": range(1, len(images) + 1), "draw": False, "predicates": ("on",)}
+    if columns:
+        about |= {"attributes": names, "attribute_ids": padded}
+    return report_data.table_of(folder, images, ("cat",), **about)
 
 
 def ids_of(table) -> list[list[list[int]]]:
@@ -89,7 +76,7 @@ def test_files_of_both_layouts_are_read_as_written(tmp_path_factory, attributes)
     again = read_coco(folder / "coco.json", folder, cache_dir=folder, check_images=False)
     assert again.attributes == NAMES and ids_of(again) == ids_of(table)
     write_visual_genome([(table, 2)], folder)
-    again = read(folder, "test")
+    again = read_genome(folder, "test")
     assert again.attributes == NAMES and ids_of(again) == [ids for ids in ids_of(table) if ids]
 
 
@@ -97,19 +84,17 @@ def test_visual_genome_with_other_widths_and_undefined_ids(tmp_path):
     wide = table_of(tmp_path, [[[1, 2, 3]], [[4], [2]]], columns=12)
     write_visual_genome([(wide, 0)], tmp_path)
     with pytest.raises(BadInput, match="image 2.*attribute 4 is not defined; ids are 1 .. 3"):
-        read(tmp_path)
-    table = read(tmp_path, on_error="drop")
+        read_genome(tmp_path)
+    table = read_genome(tmp_path, on_error="drop")
     assert ids_of(table) == [[[1, 2, 3]]] and table.row(0)["objects"]["attributes"].shape == (1, 12)
     names = json.loads((tmp_path / "VG-SGG-dicts-with-attri.json").read_text())
     del names["attribute_to_idx"]
     (tmp_path / "VG-SGG-dicts-with-attri.json").write_text(json.dumps(names))
-    plain = read(tmp_path)
+    plain = read_genome(tmp_path)
     assert plain.attributes == () and "attributes" not in plain.row(0)["objects"]
-    with pytest.raises(BadInput, match="attributes differ"):
-        write_visual_genome([(wide, 0), (table_of(tmp_path, FEW, columns=0), 2)], tmp_path)
 
 
-def read(folder, split="train", **options):
+def read_genome(folder, split="train", **options):
     options |= {"num_val_images": 0, "keep_images_without_relations": True}
     return read_visual_genome(folder, folder, split, check_images=False, cache_dir=folder, **options)
 
@@ -142,14 +127,11 @@ def test_all_wrong_ids_of_a_coco_file_are_named_at_once(tmp_path):
 def test_shapes_have_the_texture_that_was_painted(tmp_path, monkeypatch):
     import toolkit.data.shapes as shapes
 
-    painted = []
-    paint = shapes._paint
+    painted, paint = [], shapes._paint
     monkeypatch.setattr(shapes, "_paint", lambda *args: painted.append(paint(*args)) or painted[-1])
-    make_shapes(tmp_path / "set", train_images=30, val_images=1, image_size=64)
-    table = read_coco(tmp_path / "set" / "annotations" / "train.json", cache_dir=tmp_path)
+    table = shapes_table(tmp_path, images=30)
     found = [table.attributes[ids[0] - 1] for of_image in ids_of(table) for ids in of_image]
     assert table.attributes == ATTRIBUTES and found == painted[: len(found)] and set(found) == set(ATTRIBUTES)
-    assert [item["texture"] + 1 for item in draw_scene(0, "train", 3, 64)[1]] == [ids[0] for ids in ids_of(table)[3]]
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
@@ -158,19 +140,23 @@ def test_shapes_have_the_texture_that_was_painted(tmp_path, monkeypatch):
 def sample(count: int, side: int = 40):
     """Boxes of 10 pixels in a row; box k has the attribute k + 1."""
     corners = torch.arange(count).float()[:, None] * torch.tensor([10.0, 0])
-    boxes = torch.cat([corners, corners + 10], 1)
-    attributes = torch.stack([torch.arange(count) + 1, torch.zeros(count, dtype=torch.int64)], 1)
-    size = torch.tensor([side, side])
-    target = {"image_id": count, "boxes": boxes, "labels": torch.arange(count), "area": torch.full((count,), 100.0),
-              "iscrowd": torch.zeros(count, dtype=torch.int64), "relations": torch.zeros(0, 3, dtype=torch.int64),
-              "attributes": attributes, "orig_size": size, "size": size.clone()}  # fmt: skip
+    size, zeros = torch.tensor([side, side]), torch.zeros(count, dtype=torch.int64)
+    target = {"image_id": count, "boxes": torch.cat([corners, corners + 10], 1), "labels": torch.arange(count),
+              "area": torch.full((count,), 100.0), "iscrowd": zeros, "relations": torch.zeros(0, 3, dtype=torch.int64),
+              "attributes": torch.stack([torch.arange(count) + 1, zeros], 1), "orig_size": size,
+              "size": size.clone()}  # fmt: skip
     return torch.zeros(3, side, side, dtype=torch.uint8), target
 
 
 def test_transforms_keep_them_with_their_boxes():
     image, target = sample(4)
-    for changed in (flip(image, target), crop(image, target, (0, 15, 40, 20)), crop(image, target, (20, 0, 10, 10)),
-                    mixup(sample(3), sample(0), 0.4), mosaic([sample(n) for n in (2, 0, 3, 1)], (60, 60), (30, 30))):
+    for changed in (
+        flip(image, target),
+        crop(image, target, (0, 15, 40, 20)),
+        crop(image, target, (20, 0, 10, 10)),
+        mixup(sample(3), sample(0), 0.4),
+        mosaic([sample(n) for n in (2, 0, 3, 1)], (60, 60), (30, 30)),
+    ):
         found = recheck_boxes(*changed)
         assert torch.equal(found["attributes"][:, 0], found["labels"] + 1) and found["attributes"].shape[1] == 2
     assert len(recheck_boxes(*crop(image, target, (20, 0, 10, 10)))["attributes"]) == 0, "every box cropped away"
@@ -185,23 +171,15 @@ def test_transforms_keep_them_with_their_boxes():
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shapes") / "data"
-    make_shapes(folder, train_images=6, val_images=1, image_size=64)
-    return open_dataset(folder / "annotations" / "train.json", cache_dir=folder.parent / "cache")
-
-
-def loader_of(table):
-    return validation_loader(table, val_transform(64, [], 0), batch_size=6, workers=0, stride=32)
+    return shapes_table(tmp_path_factory.mktemp("shapes"))
 
 
 @pytest.fixture(scope="module")
 def batch(table):
     """Six images; of the first the only object is a crowd, and the second object of the last has no attribute."""
     batch = next(iter(loader_of(table)))
-    first, last = batch.targets[0], batch.targets[5]
-    first |= {key: first[key][:1] for key in ("boxes", "labels", "area", "iscrowd", "attributes")}
-    first["iscrowd"] = torch.ones(1, dtype=torch.int64)
-    first["relations"] = first["relations"][:0]
+    cut_objects(batch.targets[0], 1, crowd=True)
+    last = batch.targets[5]
     assert len(last["labels"]) > 1
     last["attributes"] = last["attributes"].clone()
     last["attributes"][1] = 0
@@ -209,11 +187,7 @@ def batch(table):
 
 
 def model_of(table, mode="predcls", head="imp", attributes=ATTRIBUTES, **options):
-    torch.manual_seed(0)
-    model = build_detector("scene_graph", class_names=table.class_names, predicates=list(table.predicates), mode=mode,
-                           head=head, attributes=attributes, **OPTIONS | options)  # fmt: skip
-    model.learn_counts(*count_table(table))
-    return model
+    return graph_model(table, mode, head, attributes=attributes, **options)
 
 
 def predictions_of(model, table, **options):
@@ -221,26 +195,20 @@ def predictions_of(model, table, **options):
     return predict_dataset(model, loader_of(table), "cpu", loss_weights=weights, **options).by_image
 
 
-def losses_of(model, batch, rows=slice(None), counts=None):
-    targets = batch.targets[rows]
-    counts = counts or model.denominators(targets)
-    outputs = model(batch.images[rows], batch.sizes[rows], targets)
-    denominators = {name: torch.tensor(max(value, 1.0)) for name, value in counts.items()}
-    return outputs, model.criterion(outputs, targets, denominators)[0]
-
-
 def test_without_names_the_model_is_what_it_was(table, batch):
     plain, frequency = model_of(table, attributes=()), model_of(table, head="frequency")
-    assert model_of(table).state_dict().keys() - plain.state_dict().keys() == {
-        "attribute_predictor.weight", "attribute_predictor.bias"}  # fmt: skip
+    new = {"attribute_predictor.weight", "attribute_predictor.bias"}
+    assert model_of(table).state_dict().keys() - plain.state_dict().keys() == new
     for model in (plain.eval(), frequency.eval()):
         assert "loss_refine_att" not in model.loss_names and "attribute_entries" not in model.denominator_names
-        assert "attribute_scores" not in model.postprocess(losses_of(model, batch)[0], batch.sizes, batch.sizes)[0]
+        outputs = model(batch.images, batch.sizes, batch.targets)
+        assert "attribute_scores" not in model.postprocess(outputs, batch.sizes, batch.sizes)[0]
 
 
 def test_the_loss_is_the_published_one_over_annotated_objects(table, batch):
     model = model_of(table).train()
-    outputs, losses = losses_of(model, batch)
+    outputs = model(batch.images, batch.sizes, batch.targets)
+    losses, _ = model.criterion(outputs, batch.targets, as_denominators(model.denominators(batch.targets)))
     ids = torch.cat([t["attributes"][t["iscrowd"] == 0] for t in batch.targets])
     expected = mean(*attribute_loss(outputs["attribute_logits"], ids, [len(ids)]))[0]
     torch.testing.assert_close(losses["loss_refine_att"], expected)
@@ -250,47 +218,28 @@ def test_the_loss_is_the_published_one_over_annotated_objects(table, batch):
         assert next(model.get_submodule(name).parameters()).grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])
-def test_a_batch_without_objects_has_a_loss_of_zero_with_gradient(table, batch, mode):
-    """A rank without objects waits for nobody: its classifier has gradients as that of the others."""
-    model = model_of(table, mode).train()
-    _, losses = losses_of(model, batch, slice(0, 1))
-    assert losses.keys() == set(model.loss_names) and losses["loss_refine_att"] == 0
-    sum(losses.values()).backward()
-    assert (model.attribute_predictor.weight.grad == 0).all()
-
-
-def test_micro_batches_make_the_loss_of_the_big_batch(table, batch):
-    model = model_of(table, "sgcls", freeze="detector").eval()
-    counts = model.denominators(batch.targets)
-    parts = [losses_of(model, batch, slice(i, i + 2), counts)[1] for i in (0, 2, 4)]
-    whole = losses_of(model, batch)[1]["loss_refine_att"]
-    torch.testing.assert_close(sum(part["loss_refine_att"] for part in parts), whole, rtol=1e-5, atol=1e-6)
-
-
 def test_detections_learn_the_attributes_of_what_they_overlap(table, batch, monkeypatch):
     model = model_of(table, "sgdet").train()
     found = [{"boxes": t["boxes"] + 1.0, "logits": torch.zeros(len(t["labels"]), 5),
               "boxes_per_class": t["boxes"][:, None].expand(-1, 5, 4)} for t in batch.targets]  # fmt: skip
     found[1]["boxes"] = found[1]["boxes"] + 500.0  # overlap nothing
     monkeypatch.setattr(model.detector, "detect_with_logits", lambda *_, **__: found)
-    outputs, _ = losses_of(model, batch)
+    learned = model(batch.images, batch.sizes, batch.targets)["batch"].attributes
     expected = [t["attributes"] for t in batch.targets]
-    assert torch.equal(torch.cat(expected[2:]), outputs["batch"].attributes[-sum(map(len, expected[2:])) :])
-    assert not outputs["batch"].attributes[: len(expected[0]) + len(expected[1])].any(), "crowd, and nothing"
+    assert torch.equal(torch.cat(expected[2:]), learned[-sum(map(len, expected[2:])) :])
+    assert not learned[: len(expected[0]) + len(expected[1])].any(), "crowd, and nothing"
 
 
 def test_it_learns_and_the_metric_says_so(table, tmp_path):
     """Six images by heart, from the features of a random backbone."""
     model = model_of(table, detector_options=INNER | {"representation_size": 64})
-    batch = next(iter(loader_of(table)))
-    evaluator = make_evaluator(model, table, "toolkit")
+    batch, evaluator = next(iter(loader_of(table))), make_evaluator(model, table, "toolkit")
     before = evaluator.evaluate(predictions_of(model.eval(), table))
     learning = [*model.attribute_predictor.parameters(), *model.box_features.parameters()]
     optimizer = torch.optim.Adam(learning, 3e-3)
     with torch.no_grad():
-        features = model.detector.features(batch.images, batch.sizes)
-        pooled = model.detector.box_pool(dict(features[0]), [t["boxes"] for t in batch.targets], list(features[1]))
+        maps, sizes_hw = model.detector.features(batch.images, batch.sizes)
+        pooled = model.detector.box_pool(dict(maps), [t["boxes"] for t in batch.targets], list(sizes_hw))
     ids = torch.cat([t["attributes"] for t in batch.targets])
     for _ in range(300):
         loss = mean(*attribute_loss(model.attribute_predictor(model.box_features(pooled)), ids, [len(ids)]))
@@ -306,9 +255,8 @@ def test_it_learns_and_the_metric_says_so(table, tmp_path):
     assert again.attributes == ATTRIBUTES
     assert torch.equal(again.attribute_predictor.weight, model.attribute_predictor.weight)
     found = best_first(predictions[1])
-    entries = detections_as_json(found, table.categories, ATTRIBUTES)
-    likely = found["attribute_scores"] > 0.5
-    assert [len(entry["attributes"]) for entry in entries] == likely.sum(1).tolist() and likely.any()
+    named = [len(entry["attributes"]) for entry in detections_as_json(found, table.categories, ATTRIBUTES)]
+    assert named == (found["attribute_scores"] > 0.5).sum(1).tolist() and any(named)
 
 
 def test_evaluation_without_boxes_or_with_other_attributes(table):

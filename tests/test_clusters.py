@@ -1,7 +1,4 @@
-"""slurm.sh with stand-ins for Slurm's programs, kubernetes.yaml, and settings of Accelerate's launcher.
-
-python -m pytest tests/test_clusters.py
-"""
+"""slurm.sh with stand-ins for Slurm's programs, kubernetes.yaml, and settings of Accelerate's launcher."""
 
 import os
 import signal

@@ -1,10 +1,6 @@
-"""Files to predict on, sizes, numbers in the JSON, and the pictures; tests/scripts/test_predict.py runs the script.
-
-    python -m pytest tests/test_predict.py
-"""
+"""Files to predict on, sizes, numbers in the JSON, and the pictures; tests/scripts/test_predict.py runs the script."""
 
 import csv
-import importlib.util
 import io
 import json
 import os
@@ -19,39 +15,34 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageDraw
+from report_data import found_of
 
+from scripts import predict
 from toolkit.boxes import Boxes
 from toolkit.data.annotations import ImageRow
 from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category, LabelledImages
 from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json
-from toolkit.evaluation.draw import COLOURS, draw_detections, picture_with_boxes
+from toolkit.evaluation.draw import COLOURS, draw_arrow, picture_with_boxes
 from toolkit.files import distinct, without_suffix
 from toolkit.models import options_class
 from toolkit.runs.open_run import kind_of, open_run
+from toolkit.scene_graphs.draw import draw_found
 from toolkit.use.image_files import find_images, find_or_fetch, image_ids_of, predict_files
 from toolkit.use.open import open_predictor
 from toolkit.use.outputs import check_outputs, clear_outputs, write_outputs
 from toolkit.use.predict_split import SplitOptions, open_any
 from toolkit.use.prediction import Predictor, as_image, from_report, input_hw, of_classes
 
-ROOT = Path(__file__).resolve().parent.parent
-spec = importlib.util.spec_from_file_location("predict", ROOT / "scripts" / "predict.py")
-predict = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(predict)
+CATEGORIES = [Category(7, "cup"), Category(90, "plate")]
 
 
 def image_file(path: Path, size=(8, 6)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, "#336699").save(path)
     return path
-
-
-def found_of(boxes, labels, scores) -> dict:
-    return {"boxes": torch.tensor(boxes).reshape(-1, 4), "labels": torch.tensor(labels, dtype=torch.int64),
-            "scores": torch.tensor(scores)}  # fmt: skip
 
 
 @pytest.fixture
@@ -71,14 +62,8 @@ def test_files_folders_and_patterns_each_file_once(folder):
     again = find_images([folder / "odd[1].jpg", folder / "b", folder / "b" / "a.jpg", f"{folder}/b/**/*"])
     assert [name.as_posix() for name in again.values()] == ["odd[1].jpg", "a.jpg", "c/d.PNG"]
     assert list(find_images([folder / "b" / "notes.txt"])) == [folder / "b" / "notes.txt"]  # asked for by name
-
-
-def test_all_that_is_missing_is_named_at_once(folder):
-    with pytest.raises(BadInput) as error:
-        find_images([folder / "a.jpg", folder / "none.jpg", folder / "empty", f"{folder}/*.gif"])
-    assert len(error.value.problems) == 3
-    for word in ("none.jpg", "empty: holds no image files", "*.gif"):
-        assert word in str(error.value)
+    with pytest.raises(BadInput, match="none.jpg: no such file.*looked for"):
+        find_images([folder / "a.jpg", folder / "none.jpg"])
 
 
 def test_pictures_of_one_name_do_not_replace_each_other(tmp_path):
@@ -100,47 +85,42 @@ def test_images_are_resized_as_in_the_evaluation(height, width, image_size, scal
 
 
 def test_json_has_the_original_ids_and_xywh():
-    categories = [Category(7, "cup"), Category(90, "plate")]
     found = found_of([[1.0, 2.0, 4.5, 8.0], [-1.0, 0.0, 3.0, 3.0]], [1, 0], [0.75, 0.5])
-    assert detections_as_json(found, categories) == [
+    assert detections_as_json(found, CATEGORIES) == [
         {"category_id": 90, "category": "plate", "bbox": [1.0, 2.0, 3.5, 6.0], "score": 0.75},
         {"category_id": 7, "category": "cup", "bbox": [-1.0, 0.0, 4.0, 3.0], "score": 0.5},
     ]
-    assert detections_as_json(found_of([], [], []), categories) == []
-
-
-class Recorder:
-    """Finds one box in each image: its size."""
-
-    def __init__(self):
-        self.batches = []
-
-    def predict(self, images, score_threshold):
-        self.batches.append([tuple(image.shape[-2:]) for image in images])
-        return [found_of([0.0, 0.0, *map(float, image.shape[:0:-1])], [0], [1.0]) for image in images]
+    assert detections_as_json(found_of([], [], []), CATEGORIES) == []
 
 
 def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
+    batches = []
+
+    def size_as_box(images, score_threshold):
+        batches.append(len(images))
+        return [found_of([0.0, 0.0, *map(float, image.shape[:0:-1])], [0], [1.0]) for image in images]
+
+    predictor = Predictor("test", CATEGORIES, size_as_box)
     sizes = [(8, 6), (30, 10), (8, 6), (9, 7), (30, 10)]
     paths = [image_file(tmp_path / f"{i}.png", size) for i, size in enumerate(sizes)]
-    (tmp_path / "broken.png").write_bytes(paths[1].read_bytes()[:-20])
-    paths.insert(2, tmp_path / "broken.png")
-    recorder = Recorder()
-    results = {each.path: each for each in predict_files(recorder, paths, batch_size=2)}
-    assert results.keys() == set(paths)
-    assert results[tmp_path / "broken.png"].error == "image data truncated"
-    for i, (width, height) in enumerate(sizes):
-        result = results[tmp_path / f"{i}.png"]
-        assert result.error is None and tuple(result.image.shape) == (3, height, width)
-        assert result.found["boxes"].tolist() == [[0, 0, width, height]]
-    assert sum(map(len, recorder.batches)) == 5 and max(map(len, recorder.batches)) <= 2
-    assert list(predict_files(recorder, [tmp_path / "broken.png"]))[0].image is None  # a batch without images
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(paths[1].read_bytes()[:-20])
+    results = {
+        result.path: result for result in predict_files(predictor, [*paths[:2], broken, *paths[2:]], batch_size=2)
+    }
+    assert results.pop(broken).error == "image data truncated" and results.keys() == set(paths)
+    for path, (width, height) in zip(paths, sizes, strict=True):
+        assert results[path].error is None and tuple(results[path].image.shape) == (3, height, width)
+        assert results[path].found["boxes"].tolist() == [[0, 0, width, height]]
+    assert sum(batches) == 5 and max(batches) <= 2
+    assert next(predict_files(predictor, [broken])).image is None  # a batch without images
 
 
 def test_what_a_path_is(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("")
-    for name, config in {"final": "{}", "detr": '{"model_type": "detr"}', "broken": "{"}.items():
+    configs = {"final": "{}", "detr": '{"model_type": "detr"}', "bert": '{"model_type": "bert"}', "broken": "{"}
+    for name, config in configs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
     for name in ("model.onnx", "results.json", "weights.pth"):
@@ -149,80 +129,70 @@ def test_what_a_path_is(tmp_path):
     kinds |= {"results.json": "predictions", "weights.pth": "file"}
     assert {name: kind_of(tmp_path / name) for name in kinds} == kinds
     assert kind_of("facebook/detr-resnet-50") == "transformers"
-    with pytest.raises(BadInput, match="config.json: cannot be read"):
-        kind_of(tmp_path / "broken")
-    with pytest.raises(BadInput, match="did you mean .*final"):
-        kind_of(tmp_path / "finel")
-
-
-def test_what_holds_no_detector_is_bad_input(tmp_path):
-    with pytest.raises(BadInput, match="no run folder"):
-        open_predictor(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(BadInput, match="config.json: cannot be read"):
-        open_predictor(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(BadInput, match="neither a run folder"):
-        open_predictor(tmp_path)
+    for name, words in (("broken", "config.json: cannot be read"), ("finel", "did you mean .*final")):
+        with pytest.raises(BadInput, match=words):
+            kind_of(tmp_path / name)
+    for name, words in (("", "no run folder"), ("broken", "cannot be read"), ("bert", "neither a run folder")):
+        with pytest.raises(BadInput, match=words):
+            open_predictor(tmp_path / name)
 
 
 def test_a_mistyped_path_is_answered_with_the_names_near_it(tmp_path, monkeypatch):
     (tmp_path / "runs" / "detr" / "final").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    options = SplitOptions()
     for typed, near in {
         "runs/dter": "did you mean runs/detr?", "rnus/detr/final": "did you mean runs?",
         "runs/detr/fnal": "did you mean runs/detr/final?",
         "runs/else.onnx": f"runs{os.sep} has detr", str(tmp_path / "run"): f"did you mean {tmp_path / 'runs'}?",
     }.items():  # fmt: skip
         opens = (open_predictor, lambda typed: open_run(typed, options_class), kind_of)
-        for opened in (*opens, lambda typed: open_any(typed, None, options, None)):
+        for opened in (*opens, lambda typed: open_any(typed, None, SplitOptions(), None)):
             with pytest.raises(BadInput, match="there is no such run") as refused:
                 opened(typed)
             assert str(refused.value).startswith(typed) and near in str(refused.value)
-    assert kind_of("facebook/detr-resnet-50") == "transformers"  # of the hub
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
-
-
-def pixels(picture: Image.Image) -> np.ndarray:
-    return np.asarray(picture.convert("RGB")).astype(int)
 
 
 def colour(label: int) -> list[int]:
     return [int(COLOURS[label][i : i + 2], 16) for i in (1, 3, 5)]
 
 
+def drawn(image, boxes, *others) -> np.ndarray:
+    return np.asarray(picture_with_boxes(image, found_of(boxes, *others), ["a", "b", "c"]).convert("RGB")).astype(int)
+
+
 def test_boxes_are_drawn_where_they_are_in_the_colour_of_their_class():
     grey = torch.full((3, 400, 800), 128, dtype=torch.uint8)
-    drawn = pixels(picture_with_boxes(grey, found_of([[200.0, 100.0, 600.0, 300.0]], [2], [0.9]), ["a", "b", "c"]))
-    assert drawn.shape == (400, 800, 3)
-    assert drawn[200, 200].tolist() == drawn[300, 400].tolist() == colour(2)
-    assert drawn[200, 400].tolist() == [128] * 3  # inside nothing is covered
-    assert (drawn[70:99, 200:300] != 128).any()  # the tag, above the box
-    untouched = pixels(picture_with_boxes(grey, found_of([], [], []), ["a"]))
-    assert (untouched == 128).all()
+    picture = drawn(grey, [[200.0, 100.0, 600.0, 300.0]], [2], [0.9])
+    assert picture.shape == (400, 800, 3)
+    assert picture[200, 200].tolist() == picture[300, 400].tolist() == colour(2)
+    assert picture[200, 400].tolist() == [128] * 3  # inside nothing is covered
+    assert (picture[70:99, 200:300] != 128).any()  # the tag, above the box
+    assert (drawn(grey, [], [], []) == 128).all()
 
 
 def test_small_images_are_enlarged_and_tags_keep_off_each_other():
-    small = torch.full((3, 32, 64), 128, dtype=torch.uint8)
-    box = [20.0, 12.0, 44.0, 28.0]
-    one = pixels(picture_with_boxes(small, found_of([box], [0], [0.9]), ["name"]))
-    two = pixels(picture_with_boxes(small, found_of([box, box], [0, 0], [0.9, 0.8]), ["name"]))
+    small, box = torch.full((3, 32, 64), 128, dtype=torch.uint8), [20.0, 12.0, 44.0, 28.0]
+    one, two = drawn(small, [box], [0], [0.9]), drawn(small, [box, box], [0, 0], [0.9, 0.8])
     assert one.shape == (320, 640, 3)
-    tag = (np.abs(one - colour(0)).sum(-1) == 0).sum()
-    assert (np.abs(two - colour(0)).sum(-1) == 0).sum() > 1.2 * tag  # both can be seen
+    tags, both = ((np.abs(picture - colour(0)).sum(-1) == 0).sum() for picture in (one, two))
+    assert both > 1.2 * tags  # both can be seen
 
 
-ODD = [[-50.0, -50.0, 900.0, 900.0], [0.0, 0.0, 0.0, 0.0], [9.0, 9.0, 2.0, 2.0], [float("nan")] * 4]
+def test_a_relation_is_an_arrow_from_its_subject_to_its_object(tmp_path):
+    image, boxes = torch.zeros(3, 320, 640, dtype=torch.uint8), [[10, 140, 50, 180], [590, 140, 630, 180]]
+    graph = found_of(boxes, [0, 1], [0.9, 0.8]) | {"triplet_scores": torch.tensor([0.5])}
+    graph |= {"pairs": torch.tensor([[0, 1]]), "predicates": torch.tensor([3])}
+    path = draw_found(image, graph, ["cup", "plate"], ["on", "under", "in", "beside"], tmp_path / "graph.png")
+    rows, columns = (np.asarray(Image.open(path))[:, :640] == colour(3)).all(-1).nonzero()
+    assert 150 < rows.min() and rows.max() < 175 and columns.min() < 35 and 600 < columns.max() < 612
 
-
-@pytest.mark.parametrize("box", ODD)
-def test_odd_boxes_are_drawn(tmp_path, box):
-    image = torch.zeros(3, 3, 700, dtype=torch.uint8)
-    path = draw_detections(image, found_of([box], [5], [0.5]), ["only one"], tmp_path / "below" / "a.png")
-    assert Image.open(path).size == (700, 3)
+    picture = Image.new("RGB", (100, 100))
+    draw_arrow(ImageDraw.Draw(picture), (50, 10), (50, 90), COLOURS[0], 8, gap=20)
+    rows = (np.asarray(picture) == colour(0)).all(-1).any(1).nonzero()[0]
+    assert rows.min() == 10 and 64 < rows.max() <= 70, "it ends before its object"
 
 
 # ---- images, classes, thresholds, formats ----------------------------------------------------------------------------
@@ -235,7 +205,7 @@ def predictor_of(found: dict, **others) -> Predictor:
         keep = found["scores"] > score_threshold
         return [{key: value[keep] for key, value in found.items()} for _ in images]
 
-    return Predictor("test", [Category(7, "cup"), Category(90, "plate")], predict, **others)
+    return Predictor("test", CATEGORIES, predict, **others)
 
 
 def test_images_of_every_kind_are_the_same_image():
@@ -253,24 +223,21 @@ def test_images_of_every_kind_are_the_same_image():
 
 
 def test_classes_and_thresholds_of_the_report():
-    boxes = [[0.0, 0.0, 2.0, 2.0]] * 4
-    plain = predictor_of(found_of(boxes, [0, 0, 1, 1], [0.9, 0.3, 0.5, 0.2]))
+    found = found_of([[0.0, 0.0, 2.0, 2.0]] * 4, [0, 0, 1, 1], [0.9, 0.3, 0.5, 0.2])
+    plain, with_report = predictor_of(found), predictor_of(found, thresholds={"": 0.4, "plate": 0.1})
     grey = np.zeros((4, 4, 3), np.uint8)
     assert of_classes(plain, ["plate"])(grey, 0)["scores"].tolist() == pytest.approx([0.5, 0.2])
+    assert from_report(with_report)(grey, 0)["scores"].tolist() == pytest.approx([0.9, 0.5, 0.2])
     with pytest.raises(BadInput, match="fork.*cup, plate"):
         of_classes(plain, ["fork"])
     with pytest.raises(BadInput, match="no report"):
         from_report(plain)
-    told = predictor_of(found_of(boxes, [0, 0, 1, 1], [0.9, 0.3, 0.5, 0.2]), thresholds={"": 0.4, "plate": 0.1})
-    assert from_report(told)(np.zeros((4, 4, 3), np.uint8), 0)["scores"].tolist() == pytest.approx([0.9, 0.5, 0.2])
-
-
-def test_relations_of_the_classes_that_are_left():
+    # relations go with their objects
     found = found_of([[0.0, 0.0, 2.0, 2.0]] * 3, [0, 1, 0], [0.9, 0.8, 0.7])
     found |= {"pairs": torch.tensor([[0, 1], [2, 0]]), "predicates": torch.tensor([3, 4]),
               "triplet_scores": torch.tensor([0.5, 0.4])}  # fmt: skip
-    graph = Predictor("test", [Category(7, "cup"), Category(90, "plate")], lambda images, _: [found] * len(images))
-    left = of_classes(graph, ["cup"])(np.zeros((4, 4, 3), np.uint8), 0)
+    graph = Predictor("test", CATEGORIES, lambda images, _: [found] * len(images))
+    left = of_classes(graph, ["cup"])(grey, 0)
     assert left["pairs"].tolist() == [[1, 0]] and left["predicates"].tolist() == [4]
 
 
@@ -288,7 +255,7 @@ DOCUMENT = {
 FOUND = LabelledImages(
     [ImageRow(5, "x/a.jpg", 10, 20), ImageRow(6, "y/a.jpg", 10, 20)],
     Boxes.found([1, 0], [[1.0, 2.0, 5.0, 10.0]], [0.5], [1]),
-    [Category(7, "cup"), Category(90, "plate")],
+    CATEGORIES,
 )
 
 
@@ -315,16 +282,15 @@ def test_every_format_has_the_same_boxes(tmp_path):
 
 
 def test_an_earlier_prediction_is_not_mixed_with_a_new_one(tmp_path):
-    check_outputs(tmp_path / "out", [], overwrite=False)
-    write_outputs(DOCUMENT, FOUND, ["a.jpg", "b.jpg"], ["json", "yolo"], tmp_path / "out")
-    (tmp_path / "out" / "mine.txt").write_text("")
-    with pytest.raises(BadInput, match="--overwrite"):
-        check_outputs(tmp_path / "out", [], overwrite=False)
-    check_outputs(tmp_path / "out", [], overwrite=True)
-    with pytest.raises(BadInput, match="would overwrite it"):
-        check_outputs(tmp_path / "out", [tmp_path / "out" / "labels" / "a.txt"], overwrite=True)
-    clear_outputs(tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+    check_outputs(tmp_path, [], overwrite=False)
+    write_outputs(DOCUMENT, FOUND, ["a.jpg", "b.jpg"], ["json", "yolo"], tmp_path)
+    (tmp_path / "mine.txt").write_text("")
+    check_outputs(tmp_path, [], overwrite=True)
+    for inputs, overwrite, words in (([], False, "--overwrite"), (["labels/a.txt"], True, "would overwrite it")):
+        with pytest.raises(BadInput, match=words):
+            check_outputs(tmp_path, [tmp_path / name for name in inputs], overwrite)
+    clear_outputs(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_image_ids_of_an_annotation_file(tmp_path):

@@ -1,7 +1,4 @@
-"""VRD, GQA, Open Images and SGG-Benchmark's COCO files in their published layouts.
-
-python -m pytest tests/test_relation_formats.py
-"""
+"""VRD, GQA, Open Images and SGG-Benchmark's COCO files in their published layouts."""
 
 import json
 

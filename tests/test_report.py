@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from report_data import found_of, table_of
 
-from toolkit.data.table import Category
-from toolkit.data.table_cache import write_rows
 from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions
 from toolkit.evaluation.report import plot_curves, series, smoothed, write_report
 from toolkit.text import in_markdown
@@ -21,16 +20,14 @@ def write_metrics(path, rows, cut_off=False):
 
 
 def full_run(folder):
-    """A run folder as training leaves it: forty training rows, four evaluations, raw and EMA, two classes."""
+    """A run folder as training leaves it: twenty training rows, four evaluations, raw and EMA, two classes."""
     rows = []
-    for step in range(1, 41):
+    for step in range(1, 21):
         losses = {"loss_ce": 1 / step, "loss_ce_0": 2 / step, "loss_bbox": 3 / step}
         row = {"step": step, "epoch": 0, "time_s": 60.0 * step, "train/loss": sum(losses.values())}
-        row["train/grad_norm"] = 1.0
         row |= {f"train/{k}": v for k, v in losses.items()} | {f"train/{k}_unscaled": v / 5 for k, v in losses.items()}
-        rows.append(row | {"train/lr/backbone": 1e-5, "train/lr/head": 1e-4})
-        if step % 10 == 0:
-            ap = {10: 0.1, 20: 0.3, 30: 0.25, 40: 0.2}[step]
+        rows.append(row | {"train/grad_norm": 1.0, "train/lr/backbone": 1e-5, "train/lr/head": 1e-4})
+        if ap := {5: 0.1, 10: 0.3, 15: 0.25, 20: 0.2}.get(step):
             row = {"step": step, "epoch": 0, "time_s": 60.0 * step, "val/loss": 1.0, "val/bbox_APl": None}
             for prefix, bonus in (("val/", 0), ("val/ema/", 0.05)):
                 row |= {f"{prefix}bbox_AP": ap + bonus, f"{prefix}bbox_AP50": 2 * ap}
@@ -43,62 +40,52 @@ def full_run(folder):
     return rows
 
 
-def test_a_series_is_what_is_a_finite_number():
+def test_a_series_is_what_is_a_finite_number_and_smoothing_passes_over_others():
     rows = [{"step": 1, "a": 1.0}, {"step": 2, "a": None}, {"step": 3, "a": math.nan}, {"step": 4, "a": 3}]
     steps, values = series(rows, "a")
     assert steps.tolist() == [1, 4] and values.tolist() == [1, 3]
     assert [len(part) for part in series(rows, "missing")] == [0, 0]
-
-
-def test_smoothing_is_a_mean_and_passes_over_nan():
-    assert smoothed(np.full(50, 3.0)).tolist() == [3.0] * 50
     line = np.arange(50.0)
-    assert smoothed(line)[5:45] == pytest.approx(line[5:45])
+    assert smoothed(line)[5:45] == pytest.approx(line[5:45])  # the mean of a window
     line[20] = np.nan
     assert np.isfinite(smoothed(line)).all()
 
 
 def test_curves_of_a_full_run_and_of_less(tmp_path):
     rows = full_run(tmp_path / "run")
-    written = plot_curves(rows, tmp_path / "report")
-    assert [path.name for path in written] == ["curves.png", "ap.png"]
-    for path in written:
-        assert np.asarray(Image.open(path)).std() > 5  # something is drawn
-    # no evaluation yet; no training row; nothing at all
-    for name, some, expected in (
-        ("a", [r for r in rows if "train/loss" in r], ["curves.png"]),
-        ("b", [r for r in rows if "val/bbox_AP" in r and r.pop("val/loss")], ["ap.png"]),
-        ("c", [], []),
-        ("d", [{"step": 1, "epoch": 0, "time_s": 0.0}], []),
-    ):
+    cases = {
+        "no evaluation": ([row for row in rows if "train/loss" in row], ["curves.png"]),
+        "no training": ([row for row in rows if "val/bbox_AP" in row and row.pop("val/loss")], ["ap.png"]),
+        "nothing": ([{"step": 1, "epoch": 0, "time_s": 0.0}], []),
+    }
+    for name, (some, expected) in cases.items():
         written = plot_curves(some, tmp_path / name)
         assert [path.name for path in written] == expected
-        assert sorted(p.name for p in (tmp_path / name).glob("*.png")) == sorted(expected)
+        assert sorted(path.name for path in (tmp_path / name).glob("*.png")) == expected
+        assert all(np.asarray(Image.open(path)).std() > 5 for path in written)  # something is drawn
 
 
 def test_the_report_of_a_run(tmp_path):
     run = tmp_path / "my_run"
+    text = write_report(run).read_text()
+    assert "no step yet" in text and "no evaluation" in text and "png" not in text
     full_run(run)
     (run / "report/pictures").mkdir(parents=True)
-    for step in (20, 40):
+    for step in (10, 20):
         Image.new("RGB", (4, 4)).save(run / f"report/pictures/step_{step:06d}.png")
     text = write_report(run).read_text()
-    assert text.startswith("# my_run\n\nstate done, step 40, epoch 0, 40.0 minutes")
-    assert "| metric | raw, last (step 40) | raw, best (step 20) | EMA, last (step 40) | EMA, best (step 20) |" in text
+    assert text.startswith("# my_run\n\nstate done, step 20, epoch 0, 20.0 minutes")
+    assert "| metric | raw, last (step 20) | raw, best (step 10) | EMA, last (step 20) | EMA, best (step 10) |" in text
     assert "| bbox_AP | 0.2000 | 0.3000 | 0.2500 | 0.3500 |" in text
     assert "| bbox_APl | - | - | - | - |" in text
     assert "| cat | 0.2000 | 0.3000 | 0.2000 | 0.3000 |" in text and "| dog\\|wolf | - |" in text
     assert "  lr: 0.0001" in text and '"seed": 7' in text
-    for link in ("curves.png", "ap.png", "pictures/step_000040.png"):
+    for link in ("curves.png", "ap.png", "pictures/step_000020.png"):
         assert f"({link})" in text and (run / "report" / link).exists()
-    assert write_report(run).read_text() == text
 
-
-def test_the_report_of_a_run_that_ends_now_and_was_resumed_with_other_settings(tmp_path):
-    """It is written before status.json is, and tells the settings in force; those of an evaluation alone are not."""
-    run = tmp_path / "run"
-    full_run(run)
+    # Written before status.json is, and resumed with other settings: it has those in force, not an evaluation's.
     (run / "status.json").write_text(json.dumps({"state": "running", "exit_code": None, "reason": "none yet"}))
+    write_metrics(run / "metrics.jsonl", [])
     (run / "config_2.yaml").write_text("model: {}\nrun: {eval_only: false}\noptim:\n  lr: 0.5\n")
     (run / "config_3.yaml").write_text("model: {}\nrun: {eval_only: true}\noptim:\n  lr: 0.25\n")
     text = write_report(run, state="done").read_text()
@@ -109,27 +96,19 @@ def test_the_report_of_a_run_that_ends_now_and_was_resumed_with_other_settings(t
     assert "state running, reason none yet" in write_report(run).read_text()
 
 
-@pytest.mark.parametrize("name", [r"$\frac{1$", "_hidden", "<img src=x>", "[a](http://b.c)", "\ud800", "two\nlines"])
-def test_a_name_of_a_class_does_nothing_to_the_report(tmp_path, name):
+def test_a_name_of_a_class_does_nothing_to_the_report(tmp_path):
     """Neither mathematics that matplotlib cannot read nor markup, a link or another row of the table."""
-    rows = [{"step": step, "epoch": 0, "val/bbox_AP": 0.1, f"val/AP/{name}": 0.1} for step in (1, 2)]
+    names = [r"$\frac{1$", "_hidden", "<img src=x>", "[a](http://b.c)", "\ud800", "two\nlines"]
+    rows = [{"step": step, "epoch": 0, "val/bbox_AP": 0.1} | {f"val/AP/{name}": 0.1 for name in names}
+            for step in (1, 2)]  # fmt: skip
     write_metrics(tmp_path / "run" / "metrics.jsonl", rows)
     text = write_report(tmp_path / "run").read_text()
-    assert f"| {in_markdown(name)} | 0.1000 | 0.1000 |" in text and f"| {name} |" not in text
+    for name in names:
+        assert f"| {in_markdown(name)} | 0.1000 | 0.1000 |" in text and f"| {name} |" not in text
     assert (tmp_path / "run" / "report" / "ap.png").is_file()
 
 
-def test_the_report_of_an_empty_run(tmp_path):
-    text = write_report(tmp_path / "run").read_text()
-    assert "no step yet" in text and "no evaluation" in text and "png" not in text
-
-
 # ---- pictures
-
-
-def prediction(boxes, scores, labels):
-    return {"boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), "scores": torch.tensor(scores),
-            "labels": torch.tensor(labels, dtype=torch.int64)}  # fmt: skip
 
 
 def pixels(path):
@@ -144,7 +123,7 @@ def test_predictions_stand_beside_the_ground_truth(tmp_path):
     image = torch.full((3, 96, 128), 90, dtype=torch.uint8)
     truth = {"name": "a very long name of an image " * 5, "boxes": torch.tensor([[20.0, 20, 60, 60]]),
              "labels": torch.tensor([0]), "iscrowd": torch.tensor([0])}  # fmt: skip
-    found = prediction([[10, 10, 50, 50], [60, 30, 110, 80], [0, 0, 9, 9]], [0.9, 0.31, 0.2], [1, 2, 3])
+    found = found_of([[10, 10, 50, 50], [60, 30, 110, 80], [0, 0, 9, 9]], [1, 2, 3], [0.9, 0.31, 0.2])
     picture = pixels(draw_grid([(image, found, truth)], ["zero", "one", "two", "three"], tmp_path / "a/b.png"))
     half = picture.shape[1] // 2
     left, right = picture[:, :half], picture[:, half:]
@@ -156,31 +135,23 @@ def test_predictions_stand_beside_the_ground_truth(tmp_path):
 
 def test_odd_images_and_boxes_are_drawn(tmp_path):
     """No boxes, boxes outside, flipped and not finite, a label without name, a crowd; tall, wide and tiny images."""
-    odd = prediction([[-50, -50, 900, 900], [40, 40, 10, 10], [float("nan")] * 4], [0.9, 0.8, 0.7], [0, 25, 1])
-    truth = {"name": 1, "boxes": torch.tensor([[1.0, 1, 5, 5]]), "labels": torch.tensor([0]),
-             "iscrowd": torch.tensor([1])}  # fmt: skip
-    empty = {"name": 2, "boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
+    odd = found_of([[-50, -50, 900, 900], [40, 40, 10, 10], [float("nan")] * 4], [0, 25, 1], [0.9, 0.8, 0.7])
+    nothing = found_of([], [], [])
+    crowd = found_of([[1, 1, 5, 5]], [0], []) | {"name": 1, "iscrowd": torch.tensor([1])}
+    del crowd["scores"]
     samples = [
-        (torch.zeros(3, 300, 20, dtype=torch.uint8), odd, truth),
-        (torch.zeros(3, 20, 2000, dtype=torch.uint8), prediction([], [], []), empty),
-        (torch.zeros(3, 1, 1, dtype=torch.uint8), odd, truth),
+        (torch.zeros(3, 300, 20, dtype=torch.uint8), odd, crowd),
+        (torch.zeros(3, 20, 2000, dtype=torch.uint8), nothing, {"name": 2} | nothing),
+        (torch.zeros(3, 1, 1, dtype=torch.uint8), odd, crowd),
     ]
     assert pixels(draw_grid(samples, ["only"], tmp_path / "odd.png")).shape[2] == 3
     assert pixels(draw_grid([], ["only"], tmp_path / "none.png")).size
 
 
 def test_the_same_images_every_time(tmp_path):
-    rows = []
-    for i in range(10):
-        Image.new("RGB", (40, 30), (i * 20, 0, 0)).save(tmp_path / f"{i}.png")
-        boxes = [[1, 1, 20, 20]] if i % 2 else []
-        objects = {"id": [i] * len(boxes), "bbox": boxes, "category": [0] * len(boxes), "area": [361.0] * len(boxes),
-                   "iscrowd": [0] * len(boxes)}  # fmt: skip
-        rows.append({"image_id": i, "file_name": f"{i}.png", "width": 40, "height": 30, "objects": objects,
-                     "relations": {"subject": [], "object": [], "predicate": []}})  # fmt: skip
-    table = write_rows(rows, cache_file=tmp_path / "c/t.json", categories=[Category(1, "thing")], image_root=tmp_path)
+    table = table_of(tmp_path, [[([1, 1, 20, 20], 0)] if i % 2 else [] for i in range(10)])
     assert choose_images(table, 3) == [1, 5, 9]  # those with boxes
     assert choose_images(table, 50) == [1, 3, 5, 7, 9]
-    nothing = {i: prediction([], [], []) for i in range(10)}
+    nothing = dict.fromkeys(table.image_ids().tolist(), found_of([], [], []))
     first, second = (draw_predictions(table, nothing, 4, tmp_path / "out" / name) for name in ("1.png", "2.png"))
     assert first.read_bytes() == second.read_bytes()

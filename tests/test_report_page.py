@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import fields
 from html.parser import HTMLParser
 from urllib.parse import unquote
@@ -13,17 +11,15 @@ import pytest
 from report_data import ground_truth_as_predictions, predictions_of, random_case, table_of
 
 from toolkit.evaluation.predictions_file import write_predictions
-from toolkit.evaluation.report import PREDICTIONS, sections, write_report
+from toolkit.evaluation.report import PREDICTIONS, figures, sections, write_report
 from toolkit.evaluation.report.advice import MORE_BOXES, advise
 from toolkit.evaluation.report.charts import COLOURS, MOST_POINTS, BarChart, Line, LineChart, figure, save_charts, svg
 from toolkit.evaluation.report.facts import RunFacts
 from toolkit.evaluation.report.judgement import judge
+from toolkit.evaluation.report.thresholds import Sweep
 from toolkit.evaluation.report.write import write_comparison, write_page
 from toolkit.models import ARCHITECTURES, options_class
 from toolkit.runs.status import RunStatus
-
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
-                if (found := shutil.which(name))), None)  # fmt: skip
 
 
 class Checker(HTMLParser):
@@ -55,12 +51,16 @@ class Checker(HTMLParser):
 
 
 def checked(path) -> Checker:
-    checker = Checker()
-    checker.feed(path.read_text(encoding="utf-8"))
+    checker, text = Checker(), path.read_text(encoding="utf-8")
+    checker.feed(text)
     assert not checker.open and not checker.faults
     assert all(source.startswith("data:") for source in checker.fetched), "nothing from elsewhere"
-    assert not re.search(r"@import|url\((?!#)", path.read_text())
+    assert not re.search(r"@import|url\((?!#)", text)
     return checker
+
+
+def judged_of(table, predictions, name="x"):
+    return judge(name, predictions, table, draws=5)
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +78,13 @@ def case(tmp_path_factory):
 
 def test_a_page_is_one_file_with_all_sections(case, tmp_path):
     table, predictions = case
-    judged = judge("try <1>", predictions, table, draws=20)
+    judged = judged_of(table, predictions, "try <1>")
     rows = [{"step": s, "epoch": 0, "train/loss": 1 / s, "train/loss_ce": 1 / s, "train/loss_ce_unscaled": 0.5 / s,
              "train/lr/all": 0.1, "train/grad_norm": float(s)} for s in range(1, 40)]  # fmt: skip
     rows += [{"step": 40, "epoch": 0, "val/bbox_AP": 0.2, "val/loss_ce_unscaled": 0.3, "val/loss": 0.4}]
     page = write_page(tmp_path / "report", judged, RunFacts(rows, {}, "a: <1>", "{}", "state done"), "try <1>")
     text, links = page.read_text(), checked(page).links
-    for section in ("summary", "numbers", "thresholds", "confusion", "errors", "images", "confident", "annotation",
-                    "training", "settings"):  # fmt: skip
+    for section in "summary numbers thresholds confusion errors images confident annotation training settings".split():
         assert f'id="{section}"' in text and f"#{section}" in links
     assert "&lt;cat&gt; &amp; &quot;co&quot;" in text and "<cat>" not in text
     assert "loss_ce, unweighted" in text and "validation" in text
@@ -97,36 +96,23 @@ def test_a_page_is_one_file_with_all_sections(case, tmp_path):
     assert len(numbers["annotation_mistakes"]) == len(judged.suspects) > 0
 
 
-def test_the_report_of_a_run_has_its_predictions(case, tmp_path):
-    table, predictions = case
-    run = tmp_path / "run"
-    assert "index.html" in write_report(run).read_text()  # nothing yet, and no failure
-    checked(run / "report" / "index.html")
-    assert not (run / "report" / "report.json").exists()
-    write_predictions(run / "report" / PREDICTIONS, predictions, table, detector="run, step 3 (raw weights)")
-    write_report(run, table)
-    assert "step 3 (raw weights)" in (run / "report" / "index.html").read_text()
-    assert json.loads((run / "report" / "report.json").read_text())["images"] == 12
-
-
 def test_images_that_cannot_be_read_and_data_without_boxes(tmp_path):
     table, predictions = random_case(tmp_path / "a")  # there are no image files
-    page = write_page(tmp_path / "r", judge("x", predictions, table, draws=5), RunFacts(), "x")
+    page = write_page(tmp_path / "r", judged_of(table, predictions), RunFacts(), "x")
     assert "cannot be read from here" in page.read_text()
     empty = table_of(tmp_path / "b", [[], []])
-    nothing = predictions_of(empty, [[([0, 0, 9, 9], 0, 0.5)], []])
-    checked(write_page(tmp_path / "s", judge("x", nothing, empty, draws=5), RunFacts(), "x"))
-    none = predictions_of(table, [[]] * len(table))
-    checked(write_page(tmp_path / "t", judge("x", none, table, draws=5), RunFacts(), "x"))
+    for name, data, found in (("s", empty, [[([0, 0, 9, 9], 0, 0.5)], []]), ("t", table, [[]] * len(table))):
+        checked(write_page(tmp_path / name, judged_of(data, predictions_of(data, found)), RunFacts(), "x"))
 
 
 def test_a_comparison_is_one_file(case, tmp_path):
     table, predictions = case
-    judged = [judge(name, p, table, draws=20)
-              for name, p in (("a", predictions), ("b", ground_truth_as_predictions(table)))]  # fmt: skip
-    page = write_comparison(tmp_path, judged)
+    page = write_comparison(tmp_path, [judged_of(table, predictions, "a"),
+                                       judged_of(table, ground_truth_as_predictions(table), "b")])  # fmt: skip
     checked(page)
     assert "better by" in page.read_text()
+    pictured = re.findall("<figure class=picture>.*?<figcaption>(.), ", page.read_text())
+    assert pictured[:2] == ["a", "b"], "the images that changed most, of the first and of the last"
     content = json.loads((tmp_path / "report.json").read_text())
     assert len(content["detectors"]) == 2 and content["differences"][0]["metric"] == "AP"
 
@@ -135,6 +121,12 @@ def test_charts_of_odd_values(tmp_path):
     nothing = [LineChart("x", [Line("a", [], [])]), LineChart("x", [Line("a", [1], [np.nan])]), BarChart("x", []),
                LineChart("x", [Line("a", [1, 2], [0, -1])], log=True)]  # fmt: skip
     assert [svg(chart) for chart in nothing] == [""] * 4 and save_charts(nothing, tmp_path / "a.png") is None
+    axes = figure([LineChart("x", [Line("a", [0, 1], [0, 1])], marks=[(0.6, "best")])]).axes[0]
+    assert axes.lines[1].get_xdata() == [0.6, 0.6] and axes.texts[0].get_text() == "best"
+    sweep = Sweep(*np.array([[0.5], [0.2], [0.1], [0.15]]), total=10)
+    for chart in (figures.f1_chart({"a": sweep}), figures.precision_recall_chart({"a": sweep})):
+        axes = figure([chart]).axes[0]
+        assert axes.get_xlim() == axes.get_ylim() == (0, 1)
     assert "<use" in svg(LineChart("x", [Line("a", [1], [2])])), "one point is a dot"
     assert len(Line("a", range(10**5), np.random.default_rng(0).random(10**5)).points()[0]) == MOST_POINTS
     odd = svg(LineChart("x", [Line("a", [1, 2, 3], [1e-30, np.inf, 1e30])], log=True))
@@ -145,7 +137,7 @@ def test_a_chart_has_the_colours_of_the_page_and_says_its_words_as_they_are(tmp_
     lines = [Line("0.12345 <b>", [1, 2], [1, 2]), Line("$x", [1, 2], [2, 1], 1), Line("none", [], [])]
     text = svg(LineChart("0.6789 & so", lines, "step"))
     assert "0.12345 &lt;b&gt;" in text and ">$x<" in text and "0.6789 &amp; so" in text and "none<" not in text
-    assert "var(--c0)" in text and "var(--c1)" in text and not re.search("#[0-9a-f]{6}[;\"]", text)
+    assert "var(--c0)" in text and "var(--c1)" in text and not re.search('#[0-9a-f]{6}[;"]', text)
     faint = LineChart("x", [Line("", [1, 2], [0, 99], faint=True), Line("a", [1, 2], [1, 2])])
     assert figure([faint]).axes[0].get_ylim()[1] < 3, "faint lines do not set the ends of the axis"
     path = save_charts([faint, LineChart("y", lines)], tmp_path / "new" / "a.png")
@@ -155,19 +147,14 @@ def test_a_chart_has_the_colours_of_the_page_and_says_its_words_as_they_are(tmp_
 # ---- advice: no sentence without evidence
 
 
-def topics(*arguments):
-    return {each.topic for each in advise(*arguments)}
-
-
-def test_a_perfect_detector_gets_no_advice(tmp_path):
-    table, _ = random_case(tmp_path, crowd=0)
-    judged = judge("x", ground_truth_as_predictions(table), table, draws=5)
-    assert topics(judged) <= {"Threshold"}
+def topics(*arguments) -> dict[str, str]:
+    return {advice.topic: advice.evidence for advice in advise(*arguments)}
 
 
 def test_each_advice_has_its_evidence(tmp_path):
     table, predictions = random_case(tmp_path, crowd=0)
-    judged = judge("x", predictions, table, draws=5)
+    assert topics(judged_of(table, ground_truth_as_predictions(table))).keys() <= {"Threshold"}
+    judged = judged_of(table, predictions)
     rising = [{"step": s, "val/bbox_AP": 0.02 * s, "val/loss": 1.0} for s in range(1, 9)]
     for rows in (rising, rising[::7]):  # two evaluations are enough
         assert "Trained too short" in topics(judged, RunFacts(rows))
@@ -177,15 +164,18 @@ def test_each_advice_has_its_evidence(tmp_path):
     over += [{"step": 10 * s, "val/loss": 1 + abs(s - 2), "val/bbox_AP": 0.3 - 0.02 * abs(s - 2)} for s in range(1, 7)]
     assert "Over-fitting" in topics(judged, RunFacts(over)) and "Over-fitting" not in topics(judged, RunFacts(rising))
     most = int(np.bincount(judged.matches.truth.image_index).max())
-    assert "Too few queries" in topics(judged, RunFacts(config={"model": {"num_queries": most}}))
-    assert "Too few queries" not in topics(judged, RunFacts(config={"model": {"num_queries": 10 * most}}))
+    for queries in (most, 10 * most):
+        facts = RunFacts(config={"model": {"num_queries": queries}})
+        assert ("Too few queries" in topics(judged, facts)) == (queries == most)
 
 
-def test_a_run_that_was_too_short_is_told_which_limit_ended_it_and_what_goes_on(tmp_path):
+def test_the_report_of_a_run_has_its_predictions_and_says_what_ended_it_and_what_goes_on(tmp_path):
     table, predictions = random_case(tmp_path / "data", crowd=0)
     run = tmp_path / "runs" / "mine"
-    (run / "report").mkdir(parents=True)
-    write_predictions(run / "report" / PREDICTIONS, predictions, table)
+    assert "index.html" in write_report(run).read_text()  # nothing yet, and no failure
+    checked(run / "report" / "index.html")
+    assert not (run / "report" / "report.json").exists()
+    write_predictions(run / "report" / PREDICTIONS, predictions, table, detector="mine, step 40 (raw weights)")
     rows = [{"step": s, "epoch": s // 20, kind: 0.01 * s} for s in (20, 40) for kind in ("train/loss", "val/bbox_AP")]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (run / "config.yaml").write_text("model: {}\nrun: {epochs: 100, max_minutes: 4.75}\n")
@@ -200,15 +190,15 @@ def test_a_run_that_was_too_short_is_told_which_limit_ended_it_and_what_goes_on(
     assert "0.200 at step 20, 0.400 at step 40" in first and "training ended by run.max_minutes (the minutes" in first
     assert f"<pre>accelerate launch scripts/train_detr.py --config {run}/config.yaml --run.resume latest " in first
     assert "--run.resume_schedule new --run.max_minutes 9.5</pre>" in first and "run.epochs" not in first
-    assert "state done, reason training ended by run.max_minutes" in page
+    assert "state done, reason training ended by run.max_minutes" in page and "step 40 (raw weights)" in page
+    assert json.loads((run / "report" / "report.json").read_text())["images"] == len(table)
 
 
 def test_pictures_are_named_by_their_files(tmp_path):
     box = [10, 10, 60, 70]
     table = table_of(tmp_path, [[(box, 0)]] * 40)
     found = [[([80, 10, 130, 70], 1, 0.9)] if i == 3 else [(box, 0, 0.8)] for i in range(40)]
-    judged = judge("x", predictions_of(table, found), table, draws=5)
-    page = write_page(tmp_path / "page", judged, RunFacts(), "x").read_text()
+    page = write_page(tmp_path / "page", judged_of(table, predictions_of(table, found)), RunFacts(), "x").read_text()
     captions = re.findall("<figure class=picture>.*?<figcaption>(.*?)</figcaption>", page)
     assert captions and all(re.match(r"\d+\.png \(id \d+\): ", caption) for caption in captions), captions
     assert any(caption.startswith("3.png (id 13): F1 0.00") for caption in captions)
@@ -218,65 +208,34 @@ def test_pictures_are_named_by_their_files(tmp_path):
 
 
 def test_twins_and_confusions_are_named_with_their_flag(tmp_path):
-    rng = np.random.default_rng(0)
-    truth, twins, wrong = [], [], []
-    for i in range(30):
-        box = [10 + i % 5, 10, 60, 70]
-        truth.append([(box, i % 2)])
-        score = rng.random()
-        twins.append(
-            [(box, i % 2, score), (np.add(box, 1), i % 2, score * 0.99), (np.add(box, 2), i % 2, score * 0.98)]
-        )
-        wrong.append([(box, 1 if i % 3 else i % 2, score)])
-    table = table_of(tmp_path, truth, draw=False)
-    judged = judge("x", predictions_of(table, twins), table, draws=5)
-    found = {a.topic: a for a in advise(judged, RunFacts(config={"model": {"nms_threshold": 0.9}}))}
-    assert "<code>--model.nms_threshold</code> (now 0.9)" in sections.advice([found["Duplicates"]])
-    assert "--model.nms_threshold (now 0.9)" in found["Duplicates"].advice and "60" in found["Duplicates"].evidence
-    assert "Confused classes" not in found
-    judged = judge("x", predictions_of(table, wrong), table, draws=5)
-    confused = {a.topic: a for a in advise(judged)}["Confused classes"]
-    assert "cat is taken for dog: 10 of 15" in confused.evidence and "Duplicates" not in topics(judged)
+    boxes = [np.array([10 + i % 5, 10, 60, 70]) for i in range(30)]
+    table = table_of(tmp_path, [[(box, i % 2)] for i, box in enumerate(boxes)], draw=False)
+    scores = np.random.default_rng(0).random(30)
+    twins = [[(box + k, i % 2, scores[i] * (1 - k / 100)) for k in range(3)] for i, box in enumerate(boxes)]
+    wrong = [[(box, 1 if i % 3 else i % 2, scores[i])] for i, box in enumerate(boxes)]
+    settings = RunFacts(config={"model": {"nms_threshold": 0.9}})
+    advice = {a.topic: a for a in advise(judged_of(table, predictions_of(table, twins)), settings)}
+    assert "<code>--model.nms_threshold</code> (now 0.9)" in sections.advice([advice["Duplicates"]])
+    assert "60" in advice["Duplicates"].evidence and "Confused classes" not in advice
+    confused = topics(judged_of(table, predictions_of(table, wrong)))
+    assert "cat is taken for dog: 10 of 15" in confused["Confused classes"] and "Duplicates" not in confused
 
 
 @pytest.mark.parametrize(("wrong", "named"), [(12, True), (30, False)])
 def test_a_reliable_detector_doubts_the_annotation_a_weak_one_does_not(tmp_path, wrong, named):
     box = [10, 10, 60, 70]
     table = table_of(tmp_path, [[(box, i % 2 if i >= wrong else 1 - i % 2)] for i in range(100)], draw=False)
-    judged = judge("x", predictions_of(table, [[(box, i % 2, 0.9 - i / 400)] for i in range(100)]), table, draws=5)
-    found = {a.topic: a.evidence for a in advise(judged)}
+    judged = judged_of(table, predictions_of(table, [[(box, i % 2, 0.9 - i / 400)] for i in range(100)]))
+    found = topics(judged)
     assert ("Annotation" in found) == named and len(judged.suspects) == wrong
     assert not named or "12 boxes look wrongly annotated, beside 100" in found["Annotation"]
 
 
 def test_a_detector_that_finds_nothing_is_told_why(tmp_path):
-    truth = [[([10, 10, 60, 70], 0)]] * 20
-    table = table_of(tmp_path, truth, draw=False)
+    table = table_of(tmp_path, [[([10, 10, 60, 70], 0)]] * 20, draw=False)
     small = predictions_of(table, [[([10 / 160, 10 / 120, 60 / 160, 70 / 120], 0, 0.9)]] * 20)
-    (advice,) = advise(judge("x", small, table, draws=5))
-    assert advice.topic == "Hardly anything is found" and "normalised" in advice.evidence
-
-
-# ---- in a browser
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
-@pytest.mark.parametrize("width, scheme", [(1200, 1), (1200, 0), (390, 1)], ids=["light", "dark", "narrow"])
-def test_a_browser_shows_the_page_without_a_complaint(case, tmp_path, width, scheme):
-    from PIL import Image
-
-    table, predictions = case
-    page = write_page(tmp_path / "report", judge("try", predictions, table, draws=20), RunFacts(), "try")
-    done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
-         f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},2500",
-         f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={tmp_path / 'shot.png'}", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr
-    pixels = np.asarray(Image.open(tmp_path / "shot.png").convert("L"), dtype=float)
-    assert (pixels[:40].mean() < 60) == (scheme == 0) and pixels.std() > 10
+    ((topic, evidence),) = topics(judged_of(table, small)).items()
+    assert topic == "Hardly anything is found" and "normalised" in evidence
 
 
 def test_settings_that_the_advice_for_crowded_images_names_exist():

@@ -6,18 +6,20 @@ import os
 import re
 import sys
 import unicodedata
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from PIL import Image
 
 from toolkit.data.table import Problem
 from toolkit.evaluation.draw import draw_detections, draw_grid, drawable
 from toolkit.scene_graphs.draw import _panel
-from toolkit.text import (
+from toolkit.text import (  # fmt: skip
     END_ISOLATE,
     ISOLATE,
     ShortUsage,
@@ -42,7 +44,7 @@ NASTY_NAMES = [
 any_text = st.one_of(st.text(), st.text(alphabet=st.characters()), st.sampled_from(NASTY_NAMES))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(any_text, st.integers(12, 120))
 def test_one_line_without_control_and_of_the_width_asked_for(text, limit):
     line = escaped(text, limit)
@@ -60,12 +62,9 @@ def test_one_line_without_control_and_of_the_width_asked_for(text, limit):
     assert around == (inside[1:-1] if inside[0] == inside[-1] == " " else inside)
 
 
-@pytest.mark.parametrize("name", ["cat", "traffic light", "na\xefve", "\u6771\u4eac", "\U0001f600", "a/b (3)"])
-def test_ordinary_names_stay_as_they_are(name):
-    assert escaped(name) == shown(name) == name
-
-
 def test_how_it_looks():
+    for name in ("cat", "traffic light", "na\xefve", "\u6771\u4eac", "\U0001f600", "a/b (3)"):
+        assert escaped(name) == shown(name) == name
     assert escaped("a\nb\x1b[31m\u202e\ud800") == r"a\nb\x1b[31m\u202e\ud800"
     assert escaped("beginning" + "x" * 500 + "end.jpg", 20) == "beginningxx...nd.jpg"
     assert escaped("\xa0a\u3000") == " a "
@@ -75,17 +74,15 @@ def test_how_it_looks():
     assert columns("\u6771\u4eac") == 4 and columns("e\u0301") == 1
 
 
-@pytest.mark.parametrize("name", NASTY_NAMES, ids=range(len(NASTY_NAMES)))
-def test_in_a_plot(name):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def test_in_a_plot():
     figure = Figure()
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot([1, 2], label=in_plot(name))
-    assert len(axes.legend().get_texts()) == 1
-    figure.savefig(io.BytesIO())
+    for name in NASTY_NAMES:
+        axes.plot([1, 2], label=in_plot(name))
+    assert len(axes.legend().get_texts()) == len(NASTY_NAMES)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(io.BytesIO())
 
 
 def test_in_pictures(tmp_path):
@@ -94,20 +91,17 @@ def test_in_pictures(tmp_path):
     boxes = torch.arange(count * 4).reshape(count, 4).float() % 200
     found = {"boxes": boxes, "scores": torch.full((count,), 0.9), "labels": torch.arange(count)}
     draw_detections(image, found, NASTY_NAMES, tmp_path / "a.png")
-    truths = [{"name": name, "boxes": boxes[:3], "labels": torch.arange(3)} for name in NASTY_NAMES]
     few = {key: value[:2] for key, value in found.items()}
-    draw_grid([(image[:, :20, :20], few, truth) for truth in truths], NASTY_NAMES, tmp_path / "b.png")
-    names = [drawable(name) for name in NASTY_NAMES]
-    triplets = np.stack([np.arange(count), np.arange(count)[::-1], np.arange(count)], 1)
+    samples = [(image[:, :20, :20], few, {"name": name, "boxes": boxes[:3], "labels": torch.arange(3)})
+               for name in NASTY_NAMES]  # fmt: skip
+    draw_grid(samples, NASTY_NAMES, tmp_path / "b.png")
+    rows, names = np.arange(count), [drawable(name) for name in NASTY_NAMES]
     ordered = np.sort(boxes.numpy().reshape(count, 2, 2), 1).reshape(count, 4)
-    _panel(Image.new("RGB", (200, 200)), ordered, np.arange(count), triplets, ["#000000"] * count,
-           names, names)  # fmt: skip
+    triplets = np.stack([rows, rows[::-1], rows], 1)
+    _panel(Image.new("RGB", (200, 200)), ordered, rows, triplets, ["#000000"] * count, names, names)
     assert np.asarray(Image.open(tmp_path / "a.png")).std() > 5
-
-
-def test_classes_that_the_letters_of_pictures_lack_stay_apart():
-    names = [drawable(name) for name in ("\u6771\u4eac", "\u5927\u962a", "\U0001f9ff", "\U0001f9fe", "cat")]
-    assert names == ["<6771><4EAC>", "<5927><962A>", "<1F9FF>", "<1F9FE>", "cat"]
+    lacked = [drawable(name) for name in ("\u6771\u4eac", "\u5927\u962a", "\U0001f9ff", "\U0001f9fe", "cat")]
+    assert lacked == ["<6771><4EAC>", "<5927><962A>", "<1F9FF>", "<1F9FE>", "cat"], "they stay apart"
 
 
 def test_problems_are_one_line_each():

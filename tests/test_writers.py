@@ -1,17 +1,14 @@
-"""What metrics.jsonl, TensorBoard and an offline W&B run really hold, over kills and resumes.
-
-    python -m pytest tests/test_writers.py
-"""
+"""What metrics.jsonl, TensorBoard and an offline W&B run really hold, over kills and resumes."""
 
 import inspect
 import json
 import math
 import os
 import pty
-import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -42,17 +39,23 @@ def val_row(step: int) -> dict:
     return {"step": step, "epoch": 0, "time_s": float(step), "val/bbox_AP": step / 100, "val/AP/ring": None}
 
 
+def write_rows(path: Path, *rows: dict, keep_rows: int = 0) -> MetricsLog:
+    log = MetricsLog(path, keep_rows=keep_rows)
+    for row in rows:
+        log.write(row)
+    log.close()
+    return log
+
+
 # ---------------------------------------------------------------- metrics.jsonl
 
 
-@settings(deadline=None)  # each example waits for the disk
+@settings(deadline=None, max_examples=50)  # each example waits for the disk
 @given(st.dictionaries(st.text(min_size=1).filter(lambda k: k != "nonfinite"), st.floats() | st.integers() | st.none()))
 def test_rows_are_strict_json_and_come_back(tmp_path_factory, values):
     row = values | {"step": 3}
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
-    log = MetricsLog(path)
-    log.write(row)
-    log.close()
+    write_rows(path, row)
 
     def refuse(name):
         raise AssertionError(f"{name} is no JSON")
@@ -71,21 +74,14 @@ def test_nonfinite_values_are_null_and_named(tmp_path):
 
 def test_resume_keeps_as_many_rows_as_the_checkpoint_knew(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
-    for row in (train_row(5), train_row(10)):
-        log.write(row)
-    known = log.rows  # the checkpoint of step 10 is written between the step's two rows
-    for row in (val_row(10), train_row(15)):
-        log.write(row)
-    log.close()
+    known = write_rows(path, train_row(5), train_row(10)).rows  # the checkpoint is written between a step's two rows
+    write_rows(path, val_row(10), train_row(15), keep_rows=known)
     with open(path, "a") as file:
         file.write('{"step": 20, "tr')  # torn by a kill
     assert [row["step"] for row in read_metrics(path)] == [5, 10, 10, 15]
-    log = MetricsLog(path, keep_rows=known)
-    log.write(val_row(10))
-    log.close()
+    write_rows(path, val_row(10), keep_rows=known)
     assert read_metrics(path) == [train_row(5), train_row(10), val_row(10)]
-    MetricsLog(path).close()
+    write_rows(path)
     assert path.read_text() == ""
 
 
@@ -105,28 +101,22 @@ def test_a_file_that_grows_is_read_once(tmp_path):
         assert file.new_rows() == [train_row(2)]
         torn.write(b'/loss": 1.0}\n')
     assert [row["step"] for row in file.new_rows()] == [3]
+    log.close()
     with open(path, "r+b") as earlier:
         earlier.write(b"{")
-    for _ in range(2):  # put in its place twice, so that the system may give the first one's number again
-        log.close()
-        log = MetricsLog(path, keep_rows=2)
-    log.write(train_row(4))
+    for rows in ((), (train_row(4),)):  # put in its place twice: the system may give the first one's number again
+        write_rows(path, *rows, keep_rows=2)
     assert [row["step"] for row in file.new_rows()] == [1, 2, 4]
     with open(path, "a") as bad:
         bad.write("nothing\n")
     with pytest.raises(BadInput, match="line 4"):
         file.new_rows()
     file.close()
-    log.close()
 
 
 def test_rows_that_are_not_there_are_said_and_the_file_is_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    rows = [train_row(step) | {"loss": math.nan} for step in (1, 2, 3)]
-    log = MetricsLog(path)
-    for row in rows:
-        log.write(row)
-    log.close()
+    write_rows(path, *(train_row(step) | {"loss": math.nan} for step in (1, 2, 3)))
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
     assert repair_rows(path, 3) == repair_rows(path, 2) == [] and path.read_bytes() == whole
@@ -154,42 +144,29 @@ def test_rows_that_are_not_there_are_said_and_the_file_is_kept(tmp_path):
 
 
 def test_evaluating_an_earlier_checkpoint_only_keeps_the_rows_after_it(tmp_path):
-    writer = RunWriter(tmp_path)
-    writer.log(train_row(5))
-    earlier = writer.state_dict()
-    writer.log(train_row(10))
-    writer.close()
+    earlier = log_rows(tmp_path, 5).state_dict()
+    log_rows(tmp_path, 10, resume_state=earlier)
     writer = RunWriter(tmp_path, resume_state=earlier, eval_only=True)
     writer.log(val_row(5))
     writer.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [train_row(5), train_row(10), val_row(5)]
 
 
-def test_bad_metrics_file_is_bad_input(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"epoch": 2}\n')
+def test_bad_metrics_files_and_a_full_disk_are_bad_input(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"epoch": 2}\n')
     with pytest.raises(BadInput, match="line 2"):
-        MetricsLog(tmp_path / "metrics.jsonl", keep_rows=2)
+        MetricsLog(path, keep_rows=2)
     with pytest.raises(BadInput, match="missing.*cannot be written"):
         MetricsLog(tmp_path / "missing" / "metrics.jsonl")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_full_disk_is_bad_input(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log._file = open("/dev/full", "a")  # noqa: SIM115
-    with pytest.raises(BadInput, match="No space left.*--run.resume latest"):
-        log.write(train_row(1))
+    if Path("/dev/full").exists():
+        log = MetricsLog(path)
+        log._file = open("/dev/full", "a")  # noqa: SIM115
+        with pytest.raises(BadInput, match="No space left.*--run.resume latest"):
+            log.write(train_row(1))
 
 
 # ---------------------------------------------------------------- trackers
-
-
-def test_tracker_names(tmp_path):
-    assert tracker_names("none") == tracker_names([]) == []
-    assert tracker_names("wandb") == tracker_names(["wandb", "none", "wandb"]) == ["wandb"]
-    assert tracker_names(["wandb", "tensorboard"]) == ["wandb", "tensorboard"]
-    with pytest.raises(BadInput, match="(?s)wnadb: no such tracker.*none, .*tensorboard.*wandb.*aim: its package is"):
-        tracker_names(["wandb", "wnadb", "aim"])
 
 
 def open_writer(folder: Path, *trackers: str, **options) -> RunWriter:
@@ -197,6 +174,15 @@ def open_writer(folder: Path, *trackers: str, **options) -> RunWriter:
     data = {split: DataFacts(f"{split}0123456789abcdef", "images", 9, 20, 2) for split in ("train", "val")}
     about = About(config=config, name="named", group="ablation", tags=["small"], notes="why", job_type="train")
     return RunWriter(folder, trackers=trackers, about=about, data=data, **options)
+
+
+def log_rows(folder: Path, *steps: int, trackers: Sequence[str] = (), **options) -> RunWriter:
+    """A writer that has written these training rows and is closed."""
+    writer = open_writer(folder, *trackers, **options)
+    for step in steps:
+        writer.log(train_row(step))
+    writer.close()
+    return writer
 
 
 def evaluation():
@@ -213,37 +199,40 @@ def evaluation():
 
 def run_and_resume(folder: Path, *trackers: str) -> None:
     """Rows 1 to 7, a checkpoint after 5, then a second writer that takes up that checkpoint and goes on to 9."""
-    final = folder / "final"
+    final, best = folder / "final", {"step": 9, "bbox_AP": 0.09}
     final.mkdir()
     (final / "README.md").write_text("the card")
     writer = open_writer(folder, *trackers)
-    for step in range(1, 8):
-        if step == 6:
-            writer.log(val_row(5))
-            writer.show(evaluation(), step=5)
-            state = json.loads(json.dumps(writer.state_dict()))
+    for row in (*map(train_row, range(1, 6)), val_row(5)):
+        writer.log(row)
+    writer.show(evaluation(), step=5)
+    state = json.loads(json.dumps(writer.state_dict()))
+    for step in (6, 7):
         writer.log(train_row(step))
     writer.close("preempted")
     writer = open_writer(folder, *trackers, resume_state=state)
     writer.show(evaluation(), step=5)  # shown already
-    for step in range(6, 10):
-        writer.log(train_row(step))
-    writer.log(val_row(9))
-    writer.keep_final(final, {"step": 9, "bbox_AP": 0.09})
+    rows = [*map(train_row, range(6, 10)), val_row(9)]
+    for row in rows:
+        writer.log(row)
+    writer.keep_final(final, best)
     writer.close()
     writer = open_writer(folder, *trackers, resume_state=writer.state_dict())  # again after its end
-    writer.keep_final(final, {"step": 9, "bbox_AP": 0.09})
+    writer.keep_final(final, best)
     writer.close()
     assert writer.state_dict() == {"rows": 11, "run_ids": state["run_ids"]}
-    assert read_metrics(folder / "metrics.jsonl") == [
-        *map(train_row, range(1, 6)), val_row(5), *map(train_row, range(6, 10)), val_row(9)
-    ]  # fmt: skip
+    assert read_metrics(folder / "metrics.jsonl") == [*map(train_row, range(1, 6)), val_row(5), *rows]
+
+
+def events_of(folder: Path):
+    """Everything that was written for TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=False).Reload()
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=False).Reload()  # everything written
+    events = events_of(folder)
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
@@ -253,11 +242,10 @@ def test_tensorboard_gets_every_row_once(tmp_path):
     assert found["train/loss"] == [(step, pytest.approx(1 / step)) for step in range(1, 10)]
     assert found["val/bbox_AP"] == [(5, pytest.approx(0.05)), (9, pytest.approx(0.09))]
     assert "val/AP/ring" not in found
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     assert all(path.is_file() for path in (tmp_path / "tensorboard").iterdir()), "one folder of event files"
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = events_of(tmp_path)
     assert [(i.step, i.width, i.height) for i in events.Images("val/predictions")] == [(5, 8, 6)]
     assert [len(events.Images(f"val/{name}")) for name in ("f1", "confusion_matrix", "class_AP")] == [1, 1, 1]
     (curve,) = events.Tensors("val/precision_recall/star")  # true and false positives, ..., precision, recall
@@ -272,26 +260,18 @@ def test_tensorboard_gets_every_row_once(tmp_path):
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_losses_before_their_weights_go_to_trackers_only_when_asked_for(tmp_path, asked):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     unscaled = {f"{kind}/loss_ce_unscaled": 0.5 for kind in ("train", "epoch", "val")}
     writer = RunWriter(tmp_path, trackers=["tensorboard"], track_unscaled=asked)
     writer.log(train_row(1) | unscaled | {"train/loss_ce": 1.0})
     writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert "train/loss_ce" in events.Tags()["scalars"]
-    assert unscaled.keys() & set(events.Tags()["scalars"]) == (unscaled.keys() if asked else set())
+    tags = scalars(tmp_path).keys()
+    assert "train/loss_ce" in tags and unscaled.keys() & tags == (unscaled.keys() if asked else set())
     assert unscaled.items() <= read_metrics(tmp_path / "metrics.jsonl")[0].items(), "the file has them always"
 
 
 def test_a_tracker_switched_on_later_gets_the_earlier_rows(tmp_path):
-    writer = open_writer(tmp_path)
-    for step in (1, 2):
-        writer.log(train_row(step))
-    writer.close()
-    writer = open_writer(tmp_path, "tensorboard", resume_state=writer.state_dict())
-    writer.log(train_row(3))
-    writer.close()
+    state = log_rows(tmp_path, 1, 2).state_dict()
+    log_rows(tmp_path, 3, trackers=["tensorboard"], resume_state=state)
     assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [1, 2, 3]
 
 
@@ -322,24 +302,12 @@ def test_a_failing_tracker_costs_one_warning(wandb_home, monkeypatch):
     assert [step for _, step, _ in history(wandb_home)] == [1, 2, 3], "the other tracker goes on"
 
 
-ELSEWHERE = """
-runs = []
-class Run:
-    def __init__(self): self.rows, self.config = [], {}
-    def log(self, values, step): self.rows.append(step)
-    def finish(self): pass
-config = {}
-def init(**options):
-    runs.append(options)
-    return Run()
-"""
-
-
 def test_a_program_that_accelerate_knows_keeps_name_and_group_over_a_resume(tmp_path, monkeypatch):
     """Trackio in its own words; it, and MLflow, are tried for real where they are installed, see docs/tracking.md."""
-    module = ModuleType("trackio")
-    exec(ELSEWHERE, module.__dict__)
+    module, runs = ModuleType("trackio"), []
     module.config = SimpleNamespace(update=lambda values, allow_val_change: None)
+    run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None, config={})
+    module.init = lambda **options: runs.append(options) or run
     monkeypatch.setitem(sys.modules, "trackio", module)
     PartialState()
     about = About(project="p", name="mine", group="g", tags=["t"])
@@ -348,12 +316,9 @@ def test_a_program_that_accelerate_knows_keeps_name_and_group_over_a_resume(tmp_
     state = writer.state_dict()
     writer.close("preempted")
     assert state["run_ids"] == {"trackio": "mine"}
-    writer = RunWriter(tmp_path, trackers=["trackio"], about=replace(about, name="other"), resume_state=state)
-    writer.close()
-    assert module.runs == [
-        {"project": "p", "name": "mine", "group": "g", "resume": "never"},
-        {"project": "p", "name": "mine", "group": "g", "resume": "allow"},
-    ]
+    RunWriter(tmp_path, trackers=["trackio"], about=replace(about, name="other"), resume_state=state).close()
+    begun = {"project": "p", "name": "mine", "group": "g"}
+    assert runs == [begun | {"resume": "never"}, begun | {"resume": "allow"}]
 
 
 @pytest.mark.parametrize("name", sorted({str(name) for name in LOGGER_TYPE_TO_CLASS} - {"wandb", "tensorboard"}))
@@ -370,10 +335,12 @@ def test_accelerate_s_trackers_are_told_name_and_id(tmp_path, name):
 def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path):
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.warns(UserWarning, match="tensorboard failed") as caught:
-        writer = open_writer(tmp_path, "tensorboard")
-        writer.log(train_row(1))
-        writer.close()
+        log_rows(tmp_path, 1, trackers=["tensorboard"])
     assert len(caught) == 1 and len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    with pytest.raises(BadInput, match="(?s)wnadb: no such tracker.*none, .*tensorboard.*wandb.*aim: its package is"):
+        tracker_names(["wandb", "wnadb", "aim"])
+    assert tracker_names("none") == tracker_names([]) == []
+    assert tracker_names(["wandb", "none", "wandb"]) == ["wandb"] == tracker_names("wandb")
 
 
 # ---------------------------------------------------------------- W&B
@@ -438,45 +405,10 @@ def test_offline_wandb_gets_every_row_once_under_one_id(wandb_home, monkeypatch)
     assert data["references"] == {f"data://{split}0123456789abcdef/images" for split in ("train", "val")}
 
 
-def logging_run(folder: Path) -> None:
-    writer = open_writer(folder, "wandb")
-    writer.log(train_row(1))
-    writer.close()
-
-
-def killed_run(folder: Path) -> None:
-    """Logs ten rows, has a checkpoint after the eighth, and is killed before W&B has written anything down."""
-    writer = open_writer(folder, "wandb")
-    for step in range(1, 11):
-        writer.log(train_row(step))
-        if step == 8:
-            (folder / "state.json").write_text(json.dumps(writer.state_dict()))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_rows_that_wandb_lost_in_a_kill_are_sent_again(wandb_home, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    command = [sys.executable, __file__, "kill", str(wandb_home)]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(history(wandb_home)) < 8  # else this test shows nothing
-    state = json.loads((wandb_home / "state.json").read_text())
-    writer = open_writer(wandb_home, "wandb", resume_state=state)
-    for step in range(9, 13):
-        writer.log(train_row(step))
-    writer.close()
-    run_id = state["run_ids"]["wandb"]
-    rows = history(wandb_home)
-    assert [row[:2] for row in rows[-12:]] == [(run_id, step) for step in range(1, 13)]
-    assert all(row in rows[-12:] for row in rows), "what was there already is the same row under the same step"
-
-
 def test_another_folder_gets_another_run(wandb_home, monkeypatch):
     """A run that starts from another run's checkpoint is not that run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    writer = open_writer(wandb_home, "wandb", resume_state={"rows": 5, "run_ids": {"wandb": "abcd1234"}})
-    writer.log(train_row(6))
-    writer.close()
+    writer = log_rows(wandb_home, 6, trackers=["wandb"], resume_state={"rows": 5, "run_ids": {"wandb": "abcd1234"}})
     assert writer.state_dict()["run_ids"]["wandb"] != "abcd1234" and [step for _, step, _ in history(wandb_home)] == [6]
 
 
@@ -487,10 +419,7 @@ def test_wandb_without_account_or_network_goes_offline_with_one_warning(wandb_ho
         monkeypatch.setenv("WANDB_API_KEY", key)
         monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
     with pytest.warns(UserWarning, match="W&B cannot be reached.*wandb sync") as caught:
-        writer = open_writer(wandb_home, "wandb")
-        for step in (1, 2):
-            writer.log(train_row(step))
-        writer.close()
+        log_rows(wandb_home, 1, 2, trackers=["wandb"])
     assert len([w for w in caught if w.category is UserWarning]) == 1
     assert [step for _, step, _ in history(wandb_home)] == [1, 2]
 
@@ -501,36 +430,25 @@ def test_wandb_asks_nobody_for_an_account(wandb_home, monkeypatch):
     monkeypatch.delenv("WANDB_SILENT")
     monkeypatch.setenv("TERM", "xterm")
     terminal, other_end = pty.openpty()
-    command = [sys.executable, __file__, "log", str(wandb_home)]
-    subprocess.run(command, stdin=other_end, stderr=other_end, stdout=subprocess.DEVNULL, timeout=60, check=True)
+    code = "import sys; from test_writers import *; log_rows(Path(sys.argv[1]), 1, trackers=['wandb'])"
+    streams = {"stdin": other_end, "stderr": other_end, "stdout": subprocess.DEVNULL}
+    command = [sys.executable, "-c", code, str(wandb_home)]
+    subprocess.run(command, **streams, timeout=60, check=True, cwd=Path(__file__).parent)
     os.close(other_end)
     os.close(terminal)
     assert [step for _, step, _ in history(wandb_home)] == [1]
 
 
-def test_offline_file_is_read_to_where_it_was_cut_off(wandb_home, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    writer = open_writer(wandb_home, "wandb")
-    for step in range(1, 201):
-        writer.log(train_row(step, **{f"train/loss_{i}": step + i / 7 for i in range(20)}))
-    writer.close()
-    (file,) = wandb_home.glob("wandb/offline-run-*/*.wandb")
-    size = file.stat().st_size
-    assert size > 3 * 32768  # rows that cross a block
-    assert [step for _, step, _ in history(wandb_home)] == list(range(1, 201))
-    for cut in (size - 1000, 65536, 65540, 40000, 7, 3, 0):
-        os.truncate(file, cut)
-        found = [step for _, step, _ in history(wandb_home)]
-        assert found == list(range(1, len(found) + 1)) and len(found) <= cut / 300
-
-
 # ---------------------------------------------------------------- console
 
 
-def test_the_line_counts_epochs_by_the_steps_that_the_whole_run_would_have_with_batches_of_now():
+def test_the_lines_of_a_training():
     """Five epochs of 40 steps, then batches twice as large: 20 steps an epoch, for 100 more."""
     assert str(Place(201, 300, 5, 20, 0.0, recut=-100)).startswith("epoch 6/10  step 201/300")
     assert str(Place(201, 300, 5, 20, 0.0)).startswith("epoch 6/15")
+    line = averages_line(1, {"loss": 2.0, "loss_ce": 1.5, "loss_ce_0": 9.0, "loss_ce_unscaled": 9.0}, 90.0, 60)
+    assert line == "Averaged stats of epoch 2: loss: 2.0000  loss_ce: 1.5000  time 0:01:30 (1.500 s / step)"
+    assert total_line(3725.4, 100) == "Training time 1:02:05 (37.254 s / step)"
 
 
 def test_console_line():
@@ -548,51 +466,25 @@ def test_console_line():
         "[ce 1.2000 (1.8000)  bbox 0.5000 (0.7500)]  class_error 24.00  lr main 0.0001 backbone 1e-05  "
         "grad_norm 0.123  data 0.012 s  step 0.457 s  mem 1234 MiB"
     )
-
-
-def test_console_line_of_torchvision_names_and_missing_values():
     row = {"step": 1, "train/loss": math.nan, "train/loss_rpn_box_reg": 1.0, "time/eta_s": math.nan}
-    shown = {"loss": "nan", "loss_rpn_box_reg": "1.0 (1.25)"}
-    place = Place(1, 1, 0, 1, 0.0)
-    assert console_line(row, shown, place) == "epoch 1/1  step 1/1  elapsed 0:00:00  loss nan  [rpn_box_reg 1.0 (1.25)]"
+    line = console_line(row, {"loss": "nan", "loss_rpn_box_reg": "1.0 (1.25)"}, Place(1, 1, 0, 1, 0.0))
+    assert line == "epoch 1/1  step 1/1  elapsed 0:00:00  loss nan  [rpn_box_reg 1.0 (1.25)]"
 
 
-def test_averages_of_an_epoch_leave_auxiliary_layers_out():
-    line = averages_line(1, {"loss": 2.0, "loss_ce": 1.5, "loss_ce_0": 9.0, "loss_ce_unscaled": 9.0}, 90.0, 60)
-    assert line == "Averaged stats of epoch 2: loss: 2.0000  loss_ce: 1.5000  time 0:01:30 (1.500 s / step)"
-
-
-def test_the_last_line_says_what_training_took():
-    assert total_line(3725.4, 100) == "Training time 1:02:05 (37.254 s / step)"
-
-
-def test_progress_is_silent_without_a_terminal(capsys):
-    bar = progress(10, initial=3)
+@pytest.mark.parametrize(("terminal", "enabled"), [(False, True), (True, False), (True, True)])
+def test_progress_shows_a_bar_with_the_time_left_on_a_terminal_alone(capsys, monkeypatch, terminal, enabled):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    bar = progress(10, initial=3, enabled=enabled)
     bar.update(2)
+    bar.refresh()
     bar.write("a line")
     bar.close()
     out, err = capsys.readouterr()
-    assert out == "a line\n" and err == ""
-
-
-def test_progress_shows_a_bar_with_the_time_left_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for enabled in (False, True):
-        bar = progress(10, initial=3, enabled=enabled)
-        bar.update(2)
-        bar.refresh()
-        bar.close()
-        err = capsys.readouterr().err
-        assert ("5/10" in err and "<" in err) if enabled else err == ""
-
-
-if __name__ == "__main__":
-    {"log": logging_run, "kill": killed_run}[sys.argv[1]](Path(sys.argv[2]))
+    assert out == "a line\n" and (("5/10" in err and "<" in err) if terminal and enabled else err == "")
 
 
 def test_a_run_that_ends_too_soon_is_warned_of():
     assert length_warnings(1000, 100, 500) == {} == length_warnings(1, 0, 1)
-    (inside,) = length_warnings(100, 100, 50).values()
-    assert inside.startswith("warning: training ends inside the warm-up,")
+    assert length_warnings(100, 100, 50)["warm-up"].startswith("warning: training ends inside the warm-up,")
     assert "after 30 of the 50 steps of an epoch" in length_warnings(30, 0, 50)["epoch"]
     assert length_warnings(30, 100, 50).keys() == {"warm-up", "epoch"}

@@ -19,11 +19,11 @@ def metric_keys(names: Sequence[str], ids: Sequence | None = None) -> list[str]:
     """
     ids = range(len(names)) if ids is None else ids
     short = [escaped(name) for name in names]
-    counts, taken, keys = Counter(short), set(), []
+    counts, used, keys = Counter(short), set(), []
     for name, id_ in zip(short, ids, strict=True):
         key = name if counts[name] == 1 else f"{name} ({escaped(id_)})"
-        while key in taken:  # a class that is called like another one with its id
+        while key in used:  # a class that is called like another one with its id
             key += "'"
-        taken.add(key)
+        used.add(key)
         keys.append(key)
     return keys

@@ -42,7 +42,7 @@ class CocoEvaluator:
         self.matches: Matches | None = None  # of the last evaluation
 
     def evaluate(self, predictions: Boxes | Mapping) -> dict[str, float | None]:
-        """Metrics of a full set of predictions; afterwards `matches` has what they were counted from.
+        """Metrics of a full set of predictions; afterwards `matches` holds the matched boxes behind them.
 
         Args:
             predictions: for every image id of the table `boxes (K, 4)` xyxy in original pixels, `scores (K,)`,
@@ -76,13 +76,13 @@ class CocoEvaluator:
 
 
 def make_evaluator(detector, table, backend: str, **settings):
-    """What measures a detector on a table: what its own `make_evaluator` gives, else COCO's metrics of boxes.
+    """The evaluator of a detector on a table: that of its own `make_evaluator`, else `CocoEvaluator`.
 
-    backend: of COCO's metrics. settings: what else `eval` has for such a detector, such as `protocol` and `zero_shot`
-    of scene graphs. Raises BadInput as the detector's own `make_evaluator`.
+    backend: of COCO's metrics. settings: further settings of the group `eval` for such a detector, such as `protocol`
+    and `zero_shot` of scene graphs. Raises BadInput as the detector's own `make_evaluator`.
     """
-    own = detector.make_evaluator(table, backend, **settings)
-    return CocoEvaluator(table, backend) if own is None else own
+    evaluator = detector.make_evaluator(table, backend, **settings)
+    return CocoEvaluator(table, backend) if evaluator is None else evaluator
 
 
 def coco_row(matches: Matches) -> dict[str, float | None]:
@@ -119,8 +119,8 @@ def check_ground_truth(table) -> list[str]:
     values = {key: result[f"AP/{key}"] for key in class_keys(table)}
     lost = [f"class {shown(k)!r}: AP {ap:.4f}" for k, ap in values.items() if ap is not None and ap < 1 - 1e-6]
     if faults := lost + _impossible_boxes(truth, table):
-        found = f"are not all found (AP {result['bbox_AP']}, expected 1.0)"
-        raise BadInput([f"{name}: its own boxes, taken as predictions, {found}", *faults])
+        failure = f"are not all found (AP {result['bbox_AP']}, expected 1.0)"
+        raise BadInput([f"{name}: its own boxes, taken as predictions, {failure}", *faults])
     notes = []
     if empty := [shown(key, 40) for key, value in values.items() if value is None]:
         some = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")

@@ -55,9 +55,9 @@ def summary(results: Iterable[tuple[np.ndarray, np.ndarray]], draws: int, max_de
 
 
 class ByClass:
-    """What the numbers of all classes look up: rows by class, best first, and the boxes to find by area.
+    """Shared by the numbers of all classes: predictions by class, best first, and the boxes to find by area.
 
-    of_class: rows of `found`. near: places in them of predictions that some box of the class overlaps by half.
+    of_class: rows of `found`. near: positions in them of predictions that overlap some box of the class by half.
     """
 
     def __init__(self, matches: Matches):
@@ -110,13 +110,13 @@ def _one_class(shared: ByClass, label: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def exact_average_precision(right: np.ndarray, wrong: np.ndarray, total: int) -> float:
-    """COCO's AP of predictions, best first, of which some are right, some wrong and the others do not count."""
-    found, missed = np.cumsum(right), np.cumsum(wrong)
+    """COCO's AP of predictions, best first: bool masks of true and of false positives; the others are ignored."""
+    true_positives, false_positives = np.cumsum(right), np.cumsum(wrong)
     keep = right | wrong
-    found, missed = found[keep].astype(float), missed[keep].astype(float)
-    precision = found / np.maximum(found + missed, 1)
+    true_positives, false_positives = true_positives[keep].astype(float), false_positives[keep].astype(float)
+    precision = true_positives / np.maximum(true_positives + false_positives, 1)
     precision = np.maximum.accumulate(precision[::-1])[::-1]
-    at = np.searchsorted(found / total, RECALLS, side="left")
+    at = np.searchsorted(true_positives / total, RECALLS, side="left")
     return float(np.append(precision, 0.0)[np.minimum(at, len(precision))].mean())
 
 

@@ -13,61 +13,61 @@ MIN_ATTRIBUTE_SCORE = 0.5
 OF_PAIRS = ("pairs", "predicates", "triplet_scores", "predicate_scores")
 
 
-def best_first(found: Mapping[str, Tensor]) -> Found:
+def best_first(detections: Mapping[str, Tensor]) -> Found:
     """Best first, on the CPU; without the boxes of a scene graph that lost every class (label -1)."""
-    order = found["scores"].argsort(descending=True, stable=True)
-    order = order[found["labels"][order] >= 0]
+    order = detections["scores"].argsort(descending=True, stable=True)
+    order = order[detections["labels"][order] >= 0]
     of_objects = ("boxes", "scores", "labels", "attribute_scores")
-    result = {key: found[key][order] for key in of_objects if key in found}
-    if "pairs" in found:
-        place = torch.full_like(found["labels"], -1)
-        place[order] = torch.arange(len(order), device=order.device)
-        pairs = place[found["pairs"]]
+    result = {key: detections[key][order] for key in of_objects if key in detections}
+    if "pairs" in detections:
+        position = torch.full_like(detections["labels"], -1)
+        position[order] = torch.arange(len(order), device=order.device)
+        pairs = position[detections["pairs"]]
         kept = (pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1])  # the pair of a lone object is a placeholder
-        result |= {"pairs": pairs[kept]} | {key: found[key][kept] for key in OF_PAIRS[1:] if key in found}
+        result |= {"pairs": pairs[kept]} | {key: detections[key][kept] for key in OF_PAIRS[1:] if key in detections}
     return {key: value.cpu() for key, value in result.items()}
 
 
-def detections_as_json(found: Found, categories: Sequence[Category], attributes: Sequence[str] = ()) -> list[dict]:
+def detections_as_json(detections: Found, categories: Sequence[Category], attributes: Sequence[str] = ()) -> list[dict]:
     """COCO results of one image, best first: `category_id` and `category` as in the training data, `bbox` [x, y,
-    width, height] in pixels, `score`; with names of `attributes`, if the model tells any, those scoring above 0.5."""
-    detections = []
-    for (x1, y1, x2, y2), score, label in zip(*(found[k].tolist() for k in ("boxes", "scores", "labels")), strict=True):
+    width, height] in pixels, `score`; with `attributes`, if the model predicts any, the names scoring above 0.5."""
+    entries = []
+    columns = (detections[key].tolist() for key in ("boxes", "scores", "labels"))
+    for (x1, y1, x2, y2), score, label in zip(*columns, strict=True):
         category = categories[label]
         bbox = [round(value, 6) for value in (x1, y1, x2 - x1, y2 - y1)]
-        detections.append(
-            {"category_id": category.id, "category": category.name, "bbox": bbox, "score": round(score, 6)}
-        )
-    if attributes and "attribute_scores" in found:
-        for detection, scores in zip(detections, found["attribute_scores"].tolist(), strict=True):
+        entry = {"category_id": category.id, "category": category.name, "bbox": bbox, "score": round(score, 6)}
+        entries.append(entry)
+    if attributes and "attribute_scores" in detections:
+        for entry, scores in zip(entries, detections["attribute_scores"].tolist(), strict=True):
             named = zip(attributes, scores, strict=True)
-            detection["attributes"] = [name for name, score in named if score > MIN_ATTRIBUTE_SCORE]
-    return detections
+            entry["attributes"] = [name for name, score in named if score > MIN_ATTRIBUTE_SCORE]
+    return entries
 
 
-def without_graph_constraint(found: Found, count: int = MAX_RELATIONS) -> Found:
+def without_graph_constraint(graph: Found, count: int = MAX_RELATIONS) -> Found:
     """The graph of an image with its `count` best combinations of pair and predicate in place of one predicate for each
     pair; equal ones by pair, then predicate, as ng-R@K ranks them."""
-    ends = found["scores"][found["pairs"]].prod(1)
-    scores = (found["predicate_scores"] * ends[:, None]).flatten()
+    ends = graph["scores"][graph["pairs"]].prod(1)
+    scores = (graph["predicate_scores"] * ends[:, None]).flatten()
     best = scores.sort(descending=True, stable=True).indices[:count]
-    rows, predicates = best // found["predicate_scores"].shape[1], best % found["predicate_scores"].shape[1]
-    of_pairs = {"pairs": found["pairs"][rows], "predicate_scores": found["predicate_scores"][rows]}
-    return found | of_pairs | {"predicates": predicates, "triplet_scores": scores[best]}
+    rows, predicates = best // graph["predicate_scores"].shape[1], best % graph["predicate_scores"].shape[1]
+    of_pairs = {"pairs": graph["pairs"][rows], "predicate_scores": graph["predicate_scores"][rows]}
+    return graph | of_pairs | {"predicates": predicates, "triplet_scores": scores[best]}
 
 
-def relations_as_json(found: Found, predicates: Sequence[str], all_scores: bool = False) -> list[dict]:
+def relations_as_json(graph: Found, predicates: Sequence[str], all_scores: bool = False) -> list[dict]:
     """The best relations of one image: `subject` and `object` are positions in its detections.
 
     all_scores: with `predicate_scores`, the probability of every predicate of the pair by name, best first.
     """
-    columns = (found[key][:MAX_RELATIONS].tolist() for key in ("pairs", "predicates", "triplet_scores"))
+    columns = (graph[key][:MAX_RELATIONS].tolist() for key in ("pairs", "predicates", "triplet_scores"))
     relations = [
         {"subject": subject, "object": other, "predicate": predicates[predicate], "score": round(score, 6)}
         for (subject, other), predicate, score in zip(*columns, strict=True)
     ]
     if all_scores:
-        for relation, scores in zip(relations, found["predicate_scores"].tolist(), strict=False):
+        for relation, scores in zip(relations, graph["predicate_scores"].tolist(), strict=False):
             ranked = sorted(zip(predicates, scores, strict=True), key=lambda pair: -pair[1])
             relation["predicate_scores"] = {name: round(score, 6) for name, score in ranked}
     return relations

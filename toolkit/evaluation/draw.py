@@ -49,10 +49,10 @@ def _letters() -> frozenset[int]:
 
 
 def drawable(text: object, limit: int = 30) -> str:
-    """`toolkit.text.shown`, with the code points of letters that `text_font` lacks: boxes that all look alike tell
-    nobody which class it is."""
-    known = _letters()
-    names = (c if ord(c) in known or c in JOINERS else f"<{ord(c):X}>" for c in escaped(text, limit))
+    """`toolkit.text.shown`, with code points in place of letters that `text_font` lacks: the empty boxes of missing
+    glyphs all look alike."""
+    supported = _letters()
+    names = (c if ord(c) in supported or c in JOINERS else f"<{ord(c):X}>" for c in escaped(text, limit))
     return shown("".join(names), limit)
 
 
@@ -93,11 +93,11 @@ def draw_grid(samples: Sequence[tuple[Tensor, Mapping, Mapping]], class_names: S
     panels = []
     for image, predictions, truth in samples:
         strong = predictions["scores"] >= LEAST_SCORE
-        found = {key: predictions[key][strong] for key in ("boxes", "scores", "labels")}
+        kept = {key: predictions[key][strong] for key in ("boxes", "scores", "labels")}
         objects = f"{drawable(truth['name'], 60)}:  {_counted(len(truth['labels']), 'object')}"
         panels.append(_panel(image, truth, class_names, objects))
-        caption = f"{_counted(len(found['labels']), 'prediction')} ≥ {LEAST_SCORE:g}"
-        panels.append(_panel(image, found, class_names, caption))
+        caption = f"{_counted(len(kept['labels']), 'prediction')} ≥ {LEAST_SCORE:g}"
+        panels.append(_panel(image, kept, class_names, caption))
     return save_picture(montage(panels, 2 * min(2, len(samples)) or 1), path)
 
 
@@ -105,10 +105,10 @@ def _counted(count: int, name: str) -> str:
     return f"{count} {name}{'s' * (count != 1)}"
 
 
-def _panel(image: Tensor, found: Mapping, class_names: Sequence[str], caption: str) -> Image.Image:
+def _panel(image: Tensor, objects: Mapping, class_names: Sequence[str], caption: str) -> Image.Image:
     """An image with its boxes, as long as `PANEL`, below a line of text."""
     picture = fitted(picture_of(image), PANEL)
-    draw_marks(picture, marks_of(found, class_names, image.shape[-2:]), scale=picture.width / image.shape[-1])
+    draw_marks(picture, marks_of(objects, class_names, image.shape[-2:]), scale=picture.width / image.shape[-1])
     panel = Image.new("RGB", (picture.width, picture.height + BAR), BACKGROUND)
     panel.paste(picture, (0, BAR))
     draw, font = ImageDraw.Draw(panel), text_font(14)
@@ -116,26 +116,26 @@ def _panel(image: Tensor, found: Mapping, class_names: Sequence[str], caption: s
     return panel
 
 
-def draw_detections(image: Tensor, found: Mapping, class_names: Sequence[str], path: Path) -> Path:
+def draw_detections(image: Tensor, objects: Mapping, class_names: Sequence[str], path: Path) -> Path:
     """Writes `picture_with_boxes` of `image` as a JPEG or PNG, by the suffix of `path`; its folder is made."""
-    return save_picture(picture_with_boxes(image, found, class_names), path)
+    return save_picture(picture_with_boxes(image, objects, class_names), path)
 
 
 def picture_with_boxes(
-    image: Tensor, found: Mapping, class_names: Sequence[str], smallest_side: int = 640
+    image: Tensor, objects: Mapping, class_names: Sequence[str], smallest_side: int = 640
 ) -> Image.Image:
     """The image with boxes and tags; lines and letters grow with it.
 
     Args:
         image: uint8 (3, H, W).
-        found: `boxes (K, 4)` xyxy pixels of the image, `labels (K,)`, and `scores (K,)` where they are detections or
+        objects: `boxes (K, 4)` xyxy pixels of the image, `labels (K,)`, and `scores (K,)` where they are detections or
             `iscrowd (K,)` where they are ground truth.
         smallest_side: an image whose longer side is shorter, in pixels, is enlarged to that, so that tags can be read.
     """
     picture = picture_of(image)
     if max(picture.size) < smallest_side:
         picture = fitted(picture, smallest_side)
-    marks = marks_of(found, class_names, image.shape[-2:])
+    marks = marks_of(objects, class_names, image.shape[-2:])
     scale = max(picture.size) / max(image.shape[-2:])
     draw_marks(picture, marks, scale=scale, size=max(14, round(max(picture.size) / 50)))
     return picture
@@ -149,19 +149,19 @@ def picture_of(image: Tensor) -> Image.Image:
 def fitted(picture: Image.Image, side: int) -> Image.Image:
     """Resized so that its longer side has `side` pixels."""
     scale = side / max(picture.size)
-    return picture.resize([max(1, round(each * scale)) for each in picture.size], Image.Resampling.BICUBIC)
+    return picture.resize([max(1, round(length * scale)) for length in picture.size], Image.Resampling.BICUBIC)
 
 
 def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP) -> Image.Image:
-    """Pictures in rows of so many, `gap` pixels apart and from the edges."""
+    """Pictures in a grid of `columns`, `gap` pixels apart and from the edges."""
     rows = [pictures[i : i + columns] for i in range(0, len(pictures), columns)]
-    widths = [max(each.width for each in pictures[i::columns]) for i in range(min(columns, len(pictures)))]
-    heights = [max(each.height for each in row) for row in rows]
+    widths = [max(picture.width for picture in pictures[i::columns]) for i in range(min(columns, len(pictures)))]
+    heights = [max(picture.height for picture in row) for row in rows]
     lefts, tops = (np.cumsum([gap, *(side + gap for side in sides)]).tolist() for sides in (widths, heights))
     whole = Image.new("RGB", (max(lefts[-1], 1), max(tops[-1], 1)), BACKGROUND)
     for row, top in zip(rows, tops, strict=False):
-        for each, left in zip(row, lefts, strict=False):
-            whole.paste(each, (left, top))
+        for picture, left in zip(row, lefts, strict=False):
+            whole.paste(picture, (left, top))
     return whole
 
 
@@ -173,16 +173,16 @@ def save_picture(picture: Image.Image, path: Path) -> Path:
     return path
 
 
-def marks_of(found: Mapping, class_names: Sequence[str], size_hw: Sequence[int]) -> list[Mark]:
-    """Marks in the colours of their classes, the best last; `found` as `picture_with_boxes` takes it."""
-    found = {key: found[key].detach().cpu() for key in ("boxes", "labels", "scores", "iscrowd") if key in found}
+def marks_of(objects: Mapping, class_names: Sequence[str], size_hw: Sequence[int]) -> list[Mark]:
+    """Marks in the colours of their classes, the best last; `objects` as `picture_with_boxes` takes them."""
+    objects = {key: objects[key].detach().cpu() for key in ("boxes", "labels", "scores", "iscrowd") if key in objects}
     height, width = size_hw
-    boxes = torch.minimum(found["boxes"].float().nan_to_num(0).clamp(min=0), torch.tensor([width, height] * 2))
-    scores = found["scores"].tolist() if "scores" in found else [None] * len(boxes)
-    crowd = found["iscrowd"].tolist() if "iscrowd" in found else [0] * len(boxes)
+    boxes = torch.minimum(objects["boxes"].float().nan_to_num(0).clamp(min=0), torch.tensor([width, height] * 2))
+    scores = objects["scores"].tolist() if "scores" in objects else [None] * len(boxes)
+    crowd = objects["iscrowd"].tolist() if "iscrowd" in objects else [0] * len(boxes)
     marks = []
     for i in sorted(range(len(boxes)), key=lambda i: scores[i] or 0):
-        label = int(found["labels"][i])
+        label = int(objects["labels"][i])
         name = drawable(class_names[label]) if 0 <= label < len(class_names) else f"label {label}?"
         text = name if scores[i] is None else f"{name} {scores[i]:.2f}"
         marks.append(Mark(boxes[i].tolist(), COLOURS[label % len(COLOURS)], text, bool(crowd[i])))
@@ -205,30 +205,30 @@ def draw_marks(
     """
     draw, font, line = ImageDraw.Draw(picture), text_font(size), max(2, round(size / 5))
     edges = np.array([picture.width, picture.height] * 2)
-    places = []
+    boxes = []
     for mark in marks:
         box = (np.nan_to_num(np.asarray(mark.box, dtype=float)) - [*corner, *corner]) * scale
         # A side outside is not seen, one on the edge is.
         box = np.where(abs(box - edges) < 1, edges - 1, box).clip(-2 * line, edges + 2 * line)
         x1, y1, x2, y2 = *np.minimum(box[:2], box[2:]).tolist(), *np.maximum(box[:2], box[2:]).tolist()
-        places.append((x1, y1, x2, y2))
+        boxes.append((x1, y1, x2, y2))
         if mark.dashed:
-            _dashed(draw, places[-1], mark.colour, line)
+            _dashed(draw, boxes[-1], mark.colour, line)
         else:
             draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline="#000000", width=line + 2)  # on any background
-            draw.rectangle(places[-1], outline=mark.colour, width=line)
-    taken: list[tuple] = []
-    named = [(mark, place) for mark, place in zip(marks, places, strict=True) if mark.text]
-    for mark, place in reversed(named):  # the best first, which gets the best place
+            draw.rectangle(boxes[-1], outline=mark.colour, width=line)
+    tags: list[tuple] = []
+    named = [(mark, box) for mark, box in zip(marks, boxes, strict=True) if mark.text]
+    for mark, box in reversed(named):  # the best first, which gets the best place
         width = draw.textlength(mark.text, font=font) + size // 2
-        taken.append(_place_of_tag(place, width, size + 4, picture.size, taken))
-    for place, (mark, _) in zip(reversed(taken), named, strict=True):
-        draw.rectangle(place, fill=mark.colour)
-        x, y = place[0] + size // 4, (place[1] + place[3]) / 2
+        tags.append(_place_of_tag(box, width, size + 4, picture.size, tags))
+    for tag, (mark, _) in zip(reversed(tags), named, strict=True):
+        draw.rectangle(tag, fill=mark.colour)
+        x, y = tag[0] + size // 4, (tag[1] + tag[3]) / 2
         draw.text((x, y), mark.text, fill=_contrast(mark.colour), font=font, anchor="lm")
 
 
-def _place_of_tag(box: tuple, width: float, height: float, picture_size: tuple, taken: list[tuple]) -> tuple:
+def _place_of_tag(box: tuple, width: float, height: float, picture_size: tuple, tags: list[tuple]) -> tuple:
     """(x1, y1, x2, y2) of a tag at a corner of its box: inside the picture, and off the tags that are there already
     where one of the places is."""
     x1, y1, x2, y2 = box
@@ -238,7 +238,7 @@ def _place_of_tag(box: tuple, width: float, height: float, picture_size: tuple, 
         x, inside = max(0, min(x, picture_size[0] - width)), max(0, min(y, picture_size[1] - height))
         if inside == y or not places:
             places.append((x, inside, x + width, inside + height))
-    return min(places, key=lambda place: sum(_overlap(place, other) for other in taken))
+    return min(places, key=lambda corner: sum(_overlap(corner, other) for other in tags))
 
 
 def _overlap(a: tuple, b: tuple) -> float:
@@ -251,8 +251,8 @@ def _dashed(draw: ImageDraw.ImageDraw, box: tuple, colour: str, line: int, dash:
     dashes = [(x, y, min(x + dash, x2), y) for x in np.arange(x1, x2, 2 * dash).tolist() for y in (y1, y2)]
     dashes += [(x, y, x, min(y + dash, y2)) for y in np.arange(y1, y2, 2 * dash).tolist() for x in (x1, x2)]
     for fill, width in (("#000000", line + 2), (colour, line)):
-        for each in dashes:
-            draw.line(each, fill=fill, width=width)
+        for segment in dashes:
+            draw.line(segment, fill=fill, width=width)
 
 
 def draw_arrow(

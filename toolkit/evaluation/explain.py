@@ -45,11 +45,11 @@ def explain_zero_ap(predictions: Boxes | Mapping, table, step: int | None = None
     truth = truth[~truth.iscrowd]
     if not len(truth):
         return ["the data have no ground-truth boxes (crowds do not count), so AP is undefined"]
-    found = boxes_of(predictions, table.image_ids().tolist())
-    if not len(found):
+    detections = boxes_of(predictions, table.image_ids().tolist())
+    if not len(detections):
         return ["no image has a single prediction: score threshold too high, or post-processing keeps nothing"]
-    causes = _about_numbers(found, len(table.categories))
-    usable = found[np.isfinite(found.xyxy).all(axis=1) & np.isfinite(found.scores)]
+    causes = _about_numbers(detections, len(table.categories))
+    usable = detections[np.isfinite(detections.xyxy).all(axis=1) & np.isfinite(detections.scores)]
     if too_early := _too_early(usable, truth, step):
         return [*causes, f"too early to tell: {too_early}"]
     best = _best(usable, truth)
@@ -60,78 +60,78 @@ def explain_zero_ap(predictions: Boxes | Mapping, table, step: int | None = None
     return causes or [_nothing_wrong(usable, truth, _with_both(usable, truth))]
 
 
-def _too_early(found: Boxes, truth: Boxes, step: int | None) -> str:
+def _too_early(detections: Boxes, truth: Boxes, step: int | None) -> str:
     """Why there is no evidence yet; "" when there is."""
     if step is not None and step < MIN_STEPS:
         return f"{step} optimizer steps are not enough to learn from (at least {MIN_STEPS})"
     if len(truth) < MIN_OBJECTS:
         return f"{len(truth)} objects are not enough to see a mistake of all boxes (at least {MIN_OBJECTS})"
-    if len(found) and 0 < found.scores.max() < MIN_SCORE:
-        return f"the highest score is {found.scores.max():.3g}: the detector has not found anything yet"
+    if len(detections) and 0 < detections.scores.max() < MIN_SCORE:
+        return f"the highest score is {detections.scores.max():.3g}: the detector has not found anything yet"
     return ""
 
 
-def _best(found: Boxes, truth: Boxes) -> Boxes:
+def _best(detections: Boxes, truth: Boxes) -> Boxes:
     """The best detections of each image, twice as many as it has objects, in the order of the images."""
-    order = np.lexsort((-found.scores, found.image_index))
-    found = found[order]
-    rank = np.arange(len(found)) - found.offsets[found.image_index]
-    return found[rank < BEST * np.diff(truth.offsets)[found.image_index]]
+    order = np.lexsort((-detections.scores, detections.image_index))
+    detections = detections[order]
+    rank = np.arange(len(detections)) - detections.offsets[detections.image_index]
+    return detections[rank < BEST * np.diff(truth.offsets)[detections.image_index]]
 
 
-def _about_numbers(found: Boxes, num_classes: int) -> list[str]:
+def _about_numbers(detections: Boxes, num_classes: int) -> list[str]:
     """Mistakes that the numbers show by themselves, however few."""
     causes = []
-    unfinite = ~(np.isfinite(found.xyxy).all(axis=1) & np.isfinite(found.scores))
+    unfinite = ~(np.isfinite(detections.xyxy).all(axis=1) & np.isfinite(detections.scores))
     if unfinite.any():
-        causes.append(f"{unfinite.sum()} of {len(found)} predictions have a box or score that is not finite")
-    found = found[~unfinite]
-    if not len(found):
+        causes.append(f"{unfinite.sum()} of {len(detections)} predictions have a box or score that is not finite")
+    detections = detections[~unfinite]
+    if not len(detections):
         return causes
-    if found.scores.max() <= 0:
+    if detections.scores.max() <= 0:
         causes.append("no score is above 0: the scores carry no ranking (sigmoid or softmax missing or saturated?)")
-    elif len(found) > 1 and np.ptp(found.scores) == 0:
-        causes.append(f"all {len(found)} scores are equal ({found.scores[0]:.4g}): they carry no ranking")
-    outside = ~((found.labels >= 0) & (found.labels < num_classes))
+    elif len(detections) > 1 and np.ptp(detections.scores) == 0:
+        causes.append(f"all {len(detections)} scores are equal ({detections.scores[0]:.4g}): they carry no ranking")
+    outside = ~((detections.labels >= 0) & (detections.labels < num_classes))
     if outside.any():
-        ends = f"they go from {found.labels.min()} to {found.labels.max()} (labels counted from 1?)"
+        ends = f"they go from {detections.labels.min()} to {detections.labels.max()} (labels counted from 1?)"
         causes.append(f"{outside.mean():.0%} of the labels are outside 0..{num_classes - 1}, {ends}")
     return causes
 
 
-def _about_all(found: Boxes, truth: Boxes) -> list[str]:
+def _about_all(detections: Boxes, truth: Boxes) -> list[str]:
     """Causes that all predictions have in common."""
-    if not len(found):
+    if not len(detections):
         return []
     causes = []
-    sides = found.xyxy[:, 2:] - found.xyxy[:, :2]
+    sides = detections.xyxy[:, 2:] - detections.xyxy[:, :2]
     degenerate = (~(sides > 0).all(axis=1)).mean()
     if degenerate > 0.5:
         causes.append(f"{degenerate:.0%} of the boxes have no width or height (x2 <= x1 or y2 <= y1)")
     classes = len(np.unique(truth.labels))
-    if len(np.unique(found.labels)) == 1 and classes > 1:
-        one = f"all predictions have label {found.labels[0]}, the ground truth has {classes} classes"
+    if len(np.unique(detections.labels)) == 1 and classes > 1:
+        one = f"all predictions have label {detections.labels[0]}, the ground truth has {classes} classes"
         causes.append(f"{one}: the classifier has collapsed to one class")
     return causes
 
 
-def _about_boxes(found: Boxes, truth: Boxes, sizes_hw: np.ndarray, chosen: np.ndarray) -> list[str]:
+def _about_boxes(detections: Boxes, truth: Boxes, sizes_hw: np.ndarray, chosen: np.ndarray) -> list[str]:
     """Other readings of the boxes: formats, units and scales. Labels are ignored here."""
-    as_is = _recall(found, truth, chosen)
+    as_is = _recall(detections, truth, chosen)
     if as_is >= FOUND:
         return []
     for changes, images, after in ((_readings, chosen, ""), (_scales, chosen[:16], MISTAKEN_SIZE)):
-        tried = [(replace(found, xyxy=boxes), words) for boxes, words in changes(found, sizes_hw)]
+        tried = [(replace(detections, xyxy=boxes), words) for boxes, words in changes(detections, sizes_hw)]
         recalls = [_recall(changed, truth, images) for changed, _ in tried]
         recall, (changed, words) = max(recalls), tried[int(np.argmax(recalls))]
         if _is_evidence(recall, as_is, changed, truth, images):
             return [f"{words} they find {recall:.0%} of the objects at IoU 0.5, as they are {as_is:.0%}{after}"]
     causes = []
-    outside = (_clipped_area(found, sizes_hw) <= 0).mean()
-    if outside > 0.5 and found.area.max() > 0:
+    outside = (_clipped_area(detections, sizes_hw) <= 0).mean()
+    if outside > 0.5 and detections.area.max() > 0:
         causes.append(f"{outside:.0%} of the boxes lie outside their image or are empty")
-    ratio = np.median(np.maximum(found.area, 0)) / np.median(truth.area)
-    if abs(found.xyxy).max() <= 2:
+    ratio = np.median(np.maximum(detections.area, 0)) / np.median(truth.area)
+    if abs(detections.xyxy).max() <= 2:
         causes.append("no coordinate is above 2: normalised boxes (0..1) where pixels are expected?")
     elif ratio < 0.01:
         causes.append(f"boxes are tiny: their median area is {ratio:.2g} of that of the objects")
@@ -148,20 +148,20 @@ def _is_evidence(recall: float, as_is: float, changed: Boxes, truth: Boxes, chos
     return recall >= CHANCE * _recall(_moved_on(changed, chosen), truth, chosen)
 
 
-def _moved_on(found: Boxes, chosen: np.ndarray) -> Boxes:
+def _moved_on(detections: Boxes, chosen: np.ndarray) -> Boxes:
     """The detections of each chosen image as if they were those of the next one."""
-    found = found[np.isin(found.image_index, chosen)]
-    following = np.roll(chosen, -1)[np.searchsorted(chosen, found.image_index)]
+    detections = detections[np.isin(detections.image_index, chosen)]
+    following = np.roll(chosen, -1)[np.searchsorted(chosen, detections.image_index)]
     order = np.argsort(following, kind="stable")
-    return found.take(order, following[order])
+    return detections.take(order, following[order])
 
 
-def _readings(found: Boxes, sizes_hw: np.ndarray):
+def _readings(detections: Boxes, sizes_hw: np.ndarray):
     """(boxes as xyxy pixels, in words) for each format that the numbers could be in."""
-    a, b, c, d = found.xyxy.T
-    size = sizes_hw[found.image_index][:, [1, 0, 1, 0]]  # width, height, width, height
+    a, b, c, d = detections.xyxy.T
+    size = sizes_hw[detections.image_index][:, [1, 0, 1, 0]]  # width, height, width, height
     formats = {
-        "xyxy": found.xyxy,
+        "xyxy": detections.xyxy,
         "xywh (left, top, width, height)": np.stack([a, b, a + c, b + d], axis=1),
         "cxcywh (centre, width, height)": np.stack([a - c / 2, b - d / 2, a + c / 2, b + d / 2], axis=1),
         "yxyx (y before x)": np.stack([b, a, d, c], axis=1),
@@ -173,25 +173,25 @@ def _readings(found: Boxes, sizes_hw: np.ndarray):
         yield boxes * size, f"boxes look normalised (0..1, {name}), {expected}"
 
 
-def _scales(found: Boxes, sizes_hw: np.ndarray):
+def _scales(detections: Boxes, sizes_hw: np.ndarray):
     """(boxes rescaled, in words) for constant factors and for boxes left in the size given to the model."""
-    height_width = sizes_hw[found.image_index].astype(float)
+    height_width = sizes_hw[detections.image_index].astype(float)
     whole, shorter = height_width[:, [1, 0, 1, 0]], height_width.min(axis=1, keepdims=True)
     another = "boxes are in another scale than the original image:"
     for factor in 2.0 ** (np.arange(-48, 49) / 16):
-        yield found.xyxy * factor, f"{another} multiplied by {factor:.2f}"
+        yield detections.xyxy * factor, f"{another} multiplied by {factor:.2f}"
     for side in range(64, 1345, 32):
-        yield found.xyxy * (whole / side), f"{another} taken as pixels of a {side} x {side} image"
-        yield found.xyxy * (shorter / side), f"{another} taken as pixels of an image with shorter side {side}"
+        yield detections.xyxy * (whole / side), f"{another} taken as pixels of a {side} x {side} image"
+        yield detections.xyxy * (shorter / side), f"{another} taken as pixels of an image with shorter side {side}"
 
 
-def _about_labels(found: Boxes, truth: Boxes, chosen: np.ndarray) -> list[str]:
+def _about_labels(detections: Boxes, truth: Boxes, chosen: np.ndarray) -> list[str]:
     """Boxes are found, their labels are not those of the objects: moved by one, or mixed up."""
-    any_class, same_class = _recall(found, truth, chosen), _recall(found, truth, chosen, labels=True)
-    if same_class > any_class / 2 or not _is_evidence(any_class, 0, found, truth, chosen):
+    any_class, same_class = _recall(detections, truth, chosen), _recall(detections, truth, chosen, labels=True)
+    if same_class > any_class / 2 or not _is_evidence(any_class, 0, detections, truth, chosen):
         return []
     for shift in (-1, 1):
-        moved = _recall(replace(found, labels=found.labels + shift), truth, chosen, labels=True)
+        moved = _recall(replace(detections, labels=detections.labels + shift), truth, chosen, labels=True)
         if moved >= 0.8 * any_class:
             with_class = f"{moved:.0%} of the objects are found with their class, as they are {same_class:.0%}"
             return [f"labels are off by one: with {shift:+d} added {with_class}"]
@@ -199,34 +199,34 @@ def _about_labels(found: Boxes, truth: Boxes, chosen: np.ndarray) -> list[str]:
     return [f"{any_class:.0%} of the objects are found at IoU 0.5, but only {same_class:.0%} with their class: {why}"]
 
 
-def _nothing_wrong(found: Boxes, truth: Boxes, chosen: np.ndarray) -> str:
-    recall = _recall(found, truth, chosen) if len(chosen) else 0.0
+def _nothing_wrong(detections: Boxes, truth: Boxes, chosen: np.ndarray) -> str:
+    recall = _recall(detections, truth, chosen) if len(chosen) else 0.0
     return (
         f"no known mistake: boxes find {recall:.0%} of the objects at IoU 0.5 whatever their class; "
-        f"{len(found)} predictions, highest score {found.scores.max() if len(found) else 0:.3g}; "
+        f"{len(detections)} predictions, highest score {detections.scores.max() if len(detections) else 0:.3g}; "
         "most likely the detector has not been trained long enough"
     )
 
 
-def _with_both(found: Boxes, truth: Boxes) -> np.ndarray:
+def _with_both(detections: Boxes, truth: Boxes) -> np.ndarray:
     """Positions of at most MAX_IMAGES images, evenly spread, that have objects and predictions."""
-    both = np.intersect1d(found.image_index, truth.image_index)
+    both = np.intersect1d(detections.image_index, truth.image_index)
     return both[np.linspace(0, len(both) - 1, min(len(both), MAX_IMAGES)).astype(int)] if len(both) else both
 
 
-def _recall(found: Boxes, truth: Boxes, images: np.ndarray, labels: bool = False) -> float:
+def _recall(detections: Boxes, truth: Boxes, images: np.ndarray, labels: bool = False) -> float:
     """Share of the objects in `images` that some prediction overlaps with IoU >= 0.5 (and has the label of)."""
     hits = total = 0
     for image in images.tolist():
-        f, t = found.of_image(image), truth.of_image(image)
-        iou = box_iou(torch.from_numpy(truth.xyxy[t]), torch.from_numpy(found.xyxy[f])).nan_to_num(0)
+        f, t = detections.of_image(image), truth.of_image(image)
+        iou = box_iou(torch.from_numpy(truth.xyxy[t]), torch.from_numpy(detections.xyxy[f])).nan_to_num(0)
         if labels:
-            iou = iou * torch.from_numpy(truth.labels[t, None] == found.labels[None, f])
+            iou = iou * torch.from_numpy(truth.labels[t, None] == detections.labels[None, f])
         hits, total = hits + int((iou.amax(dim=1) >= 0.5).sum()), total + len(iou)
     return hits / total
 
 
-def _clipped_area(found: Boxes, sizes_hw: np.ndarray) -> np.ndarray:
-    size = sizes_hw[found.image_index][:, [1, 0]]  # width, height
-    low, high = np.clip(found.xyxy[:, :2], 0, size), np.clip(found.xyxy[:, 2:], 0, size)
+def _clipped_area(detections: Boxes, sizes_hw: np.ndarray) -> np.ndarray:
+    size = sizes_hw[detections.image_index][:, [1, 0]]  # width, height
+    low, high = np.clip(detections.xyxy[:, :2], 0, size), np.clip(detections.xyxy[:, 2:], 0, size)
     return np.prod(np.maximum(high - low, 0), axis=1)

@@ -119,49 +119,49 @@ def match(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = M
         BadInput: image ids of predictions and table differ.
     """
     image_ids, names = table.image_ids().tolist(), class_keys(table)
-    found = usable(boxes_of(predictions, image_ids), len(names), image_ids)
-    return match_boxes(table.boxes(), found, image_ids, names, table.sizes_hw(), max_detections)
+    detections = usable(boxes_of(predictions, image_ids), len(names), image_ids)
+    return match_boxes(table.boxes(), detections, image_ids, names, table.sizes_hw(), max_detections)
 
 
 def match_boxes(
     truth: Boxes,
-    found: Boxes,
+    detections: Boxes,
     image_ids: Sequence,
     class_names: Sequence[str],
     sizes_hw: np.ndarray,
     max_detections: Sequence[int] = MAX_DETECTIONS,
 ) -> Matches:
-    """Matches of two sets of boxes of the same images; `found` with finite numbers and labels of known classes."""
-    found, rank = _best_of_each_class(found, max_detections[-1])
-    det, gt, iou = _overlaps(found, truth)
-    order = np.argsort(-found.scores, kind="stable")
-    return Matches(image_ids, class_names, sizes_hw, truth, found, rank, order, det, gt, iou, tuple(max_detections))
+    """Matches two sets of boxes of the same images; detections must be finite and have labels of known classes."""
+    detections, rank = _best_of_each_class(detections, max_detections[-1])
+    order = np.argsort(-detections.scores, kind="stable")
+    overlaps = _overlaps(detections, truth)
+    return Matches(image_ids, class_names, sizes_hw, truth, detections, rank, order, *overlaps, tuple(max_detections))
 
 
-def _best_of_each_class(found: Boxes, most: int) -> tuple[Boxes, np.ndarray]:
+def _best_of_each_class(detections: Boxes, most: int) -> tuple[Boxes, np.ndarray]:
     """By image, then best first; with the place of each among those of its image and class."""
-    found = found[np.lexsort((-found.scores, found.image_index))]
-    group = np.lexsort((found.labels, found.image_index))  # stable: best first within image and class
-    key = np.stack([found.image_index[group], found.labels[group]])
+    detections = detections[np.lexsort((-detections.scores, detections.image_index))]
+    group = np.lexsort((detections.labels, detections.image_index))  # stable: best first within image and class
+    key = np.stack([detections.image_index[group], detections.labels[group]])
     new = np.ones(len(group), bool)
     new[1:] = (key[:, 1:] != key[:, :-1]).any(axis=0)
     start = np.maximum.accumulate(np.where(new, np.arange(len(group)), 0))
     rank = np.empty(len(group), np.int64)
     rank[group] = np.arange(len(group)) - start
     keep = rank < most
-    return found[keep], rank[keep]
+    return detections[keep], rank[keep]
 
 
-def paired(ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """All pairs of rows of one group, in blocks of about PAIRS_AT_ONCE, ascending by the row of `ours`, then `theirs`.
+def paired(first_groups: np.ndarray, second_groups: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields all pairs of rows that share a group, in blocks of about PAIRS_AT_ONCE, ordered by first, then second row.
 
-    ours, theirs: (N,), (M,) int64 from 0, the group of each row: its image, or image and class.
+    first_groups, second_groups: (N,), (M,) int64 from 0, the group of each row: its image, or image and class.
     """
-    order = np.argsort(theirs, kind="stable")
-    sizes = np.bincount(theirs, minlength=int(ours.max(initial=-1)) + 1)
-    first, repeats = (np.cumsum(sizes) - sizes)[ours], sizes[ours]
+    order = np.argsort(second_groups, kind="stable")
+    sizes = np.bincount(second_groups, minlength=int(first_groups.max(initial=-1)) + 1)
+    first, repeats = (np.cumsum(sizes) - sizes)[first_groups], sizes[first_groups]
     ends, start = np.cumsum(repeats), 0
-    while start < len(ours):
+    while start < len(first_groups):
         stop = max(start + 1, int(np.searchsorted(ends, (ends[start - 1] if start else 0) + PAIRS_AT_ONCE)))
         some = repeats[start:stop]
         rows = np.repeat(np.arange(start, start + len(some)), some)
@@ -179,13 +179,13 @@ def best_pairs(det: np.ndarray, gt: np.ndarray, iou: np.ndarray, size: int) -> t
     return best, box
 
 
-def _overlaps(found: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _overlaps(detections: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(det, gt, iou) of all pairs in one image that overlap by 0.1, computed as pycocotools does."""
-    xywh = found.xywh, truth.xywh
+    xywh = detections.xywh, truth.xywh
     corners_found, corners_truth = (np.concatenate([b[:, :2], b[:, :2] + b[:, 2:]], axis=1) for b in xywh)
     area_found, area_truth = (b[:, 2] * b[:, 3] for b in xywh)
     parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
-    for det, gt in paired(found.image_index, truth.image_index):
+    for det, gt in paired(detections.image_index, truth.image_index):
         common, area = intersection_area(corners_found[det], corners_truth[gt]), area_found[det]
         union = np.where(truth.iscrowd[gt], area, area + area_truth[gt] - common)  # of a crowd the share that is in it
         iou = np.divide(common, union, out=np.zeros_like(common), where=union > 0)
@@ -215,8 +215,8 @@ def _greedy(m: Matches) -> CocoMatches:
         wish = np.where(allowed, iou[now] + 2 * required[:, :, g], -1.0)  # a box that must be found goes first
         best = np.maximum.reduceat(wish, first, axis=2)
         segment = np.repeat(np.arange(len(first)), np.diff([*first, len(d)]))
-        place = np.where(wish == best[:, :, segment], np.arange(len(d)), -1)  # of equal ones the last, as pycocotools
-        chosen = np.maximum.reduceat(place, first, axis=2)
+        position = np.where(wish == best[:, :, segment], np.arange(len(d)), -1)  # the last of equal ones: pycocotools
+        chosen = np.maximum.reduceat(position, first, axis=2)
         some = best > 0
         matched[:, :, d[first]] = np.where(some, g[chosen], -1)
         a, t, where = np.nonzero(some)

@@ -19,7 +19,7 @@ TENSOR_BYTES = 500  # of a tensor beside its values
 
 
 class Predictions(NamedTuple):
-    """What one pass over a dataset gives, the same on every rank but for `by_image`, which is empty on all but rank 0.
+    """Results of one pass over a dataset, the same on every rank except `by_image`, which only rank 0 has.
 
     by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64, on CPU,
         and what else the detector's `to_keep` leaves.
@@ -58,7 +58,7 @@ def predict_dataset(
         step: optimizer step, for weights on a schedule.
         autocast: context for the forward pass; criterion and post-processing run outside of it.
         stop: polled after each batch; a number above 0 on any rank ends the evaluation on all of them.
-        say: told after the first batch how much memory the predictions will take, where it is not little.
+        say: called after the first batch with the memory that the predictions will take, if that is much.
 
     Returns:
         `Predictions`. The losses are sums over the dataset divided by denominators of the dataset, so that they depend
@@ -72,10 +72,10 @@ def predict_dataset(
                 with autocast():  # targets: some models give what their loss needs only when they see them
                     outputs = detector(moved.images, moved.sizes, None if loss_weights is None else moved.targets)
                 orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
-                found = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
+                detections = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
                 is_first = not items
-                found = map(detector.to_keep, dicts_to_host(found))
-                items += zip((t["image_id"] for t in batch.targets), found, strict=True)
+                detections = map(detector.to_keep, dicts_to_host(detections))
+                items += zip((t["image_id"] for t in batch.targets), detections, strict=True)
                 images = len(loader) * len(batch.targets) * world()[1]
                 if is_first and say is not None and (text := memory_needed(items, images)):
                     say(f"{description}: {text}")
@@ -90,10 +90,10 @@ def predict_dataset(
 
 
 def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> str:
-    """What to say of the main process's memory for predictions of so many images, some of which are `items`; empty
-    where it is below LITTLE bytes and a quarter of what is free."""
-    tensors = [value for _, found in items for value in found.values() if isinstance(value, Tensor)]
-    needed = images / len(items) * sum(TENSOR_BYTES + each.numel() * each.element_size() for each in tensors)
+    """A warning about the main process's memory for the predictions of `images` images, estimated from `items`; empty
+    if they need less than LITTLE bytes and a quarter of the free memory."""
+    tensors = [value for _, prediction in items for value in prediction.values() if isinstance(value, Tensor)]
+    needed = images / len(items) * sum(TENSOR_BYTES + tensor.numel() * tensor.element_size() for tensor in tensors)
     free = psutil.virtual_memory().available
     if needed < min(LITTLE, free / 4):
         return ""

@@ -29,10 +29,10 @@ def boxes_of(predictions: Boxes | Mapping, image_ids: Sequence) -> Boxes:
     return joined([predictions[image_id] for image_id in image_ids], image_ids)
 
 
-def joined(found: Sequence[Mapping], image_ids: Sequence) -> Boxes:
+def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
     """Predictions of each image, as above, as columns. Raises BadInput for parts of different length."""
-    boxes = [_numpy(each["boxes"]).reshape(-1, 4) for each in found]
-    scores, labels = ([_numpy(each[key]).reshape(-1) for each in found] for key in ("scores", "labels"))
+    boxes = [_numpy(of_image["boxes"]).reshape(-1, 4) for of_image in predictions]
+    scores, labels = ([_numpy(of_image[key]).reshape(-1) for of_image in predictions] for key in ("scores", "labels"))
     uneven = [
         f"prediction of image {image_id!r}: {len(b)} boxes, {len(s)} scores, {len(c)} labels; expected as many of each"
         for image_id, b, s, c in zip(image_ids, boxes, scores, labels, strict=True)
@@ -41,20 +41,20 @@ def joined(found: Sequence[Mapping], image_ids: Sequence) -> Boxes:
     if uneven:
         raise BadInput(uneven[:10])
     columns = Boxes.found(
-        [len(each) for each in boxes],
+        list(map(len, boxes)),
         np.concatenate([np.zeros((0, 4)), *boxes]),
         np.concatenate([np.zeros(0), *scores]),
         np.concatenate([np.zeros(0, np.int64), *labels]),
     )
-    of_graph = np.array(["pairs" in each for each in found], bool)
+    of_graph = np.array(["pairs" in of_image for of_image in predictions], bool)
     return columns[(columns.labels != -1) | ~of_graph[columns.image_index]] if of_graph.any() else columns
 
 
 def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
     """Every image of the table has one prediction and the other way round, else BadInput naming some."""
-    known = set(image_ids)
+    expected = set(image_ids)
     missing = [i for i in image_ids if i not in predictions]
-    unknown = [i for i in predictions if i not in known]
+    unknown = [i for i in predictions if i not in expected]
     problems = []
     if missing:
         problems.append(
@@ -70,16 +70,17 @@ def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
         raise BadInput(problems)
 
 
-def usable(found: Boxes, num_classes: int, image_ids: Sequence) -> Boxes:
-    """Without what no metric can use: non-finite numbers, labels of no class. A warning says how many and where."""
-    finite = np.isfinite(found.xyxy).all(axis=1) & np.isfinite(found.scores)
-    known = (found.labels >= 0) & (found.labels < num_classes)
-    for kept, what in ((finite, "a box or score that is not finite"), (known, f"a label outside 0..{num_classes - 1}")):
+def usable(predictions: Boxes, num_classes: int, image_ids: Sequence) -> Boxes:
+    """Drops what no metric can use: non-finite numbers and invalid labels. A warning says how many and where."""
+    finite = np.isfinite(predictions.xyxy).all(axis=1) & np.isfinite(predictions.scores)
+    labelled = (predictions.labels >= 0) & (predictions.labels < num_classes)
+    faults = {"a box or score that is not finite": finite, f"a label outside 0..{num_classes - 1}": labelled}
+    for what, kept in faults.items():
         if not kept.all():
-            images = [image_ids[i] for i in np.unique(found.image_index[~kept])]
+            images = [image_ids[i] for i in np.unique(predictions.image_index[~kept])]
             log.warning("%d predictions have %s and are left out; images: %s", (~kept).sum(), what, _some(images))
-    keep = finite & known
-    return found if keep.all() else found[keep]
+    keep = finite & labelled
+    return predictions if keep.all() else predictions[keep]
 
 
 def _some(values: list) -> str:

@@ -32,12 +32,12 @@ _OF_GRAPHS = (
 
 @dataclass
 class PredictionsFile:
-    """What a predictions file holds, in the terms of a table.
+    """The content of a predictions file, with the labels and image order of a table.
 
     predictions: columns in the order of the table; of scene graphs arrays by image id: `boxes`, `scores`, `labels`,
         `pairs`, what `compact_graph` makes of their scores (or `predicate_scores`), and the given graph where boxes
         were given.
-    about: as `write_predictions` was told; empty for the file of another program.
+    about: as given to `write_predictions`; empty for the file of another program.
     """
 
     predictions: Boxes | dict
@@ -45,7 +45,7 @@ class PredictionsFile:
 
 
 def about_file(path: str | Path) -> Path:
-    """Where `FILE.json` says what it was made on."""
+    """The metadata file that belongs to `FILE.json`."""
     return Path(path).with_suffix(".about.json")
 
 
@@ -65,14 +65,14 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
     if path.suffix != ".json":
         raise BadInput(f"{path}: a predictions file is called NAME.json")
     image_ids = table.image_ids().tolist()
-    found = boxes_of(predictions, image_ids)
+    boxes = boxes_of(predictions, image_ids)
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = (found.labels >= 0) & (found.labels < len(table.categories))  # -1: of a graph, a box without a class
-    known &= np.isfinite(found.xyxy).all(axis=1) & np.isfinite(found.scores)
+    usable = (boxes.labels >= 0) & (boxes.labels < len(table.categories))  # -1: of a graph, a box without a class
+    usable &= np.isfinite(boxes.xyxy).all(axis=1) & np.isfinite(boxes.scores)
     graphs_file = path.with_suffix(".graphs.npz")
     graphs_file.unlink(missing_ok=True)  # of other predictions
     about_file(path).unlink(missing_ok=True)
-    write_coco(LabelledImages(table.image_rows(), found[known], table.categories), path)
+    write_coco(LabelledImages(table.image_rows(), boxes[usable], table.categories), path)
     if graphs := _graphs(predictions, image_ids):
         np.savez_compressed(graphs_file, **graphs)
     data = {"name": table.name, "fingerprint": table.fingerprint, "images": len(image_ids)}
@@ -98,15 +98,15 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
             f"{path} was made on other data ({about['made_on']['name']}, fingerprint {made_on}) than "
             f"{table.name} ({table.fingerprint}); give the data it was made on (--split), or predict again"
         )
-    found = _found(path, _entries(path), table)
+    predictions = _boxes(path, _entries(path), table)
     graphs_file = path.with_suffix(".graphs.npz")
     if graphs_file.exists():  # in place of COCO's list, which has another order and lacks boxes without a class
-        found = _read_graphs(graphs_file, table.image_ids().tolist())
-    return PredictionsFile(found, about)
+        predictions = _read_graphs(graphs_file, table.image_ids().tolist())
+    return PredictionsFile(predictions, about)
 
 
 def read_about(path: str | Path) -> dict:
-    """What stands in `FILE.about.json`; {} where there is none."""
+    """The content of `FILE.about.json`; {} if there is none."""
     file = about_file(Path(path).expanduser())
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -123,8 +123,8 @@ def _entries(path: Path) -> list[dict]:
         raise BadInput(f"{path}: no COCO results file ({error}); expected a JSON list of detections") from error
     named = {}
     if isinstance(entries, dict) and isinstance(entries.get("annotations"), list):  # some write a whole COCO document
-        images = [each for each in entries.get("images") or () if isinstance(each, dict) and "file_name" in each]
-        named = {str(each.get("id")): each["file_name"] for each in images}
+        images = [image for image in entries.get("images") or () if isinstance(image, dict) and "file_name" in image]
+        named = {str(image.get("id")): image["file_name"] for image in images}
         entries = entries["annotations"]
     if not isinstance(entries, list):
         raise BadInput(f"{path}: no COCO results file: a JSON {type(entries).__name__}; expected a list of detections")
@@ -142,7 +142,7 @@ def _is_detection(entry: object) -> bool:
         return False
     ids = (entry["image_id"], entry["category_id"])
     bbox = entry["bbox"]
-    return isinstance(bbox, list) and len(bbox) == 4 and all(isinstance(each, int | float | str) for each in ids)
+    return isinstance(bbox, list) and len(bbox) == 4 and all(isinstance(number, int | float | str) for number in ids)
 
 
 def _name_by_file(entries: list[dict], table) -> None:
@@ -153,30 +153,30 @@ def _name_by_file(entries: list[dict], table) -> None:
         path = PurePosixPath(name)
         for key in {name, path.name, path.stem}:
             of_name.setdefault(key, []).append(image_id)
-    found = []
+    image_ids = []
     for entry in entries:
         path = PurePosixPath(str(entry.get("file_name", entry["image_id"])).replace("\\", "/"))
         fitting = next((of_name[key] for key in (str(path), path.name, path.stem) if key in of_name), [])
         if len(fitting) != 1:
             return
-        found.append(fitting[0])
-    for entry, image_id in zip(entries, found, strict=True):
+        image_ids.append(fitting[0])
+    for entry, image_id in zip(entries, image_ids, strict=True):
         entry["image_id"] = image_id
 
 
-def _found(path: Path, entries: list[dict], table) -> Boxes:
+def _boxes(path: Path, entries: list[dict], table) -> Boxes:
     image_ids = table.image_ids().tolist()
     position = {image_id: i for i, image_id in enumerate(image_ids)}
     if any("file_name" in entry or entry["image_id"] not in position for entry in entries):
         _name_by_file(entries, table)
     label_of = {category.id: label for label, category in enumerate(table.categories)}
     problems = []
-    for what, known, key in (("image ids", position, "image_id"), ("category ids", label_of, "category_id")):
-        unknown = list(dict.fromkeys(entry[key] for entry in entries if entry[key] not in known))
+    for what, index_of, key in (("image ids", position, "image_id"), ("category ids", label_of, "category_id")):
+        unknown = list(dict.fromkeys(entry[key] for entry in entries if entry[key] not in index_of))
         if unknown:
             files = ", and no names of its files say which images are meant" if key == "image_id" else ""
             problems.append(
-                f"{path}: {what} {unknown[:5]} are not in {table.name}, whose {what} are {list(known)[:5]}{files}; "
+                f"{path}: {what} {unknown[:5]} are not in {table.name}, whose {what} are {list(index_of)[:5]}{files}; "
                 "give the data the file was made on (--split FILE)"
             )
     if problems:
@@ -194,15 +194,15 @@ def _found(path: Path, entries: list[dict], table) -> Boxes:
 
 
 def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
-    """Everything that a scene graph metric takes, flat, with how many rows each image has; {}: boxes alone."""
+    """The arrays of scene graph metrics, concatenated, with the number of rows of each image; {} for boxes alone."""
     if isinstance(predictions, Boxes) or not any("pairs" in predictions[image_id] for image_id in image_ids):
         return {}
     graphs = {}
     for name in _OF_GRAPHS:
         parts = [np.asarray(predictions[i][name]) if name in predictions[i] else None for i in image_ids]
-        known = [part for part in parts if part is not None]
-        if known:
-            parts = [known[0][:0] if part is None else part for part in parts]
+        present = [part for part in parts if part is not None]
+        if present:
+            parts = [present[0][:0] if part is None else part for part in parts]
             graphs |= {name: np.concatenate(parts), f"{name}/rows": np.array([len(part) for part in parts])}
     return graphs
 

@@ -1,4 +1,4 @@
-"""What W&B and TensorBoard show of an evaluation: pictures with boxes, curves and confusions of the report."""
+"""Pictures with boxes, curves and confusion matrices of an evaluation, as W&B and TensorBoard display them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class ShownImage:
 
 @dataclass(frozen=True)
 class Shown:
-    """One evaluation as it is shown.
+    """One evaluation as trackers display it.
 
     class_names: all of them, on one line each. grid: the pictures with their boxes drawn, as one.
     curves: by name of the class, with all of them together first. ap: of each class that has boxes.
@@ -64,7 +64,7 @@ class Shown:
 
 
 def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None) -> Shown:
-    """What is to be shown of predictions.
+    """Collects what trackers display of an evaluation.
 
     Args:
         matches: of the predictions with the table. scores: as `CocoEvaluator.evaluate` returned them. pictures: images,
@@ -83,7 +83,7 @@ def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, gr
 
 
 def _images(table, matches: Matches, count: int) -> list[ShownImage]:
-    shown, truth, found = [], matches.truth, matches.found
+    shown, truth, detections = [], matches.truth, matches.found
     for position in choose_images(table, count) if count else ():
         row = table.row(position)
         image = decode_image(table.image_source(row), table.max_image_pixels)
@@ -91,9 +91,9 @@ def _images(table, matches: Matches, count: int) -> list[ShownImage]:
         scale = min(1.0, LONGEST_SIDE / max(picture.size))
         if scale < 1:
             picture = fitted(picture, LONGEST_SIDE)
-        own, best = truth.of_image(position), found.of_image(position)
+        annotated_rows, best = truth.of_image(position), detections.of_image(position)
         best = slice(best.start, min(best.stop, best.start + MOST_BOXES))
-        annotated = truth.xyxy[own] * scale, truth.labels[own]
-        detected = found.xyxy[best] * scale, found.labels[best], found.scores[best]
+        annotated = truth.xyxy[annotated_rows] * scale, truth.labels[annotated_rows]
+        detected = detections.xyxy[best] * scale, detections.labels[best], detections.scores[best]
         shown.append(ShownImage(row["image_id"], picture, *annotated, *detected))
     return shown

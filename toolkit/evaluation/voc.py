@@ -20,18 +20,18 @@ def voc_metrics(matches: Matches) -> dict[str, float | None]:
     None where a class has no boxes to find; such classes are left out of the means. Of each image and class the best
     predictions count, as COCO's; VOC itself counts all.
     """
-    names, found, truth = matches.class_names, matches.found, matches.truth
-    best_box = _most_overlapped(found, truth, len(names))
+    names, detections, truth = matches.class_names, matches.found, matches.truth
+    best_box = _most_overlapped(detections, truth, len(names))
     result: dict[str, float | None] = {}
     for label, name in enumerate(names):
         total = int(matches.num_truth[label])
-        rows = np.flatnonzero(found.labels == label)
+        rows = np.flatnonzero(detections.labels == label)
         hit = best_box[rows] >= 0
         first = np.zeros(len(rows), bool)  # of the predictions of a box; within an image the best comes first
-        boxes, place = np.unique(best_box[rows[hit]], return_index=True)
-        first[np.flatnonzero(hit)[place]] = True
+        boxes, index = np.unique(best_box[rows[hit]], return_index=True)
+        first[np.flatnonzero(hit)[index]] = True
         difficult = np.append(truth.iscrowd, False)[best_box[rows]]  # -1, no box, is the last one
-        order = np.argsort(-found.scores[rows], kind="stable")
+        order = np.argsort(-detections.scores[rows], kind="stable")
         right, wrong = (first & ~difficult)[order], (~difficult & ~first)[order]
         result[f"voc07/{name}"] = _average_precision(right, wrong, total, _eleven_points)
         result[f"voc12/{name}"] = _average_precision(right, wrong, total, _all_points)
@@ -42,24 +42,24 @@ def voc_metrics(matches: Matches) -> dict[str, float | None]:
     return means | result
 
 
-def _most_overlapped(found: Boxes, truth: Boxes, classes: int) -> np.ndarray:
+def _most_overlapped(detections: Boxes, truth: Boxes, classes: int) -> np.ndarray:
     """(D,) row in `truth` of the box of the same image and class with the largest IoU, at least 0.5; -1: none."""
-    groups = [boxes.image_index * classes + boxes.labels for boxes in (found, truth)]
-    corners = [boxes.xyxy + [0, 0, 1, 1] for boxes in (found, truth)]  # VOC's boxes end with their last pixel
+    groups = [boxes.image_index * classes + boxes.labels for boxes in (detections, truth)]
+    corners = [boxes.xyxy + [0, 0, 1, 1] for boxes in (detections, truth)]  # VOC's boxes end with their last pixel
     parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     for det, gt in paired(*groups):
         iou = np.divide(*common_and_union(corners[0][det], corners[1][gt]))
         parts.append((det[iou >= 0.5], gt[iou >= 0.5], iou[iou >= 0.5]))
-    return best_pairs(*map(np.concatenate, zip(*parts, strict=True)), len(found))[1]
+    return best_pairs(*map(np.concatenate, zip(*parts, strict=True)), len(detections))[1]
 
 
 def _average_precision(right: np.ndarray, wrong: np.ndarray, total: int, mean) -> float | None:
     if not total:
         return None
-    found = np.cumsum(right)
-    seen = found + np.cumsum(wrong)
-    precision = np.divide(found, seen, out=np.zeros(len(seen)), where=seen > 0)
-    return float(mean(found / total, precision))
+    true_positives = np.cumsum(right)
+    seen = true_positives + np.cumsum(wrong)
+    precision = np.divide(true_positives, seen, out=np.zeros(len(seen)), where=seen > 0)
+    return float(mean(true_positives / total, precision))
 
 
 def _eleven_points(recall: np.ndarray, precision: np.ndarray) -> float:

@@ -59,7 +59,7 @@ class RelationBatch:
 
 @dataclass
 class RelationOutput:
-    """What a head predicts.
+    """Predictions of a relation head.
 
     object_logits: (N, C). relation_logits: (R, P). object_labels: (N,) int64, the labels the head committed to.
     context: (N, hidden) of the objects. extra_losses: (sum, denominator) by name, in training.

@@ -21,7 +21,7 @@ SMALLEST = 1e-6  # probability: logarithms stay finite
 
 
 class SeenMaps(dict[str, Tensor]):
-    """Feature maps by name, and what the detector said of the same images.
+    """Feature maps by name, with the detector's outputs for the same images.
 
     outputs: of the detector's forward. boxes (B, N, 4), scores (B, N, C): its `all_predictions`, without gradient.
     """
@@ -36,7 +36,7 @@ class DetectorBelow(nn.Module):
 
     Boxes are looked at in the detector's feature maps, at the level that suits their size. `laterals`, 1 x 1
     convolutions, bring the maps to one width; they learn with the relation head, also on a frozen detector.
-    What a detector says of a box that is given is what its prediction says that overlaps the box.
+    The classes of a given box are those of the prediction that overlaps it, see `scores_of`.
 
     Args:
         inner: the detector.
@@ -76,23 +76,23 @@ class DetectorBelow(nn.Module):
         self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
     ) -> tuple[SeenMaps, list[tuple[int, int]]]:
         """See `FasterRCNN.features`; the maps also carry what the detector finds."""
-        with kept_maps(self.inner.map_taps()) as found:
+        with kept_maps(self.inner.map_taps()) as tapped:
             outputs = self.inner(images, sizes, targets if self.passes_targets else None)
-        maps = SeenMaps((name, lateral(found[int(name)])) for name, lateral in self.laterals.items())
+        maps = SeenMaps((name, lateral(tapped[int(name)])) for name, lateral in self.laterals.items())
         maps.outputs = outputs
         with torch.no_grad():
             maps.boxes, maps.scores = self.inner.all_predictions(outputs, sizes)
         return maps, sizes_on_host(sizes, targets)
 
     def from_features(self, maps: SeenMaps, images_hw: Sequence, targets: Sequence[Mapping] | None = None) -> dict:
-        """What `criterion` takes: the detector saw the targets when it made the maps."""
+        """The outputs for `criterion`; the detector already had the targets when it computed the maps."""
         return maps.outputs
 
     @torch.no_grad()
     def class_logits(self, maps: SeenMaps, boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
         """(R, 1 + C), background first, of the boxes (R_i, 4) of each image; see `scores_of`."""
         images = zip(maps.boxes, maps.scores, boxes, strict=True)
-        return distribution_logits(torch.cat([scores_of(own, scores, given) for own, scores, given in images]))
+        return distribution_logits(torch.cat([scores_of(*predicted, given) for *predicted, given in images]))
 
     @torch.no_grad()
     def detect_with_logits(
@@ -111,8 +111,10 @@ class DetectorBelow(nn.Module):
         logits = distribution_logits(rows_of(maps.scores, rows).flatten(0, 1))
         per_class = rows_of(boxes, rows).flatten(0, 1)[:, None].expand(-1, logits.shape[1], -1)
         counts, options = [rows.shape[1]] * len(rows), (self.score_threshold, self.nms_threshold, top_k)
-        found = of_one_class_each(logits, per_class, counts, images_hw, *options)
-        return found if further_boxes is None else _with_missed(found, further_boxes, boxes, maps.scores, top_k)
+        detections = of_one_class_each(logits, per_class, counts, images_hw, *options)
+        if further_boxes is None:
+            return detections
+        return _with_missed(detections, further_boxes, boxes, maps.scores, top_k)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         return self.inner.denominators(targets)
@@ -149,24 +151,24 @@ def level_pool(strides: Sequence[int], size: int = 7) -> LevelPool:
 
 
 def _with_missed(
-    found: Sequence[Mapping], given: Sequence[Tensor], boxes: Tensor, scores: Tensor, top_k: int
+    detections: Sequence[Mapping], given: Sequence[Tensor], boxes: Tensor, scores: Tensor, top_k: int
 ) -> list[dict[str, object]]:
     """The detections of each image and, in the place of the last, the given boxes that none of them overlaps.
 
     boxes: (B, N, 4) of all predictions. scores: (B, N, C).
     """
-    images = zip(given, found, strict=True)
-    overlapped = [(pairwise_iou(own, image["boxes"]) >= FOUND_IOU).any(1) for own, image in images]
+    images = zip(given, detections, strict=True)
+    overlapped = [(pairwise_iou(further, image["boxes"]) >= FOUND_IOU).any(1) for further, image in images]
     missed = [(~mask).nonzero()[:top_k, 0] for mask in to_host(overlapped)]
     together = []
-    for own, rows, image, *predicted in zip(given, missed, found, boxes, scores, strict=True):
-        own = own[send(rows, own.device)]
-        logits = distribution_logits(scores_of(*predicted, own))
+    for further, rows, image, *predicted in zip(given, missed, detections, boxes, scores, strict=True):
+        further = further[send(rows, further.device)]
+        logits = distribution_logits(scores_of(*predicted, further))
         best, label = logits.softmax(1)[:, 1:].max(1)
         order = best.sort(descending=True, stable=True).indices
-        more = {"boxes": own, "labels": label, "scores": best, "logits": logits}
-        more["boxes_per_class"] = own[:, None].expand(-1, logits.shape[1], -1)
-        room = top_k - len(own)
+        more = {"boxes": further, "labels": label, "scores": best, "logits": logits}
+        more["boxes_per_class"] = further[:, None].expand(-1, logits.shape[1], -1)
+        room = top_k - len(further)
         together.append({name: torch.cat([image[name][:room], more[name][order]]) for name in more})
     return with_boxes_on_host(together)
 
@@ -177,23 +179,23 @@ def kept_maps(taps: Sequence[MapTap]) -> Iterator[dict[int, Tensor]]:
 
     Those of a part's first run count: SSD then asks its backbone how large the maps of such an image are.
     """
-    found: dict[int, Tensor] = {}
+    maps: dict[int, Tensor] = {}
 
     def keep(tap: MapTap):
         def hook(_, arguments: tuple, output) -> None:
-            if tap.strides[0] not in found:
-                found.update(zip(tap.strides, tap.read(arguments, output), strict=True))
+            if tap.strides[0] not in maps:
+                maps.update(zip(tap.strides, tap.read(arguments, output), strict=True))
 
         return hook
 
     with ExitStack() as stack:
         for tap in taps:
             stack.enter_context(tap.module.register_forward_hook(keep(tap)))
-        yield found
+        yield maps
 
 
 def distribution_logits(scores: Tensor) -> Tensor:
-    """(N, C) scores of classes -> (N, 1 + C) logits whose softmax they are, background, what is left, first.
+    """(N, C) class scores -> (N, 1 + C) logits whose softmax gives them back; background, the remainder, comes first.
 
     Scores that sum to more than 1, as sigmoids may, are divided by their sum.
     """

@@ -43,10 +43,10 @@ def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
     """JSON {image id: {"detections", "relations"}}, as predict.py has them, of the images that `draw_graphs` draws."""
     graphs = {}
     for row in map(table.row, choose_images(table, count)):
-        found = best_first(predictions[row["image_id"]])
+        graph = best_first(predictions[row["image_id"]])
         graphs[str(row["image_id"])] = {
-            "detections": detections_as_json(found, table.categories, table.attributes),
-            "relations": relations_as_json(found, table.predicates),
+            "detections": detections_as_json(graph, table.categories, table.attributes),
+            "relations": relations_as_json(graph, table.predicates),
         }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,9 +90,10 @@ def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
     right = correct_triplets(triplets, boxes, labels, truth)
     picture = fitted(picture_of(decode_image(table.image_source(row), table.max_image_pixels)), PANEL)
     scale = PANEL / max(row["width"], row["height"])
-    names, predicates = (list(map(drawable, each)) for each in (table.class_names, table.predicates))
-    known = truth["relations"][:MOST_ARROWS]
-    left = _panel(picture, truth["boxes"] * scale, truth["labels"], known, [TEXT] * len(known), names, predicates)
+    names, predicates = (list(map(drawable, group)) for group in (table.class_names, table.predicates))
+    annotated = truth["relations"][:MOST_ARROWS]
+    black = [TEXT] * len(annotated)
+    left = _panel(picture, truth["boxes"] * scale, truth["labels"], annotated, black, names, predicates)
     colours = [RIGHT if good else WRONG for good in right]
     scores = [f"{score:.2f}" for score in np.asarray(prediction["triplet_scores"])[:shown]]
     return montage([left, _panel(picture, boxes * scale, labels, triplets, colours, names, predicates, scores)], 2)
@@ -128,19 +129,19 @@ def _panel(
 
 
 def draw_found(
-    image: Tensor, found: Mapping[str, Tensor], class_names: Sequence[str], predicates: Sequence[str], path: Path
+    image: Tensor, graph: Mapping[str, Tensor], class_names: Sequence[str], predicates: Sequence[str], path: Path
 ) -> Path:
     """Writes a JPEG or PNG of an image uint8 (3, H, W), by the suffix of `path`; its folder is made. Of a scene graph,
     the image with boxes and an arrow for each of its best relations, and the graph of these relations on its right."""
-    if "pairs" not in found:
-        return draw_detections(image, found, class_names, path)
-    kept = (found["triplet_scores"] >= LEAST_SCORE).nonzero().flatten()[:MOST_ARROWS]
-    pairs, scores = found["pairs"][kept].tolist(), found["triplet_scores"][kept].tolist()
-    told, labels = found["predicates"][kept].tolist(), found["labels"].tolist()
-    arrows = [(*pair, drawable(predicates[p]), COLOURS[p % len(COLOURS)]) for pair, p in zip(pairs, told, strict=True)]
-    numbered = {"boxes": found["boxes"], "labels": torch.arange(len(labels))}
+    if "pairs" not in graph:
+        return draw_detections(image, graph, class_names, path)
+    kept = (graph["triplet_scores"] >= LEAST_SCORE).nonzero().flatten()[:MOST_ARROWS]
+    pairs, scores = graph["pairs"][kept].tolist(), graph["triplet_scores"][kept].tolist()
+    kinds, labels = graph["predicates"][kept].tolist(), graph["labels"].tolist()
+    arrows = [(*pair, drawable(predicates[p]), COLOURS[p % len(COLOURS)]) for pair, p in zip(pairs, kinds, strict=True)]
+    numbered = {"boxes": graph["boxes"], "labels": torch.arange(len(labels))}
     picture = picture_with_boxes(image, numbered, [f"{i} {class_names[label]}" for i, label in enumerate(labels)])
-    centres = (found["boxes"][:, :2] + found["boxes"][:, 2:]) / 2 * (picture.width / image.shape[-1])
+    centres = (graph["boxes"][:, :2] + graph["boxes"][:, 2:]) / 2 * (picture.width / image.shape[-1])
     draw, size = ImageDraw.Draw(picture), max(12, round(max(picture.size) / 60))
     for subject, object_, words, colour in arrows:
         draw_arrow(draw, centres[subject].tolist(), centres[object_].tolist(), colour, size, words)
@@ -158,15 +159,15 @@ def _graph(nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, s
         draw.text((side / 2, side / 2), "no relations", fill=TEXT, font=text_font(size), anchor="mm")
         return panel
     middle = centres[list(nodes)].mean(0)
-    places = {}
-    for place, number in enumerate(sorted(nodes, key=lambda i: math.atan2(*(centres[i] - middle).flip(0).tolist()))):
-        turn = 2 * math.pi * place / len(nodes) - math.pi
-        places[number] = (side / 2 + INNER * side * math.cos(turn), side / 2 + INNER * side * math.sin(turn))
+    positions = {}
+    for index, number in enumerate(sorted(nodes, key=lambda i: math.atan2(*(centres[i] - middle).flip(0).tolist()))):
+        angle = 2 * math.pi * index / len(nodes) - math.pi
+        positions[number] = (side / 2 + INNER * side * math.cos(angle), side / 2 + INNER * side * math.sin(angle))
     for subject, object_, words, colour in arrows:
-        draw_arrow(draw, places[subject], places[object_], colour, size, words, gap=1.6 * size)
-    for number, place in places.items():
-        left, top, right, bottom = draw.textbbox(place, nodes[number], font=text_font(size), anchor="mm")
+        draw_arrow(draw, positions[subject], positions[object_], colour, size, words, gap=1.6 * size)
+    for number, position in positions.items():
+        left, top, right, bottom = draw.textbbox(position, nodes[number], font=text_font(size), anchor="mm")
         box = (left - size / 2, top - size / 3, right + size / 2, bottom + size / 3)
         draw.rounded_rectangle(box, radius=size / 2, fill=COLOURS[number % len(COLOURS)], outline=TEXT)
-        draw.text(place, nodes[number], fill="#000000", font=text_font(size), anchor="mm")
+        draw.text(position, nodes[number], fill="#000000", font=text_font(size), anchor="mm")
     return panel

@@ -34,7 +34,7 @@ SMALLEST_SHARE = 1e-12  # of a predicate that training had not, in the table of 
 
 
 class DecoderStates:
-    """What a decoder said of its queries: `queries`, `keys`, one (B, Q, D) of each layer, and `last` (B, Q, D)."""
+    """States of a decoder: `queries` and `keys`, one (B, Q, D) for each layer, and `last` (B, Q, D), its output."""
 
     def __init__(self):
         self.queries: list[Tensor] = []
@@ -44,7 +44,8 @@ class DecoderStates:
     def of_last(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys (B, count, L, D) and last states (B, count, D) of the last `count` queries, those that
         detect: queries of denoising come before them."""
-        queries, keys = (torch.stack([each[:, -count:] for each in of], 2) for of in (self.queries, self.keys))
+        both = self.queries, self.keys
+        queries, keys = (torch.stack([layer[:, -count:] for layer in layers], 2) for layers in both)
         return queries, keys, self.last[:, -count:]
 
 
@@ -135,7 +136,7 @@ class EGTR(GraphDetector):
     Args:
         class_names: one name each, in the order of the labels.
         options: settings, see `EgtrOptions`; `detector` is a note, it is not read here.
-        predicates: one name each, in the order of the labels. attributes: not told, whatever they are.
+        predicates: one name each, in the order of the labels. attributes: ignored; EGTR predicts none.
 
     Raises:
         BadInput: another detector than one of `BELOW`, wrong options, no predicates; all of them.
@@ -189,7 +190,7 @@ class EGTR(GraphDetector):
         self.head.start_from(self.relation_counts[1:, 1:, 1:])
 
     def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
-        """Takes the weights of a detector and says which parameter took which. Raises BadInput for other shapes."""
+        """Loads the weights of a detector and returns which parameter took which. Raises BadInput for other shapes."""
         return self._load_below(weights, "detector", {})
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
@@ -206,11 +207,11 @@ class EGTR(GraphDetector):
         """
         with kept_states(self.detector.model.model.decoder.layers) as kept:
             outputs = self.detector(images, sizes, targets if self.joint else None)
-        logits, boxes = (each.detach().float() for each in self.detector.last_layer(outputs))
+        logits, boxes = (output.detach().float() for output in self.detector.last_layer(outputs))
         states = kept.of_last(logits.shape[1])
         predicates, connectivity = self.head(*states, logits.argmax(-1))
-        found = {"logits": logits, "boxes": boxes, "predicates": predicates, "connectivity": connectivity}
-        return found | {"detector": outputs} if self.joint and targets is not None else found
+        result = {"logits": logits, "boxes": boxes, "predicates": predicates, "connectivity": connectivity}
+        return result | {"detector": outputs} if self.joint and targets is not None else result
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Images, entries in the loss of predicates (`count_entries`), and the detector's where it is trained too."""
@@ -230,8 +231,8 @@ class EGTR(GraphDetector):
             logits, boxes = outputs["logits"], outputs["boxes"]
             padded = pad_targets(targets, logits.device, logits.dtype)
             costs = getattr(self.detector.set_loss, "matching_costs", MATCHING_COSTS)
-            found = match_with_quality(logits, boxes, padded, costs, self.smoothing)
-            sums, error = relation_losses(predicates, connectivity, targets, *found, self.sampling)
+            matching = match_with_quality(logits, boxes, padded, costs, self.smoothing)
+            sums, error = relation_losses(predicates, connectivity, targets, *matching, self.sampling)
             losses = {name: value / denominators[self.divided_by[name]] for name, value in sums.items()}
         if "detector" in outputs:
             losses |= self.detector.criterion(outputs["detector"], targets, denominators)[0]
@@ -264,12 +265,12 @@ class EGTR(GraphDetector):
         asked.diagonal(dim1=1, dim2=2).fill_(False)
         values, order = triplets.masked_fill(~asked, -1.0).flatten(1).topk(min(top_k, triplets[0].numel()))
         boxes, count = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes), logits.shape[1]
-        found = [strong, boxes, labels, scores, torch.stack([order // count, order % count], 2)]
-        found += [rows_of(relations.flatten(1, 2), order), rows_of(predicates.flatten(1), order), values]
+        fields = [strong, boxes, labels, scores, torch.stack([order // count, order % count], 2)]
+        fields += [rows_of(relations.flatten(1, 2), order), rows_of(predicates.flatten(1), order), values]
         graphs = []
-        for kept, *objects, ends, predicate_scores, best, ranks in zip(*to_host(found), strict=True):
+        for kept, *objects, ends, predicate_scores, best, ranks in zip(*to_host(fields), strict=True):
             rows = ranks >= 0
-            graph = dict(zip(("boxes", "labels", "scores"), (each[kept] for each in objects), strict=True))
+            graph = dict(zip(("boxes", "labels", "scores"), (column[kept] for column in objects), strict=True))
             graph |= {"pairs": (kept.cumsum(0) - 1)[ends[rows]], "predicate_scores": predicate_scores[rows]}
             graphs.append(graph | {"predicates": best[rows], "triplet_scores": ranks[rows]})
         return graphs
@@ -279,8 +280,8 @@ def _check(o: EgtrOptions, architecture: str | None, predicates: Sequence[str]) 
     faults = []
     if architecture not in BELOW:
         given = f"model.detector_options: a detector of architecture {architecture!r}"
-        taken = f"the decoder of egtr is that of {', '.join(BELOW)}"
-        faults.append(f"{given}; {taken}. train_sgg.py takes any detector with --model.head")
+        supported = f"the decoder of egtr is that of {', '.join(BELOW)}"
+        faults.append(f"{given}; {supported}. train_sgg.py takes any detector with --model.head")
     if o.freeze not in ("detector", "norms", "none"):
         faults.append(f"model.freeze is {o.freeze!r}; expected detector, norms, none")
     if not 0 < o.smoothing < 1:

@@ -46,7 +46,7 @@ def relations_of(target: Mapping) -> Tensor:
 def count_entries(
     target: Mapping, num_queries: int, num_predicates: int, sampling: RelationSampling
 ) -> tuple[int, int, int]:
-    """Annotated, unrelated and unmatched entries of an image in the loss of predicates, from its target alone.
+    """Counts annotated, unrelated and unmatched entries of an image in the predicate loss, using only its target.
 
     Of more objects than queries nobody knows beforehand which are matched: all relations are counted then.
     """
@@ -65,13 +65,13 @@ def match_with_quality(
 
     quality = 1 - sigmoid(cost - smallest possible cost + logit(smoothing)), 1 - `smoothing` for a perfect detection.
     """
-    found = match_focal(logits[None], boxes_cxcywh[None], targets, costs)
-    predicted, wanted = boxes_cxcywh[found.image, found.query], targets.boxes_cxcywh[found.image, found.target]
-    class_cost = focal_costs(logits[found.image, found.query, targets.labels[found.image, found.target]])
+    matches = match_focal(logits[None], boxes_cxcywh[None], targets, costs)
+    predicted, wanted = boxes_cxcywh[matches.image, matches.query], targets.boxes_cxcywh[matches.image, matches.target]
+    class_cost = focal_costs(logits[matches.image, matches.query, targets.labels[matches.image, matches.target]])
     giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(wanted))
     cost = costs.bbox_cost * (predicted - wanted).abs().sum(1) + costs.class_cost * class_cost - costs.giou_cost * giou
     smallest = costs.class_cost * (1 - ALPHA) * math.log(1e-8) - costs.giou_cost
-    return found, (smallest - cost + math.log(1 / smoothing - 1)).sigmoid()
+    return matches, (smallest - cost + math.log(1 / smoothing - 1)).sigmoid()
 
 
 def relation_losses(
@@ -109,7 +109,7 @@ def relation_losses(
         relations = send(relations_of(target), device)
         ends = query_of[i][relations[:, :2]]
         if len(target["labels"]) > num_queries:  # then some objects have no query
-            ends, relations = (each[(ends >= 0).all(1)] for each in (ends, relations))
+            ends, relations = (rows[(ends >= 0).all(1)] for rows in (ends, relations))
         entries = (*ends.unbind(1), relations[:, 2])
         related[i][entries[:2]] = 1.0
         wanted = torch.zeros_like(predicates[i], dtype=torch.bool, requires_grad=False)
@@ -138,7 +138,7 @@ def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling:
 
 @torch.no_grad()
 def _chosen(predicates: Tensor, left_out: Tensor, count: int, hardest: bool, draw: Generator | None) -> Tensor:
-    """Places of `count` entries among those that are not left out: of highest score, or random ones."""
+    """Flat indices of `count` entries that are not left out: those of highest score, or random ones."""
     random = {"device": predicates.device, "generator": draw}
     scores = predicates if hardest else torch.rand(predicates.shape, dtype=predicates.dtype, **random)
     return scores.masked_fill(left_out, -torch.inf).flatten().topk(count).indices

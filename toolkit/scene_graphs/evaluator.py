@@ -76,14 +76,14 @@ class SceneGraphEvaluator:
             BadInput: image ids of predictions and table differ.
         """
         check_image_ids(predictions, self.image_ids)
-        found = [_completed(predictions[image_id], len(self.table.predicates)) for image_id in self.image_ids]
+        graphs = [_completed(predictions[image_id], len(self.table.predicates)) for image_id in self.image_ids]
         truths = [self.truth(image_id, predictions[image_id]) for image_id in self.image_ids]
         metrics = evaluate_scene_graphs(
-            truths, found, self.mode, len(self.table.predicates), self.zero_shot, top=TOP, protocol=self.protocol
+            truths, graphs, self.mode, len(self.table.predicates), self.zero_shot, top=TOP, protocol=self.protocol
         )
         row = metrics.as_row(self.predicate_keys) | grouped_recall(metrics, self.groups, self.protocol)
         scores = [predictions[image_id].get("attribute_scores") for image_id in self.image_ids]
-        if self.mode != "sgdet" and self.table.attributes and all(each is not None for each in scores):
+        if self.mode != "sgdet" and self.table.attributes and all(image_scores is not None for image_scores in scores):
             row["attribute_R_precision"] = attribute_r_precision([truth["attributes"] for truth in truths], scores)
         if self._boxes is not None:
             row |= self._boxes.evaluate(predictions)
@@ -106,12 +106,12 @@ class SceneGraphEvaluator:
         counts = np.zeros(len(self.table.predicates), np.int64)
         for truth in self._truths.values():
             np.add.at(counts, truth["relations"][:, 2], 1)
-        found = [("predicate", "relations", f"mR@{TOP[-1]}")]
-        found += [
+        recalls = [("predicate", "relations", f"mR@{TOP[-1]}")]
+        recalls += [
             (shown(name, 40), str(count), _number(scores.get(f"mR@{TOP[-1]}/{name}")))
             for name, count in zip(self.predicate_keys, counts, strict=True)
         ]
-        lines = [align(rows), "", align(found)]
+        lines = [align(rows), "", align(recalls)]
         if "attribute_R_precision" in scores:
             lines.append(f"attributes: R-precision {_number(scores['attribute_R_precision'])}")
         if self._boxes is not None:
@@ -127,7 +127,7 @@ class SceneGraphEvaluator:
 
 
 def given_graph(prediction: Mapping) -> dict[str, np.ndarray]:
-    """What was annotated of the boxes that a prediction was given; {}: it found its boxes itself."""
+    """The annotation of the boxes that a prediction was given; {} where it detected its boxes itself."""
     if "true_relations" not in prediction:
         return {}
     parts = {name: f"true_{name}" for name in ("labels", "relations", "attributes")} | {"boxes": "boxes"}
@@ -160,15 +160,15 @@ def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | Non
     attributes: per image (N, A) ids from 1, 0 after the last; scores: per image (N, attributes), of the same objects.
     Of equal scores the lower id is the better one. None: no object has any.
     """
-    found = annotated = 0
+    hits = annotated = 0
     for ids, of_objects in zip(attributes, scores, strict=True):
         of_objects = torch.as_tensor(of_objects)
         right = attribute_targets(torch.as_tensor(ids), of_objects.shape[1] + 1)[0][:, 1:]
         ranked = right.gather(1, of_objects.argsort(dim=1, descending=True, stable=True))
         count = right.sum(1, keepdim=True)
-        found += int((ranked * (torch.arange(ranked.shape[1]) < count)).sum())
+        hits += int((ranked * (torch.arange(ranked.shape[1]) < count)).sum())
         annotated += int(count.sum())
-    return found / annotated if annotated else None
+    return hits / annotated if annotated else None
 
 
 def true_graph(row: Mapping) -> dict[str, np.ndarray]:
@@ -184,13 +184,13 @@ def true_graph(row: Mapping) -> dict[str, np.ndarray]:
 
 
 def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray]:
-    """Arrays; a prediction without pairs gets none."""
-    found = {key: np.asarray(prediction[key]) for key in ("boxes", "labels", "scores")}
+    """A prediction as arrays; without pairs it gets empty ones."""
+    graph = {key: np.asarray(prediction[key]) for key in ("boxes", "labels", "scores")}
     pairs = np.asarray(prediction.get("pairs", torch.zeros(0, 2, dtype=torch.int64)))
     if "combinations" in prediction:
-        return found | {"pairs": pairs} | {k: np.asarray(prediction[k]) for k in ("predicates", "combinations")}
+        return graph | {"pairs": pairs} | {k: np.asarray(prediction[k]) for k in ("predicates", "combinations")}
     scores = np.asarray(prediction.get("predicate_scores", torch.zeros(0, num_predicates)))
-    return found | {"pairs": pairs, "predicate_scores": scores}
+    return graph | {"pairs": pairs, "predicate_scores": scores}
 
 
 def _number(value: float | None) -> str:

@@ -21,12 +21,12 @@ def graph_text(graph: Mapping, format: str) -> str:
 def as_dot(graph: Mapping) -> str:
     """A directed graph of Graphviz; `dot -Tsvg FILE` draws it. Objects without a relation are nodes too."""
     lines = [f"digraph {json.dumps(str(graph['file_name']))} {{", "  node [shape=box];"]
-    for number, each in enumerate(graph["detections"]):
-        name = f"{number} {each['category']}"
+    for number, detection in enumerate(graph["detections"]):
+        name = f"{number} {detection['category']}"
         lines.append(f"  n{number} [label={_quoted(name)}];")
-    for each in graph["relations"]:
-        label = _quoted(f"{each['predicate']} {each['score']:.2f}")
-        lines.append(f"  n{each['subject']} -> n{each['object']} [label={label}];")
+    for relation in graph["relations"]:
+        label = _quoted(f"{relation['predicate']} {relation['score']:.2f}")
+        lines.append(f"  n{relation['subject']} -> n{relation['object']} [label={label}];")
     return "\n".join([*lines, "}", ""])
 
 
@@ -34,18 +34,18 @@ def as_json_ld(graph: Mapping) -> dict:
     """Linked data: a schema.org ImageObject whose objects are blank nodes; a relation is an rdf:Statement of them, so
     that it keeps its score. Predicates and classes are names of the training data, not of any ontology."""
     nodes = [
-        {"@id": f"_:object{number}", "@type": "DetectedObject"} | {key: each[key] for key in OF_OBJECT}
-        for number, each in enumerate(graph["detections"])
+        {"@id": f"_:object{number}", "@type": "DetectedObject"} | {key: detection[key] for key in OF_OBJECT}
+        for number, detection in enumerate(graph["detections"])
     ]
     statements = [
         {
             "@type": "rdf:Statement",
-            "rdf:subject": {"@id": f"_:object{each['subject']}"},
-            "rdf:predicate": each["predicate"],
-            "rdf:object": {"@id": f"_:object{each['object']}"},
-            "score": each["score"],
+            "rdf:subject": {"@id": f"_:object{relation['subject']}"},
+            "rdf:predicate": relation["predicate"],
+            "rdf:object": {"@id": f"_:object{relation['object']}"},
+            "score": relation["score"],
         }
-        for each in graph["relations"]
+        for relation in graph["relations"]
     ]
     context = {
         "@vocab": "urn:scene-graph:",
@@ -59,14 +59,15 @@ def as_json_ld(graph: Mapping) -> dict:
 
 def as_node_link(graph: Mapping) -> dict:
     """NetworkX's node-link form; `networkx.node_link_graph(json.load(file), edges="edges")` reads it."""
-    nodes = [{"id": n, **{key: each[key] for key in OF_OBJECT}} for n, each in enumerate(graph["detections"])]
+    objects = [{key: detection[key] for key in OF_OBJECT} for detection in graph["detections"]]
+    nodes = [{"id": number, **entries} for number, entries in enumerate(objects)]
     counts: dict[tuple, int] = {}
     edges = []
-    for each in graph["relations"]:
-        ends = each["subject"], each["object"]
+    for relation in graph["relations"]:
+        ends = relation["subject"], relation["object"]
         key = counts[ends] = counts.get(ends, -1) + 1  # several predicates between the same two
         edge = {"source": ends[0], "target": ends[1], "key": key}
-        edges.append(edge | {name: each[name] for name in ("predicate", "score")})
+        edges.append(edge | {name: relation[name] for name in ("predicate", "score")})
     about = {"file_name": str(graph["file_name"])}
     return {"directed": True, "multigraph": True, "graph": about, "nodes": nodes, "edges": edges}
 

@@ -75,21 +75,21 @@ class GraphDetector(Detector):
             trained_relations=self.relation_counts.sum((0, 1))[1:].cpu().numpy(),
         )
 
-    def to_keep(self, found: Mapping) -> dict:
+    def to_keep(self, prediction: Mapping) -> dict:
         """A graph without the scores of all predicates of all pairs: of VG150's test images they are 530 MB."""
-        return {name: torch.as_tensor(value) for name, value in compact_graph(found, TOP[-1]).items()}
+        return {name: torch.as_tensor(value) for name, value in compact_graph(prediction, TOP[-1]).items()}
 
     def _load_below(self, weights: Mapping[str, Tensor], below: str, prefixes: Mapping[str, str]) -> WeightTable:
         """Takes a detector's weights for the modules below the prefix `below`, and by `prefixes` for more of them."""
         source = {f"{below}.{name}": value for name, value in weights.items()}
-        own = {name: value for name, value in self.state_dict().items() if not name.startswith("head.")}
-        mapped = map_weights(own, source, prefixes)
+        current = {name: value for name, value in self.state_dict().items() if not name.startswith("head.")}
+        mapped = map_weights(current, source, prefixes)
         self.load_state_dict(mapped.state, strict=False)
         mapped.new += [name for name in self.state_dict() if name.startswith("head.")]
         return mapped
 
     def _build_on(self, below: nn.Module) -> None:
-        """Takes the detector below, and of it what images are to be like."""
+        """Adopts the detector below, with its requirements on images."""
         self.detector = below
         self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
 
@@ -102,7 +102,7 @@ class GraphDetector(Detector):
     def resolved_options(self) -> dict:
         """The settings with those that say what the detector below is, by the values that were really used."""
         inner = self.detector.resolved_options()
-        about_starting = {each.name for each in fields(DetectorOptions)} - {"architecture"}
+        about_starting = {option.name for option in fields(DetectorOptions)} - {"architecture"}
         return {
             **super().resolved_options(),
             **{kind: list(self.options.get(kind, ())) for kind in ("predicates", "attributes")},
@@ -122,7 +122,7 @@ def build_below(options: GraphOptions, default: Mapping, class_names: Sequence[s
 
 @contextmanager
 def naming_its_options() -> Iterator[None]:
-    """What is wrong with the detector below is said of `model.detector_options`."""
+    """Reports errors of the detector below as errors of `model.detector_options`."""
     try:
         yield
     except BadInput as error:
@@ -134,10 +134,10 @@ def _check_same_names(detector: GraphDetector, table: DetectionTable) -> None:
     if table.attributes and detector.attributes:
         compared.append(("attributes", table.attributes, detector.attributes))
     faults = [
-        f"{table.name} has the {what} {list(theirs)}, training data {list(ours)}: give both the same ones in the same "
-        "order"
-        for what, theirs, ours in compared
-        if tuple(theirs) != tuple(ours)
+        f"{table.name} has the {what} {list(given)}, training data {list(expected)}: give both the same ones in the "
+        "same order"
+        for what, given, expected in compared
+        if tuple(given) != tuple(expected)
     ]
     if faults:
         raise BadInput(faults)

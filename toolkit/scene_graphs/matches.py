@@ -68,7 +68,7 @@ def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
 
 
 def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
-    """A prediction that says as much to `match_relations` with that `keep`, and is much smaller: `predicates (P,)` and
+    """A much smaller prediction that gives the same result in `match_relations` with that `keep`: `predicates (P,)` and
     `combinations (<= keep, 2)` int32, see `best_combinations`, in place of `predicate_scores`."""
     scores = np.asarray(prediction["predicate_scores"])
     pair_scores = np.asarray(prediction["scores"])[np.asarray(prediction["pairs"])].prod(1)
@@ -203,21 +203,22 @@ class _Chunk:
 
     def _combinations(self, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Pair, predicate and rank of the `keep` best combinations of every image."""
-        found = [
-            each["combinations"][:keep] if "combinations" in each
-            else best_combinations(each["predicate_scores"], self.pair_scores[start : start + count], keep)
-            for each, start, count in zip(self.predictions, self.pair_start, self.num_pairs, strict=True)
+        best = [
+            prediction["combinations"][:keep] if "combinations" in prediction
+            else best_combinations(prediction["predicate_scores"], self.pair_scores[start : start + count], keep)
+            for prediction, start, count in zip(self.predictions, self.pair_start, self.num_pairs, strict=True)
         ]  # fmt: skip
-        image, rank = _positions(np.asarray([len(rows) for rows in found], np.int64))
-        pair, predicate = _flat([np.asarray(rows, np.int64) for rows in found], (0, 2)).T
+        image, rank = _positions(np.asarray([len(rows) for rows in best], np.int64))
+        pair, predicate = _flat([np.asarray(rows, np.int64) for rows in best], (0, 2)).T
         return pair + self.pair_start[image], predicate, rank
 
     def _best_predicates(self, pair: np.ndarray) -> np.ndarray:
         """(n,) of ascending rows of all pairs."""
         cuts = np.searchsorted(pair, np.append(self.pair_start, len(self.pairs)))
         images = zip(self.predictions, self.pair_start, cuts[:-1], cuts[1:], strict=True)
-        rows = ((each, pair[first:last] - start) for each, start, first, last in images if first < last)
-        return np.concatenate([np.zeros(0, np.int64), *(best_predicates(each, own) for each, own in rows)])
+        chosen = ((image, pair[first:last] - start) for image, start, first, last in images if first < last)
+        parts = (best_predicates(image, rows) for image, rows in chosen)
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def _annotated_pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """(P,) is the predicted pair an annotated pair, and its rank among those of its image."""

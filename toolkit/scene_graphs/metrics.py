@@ -18,7 +18,7 @@ PROTOCOLS = ("original", "strict")
 
 @dataclass(frozen=True)
 class SceneGraphMetrics:
-    """What `evaluate_scene_graphs` measures; K is the length of `top`.
+    """Results of `evaluate_scene_graphs`; K is the length of `top`.
 
     values: (K,) float64 for each of R, ngR, zR, ngzR, mR, ngmR, F1 (harmonic mean of R and mR) and, when the boxes
         are given (predcls, sgcls), A. NaN where nothing was evaluated.
@@ -79,12 +79,12 @@ def evaluate_scene_graphs(
     Raises BadInput for an unknown mode or protocol and for predictions that do not fit their image.
     """
     _check(truths, predictions, mode, protocol, num_predicates)
-    found = match_relations(truths, predictions, mode, iou_threshold, max(top))
-    counts = np.bincount(found.image, minlength=len(truths)) if len(found.image) else np.zeros(len(truths), np.int64)
+    matches = match_relations(truths, predictions, mode, iou_threshold, max(top))
+    counts = np.bincount(matches.image, minlength=len(truths))
     evaluated = counts > 0
     if protocol == "original":
         evaluated &= np.asarray([len(prediction["pairs"]) > 0 for prediction in predictions], dtype=bool)
-    return _measure(found, evaluated, num_predicates, zero_shot, tuple(top), mode, protocol)
+    return _measure(matches, evaluated, num_predicates, zero_shot, tuple(top), mode, protocol)
 
 
 def _check(truths, predictions, mode: str, protocol: str, num_predicates: int) -> None:
@@ -119,7 +119,7 @@ def _wrong_scores(prediction: Mapping, num_predicates: int) -> list[str]:
 
 
 def _measure(
-    found: Matches,
+    matches: Matches,
     evaluated: np.ndarray,
     num_predicates: int,
     zero_shot: np.ndarray | None,
@@ -128,28 +128,29 @@ def _measure(
     protocol: str,
 ) -> SceneGraphMetrics:
     images = np.flatnonzero(evaluated)
-    first = {"": found.first_rank(found.constrained), "ng": found.first_rank(found.unconstrained)}
-    unseen = _in_triplets(found, zero_shot) & evaluated[found.image]
-    seen_images = np.flatnonzero(np.bincount(found.image[unseen], minlength=len(evaluated)))
+    first = {"": matches.first_rank(matches.constrained), "ng": matches.first_rank(matches.unconstrained)}
+    unseen = _in_triplets(matches, zero_shot) & evaluated[matches.image]
+    seen_images = np.flatnonzero(np.bincount(matches.image[unseen], minlength=len(evaluated)))
     values, per_image, per_predicate = {}, {}, {}
     for prefix, rank in first.items():
         hits = [rank < k for k in top]
         everything = np.ones(len(rank), dtype=bool)
-        per_image[f"{prefix}R"] = np.stack([_recall(found, hit, everything)[images] for hit in hits])
-        per_image[f"{prefix}zR"] = np.stack([_recall(found, hit, unseen)[seen_images] for hit in hits])
-        per_predicate[f"{prefix}mR"] = np.stack([_predicate_recall(found, h, evaluated, num_predicates) for h in hits])
+        per_image[f"{prefix}R"] = np.stack([_recall(matches, hit, everything)[images] for hit in hits])
+        per_image[f"{prefix}zR"] = np.stack([_recall(matches, hit, unseen)[seen_images] for hit in hits])
+        recalls = [_predicate_recall(matches, hit, evaluated, num_predicates) for hit in hits]
+        per_predicate[f"{prefix}mR"] = np.stack(recalls)
     for name, recalls in per_image.items():
         values[name] = recalls.mean(1) if recalls.shape[1] else np.full(len(top), np.nan)
-    images_per_predicate = _images_per_predicate(found, evaluated, num_predicates)
+    images_per_predicate = _images_per_predicate(matches, evaluated, num_predicates)
     present = images_per_predicate > 0 if protocol == "strict" else np.ones(num_predicates, dtype=bool)
     for name, recalls in per_predicate.items():
         values[name] = recalls[:, present].mean(1) if present.any() else np.full(len(top), np.nan)
     values["F1"] = _harmonic_mean(values["R"], values["mR"])
     accuracy = {}
     if mode in ("predcls", "sgcls"):
-        rank = found.first_rank(found.given_pairs)
-        hits = np.stack([np.bincount(found.image[rank < k], minlength=len(evaluated))[images] for k in top])
-        counts = np.broadcast_to(np.bincount(found.image, minlength=len(evaluated))[images], hits.shape)
+        rank = matches.first_rank(matches.given_pairs)
+        hits = np.stack([np.bincount(matches.image[rank < k], minlength=len(evaluated))[images] for k in top])
+        counts = np.broadcast_to(np.bincount(matches.image, minlength=len(evaluated))[images], hits.shape)
         accuracy = {"accuracy_hits": hits.astype(np.float64), "accuracy_counts": counts.astype(np.float64)}
         values["A"] = hits.sum(1) / counts.sum(1) if len(images) else np.full(len(top), np.nan)
     return SceneGraphMetrics(
@@ -160,8 +161,8 @@ def _measure(
         images_per_predicate=images_per_predicate,
         evaluated_images=images,
         zero_shot_images=seen_images,
-        matches=found.rows(found.constrained),
-        unconstrained_matches=found.rows(found.unconstrained),
+        matches=matches.rows(matches.constrained),
+        unconstrained_matches=matches.rows(matches.unconstrained),
         **accuracy,
     )
 
@@ -171,18 +172,18 @@ def _renamed(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: metrics[name] for name in order if name in metrics}
 
 
-def _recall(found: Matches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:
+def _recall(matches: Matches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:
     """(images,) share of the relations `among` that are hit; NaN for an image without any."""
-    size = len(found.counts)
-    total = np.bincount(found.image[among], minlength=size)
+    size = len(matches.counts)
+    total = np.bincount(matches.image[among], minlength=size)
     with np.errstate(invalid="ignore"):
-        return np.bincount(found.image[among & hit], minlength=size) / total
+        return np.bincount(matches.image[among & hit], minlength=size) / total
 
 
-def _predicate_recall(found: Matches, hit: np.ndarray, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
+def _predicate_recall(matches: Matches, hit: np.ndarray, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
     """(num_predicates,) recall per image and predicate, averaged over the images that contain it; 0 where none."""
-    kept = evaluated[found.image]
-    cell = found.image * num_predicates + found.predicate
+    kept = evaluated[matches.image]
+    cell = matches.image * num_predicates + matches.predicate
     size = len(evaluated) * num_predicates
     total = np.bincount(cell[kept], minlength=size).reshape(-1, num_predicates)
     hits = np.bincount(cell[kept & hit], minlength=size).reshape(-1, num_predicates)
@@ -190,17 +191,17 @@ def _predicate_recall(found: Matches, hit: np.ndarray, evaluated: np.ndarray, nu
     return recall.sum(0) / np.maximum((total > 0).sum(0), 1)
 
 
-def _images_per_predicate(found: Matches, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
-    kept = evaluated[found.image]
-    cells = np.unique(found.image[kept] * num_predicates + found.predicate[kept])
+def _images_per_predicate(matches: Matches, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
+    kept = evaluated[matches.image]
+    cells = np.unique(matches.image[kept] * num_predicates + matches.predicate[kept])
     return np.bincount(cells % num_predicates, minlength=num_predicates)
 
 
-def _in_triplets(found: Matches, triplets: np.ndarray | None) -> np.ndarray:
+def _in_triplets(matches: Matches, triplets: np.ndarray | None) -> np.ndarray:
     """(R,) bool: is the relation's (subject class, object class, predicate) listed?"""
-    if triplets is None or not len(triplets) or not len(found.triplets):
-        return np.zeros(len(found.triplets), dtype=bool)
-    both = np.concatenate([np.asarray(triplets, dtype=np.int64), found.triplets])
+    if triplets is None or not len(triplets) or not len(matches.triplets):
+        return np.zeros(len(matches.triplets), dtype=bool)
+    both = np.concatenate([np.asarray(triplets, dtype=np.int64), matches.triplets])
     _, key = np.unique(both, axis=0, return_inverse=True)
     key = key.reshape(-1)
     return np.isin(key[len(triplets) :], key[: len(triplets)])

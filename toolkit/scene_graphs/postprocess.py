@@ -33,12 +33,12 @@ def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int], th
     rivals = torch.cat([cells.T.repeat(most, 1), cells.repeat_interleave(num_classes, 0)], 1)  # its class, its object
     overlaps = _overlaps(pad_rows(boxes_per_class, num_objects), threshold)
     struck = F.pad(overlaps, (0, num_classes), value=True)  # (B, N_max x C, N_max + C) of the rivals
-    image, found = torch.arange(len(scores), device=logits.device), []
+    image, winners = torch.arange(len(scores), device=logits.device), []
     for _ in range(most):
-        found.append(scores.max(1))
-        best = found[-1].indices
+        winners.append(scores.max(1))
+        best = winners[-1].indices
         scores.scatter_(1, torch.where(struck[image, best], rivals[best], best[:, None]), 0.0)
-    values, best = (torch.stack(column, 1) for column in zip(*found, strict=True))
+    values, best = (torch.stack(column, 1) for column in zip(*winners, strict=True))
     labels = best.new_zeros(len(scores), most + 1)  # the last column is for what was found when all was out
     labels.scatter_(1, torch.where(values > 0, best // num_classes, most), best % num_classes)
     return unpad_rows(labels[:, :most], num_objects)
@@ -57,9 +57,9 @@ def _overlaps(boxes_per_class: Tensor, threshold: float) -> Tensor:
     that of another?"""
     _, count, classes, _ = boxes_per_class.shape
     parts = []
-    for own in boxes_per_class.transpose(1, 2).split(max(1, PAIRS_AT_ONCE // (count**2 * classes))):
+    for boxes in boxes_per_class.transpose(1, 2).split(max(1, PAIRS_AT_ONCE // (count**2 * classes))):
         # As `iou_plus_one`, one coordinate at a time, which is several times faster on so many pairs.
-        left, top, right, bottom = own.unbind(-1)  # (B, C, N)
+        left, top, right, bottom = boxes.unbind(-1)  # (B, C, N)
         common = _common_length(left, right).mul_(_common_length(top, bottom))
         area = (right - left + 1) * (bottom - top + 1)
         parts.append(common / (area[..., None] + area[..., None, :] - common) >= threshold)
@@ -117,16 +117,16 @@ def shortlist(
     """
     counts = [min(top_k + more, pairs) for pairs, more in zip(num_pairs, num_annotated, strict=True)]
     device, starts = triplets["pairs"].device, accumulate([0, *num_pairs])
-    facts = {
+    columns = {
         "image": image_of_each(num_pairs, "cpu"),
         "best": torch.cat([torch.arange(pairs) < top_k for pairs in num_pairs]),
         "rows": torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]),
     }
-    (facts,) = send_dicts([facts], device)
-    rows, more = facts["rows"], {}
+    (columns,) = send_dicts([columns], device)
+    rows, more = columns["rows"], {}
     if "annotated" in triplets:
-        keep = facts["best"] | triplets["annotated"]
-        rows = (2 * facts["image"] + ~keep).sort(stable=True).indices[rows]
+        keep = columns["best"] | triplets["annotated"]
+        rows = (2 * columns["image"] + ~keep).sort(stable=True).indices[rows]
         more = {"keep": keep[rows]}
     return {name: triplets[name][rows] for name in OF_TRIPLETS} | more, counts
 
@@ -140,8 +140,8 @@ def graphs_on_host(
     of_objects = zip(*(columns[name].split(list(num_objects)) for name in objects), strict=True)
     of_triplets = zip(*(columns[name].split(list(num_triplets)) for name in triplets), strict=True)
     graphs, starts = [], accumulate([0, *num_objects])
-    for own, rows, start in zip(of_objects, of_triplets, starts, strict=False):
-        graph = {name: value.clone() for name, value in zip(objects, own, strict=True)}  # not all of the batch's memory
+    for of_image, rows, start in zip(of_objects, of_triplets, starts, strict=False):
+        graph = {name: value.clone() for name, value in zip(objects, of_image, strict=True)}  # frees the batch's memory
         rows = dict(zip(triplets, rows, strict=True))
         keep = rows.pop("keep", slice(None))
         graph |= {name: value[keep] for name, value in rows.items()}

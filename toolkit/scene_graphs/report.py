@@ -64,15 +64,15 @@ def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphRe
     ids = table.image_ids().tolist()
     if isinstance(predictions, Boxes) or not all("pairs" in predictions[i] for i in ids):
         return None
-    found = [{key: np.asarray(value) for key, value in predictions[i].items()} for i in ids]
-    truths = [given_graph(each) or true_graph(table.row(i)) for i, each in enumerate(found)]
-    mode = about.get("mode") or _mode(found)
+    graphs = [{key: np.asarray(value) for key, value in predictions[i].items()} for i in ids]
+    truths = [given_graph(graph) or true_graph(table.row(i)) for i, graph in enumerate(graphs)]
+    mode = about.get("mode") or _mode(graphs)
     metrics = evaluate_scene_graphs(
-        truths, found, mode, len(table.predicates), top=TOP, protocol=about.get("protocol", "original")
+        truths, graphs, mode, len(table.predicates), top=TOP, protocol=about.get("protocol", "original")
     )
     row = {k: v for k, v in metrics.as_row().items() if v is not None}
     row |= {k: v for k, v in about.get("scores", {}).items() if k.startswith(("zR@", "ngzR@")) and v is not None}
-    confusions, images = _confusions(truths, found, mode, len(table.predicates))
+    confusions, images = _confusions(truths, graphs, mode, len(table.predicates))
     frequency = confusions.sum(axis=1)
     recall = np.where(frequency > 0, metrics.per_predicate["mR"][-1], np.nan)
     with_any = images[np.isfinite(images)]
@@ -80,52 +80,52 @@ def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphRe
     return GraphReport(mode, row, frequency, recall, confusions, images, whole)
 
 
-def _mode(found: list[dict]) -> str:
-    """From what the predictions hold: those on given boxes say what was annotated there."""
-    if not all("true_relations" in each for each in found):
+def _mode(graphs: list[dict]) -> str:
+    """The mode that the predictions show: those on given boxes carry the annotation."""
+    if not all("true_relations" in graph for graph in graphs):
         return "sgdet"
-    return "predcls" if all((each["labels"] == each["true_labels"]).all() for each in found) else "sgcls"
+    return "predcls" if all((graph["labels"] == graph["true_labels"]).all() for graph in graphs) else "sgcls"
 
 
-def _confusions(truths, found, mode: str, predicates: int) -> tuple[np.ndarray, np.ndarray]:
+def _confusions(truths, graphs, mode: str, predicates: int) -> tuple[np.ndarray, np.ndarray]:
     matrix = np.zeros((predicates, predicates + 1), np.int64)
     images = np.full(len(truths), np.nan)
-    for i, (truth, each) in enumerate(zip(truths, found, strict=True)):
+    for i, (truth, graph) in enumerate(zip(truths, graphs, strict=True)):
         relations = truth["relations"]
         if not len(relations):
             continue
-        best = best_predicates(each, slice(TOP[-1])) if len(each["pairs"]) else np.zeros(0, np.int64)
-        same = _same(truth, each, mode)
-        pairs = each["pairs"][: TOP[-1]]
+        best = best_predicates(graph, slice(TOP[-1])) if len(graph["pairs"]) else np.zeros(0, np.int64)
+        same = _same(truth, graph, mode)
+        pairs = graph["pairs"][: TOP[-1]]
         on_it = same[pairs[:, 0]][:, relations[:, 0]] & same[pairs[:, 1]][:, relations[:, 1]]  # (pairs, relations)
         right = on_it & (best[:, None] == relations[None, :, 2])
         first = on_it.argmax(axis=0) if len(pairs) else np.zeros(len(relations), np.int64)
-        told = np.where(on_it.any(axis=0), best[first] if len(pairs) else 0, predicates)
-        told = np.where(right.any(axis=0), relations[:, 2], told)
-        np.add.at(matrix, (relations[:, 2], told), 1)
+        predicted = np.where(on_it.any(axis=0), best[first] if len(pairs) else 0, predicates)
+        predicted = np.where(right.any(axis=0), relations[:, 2], predicted)
+        np.add.at(matrix, (relations[:, 2], predicted), 1)
         images[i] = right.any(axis=0).mean()
     return matrix, images
 
 
-def _same(truth: Mapping, found: Mapping, mode: str) -> np.ndarray:
+def _same(truth: Mapping, graph: Mapping, mode: str) -> np.ndarray:
     """(M, N) bool: may a predicted box be an annotated one?"""
     if mode == "predcls":
         return np.eye(len(truth["boxes"]), dtype=bool)
-    a, b = (np.asarray(each["boxes"], np.float32) for each in (found, truth))
-    return (iou_plus_one(a[:, None], b[None]) >= 0.5) & (found["labels"][:, None] == truth["labels"][None])
+    a, b = (np.asarray(source["boxes"], np.float32) for source in (graph, truth))
+    return (iou_plus_one(a[:, None], b[None]) >= 0.5) & (graph["labels"][:, None] == truth["labels"][None])
 
 
 def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
     names = list(dict.fromkeys(key.partition("@")[0] for key in g.row if "/" not in key and "@" in key))
     rows = [(name, *(number(g.row.get(f"{name}@{k}")) for k in (20, 50, 100))) for name in names]
     order = np.argsort(-g.frequency, kind="stable")
-    found = [(predicates[p], int(g.frequency[p]), number(g.recall[p])) for p in order if g.frequency[p]]
+    recalls = [(predicates[p], int(g.frequency[p]), number(g.recall[p])) for p in order if g.frequency[p]]
     wrong = g.confusions.copy()
     wrong[np.arange(len(wrong)), np.arange(len(wrong))] = 0
-    told = [*predicates, "(pair not found)"]
+    columns = [*predicates, "(pair not found)"]
     worst = np.argsort(-wrong, axis=None, kind="stable")[:15]
     pairs = [
-        (predicates[a], told[b], int(wrong[a, b]), f"{wrong[a, b] / g.frequency[a]:.1%}")
+        (predicates[a], columns[b], int(wrong[a, b]), f"{wrong[a, b] / g.frequency[a]:.1%}")
         for a, b in zip(*np.unravel_index(worst, wrong.shape), strict=True)
         if wrong[a, b]
     ]
@@ -134,14 +134,14 @@ def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
     )
     recall = BarChart(
         "Recall among the 100 best, most frequent predicates first",
-        [(name, float(value), f"{value} of {count}") for name, count, value in found[:25] if value != "–"],
+        [(name, float(value), f"{value} of {count}") for name, count, value in recalls[:25] if value != "–"],
         most=1,
     )
     return (
         table(["metric", "@20", "@50", "@100"], rows)
         + whole
         + charts([recall])
-        + folded("Every predicate", table(["predicate", "relations", "recall@100"], found))
+        + folded("Every predicate", table(["predicate", "relations", "recall@100"], recalls))
         + "<h3>Predicates that are taken for others</h3>"
         + table(["annotated", "predicted", "relations", "of all"], pairs, text=(0, 1))
     )
@@ -149,7 +149,7 @@ def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
 
 def _pictures(judged: "Judgement", maker: Pictures, count: int = 4) -> str:
     """The images with the least recall of relations: the annotated graph left, the predicted one right."""
-    if not all("predicates" in each for each in judged.predictions.values()):
+    if not all("predicates" in graph for graph in judged.predictions.values()):
         return ""
     recall = judged.graphs.images
     rows = np.flatnonzero(np.isfinite(recall))

@@ -36,13 +36,13 @@ def annotated_graph(target: Mapping) -> dict[str, Tensor]:
 
 
 def given_objects(
-    model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping], known: Sequence[Mapping]
+    model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping], truths_on_host: Sequence[Mapping]
 ) -> dict:
-    """Fields of a RelationBatch for annotated boxes; sgcls also asks the detector what they are.
+    """Fields of a RelationBatch for annotated boxes; in sgcls also the detector's class logits.
 
-    truths: annotated graphs on the device. known: the same on the host.
+    truths: annotated graphs on the device. truths_on_host: the same on the host.
     """
-    boxes, boxes_on_host = ([graph["boxes"] for graph in graphs] for graphs in (truths, known))
+    boxes, boxes_on_host = ([graph["boxes"] for graph in graphs] for graphs in (truths, truths_on_host))
     pooled, fields = _looked_at(model, maps, images_hw, boxes, boxes_on_host)
     fields["labels"] = torch.cat([truth["labels"] for truth in truths]) + 1
     if "attributes" in truths[0]:
@@ -55,9 +55,9 @@ def given_objects(
 def _looked_at(
     model: nn.Module, maps: Mapping, images_hw: Sequence, boxes: list[Tensor], on_host: list[Tensor]
 ) -> tuple[Tensor, dict]:
-    """What is pooled of boxes, and the fields of a RelationBatch that all boxes have."""
+    """The pooled features of boxes, and the fields of a RelationBatch that every kind of boxes has."""
     pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw), on_host)
-    counts = [len(each) for each in boxes]
+    counts = [len(image_boxes) for image_boxes in boxes]
     features = model.box_features(pooled)
     return pooled, {"boxes_xyxy": torch.cat(boxes), "num_objects": counts, "roi_features": features}
 
@@ -67,7 +67,7 @@ def detected_objects(
     maps: Mapping,
     images_hw: Sequence,
     truths: Sequence[Mapping] | None,
-    known: Sequence[Mapping] | None,
+    annotated_on_host: Sequence[Mapping] | None,
     outputs: Mapping | None = None,
 ) -> tuple[dict, list[Tensor], dict]:
     """Fields of a RelationBatch for what the detector finds, the boxes on the host, and the labels (and attributes) of
@@ -79,20 +79,22 @@ def detected_objects(
     """
     annotated = [truth["boxes"] for truth in truths] if model.training and model.add_annotated_boxes else None
     with eval_mode(model.detector):
-        found = model.detector.detect_with_logits(
+        detections = model.detector.detect_with_logits(
             maps, images_hw, top_k=model.detections_per_image, further_boxes=annotated, outputs=outputs
         )
-    boxes, boxes_on_host = [image["boxes"] for image in found], [on_host(image)["boxes"] for image in found]
+    boxes = [image["boxes"] for image in detections]
+    boxes_on_host = [on_host(image)["boxes"] for image in detections]
     fields = _looked_at(model, maps, images_hw, boxes, boxes_on_host)[1]
-    fields |= {name: torch.cat([image[name] for image in found]).detach() for name in ("logits", "boxes_per_class")}
+    for name in ("logits", "boxes_per_class"):
+        fields[name] = torch.cat([image[name] for image in detections]).detach()
     learned = {}
-    if known is not None:
-        matched = (match_labels(own, truth, model.match_iou) for own, truth in zip(boxes_on_host, known, strict=True))
-        rows, labels = zip(*matched, strict=True)
+    if annotated_on_host is not None:
+        images = zip(boxes_on_host, annotated_on_host, strict=True)
+        rows, labels = zip(*(match_labels(*image, model.match_iou) for image in images), strict=True)
         learned["labels"] = torch.cat(labels)
-        if "attributes" in known[0]:
-            named = (F.pad(truth["attributes"], (0, 0, 0, 1)) for truth in known)  # row -1: none, for no object
-            learned["attributes"] = torch.cat([ids[r] for ids, r in zip(named, rows, strict=True)])
+        if "attributes" in annotated_on_host[0]:
+            padded = [F.pad(truth["attributes"], (0, 0, 0, 1)) for truth in annotated_on_host]  # row -1: no object
+            learned["attributes"] = torch.cat([ids[r] for ids, r in zip(padded, rows, strict=True)])
     return fields, boxes_on_host, learned
 
 
@@ -135,8 +137,8 @@ def sampled_pairs(
     size |= {"fg_iou": model.match_iou, "per_relation": model.pairs_per_relation}
     size["require_overlap"] = model.require_overlap
     samples = []
-    for b, own, truth, matrix, draw in zip(boxes, labels.split(counts), truths, matrices, draws, strict=True):
-        seen = (b, own, truth["boxes"], truth["labels"] + 1, matrix)
+    for b, image_labels, truth, matrix, draw in zip(boxes, labels.split(counts), truths, matrices, draws, strict=True):
+        seen = (b, image_labels, truth["boxes"], truth["labels"] + 1, matrix)
         samples.append(sample_detected_boxes(*seen, **size, generator=draw))
     return join_samples(samples, counts)
 
@@ -204,9 +206,9 @@ def relation_matrix(
         priority = draw
     else:  # the last one that takes over wins; the first of a pair takes over an empty cell
         first = torch.full((num_objects**2,), len(relations), device=relations.device)
-        place = torch.arange(len(relations), device=relations.device)
-        first = first.scatter_reduce(0, cell, place, "amin")
-        priority = torch.where((draw > 0.5) | (first[cell] == place), place, -1)
+        position = torch.arange(len(relations), device=relations.device)
+        first = first.scatter_reduce(0, cell, position, "amin")
+        priority = torch.where((draw > 0.5) | (first[cell] == position), position, -1)
     order = priority.argsort(stable=True)
     last = torch.zeros(num_objects**2, dtype=torch.int64, device=relations.device)
     rank = torch.arange(len(relations), device=relations.device)
@@ -323,5 +325,5 @@ def _draw_per_group(group: Tensor, weight: Tensor, count: int, generator: Genera
     order = clock.argsort()
     order = order[group[order].argsort(stable=True)]
     sizes = torch.bincount(group)
-    place = torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group[order]]
-    return order[place < count].sort().values
+    position = torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group[order]]
+    return order[position < count].sort().values

@@ -1,4 +1,4 @@
-"""What a scene graph run starts with: the detector, its weights, and the statistics of the training split."""
+"""Builds the model of a scene graph run, with its weights and the statistics of the training split."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -54,13 +54,14 @@ def start_scene_graph(
         known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
         if options.detector:
             source = _open_detector(options, table)
-            own = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
-            known["detector_options"] = {"architecture": source.architecture, **source.options, **own}
+            free = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
+            known["detector_options"] = {"architecture": source.architecture, **source.options, **free}
     resumed_from = None if checkpoint is None else checkpoint.path
     model = start_detector(options, table.class_names, folder, resumed_from=resumed_from, say=say, known=known)
     if model.attributes and model.attributes != table.attributes:
-        theirs, ours = list(table.attributes), list(model.attributes)
-        raise BadInput(f"{table.name} has the attributes {theirs}, the run so far {ours}: resume it on its own data")
+        table_names, run_names = list(table.attributes), list(model.attributes)
+        differ = f"{table.name} has the attributes {table_names}, the run so far {run_names}"
+        raise BadInput(f"{differ}: resume it on its own data")
     if checkpoint is not None:
         model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
     elif not options.pretrained:
@@ -68,10 +69,10 @@ def start_scene_graph(
         if getattr(options, "word_vectors", None):  # EGTR has no class vectors
             _start_from_words(model, options, table, say)
     if source is not None:
-        found = model.load_detector_weights(source.tensors)
-        say(f"weights of the detector {source.name}:\n{found.summary()}")
+        loaded = model.load_detector_weights(source.tensors)
+        say(f"weights of the detector {source.name}:\n{loaded.summary()}")
         if world()[0] == 0:
-            (folder / "detector_weights.txt").write_text(found.table() + "\n")
+            (folder / "detector_weights.txt").write_text(loaded.table() + "\n")
     return model
 
 
@@ -91,16 +92,16 @@ def load_word_vectors(file: str | Path, class_names: Sequence[str], dim: int) ->
     """
     names = ["start", "__background__", *(name.lower() for name in class_names)]
     wanted = {word for name in names for word in (name, *name.split())}
-    found = {}
+    of_word = {}
     try:
         with open(Path(file).expanduser(), encoding="utf-8") as lines:
             for line in lines:
                 word, _, numbers = line.partition(" ")
                 if word in wanted:
-                    found[word] = torch.tensor([float(number) for number in numbers.split()])
+                    of_word[word] = torch.tensor([float(number) for number in numbers.split()])
     except (OSError, ValueError) as error:
         raise BadInput(f"model.word_vectors: {file} cannot be read as word vectors: {error}") from error
-    widths = {len(vector) for vector in found.values()}
+    widths = {len(vector) for vector in of_word.values()}
     if widths != {dim}:
         raise BadInput(
             f"model.word_vectors: {file} has vectors of {sorted(widths) or 'none of the classes'}; expected {dim} "
@@ -108,9 +109,9 @@ def load_word_vectors(file: str | Path, class_names: Sequence[str], dim: int) ->
         )
     vectors = torch.randn(len(names), dim)
     for row, name in enumerate(names):
-        word = next((w for w in (name, *sorted(name.split(), key=len, reverse=True)) if w in found), None)
+        word = next((w for w in (name, *sorted(name.split(), key=len, reverse=True)) if w in of_word), None)
         if word is not None:
-            vectors[row] = found[word]
+            vectors[row] = of_word[word]
     return vectors
 
 
@@ -120,9 +121,9 @@ def start_from_words(head: nn.Module, vectors: Tensor) -> list[str]:
     rows = {"embed_in": vectors[1:], "embed_out": vectors[1:], "embed": vectors}
     changed = []
     for name, module in head.named_modules():
-        own = rows.get(name.rpartition(".")[2]) if isinstance(module, nn.Embedding) else None
-        if own is not None:
-            module.weight.copy_(own)
+        vector_rows = rows.get(name.rpartition(".")[2]) if isinstance(module, nn.Embedding) else None
+        if vector_rows is not None:
+            module.weight.copy_(vector_rows)
             changed.append(name)
     return changed
 
@@ -140,14 +141,14 @@ def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.nd
 
 
 def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
-    """The tensors of a head mix classes and predicates: no rows of other ones can be taken, none may be by accident."""
-    known = {"classes": source.class_names} | {k: source.options.get(k, []) for k in ("predicates", "attributes")}
-    ours = {"classes": table.class_names, "predicates": list(table.predicates), "attributes": list(table.attributes)}
+    """A head's tensors combine classes and predicates, so its rows fit no other names: they must be the same."""
+    trained = {"classes": source.class_names} | {k: source.options.get(k, []) for k in ("predicates", "attributes")}
+    given = {"classes": table.class_names, "predicates": list(table.predicates), "attributes": list(table.attributes)}
     faults = [
-        f"model.pretrained {source.name} knows the {kind} {known[kind]}, the data {ours[kind]}: give data of the same "
-        "ones in the same order, or start from a detector alone with model.detector"
-        for kind in known
-        if list(known[kind]) != ours[kind]
+        f"model.pretrained {source.name} knows the {kind} {trained[kind]}, the data {given[kind]}: give data of the "
+        "same ones in the same order, or start from a detector alone with model.detector"
+        for kind in trained
+        if list(trained[kind]) != given[kind]
     ]
     if source.architecture in GRAPHS and faults:  # what else it may be, start_detector refuses
         raise BadInput(faults)
@@ -168,9 +169,9 @@ def _is_free(name: str, source: Pretrained) -> bool:
 def _other_settings(options: GraphOptions, source: Pretrained) -> list[str]:
     """The settings of the detector that are given and are not those of the source, as the config.yaml of a run on
     that source has them."""
-    theirs = asdict(options_class(source.architecture)()) | source.options
+    source_settings = asdict(options_class(source.architecture)()) | source.options
     given = {name: value for name, value in _given_settings(options, source).items() if not _is_free(name, source)}
-    return [name for name, value in given.items() if theirs.get(name, value) not in (None, value)]
+    return [name for name, value in given.items() if source_settings.get(name, value) not in (None, value)]
 
 
 def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
@@ -180,8 +181,8 @@ def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
     if source.architecture in GRAPHS:
         problems.append(f"model.detector {name} is a scene graph; expected a detector, or give it as model.pretrained")
     if source.class_names != table.class_names:
-        known = f"knows the classes {source.class_names}, the data {table.class_names}"
-        problems.append(f"model.detector {name} {known}; train the detector on the same classes in the same order")
+        mismatch = f"knows the classes {source.class_names}, the data {table.class_names}"
+        problems.append(f"model.detector {name} {mismatch}; train the detector on the same classes in the same order")
     if other := ", ".join(_other_settings(options, source)):
         given = "model.detector_options and model.backbone are those of"
         problems.append(f"{given} model.detector {name}, which has another {other}: leave them out")

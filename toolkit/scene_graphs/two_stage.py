@@ -56,8 +56,8 @@ class SceneGraph(GraphDetector):
         class_names: one name each, in the order of the labels.
         options: settings, see `SceneGraphOptions`; `detector` and `word_vectors` are notes, they are not read here.
         predicates: one name each, in the order of the labels.
-        attributes: names of the data's, in the order of their ids, which a linear classifier on the box features tells;
-            none: there is no such classifier. The frequency head, which looks at nothing, has none either.
+        attributes: names, in the order of their ids in the data, which a linear classifier on the box features
+            predicts; without names there is no such classifier, nor with the frequency head, which sees no features.
 
     Raises:
         BadInput: unknown mode, head or option, no predicates; all of them.
@@ -157,7 +157,7 @@ class SceneGraph(GraphDetector):
         return self._load_below(weights, "detector", {"box_features": head, "union.head": head})
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """What the head says of sampled pairs (in training) or of all pairs, with what it was asked.
+        """The head's outputs for sampled pairs (in training) or for all pairs, with the batch that it was given.
 
         Args:
             images: `(B, 3, H, W)` uint8, padded on the right and below. sizes: `(B, 2)` int64 without padding.
@@ -177,33 +177,33 @@ class SceneGraph(GraphDetector):
                 "model with --model.mode sgdet"
             )
         maps, images_hw = self.detector.features(images, sizes, targets)
-        known = None if targets is None else [annotated_graph(on_host(target)) for target in targets]
-        truths = None if known is None else send_dicts(known, images.device)
-        learns, said = self.joint and targets is not None, None
+        graphs = None if targets is None else [annotated_graph(on_host(target)) for target in targets]
+        truths = None if graphs is None else send_dicts(graphs, images.device)
+        learns, detector_outputs = self.joint and targets is not None, None
         if learns and not self.training:  # first: the proposals of its losses are those of its detections
-            said = self.detector.from_features(maps, images_hw, targets)
+            detector_outputs = self.detector.from_features(maps, images_hw, targets)
         if self.given_boxes:
-            objects = given_objects(self, maps, images_hw, truths, known)
-            boxes, learned = [graph["boxes"] for graph in known], {}
+            objects = given_objects(self, maps, images_hw, truths, graphs)
+            boxes, learned = [graph["boxes"] for graph in graphs], {}
         else:
-            objects, boxes, learned = detected_objects(self, maps, images_hw, truths, known, said)
+            objects, boxes, learned = detected_objects(self, maps, images_hw, truths, graphs, detector_outputs)
         draws = [image_generator(target, "pairs") for target in targets or ()]
-        pairs = sampled_pairs(self, boxes, known, learned.get("labels"), draws)
+        pairs = sampled_pairs(self, boxes, graphs, learned.get("labels"), draws)
         objects["on_host"] = torch.cat(boxes), pairs["pairs"]
         objects["draws"] = [image_generator(target, "labels", images.device) for target in targets or ()]
         batch = RelationBatch(sizes_hw=sizes, **objects, **send_dicts([pairs | learned], images.device)[0])
         asked = batch.boxes_xyxy, batch.pairs, batch.num_pairs
-        found = self.union(maps, *asked, sizes, images_hw, batch.on_host)
-        batch.union_features, batch.spatial_features = found
+        features = self.union(maps, *asked, sizes, images_hw, batch.on_host)
+        batch.union_features, batch.spatial_features = features
         output = self.head(batch)
-        outputs = {"output": output, "batch": batch, "truths": known}
+        outputs = {"output": output, "batch": batch, "truths": graphs}
         if self.attribute_predictor is not None:
             outputs["attribute_logits"] = self.attribute_predictor(batch.roi_features)
         # DDP waits for gradients of all that the outputs hang on: nothing may be among them that no loss is made of,
         # as the features of a batch without objects are.
         batch.roi_features = batch.union_features = batch.spatial_features = output.context = None
         if learns:
-            outputs["detector"] = said or self.detector.from_features(maps, images_hw, targets)
+            outputs["detector"] = detector_outputs or self.detector.from_features(maps, images_hw, targets)
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
@@ -226,27 +226,27 @@ class SceneGraph(GraphDetector):
         """
         output, batch = outputs["output"], outputs["batch"]
         weights = self.predicate_weights if self.rare_predicate_power or self.class_balanced_beta else None
-        found = head_losses(output, batch, self.label_smoothing, weights)
+        sums = head_losses(output, batch, self.label_smoothing, weights)
         if batch.attributes is not None and "attribute_logits" in outputs:
-            found["loss_refine_att"] = attribute_loss(
+            sums["loss_refine_att"] = attribute_loss(
                 outputs["attribute_logits"].float(), batch.attributes, batch.num_objects
             )
         losses = {}
         for name in self.relation_losses:
-            if name in found:  # others are of training only, or the batch has no objects
-                total = found[name][0] if self.given_boxes else mean(*found[name])
+            if name in sums:  # others are of training only, or the batch has no objects
+                total = sums[name][0] if self.given_boxes else mean(*sums[name])
                 losses[name] = total.sum() / denominators[self.divided_by[name]]
         if "detector" in outputs:
             losses |= self.detector.criterion(outputs["detector"], targets, denominators)[0]
         return losses, self._metrics(output, batch)
 
     def _metrics(self, output: RelationOutput, batch: RelationBatch) -> dict[str, tuple[Tensor, Tensor]]:
-        related, known = batch.relation_labels > 0, batch.labels > 0
+        related, labelled = batch.relation_labels > 0, batch.labels > 0
         wrong = related & (output.relation_logits[:, 1:].argmax(1) + 1 != batch.relation_labels)
         metrics = {"relation_error": (100.0 * wrong.sum(), related.sum())}
         if self.mode != "predcls":
-            wrong = known & (output.object_logits[:, 1:].argmax(1) + 1 != batch.labels)
-            metrics["object_error"] = (100.0 * wrong.sum(), known.sum())
+            wrong = labelled & (output.object_logits[:, 1:].argmax(1) + 1 != batch.labels)
+            metrics["object_error"] = (100.0 * wrong.sum(), labelled.sum())
         return metrics
 
     @torch.no_grad()
@@ -315,9 +315,9 @@ def _build_below(class_names: Sequence[str], o: SceneGraphOptions, joint: bool) 
 
 def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
     log_frequency = torch.zeros(sizes.num_classes, sizes.num_classes, sizes.num_predicates)
-    own = {"separate_spatial": True} if o.separate_spatial else {}
+    extra = {"separate_spatial": True} if o.separate_spatial else {}
     try:
-        head = build_relation_head(o.head, o.mode, sizes, log_frequency, **o.head_options, **own)
+        head = build_relation_head(o.head, o.mode, sizes, log_frequency, **o.head_options, **extra)
     except TypeError as error:
         raise BadInput(f"model.head_options {o.head_options} do not fit the head {o.head!r}: {error}") from error
     if o.head == "frequency":

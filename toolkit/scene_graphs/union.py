@@ -47,16 +47,16 @@ class AllLevelsPool(nn.Module):
         """pool: a detector's `box_pool`, whose levels and whose rule for the ends of boxes are taken over."""
         super().__init__()
         self.last_pixel = float(hasattr(pool, "pool"))  # `WholePixelPool`: boxes end at it, not behind it
-        own = getattr(pool, "pool", pool)
-        self.names, self.scales = tuple(own.featmap_names), tuple(own.scales)
-        self.size, self.ratio = own.output_size, own.sampling_ratio
+        align = getattr(pool, "pool", pool)
+        self.names, self.scales = tuple(align.featmap_names), tuple(align.scales)
+        self.size, self.ratio = align.output_size, align.sampling_ratio
         self.reduce = nn.Conv2d(channels * len(self.names), channels, 3, padding=1)
         nn.init.kaiming_normal_(self.reduce.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(self.reduce.bias)
 
-    def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence, *known) -> Tensor:
+    def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence, *on_host) -> Tensor:
         """(R, channels, resolution, resolution); arguments as of `LevelPool`."""
-        ends = [moved_ends(each, -self.last_pixel) for each in boxes]
+        ends = [moved_ends(image_boxes, -self.last_pixel) for image_boxes in boxes]
         levels = zip(self.names, self.scales, strict=True)
         pooled = [roi_align(maps[name], ends, self.size, scale, self.ratio) for name, scale in levels]
         return self.reduce(torch.cat(pooled, 1)).relu()
@@ -100,8 +100,8 @@ class UnionFeatures(nn.Module):
         unions = [union_boxes(subjects, objects)]
         if on_host is not None:
             unions.append(union_boxes(*(on_host[0][rows] for rows in on_host[1].unbind(1))))
-        unions, *known = ([*each.split(list(num_pairs))] for each in unions)
-        pooled = self.pool(dict(feature_maps), unions, shapes, *known)
+        unions, *unions_on_host = ([*boxes.split(list(num_pairs))] for boxes in unions)
+        pooled = self.pool(dict(feature_maps), unions, shapes, *unions_on_host)
         if self.spatial is not None:
             return self.head(pooled), self.spatial(rectangles.flatten(1))
         return self.head(pooled + rectangles.to(pooled)), None

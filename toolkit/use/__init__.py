@@ -1,4 +1,4 @@
-"""What is done with a trained detector: evaluation, prediction, export.
+"""Everything that uses a trained detector: evaluation, prediction, export, publishing.
 
-It may import everything but session, training and validation.
+It may import everything except session, training and validation.
 """

@@ -38,7 +38,8 @@ def draw_data(tables: Mapping[str, DetectionTable], image_size: int, folder: Pat
         ("sizes", f"root of the area in px, images {image_size} px", lambda b: np.sqrt(b[:, 2] * b[:, 3]) * image_size),
         ("aspect_ratios", "width / height", lambda b: b[:, 2] / b[:, 3] * b[:, 4] / b[:, 5]),
     ):
-        files.append(_histogram({split: of(each) for split, each in boxes.items()}, unit, folder / f"{name}.png"))
+        values = {split: of(split_boxes) for split, split_boxes in boxes.items()}
+        files.append(_histogram(values, unit, folder / f"{name}.png"))
     return files
 
 
@@ -61,8 +62,8 @@ def _tile(table: DetectionTable, index: int, label: int) -> Image.Image:
     image = decode_image(table.image_source(row))
     target = row_target(row, tuple(image.shape[-2:]))
     keep = target["labels"] == label
-    found = {name: target[name][keep] for name in ("boxes", "labels", "iscrowd")}
-    return picture_with_boxes(image, found, table.class_names, TILE)
+    objects = {name: target[name][keep] for name in ("boxes", "labels", "iscrowd")}
+    return picture_with_boxes(image, objects, table.class_names, TILE)
 
 
 def _grid(tiles: list[Image.Image], file: Path) -> Path:
@@ -93,8 +94,8 @@ def _histogram(values: Mapping[str, np.ndarray], label: str, file: Path) -> Path
     axes = figure.add_subplot()
     every = np.concatenate(list(values.values()))
     low, high = (every[every > 0].min(), every.max()) if (every > 0).any() else (0.1, 1)
-    for split, each in values.items():
-        axes.hist(each, bins=np.geomspace(low, high * 1.001, 40), histtype="step", density=True, label=split)
+    for split, split_values in values.items():
+        axes.hist(split_values, bins=np.geomspace(low, high * 1.001, 40), histtype="step", density=True, label=split)
     axes.set(xlabel=label, ylabel="density of boxes", xscale="log")
     axes.legend()
     figure.savefig(file, dpi=120)

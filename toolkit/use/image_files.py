@@ -1,4 +1,4 @@
-"""Finds image files and what a COCO file says of them, and runs a predictor over them."""
+"""Finds image files, reads their ids and boxes from a COCO file, and runs a predictor over them."""
 
 import atexit
 import glob
@@ -25,7 +25,7 @@ from toolkit.use.prediction import Predictor
 
 
 class FilePrediction(NamedTuple):
-    """An image file: `image` uint8 (3, H, W) and what was `found` in it, or the `error` why it cannot be read."""
+    """An image file: `image` uint8 (3, H, W) and the detections `found` in it, or the `error` why it is unreadable."""
 
     path: Path
     image: Tensor | None
@@ -34,7 +34,7 @@ class FilePrediction(NamedTuple):
 
 
 def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> dict[Path, Path]:
-    """The files that were meant, in order, each once, with its name below the folder that was given.
+    """Image files by path, in the given order and without duplicates, with their names below the given folders.
 
     Args:
         given: files (taken whatever their suffix), folders (searched for image suffixes, also below), and patterns
@@ -45,8 +45,8 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
         BadInput: naming all that is not there or holds no image.
     """
     images, problems = {}, []
-    for each in map(str, given):
-        path = Path(each).expanduser()
+    for source in map(str, given):
+        path = Path(source).expanduser()
         if path.is_file():
             here = [path]
         else:
@@ -54,7 +54,7 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
             here = [file for file in map(Path, sorted(matches)) if _is_image_file(file, leave_out)]
         if not here:
             what = "holds no image files" if path.is_dir() else "no such file or folder, and no image file matches it"
-            problems.append(f"{each}: {what} (looked for {' '.join(sorted(IMAGE_SUFFIXES))})")
+            problems.append(f"{source}: {what} (looked for {' '.join(sorted(IMAGE_SUFFIXES))})")
         for file in here:
             images.setdefault(file, file.relative_to(path) if path.is_dir() else Path(file.name))
     if problems:
@@ -69,8 +69,8 @@ def find_or_fetch(given: Sequence[str], leave_out: Path | None = None) -> tuple[
     Returns:
         the files with their names, and the error of each address that could not be fetched.
     """
-    said = (line.strip() for each in given for line in (sys.stdin if each == "-" else [each]))
-    lines = [line for line in said if line]
+    stripped = (line.strip() for source in given for line in (sys.stdin if source == "-" else [source]))
+    lines = [line for line in stripped if line]
     addresses = [line for line in lines if line.startswith(("http://", "https://"))]
     local = [line for line in lines if line not in addresses]
     if not lines:
@@ -103,7 +103,7 @@ def _is_image_file(path: Path, leave_out: Path | None) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
 
 
-# ---- what a COCO file says of them -----------------------------------------------------------------------------------
+# ---- ids and boxes from a COCO file ----------------------------------------------------------------------------------
 
 
 def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
@@ -116,19 +116,19 @@ def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
         return list(range(1, len(names) + 1))
     try:
         images = items_of(Path(annotations), ("images",))
-        known = [(Path(each["file_name"]).parts, each["id"]) for _, each in images]
+        entries = [(Path(image["file_name"]).parts, image["id"]) for _, image in images]
     except (OSError, KeyError, TypeError) as error:
         raise BadInput(f"--image-ids {annotations}: no COCO file with images: {error!r}") from error
-    if not known:
+    if not entries:
         raise BadInput(f"--image-ids {annotations}: no COCO file with images")
     ids, problems, by_name = [], [], {}
-    for parts, image_id in known:
+    for parts, image_id in entries:
         by_name.setdefault(parts[-1], []).append((parts, image_id))
     for name in names:
-        found = [image_id for parts, image_id in by_name.get(name.name, ()) if name.parts[-len(parts) :] == parts]
-        ids.append(found[0] if found else None)
-        if len(found) != 1:
-            problems.append(f"{name}: {annotations} names {len(found)} such images; expected 1")
+        matches = [image_id for parts, image_id in by_name.get(name.name, ()) if name.parts[-len(parts) :] == parts]
+        ids.append(matches[0] if matches else None)
+        if len(matches) != 1:
+            problems.append(f"{name}: {annotations} names {len(matches)} such images; expected 1")
     if problems:
         raise BadInput(problems)
     return ids
@@ -149,31 +149,32 @@ def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[st
     image_ids = dict(zip(image_ids_of(file, list(names.values())), names, strict=True))
     annotations = read_annotations(Path(file))
     labels = {name: label for label, name in enumerate(class_names)}
-    known = {each.get("id"): labels.get(each.get("name")) for each in annotations.categories if isinstance(each, dict)}
+    categories = (entry for entry in annotations.categories if isinstance(entry, dict))
+    label_of = {entry.get("id"): labels.get(entry.get("name")) for entry in categories}
     rows: dict[Path, list] = {path: [] for path in names}
     problems = []
-    for number, each in enumerate(map(annotations.entry, range(len(annotations)))):
-        if not isinstance(each, dict):
-            problems.append(f"{file}, annotation {number}: {str(each)[:80]}; expected an object")
+    for number, entry in enumerate(map(annotations.entry, range(len(annotations)))):
+        if not isinstance(entry, dict):
+            problems.append(f"{file}, annotation {number}: {str(entry)[:80]}; expected an object")
             continue
-        if each.get("image_id") not in image_ids or each.get("iscrowd"):
+        if entry.get("image_id") not in image_ids or entry.get("iscrowd"):
             continue
-        label, box = known.get(each.get("category_id")), each.get("bbox")
-        where = f"{file}, annotation {each.get('id', number)}"
+        label, box = label_of.get(entry.get("category_id")), entry.get("bbox")
+        where = f"{file}, annotation {entry.get('id', number)}"
         if label is None:
-            problems.append(f"{where}: category {each.get('category_id')} is none of the model's, {class_names[:10]}")
+            problems.append(f"{where}: category {entry.get('category_id')} is none of the model's, {class_names[:10]}")
         if not _is_box(box):
             problems.append(f"{where}: bbox {box}; expected [x, y, width, height] in pixels, both sides above 0")
         else:
             x, y, width, height = box
-            rows[image_ids[each["image_id"]]].append(([x, y, x + width, y + height], label))
+            rows[image_ids[entry["image_id"]]].append(([x, y, x + width, y + height], label))
     if problems:
         raise BadInput(problems)
-    found = {}
+    boxes_of = {}
     for path, of_image in rows.items():
         boxes = torch.tensor([box for box, _ in of_image], dtype=torch.float32).reshape(-1, 4)
-        found[path] = {"boxes": boxes, "labels": torch.tensor([label for _, label in of_image], dtype=torch.int64)}
-    return found
+        boxes_of[path] = {"boxes": boxes, "labels": torch.tensor([label for _, label in of_image], dtype=torch.int64)}
+    return boxes_of
 
 
 def _is_box(box: object) -> bool:
@@ -181,7 +182,7 @@ def _is_box(box: object) -> bool:
     return numbers and all(map(math.isfinite, box)) and box[2] > 0 and box[3] > 0
 
 
-# ---- image files -> found --------------------------------------------------------------------------------------------
+# ---- image files -> detections ---------------------------------------------------------------------------------------
 
 
 def predict_files(
@@ -202,10 +203,10 @@ def predict_files(
             decoded = dict(zip(some, pool.map(_decode_or_error, some), strict=True))
             images = {path: image for path, image in decoded.items() if isinstance(image, Tensor)}
             boxes = [] if given is None else [[given[path] for path in images]]
-            found = iter(predictor.predict(list(images.values()), score_threshold, *boxes) if images else [])
+            detections = iter(predictor.predict(list(images.values()), score_threshold, *boxes) if images else [])
             for path, image in decoded.items():
                 if path in images:
-                    yield FilePrediction(path, image, next(found), None)
+                    yield FilePrediction(path, image, next(detections), None)
                 else:
                     yield FilePrediction(path, None, None, image.reason)
 

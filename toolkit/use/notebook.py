@@ -79,7 +79,7 @@ def runs_folder() -> Path:
 
 
 def image_and_target(table: DetectionTable, index: int) -> tuple[Tensor, dict]:
-    """What a detector is given to learn from, before any augmentation: uint8 (3, H, W), and the target."""
+    """A training image before augmentation, uint8 (3, H, W), and its target."""
     row = table.row(index)
     image = decode_image(table.image_source(row))
     return image, row_target(row, tuple(image.shape[-2:]))

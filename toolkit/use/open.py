@@ -29,7 +29,7 @@ from toolkit.use.export.files import open_file
 from toolkit.use.prediction import Predictor, own_predict, predict_with, transformers_predict
 
 IMAGES = "folder, archive or URL of the images, if not those of the run; may be repeated"
-# Flags of the scripts that open what was trained, and what argparse is told of them.
+# Flags of the scripts that open trained models, with their arguments for argparse.
 FLAGS = {
     "--weights": {"choices": ("model", "ema"), "help": "raw or averaged weights of a run"},
     "--split": {"help": "annotation file or split instead of the run's validation data"},
@@ -76,12 +76,12 @@ def open_predictor(
     path, kind = Path(source).expanduser(), kind_of(source)
     if kind == "exported" and weights is not None:
         raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
-    own = None if kind == "exported" else open_own_detector(source, weights, settings)
-    if own is not None:
-        names = (getattr(own.detector, name, ()) for name in ("predicates", "attributes"))
-        predict = own_predict(own.detector.to(device), own.size)
-        given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(own.detector, "mode", ""))
-        return Predictor(own.source, own.categories, predict, *names, given, report_thresholds(path))
+    opened = None if kind == "exported" else open_own_detector(source, weights, settings)
+    if opened is not None:
+        names = (getattr(opened.detector, name, ()) for name in ("predicates", "attributes"))
+        predict = own_predict(opened.detector.to(device), opened.size)
+        given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(opened.detector, "mode", ""))
+        return Predictor(opened.source, opened.categories, predict, *names, given, report_thresholds(path))
     if settings:
         raise BadInput(f"--model.{next(iter(settings))}: {source} is no run of this project, its settings are fixed")
     if kind == "transformers":
@@ -135,7 +135,7 @@ def _open_transformers(source: str | Path, device: torch.device | str) -> Predic
 
 
 def report_thresholds(path: Path) -> dict[str, float] | None:
-    """What the report of a run recommends, by class name and for all as ""; None: there is no report.
+    """The thresholds that a run's report recommends, by class name and for all as ""; None without a report.
 
     path: the run folder, or anything in it.
 
@@ -171,7 +171,7 @@ def load_detector(run: Run, weights: str) -> Detector:
 
 
 def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
-    """The detector that `config.yaml` describes, randomly initialised, frozen as told; nothing is downloaded.
+    """The detector that `config.yaml` describes, with random weights and its frozen layers; downloads nothing.
 
     config: of `load_config_dict`. Raises BadInput: nothing can be built of its settings, as of `d_model: -8`.
     """

@@ -21,13 +21,13 @@ FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *SUFFIXES)
 
 
 def write_outputs(
-    document: Mapping, found: LabelledImages, names: Sequence[str], formats: Sequence[str], folder: Path
+    document: Mapping, detections: LabelledImages, names: Sequence[str], formats: Sequence[str], folder: Path
 ) -> None:
     """Writes predictions in every format.
 
     Args:
         document: as in predictions.json, see scripts/predict.py.
-        found: the same images with their boxes as columns.
+        detections: the same images with their boxes as columns.
         names: a relative path for each image, all different, after which files of its own are named.
         formats: of `FORMATS`: json, predictions.json; jsonl, the same with a line for each image; coco, the list of
             COCO's results; yolo, a text file for each image with class, centre and size as shares of the image, and
@@ -41,15 +41,16 @@ def write_outputs(
         elif name == "jsonl":
             write_text_atomic(folder / "predictions.jsonl", "".join(f"{json.dumps(e)}\n" for e in document["images"]))
         elif name == "coco":
-            write_coco(found, folder / "results.json")
+            write_coco(detections, folder / "results.json")
         elif name == "yolo":
-            write_yolo(found, folder / "labels", names)
+            write_yolo(detections, folder / "labels", names)
             (folder / "labels").mkdir(exist_ok=True)
-            (folder / "labels" / "classes.txt").write_text("".join(f"{each.name}\n" for each in found.categories))
+            names_text = "".join(f"{category.name}\n" for category in detections.categories)
+            (folder / "labels" / "classes.txt").write_text(names_text)
         elif name == "voc":
-            write_voc(found, folder / "annotations", names)
+            write_voc(detections, folder / "annotations", names)
         elif name == "csv":
-            write_csv(found, folder / "predictions.csv")
+            write_csv(detections, folder / "predictions.csv")
         else:
             for graph, image in zip(document["images"], names, strict=True):
                 path = folder / "graphs" / f"{without_suffix(image)}{SUFFIXES[name]}"
@@ -90,7 +91,7 @@ def _earlier(folder: Path) -> list[Path]:
 
 def _as_text(document: Mapping) -> str:
     """JSON with a line for each image."""
-    lists = {key: ",\n  ".join(json.dumps(each) for each in document[key]) for key in ("images", "errors")}
+    lists = {key: ",\n  ".join(json.dumps(entry) for entry in document[key]) for key in ("images", "errors")}
     whole = {key: f"[\n  {text}]" for key, text in lists.items() if text}
     lines = [f"{json.dumps(key)}: {whole.get(key) or json.dumps(value)}" for key, value in document.items()]
     return "{" + ",\n".join(lines) + "}\n"

@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class SplitOptions:
-    """Which data, where they are not those that the run or the predictions file was made on; None: those.
+    """Which data to use instead of those that the run or the predictions file was made on; None keeps those.
 
     split: annotation file, or name of a split. image_dir, format: as `data.image_dir` and `data.format`. path: folder
     of another data set, as `data.path` or `data.name`, of which `split` is then a split.
@@ -63,7 +63,7 @@ def open_any(
     settings: Mapping = MappingProxyType({}),
     backend: str | None = None,
 ) -> Predicted:
-    """By what `source` is; settings of the model and `backend` of the evaluator are of runs. Raises BadInput."""
+    """Dispatches on the kind of `source`; only runs take settings of the model and a `backend`. Raises BadInput."""
     kind = kind_of(source)
     if kind == "run":
         run = with_settings(open_run(source, options_class), settings)
@@ -103,7 +103,7 @@ def predict_run(
         loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
         loss_weights.to(device)
     settings = config["data"]
-    found = predict_dataset(
+    result = predict_dataset(
         detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
         validation_loader(
             table,
@@ -119,8 +119,8 @@ def predict_run(
         score_threshold=evaluation["score_threshold"],
         say=accelerator.print,
     )
-    by_image = found.by_image
-    predictions = by_image if same else {key: relabelled(each, labels) for key, each in by_image.items()}
+    by_image = result.by_image
+    predictions = by_image if same else {key: relabelled(prediction, labels) for key, prediction in by_image.items()}
     of_graphs = {key: evaluation[key] for key in ("protocol", "zero_shot") if key in evaluation}
     evaluator = make_evaluator(detector, table, backend or evaluation["backend"], **of_graphs)
     about = {
@@ -129,7 +129,7 @@ def predict_run(
         "mode": getattr(detector, "mode", None),
         "protocol": evaluation.get("protocol", "original"),
     }
-    return Predicted(table, predictions, about, evaluator, found.losses, run.folder)
+    return Predicted(table, predictions, about, evaluator, result.losses, run.folder)
 
 
 def read_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:
@@ -176,8 +176,8 @@ def data_settings(config: Mapping, options: SplitOptions) -> dict:
     """Arguments of `open_split`, from those of a run and what was asked for instead."""
     data, split = config["data"], options.split
     named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
-    own = split is not None and (not named or Path(split).expanduser().is_file())  # not a split of the run's data
-    if options.path is not None or own:
+    other_file = split is not None and (not named or Path(split).expanduser().is_file())  # no split of the run's data
+    if options.path is not None or other_file:
         return _other_data(options) | {"on_error": data["on_error"]}
     reading = {key: data[key] for key in READING if key in data}
     return {"source": split or data["val"], "part_of": data["train"]} | reading | _given(options)
@@ -185,9 +185,9 @@ def data_settings(config: Mapping, options: SplitOptions) -> dict:
 
 def _other_data(options: SplitOptions) -> dict:
     """Arguments of `open_split` for data that belong to no run; of a folder its `val` where no split is named."""
-    place = "name" if options.format in ("hub", "visual_genome", "psg") else "path"
+    key = "name" if options.format in ("hub", "visual_genome", "psg") else "path"
     source = options.split or "val"
-    return {"source": source, place: options.path, "image_dir": options.image_dir, "format": options.format or "auto"}
+    return {"source": source, key: options.path, "image_dir": options.image_dir, "format": options.format or "auto"}
 
 
 def _given(options: SplitOptions) -> dict:

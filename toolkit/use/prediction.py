@@ -44,8 +44,8 @@ class Predictor:
         (K, 4)` float32 xyxy in pixels of that image, as the detector gives them (transformers clips nothing); `scores
         (K,)` above the threshold, best first; `labels (K,)` int64; of scene graphs also `pairs (P, 2)` of positions in
         `boxes`, `predicates (P,)` and `triplet_scores (P,)`, best first, and `attribute_scores (K, attributes)` if the
-        model tells any. What is found in an image does not depend on the images beside it: batches are made of images
-        of one size, so none is padded to the size of another.
+        model predicts any. Detections do not depend on the other images of a batch: batches are made of images of one
+        size, so none is padded to the size of another.
     predicates, attributes: names, of scene graphs.
     given: None; "boxes" or "boxes and labels" that a scene-graph model describes: `predict` then takes them third, a
         list of `boxes (N, 4)` and `labels (N,)` for each image.
@@ -70,17 +70,17 @@ class Predictor:
         return [category.name for category in self.categories]
 
     def __call__(self, images, score_threshold: float | None = None):
-        """What is found in images of any kind that `as_image` takes: one dict, or a list of them for a list."""
+        """Detections in images of any kind that `as_image` takes: one dict, or a list of dicts for a list of images."""
         several = isinstance(images, (list, tuple))
         minimum = self.recommended_threshold if score_threshold is None else score_threshold
-        found = self.predict([as_image(each) for each in (images if several else [images])], minimum)
-        return found if several else found[0]
+        detections = self.predict([as_image(image) for image in (images if several else [images])], minimum)
+        return detections if several else detections[0]
 
-    def as_json(self, found: Found, all_scores: bool = False, graph_constraint: bool = True) -> dict:
+    def as_json(self, detections: Found, all_scores: bool = False, graph_constraint: bool = True) -> dict:
         """`detections` of an image as in predictions.json, and `relations` of a scene graph."""
-        entry = {"detections": detections_as_json(found, self.categories, self.attributes)}
-        if "pairs" in found:
-            graph = found if graph_constraint else without_graph_constraint(found)
+        entry = {"detections": detections_as_json(detections, self.categories, self.attributes)}
+        if "pairs" in detections:
+            graph = detections if graph_constraint else without_graph_constraint(detections)
             entry["relations"] = relations_as_json(graph, self.predicates, all_scores)
         return entry
 
@@ -104,16 +104,16 @@ def as_image(image) -> Tensor:
     raise BadInput(f"an image is a {type(image).__name__}{shape}; expected {expected}")
 
 
-# ---- less of what is found -------------------------------------------------------------------------------------------
+# ---- filtered detections ---------------------------------------------------------------------------------------------
 
 
 def of_classes(predictor: Predictor, names: Sequence[str]) -> Predictor:
-    """A predictor that tells of these classes only. Raises BadInput for names that it does not have."""
-    known = {name: label for label, name in enumerate(predictor.class_names)}
-    if unknown := [name for name in names if name not in known]:
-        raise BadInput(f"--classes {', '.join(unknown)}: the detector knows {', '.join(known)}")
-    wanted = torch.tensor([known[name] for name in names])
-    return _filtered(predictor, lambda found: torch.isin(found["labels"], wanted))
+    """A predictor that keeps only these classes. Raises BadInput for names that it does not know."""
+    label_of = {name: label for label, name in enumerate(predictor.class_names)}
+    if unknown := [name for name in names if name not in label_of]:
+        raise BadInput(f"--classes {', '.join(unknown)}: the detector knows {', '.join(label_of)}")
+    wanted = torch.tensor([label_of[name] for name in names])
+    return _filtered(predictor, lambda detections: torch.isin(detections["labels"], wanted))
 
 
 def from_report(predictor: Predictor) -> Predictor:
@@ -128,23 +128,24 @@ def from_report(predictor: Predictor) -> Predictor:
         )
     overall = predictor.recommended_threshold
     minimum = torch.tensor([predictor.thresholds.get(name, overall) for name in predictor.class_names])
-    return _filtered(predictor, lambda found: found["scores"] >= minimum[found["labels"]])
+    return _filtered(predictor, lambda detections: detections["scores"] >= minimum[detections["labels"]])
 
 
 def smallest_threshold(predictor: Predictor) -> float:
-    """A score just below all that `from_report` asks for."""
+    """A score just below every threshold that `from_report` applies."""
     return max(0.0, min(predictor.thresholds.values()) - 1e-6)
 
 
 def _filtered(predictor: Predictor, wanted: Callable[[Found], Tensor]) -> Predictor:
     def predict(images: Sequence[Tensor], score_threshold: float, *given) -> list[Found]:
-        found = predictor.predict(images, score_threshold, *given)
-        return [best_first(each | {"labels": each["labels"].where(wanted(each), -1)}) for each in found]
+        predictions = predictor.predict(images, score_threshold, *given)
+        labels = [detections["labels"].where(wanted(detections), -1) for detections in predictions]
+        return [best_first(detections | {"labels": kept}) for detections, kept in zip(predictions, labels, strict=True)]
 
     return replace(predictor, predict=predict)
 
 
-# ---- images -> found -------------------------------------------------------------------------------------------------
+# ---- images -> detections --------------------------------------------------------------------------------------------
 
 
 def _loop(prepare: Callable, find: Callable):
@@ -158,17 +159,18 @@ def _loop(prepare: Callable, find: Callable):
 
     @torch.no_grad()
     def predict(images: Sequence[Tensor], score_threshold: float, given: Sequence[Found] = ()) -> list[Found]:
-        prepared = [prepare(*each) for each in zip(images, given or [NO_BOXES] * len(images), strict=True)]
+        pairs = zip(images, given or [NO_BOXES] * len(images), strict=True)
+        prepared = [prepare(image, boxes) for image, boxes in pairs]
         groups: dict[torch.Size, list[int]] = {}
         for i, (pixels, _) in enumerate(prepared):
             groups.setdefault(pixels.shape, []).append(i)
-        found: list[Found] = [{}] * len(images)
+        predictions: list[Found] = [{}] * len(images)
         for group in groups.values():
             sizes_hw = torch.tensor([images[i].shape[-2:] for i in group])
             of_group = find([prepared[i] for i in group], sizes_hw, score_threshold)
-            for i, each in zip(group, of_group, strict=True):
-                found[i] = best_first(each)
-        return found
+            for i, detections in zip(group, of_group, strict=True):
+                predictions[i] = best_first(detections)
+        return predictions
 
     return predict
 
@@ -191,7 +193,7 @@ def predict_with(run: Runner, about: About):
 
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Found]:
         batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
-        outputs = (torch.from_numpy(np.array(each)) for each in run(batch))
+        outputs = (torch.from_numpy(np.array(output)) for output in run(batch))
         for boxes, scores, labels, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
             height, width = (new / old for new, old in zip(size_hw, batch.shape[-2:], strict=True))
             keep = (labels >= 0) & (scores > score_threshold)
@@ -234,7 +236,7 @@ def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[
     return size["height"], size["width"]
 
 
-# ---- a data set -> found ---------------------------------------------------------------------------------------------
+# ---- a data set -> detections ----------------------------------------------------------------------------------------
 
 
 def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
@@ -243,7 +245,7 @@ def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
     Raises:
         BadInput: the table has classes that the predictor does not know, or an image that cannot be read.
     """
-    labels, found = labels_in(table, predictor.class_names, predictor.source), []
+    labels, predictions = labels_in(table, predictor.class_names, predictor.source), []
     bar = tqdm(total=len(table), desc=f"evaluation of {predictor.source}", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor() as pool:
         for start in range(0, len(table), IMAGES_AT_ONCE):
@@ -252,9 +254,9 @@ def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
                 images = list(pool.map(decode_image, map(table.image_source, rows)))
             except ImageError as error:
                 raise BadInput(f"{table.name}: {error}") from error
-            found += [relabelled(each, labels) for each in predictor.predict(images, 0.0)]
+            predictions += [relabelled(detections, labels) for detections in predictor.predict(images, 0.0)]
             bar.update(len(images))
-    return joined(found, table.image_ids().tolist())
+    return joined(predictions, table.image_ids().tolist())
 
 
 def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tensor:
@@ -270,8 +272,8 @@ def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tenso
     return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
 
 
-def relabelled(found: Mapping, labels: Tensor) -> Found:
+def relabelled(detections: Mapping, labels: Tensor) -> Found:
     """The best `TOP_K` detections of an image in the labels of a table, without those of classes that it lacks."""
-    known = labels[torch.as_tensor(found["labels"]).long()]
-    keep = (known >= 0).nonzero().flatten()[:TOP_K]
-    return {key: torch.as_tensor(found[key])[keep] for key in ("boxes", "scores")} | {"labels": known[keep]}
+    table_labels = labels[torch.as_tensor(detections["labels"]).long()]
+    keep = (table_labels >= 0).nonzero().flatten()[:TOP_K]
+    return {key: torch.as_tensor(detections[key])[keep] for key in ("boxes", "scores")} | {"labels": table_labels[keep]}

@@ -38,7 +38,7 @@ def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
     folder = final_folder(source)
     check_licence(licence)
     try:
-        names = [each["name"] for each in read_json(folder / "categories.json", list)]
+        names = [category["name"] for category in read_json(folder / "categories.json", list)]
         return write_card(folder, names, licence)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadInput(f"{folder}: a file there or of its run is not as a run writes it: {error!r}") from error
@@ -50,7 +50,7 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
     Args:
         source: run or `final/` folder.
         name: `user/name` on the hub; made when it is not there.
-        say: is told where it lies now.
+        say: called with the address of the uploaded model.
 
     Returns:
         the address of the model.
@@ -72,7 +72,7 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
 
 
 def check_push(name: str) -> None:
-    """Asks the hub, which it leaves as it is, whether `push` may write under this name: before hours of training.
+    """Asks the hub, without changing it, whether `push` may write under this name, before hours of training.
 
     Raises:
         BadInput: no token, or one that may only read, a name that is none or another's, or no connection.
@@ -82,7 +82,7 @@ def check_push(name: str) -> None:
     with _hub(name) as api:
         validate_repo_id(name)
         me = api.whoami()
-    owner, owners = name.rpartition("/")[0], [me["name"], *(each["name"] for each in me.get("orgs", []))]
+    owner, owners = name.rpartition("/")[0], [account["name"] for account in (me, *me.get("orgs", []))]
     if owner and owner not in owners:
         raise BadInput(f"--hub.push {name}: the token of the hub writes for {', '.join(owners)} only, not for {owner}")
     if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
@@ -91,7 +91,7 @@ def check_push(name: str) -> None:
 
 @contextmanager
 def _hub(name: str) -> Iterator:
-    """The hub; what it refuses in the block, a connection that fails there and a token that is missing, as BadInput."""
+    """The hub's client; a refusal, a failed connection or a missing token inside the block is raised as BadInput."""
     import httpx
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

@@ -18,7 +18,7 @@ NEAR = 0.025  # share of a tile's side: a box that ends so near to a border is c
 
 
 def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
-    """A predictor that looks at an image in squares of `tile` pixels, and at all of it where it fits in one.
+    """A predictor that runs on square tiles of `tile` pixels, and on the whole image if it fits in one.
 
     Args:
         tile: side in pixels; every tile is resized to what the detector was trained with.
@@ -44,20 +44,20 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
         for first in range(0, len(corners), batch_size):
             some = corners[first : first + batch_size]
             cuts = [image[:, y : y + tile, x : x + tile] for x, y in some]
-            for (x, y), found in zip(some, predictor.predict(cuts, score_threshold), strict=True):
-                boxes = found["boxes"]
+            for (x, y), detections in zip(some, predictor.predict(cuts, score_threshold), strict=True):
+                boxes = detections["boxes"]
                 right, bottom = min(width, x + tile), min(height, y + tile)
                 space = torch.cat([boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]], dim=1)
                 inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders that cut
                 cut.append(((space <= NEAR * tile) & inner).any(1))
-                parts.append({**found, "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype)})
+                parts.append({**detections, "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype)})
         return merged(parts, nms_iou, torch.cat(cut))
 
     return replace(predictor, predict=predict)
 
 
 def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
-    """A predictor that looks at every image twice, once mirrored left to right.
+    """A predictor that runs on every image twice, once mirrored left to right.
 
     Boxes of a class that overlap by more than `nms_iou` are one, at the mean of both places by their scores.
     """
@@ -66,9 +66,9 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
         plain = predictor.predict(images, score_threshold)
         mirrored = predictor.predict([image.flip(-1) for image in images], score_threshold)
-        for image, found in zip(images, mirrored, strict=True):
-            left, top, right, bottom = found["boxes"].unbind(1)
-            found["boxes"] = torch.stack([image.shape[-1] - right, top, image.shape[-1] - left, bottom], dim=1)
+        for image, detections in zip(images, mirrored, strict=True):
+            left, top, right, bottom = detections["boxes"].unbind(1)
+            detections["boxes"] = torch.stack([image.shape[-1] - right, top, image.shape[-1] - left, bottom], dim=1)
         return [_averaged(both, nms_iou) for both in zip(plain, mirrored, strict=True)]
 
     return replace(predictor, predict=predict)
@@ -96,13 +96,13 @@ def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) ->
     return {key: value[kept] for key, value in joined.items()}
 
 
-def _inside_another(found: Found, cut: Tensor) -> Tensor:
+def _inside_another(detections: Found, cut: Tensor) -> Tensor:
     """(K,) bool, of boxes that are cut: one of the same class has `CONTAINED` of it, is whole or larger, and is
     `AS_SURE`. Class by class, since all pairs of what a detector finds in a hundred tiles are gigabytes."""
-    boxes, scores, inside = found["boxes"], found["scores"], torch.zeros_like(cut)
+    boxes, scores, inside = detections["boxes"], detections["scores"], torch.zeros_like(cut)
     area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
-    for label in found["labels"][cut].unique():
-        of_class = found["labels"] == label
+    for label in detections["labels"][cut].unique():
+        of_class = detections["labels"] == label
         parts, others = (of_class & cut).nonzero()[:, 0], of_class.nonzero()[:, 0]
         low = torch.maximum(boxes[parts, None, :2], boxes[None, others, :2])
         shared = (torch.minimum(boxes[parts, None, 2:], boxes[None, others, 2:]) - low).clamp(min=0).prod(-1)

@@ -44,15 +44,15 @@ class Video(AbstractContextManager):
 
     def __init__(self, source: Path | int):
         av = import_extra("av", "video", "videos")
-        place, kind = str(source), None
+        name, kind = str(source), None
         if isinstance(source, int):
-            kind, place = CAMERAS.get(platform.system(), CAMERAS["Linux"])
-            place = place.format(source)
+            kind, name = CAMERAS.get(platform.system(), CAMERAS["Linux"])
+            name = name.format(source)
         try:
-            self._container = av.open(place, format=kind)
+            self._container = av.open(name, format=kind)
             self._stream = self._container.streams.video[0]
         except (OSError, ValueError, IndexError, EOFError) as error:  # one of them is each of PyAV's
-            raise BadInput(f"{place}: no video that can be read: {error}") from error
+            raise BadInput(f"{name}: no video that can be read: {error}") from error
         self._stream.thread_type = "AUTO"
         self.rate = Fraction(self._stream.average_rate or 25).limit_denominator(65535)
         self.broken: str | None = None
@@ -107,7 +107,7 @@ def predict_video(
     max_frames: int | None = None,
     on_frame=lambda: None,
 ) -> tuple[int, str | None]:
-    """Writes what is found in every frame.
+    """Writes the detections of every frame.
 
     Args:
         lines: file for one JSON object a frame: `frame` from 0, `time_s`, `detections` as in predictions.json.
@@ -128,12 +128,12 @@ def predict_video(
             stack.callback(writer.close)
         frames = islice(video, max_frames)
         while some := list(islice(frames, batch_size)):
-            found = predictor.predict([frame.image for frame in some], score_threshold)
-            for frame, each in zip(some, found, strict=True):
-                entry = {"frame": frame.index, "time_s": round(frame.time_s, 6), **predictor.as_json(each)}
+            predictions = predictor.predict([frame.image for frame in some], score_threshold)
+            for frame, detections in zip(some, predictions, strict=True):
+                entry = {"frame": frame.index, "time_s": round(frame.time_s, 6), **predictor.as_json(detections)}
                 text.write(json.dumps(entry) + "\n")
                 if writer is not None:
-                    picture = picture_with_boxes(frame.image, each, predictor.class_names, smallest_side=1)
+                    picture = picture_with_boxes(frame.image, detections, predictor.class_names, smallest_side=1)
                     writer.add(np.asarray(picture))
                 count += 1
                 on_frame()

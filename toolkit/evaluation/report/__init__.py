@@ -34,6 +34,6 @@ def write_report(run_folder: Path, table=None, state: str = "") -> Path:
     if table is not None and predictions.exists() and len(table.categories):
         read = read_predictions(predictions, table)
         judged = judge(run_folder.name, read.predictions, table, read.about)
-    facts = run_facts(run_folder, state)
-    write_page(run_folder / "report", judged, facts, run_folder.name)
-    return write_markdown(run_folder, facts)
+    run = run_facts(run_folder, state)
+    write_page(run_folder / "report", judged, run, run_folder.name)
+    return write_markdown(run_folder, run)

@@ -32,17 +32,17 @@ class Advice:
     command: str = ""
 
 
-def advise(judged: Judgement, facts: RunFacts | None = None) -> list[Advice]:
-    """All that the numbers of a detector, and the rows and settings of its run where there is one, give reason for."""
-    facts = facts or RunFacts()
-    data, model = facts.config.get("data", {}), facts.config.get("model", {})
+def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
+    """Every suggestion that the metrics of a detector, and the log and settings of its run if it has one, support."""
+    run = run or RunFacts()
+    data, model = run.config.get("data", {}), run.config.get("model", {})
     if (judged.numbers["AP50"] or 0) < HARDLY_ANY:
-        found = [_hardly_anything(judged), _too_short(facts)]
+        suggestions = [_hardly_anything(judged), _too_short(run)]
     else:
-        found = [_too_short(facts), _over_fitting(facts.rows), _small_objects(judged, data)]
-        found += [_duplicates(judged, model), _confused_classes(judged), _imbalance(judged, data)]
-        found += [_too_few_slots(judged, model), _places(judged), _scores(judged), _annotation(judged)]
-    return [advice for advice in found if advice is not None]
+        suggestions = [_too_short(run), _over_fitting(run.rows), _small_objects(judged, data)]
+        suggestions += [_duplicates(judged, model), _confused_classes(judged), _imbalance(judged, data)]
+        suggestions += [_too_few_slots(judged, model), _places(judged), _scores(judged), _annotation(judged)]
+    return [advice for advice in suggestions if advice is not None]
 
 
 def _hardly_anything(judged) -> Advice | None:
@@ -62,8 +62,8 @@ def _evaluations(rows: Sequence[Mapping], metric: str) -> tuple[np.ndarray, np.n
     return averaged if len(averaged[0]) else series(rows, f"val/{metric}")
 
 
-def _too_short(facts: RunFacts) -> Advice | None:
-    steps, ap = _evaluations(facts.rows, "bbox_AP")
+def _too_short(run: RunFacts) -> Advice | None:
+    steps, ap = _evaluations(run.rows, "bbox_AP")
     if len(ap) < 2 or ap.argmax() < len(ap) - 1:
         return None
     early = np.flatnonzero(steps <= steps[0] + 0.75 * (steps[-1] - steps[0]))
@@ -73,9 +73,9 @@ def _too_short(facts: RunFacts) -> Advice | None:
     return Advice(
         "Trained too short",
         f"AP was still rising: {ap[before]:.3f} at step {steps[before]:.0f}, {ap[-1]:.3f} at "
-        f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations.{facts.ended and f' The {facts.ended}.'}",
-        "Train longer; for as long again with:" if facts.go_on else "Train longer.",
-        facts.go_on,
+        f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations.{run.ended and f' The {run.ended}.'}",
+        "Train longer; for as long again with:" if run.go_on else "Train longer.",
+        run.go_on,
     )
 
 
@@ -168,11 +168,11 @@ def _confused_classes(judged) -> Advice | None:
 
 def _imbalance(judged, data) -> Advice | None:
     counts, ap = judged.matches.num_truth, judged.class_ap
-    known = np.flatnonzero(np.isfinite(ap) & (counts > 0))
-    if len(known) < 2:
+    measured = np.flatnonzero(np.isfinite(ap) & (counts > 0))
+    if len(measured) < 2:
         return None
-    rare = known[counts[known] < 0.1 * counts[known].max()]
-    others = np.setdiff1d(known, rare)
+    rare = measured[counts[measured] < 0.1 * counts[measured].max()]
+    others = np.setdiff1d(measured, rare)
     if not len(rare) or not len(others) or ap[rare].mean() > 0.75 * ap[others].mean():
         return None
     worst = rare[np.argsort(ap[rare])][:3]
@@ -180,7 +180,7 @@ def _imbalance(judged, data) -> Advice | None:
     flag = " (--data.repeat_factor)" if "repeat_factor" in data else ""
     return Advice(
         "Imbalance",
-        f"{len(rare)} of {len(known)} classes have less than a tenth of the boxes of the most "
+        f"{len(rare)} of {len(measured)} classes have less than a tenth of the boxes of the most "
         f"frequent one and AP {ap[rare].mean():.3f} on average, the others {ap[others].mean():.3f}: {listed}.",
         f"Collect more images of them, or show their images more often{flag}.",
     )

@@ -43,7 +43,7 @@ class Suspect:
 
 
 def suspects(matches: Matches) -> list[Suspect]:
-    """All of them, those with a prediction first, of both sorts the strongest first."""
+    """All suspicious boxes, those with a prediction first, each group sorted by strength."""
     m = matches
     threshold = _thresholds(m)[m.found.labels]
     strong = m.found.scores > threshold
@@ -51,16 +51,16 @@ def suspects(matches: Matches) -> list[Suspect]:
     supported = np.zeros(len(m.truth), bool)
     supported[m.gt[on_box & m.same_class & strong[m.det]]] = True
     busy = m.right.copy()  # predictions that are about a box of the annotation
-    found, taken = [], supported | m.crowd
+    result, explained = [], supported | m.crowd
 
     def pair(among: np.ndarray, kind: str) -> None:
         """Each box gets the strongest of its predictions, each prediction one box."""
-        rows = np.flatnonzero(among & strong[m.det] & ~taken[m.gt])
+        rows = np.flatnonzero(among & strong[m.det] & ~explained[m.gt])
         for row in rows[np.lexsort((-m.iou[rows], -m.found.scores[m.det[rows]]))].tolist():
             det, gt = int(m.det[row]), int(m.gt[row])
-            if not taken[gt] and not busy[det]:
-                taken[gt] = busy[det] = True
-                found.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
+            if not explained[gt] and not busy[det]:
+                explained[gt] = busy[det] = True
+                result.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
 
     pair(on_box & ~m.same_class, "class")
     pair(~m.crowd[m.gt] & (m.iou >= BESIDE) & (m.iou < ON_IT), "place")
@@ -70,15 +70,15 @@ def suspects(matches: Matches) -> list[Suspect]:
     relative = (m.found.scores / np.maximum(threshold, 1e-9))[m.det]
     np.maximum.at(support, m.gt[on_box], relative[on_box])
     lone = np.flatnonzero(strong & ~busy & ~covered & ~_beside_another(m, strong)).tolist()
-    empty = np.flatnonzero(~taken & (support < WEAK)).tolist()
+    empty = np.flatnonzero(~explained & (support < WEAK)).tolist()
     moved = _moved(m, lone, empty)
     for det in lone:
         gt = moved.get(det, -1)
         kind = "no box" if gt < 0 else "place"
-        found.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
+        result.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
     for gt in sorted(set(empty) - set(moved.values())):
-        found.append(Suspect("nothing there", int(m.truth.image_index[gt]), float(1 - support[gt]), -1, gt))
-    return sorted(found, key=lambda each: (each.det < 0, -each.strength))
+        result.append(Suspect("nothing there", int(m.truth.image_index[gt]), float(1 - support[gt]), -1, gt))
+    return sorted(result, key=lambda suspect: (suspect.det < 0, -suspect.strength))
 
 
 def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
@@ -89,13 +89,14 @@ def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
         alike.setdefault((m.truth.image_index[gt], m.truth.labels[gt]), []).append(gt)
     both = [(det, gt) for det in dets for gt in alike.get((m.found.image_index[det], m.found.labels[det]), ())]
     det, gt = np.array(both, int).reshape(-1, 2).T
-    ours, theirs = m.found.xyxy[det], m.truth.xyxy[gt]
-    sides, their_sides = ours[:, 2:] - ours[:, :2], np.maximum(theirs[:, 2:] - theirs[:, :2], 1e-9)
-    way = (np.abs(ours[:, 2:] + ours[:, :2] - theirs[:, 2:] - theirs[:, :2]) / 2 / their_sides).max(axis=1)
-    larger = np.maximum(sides / their_sides, their_sides / np.maximum(sides, 1e-9)).max(axis=1)
-    near = (way <= APART) & (larger <= SCALE)
+    predicted, annotated = m.found.xyxy[det], m.truth.xyxy[gt]
+    sides, true_sides = predicted[:, 2:] - predicted[:, :2], np.maximum(annotated[:, 2:] - annotated[:, :2], 1e-9)
+    between_centres = np.abs(predicted[:, 2:] + predicted[:, :2] - annotated[:, 2:] - annotated[:, :2]) / 2
+    distance = (between_centres / true_sides).max(axis=1)
+    larger = np.maximum(sides / true_sides, true_sides / np.maximum(sides, 1e-9)).max(axis=1)
+    near = (distance <= APART) & (larger <= SCALE)
     pairs: dict[int, int] = {}
-    for i in np.flatnonzero(near)[np.argsort(way[near], kind="stable")].tolist():
+    for i in np.flatnonzero(near)[np.argsort(distance[near], kind="stable")].tolist():
         if det[i] not in pairs and gt[i] not in pairs.values():
             pairs[int(det[i])] = int(gt[i])
     return pairs
@@ -105,17 +106,17 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
     """(D,) bool: a stronger prediction of the same image overlaps it by half: a duplicate, not another object."""
     result = np.zeros(len(m.found), bool)
     rows = np.flatnonzero(strong)  # of an image the best first
-    for ours, theirs in paired(m.found.image_index[rows], m.found.image_index[rows]):
-        common, union = common_and_union(m.found.xyxy[rows[ours]], m.found.xyxy[rows[theirs]])
-        result[rows[theirs[(common > ON_IT * union) & (ours < theirs)]]] = True
+    for first, second in paired(m.found.image_index[rows], m.found.image_index[rows]):
+        common, union = common_and_union(m.found.xyxy[rows[first]], m.found.xyxy[rows[second]])
+        result[rows[second[(common > ON_IT * union) & (first < second)]]] = True
     return result
 
 
 def _thresholds(m: Matches) -> np.ndarray:
-    """(K,) of the best F1; the one of all classes for a class of which too little was found."""
+    """(K,) threshold of the best F1 of each class; the overall one for a class with too few true positives."""
     overall = sweep(m).best
     result = np.full(m.num_classes, 1.0 if overall is None else overall.threshold)
-    found = np.bincount(m.found.labels[m.right], minlength=m.num_classes)
-    for label in np.flatnonzero(found >= ENOUGH).tolist():
+    true_positives = np.bincount(m.found.labels[m.right], minlength=m.num_classes)
+    for label in np.flatnonzero(true_positives >= ENOUGH).tolist():
         result[label] = sweep(m, label).best.threshold
     return result

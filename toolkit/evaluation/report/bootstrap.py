@@ -73,12 +73,12 @@ def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.nda
             for slot, top in shared.tops(a):
                 some_of = true if top == m.max_detections[-1] else true[places < top]
                 recall[slot, t] = _share(some_of.sum(axis=0), total)
-            found = np.cumsum(true, axis=0, out=true)
+            true_positives = np.cumsum(true, axis=0, out=true)
             if right.all() and inside[near[at]].all():
-                counted = found
+                counted = true_positives
             else:
                 counted = np.cumsum(some[at] * inside[near[at]][:, None].astype(np.float32), axis=0)[right]
-            ap[a, t] = _average_precision(found, so_far[at[right]] - counted, total)
+            ap[a, t] = _average_precision(true_positives, so_far[at[right]] - counted, total)
     return ap, recall
 
 
@@ -91,21 +91,21 @@ def _so_far(images: np.ndarray, inside: np.ndarray, near: np.ndarray, weights: n
     return np.cumsum(sums, axis=0, out=sums)
 
 
-def _average_precision(found: np.ndarray, wrong: np.ndarray, total: np.ndarray) -> np.ndarray:
+def _average_precision(true_positives: np.ndarray, wrong: np.ndarray, total: np.ndarray) -> np.ndarray:
     """Mean precision at recall 0, 0.01, ..., 1 of (N, B) counts at the true positives, best first; NaN for total 0.
 
     Precision at a recall is the best at that or a higher one. Between two true positives recall does not move, so
     each one stands for as many of the 101 recalls as lie between the one before and itself.
     """
-    if not len(found):
+    if not len(true_positives):
         return np.where(total > 0, 0.0, np.nan)
-    wrong += found
-    precision = np.divide(found, np.maximum(wrong, 1e-12, out=wrong), out=wrong)[::-1]
+    wrong += true_positives
+    precision = np.divide(true_positives, np.maximum(wrong, 1e-12, out=wrong), out=wrong)[::-1]
     precision = np.maximum.accumulate(precision, axis=0, out=precision)[::-1]
-    steps = found * (100 / np.maximum(total, 1e-12)).astype(np.float32)
+    steps = true_positives * (100 / np.maximum(total, 1e-12)).astype(np.float32)
     steps += np.float32(1e-4)
     np.floor(steps, out=steps)
-    steps += found > 0  # recall 0 belongs to the first one
+    steps += true_positives > 0  # recall 0 belongs to the first one
     reached = np.einsum("nb,nb->b", precision, steps)
     reached -= np.einsum("nb,nb->b", precision[1:], steps[:-1])
     return np.where(total > 0, reached / 101, np.nan)

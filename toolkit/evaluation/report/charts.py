@@ -45,7 +45,7 @@ class Line:
     faint: bool = False
 
     def points(self, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """What can be drawn, thinned evenly to what can be seen; log: on a logarithmic axis."""
+        """The points that can be drawn, thinned evenly to MOST_POINTS; log: without those that are not positive."""
         x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
         keep = np.flatnonzero(np.isfinite(x) & np.isfinite(y) & (y > 0 if log else True))
         keep = keep[np.unique(np.linspace(0, len(keep) - 1, min(len(keep), MOST_POINTS)).astype(int))]
@@ -90,8 +90,8 @@ class LineChart:
                 axes.set_ylim(limits)
         for x, text in self.marks:
             axes.axvline(x, color=INK, linewidth=1, linestyle="--")
-            place = {"xytext": (-5, 0), "ha": "right"} if x > 0.5 else {"xytext": (5, 0), "ha": "left"}
-            axes.annotate(text, (x, 0.03), xycoords=("data", "axes fraction"), textcoords="offset points", **place)
+            side = {"xytext": (-5, 0), "ha": "right"} if x > 0.5 else {"xytext": (5, 0), "ha": "left"}
+            axes.annotate(text, (x, 0.03), xycoords=("data", "axes fraction"), textcoords="offset points", **side)
         axes.grid(color=GRID, clip_on=False)
         axes.set(xlabel=self.x_label, xlim=self.x_range, ylim=self.y_range)
         if self.log:
@@ -100,8 +100,8 @@ class LineChart:
             axes.yaxis.set_major_formatter(LogFormatter())
             axes.yaxis.set_minor_formatter(LogFormatter())
         if len(self._in_legend()) > 1:
-            place = {"loc": "upper left", "bbox_to_anchor": (0, -0.15), "ncols": self._columns()}
-            axes.legend(**place, frameon=False, fontsize=9, labelcolor=DIM)
+            position = {"loc": "upper left", "bbox_to_anchor": (0, -0.15), "ncols": self._columns()}
+            axes.legend(**position, frameon=False, fontsize=9, labelcolor=DIM)
 
     def _in_legend(self) -> list[str]:
         return [line.name for line in self.lines if line.name and len(line.points(self.log)[0])]
@@ -180,8 +180,8 @@ def figure(charts: Sequence[Chart], titles: bool = True):
     heights = [max(chart.size[1] for chart in charts[i : i + columns]) for i in range(0, len(charts), columns)]
     whole = Figure((columns * max(chart.size[0] for chart in charts), sum(heights)), layout="constrained")
     grid = whole.add_gridspec(len(heights), columns, height_ratios=heights)
-    for place, chart in enumerate(charts):
-        axes = whole.add_subplot(grid[divmod(place, columns)], facecolor="none")
+    for index, chart in enumerate(charts):
+        axes = whole.add_subplot(grid[divmod(index, columns)], facecolor="none")
         axes.spines[:].set_color(GRID)
         axes.tick_params(which="both", left=False, bottom=False, labelcolor=DIM, labelsize=9)
         axes.xaxis.label.set_color(DIM)

@@ -74,11 +74,11 @@ def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
     changed = abs(judged[-1].image_f1 - first.image_f1)
     order = np.argsort(-changed, kind="stable")[:images]
     images_changed = [int(i) for i in order if changed[i] > 0]
-    return Comparison(judged, [each for each in differences if each is not None], images_changed, _seeds(judged))
+    return Comparison(judged, [d for d in differences if d is not None], images_changed, _seeds(judged))
 
 
 def settings_without_seed(config: Mapping) -> str:
-    """Equal for runs that differ in their seed and name alone; empty without settings."""
+    """A text that is equal for runs that differ only in seed and name; empty without settings."""
     if not config:
         return ""
     left_out = ("seed", "name", "output_dir", "resume")
@@ -96,18 +96,18 @@ def difference(base: Judgement, other: Judgement, metric: str) -> Difference | N
 
 
 def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
-    """By the settings of the runs where they are known, else by names that differ in their last number alone."""
+    """Groups runs by their settings where they are known, else by names that differ only in their last number."""
     groups: dict[str, list[Judgement]] = {}
-    for each in judged:
-        key = each.about.get("settings_without_seed") or _SEED.sub("", each.name)
-        groups.setdefault(str(key), []).append(each)
+    for judgement in judged:
+        key = judgement.about.get("settings_without_seed") or _SEED.sub("", judgement.name)
+        groups.setdefault(str(key), []).append(judgement)
     result = {}
     for some in groups.values():
         if len(some) > 1:
-            columns = {metric: [each.numbers[metric] for each in some] for metric in some[0].numbers}
-            known = {metric: values for metric, values in columns.items() if None not in values}
-            numbers = {metric: (float(np.mean(v)), float(np.std(v, ddof=1))) for metric, v in known.items()}
-            result[", ".join(each.name for each in some)] = numbers
+            columns = {metric: [judgement.numbers[metric] for judgement in some] for metric in some[0].numbers}
+            defined = {metric: values for metric, values in columns.items() if None not in values}
+            numbers = {metric: (float(np.mean(v)), float(np.std(v, ddof=1))) for metric, v in defined.items()}
+            result[", ".join(judgement.name for judgement in some)] = numbers
     return result
 
 
@@ -161,7 +161,7 @@ def classes(c: Comparison) -> str:
     for label, name in enumerate(first.matches.class_names):
         value = last.class_ap[label] - first.class_ap[label]
         low_high = interval(last.draws.of_class[:, label] - first.draws.of_class[:, label], value)
-        points = [f"{each * 100:+.1f}" for each in (value, *(low_high or ()))]
+        points = [f"{v * 100:+.1f}" for v in (value, *(low_high or ()))]
         shown = ("–", "") if low_high is None else (points[0], f"{points[1]} to {points[2]}")
         rows.append((name, first.matches.num_truth[label], *(number(j.class_ap[label]) for j in c.judged), *shown))
     changes = np.nan_to_num(last.class_ap - first.class_ap)

@@ -77,12 +77,12 @@ def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray)
         return best_pairs(m.det[among], m.gt[among], m.iou[among], len(m.found))
 
     (same, same_gt), (other, other_gt) = best(m.same_class), best(~m.same_class)
-    taken, _ = best(m.same_class & used[m.gt])
+    duplicate, _ = best(m.same_class & used[m.gt])
     kind = np.full(len(m.found), KINDS.index("both"))
     gt = np.full(len(m.found), -1, np.int64)
     rules = (  # the last one that holds decides
         ("background", np.maximum(same, other) <= BACKGROUND_IOU, None),
-        ("duplicate", taken >= FOUND, None),
+        ("duplicate", duplicate >= FOUND, None),
         ("class", other >= FOUND, other_gt),
         ("localisation", (same >= BACKGROUND_IOU) & (same <= FOUND), same_gt),
     )
@@ -145,15 +145,15 @@ class Stratum:
 def strata(matches: Matches, threshold: float) -> list[Stratum]:
     m = matches
     rows = np.flatnonzero(~m.crowd)
-    at_any, found = np.zeros(len(m.truth), bool), np.zeros(len(m.truth), bool)
+    at_any, above = np.zeros(len(m.truth), bool), np.zeros(len(m.truth), bool)
     at_any[m.at_half[m.right]] = True
-    found[m.at_half[m.right & (m.found.scores > threshold)]] = True
+    above[m.at_half[m.right & (m.found.scores > threshold)]] = True
     result = []
     for topic, groups in _groups(m, rows).items():
         for name, inside in groups.items():
             some = rows[inside]
             if len(some):
-                result.append(Stratum(topic, name, len(some), float(found[some].mean()), float(at_any[some].mean())))
+                result.append(Stratum(topic, name, len(some), float(above[some].mean()), float(at_any[some].mean())))
     return result
 
 
@@ -181,7 +181,7 @@ def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
 def neighbours(m: Matches) -> np.ndarray:
     """(G,) how many other boxes of its image overlap each box."""
     counts = np.full(len(m.truth), -1)  # a box touches itself
-    for ours, theirs in paired(m.truth.image_index, m.truth.image_index):
-        common, union = common_and_union(m.truth.xyxy[ours], m.truth.xyxy[theirs])
-        counts += np.bincount(ours[common > TOUCHING * union], minlength=len(counts))
+    for first, second in paired(m.truth.image_index, m.truth.image_index):
+        common, union = common_and_union(m.truth.xyxy[first], m.truth.xyxy[second])
+        counts += np.bincount(first[common > TOUCHING * union], minlength=len(counts))
     return counts.clip(min=0)

@@ -14,8 +14,8 @@ from toolkit.runs.settings_file import newest_config, read_groups, shown
 
 @dataclass
 class RunFacts:
-    """Rows of the metrics of a run, settings and surroundings, as text and read; all empty for a predictions file that
-    belongs to no run.
+    """Metrics, settings and environment of a run, as text and parsed; all empty for a predictions file that belongs to
+    no run.
 
     ended: what ended the training, in words, where `status.json` knows it.
     go_on: the command that trains for as long again.
@@ -44,7 +44,7 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
     ended_by = status.get("ended_by") or []
     status |= {"state": state, "reason": status.get("reason") if ended_by else ""} if state else {}
     rows = read_metrics(run_folder / "metrics.jsonl")
-    facts = RunFacts(
+    run = RunFacts(
         rows,
         settings,
         config.name,
@@ -55,29 +55,29 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
     )
     if trained := [row for row in rows if "train/loss" in row]:
         flags = flags_that_go_on(ended_by, settings, trained[-1]["step"], trained[-1]["epoch"] + 1)
-        facts.go_on = command_that_goes_on(flags, environment.get("command_line") or [], config)
-    return facts
+        run.go_on = command_that_goes_on(flags, environment.get("command_line") or [], config)
+    return run
 
 
 def read_records(run_folder: Path) -> tuple[dict, dict]:
-    """What `environment.json` and `status.json` say; empty where they are missing.
+    """The content of `environment.json` and `status.json`; empty where they are missing.
 
     Raises:
         BadInput: they cannot be read, or an entry that reports use is of another type.
     """
-    found, problems = [], []
+    records, problems = [], []
     for name, entries in _ENTRIES.items():
         path = run_folder / name
-        found.append(read_json(path) if path.exists() else {})
+        records.append(read_json(path) if path.exists() else {})
         for key, kind in entries.items():
-            value = found[-1].get(key)
-            entries_fit = not isinstance(value, list) or all(isinstance(each, str) for each in value)
+            value = records[-1].get(key)
+            entries_fit = not isinstance(value, list) or all(isinstance(item, str) for item in value)
             if not (isinstance(value, kind | type(None)) and entries_fit):
                 words = "text" if kind is str else "a list of texts"
                 problems.append(f"{path}: {key} is {shown(value)}; expected {words}, as the run wrote it")
     if problems:
         raise BadInput(problems)
-    return found[0], found[1]
+    return records[0], records[1]
 
 
 _ENTRIES = {"environment.json": {"command_line": list}, "status.json": {"state": str, "reason": str, "ended_by": list}}
@@ -87,8 +87,8 @@ def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs
     """The flags with which a run that has ended trains for as long again.
 
     Args:
-        ended_by: names of settings, see `toolkit.runs.status`; empty: it is not known, and every limit that would be in
-            the way is raised.
+        ended_by: names of settings, see `toolkit.runs.status`; empty: unknown, and every limit that would end it again
+            is raised.
         config: the settings in force. step, epochs: optimizer steps made, and epochs begun.
     """
     run, patience = config.get("run", {}), config.get("eval", {}).get("early_stopping_patience")
@@ -107,7 +107,7 @@ def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs
 
 
 def command_that_goes_on(flags: Sequence[str], command_line: Sequence[str], config_file: Path) -> str:
-    """For a shell. command_line: that of the run; where no script began it, as in a notebook, the flags alone are told.
+    """For a shell. command_line: that of the run; where no script started it, as in a notebook, only the flags.
 
     config_file: the settings in force.
     """

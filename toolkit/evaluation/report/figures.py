@@ -133,13 +133,13 @@ def _classes(rows, names: Sequence[str]) -> LineChart:
 
 def f1_chart(sweeps: Mapping[str, Sweep], best: Point | None = None) -> LineChart:
     """best: the threshold that is marked."""
-    lines = [Line(name, each.score, each.f1, i) for i, (name, each) in enumerate(sweeps.items())]
+    lines = [Line(name, sweep.score, sweep.f1, i) for i, (name, sweep) in enumerate(sweeps.items())]
     marks = [] if best is None else [(best.threshold, f"{best.threshold:g}: F1 {best.f1:.3f}")]
     return LineChart("F1 against score, IoU 0.5", lines, "a prediction needs this score", (0, 1), (0, 1), marks=marks)
 
 
 def precision_recall_chart(sweeps: Mapping[str, Sweep]) -> LineChart:
-    lines = [Line(name, each.recall, each.precision, i) for i, (name, each) in enumerate(sweeps.items())]
+    lines = [Line(name, sweep.recall, sweep.precision, i) for i, (name, sweep) in enumerate(sweeps.items())]
     return LineChart("Precision against recall, IoU 0.5", lines, "recall", (0, 1), (0, 1))
 
 

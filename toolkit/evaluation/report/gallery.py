@@ -35,7 +35,7 @@ LEGEND = (
 
 
 class Pictures:
-    """Makes the pictures of one page until their budget is spent; what cannot be read is left out and counted.
+    """Makes the pictures of one page until their budget is spent; unreadable images are skipped and counted.
 
     folder: of the page, which links to the images themselves start from.
     """
@@ -45,7 +45,7 @@ class Pictures:
         self.unreadable = self.too_many = 0
 
     def of(self, image: int, marks: Sequence[Mark], caption: str, focus: Sequence[float] | None = None) -> str:
-        """A `<figure>` of a row of the table; focus: a box, of which with its surroundings alone is shown."""
+        """A `<figure>` of a row of the table; focus: a box; the picture is then cropped to it and its surroundings."""
         if self.left <= 0:
             self.too_many += 1
             return ""
@@ -126,11 +126,11 @@ def whole_image(judged: Judgement, maker: Pictures, image: int, name: str = "") 
     """An image with everything above the threshold; `name` of the detector stands before the caption."""
     m = judged.matches
     truth = np.flatnonzero((m.truth.image_index == image) & ~m.crowd)
-    found = np.flatnonzero((m.found.image_index == image) & (m.found.scores > judged.threshold) & m.counts)
+    predicted = np.flatnonzero((m.found.image_index == image) & (m.found.scores > judged.threshold) & m.counts)
     right, wrong, missed = judged.image_counts[image].tolist()
     marks = [Mark(m.truth.xyxy[row], TRUTH, dashed=True) for row in truth]
-    marks += [_predicted(m, row, RIGHT if m.right[row] else WRONG) for row in found[::-1]]
-    if len(found) > 5:  # names on everything would hide the image
+    marks += [_predicted(m, row, RIGHT if m.right[row] else WRONG) for row in predicted[::-1]]
+    if len(predicted) > 5:  # names on everything would hide the image
         marks = [mark if mark.colour == WRONG else replace(mark, text="") for mark in marks]
     counted = f"{right} right, {wrong} wrong, {missed} missed"
     caption = f"{name}{judged.table.image_name(image)}: F1 {judged.image_f1[image]:.2f}; {counted}"
@@ -167,10 +167,10 @@ def _missed(judged: Judgement, maker: Pictures, row: int) -> str:
 def annotation_mistakes(judged: Judgement, maker: Pictures) -> str:
     if not judged.suspects:
         return ""
-    by_kind = {kind: [each for each in judged.suspects if each.kind == kind] for kind in SUSPICIONS}
+    by_kind = {kind: [suspect for suspect in judged.suspects if suspect.kind == kind] for kind in SUSPICIONS}
     rows = [(kind, len(by_kind[kind]), words) for kind, words in SUSPICIONS.items()]
-    chosen = [each for some in by_kind.values() for each in some[: SUSPECTS // 4]]
-    shown = pictures([_suspect(judged, maker, each) for each in chosen])
+    chosen = [suspect for some in by_kind.values() for suspect in some[: SUSPECTS // 4]]
+    shown = pictures([_suspect(judged, maker, suspect) for suspect in chosen])
     listed = [
         (judged.table.image_name(s.image), s.kind, f"{s.strength:.2f}", *_what(judged.matches, s))
         for s in judged.suspects[:LISTED]

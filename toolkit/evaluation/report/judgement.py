@@ -18,13 +18,13 @@ from toolkit.evaluation.voc import voc_metrics
 
 
 class Judgement:
-    """What one detector did on one data set, all of it counted at the start: seconds for a thousand images, less than a
-    minute for COCO's validation data.
+    """All statistics of one detector on one data set, computed at construction: seconds for a thousand images, less
+    than a minute for COCO's validation data.
 
     Args:
         name: of the detector, in words.
         predictions: as for `CocoEvaluator.evaluate`; of scene graphs as `read_predictions` gives them.
-        about: what is known of them, as in a predictions file.
+        about: their metadata, as in a predictions file.
         draws: bootstrap samples.
 
     Raises:
@@ -109,8 +109,8 @@ def as_json(judged: Judgement) -> dict:
         "calibration_error": judged.calibration.error,
         "confusion_matrix": judged.matrix.tolist(),
         "tide": {"ap50": judged.errors.ap50, "cost": judged.errors.cost},
-        "strata": [asdict(each) for each in judged.strata],
-        "annotation_mistakes": [_suspect(judged, each) for each in judged.suspects],
+        "strata": [asdict(stratum) for stratum in judged.strata],
+        "annotation_mistakes": [_suspect(judged, suspect) for suspect in judged.suspects],
         "voc": judged.voc,
         "scene_graphs": None if judged.graphs is None else judged.graphs.as_json(judged.table.predicates),
     }
@@ -120,11 +120,11 @@ def _point(point: Point | None) -> dict | None:
     return None if point is None else asdict(point)
 
 
-def _suspect(judged: Judgement, each: Suspect) -> dict:
+def _suspect(judged: Judgement, suspect: Suspect) -> dict:
     m = judged.matches
-    row = {"kind": each.kind, "image_id": m.image_ids[each.image], "file_name": judged.table.file_name(each.image)}
-    row["strength"] = round(each.strength, 4)
-    for what, boxes, at in (("predicted", m.found, each.det), ("annotated", m.truth, each.gt)):
+    row = {"kind": suspect.kind, "image_id": m.image_ids[suspect.image]}
+    row |= {"file_name": judged.table.file_name(suspect.image), "strength": round(suspect.strength, 4)}
+    for what, boxes, at in (("predicted", m.found, suspect.det), ("annotated", m.truth, suspect.gt)):
         if at >= 0:
             name = m.class_names[boxes.labels[at]]
             row[what] = {"class": name, "bbox": [round(v, 2) for v in boxes.xywh[at].tolist()]}

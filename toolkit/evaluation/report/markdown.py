@@ -1,4 +1,4 @@
-"""The README of a run's report, made from the files of its folder alone."""
+"""Writes the README of a run's report, using only the files of the run folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,28 +25,28 @@ def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
     return [path for path in written if path is not None]
 
 
-def write_markdown(run_folder: Path, facts: RunFacts) -> Path:
+def write_markdown(run_folder: Path, run: RunFacts) -> Path:
     """`report/README.md`, which is returned, with curves, the final numbers, the newest pictures, settings and
     surroundings of a run. Whatever is missing in the run folder is missing in the report. Made anew each time."""
     run_folder = Path(run_folder)
     report = run_folder / "report"
     report.mkdir(parents=True, exist_ok=True)
-    curves = plot_curves(facts.rows, report)
-    parts = [f"# {run_folder.name}", _state(facts), *_numbers(facts.rows)]
+    curves = plot_curves(run.rows, report)
+    parts = [f"# {run_folder.name}", _state(run), *_numbers(run.rows)]
     parts.append("More, with what is wrong and which threshold to deploy: [index.html](index.html).")
     parts += [f"![{path.stem}]({path.name})" for path in reversed(curves)]
     if pictures := sorted(report.glob("pictures/*.png")):
         newest = pictures[-1].relative_to(report).as_posix()
         parts += [f"## Predictions\n\nGround truth left, predictions right ({pictures[-1].stem}).", f"![]({newest})"]
-    parts += _settings(facts)
+    parts += _settings(run)
     readme = report / "README.md"
     readme.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return readme
 
 
-def _state(facts: RunFacts) -> str:
-    last = facts.rows[-1] if facts.rows else {}
-    words = [facts.state] if facts.state else []
+def _state(run: RunFacts) -> str:
+    last = run.rows[-1] if run.rows else {}
+    words = [run.state] if run.state else []
     words += [f"step {last['step']}"] if "step" in last else ["no step yet"]
     words += [f"epoch {last['epoch']}"] if "epoch" in last else []
     words += [f"{last['time_s'] / 60:.1f} minutes"] if "time_s" in last else []
@@ -81,12 +81,12 @@ def _cells(metric: str, columns: dict) -> list[str]:
     return [metric, *(_number(row.get(prefix + metric)) for prefix, row in columns.values())]
 
 
-def _settings(facts: RunFacts) -> list[str]:
+def _settings(run: RunFacts) -> list[str]:
     parts = []
-    if facts.config_text:
-        parts += [f"## Settings ({facts.config_name})", f"```yaml\n{facts.config_text.rstrip()}\n```"]
-    if facts.environment_text:
-        text = json.dumps(json.loads(facts.environment_text), indent=2, ensure_ascii=False)
+    if run.config_text:
+        parts += [f"## Settings ({run.config_name})", f"```yaml\n{run.config_text.rstrip()}\n```"]
+    if run.environment_text:
+        text = json.dumps(json.loads(run.environment_text), indent=2, ensure_ascii=False)
         parts += ["## Environment", f"```json\n{text}\n```"]
     return parts
 

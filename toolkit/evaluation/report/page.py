@@ -9,7 +9,7 @@ from toolkit.evaluation.report.style import STYLE
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a browser asks nobody for anything
 
 
-def page(title: str, facts: str, sections: Sequence[tuple[str, str, str]]) -> str:
+def page(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) -> str:
     """The file. sections: (id, heading, HTML); those without HTML are left out."""
     shown = [(key, heading, html) for key, heading, html in sections if html]
     links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in shown)
@@ -19,7 +19,7 @@ def page(title: str, facts: str, sections: Sequence[tuple[str, str, str]]) -> st
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<link rel=icon href="data:,"><style>{STYLE}</style></head>\n'
-        f"<body><header><h1>{escape(title)}</h1><p class=dim>{escape(facts)}</p></header>"
+        f"<body><header><h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p></header>"
         f"<nav><div>{links}</div></nav><main>\n{body}\n</main></body></html>\n"
     )
 

@@ -56,11 +56,11 @@ def _interval_words(judged: Judgement, name: str) -> str:
     return "undefined: no boxes to find" if interval is None else f"95 %: {interval[0]:.3f} to {interval[1]:.3f}"
 
 
-def advice(found: list[Advice]) -> str:
+def advice(suggestions: list[Advice]) -> str:
     return "".join(
         f"<div class=advice><p><b>{escape(a.topic)}.</b> {escape(a.evidence)}</p><p>{_flags(a.advice)}</p>"
         f"{f'<pre>{escape(a.command)}</pre>' if a.command else ''}</div>"
-        for a in found
+        for a in suggestions
     )
 
 
@@ -209,11 +209,11 @@ def _strata(judged: Judgement) -> str:
     return "<h3>What is found, by what the object is like</h3>" + table(head, rows, text=(0, 1)) + grid
 
 
-def training(facts: RunFacts) -> str:
-    groups = figures.training_charts(facts.rows)
+def training(run: RunFacts) -> str:
+    groups = figures.training_charts(run.rows)
     return "".join(under(heading, charts(group)) for heading, group in groups.items())
 
 
-def settings(facts: RunFacts) -> str:
-    texts = {f"Settings ({facts.config_name})": facts.config_text, "Environment": facts.environment_text}
+def settings(run: RunFacts) -> str:
+    texts = {f"Settings ({run.config_name})": run.config_text, "Environment": run.environment_text}
     return "".join(folded(heading, f"<pre>{escape(text)}</pre>") for heading, text in texts.items() if text)

@@ -57,9 +57,9 @@ def sweep(matches: Matches, label: int | None = None) -> Sweep:
     total = int(matches.num_truth.sum() if label is None else matches.num_truth[label])
     score, right = matches.found.scores[rows], np.cumsum(matches.right[rows])
     last = np.flatnonzero(np.diff(score, append=-np.inf))  # of equal scores all count or none
-    found, kept = right[last].astype(float), last + 1.0
-    recall = found / total if total else np.full(len(last), np.nan)
-    return Sweep(score[last], found / kept, recall, 2 * found / (kept + total), total)
+    true_positives, kept = right[last].astype(float), last + 1.0
+    recall = true_positives / total if total else np.full(len(last), np.nan)
+    return Sweep(score[last], true_positives / kept, recall, 2 * true_positives / (kept + total), total)
 
 
 def _between(low: float, high: float) -> float:
@@ -98,7 +98,7 @@ def calibration(matches: Matches, bins: int = 10) -> Calibration:
 
 
 def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
-    """What becomes of every box, and what every prediction above `threshold` is, at IoU 0.5.
+    """Counts annotated boxes by their class and the predicted one, at IoU 0.5, for predictions above `threshold`.
 
     A prediction first finds a box of its class, as in AP. What is left over is then paired across classes, largest IoU
     first. Crowds and what lies in them do not count.
@@ -110,17 +110,17 @@ def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
     m, k = matches, matches.num_classes
     kept = (m.found.scores > threshold) & m.counts
     paired = np.where(kept & m.right, m.at_half, -1)
-    taken = np.zeros(len(m.truth), bool)
-    taken[paired[paired >= 0]] = True
-    left = kept[m.det] & (paired[m.det] < 0) & ~taken[m.gt] & ~m.crowd[m.gt] & ~m.same_class & (m.iou >= 0.5)
+    matched = np.zeros(len(m.truth), bool)
+    matched[paired[paired >= 0]] = True
+    left = kept[m.det] & (paired[m.det] < 0) & ~matched[m.gt] & ~m.crowd[m.gt] & ~m.same_class & (m.iou >= 0.5)
     rows = np.flatnonzero(left)
     for row in rows[np.argsort(-m.iou[rows], kind="stable")].tolist():
         det, gt = m.det[row], m.gt[row]
-        if paired[det] < 0 and not taken[gt]:
-            paired[det], taken[gt] = gt, True
+        if paired[det] < 0 and not matched[gt]:
+            paired[det], matched[gt] = gt, True
     matrix = np.zeros((k + 1, k + 1), np.int64)
     pairs = np.flatnonzero(paired >= 0)
     np.add.at(matrix, (m.truth.labels[paired[pairs]], m.found.labels[pairs]), 1)
     np.add.at(matrix, (k, m.found.labels[kept & (paired < 0)]), 1)
-    np.add.at(matrix, (m.truth.labels[~taken & ~m.crowd], k), 1)
+    np.add.at(matrix, (m.truth.labels[~matched & ~m.crowd], k), 1)
     return matrix

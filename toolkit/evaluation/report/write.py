@@ -14,7 +14,7 @@ from toolkit.files import replace_nonfinite, write_json, write_text_atomic
 PAGE, NUMBERS = "index.html", "report.json"
 
 
-def write_page(folder: Path, judged: Judgement | None, facts: RunFacts, title: str) -> Path:
+def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str) -> Path:
     """`index.html`, which is returned, and of a detector that was judged `report.json`.
 
     judged: None: there are no predictions; the page then has the curves and settings of the run.
@@ -23,15 +23,15 @@ def write_page(folder: Path, judged: Judgement | None, facts: RunFacts, title: s
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[tuple[str, str, str]] = []
     if judged is not None:
-        parts = _sections(judged, facts, folder)
+        parts = _sections(judged, run, folder)
         write_json(folder / NUMBERS, replace_nonfinite(as_json(judged)))
-    parts.append(("training", "Training", sections.training(facts)))
-    parts.append(("settings", "Settings", sections.settings(facts)))
-    write_text_atomic(folder / PAGE, page(title, _facts(judged, facts), parts))
+    parts.append(("training", "Training", sections.training(run)))
+    parts.append(("settings", "Settings", sections.settings(run)))
+    write_text_atomic(folder / PAGE, page(title, _facts(judged, run), parts))
     return folder / PAGE
 
 
-def _sections(judged: Judgement, facts: RunFacts, folder: Path) -> list[tuple[str, str, str]]:
+def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str, str, str]]:
     if not judged.matches.num_truth.sum():
         return [("summary", "Summary", paragraph("There are no annotated boxes: nothing can be measured."))]
     maker = Pictures(judged.table, folder)
@@ -40,7 +40,7 @@ def _sections(judged: Judgement, facts: RunFacts, folder: Path) -> list[tuple[st
     graphs = "" if judged.graphs is None else judged.graphs.section(judged, maker)
     return [
         ("summary", "Summary", sections.summary(judged)),
-        ("next", "What to try next", sections.advice(advise(judged, facts))),
+        ("next", "What to try next", sections.advice(advise(judged, run))),
         ("numbers", "Numbers", sections.numbers(judged)),
         ("thresholds", "Thresholds", sections.thresholds(judged)),
         ("graphs", "Scene graphs", graphs),
@@ -71,20 +71,20 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
         ("classes", "By class", comparison.classes(c)),
         ("images", "Images that changed most", changed + maker.notes()),
     ]
-    title = "Comparison of " + ", ".join(each.name for each in judged)
+    title = "Comparison of " + ", ".join(judgement.name for judgement in judged)
     write_text_atomic(folder / PAGE, page(title, _data_words(judged[0]), parts))
     differences = [
         {name: getattr(d, name) for name in ("metric", "base", "other", "value")}
         | {"interval_95": [d.low, d.high], "explained_by_chance": d.chance}
         for d in c.differences
     ]
-    content = {"detectors": [as_json(each) for each in judged], "differences": differences, "over_seeds": c.groups}
+    content = {"detectors": list(map(as_json, judged)), "differences": differences, "over_seeds": c.groups}
     write_json(folder / NUMBERS, replace_nonfinite(content))
     return folder / PAGE
 
 
-def _facts(judged: Judgement | None, facts: RunFacts) -> str:
-    words = [facts.state] if facts.state else []
+def _facts(judged: Judgement | None, run: RunFacts) -> str:
+    words = [run.state] if run.state else []
     if judged is not None:
         words += [str(judged.about["detector"])] if judged.about.get("detector") else []
         words.append(_data_words(judged))

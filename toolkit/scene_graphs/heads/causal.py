@@ -178,7 +178,7 @@ class CausalHead(nn.Module):
 def _check(context: str, fusion: str, effect: str, sizes: HeadSizes) -> None:
     options = ("context", context, ("motifs", "vctree", "vtranse")), ("fusion", fusion, ("sum", "gate"))
     options += (("effect", effect, EFFECTS),)
-    faults = [f"{key} is {value!r}; expected {', '.join(known)}" for key, value, known in options if value not in known]
+    faults = [f"{key} is {value!r}; expected {', '.join(of)}" for key, value, of in options if value not in of]
     if sizes.union_dim != sizes.pooling_dim:
         faults.append(f"union features of {sizes.union_dim} for a pooled size of {sizes.pooling_dim}; must be equal")
     if faults:

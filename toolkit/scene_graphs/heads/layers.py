@@ -107,7 +107,7 @@ def best_labels(head: nn.Module, batch: RelationBatch, logits: Tensor) -> Tensor
 
 
 def empty_output(sizes: HeadSizes, parameter: nn.Parameter) -> RelationOutput:
-    """What a head returns for a batch without objects: nothing, but part of the graph, so that backward works."""
+    """The output of a head for a batch without objects: empty, but part of the graph, so that backward works."""
     zero = parameter.sum() * 0.0
     logits = [torch.zeros(0, width, device=zero.device) + zero for width in (sizes.num_classes, sizes.num_predicates)]
     labels = torch.zeros(0, dtype=torch.int64, device=zero.device)

@@ -21,7 +21,7 @@ from toolkit.step.precision import has_lstm_kernel
 
 
 class LabelDecoder(nn.Module):
-    """A highway LSTM that labels the objects one after the other and is told the label before."""
+    """A highway LSTM that labels the objects one by one, with the previous label as input."""
 
     def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float):
         super().__init__()
@@ -37,12 +37,12 @@ class LabelDecoder(nn.Module):
         """Logits (N, C) and labels (N,) of packed features (N, in_dim).
 
         labels: (N,) packed, in training: the next object is told these, and the best guess where the label is 0;
-        None tells it the best guess above background throughout. Those are the labels returned.
+        None feeds back its best guess above background throughout. Those are the labels returned.
         """
         # What the input layer makes of the features is known for all steps, and of a label for all labels.
         from_features = F.linear(features, self.input.weight[:, : self.in_dim], self.input.bias)
         from_label = F.linear(self.embed.weight, self.input.weight[:, self.in_dim :])
-        told = None if labels is None else (labels - 1).split(batch_sizes.tolist())
+        teacher = None if labels is None else (labels - 1).split(batch_sizes.tolist())
         state = memory = features.new_zeros(int(batch_sizes[0]), self.hidden_dim)
         # One mask for all steps (Gal and Ghahramani, 2016).
         kept = F.dropout(torch.ones_like(state), self.dropout, self.training)
@@ -55,8 +55,8 @@ class LabelDecoder(nn.Module):
                 state = state * kept[:count]
             logits = self.out(state)
             label = logits[:, 1:].argmax(1)  # without background: from 0
-            if told is not None:
-                label = torch.where(told[step] < 0, label, told[step])
+            if teacher is not None:
+                label = torch.where(teacher[step] < 0, label, teacher[step])
             before = from_label[2:][label]
             all_logits.append(logits)
             all_labels.append(label)
@@ -94,8 +94,8 @@ class MotifsContext(ObjectContext):
 
         from_averages: what decoder and edge LSTM would make of objects without evidence of their own.
         """
-        known = batch.boxes_xyxy if batch.on_host is None else batch.on_host[0]
-        order, inverse, batch_sizes = reading_order(known, batch.num_objects, batch.boxes_xyxy.device)
+        boxes = batch.boxes_xyxy if batch.on_host is None else batch.on_host[0]
+        order, inverse, batch_sizes = reading_order(boxes, batch.num_objects, batch.boxes_xyxy.device)
         features = object_features(batch, self.embed_in, self.position, self.mode)[order]
         context = self.object_out(_run(self.object_lstm, features, batch_sizes))
         decoder_input = torch.cat([features, context], 1)
@@ -110,8 +110,8 @@ class MotifsContext(ObjectContext):
     def _labels(self, batch, decoder_input, order, inverse, batch_sizes) -> tuple[Tensor, Tensor]:
         if self.mode == "predcls":
             return given_labels(batch, self.sizes.num_classes)
-        told = batch.labels[order] if self.training else None
-        logits, labels = (out[inverse] for out in self.decoder(decoder_input, batch_sizes, told))
+        teacher = batch.labels[order] if self.training else None
+        logits, labels = (out[inverse] for out in self.decoder(decoder_input, batch_sizes, teacher))
         if self.mode == "sgdet" and not self.training:
             labels = late_labels(batch, logits, self.nms_threshold)
         return logits, labels

@@ -91,20 +91,20 @@ def _attach(image, child, parent, local: dict[str, np.ndarray], youngest: np.nda
 def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, num_images: int, device: torch.device) -> Forest:
     order = np.argsort(depth, kind="stable")
     levels = np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(order) else []
-    place = np.zeros(len(depth), np.int64)
+    position = np.zeros(len(depth), np.int64)
     for level in levels:
-        place[level] = np.arange(len(level))
+        position[level] = np.arange(len(level))
 
     def child_places(key: str) -> list[np.ndarray]:
         below = [*map(len, levels[1:]), 0][: len(levels)]
-        return [np.where(flat[key][lv] >= 0, place[flat[key][lv]], n) for lv, n in zip(levels, below, strict=True)]
+        return [np.where(flat[key][lv] >= 0, position[flat[key][lv]], n) for lv, n in zip(levels, below, strict=True)]
 
     inverse = np.argsort(order)
     single = {key: flat[key] for key in ("parent", "left", "right")} | {"order": order, "inverse": inverse}
-    of_levels = {"levels": levels, "up_place": [place[flat["up"][level]] for level in levels]}
+    of_levels = {"levels": levels, "up_place": [position[flat["up"][level]] for level in levels]}
     of_levels |= {"left_place": child_places("left"), "right_place": child_places("right")}
-    every = [*single.values(), *(each for several in of_levels.values() for each in several)]
-    (sent,) = send_dicts([{str(i): torch.from_numpy(each) for i, each in enumerate(every)}], device)  # in one copy
+    every = [*single.values(), *(array for several in of_levels.values() for array in several)]
+    (sent,) = send_dicts([{str(i): torch.from_numpy(array) for i, array in enumerate(every)}], device)  # in one copy
     moved = iter(sent.values())
     of_nodes = {name: next(moved) for name in single}
     return Forest(**of_nodes, **{n: [next(moved) for _ in levels] for n in of_levels}, num_images=num_images)

@@ -25,7 +25,7 @@ SCORE_DIM = 128
 
 
 class PairScores(nn.Module):
-    """How likely two objects of an image are related: what vision says, times what the frequencies say."""
+    """Scores how likely two objects of an image are related, from their features and from frequencies."""
 
     def __init__(self, sizes: HeadSizes, log_frequency: Tensor):
         super().__init__()
@@ -79,7 +79,7 @@ class PairScores(nn.Module):
 
 
 class TreeDecoder(nn.Module):
-    """Labels the objects from the roots to the leaves; each is told the label of its parent."""
+    """Labels the objects from the roots to the leaves, with the parent's label as input."""
 
     def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float):
         super().__init__()
@@ -98,21 +98,21 @@ class TreeDecoder(nn.Module):
         # One mask for all objects of an image.
         kept = F.dropout(features.new_ones(forest.num_images, self.lstm.dim), self.dropout, self.training)[image]
         state = memory = features.new_zeros(len(features), self.lstm.dim)
-        told = torch.zeros(len(features), dtype=torch.int64, device=features.device)
+        parent_label = torch.zeros(len(features), dtype=torch.int64, device=features.device)
         all_logits, all_labels = [], []
         for depth, (level, up) in enumerate(zip(forest.levels, forest.up_place, strict=True)):
             if depth == 0:
                 up = torch.arange(len(level), device=level.device)  # zeros and the start token
-            told = told[up]
-            sums = direct[level] + from_parent_direct[told], projected[level] + from_parent[told]
+            parent_label = parent_label[up]
+            sums = direct[level] + from_parent_direct[parent_label], projected[level] + from_parent[parent_label]
             state, memory = self.lstm.cell(*sums, state[up], memory[up])
             state = state * kept[level]
             logits = self.out(state)
             all_logits.append(logits)
             all_labels.append(logits[:, 1:].argmax(1) + 1)
-            told = all_labels[-1] + 1
+            parent_label = all_labels[-1] + 1
             if clocks is not None:
-                told = drawn_columns(logits.float().softmax(1)[:, 1:], clocks[level]) + 2
+                parent_label = drawn_columns(logits.float().softmax(1)[:, 1:], clocks[level]) + 2
         return torch.cat(all_logits)[forest.inverse], torch.cat(all_labels)[forest.inverse]
 
     def _project(self, layer: nn.Linear, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,8 +131,8 @@ def clocks_of(batch: RelationBatch, columns: int) -> Tensor:
     """(N, columns) exponentially distributed numbers for the objects, those of an image from its own generator."""
     draws = batch.draws or [None] * len(batch.num_objects)
     clocks = batch.boxes_xyxy.new_empty(sum(batch.num_objects), columns, dtype=torch.float32)
-    for own, draw in zip(clocks.split(batch.num_objects), draws, strict=True):
-        own.exponential_(generator=draw)
+    for rows, draw in zip(clocks.split(batch.num_objects), draws, strict=True):
+        rows.exponential_(generator=draw)
     return clocks
 
 

@@ -29,11 +29,11 @@ def open_graphs(
         problems.append(f"format {format!r} has no split {source!r}; expected train, val, test, train:50 or val:50")
     if problems:
         raise BadInput(problems)
-    module, place = importlib.import_module(f"{__name__}.{format}"), Path(name).expanduser()
+    module, path = importlib.import_module(f"{__name__}.{format}"), Path(name).expanduser()
     num_val = int(count) if count and module.NUM_VAL_IMAGES else module.NUM_VAL_IMAGES
     if format == "visual_genome":
-        return module.read_visual_genome(place, image_dir, split, num_val_images=num_val, **options)
-    files = module.files_of(place, split)
+        return module.read_visual_genome(path, image_dir, split, num_val_images=num_val, **options)
+    files = module.files_of(path, split)
     read = partial(module.annotations_of, files, split=split, num_val=num_val)
     what = f"{format} {split}" if num_val is None else f"{format} {split} {num_val}"
     return read_graphs(files, read, image_dir, what, **options)

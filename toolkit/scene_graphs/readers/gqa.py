@@ -30,21 +30,21 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     graphs = read_json(files[1]) if split == "test" else training
     names = list(graphs)
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
-    labels, kinds = ({name: number for number, name in enumerate(each)} for each in (classes, predicates))
+    labels, kinds = ({name: number for number, name in enumerate(names)} for names in (classes, predicates))
     annotations = empty_graphs(classes, predicates)
     for name in chosen:
         with noting_faults(problems, f"{files[-1]}, image {name}", EXPECTED):
             graph = graphs[name]
-            kept = {key: each for key, each in graph["objects"].items() if each["name"] in labels}
+            kept = {key: box for key, box in graph["objects"].items() if box["name"] in labels}
             number_of = {key: number for number, key in enumerate(kept)}
             relations = [
                 (number_of[key], number_of[relation["object"]], kinds[relation["name"]])
-                for key, each in kept.items()
-                for relation in each["relations"]
+                for key, box in kept.items()
+                for relation in box["relations"]
                 if relation["object"] in number_of and relation["name"] in kinds
             ]
             if relations:
-                boxes = [(labels[each["name"]], [each[side] for side in "xywh"]) for each in kept.values()]
+                boxes = [(labels[box["name"]], [box[side] for side in "xywh"]) for box in kept.values()]
                 image = {"id": name, "file_name": f"{name}.jpg", "width": graph["width"], "height": graph["height"]}
                 add_graph(annotations, image, boxes, relations)
     if problems:
@@ -58,10 +58,10 @@ def _vocabulary(training: dict, file: Path, problems: list[str]) -> tuple[list[s
     relations: Counter = Counter()
     for name, graph in training.items():
         with noting_faults(problems, f"{file}, image {name}", EXPECTED):
-            for each in graph["objects"].values():
-                objects[each["name"]] += 1
-                relations.update(relation["name"] for relation in each["relations"])
+            for box in graph["objects"].values():
+                objects[box["name"]] += 1
+                relations.update(relation["name"] for relation in box["relations"])
     most = ((objects, CLASSES), (relations, PREDICATES))
-    classes, predicates = ([name for name, _ in sorted(c.items(), key=lambda each: (-each[1], str(each[0])))[:count]]
+    classes, predicates = ([name for name, _ in sorted(c.items(), key=lambda item: (-item[1], str(item[0])))[:count]]
                            for c, count in most)  # fmt: skip
     return classes, predicates

@@ -40,28 +40,29 @@ def read_graphs(
     """
     if missing := [f"{file}: no such annotation file" for file in files if not file.is_file()]:
         raise BadInput(missing)
-    places, name = open_sources(image_dir, must_exist=bool(check_images)), f"{files[0]} {what}"
+    sources, name = open_sources(image_dir, must_exist=bool(check_images)), f"{files[0]} {what}"
 
     def make(cache_file: Path) -> DetectionTable:
-        found = read(places)
-        checked = found if isinstance(found, Checked) else check(found, str(files[0]), max_image_pixels)
-        good, digests = with_good_files(checked, places, check_images, max_image_pixels)
-        place = {"cache_file": cache_file, "image_root": places.resolve()}
-        return write_table(**good.columns(), **place, name=name, checked=digests)
+        annotations = read(sources)
+        is_checked = isinstance(annotations, Checked)
+        checked = annotations if is_checked else check(annotations, str(files[0]), max_image_pixels)
+        good, digests = with_good_files(checked, sources, check_images, max_image_pixels)
+        location = {"cache_file": cache_file, "image_root": sources.resolve()}
+        return write_table(**good.columns(), **location, name=name, checked=digests)
 
-    parts = [*(key or [what]), check_images, places.resolve(), *map(file_digest, files)]
+    parts = [*(key or [what]), check_images, sources.resolve(), *map(file_digest, files)]
     checking = {"on_error": on_error, "max_image_pixels": max_image_pixels}
     return cached_table(parts, make, name=name, cache_dir=cache_dir, **checking)
 
 
 @contextmanager
-def noting_faults(problems: list[str], place: str, expected: str) -> Iterator[None]:
+def noting_faults(problems: list[str], where: str, expected: str) -> Iterator[None]:
     """Adds a sentence to `problems` if the entry that is read inside is not as expected."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         shown = repr(error)
-        problems.append(f"{place}: expected {expected} ({shown[:100]}{'…' * (len(shown) > 100)})")
+        problems.append(f"{where}: expected {expected} ({shown[:100]}{'…' * (len(shown) > 100)})")
 
 
 def empty_graphs(classes: Sequence[str], predicates: Sequence[str]) -> Annotations:

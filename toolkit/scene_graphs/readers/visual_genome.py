@@ -81,14 +81,14 @@ def load_graphs(
     corners = _corners(data["boxes_1024"])
     graphs = Graphs(index, [], [], [], [])
     kept = np.ones(len(index), dtype=bool)
-    for place, image in enumerate(index):
+    for position, image in enumerate(index):
         first = data["img_to_first_box"][image]
         objects = slice(first, data["img_to_last_box"][image] + 1)
         relations = _relations_of(data, image, first)
         if drop_non_overlapping:
             relations = relations[_overlapping(corners[objects], relations)]
-            kept[place] = len(relations) > 0
-        if kept[place]:
+            kept[position] = len(relations) > 0
+        if kept[position]:
             graphs.boxes.append(corners[objects])
             graphs.labels.append(data["labels"][objects, 0])
             graphs.attributes.append(data["attributes"][objects])
@@ -192,27 +192,27 @@ def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSourc
     with h5py.File(files[0], "r") as h5:
         images = load_image_list(files[2], image_dir, len(h5["split"]))
     rows, problems = [], []
-    for place, image in enumerate(graphs.index):
-        faults = _faults(graphs, place, len(classes), len(predicates), len(attributes))
+    for position, image in enumerate(graphs.index):
+        faults = _faults(graphs, position, len(classes), len(predicates), len(attributes))
         image_id = images[image]["image_id"]
         problems += [Problem(severity, str(files[0]), image_id, None, message) for severity, message in faults]
         if not any(severity == "error" for severity, _ in faults):
-            rows.append(_row(graphs, place, images[image], drop=split == "train", attributes=bool(attributes)))
+            rows.append(_row(graphs, position, images[image], drop=split == "train", attributes=bool(attributes)))
     listed = {f"{entry['image_id']}.jpg" for entry in images}
     categories = tuple(Category(number + 1, class_name) for number, class_name in enumerate(classes))
     return Checked(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
 
 
 def _faults(
-    graphs: Graphs, place: int, num_classes: int, num_predicates: int, num_attributes: int
+    graphs: Graphs, position: int, num_classes: int, num_predicates: int, num_attributes: int
 ) -> list[tuple[str, str]]:
-    labels, relations = graphs.labels[place], graphs.relations[place]
+    labels, relations = graphs.labels[position], graphs.relations[position]
     faults = []
     if len(wrong := np.setdiff1d(labels, np.arange(1, num_classes + 1))):
         faults.append(("error", f"class {int(wrong[0])} is not defined; ids are 1 .. {num_classes}"))
     if len(wrong := np.setdiff1d(relations[:, 2], np.arange(1, num_predicates + 1))):
         faults.append(("error", f"predicate {int(wrong[0])} is not defined; ids are 1 .. {num_predicates}"))
-    wrong = np.setdiff1d(graphs.attributes[place], np.arange(num_attributes + 1))
+    wrong = np.setdiff1d(graphs.attributes[position], np.arange(num_attributes + 1))
     if num_attributes and len(wrong):
         faults.append(("error", f"attribute {int(wrong[0])} is not defined; ids are 1 .. {num_attributes}, 0 for none"))
     if (relations[:, 0] == relations[:, 1]).any():
@@ -220,10 +220,10 @@ def _faults(
     return faults
 
 
-def _row(graphs: Graphs, place: int, entry: dict, drop: bool, attributes: bool) -> dict:
+def _row(graphs: Graphs, position: int, entry: dict, drop: bool, attributes: bool) -> dict:
     size_wh = entry["width"], entry["height"]
-    boxes = clip_boxes(scale_boxes(graphs.boxes[place], size_wh), size_wh)
-    labels, relations, of_objects = graphs.labels[place], graphs.relations[place], graphs.attributes[place]
+    boxes = clip_boxes(scale_boxes(graphs.boxes[position], size_wh), size_wh)
+    labels, relations, of_objects = graphs.labels[position], graphs.relations[position], graphs.attributes[position]
     if drop:
         keep, relations = drop_empty(boxes, relations)
         boxes, labels, of_objects = boxes[keep], labels[keep], of_objects[keep]
@@ -272,7 +272,7 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
 
 
 def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> None:
-    """What the rows of the file must satisfy among themselves; the original asserts the same."""
+    """Checks that the arrays of the file are consistent; the original asserts the same."""
     faults = []
     centre_wh = data["boxes_1024"]
     for row in np.flatnonzero((centre_wh[:, :2] < 0).any(1) | (centre_wh[:, 2:] <= 0).any(1))[:20]:

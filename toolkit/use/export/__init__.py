@@ -44,7 +44,7 @@ def export_detector(
         formats: of "onnx", "torch".
         size: what images are resized to before, as `toolkit.data.pipeline.processor_size`.
         source: where the detector comes from, in words.
-        say: is told each stage, which may take a minute.
+        say: called at each stage, which may take a minute.
 
     Returns:
         the files by format, and the function that was exported, a `PixelsToBoxes` on the CPU.
@@ -83,13 +83,13 @@ def export_final(
     size: Mapping[str, int],
     say: Callable[[str], None] = print,
 ) -> str:
-    """Writes ONNX and torch.export beside the final weights in `folder`, and says how far they are from PyTorch.
+    """Exports ONNX and torch.export files beside the final weights in `folder`, and returns their errors in words.
 
-    images: uint8 (B, 3, H, W), real ones that both are held to. Raises BadInput as `export_detector`, RuntimeError for
-    a file that does not compute what PyTorch does.
+    images: uint8 (B, 3, H, W), real ones, on which they are compared with PyTorch. Raises BadInput as
+    `export_detector`, RuntimeError for a file whose outputs differ from PyTorch's.
     """
     about = {"categories": categories, "size": size, "source": str(folder)}
     written, graph = export_detector(detector, folder, ("torch", "onnx"), **about, say=say)
     images = images.cpu().contiguous()
-    found = [f"{path.name} {check_outputs(graph, path, images)}" for path in written.values()]
-    return f"exported; largest differences from PyTorch on {len(images)} images: {'; '.join(found)}"
+    differences = [f"{path.name} {check_outputs(graph, path, images)}" for path in written.values()]
+    return f"exported; largest differences from PyTorch on {len(images)} images: {'; '.join(differences)}"

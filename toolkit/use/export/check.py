@@ -36,39 +36,39 @@ class Difference:
 
 
 def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> Difference:
-    """Raises RuntimeError when an exported file does not give, for these images, what PyTorch gives."""
+    """Compares an exported file with PyTorch on these images; raises RuntimeError if they differ beyond rounding."""
     with torch.no_grad():
         expected = graph(images)
-    found = open_file(path, trusted=True)[0](images.numpy())
-    apart = difference(expected, [torch.from_numpy(each) for each in found], max(images.shape[-2:]))
+    outputs = open_file(path, trusted=True)[0](images.numpy())
+    apart = difference(expected, [torch.from_numpy(output) for output in outputs], max(images.shape[-2:]))
     if not apart.is_rounding:
         raise RuntimeError(f"{path} does not compute what PyTorch does; {apart}")
     return apart
 
 
-def difference(expected, found, side: int) -> Difference:
+def difference(expected, outputs, side: int) -> Difference:
     """Between the boxes, scores and labels of two runs; rows are matched, as equal scores come in any order.
 
     A row is found again when a row of its label has its score and its box, each within its tolerance.
     """
     boxes, scores, labels = expected
     unit = boxes.abs().amax(-1).clamp(min=side)  # a wild box is compared in its own size
-    apart = (boxes[:, :, None] - found[0][:, None]).abs().amax(-1) / unit[..., None]  # (B, K, K)
-    of_score = (scores[:, :, None] - found[1][:, None]).abs()
-    near = (labels[:, :, None] == found[2][:, None]) & (of_score <= SCORE_TOLERANCE) & (apart <= BOX_TOLERANCE)
+    apart = (boxes[:, :, None] - outputs[0][:, None]).abs().amax(-1) / unit[..., None]  # (B, K, K)
+    of_score = (scores[:, :, None] - outputs[1][:, None]).abs()
+    near = (labels[:, :, None] == outputs[2][:, None]) & (of_score <= SCORE_TOLERANCE) & (apart <= BOX_TOLERANCE)
     nearest = (apart + of_score).masked_fill(~near, torch.inf).min(dim=2)
     real = scores > 0
     matched = real & nearest.values.isfinite()
     if not matched.any():
         return Difference(float(not real.any()), 0.0, 0.0)
-    apart, of_score = (each.gather(2, nearest.indices[..., None])[..., 0][matched] for each in (apart, of_score))
+    apart, of_score = (d.gather(2, nearest.indices[..., None])[..., 0][matched] for d in (apart, of_score))
     return Difference((matched.sum() / real.sum()).item(), of_score.max().item(), apart.max().item())
 
 
 def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Difference]:
-    """`check_outputs` for batches of `BATCHES` images, taken from the given ones again and again."""
+    """`check_outputs` for batches of each size in `BATCHES`, which repeat the given images."""
     rows = {size: torch.arange(size) % len(images) for size in BATCHES}
-    return {size: check_outputs(graph, path, images[each].contiguous()) for size, each in rows.items()}
+    return {size: check_outputs(graph, path, images[index].contiguous()) for size, index in rows.items()}
 
 
 def speed(run: Callable, images: np.ndarray, repeats: int = 7) -> dict[str, float]:

@@ -63,8 +63,8 @@ class FasterRcnnGraph(PixelsToBoxes):
         flat, real = boxes.flatten(0, 1), real.flatten()
         level = pool.map_levels([flat])
         pooled = [
-            roi_align_where(each, flat, image, real & (level == i), scale, pool.output_size[0], pool.sampling_ratio)
-            for i, (each, scale) in enumerate(zip(maps, pool.scales, strict=True))
+            roi_align_where(feature, flat, image, real & (level == i), scale, pool.output_size[0], pool.sampling_ratio)
+            for i, (feature, scale) in enumerate(zip(maps, pool.scales, strict=True))
         ]
         return sum(pooled[1:], start=pooled[0])
 

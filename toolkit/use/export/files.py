@@ -27,7 +27,7 @@ LARGEST_SIDE = 20_000  # pixels that an image may be resized to
 
 @dataclass
 class About:
-    """Beside the numbers of an exported detector; written as JSON under `KEY`.
+    """Metadata of an exported detector, written as JSON under `KEY`.
 
     categories: classes in the order of the labels, with the ids that the training data gave them.
     size: what an image is resized to before, bilinear with antialiasing, as transformers' processors spell it; None:
@@ -56,7 +56,7 @@ class About:
         """Raises BadInput for a file that this toolkit did not write."""
         try:
             entries = json.loads(text or "")
-            entries["categories"] = [Category(each["id"], str(each["name"])) for each in entries["categories"]]
+            entries["categories"] = [Category(entry["id"], str(entry["name"])) for entry in entries["categories"]]
             entries["score_threshold"] = float(entries["score_threshold"])
             sides = (entries["size"] or {"none": 1}).values()
             if not all(isinstance(side, int) and 0 < side <= LARGEST_SIDE for side in sides):
@@ -112,7 +112,7 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
 
 
 def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
-    """What runs an exported file on the CPU, and what it says of itself.
+    """A runner of an exported file on the CPU, and the file's metadata.
 
     trusted: this process wrote it, or a person said so; see `toolkit.trust`.
 
@@ -139,13 +139,13 @@ def runner_of(module: Callable) -> Runner:
 
     @torch.no_grad()
     def run(images: np.ndarray):
-        return tuple(each.numpy() for each in module(torch.from_numpy(images)))
+        return tuple(output.numpy() for output in module(torch.from_numpy(images)))
 
     return run
 
 
 def _held_to(about: About, run: Runner, path: Path) -> Runner:
-    """The runner of a file that may take other images, or give something else, than it says: BadInput then."""
+    """Wraps a runner: BadInput for images that the file cannot run on and for outputs of unexpected shapes."""
 
     def checked(images: np.ndarray):
         try:

@@ -32,7 +32,7 @@ class PixelsToBoxes(nn.Module):
         self.smallest_side = 2 * detector.stride if self.sides == "multiples" else max(33, detector.stride + 1)
 
     def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the detector's `decode` gives, of images whose sides are multiples of its stride."""
+        """Outputs of the detector's `decode` for images whose sides are multiples of its stride."""
         return self.detector.decode(self.detector(images, sizes), sizes, sizes, 0.0, self.top_k)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +93,7 @@ def trace_hw(sides: str, stride: int, size: Mapping[str, int] | None, architectu
 
 
 def trace(graph: PixelsToBoxes, size_hw: tuple[int, int]) -> torch.export.ExportedProgram:
-    """The function through torch.export, for any batch, and for any size as its `sides` says.
+    """Traces the function with torch.export, for any batch size, and for the image sizes that its `sides` allows.
 
     size_hw: of the images it is traced with, the only ones when its `sides` are "fixed".
     """
