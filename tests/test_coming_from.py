@@ -108,12 +108,6 @@ def test_a_translated_command_has_the_originals_values(page, place):
     assert ours == expected
 
 
-@pytest.mark.parametrize("page", ["detr", "scene_graph_benchmark", "transformers", "detectron2", "ultralytics"])
-def test_a_page_names_the_optimizer_and_the_clipping(page):
-    text = (ROOT / "docs" / "coming_from" / f"{page}.md").read_text()
-    assert "--optim.name" in text and "--optim.max_norm" in text
-
-
 def test_a_checkpoint_of_detrs_own_program_is_evaluated(tmp_path, monkeypatch):
     """`--eval --resume checkpoint.pth`: weights under "model", beside the flags of the program and its optimizer."""
     make_shapes(tmp_path / "shapes", train_images=2, val_images=5, image_size=64)

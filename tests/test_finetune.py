@@ -172,6 +172,7 @@ def test_frozen_prefixes_stay_in_evaluation_mode_and_unknown_ones_are_refused(ru
     detector.train()
     backbone = detector.model.model.backbone
     assert not any(module.training for module in backbone.modules())
+    assert not (run_folder / "pretrained_config.json").exists(), "there is no source to be noted"
     trained = [name for name, parameter in detector.named_parameters() if parameter.requires_grad]
     assert trained and not any(".backbone." in name for name in trained)
     rebuilt = rebuild_detector(load_config_dict(run_folder / "config.yaml", options_class), ["a"]).train()

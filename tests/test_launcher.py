@@ -130,14 +130,15 @@ def test_every_key_of_its_settings_file_has_its_verdict_in_the_docs():
     refuse(Launch({}, Path("f.yaml"), {"distributed_type": "MULTI_GPU", "fsdp_config": {}, "tpu_env": []}), {})
 
 
-@pytest.mark.parametrize("words", [
-    "python /env/bin/accelerate launch --cpu a.py", "/env/bin/accelerate-launch --cpu a.py",
-    "python -m accelerate.commands.launch --cpu a.py",
-    "python -u -m accelerate.commands.accelerate_cli launch --cpu a.py",
-    "/env/python /env/lib/accelerate/commands/accelerate_cli.py launch --cpu a.py",
-])  # fmt: skip
-def test_the_launcher_is_known_however_it_was_called(words):
-    assert _launch_arguments(words.split()) == ["--cpu", "a.py"]
+def test_the_launcher_is_known_however_it_was_called():
+    for words in (
+        "python /env/bin/accelerate launch --cpu a.py",
+        "/env/bin/accelerate-launch --cpu a.py",
+        "python -m accelerate.commands.launch --cpu a.py",
+        "python -u -m accelerate.commands.accelerate_cli launch --cpu a.py",
+        "/env/python /env/lib/accelerate/commands/accelerate_cli.py launch --cpu a.py",
+    ):
+        assert _launch_arguments(words.split()) == ["--cpu", "a.py"]
 
 
 def test_other_programs_are_no_launcher(monkeypatch):

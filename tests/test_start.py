@@ -82,15 +82,6 @@ def test_what_a_parser_was_not_given_is_the_source_s(tmp_path):
     assert noted(tmp_path / "run")["given"] == ["pretrained", "iou_threshold"]
 
 
-def test_without_a_source_nothing_is_noted_and_parts_are_frozen_as_told(tmp_path):
-    detector = begin(SsdliteOptions(**SSD, freeze_prefixes=["backbone"]), tmp_path / "run").train()
-    assert not (tmp_path / "run" / "pretrained_config.json").exists()
-    assert not detector.backbone.training and not any(p.requires_grad for p in detector.backbone.parameters())
-    model = detector.resolved_options()
-    rebuilt = rebuild_detector({"model": model}, CLASSES).train()
-    assert not rebuilt.backbone.training, "a replayed batch must see what the run saw"
-
-
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shapes") / "data"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import run_on_ranks
-from test_training import make_training
+from test_training import NOTHING, make_training
 from torch import nn
 
 from toolkit.batch import Batch
@@ -297,8 +297,7 @@ def between_ranks():
     t.detector.norm = nn.BatchNorm1d(2)
     t.detector.norm.running_mean.fill_(1.0 + rank)  # each rank gathered its own
     t.ema = Ema(t.detector, 0.9)
-    nothing = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
-    t.validation.loader, t.validation.pictures = [nothing], 0
+    t.validation.loader, t.validation.pictures = [NOTHING], 0
     t.validation.evaluator = SimpleNamespace(evaluate=lambda found: {"bbox_AP": 0.5}, describe=lambda *_: "")
     t.log.writer = SimpleNamespace(log=lambda row: None, folder=t.folder)
     validate(t)
