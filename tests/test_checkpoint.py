@@ -1,7 +1,4 @@
-"""Checkpoints survive kills, full disks and tampering; what is loaded is what was saved.
-
-    python -m pytest tests/test_checkpoint.py
-"""
+"""Checkpoints survive kills, full disks and tampering; what is loaded is what was saved."""
 
 import errno
 import hashlib

@@ -1,7 +1,4 @@
-"""The originals' published commands as docs/coming_from/ translates them: every value is the one they ran with.
-
-pytest tests/test_coming_from.py
-"""
+"""The originals' published commands as docs/coming_from/ translates them: every value is the one they ran with."""
 
 import argparse
 from dataclasses import asdict

@@ -16,7 +16,6 @@ from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector, options_class
 from toolkit.models.backbones import timm_model
-from toolkit.models.final import save_detector_folder
 from toolkit.models.start import load_pretrained, start_detector
 from toolkit.models.weights.mapping import copy_class_rows, map_weights
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
@@ -143,28 +142,6 @@ def test_a_final_folder_is_built_from_its_own_config_and_by_the_run_folder_alone
     with torch.no_grad():
         expected, found = (d.eval()(image, sizes)["logits"] for d in (detector, rebuilt))
     torch.testing.assert_close(found, expected)
-
-
-def test_a_resumed_run_neither_needs_nor_loads_its_source(tmp_path, run_folder):
-    detector_of(DETR, ["a"], 1).save_final(tmp_path / "final", [Category(1, "a")])
-    given = {"architecture": "detr", "pretrained": str(tmp_path / "final")}
-    begin(given, ["a"], run_folder)
-    (tmp_path / "final").rename(tmp_path / "gone")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    detector, said = begin(given, ["a"], elsewhere, resumed_from=run_folder / "checkpoints" / "step_000003")
-    assert detector.model.config.d_model == 16 and not said
-    rebuild_detector(load_config_dict(elsewhere / "config.yaml", options_class), ["a"])
-
-
-def test_our_own_folder_gives_weights_and_settings(tmp_path, run_folder):
-    source = detector_of(DETR, ["a", "b"], 1)
-    save_detector_folder(source, None, tmp_path / "final", [Category(1, "a"), Category(2, "b")])
-    given = {"architecture": "detr", "pretrained": str(tmp_path / "final"), "dropout": 0.3}
-    detector, _ = begin(given, ["a", "b"], run_folder)
-    assert detector.model.config.dropout == 0.3, "what is given counts"
-    mine, old = detector.state_dict(), source.state_dict()
-    assert mine.keys() == old.keys() and all(mine[name].equal(old[name]) for name in mine)
 
 
 def test_frozen_prefixes_stay_in_evaluation_mode_and_unknown_ones_are_refused(run_folder):

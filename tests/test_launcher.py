@@ -1,7 +1,4 @@
-"""What `accelerate launch` was told, through the real one, is used or refused as the table in docs/scaling.md has it.
-
-    python -m pytest tests/test_launcher.py
-"""
+"""The settings of `accelerate launch`, through the real one, are used or refused as docs/scaling.md has it."""
 
 import dataclasses
 import json

@@ -1,7 +1,4 @@
-"""Run folders are made or refused in words; status.json and environment.json say what happened where.
-
-    python -m pytest tests/test_runfolder.py
-"""
+"""Run folders are made or refused in words; status.json and environment.json say what happened where."""
 
 import errno
 import fcntl

@@ -108,19 +108,6 @@ def test_drop_of_detr_after_200_epochs_equals_torchs_step_lr():
             torch_schedule.step()
 
 
-def test_resume_takes_the_saved_schedule_or_the_new_one():
-    saved = Schedule(optimizer(0.5), "multistep", 100, milestones=[10], gamma=0.5)
-    saved.scale = 0.25
-    state = json.loads(json.dumps(saved.state_dict()))
-    resumed = Schedule(optimizer(7.0), "cosine", 30)
-    resumed.set(15)
-    assert resumed.rates() == {"0": pytest.approx(3.5)}  # new: not loaded
-    resumed.load_state_dict(state)
-    resumed.optimizer.load_state_dict(saved.optimizer.state_dict())
-    resumed.set(12)
-    assert resumed.rates() == {"0": 0.5 * 0.25 * 0.5} and resumed.total_steps == 100
-
-
 @pytest.mark.parametrize("name", ["linear", "multistep", "step", "cyclic", "plateau"])
 def test_a_stretched_schedule_is_the_same_at_the_same_place(name):
     """From step 20 of 100 on, 8 processes see in one step what one saw in eight: 80 steps become 10, and back."""
@@ -294,16 +281,12 @@ def test_a_rate_that_changes_once_an_epoch_is_that_of_the_epochs_first_step(name
     assert [lr_factor(step, "multistep", every=4, **options) for step in (4, 5, 7)] == [1.0, 0.1, 0.1]
 
 
-@pytest.mark.parametrize("name", ["cosine", "plateau"])
-def test_a_warm_up_in_epochs(name):
+def test_a_warm_up_in_epochs():
     """GluonCV's --warmup-epochs 2, with 30 steps an epoch."""
     rates = []
     for warm in ("2 epochs", 60):
-        settings = ScheduleConfig(name=name, warmup_steps=warm, warmup_factor=0.0)
-        plan = schedule_of_settings(settings, optimizer(1.0), 300, 30)
-        for step in (0, 30, 59, 60, 100):
-            plan.set(step)
-            rates.append(*plan.rates().values())
-    assert rates[:5] == rates[5:] and rates[1] == 0.5 and rates[3] == 1.0
+        settings = ScheduleConfig(name="cosine", warmup_steps=warm, warmup_factor=0.0)
+        rates.append([schedule_of_settings(settings, optimizer(1.0), 300, 30).factors(s) for s in (0, 30, 60, 100)])
+    assert rates[0] == rates[1] and rates[0][1:3] == [(0.5,), (1.0,)]
     with pytest.raises(BadInput, match="'-5' is no time"):
         schedule_of_settings(ScheduleConfig(warmup_steps="-5"), optimizer(1.0), 300, 30)

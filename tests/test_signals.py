@@ -1,7 +1,4 @@
-"""Stop signals are noted, a second Ctrl-C is not, and DataLoader workers outlive both.
-
-    python -m pytest tests/test_signals.py
-"""
+"""Stop signals are noted, a second Ctrl-C is not, and DataLoader workers outlive both."""
 
 import os
 import signal

@@ -1,7 +1,4 @@
-"""What a run's detector begins as, and the same one from its folder.
-
-    python -m pytest tests/test_start.py
-"""
+"""What a run's detector begins as, and the same one from its folder."""
 
 import ast
 import json
@@ -65,6 +62,7 @@ def test_a_setting_is_the_given_one_else_that_of_the_source_else_the_published_o
     rebuilt = rebuild_detector({"model": {"architecture": "ssdlite", **note["options"], **only}}, CLASSES)
     assert rebuilt.resolved_options() == detector.resolved_options()
 
+    (tmp_path / "final").rename(tmp_path / "gone")  # a resumed run neither needs nor loads its source
     resumed = begin(options, tmp_path / "again", tmp_path / "run" / "checkpoints" / "step_000001")
     assert resumed.resolved_options() == detector.resolved_options() and noted(tmp_path / "again") == {
         **note, "source": note["source"]}  # fmt: skip

@@ -1,7 +1,4 @@
-"""What an update leaves is looked at, what is not finite is never saved, and the report says what tripped the guard.
-
-    python -m pytest tests/test_state.py
-"""
+"""What an update leaves is looked at, what is not finite is never saved, and the report says what tripped the guard."""
 
 import math
 import tempfile

@@ -1,7 +1,4 @@
-"""What a run does apart from its loop: recovering, judging an evaluation, taking up a checkpoint.
-
-pytest tests/test_training.py
-"""
+"""What a run does apart from its loop: recovering, judging an evaluation, taking up a checkpoint."""
 
 import math
 import os

@@ -1,7 +1,4 @@
-"""scripts/runs/until_done.sh starts a run again while that helps, and ends when it is told to.
-
-    python -m pytest tests/test_until_done.py
-"""
+"""scripts/runs/until_done.sh starts a run again while that helps, and ends when it is told to."""
 
 import os
 import signal

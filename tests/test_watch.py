@@ -1,7 +1,4 @@
-"""A training that a program starts and watches: it ends with that program, however that one ends.
-
-    python -m pytest tests/test_watch.py
-"""
+"""A training that a program starts and watches: it ends with that program, however that one ends."""
 
 import os
 import select

@@ -1,7 +1,4 @@
-"""A process that fails ends the others within a minute, and the main process knows the first cause.
-
-    python -m pytest tests/test_watchdog.py
-"""
+"""A process that fails ends the others within a minute, and the main process knows the first cause."""
 
 import json
 import multiprocessing
