@@ -7,14 +7,12 @@ import json
 import math
 import os
 import pickle
-import random
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -58,26 +56,16 @@ def steps(folder: Path) -> list[str]:
 
 
 def test_every_dtype_and_layout_comes_back_exactly(tmp_path):
-    base = torch.arange(24, dtype=torch.float32)
-    tied = torch.randn(3, 4)
+    base, tied = torch.arange(24, dtype=torch.float32), torch.randn(3, 4)
     tensors = {
-        "bf16": torch.randn(5).bfloat16(),
-        "fp16": torch.randn(5).half(),
-        "fp64": torch.randn(5, dtype=torch.float64),
-        "int64": torch.tensor([2**62 + 1, -(2**53) - 1]),
-        "uint8": torch.arange(256, dtype=torch.int32).to(torch.uint8),
-        "bool": torch.tensor([True, False]),
-        "scalar": torch.tensor(3, dtype=torch.int64),
-        "empty": torch.zeros(0, 4),
+        **{str(dtype): torch.randn(5).to(dtype) for dtype in (torch.bfloat16, torch.half, torch.double)},
+        "int64": torch.tensor([2**62 + 1, -(2**53) - 1]), "uint8": torch.arange(256).to(torch.uint8),
+        "bool": torch.tensor([True, False]), "scalar": torch.tensor(3), "empty": torch.zeros(0, 4),
         "transposed": torch.randn(3, 5).T,
         "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        "tied_a": tied,
-        "tied_b": tied,
-        "view_a": base[:12],
-        "view_b": base[6:].view(3, 6),
-        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
-        "parameter": torch.nn.Parameter(torch.randn(2)),
-    }
+        "tied_a": tied, "tied_b": tied, "view_a": base[:12], "view_b": base[6:].view(3, 6),
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]), "parameter": torch.nn.Parameter(torch.randn(2)),
+    }  # fmt: skip
     loaded = load_checkpoint(save_checkpoint(tmp_path, 1, tensors={"t": tensors}, optimizer=None, state={}, keep=1))
     assert loaded.optimizer is None and loaded.tensors["t"].keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -135,14 +123,9 @@ def test_newest_is_the_last_one_written_not_the_highest_step(tmp_path):
     save(tmp_path, 3, value=30.0, keep=2)
     assert steps(tmp_path) == ["step_000003", "step_000004"]
     assert values(newest_valid(tmp_path)[0]) == {30.0}
-
-
-def test_a_checkpoint_with_a_broken_manifest_takes_no_place_and_is_left_alone(tmp_path):
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    (tmp_path / "step_000003" / "MANIFEST.json").write_text("{")
-    save(tmp_path, 4, keep=2)
-    assert steps(tmp_path) == ["step_000002", "step_000003", "step_000004"]
+    (tmp_path / "step_000004" / "MANIFEST.json").write_text("{")  # takes no place, and is left alone
+    save(tmp_path, 5, keep=2)
+    assert steps(tmp_path) == ["step_000003", "step_000004", "step_000005"]
 
 
 def test_a_replacement_cut_short_is_undone_by_the_next_save(tmp_path):
@@ -413,30 +396,19 @@ def still_whole(folder: Path, step: int) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("large", ["tensors", "optimizer", "state"])
-def test_full_disk(small_disk, large):
+def test_a_full_disk_and_a_read_only_one(small_disk):
     save(small_disk, 1)
-    big = torch.zeros(1_000_000)
-    parts = {"tensors": {}, "optimizer": None, "state": {}} | {
-        "tensors": {"tensors": {"model": {"w": big}}},
-        "optimizer": {"optimizer": {"state": {0: {"m": big}}}},
-        "state": {"state": {"text": "x" * 4_000_000}},
-    }[large]
+    half = torch.zeros(500_000)
+    parts = {"tensors": {"model": {"w": half}}, "optimizer": {"state": {0: {"m": half}}}, "state": {}}
     with pytest.raises(CheckpointError, match=r"No space left on device.*about 4\.0 MB.*make room") as caught:
         save_checkpoint(small_disk, 2, **parts, keep=1)
     assert isinstance(caught.value, BadInput)
     still_whole(small_disk, 1)
     save(small_disk, 3)
-    still_whole(small_disk, 3)
-
-
-@needs_root
-def test_read_only_folder(small_disk):
-    save(small_disk, 1)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(CheckpointError, match="Read-only file system.*Make the folder writable"):
-        save(small_disk, 2)
-    still_whole(small_disk, 1)
+        save(small_disk, 4)
+    still_whole(small_disk, 3)
 
 
 def test_file_size_limit(tmp_path):
@@ -503,24 +475,7 @@ def every_call(folder: Path) -> None:
     assert number > 30 and seen == {1.0, 2.0, 20.0}
 
 
-def any_moment(folder: Path, rounds: int) -> None:
-    for moment in range(rounds):
-        shutil.rmtree(folder, ignore_errors=True)
-        save(folder, 0)
-        child = os.fork()
-        if child == 0:
-            for step in range(1, 10_000):
-                save(folder, step, keep=2)
-            os._exit(0)
-        deadline = time.perf_counter() + random.Random(moment).uniform(0.001, 0.05)
-        while time.perf_counter() < deadline:
-            pass
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        check_after_kill(folder, {float(step) for step in range(10_000)})
-
-
-def test_kill_before_every_change_of_the_file_system_and_at_any_moment(tmp_path):
+def test_kill_before_every_change_of_the_file_system(tmp_path):
     """In a process of its own, which may fork: one thread, no test runner."""
     command = [sys.executable, __file__, str(tmp_path / "checkpoints")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -533,4 +488,3 @@ if __name__ == "__main__":
     # A killed process loses nothing that it wrote; flushes are for power cuts, and slow.
     os.fsync = lambda descriptor: None
     every_call(Path(sys.argv[1]))
-    any_moment(Path(sys.argv[1]), rounds=10)

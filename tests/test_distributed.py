@@ -25,6 +25,7 @@ from toolkit.distributed import (
     world,
 )
 from toolkit.errors import BadInput
+from toolkit.step.losses import window_denominators
 
 STATE = {
     "tensors": [
@@ -72,8 +73,13 @@ def everything_between_ranks():
         "calls": calls,
         "agreed": agree_max(15 if rank == world_size - 1 else 2),
         "told": broadcast_object({"rank": rank}),
+        "denominators": [
+            [{name: value.item() for name, value in micro.items()} for micro in window_denominators(
+                [{"boxes": 3 * rank, "class_weight": 0.5 + rank}, {"boxes": 0, "class_weight": 0}], "cpu", mode,
+                averaged=("boxes",))]
+            for mode in ("global", "original")],
         "vector": all_reduce(torch.tensor([1.0, rank]), "mean").tolist(),
-    }
+    }  # fmt: skip
     for name, error in {
         "bad": BadInput(["one", "two"]),
         "os": OSError(28, "No space left"),
@@ -147,6 +153,18 @@ def test_main_works_for_all(ranks):
         assert result["agreed"] == 15 and result["told"] == {"rank": 0}
         assert result["vector"] == pytest.approx([1.0, (len(ranks) - 1) / 2])
         assert "1 and 2" in result["foreign"] and result["foreign"].startswith("RuntimeError" if rank else "Foreign")
+
+
+def test_denominators_make_the_gradients_that_ddp_averages_those_of_the_big_batch(ranks):
+    """The equality itself, with the scripts: tests/scripts/test_equality.py."""
+    n = len(ranks)
+    boxes = 3 * sum(range(n)) / n
+    for rank, result in enumerate(ranks):
+        whole, original = result["denominators"]
+        assert whole == [{"boxes": boxes, "class_weight": pytest.approx(0.5 + sum(range(n)) / n)}] * 2
+        # times 2: the window is the mean of its two micro-batches; what counts nothing divides by 1
+        first = {"boxes": 2 * boxes, "class_weight": 2 * (0.5 + rank)}
+        assert original == [first, {"boxes": 2.0, "class_weight": 2.0}]
 
 
 def test_one_process_without_torch_distributed():

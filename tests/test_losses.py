@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from processes import run_on_ranks
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.errors import BadInput
@@ -86,8 +84,6 @@ def test_arithmetic_is_float32_or_wider_also_under_autocast(dtype, total):
     assert result.total.item() == pytest.approx(exact, rel=1e-6)
 
 
-# ---- accumulation and ranks equal the one big batch
-
 def denominators(counts, mode="global"):
     (given,) = window_denominators([counts], "cpu", mode, averaged=("boxes",))
     return {name: value.item() for name, value in given.items()}
@@ -99,80 +95,6 @@ def test_no_boxes_anywhere_divide_by_one_and_a_sum_of_weights_by_what_it_is():
     assert denominators({"class_weight": 0.25}) == {"class_weight": 0.25}
     with pytest.raises(BadInput, match="global or original"):
         denominators({"boxes": 1}, "local")
-
-
-SIZES = [3, 0, 1, 5, 2, 2, 0, 7, 1, 1, 4]  # boxes per image; the last window is partial
-
-
-def model_and_data():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    return model, [torch.randn(n, 4, dtype=torch.float64) for n in SIZES]
-
-
-def micro_batch_loss(weights, outputs, given, micro_batches):
-    """Two terms of different denominators: per box, and per image."""
-    losses = {
-        "loss_bbox": torch.cat(outputs).abs().sum() / given["boxes"],
-        "loss_image": sum((o.square().sum() + 1).log() for o in outputs) / given["images"],
-    }
-    return weights(losses, 0, micro_batches).total
-
-
-def denominators_of(micro_batches):
-    local = [{"boxes": sum(len(i) for i in images), "images": len(images)} for images in micro_batches]
-    return window_denominators(local, "cpu", "global", dtype=torch.float64)
-
-
-def window_gradients(size):
-    """Of the whole data in micro-batches of `size` images."""
-    model, data = model_and_data()
-    weights, micro_batches = loss_weights(), [data[i : i + size] for i in range(0, len(data), size)]
-    for images, given in zip(micro_batches, denominators_of(micro_batches), strict=True):
-        outputs = [model(image) for image in images]
-        micro_batch_loss(weights, outputs, given, len(micro_batches)).backward()
-    weights.average_gradients()
-    return [p.grad for p in [*model.parameters(), *weights.parameters()]]
-
-
-def loss_weights():
-    return LossWeights(["loss_bbox", "loss_image"], {"loss_bbox": 5.0, "loss_image": "learned"}, {"loss_image": 0.7})
-
-
-def rank_window_gradients():
-    """This rank's gradients after DDP's averaging, of 2 micro-batches of contiguous and uneven shares."""
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model, data = model_and_data()
-    ddp, weights = nn.parallel.DistributedDataParallel(model), loss_weights()
-    share = data[len(data) * rank // world_size : len(data) * (rank + 1) // world_size]
-    given = denominators_of([share[:1], share[1:]])
-    with ddp.no_sync():
-        micro_batch_loss(weights, [model(share[0])], given[0], 2).backward()
-    # the forward through DDP is what makes the backward average
-    outputs = ddp(torch.cat(share[1:])).split([len(i) for i in share[1:]])
-    micro_batch_loss(weights, outputs, given[1], 2).backward()
-    weights.average_gradients()
-    local = [{"boxes": 3.0 * rank, "class_weight": 0.5 + rank}, {"boxes": 0.0, "class_weight": 0.0}]
-    original = window_denominators(local, "cpu", "original", averaged=("boxes",))
-    gradients = [p.grad for p in [*model.parameters(), *weights.parameters()]]
-    return gradients, [{k: v.item() for k, v in micro.items()} for micro in original]
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_accumulation_equals_the_big_batch(size):
-    for accumulated, big in zip(window_gradients(size), window_gradients(len(SIZES)), strict=True):
-        torch.testing.assert_close(accumulated, big, rtol=1e-6, atol=0)
-
-
-def test_ranks_equal_the_big_batch_and_the_original_rule_stays_available():
-    world_size = 3
-    for rank, (gradients, original) in enumerate(run_on_ranks(rank_window_gradients, world_size)):
-        for averaged, big in zip(gradients, window_gradients(len(SIZES)), strict=True):
-            torch.testing.assert_close(averaged, big, rtol=1e-6, atol=1e-12)
-        mean_boxes = 3.0 * sum(range(world_size)) / world_size
-        # times 2: the window is the mean of its two micro-batches
-        first = {"boxes": 2 * mean_boxes, "class_weight": 2 * (0.5 + rank)}
-        assert original == [first, {"boxes": 2.0, "class_weight": 2.0}]
 
 
 def test_learned_weights_of_a_gpu_weigh_sums_on_the_host():
