@@ -56,10 +56,8 @@ def test_no_decay_goes_by_the_type_of_the_module():
 
 
 def test_multipliers_take_the_longest_prefix_and_multiply_the_backbones_rate():
-    model = Detector()
-    multipliers = {"model": 2.0, "model.backbone.0": 10.0, "class_embed.bias": 0.5}
-    options = {"weight_decay": 0.1, "backbone_lr": 0.1, "no_decay_on_norm_and_bias": True}
-    groups = parameter_groups(model, lr=1.0, multipliers=multipliers, **options)
+    model, multipliers = Detector(), {"model": 2.0, "model.backbone.0": 10.0, "class_embed.bias": 0.5}
+    groups = parameter_groups(model, lr=1.0, weight_decay=0.1, backbone_lr=0.1, multipliers=multipliers)
     assert_each_once(model, groups)
     rates = {name: group["lr"] for group in groups for name in group["param_names"]}
     assert rates["model.backbone.0.weight"] == 1.0 and rates["model.backbone.1.weight"] == 0.2
@@ -74,29 +72,33 @@ def described(groups):
 
 def test_biases_have_a_rate_and_a_decay_of_their_own_those_of_norms_too():
     model = nn.ModuleDict({"conv": nn.Conv2d(1, 2, 3), "norm": nn.BatchNorm2d(2), "freq_bias": nn.Embedding(2, 2)})
-    known = {"lr": 0.5, "weight_decay": 0.1}
+    options = {"lr": 0.5, "weight_decay": 0.1}
     weights, biases = {"conv.weight", "norm.weight", "freq_bias.weight"}, {"conv.bias", "norm.bias"}
-    groups = parameter_groups(model, **known, bias_lr_factor=2.0, bias_weight_decay=0.0)
+    groups = parameter_groups(model, **options, bias_lr_factor=2.0, bias_weight_decay=0.0)
     assert_each_once(model, groups)
     assert described(groups) == {"main": (0.5, 0.1, weights), "main/bias": (1.0, 0.0, biases)}
-    assert described(parameter_groups(model, **known, bias_lr_factor=2.0))["main/bias"] == (1.0, 0.1, biases)
-    assert described(parameter_groups(model, **known, bias_weight_decay=0.3))["main/bias"] == (0.5, 0.3, biases)
-    assert described(parameter_groups(model, **known)) == {"main": (0.5, 0.1, weights | biases)}
+    assert described(parameter_groups(model, **options, bias_lr_factor=2.0))["main/bias"] == (1.0, 0.1, biases)
+    assert described(parameter_groups(model, **options, bias_weight_decay=0.3))["main/bias"] == (0.5, 0.3, biases)
+    assert described(parameter_groups(model, **options)) == {"main": (0.5, 0.1, weights | biases)}
 
 
 def test_the_factor_of_biases_goes_with_every_other_rule():
-    model, known = Detector(), {"lr": 1.0, "weight_decay": 0.1, "backbone_lr": 0.1, "no_decay_on_norm_and_bias": True}
-    groups = parameter_groups(model, **known, bias_lr_factor=2.0, multipliers={"class_embed": 10.0})
+    model = Detector()
+    options = {"lr": 1.0, "weight_decay": 0.1, "backbone_lr": 0.1, "no_decay_on_norm_and_bias": True}
+    groups = parameter_groups(model, **options, bias_lr_factor=2.0, multipliers={"class_embed": 10.0})
     assert_each_once(model, groups)
-    found = {name: (g["name"], g["lr"], g["weight_decay"]) for g in groups for name in g["param_names"]}
-    assert found["model.backbone.1.weight"] == ("backbone/no_decay", 0.1, 0.0)
-    assert found["model.backbone.1.bias"] == ("backbone/no_decay/bias", 0.2, 0.0)
-    assert found["model.encoder.self_attn.in_proj_bias"] == ("main/no_decay/bias", 2.0, 0.0)
-    assert found["class_embed.weight"] == ("main/class_embed", 10.0, 0.1)
-    assert found["class_embed.bias"] == ("main/no_decay/bias/class_embed", 20.0, 0.0)
-    assert found["bias_table"] == ("main", 1.0, 0.1)
-    own = described(parameter_groups(model, **known, bias_weight_decay=0.5))
-    assert own["main/bias"][:2] == (1.0, 0.5) and own["main/no_decay"][:2] == (1.0, 0.0), "norms keep the switch"
+    rules = {name: (g["name"], g["lr"], g["weight_decay"]) for g in groups for name in g["param_names"]}
+    expected = {
+        "model.backbone.1.weight": ("backbone/no_decay", 0.1, 0.0),
+        "model.backbone.1.bias": ("backbone/no_decay/bias", 0.2, 0.0),
+        "model.encoder.self_attn.in_proj_bias": ("main/no_decay/bias", 2.0, 0.0),
+        "class_embed.weight": ("main/class_embed", 10.0, 0.1),
+        "class_embed.bias": ("main/no_decay/bias/class_embed", 20.0, 0.0),
+        "bias_table": ("main", 1.0, 0.1),
+    }
+    assert {name: rules[name] for name in expected} == expected
+    decayed = described(parameter_groups(model, **options, bias_weight_decay=0.5))
+    assert decayed["main/bias"][:2] == (1.0, 0.5) and decayed["main/no_decay"][:2] == (1.0, 0.0), "norms keep it"
 
 
 def test_slow_parameters_have_the_factor_unless_a_multiplier_covers_them():

@@ -14,7 +14,7 @@ from torch import nn
 from toolkit.batch import Batch
 from toolkit.distributed import reduce_dict, world
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
-from toolkit.recovery import keep_start
+from toolkit.recovery import keep_start, recover
 from toolkit.replay_session import window_of_report
 from toolkit.runs.checkpoint import load_checkpoint, newest_valid
 from toolkit.saving import save
@@ -106,6 +106,11 @@ def test_under_a_scaler_training_tells_them_apart(tmp_path, entry, action):
     t.detector.weight.grad = torch.tensor(entry)
     assert t.decide(reduced_of(t, norm=INF)) is action
     assert ("the gradient norm of finite gradients is inf" in t.guard.reason) == (action is Action.STOP)
+    if action is Action.CALIBRATE:  # the scaler skips this update, whose gradients are forgotten
+        updates = []
+        t.optimizer.step = lambda: updates.append(t.detector.weight.grad.item())
+        recover(t, action)
+        assert updates == [INF] and t.detector.weight.grad is None
 
 
 # ---- a run

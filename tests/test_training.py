@@ -18,7 +18,6 @@ from toolkit.data.sampling import EpochSampler
 from toolkit.data.table import Category
 from toolkit.distributed import world
 from toolkit.errors import BadInput, Preempted
-from toolkit.evaluation.draw import draw_grid
 from toolkit.log import Log
 from toolkit.models import detector as base
 from toolkit.recovery import recover
@@ -31,7 +30,7 @@ from toolkit.step.length import Pace, StepBudget
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule
 from toolkit.training import Training
-from toolkit.validation import Validation, _show, finish, note_metric, validate
+from toolkit.validation import Validation, finish, note_metric, validate
 
 NOTHING = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
 
@@ -158,30 +157,33 @@ def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path, m
     assert synced.index("metrics.jsonl") < synced.index("MANIFEST.json")
 
 
-def test_a_detector_with_a_mask_of_infinities_is_saved_and_valid(tmp_path):
+def test_a_best_of_another_metric_or_one_that_is_gone_starts_anew(tmp_path):
+    checkpoint = saved(tmp_path / "first", steps=(1, 2), best=1)
+    t = make_training(tmp_path / "first", metric="bbox_AP50")
+    (note,) = load(t, checkpoint)
+    assert "best metric starts anew" in note
+    assert (t.best.value, t.best.evaluated_step) == (None, -1)
+    shutil.rmtree(tmp_path / "first" / "checkpoints" / "step_000001")
+    for name in ("first", "second"):
+        t = make_training(tmp_path / name)
+        (note,) = load(t, checkpoint)
+        assert "step 1" in note and t.best.value is None
+        assert t.best.without_better == 1
+
+
+def test_masks_of_infinities_and_the_counts_of_guard_and_averages_outlive_a_resume(tmp_path):
     t = make_training(tmp_path)
     t.detector.register_buffer("mask", torch.tensor([-math.inf]))
     t.infinite = infinite_buffers(t.detector)
-    save(t)
-    assert newest_valid(tmp_path / "checkpoints")[0].step == 0
-
-
-def test_another_metric_for_best_has_the_checkpoint_evaluated_anew(tmp_path):
-    t = make_training(tmp_path, metric="bbox_AP50")
-    (note,) = load(t, saved(tmp_path))
-    assert "best metric starts anew" in note
-    assert (t.best.value, t.best.evaluated_step) == (None, -1)
-
-
-def test_the_guards_and_the_averages_counts_outlive_a_resume(tmp_path):
-    t = make_training(tmp_path)
     t.ema, t.guard.rollbacks, t.guard.skips, t.step = Ema(t.detector, 0.9), 2, 1, 1
     t.ema.update(t.detector)
     save(t)
     again = make_training(tmp_path)
+    again.detector.register_buffer("mask", torch.zeros(1))
     again.ema = Ema(again.detector, 0.9)
     load(again, newest_valid(tmp_path / "checkpoints")[0])
     assert (again.guard.rollbacks, again.guard.skips, again.ema.updates) == (2, 1, 1)
+    assert again.detector.mask.tolist() == [-math.inf]
 
 
 def test_another_run_goes_on_with_a_copy_of_the_best(tmp_path):
@@ -211,16 +213,6 @@ def test_an_earlier_checkpoint_has_its_own_best_again(tmp_path):
     assert linked(tmp_path / "checkpoints", "best").name == "step_000001"
 
 
-def test_a_best_that_is_gone_starts_anew(tmp_path):
-    checkpoint = saved(tmp_path / "first", steps=(1, 2), best=1)
-    shutil.rmtree(tmp_path / "first" / "checkpoints" / "step_000001")
-    for name in ("first", "second"):
-        t = make_training(tmp_path / name)
-        (note,) = load(t, checkpoint)
-        assert "step 1" in note and t.best.value is None
-        assert t.best.without_better == 1
-
-
 def test_a_checkpoint_of_other_classes_or_another_model_is_refused(tmp_path):
     checkpoint = saved(tmp_path)
     checkpoint.tensors["model"] = {"weight": torch.ones(2)}
@@ -237,15 +229,6 @@ def test_minutes_asked_for_later_do_not_end_a_run_of_a_saved_length(tmp_path):
         t = make_training(tmp_path, budget=StepBudget(1.0))
         load(t, checkpoint, keep_schedule=keep_schedule)
         assert (t.budget is None) == keep_schedule
-
-
-def test_pictures_that_cannot_be_written_cost_a_line(tmp_path, capsys):
-    (tmp_path / "report").write_text("")
-    evaluator = SimpleNamespace(describe=lambda *_: "table", draw=lambda *args: draw_grid([], ["a"], args[-1]))
-    t = make_training(tmp_path, evaluator=evaluator)
-    t.log.attempt("showing", lambda: _show(t, {}, {}, False))
-    assert "showing failed, and the run goes on" in capsys.readouterr().out
-    assert re.search("NotADirectoryError|FileExistsError", (tmp_path / "errors.log").read_text())
 
 
 def test_an_interrupted_evaluation_saves_only_what_is_not_saved(tmp_path):
