@@ -149,13 +149,9 @@ def test_links_are_text_files_where_links_are_not_possible(tmp_path, monkeypatch
     assert (tmp_path / "latest").read_text() == "step_000002\n" and not (tmp_path / "latest").is_symlink()
     assert linked(tmp_path, "best") == tmp_path / "step_000001"
     assert resolve_resume(str(tmp_path / "best"), tmp_path)[0].step == 1
-
-
-def test_a_link_that_leads_elsewhere_is_none(tmp_path):
-    save(tmp_path / "checkpoints", 1)
-    for target in ("../step_000001", "/etc", "step_000009", ""):
-        (tmp_path / "checkpoints" / "best").write_text(target)
-        assert linked(tmp_path / "checkpoints", "best") is None
+    for elsewhere in ("../step_000001", "/etc", "step_000009", ""):
+        (tmp_path / "best").write_text(elsewhere)
+        assert linked(tmp_path, "best") is None
 
 
 # ---------------------------------------------------------------- broken ones
@@ -398,12 +394,12 @@ def still_whole(folder: Path, step: int) -> None:
 @needs_root
 def test_a_full_disk_and_a_read_only_one(small_disk):
     save(small_disk, 1)
-    half = torch.zeros(500_000)
-    parts = {"tensors": {"model": {"w": half}}, "optimizer": {"state": {0: {"m": half}}}, "state": {}}
-    with pytest.raises(CheckpointError, match=r"No space left on device.*about 4\.0 MB.*make room") as caught:
-        save_checkpoint(small_disk, 2, **parts, keep=1)
-    assert isinstance(caught.value, BadInput)
-    still_whole(small_disk, 1)
+    for weights, moments in ((900_000, 100_000), (100_000, 900_000)):  # each is written by a library of its own
+        parts = {"tensors": {"model": {"w": torch.zeros(weights)}}, "state": {}}
+        parts["optimizer"] = {"state": {0: {"m": torch.zeros(moments)}}}
+        with pytest.raises(CheckpointError, match=r"No space left on device.*about 4\.0 MB.*make room"):
+            save_checkpoint(small_disk, 2, **parts, keep=1)
+        still_whole(small_disk, 1)
     save(small_disk, 3)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(CheckpointError, match="Read-only file system.*Make the folder writable"):

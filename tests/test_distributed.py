@@ -54,6 +54,7 @@ def everything_between_ranks():
         calls.append(rank)
         return {"answer": 42}
 
+    counts = [{"boxes": 3 * rank, "class_weight": 0.5 + rank}, {"boxes": 0, "class_weight": 0}]
     # each rank reports its keys in an order of its own, and rank 0 lacks one
     values = {"b": torch.tensor(100.0 + rank), "a": float(rank)} if rank else {"a": 0.0}
     result = {
@@ -73,13 +74,9 @@ def everything_between_ranks():
         "calls": calls,
         "agreed": agree_max(15 if rank == world_size - 1 else 2),
         "told": broadcast_object({"rank": rank}),
-        "denominators": [
-            [{name: value.item() for name, value in micro.items()} for micro in window_denominators(
-                [{"boxes": 3 * rank, "class_weight": 0.5 + rank}, {"boxes": 0, "class_weight": 0}], "cpu", mode,
-                averaged=("boxes",))]
-            for mode in ("global", "original")],
+        "denominators": [window_denominators(counts, "cpu", mode, ("boxes",)) for mode in ("global", "original")],
         "vector": all_reduce(torch.tensor([1.0, rank]), "mean").tolist(),
-    }  # fmt: skip
+    }
     for name, error in {
         "bad": BadInput(["one", "two"]),
         "os": OSError(28, "No space left"),
@@ -160,7 +157,8 @@ def test_denominators_make_the_gradients_that_ddp_averages_those_of_the_big_batc
     n = len(ranks)
     boxes = 3 * sum(range(n)) / n
     for rank, result in enumerate(ranks):
-        whole, original = result["denominators"]
+        whole, original = ([{name: value.item() for name, value in micro.items()} for micro in window]
+                           for window in result["denominators"])  # fmt: skip
         assert whole == [{"boxes": boxes, "class_weight": pytest.approx(0.5 + sum(range(n)) / n)}] * 2
         # times 2: the window is the mean of its two micro-batches; what counts nothing divides by 1
         first = {"boxes": 2 * boxes, "class_weight": 2 * (0.5 + rank)}

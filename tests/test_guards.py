@@ -139,7 +139,8 @@ def test_nan_on_one_of_two_ranks(two_ranks, kind):
     folder, ranks = two_ranks
     results = [rank[KINDS.index(kind)] for rank in ranks]
     assert results[0] == results[1] and results[0][::2] == (Action.SKIP, True), "alike, and nothing is left of it"
-    assert "rank 1" in results[0][1]
+    where = {"activation": "poison (Poison), from finite inputs", "buffer": "norm (BatchNorm2d), handed to it"}
+    assert "rank 1" in results[0][1] and where.get(kind, "") in results[0][1]
 
     report_folder = folder / kind / "nan" / "step_000003"
     assert [p.name for p in report_folder.iterdir()] == ["rank1"]
@@ -206,24 +207,6 @@ def test_the_search_for_a_loss_scale_is_no_divergence():
     assert [decide(guard, norm=INF, scale=2.0**i).value for i in (9, 8, 7, 6)] == ["calibrate"] * 3 + ["stop"]
     in_succession = [decide(guard, norm=norm, scale=64.0).value for norm in (INF, INF, INF, 1.0, INF)]
     assert in_succession == ["calibrate"] * 3 + ["step", "calibrate"]
-
-
-def test_a_real_scaler_finds_its_scale_under_the_guard():
-    parameter = nn.Parameter(torch.tensor([2.0]))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    guard, actions = NanGuard("stop"), []
-    while not actions or actions[-1] is Action.CALIBRATE:
-        optimizer.zero_grad()
-        loss = (3 * parameter).sum()
-        scaler.scale(loss).backward()
-        norm = gradient_norm([parameter]) / scaler.get_scale()
-        actions.append(guard.decide(0, {"loss": loss.item()}, norm.item(), scaler.get_scale()))
-        scaler.step(optimizer)
-        scaler.update()
-    # at 2^127 and 2^126 three times the scale is beyond float32
-    assert actions == [Action.CALIBRATE, Action.STEP] or actions == [Action.CALIBRATE] * 2 + [Action.STEP]
-    assert norm.item() == pytest.approx(3.0) and parameter.item() == pytest.approx(1.7)
 
 
 # ---- buffers

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import MultiStepLR, StepLR
 
 from toolkit.data.sampling import accumulation_at
 from toolkit.errors import BadInput
@@ -63,14 +64,18 @@ def test_milestones_of_cycles_count_up_to_the_end_of_the_last_cycle():
     assert never_fixed[18:24] == never_fixed[:6], "cycles go on until the length is known"
 
 
-@pytest.mark.parametrize("milestones", [[5, 5, 9], [5, 5, 5], [0, 3]])
-def test_milestones_given_twice_count_twice_as_in_torch(milestones):
-    reference, ours = optimizer(0.1), optimizer(0.1)
-    torch_schedule = torch.optim.lr_scheduler.MultiStepLR(reference, milestones, gamma=0.5)
-    schedule = Schedule(ours, "multistep", milestones=milestones, gamma=0.5)
+@pytest.mark.parametrize(("name", "in_torch", "options"), [
+    *[("multistep", MultiStepLR, {"milestones": given}) for given in ([5, 5, 9], [5, 5, 5], [0, 3])],  # twice counts
+    ("step", StepLR, {"step_size": 4}),
+])  # fmt: skip
+def test_drops_are_torchs(name, in_torch, options):
+    reference, scheduled = optimizer(1e-4, 1e-5), optimizer(1e-4, 1e-5)
+    torch_schedule = in_torch(reference, gamma=0.5, **options)
+    schedule = Schedule(scheduled, name, gamma=0.5, **options)
     for step in range(12):
         schedule.set(step)
-        assert ours.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"], rel=1e-12), step
+        rates = [group["lr"] for group in reference.param_groups]
+        assert list(schedule.rates().values()) == pytest.approx(rates, rel=1e-12), step
         reference.step()
         torch_schedule.step()
 
@@ -93,19 +98,6 @@ def test_constant_warm_up_by_its_setting(name, fallen):
         schedule.set(step)
         rates += schedule.rates().values()
     assert rates == pytest.approx([0.25, 0.25, 0.25 * fallen, fallen, fallen])
-
-
-def test_drop_of_detr_after_200_epochs_equals_torchs_step_lr():
-    per_epoch, drop = 7, 3
-    reference, ours = optimizer(1e-4, 1e-5), optimizer(1e-4, 1e-5)
-    torch_schedule = torch.optim.lr_scheduler.StepLR(reference, drop)
-    schedule = Schedule(ours, "step", step_size=steps_from(f"{drop} epochs", per_epoch))
-    for step in range(8 * per_epoch):
-        schedule.set(step)
-        assert list(schedule.rates().values()) == pytest.approx([g["lr"] for g in reference.param_groups], rel=1e-12)
-        if (step + 1) % per_epoch == 0:
-            reference.step()
-            torch_schedule.step()
 
 
 @pytest.mark.parametrize("name", ["linear", "multistep", "step", "cyclic", "plateau"])
