@@ -66,8 +66,10 @@ def test_every_dtype_and_layout_comes_back_exactly(tmp_path):
         "tied_a": tied, "tied_b": tied, "view_a": base[:12], "view_b": base[6:].view(3, 6),
         "nan": torch.tensor([float("nan"), -0.0, float("inf")]), "parameter": torch.nn.Parameter(torch.randn(2)),
     }  # fmt: skip
-    loaded = load_checkpoint(save_checkpoint(tmp_path, 1, tensors={"t": tensors}, optimizer=None, state={}, keep=1))
+    given = {"tensors": {"t": tensors}, "extra": {"seen": 7, "critic": {"bias": base[:2]}}}
+    loaded = load_checkpoint(save_checkpoint(tmp_path, 1, **given, optimizer=None, state={}, keep=1))
     assert loaded.optimizer is None and loaded.tensors["t"].keys() == tensors.keys()
+    assert loaded.extra["seen"] == 7 and loaded.extra["critic"]["bias"].equal(base[:2])
     for name, tensor in tensors.items():
         back = loaded.tensors["t"][name]
         assert back.dtype == tensor.dtype and back.shape == tensor.shape, name
@@ -350,6 +352,7 @@ def test_resume_values(tmp_path):
         return resolve_resume(str(value), run)
 
     assert resumed("never") == (None, [])
+    (tmp_path / "new" / "checkpoints" / "notes").mkdir(parents=True)
     found, messages = resolve_resume("latest", tmp_path / "new")
     assert found is None and "starting fresh" in messages[-1]
     assert resumed("latest")[0].step == 2 and "step 2" in resumed("latest")[1][-1]

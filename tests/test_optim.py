@@ -120,7 +120,8 @@ def test_faults_name_what_exists():
     with pytest.raises(BadInput) as error:
         parameter_groups(Detector(), lr=1.0, weight_decay=0.0, multipliers={"clas_embed": 2.0, "model.back": 1.0})
     assert len(error.value.problems) == 2
-    assert "clas_embed" in str(error.value) and "class_embed" in error.value.problems[0]
+    assert "clas_embed: no trained parameter" in str(error.value)
+    assert "some that exist: bias_table, class_embed, class_embed.bias, " in error.value.problems[0]
     with pytest.raises(BadInput, match="backbone_lr"):
         parameter_groups(nn.Linear(2, 2), lr=1.0, weight_decay=0.0, backbone_lr=0.1)
     with pytest.raises(BadInput, match="frozen"):

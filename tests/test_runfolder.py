@@ -183,5 +183,7 @@ def test_what_was_staged_is_kept_or_gone(tmp_path):
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == (
             {"a": "new", "b": "new"} if accepted else {"a": "old"}
         )
+    with staging(tmp_path, is_new=False, is_main=True) as place:
+        place.rmdir()  # no failure of its own, where the run folder is gone
     with staging(tmp_path, is_new=True, is_main=True) as place:
         assert place == tmp_path
