@@ -171,19 +171,22 @@ def test_a_best_of_another_metric_or_one_that_is_gone_starts_anew(tmp_path):
         assert t.best.without_better == 1
 
 
-def test_masks_of_infinities_and_the_counts_of_guard_and_averages_outlive_a_resume(tmp_path):
-    t = make_training(tmp_path)
+def test_masks_learned_weights_and_the_counts_of_guard_and_averages_outlive_a_resume(tmp_path):
+    t, again = make_training(tmp_path), make_training(tmp_path)
+    for training in (t, again):
+        training.weights = LossWeights(Detector.loss_names, {"loss_ce": "learned"}, {"loss_ce": 1.0})
+    t.weights.load_state_dict({"log_variances.loss_ce": torch.tensor(0.25)})
     t.detector.register_buffer("mask", torch.tensor([-math.inf]))
     t.infinite = infinite_buffers(t.detector)
     t.ema, t.guard.rollbacks, t.guard.skips, t.step = Ema(t.detector, 0.9), 2, 1, 1
     t.ema.update(t.detector)
     save(t)
-    again = make_training(tmp_path)
     again.detector.register_buffer("mask", torch.zeros(1))
     again.ema = Ema(again.detector, 0.9)
     load(again, newest_valid(tmp_path / "checkpoints")[0])
     assert (again.guard.rollbacks, again.guard.skips, again.ema.updates) == (2, 1, 1)
     assert again.detector.mask.tolist() == [-math.inf]
+    assert again.weights.log_variances["loss_ce"].item() == 0.25
 
 
 def test_another_run_goes_on_with_a_copy_of_the_best(tmp_path):
