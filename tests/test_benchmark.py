@@ -67,12 +67,6 @@ def test_reading_a_coco_file_is_measured(benchmark):
     assert values["COCO file of 300 images, read"] > 0 and "COCO file of 300 images, checked, memory" in values
 
 
-def test_unknown_bench_is_refused(benchmark, capsys):
-    with pytest.raises(SystemExit) as ended:
-        benchmark.main(["--only", "nothing"])
-    assert ended.value.code == 2 and "criterion" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_costs_of_a_step_and_bytes_of_its_collectives(benchmark):
     """The figures of docs/scaling.md: parts are parts of the step, and gradients are four bytes a parameter."""

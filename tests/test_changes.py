@@ -1,7 +1,4 @@
-"""What a resumed run says of settings that are not those of before, and what it keeps of them.
-
-    python -m pytest tests/test_changes.py
-"""
+"""What a resumed run says of settings that are not those of before, and what it keeps of them."""
 
 import pytest
 

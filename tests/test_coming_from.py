@@ -1,7 +1,4 @@
-"""The originals' published commands as docs/coming_from/ translates them: every value is the one they ran with.
-
-pytest tests/test_coming_from.py
-"""
+"""The originals' published commands as docs/coming_from/ translates them: every value is the one they ran with."""
 
 import argparse
 from dataclasses import asdict
@@ -106,12 +103,6 @@ def test_a_translated_command_has_the_originals_values(page, place):
     document, expected = asdict(settings_of(commands[place])), ORIGINALS[page][place]
     ours = {key: reduce(dict.__getitem__, key.split("."), document) for key in expected}
     assert ours == expected
-
-
-@pytest.mark.parametrize("page", ["detr", "scene_graph_benchmark", "transformers", "detectron2", "ultralytics"])
-def test_a_page_names_the_optimizer_and_the_clipping(page):
-    text = (ROOT / "docs" / "coming_from" / f"{page}.md").read_text()
-    assert "--optim.name" in text and "--optim.max_norm" in text
 
 
 def test_a_checkpoint_of_detrs_own_program_is_evaluated(tmp_path, monkeypatch):

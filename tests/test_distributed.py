@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 import warnings
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from toolkit.distributed import (
     world,
 )
 from toolkit.errors import BadInput
+from toolkit.step.losses import window_denominators
 
 STATE = {
     "tensors": [
@@ -54,6 +54,7 @@ def everything_between_ranks():
         calls.append(rank)
         return {"answer": 42}
 
+    counts = [{"boxes": 3 * rank, "class_weight": 0.5 + rank}, {"boxes": 0, "class_weight": 0}]
     # each rank reports its keys in an order of its own, and rank 0 lacks one
     values = {"b": torch.tensor(100.0 + rank), "a": float(rank)} if rank else {"a": 0.0}
     result = {
@@ -73,6 +74,7 @@ def everything_between_ranks():
         "calls": calls,
         "agreed": agree_max(15 if rank == world_size - 1 else 2),
         "told": broadcast_object({"rank": rank}),
+        "denominators": [window_denominators(counts, "cpu", mode, ("boxes",)) for mode in ("global", "original")],
         "vector": all_reduce(torch.tensor([1.0, rank]), "mean").tolist(),
     }
     for name, error in {
@@ -121,12 +123,11 @@ def test_an_unannounced_key_on_one_rank_is_an_error_on_every_rank_that_names_it(
 
 def test_predictions_are_gathered_by_image_once_and_unmixed(ranks):
     assert not any(result["images"] for result in ranks[1:]), "the main process alone looks at them"
-    for result in ranks[:1]:
-        images = result["images"]
-        assert sorted(images) == list(range(7 + len(ranks) - 1))
-        for image_id, prediction in images.items():
-            assert torch.equal(prediction["boxes"], torch.full((image_id % 3, 4), float(image_id)))
-            assert prediction["from"] == max(0, image_id - 6)  # the first rank that had it
+    images = ranks[0]["images"]
+    assert sorted(images) == list(range(7 + len(ranks) - 1))
+    for image_id, prediction in images.items():
+        assert torch.equal(prediction["boxes"], torch.full((image_id % 3, 4), float(image_id)))
+        assert prediction["from"] == max(0, image_id - 6)  # the first rank that had it
 
 
 def test_a_state_of_the_main_process_arrives_as_it_is(ranks):
@@ -146,13 +147,22 @@ def test_main_works_for_all(ranks):
         assert result["bad"] == "BadInput: one\ntwo"
         assert result["os"] == "OSError: [Errno 28] No space left"
         assert result["interrupt"].startswith("KeyboardInterrupt")
+        assert result["agreed"] == 15 and result["told"] == {"rank": 0}
+        assert result["vector"] == pytest.approx([1.0, (len(ranks) - 1) / 2])
         assert "1 and 2" in result["foreign"] and result["foreign"].startswith("RuntimeError" if rank else "Foreign")
 
 
-def test_agreement(ranks):
-    for result in ranks:
-        assert result["agreed"] == 15 and result["told"] == {"rank": 0}
-        assert result["vector"] == pytest.approx([1.0, (len(ranks) - 1) / 2])
+def test_denominators_make_the_gradients_that_ddp_averages_those_of_the_big_batch(ranks):
+    """The equality itself, with the scripts: tests/scripts/test_equality.py."""
+    n = len(ranks)
+    boxes = 3 * sum(range(n)) / n
+    for rank, result in enumerate(ranks):
+        whole, original = ([{name: value.item() for name, value in micro.items()} for micro in window]
+                           for window in result["denominators"])  # fmt: skip
+        assert whole == [{"boxes": boxes, "class_weight": pytest.approx(0.5 + sum(range(n)) / n)}] * 2
+        # times 2: the window is the mean of its two micro-batches; what counts nothing divides by 1
+        first = {"boxes": 2 * boxes, "class_weight": 2 * (0.5 + rank)}
+        assert original == [first, {"boxes": 2.0, "class_weight": 2.0}]
 
 
 def test_one_process_without_torch_distributed():
@@ -162,16 +172,9 @@ def test_one_process_without_torch_distributed():
         reduce_dict({"z": 1.0}, ["a"])
     assert gather_by_image([("x.png", {"n": 1}), ("x.png", {"n": 2})]) == {"x.png": {"n": 1}}
     assert (agree_max(3), broadcast_object("y"), run_on_main(lambda: 5)) == (3, "y", 5)
-
-
-def test_reduced_values_keep_float32_exactly():
-    value = torch.rand(())
-    assert reduce_dict({"a": value}, ["a"])["a"] == value.item()
-
-
-def test_a_prediction_is_cut_out_of_its_batch():
+    value, batch = torch.rand(()), torch.zeros(1000, 4)
+    assert reduce_dict({"a": value}, ["a"])["a"] == value.item()  # float32 is kept exactly
     # a view would carry the storage of the whole batch to every rank
-    batch = torch.zeros(1000, 4)
     assert gather_by_image([(1, {"boxes": batch[:2]})])[1]["boxes"].untyped_storage().nbytes() == 32
 
 
@@ -190,38 +193,33 @@ def test_random_numbers_are_a_function_of_seed_step_rank_and_micro_batch():
         assert draws() == numbers
 
 
-def prepared(folder):
+def on_two_machines(folder):
     """Four ranks on two machines with a disk of their own each; ranks 2 and 3 are on the second."""
     rank, _ = world()
     os.environ["LOCAL_RANK"] = str(rank % 2)
-    cache = Path(folder) / f"disk{rank // 2}"
+    disk, begun = (Path(folder) / f"{name}{rank // 2}" for name in ("disk", "begun"))
 
     def prepare():
-        until = time.monotonic() + 60
-        while not cache.with_suffix(f".{rank + 1}").exists() and time.monotonic() < until:  # it would find nothing now
-            time.sleep(0.01)
-        with open(cache, "a") as file:
+        with open(begun, "rb") as pipe:  # the other rank of the machine would find nothing now
+            pipe.read(1)
+        with open(disk, "a") as file:
             file.write(str(rank))
 
-    cache.with_suffix(f".{rank}").touch()
-    first_on_each_machine(prepare)
-    return cache.read_text()
-
-
-def failing_on_the_second_machine():
-    rank, _ = world()
-    os.environ["LOCAL_RANK"] = str(rank % 2)
-
-    def prepare():
+    def fail_on_the_second():
         if rank == 2:
             raise BadInput("no space here")
 
-    return message_of(first_on_each_machine, prepare)
+    if rank % 2:
+        os.write(os.open(begun, os.O_RDWR), b"x")
+    first_on_each_machine(prepare)
+    return disk.read_text(), message_of(first_on_each_machine, fail_on_the_second)
 
 
 def test_one_process_of_each_machine_prepares(tmp_path):
-    assert run_on_ranks(prepared, 4, str(tmp_path)) == ["0", "0", "2", "2"]
-    assert run_on_ranks(failing_on_the_second_machine, 4) == ["BadInput: no space here"] * 4
+    for machine in range(2):
+        os.mkfifo(tmp_path / f"begun{machine}")
+    results = run_on_ranks(on_two_machines, 4, str(tmp_path))
+    assert results == [(rank, "BadInput: no space here") for rank in ("0", "0", "2", "2")]
     calls = []
     first_on_each_machine(lambda: calls.append(1))
     assert calls == [1]

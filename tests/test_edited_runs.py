@@ -28,16 +28,17 @@ EDITS = {
     "no group": ([("data", None, REMOVED)], ["there is no group data"]),
     "groups that are none": ([("run", None, None), ("eval", None, [1])], ["run is null", "eval is [1]"]),
     "no key": ([("data", "image_size", REMOVED)], ["there is no data.image_size; expected the value that the run was"]),
-    "a key mistyped": ([("optim", "lrr", 1), ("optim", "lr", REMOVED)], ["setting optim.lrr; did you mean lr?"]),
-    "an unknown key": ([("data", "colour", "red")], ["no such setting data.colour"]),
-    "null": ([("optim", "lr", None)], ["optim.lr is null; expected a number of at least 0"]),
-    "NaN": ([("eval", "score_threshold", float("nan"))], ["score_threshold is NaN; expected a number from 0 to 1"]),
-    "a mapping": ([("model", "d_model", {"a": 1})], ['model.d_model is {"a": 1}; expected a whole number or null']),
-    "no text": ([("data", "path", 5), ("data", "val", [1])], ["data.path is 5; expected text or null", "val is [1]"]),
-    "a choice": ([("data", "format", "kitti")], ["data.format is kitti; expected one of auto, shapes, coco"]),
+    "wrong keys": ([("optim", "lrr", 1), ("optim", "lr", REMOVED), ("data", "colour", "red")],
+                   ["setting optim.lrr; did you mean lr?", "no such setting data.colour"]),
     "an unknown detector": ([("model", "architecture", "detrr")], ["'detrr' is none of", "did you mean 'detr'?"]),
-    "all at once": ([("optim", "lr", "fast"), ("model", "heads", [8]), ("data", "scales", "small")],
-                    ["optim.lr is fast", "model.heads is [8]", "data.scales is small; expected a list"]),
+    "wrong values": (
+        [("optim", "lr", None), ("eval", "score_threshold", float("nan")), ("model", "d_model", {"a": 1}),
+         ("data", "path", 5), ("data", "val", [1]), ("data", "format", "kitti"), ("model", "heads", [8]),
+         ("data", "scales", "small")],
+        ["optim.lr is null; expected a number of at least 0", "score_threshold is NaN; expected a number from 0 to 1",
+         'model.d_model is {"a": 1}; expected a whole number or null', "data.path is 5; expected text or null",
+         "val is [1]", "data.format is kitti; expected one of auto, shapes, coco", "model.heads is [8]",
+         "data.scales is small; expected a list"]),
 }  # fmt: skip
 FILES = {b"": "it is empty", b"- 1\n": "expected the settings of a run", b"\xff\xfe": "cannot be read as the",
          b"run: {name: [\n": "cannot be read as the settings of a run"}  # fmt: skip
@@ -68,7 +69,7 @@ def said_by_all(run, monkeypatch, capsys, but=()):
     folder, out = str(run), ["--out", str(run / "out")]
     arguments = {evaluate: [folder], predict: [folder, str(ROOT / "tests"), *out], report: [folder, *out],
                  export: [folder, *out], replay: [str(run / "nan" / "step_000001" / "rank0")]}  # fmt: skip
-    for program in [each for each in arguments if each.__name__ not in but]:
+    for program in (program for program in arguments if program.__name__ not in but):
         assert program.main(arguments[program]) == 2, program
         told = capsys.readouterr().err
         assert told.count("error: ") == 1 and "Traceback" not in told, told

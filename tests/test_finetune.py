@@ -16,7 +16,6 @@ from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector, options_class
 from toolkit.models.backbones import timm_model
-from toolkit.models.final import save_detector_folder
 from toolkit.models.start import load_pretrained, start_detector
 from toolkit.models.weights.mapping import copy_class_rows, map_weights
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
@@ -61,39 +60,20 @@ class_lists = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=6, uniqu
 @settings(max_examples=60, deadline=None)
 @given(layout=st.sampled_from(LAYOUTS), blocks=st.integers(1, 3), ours=class_lists, theirs=class_lists)
 def test_rows_go_to_the_same_class_and_block(layout, blocks, ours, theirs):
-    before, each, after = layout
-    own, source = (
-        torch.arange(start, start + blocks * (before + each * len(names) + after) * 2.0).reshape(-1, 2)
+    before, per_class, after = layout
+    fresh, source = (
+        torch.arange(start, start + blocks * (before + per_class * len(names) + after) * 2.0).reshape(blocks, -1, 2)
         for start, names in ((0, ours), (1000, theirs))
     )
-    found = copy_class_rows(own, source, layout, ours, theirs)
-    width, their_width = len(own) // blocks, len(source) // blocks
-    for block in range(blocks):
-        mine, old, other = found[block * width :], own[block * width :], source[block * their_width :]
-        assert mine[:before].equal(other[:before])
+    copied = copy_class_rows(fresh.flatten(0, 1), source.flatten(0, 1), layout, ours, theirs)
+    for block, new, old in zip(copied.reshape(fresh.shape), fresh, source, strict=True):
+        assert block[:before].equal(old[:before])
+        assert block[len(block) - after :].equal(old[len(old) - after :])
         for i, name in enumerate(ours):
-            rows = slice(before + i * each, before + (i + 1) * each)
-            j = theirs.index(name) if name in theirs else None
-            taken = old[rows] if j is None else other[before + j * each : before + (j + 1) * each]
-            assert mine[rows].equal(taken), name
-        assert mine[width - after : width].equal(other[their_width - after : their_width])
-    there_and_back = copy_class_rows(source, found, layout, theirs, ours)
-    assert there_and_back.equal(source)
-
-
-def test_detr_keeps_rows_of_equal_classes_and_no_object():
-    source, detector = detector_of(DETR, ["a", "b", "c"], 1), detector_of(DETR, ["c", "new", "a"], 2)
-    fresh = detector.model.class_labels_classifier.weight.clone()
-    table = load_pretrained(detector, weights_of(source, ["a", "b", "c"]), ["c", "new", "a"])
-    for parameter in ("weight", "bias"):
-        old, mine = (getattr(d.model.class_labels_classifier, parameter) for d in (source, detector))
-        assert mine[[0, 2, 3]].equal(old[[2, 0, 3]])
-    assert detector.model.class_labels_classifier.weight[1].equal(fresh[1])
-    assert table.rows["model.class_labels_classifier.weight"] == "rows of 2 of 3 classes: c, a"
-    assert not table.new and not table.unused
-    others = [name for name in table.sources if "class_labels" not in name]
-    mine, old = detector.state_dict(), source.state_dict()
-    assert others and all(mine[name].equal(old[name]) for name in others)
+            start = before + i * per_class
+            known, place = (old, before + theirs.index(name) * per_class) if name in theirs else (new, start)
+            assert block[start : start + per_class].equal(known[place : place + per_class]), name
+    assert copy_class_rows(source.flatten(0, 1), copied, layout, theirs, ours).equal(source.flatten(0, 1))
 
 
 def test_new_classes_of_rt_detr_keep_the_bias_prior_and_their_embedding():
@@ -112,28 +92,16 @@ def test_new_classes_of_rt_detr_keep_the_bias_prior_and_their_embedding():
     assert embedding[1:3].equal(fresh[1:3])
 
 
-def test_equal_classes_in_another_order_are_no_reason_to_start_anew():
-    source, detector = detector_of(DETR, ["a", "b"], 1), detector_of(DETR, ["b", "a"], 2)
-    load_pretrained(detector, weights_of(source, ["a", "b"]), ["b", "a"])
-    head, old = detector.model.class_labels_classifier.weight, source.model.class_labels_classifier.weight
-    assert head.equal(old[[1, 0, 2]])
-
-
-def test_shapes_that_differ_are_all_named():
-    source = detector_of(DETR, ["a"], 1)
+def test_what_does_not_fit_is_refused():
     detector = detector_of(DETR | {"num_queries": 6, "ffn_dim": 8}, ["a"], 2)
     with pytest.raises(BadInput) as caught:
-        load_pretrained(detector, weights_of(source, ["a"]), ["a"])
+        load_pretrained(detector, weights_of(detector_of(DETR, ["a"], 1), ["a"]), ["a"])
     assert "query_position_embeddings" in str(caught.value) and "(6, 16)" in str(caught.value)
-    assert "fc1.weight" in str(caught.value)
-
-
-def test_ambiguous_classes_and_weights_of_something_else_are_refused():
-    with pytest.raises(BadInput, match="class 'a' stands 2 times in the checkpoint"):
-        map_weights({}, {}, class_tensors={"x": (0, 1, 0)}, classes=["a", "b"], source_classes=["a", "N/A", "a", "N/A"])
-    detector = detector_of(DETR, ["a"], 1)
+    assert "fc1.weight" in str(caught.value), "all of it"
     with pytest.raises(BadInput, match="none of its 2 tensors"):
         load_pretrained(detector, Pretrained("x", "detr", {}, ["a"], nn.Linear(1, 1).state_dict()), ["a"])
+    with pytest.raises(BadInput, match="class 'a' stands 2 times in the checkpoint"):
+        map_weights({}, {}, class_tensors={"x": (0, 1, 0)}, classes=["a", "b"], source_classes=["a", "N/A", "a", "N/A"])
 
 
 def test_a_final_folder_is_built_from_its_own_config_and_by_the_run_folder_alone(tmp_path, run_folder):
@@ -156,33 +124,12 @@ def test_a_final_folder_is_built_from_its_own_config_and_by_the_run_folder_alone
     torch.testing.assert_close(found, expected)
 
 
-def test_a_resumed_run_neither_needs_nor_loads_its_source(tmp_path, run_folder):
-    detector_of(DETR, ["a"], 1).save_final(tmp_path / "final", [Category(1, "a")])
-    given = {"architecture": "detr", "pretrained": str(tmp_path / "final")}
-    begin(given, ["a"], run_folder)
-    (tmp_path / "final").rename(tmp_path / "gone")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    detector, said = begin(given, ["a"], elsewhere, resumed_from=run_folder / "checkpoints" / "step_000003")
-    assert detector.model.config.d_model == 16 and not said
-    rebuild_detector(load_config_dict(elsewhere / "config.yaml", options_class), ["a"])
-
-
-def test_our_own_folder_gives_weights_and_settings(tmp_path, run_folder):
-    source = detector_of(DETR, ["a", "b"], 1)
-    save_detector_folder(source, None, tmp_path / "final", [Category(1, "a"), Category(2, "b")])
-    given = {"architecture": "detr", "pretrained": str(tmp_path / "final"), "dropout": 0.3}
-    detector, _ = begin(given, ["a", "b"], run_folder)
-    assert detector.model.config.dropout == 0.3, "what is given counts"
-    mine, old = detector.state_dict(), source.state_dict()
-    assert mine.keys() == old.keys() and all(mine[name].equal(old[name]) for name in mine)
-
-
 def test_frozen_prefixes_stay_in_evaluation_mode_and_unknown_ones_are_refused(run_folder):
     detector, _ = begin({**DETR, "freeze_prefixes": ["model.model.backbone"]}, ["a"], run_folder)
     detector.train()
     backbone = detector.model.model.backbone
     assert not any(module.training for module in backbone.modules())
+    assert not (run_folder / "pretrained_config.json").exists(), "there is no source to be noted"
     trained = [name for name, parameter in detector.named_parameters() if parameter.requires_grad]
     assert trained and not any(".backbone." in name for name in trained)
     rebuilt = rebuild_detector(load_config_dict(run_folder / "config.yaml", options_class), ["a"]).train()
@@ -207,13 +154,10 @@ def test_fresh_prefixes_keep_their_initial_values_and_unknown_ones_are_refused(t
         begin({**given, "fresh_prefixes": ["model.model.bbox"]}, ["a", "b"], run_folder)
 
 
-def test_another_architecture_is_refused_with_both_names(tmp_path, run_folder):
+def test_a_source_that_is_none_or_of_another_architecture(tmp_path, run_folder):
     detector_of(DETR, ["a"], 1).save_final(tmp_path / "final", [Category(1, "a")])
     with pytest.raises(BadInput, match=r"rt_detr_v2, but model.pretrained .* is detr"):
         begin({"architecture": "rt_detr_v2", "pretrained": str(tmp_path / "final")}, ["a"], run_folder)
-
-
-def test_a_source_that_is_none(tmp_path):
     (tmp_path / "weights.pth").write_bytes(b"")
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
@@ -226,15 +170,15 @@ def test_a_source_that_is_none(tmp_path):
 
 
 def test_without_a_network_one_sentence_at_once_says_what_to_set(monkeypatch, tmp_path):
+    asked = []
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    waited = []
-    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(time, "sleep", asked.append)
     with pytest.raises(BadInput) as of_detector:
         open_pretrained("no-such-owner/no-such-detector")
     with pytest.raises(BadInput) as of_backbone:
         timm_model("resnet10t", True, features_only=True, out_indices=[4])
-    assert not waited, "nothing is asked for a second time"
+    assert not asked, "nothing is asked for a second time"
     for caught in (of_detector, of_backbone):
         assert "connect to the network once" in str(caught.value) and "\n" not in str(caught.value)
     assert constants.HF_HUB_OFFLINE is False, "other downloads of this process are not cut off"
@@ -246,6 +190,12 @@ def test_every_tensor_whose_shape_goes_by_the_classes_says_what_its_rows_are(nam
     options = {"architecture": name.removeprefix("train_"), **model}
     small, large = (build_detector(**options, class_names=names) for names in (["a", "b"], ["x", "b", "y", "z"]))
     mine, old = large.state_dict(), small.state_dict()
+    fresh = {name: value.clone() for name, value in mine.items()}
     table = load_pretrained(large, weights_of(small, ["a", "b"]), ["x", "b", "y", "z"])
+    others = [name for name in table.sources if name not in table.rows]
+    assert others and all(large.state_dict()[name].equal(old[name]) for name in others)
+    assert any(not large.state_dict()[name].equal(fresh[name]) for name in table.rows)
+    if name == "train_detr":
+        assert "rows of 1 of 4 classes: b" in table.rows.values()
     assert set(table.rows) >= {name for name in mine if mine[name].shape != old[name].shape} != set()
     assert not table.new and not table.unused

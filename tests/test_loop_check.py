@@ -1,7 +1,4 @@
-"""What the loop is asked about its windows, and state of one's own, without a run around them.
-
-python -m pytest tests/test_loop_check.py
-"""
+"""What the loop is asked about its windows, and state of one's own, without a run around them."""
 
 import inspect
 import re
@@ -22,7 +19,7 @@ from toolkit.recovery import ranks_apart
 from toolkit.runs.checkpoint import linked
 from toolkit.step.extra import Extra
 from toolkit.step.length import Pace
-from toolkit.step.loop_check import LINES, LoopCheck
+from toolkit.step.loop_check import LoopCheck
 from toolkit.step.schedules import Schedule
 from toolkit.validation import finish
 
@@ -63,6 +60,8 @@ def test_an_update_counts_once_whatever_it_calls(kind):
     whole_window(check, counts, optimizer, updates=2)
     with pytest.raises(BadInput, match="was done 2 times"):
         check.end()
+    with pytest.raises(BadInput, match="there is no 'emma'"):
+        check.leave_out(["emma"])
 
 
 def test_an_update_that_failed_is_forgotten():
@@ -76,22 +75,6 @@ def test_an_update_that_failed_is_forgotten():
     assert check.end()
     whole_window(check, counts, optimizer)
     assert check.end()
-
-
-def test_whatever_is_left_out_is_named_and_may_be_left_out():
-    names = ("norm", "note_step", "evaluate_and_save")
-    check, counts, optimizer = checked(torch.optim.SGD)
-    check.leave_out(names)
-    check.begin(1)
-    counts["snapshot"] += 1
-    check.done.update(["add", "accepts"])
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
-    optimizer.step()
-    with pytest.raises(BadInput) as error:
-        check.end()
-    assert LINES["step"][0] in str(error.value) and not any(LINES[name][0] in str(error.value) for name in names)
-    with pytest.raises(BadInput, match="there is no 'emma'"):
-        check.leave_out(["emma"])
 
 
 def filled() -> Extra:
@@ -127,9 +110,8 @@ def test_what_cannot_be_saved_or_does_not_fit_is_refused():
     extra = filled()
     with pytest.raises(BadInput, match=r't.extra\["names"\]: a set cannot be saved'):
         extra["names"] = {"a"}
-    saved = extra.state_dict()
     other = Extra(extra._accelerator)
-    other.load_state_dict(saved)
+    other.load_state_dict(extra.state_dict())
     with pytest.raises(BadInput, match="does not fit what the checkpoint holds"):
         other["critic"] = nn.Linear(3, 1)
 
@@ -203,19 +185,12 @@ def test_what_would_train_wrongly_is_refused(name, tmp_path):
     t, (hunk, words) = training(tmp_path, accumulation_steps=2), FIRST_STEP[name]
     with pytest.raises(BadInput, match=re.escape(words)):
         run_changed(t, hunk)
-    run_changed(training(tmp_path / "as it is", accumulation_steps=2))
 
 
-def test_evaluation_mode_on_purpose(tmp_path):
-    t = training(tmp_path)
-    t.without("train")
-    run_changed(t, (TRAIN, "    t.model.eval()\n"))
-    assert t.step == 8
-
-
-def test_a_part_of_a_window_is_trained_on_as_a_window(tmp_path):
+def test_a_part_of_a_window_is_trained_on_as_a_window_in_evaluation_mode_on_purpose(tmp_path):
     t, half = training(tmp_path / "half", accumulation_steps=2), (MICRO, "            window = window[:1]\n" + MICRO)
-    run_changed(t, half)
+    t.without("train")
+    run_changed(t, half, (TRAIN, "    t.model.eval()\n"))
     assert t.step == 4
     weight = 1 - 1e-3 * sum(10 * i for i in (1, 3, 5, 7))  # the mean of one image in each window
     torch.testing.assert_close(t.detector.weight.data, torch.full((3,), weight))

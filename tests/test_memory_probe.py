@@ -1,7 +1,4 @@
-"""The memory probe counts what the optimizer will keep, and leaves no trace.
-
-python -m pytest tests/test_memory_probe.py
-"""
+"""The memory probe counts what the optimizer will keep, and leaves no trace."""
 
 import copy
 

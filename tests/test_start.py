@@ -1,7 +1,4 @@
-"""What a run's detector begins as, and the same one from its folder.
-
-    python -m pytest tests/test_start.py
-"""
+"""What a run's detector begins as, and the same one from its folder."""
 
 import ast
 import json
@@ -26,6 +23,7 @@ from toolkit.scene_graphs.start import start_scene_graph
 from toolkit.use.open import rebuild_detector
 
 CLASSES = ["a", "b"]
+CATEGORIES = [Category(i, name) for i, name in enumerate(CLASSES)]
 SSD = {"backbone": "lcnet_035", "strides": [16, 32], "channels": [8, 8], "aspect_ratios": [[2.0], [2.0]]}
 STAGES = {"rpn_pre_nms_top_n_train": 20, "rpn_post_nms_top_n_test": 10, "box_batch_size_per_image": 8}
 INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "anchor_sizes": [[16], [32]],
@@ -49,7 +47,7 @@ def noted(folder):
 
 def test_a_setting_is_the_given_one_else_that_of_the_source_else_the_published_one(tmp_path):
     source = build_detector("ssdlite", class_names=CLASSES, **SSD, nms_threshold=0.3, score_threshold=0.2, norm="group")
-    source.save_final(tmp_path / "final", [Category(i, name) for i, name in enumerate(CLASSES)])
+    source.save_final(tmp_path / "final", CATEGORIES)
     options = SsdliteOptions(pretrained=str(tmp_path / "final"), score_threshold=0.01)  # given, though published
     options.candidates_per_class = 17  # set afterwards, as notebooks do
     detector = begin(options, tmp_path / "run")
@@ -65,6 +63,7 @@ def test_a_setting_is_the_given_one_else_that_of_the_source_else_the_published_o
     rebuilt = rebuild_detector({"model": {"architecture": "ssdlite", **note["options"], **only}}, CLASSES)
     assert rebuilt.resolved_options() == detector.resolved_options()
 
+    (tmp_path / "final").rename(tmp_path / "gone")  # a resumed run neither needs nor loads its source
     resumed = begin(options, tmp_path / "again", tmp_path / "run" / "checkpoints" / "step_000001")
     assert resumed.resolved_options() == detector.resolved_options() and noted(tmp_path / "again") == {
         **note, "source": note["source"]}  # fmt: skip
@@ -73,22 +72,12 @@ def test_a_setting_is_the_given_one_else_that_of_the_source_else_the_published_o
 def test_what_a_parser_was_not_given_is_the_source_s(tmp_path):
     """A parser hands over every setting; `only_given` says which of them the user wrote."""
     source = build_detector("ssdlite", class_names=CLASSES, **SSD, nms_threshold=0.3)
-    source.save_final(tmp_path / "final", [Category(i, name) for i, name in enumerate(CLASSES)])
-    all_of_them = vars(SsdliteOptions(pretrained=str(tmp_path / "final"), iou_threshold=0.5))
-    values = {name: value for name, value in all_of_them.items() if not name.startswith("_")}
-    options = SsdliteOptions(**values).only_given({"pretrained", "iou_threshold"})
-    detector = begin(options, tmp_path / "run")
+    source.save_final(tmp_path / "final", CATEGORIES)
+    options = SsdliteOptions(pretrained=str(tmp_path / "final"), iou_threshold=0.5)
+    values = {name: value for name, value in vars(options).items() if not name.startswith("_")}
+    detector = begin(SsdliteOptions(**values).only_given({"pretrained", "iou_threshold"}), tmp_path / "run")
     assert detector.nms_threshold == 0.3 and detector.strides == (16, 32)
     assert noted(tmp_path / "run")["given"] == ["pretrained", "iou_threshold"]
-
-
-def test_without_a_source_nothing_is_noted_and_parts_are_frozen_as_told(tmp_path):
-    detector = begin(SsdliteOptions(**SSD, freeze_prefixes=["backbone"]), tmp_path / "run").train()
-    assert not (tmp_path / "run" / "pretrained_config.json").exists()
-    assert not detector.backbone.training and not any(p.requires_grad for p in detector.backbone.parameters())
-    model = detector.resolved_options()
-    rebuilt = rebuild_detector({"model": model}, CLASSES).train()
-    assert not rebuilt.backbone.training, "a replayed batch must see what the run saw"
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +92,13 @@ def test_scene_graphs_start_from_a_detector_and_their_folder_builds_them_again(t
     torch.manual_seed(3)
     inner = build_detector("faster_rcnn", class_names=names, backbone="test_resnet", **INNER, nms_threshold=0.2)
     inner.save_final(tmp_path / "final", table.categories)
-    options = SceneGraphOptions(detector=str(tmp_path / "final"), head="imp", **GRAPH)
     said = []
-    model = start_scene_graph(options, table, tmp_path, checkpoint=None, say=said.append)
+
+    def start(**options):
+        return start_scene_graph(SceneGraphOptions(**options), table, tmp_path, checkpoint=None, say=said.append)
+
+    options = SceneGraphOptions(detector=str(tmp_path / "final"), head="imp", **GRAPH)
+    model = start(detector=options.detector, head="imp", **GRAPH)
     assert model.detector.roi_heads.nms_thresh == 0.2 and model.nms_threshold == 0.5
     assert all(torch.equal(v, model.detector.state_dict()[k]) for k, v in inner.state_dict().items())
     assert not any(p.requires_grad for p in model.detector.parameters()) and model.relation_counts.sum() > 0
@@ -119,19 +112,15 @@ def test_scene_graphs_start_from_a_detector_and_their_folder_builds_them_again(t
     rebuilt.load_state_dict(model.state_dict())
 
     resolved = model.resolved_options()
-    same = SceneGraphOptions(**{key: resolved[key] for key in vars(options) if key != "_given"})
-    again = start_scene_graph(same, table, tmp_path, checkpoint=None, say=print)
+    again = start(**{key: resolved[key] for key in vars(options) if key != "_given"})
     assert again.resolved_options() == resolved, "a run by the config.yaml of another one"
     for wrong in ({"backbone": "resnet18d"}, {"detector_options": INNER | {"fpn_channels": 4}}):
         with pytest.raises(BadInput, match="backbone: leave them out|fpn_channels: leave them out"):
-            start_scene_graph(SceneGraphOptions(detector=str(tmp_path / "final"), **wrong), table, tmp_path,
-                              checkpoint=None, say=print)  # fmt: skip
+            start(detector=str(tmp_path / "final"), **wrong)
     model.save_final(tmp_path / "graphs", table.categories)
     with pytest.raises(BadInput, match="is a scene graph; expected a detector"):
-        start_scene_graph(SceneGraphOptions(detector=str(tmp_path / "graphs")), table, tmp_path, checkpoint=None,
-                          say=print)  # fmt: skip
-    again = SceneGraphOptions(pretrained=str(tmp_path / "graphs"), label_smoothing=0.1)
-    tuned = start_scene_graph(again, table, tmp_path, checkpoint=None, say=print)
+        start(detector=str(tmp_path / "graphs"))
+    tuned = start(pretrained=str(tmp_path / "graphs"), label_smoothing=0.1)
     assert tuned.label_smoothing == 0.1 and tuned.relation_losses == model.relation_losses
     assert all(torch.equal(v, tuned.state_dict()[k]) for k, v in model.state_dict().items())
 
@@ -149,7 +138,7 @@ def test_a_detector_is_measured_by_what_it_finds(table):
 
 def test_a_final_folder_of_another_version_is_said_to_be_that(tmp_path):
     detector = build_detector("faster_rcnn", class_names=CLASSES, **INNER, backbone="test_resnet")
-    detector.save_final(tmp_path, [Category(i, name) for i, name in enumerate(CLASSES)])
+    detector.save_final(tmp_path, CATEGORIES)
     assert load_detector_folder(tmp_path)[0].resolved_options() == detector.resolved_options()
     written = json.loads((tmp_path / "config.json").read_text())
     old = written["model"] | {"box_nms_thresh": written["model"].pop("nms_threshold")}

@@ -1,7 +1,4 @@
-"""What an update leaves is looked at, what is not finite is never saved, and the report says what tripped the guard.
-
-    python -m pytest tests/test_state.py
-"""
+"""What an update leaves is looked at, what is not finite is never saved, and the report says what tripped the guard."""
 
 import math
 import tempfile
@@ -11,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import run_on_ranks
-from test_training import make_training
+from test_training import NOTHING, make_training
 from torch import nn
 
 from toolkit.batch import Batch
 from toolkit.distributed import reduce_dict, world
 from toolkit.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.recovery import keep_start, recover
 from toolkit.replay_session import window_of_report
 from toolkit.runs.checkpoint import load_checkpoint, newest_valid
 from toolkit.saving import save
@@ -73,18 +71,17 @@ def test_every_part_of_the_state_is_seen_and_named(name, value):
     assert looked.count(False) == 1 or value == 3e38  # that one is told from an infinity by `nonfinite`
 
 
-def test_a_rate_that_float32_cannot_hold():
+@pytest.mark.parametrize(("kind", "fits", "overflows"), [(torch.optim.SGD, 3e38, 3e39), (torch.optim.Adam, 3e37, 3e38)])
+def test_a_rate_that_float32_cannot_hold(kind, fits, overflows):
     parameter = nn.Parameter(torch.ones(2))
-    for kind, rate, usable in ((torch.optim.SGD, 3e38, True), (torch.optim.SGD, 3e39, False),
-                               (torch.optim.Adam, 3e37, True), (torch.optim.Adam, 3e38, False)):  # fmt: skip
-        optimizer = kind([{"params": [parameter], "name": "main"}], lr=rate)
-        assert (unusable_rate(optimizer.param_groups) == "") == usable
-        parameter.grad = torch.ones(2)
-        if usable:
-            optimizer.step()
-        else:
-            with pytest.raises(RuntimeError, match="overflow"):
-                optimizer.step()
+    parameter.grad = torch.ones(2)
+    optimizer = kind([{"params": [parameter], "name": "main"}], lr=fits)
+    assert unusable_rate(optimizer.param_groups) == ""
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = overflows
+    assert unusable_rate(optimizer.param_groups)
+    with pytest.raises(RuntimeError, match="overflow"):
+        optimizer.step()
 
 
 # ---- the decision
@@ -95,13 +92,6 @@ def test_what_another_window_cannot_mend_is_not_skipped():
         guard = NanGuard(policy)
         assert guard.decide(3, {"loss": 1.0}, 1.0, 8.0, faults=["a weight is broken"]) is action
         assert guard.reason == "at step 3 a weight is broken"
-
-
-def test_an_overflowing_norm_of_finite_gradients_is_no_calibration():
-    guard = NanGuard("stop")
-    assert guard.decide(0, {"loss": 1.0}, INF, 65536.0, gradients_finite=False) is Action.CALIBRATE
-    assert guard.decide(0, {"loss": 1.0}, INF, 65536.0, gradients_finite=True) is Action.STOP
-    assert "the gradient norm of finite gradients is inf" in guard.reason
 
 
 def reduced_of(t, loss=1.0, norm=1.0, **others):
@@ -115,6 +105,12 @@ def test_under_a_scaler_training_tells_them_apart(tmp_path, entry, action):
     t.guard.snapshot(t.detector)
     t.detector.weight.grad = torch.tensor(entry)
     assert t.decide(reduced_of(t, norm=INF)) is action
+    assert ("the gradient norm of finite gradients is inf" in t.guard.reason) == (action is Action.STOP)
+    if action is Action.CALIBRATE:  # the scaler skips this update, whose gradients are forgotten
+        updates = []
+        t.optimizer.step = lambda: updates.append(t.detector.weight.grad.item())
+        recover(t, action)
+        assert updates == [INF] and t.detector.weight.grad is None
 
 
 # ---- a run
@@ -126,17 +122,23 @@ def ready(folder, policy="stop", **options):
     return t
 
 
+def fill(t, value):
+    with torch.no_grad():
+        t.detector.weight.fill_(value)
+
+
+def sums_of(t):
+    t._sums = {"loss": torch.ones(()), "loss_ce": torch.ones(()), "loss_ce_unscaled": torch.ones(())}
+    return reduce_dict(*t.sums(torch.ones(())))
+
+
 def test_the_last_update_is_looked_at_with_the_next_step(tmp_path):
     t = ready(tmp_path)
     save(t)
     t.step = 2
-    t._sums = {"loss": torch.ones(()), "loss_ce": torch.ones(()), "loss_ce_unscaled": torch.ones(())}
-    seen = [reduce_dict(*t.sums(torch.ones(())))["state_finite"] for _ in range(PARTS)]
-    assert seen == [1.0] * PARTS
-    with torch.no_grad():
-        t.detector.weight.fill_(INF)
-    seen = [reduce_dict(*t.sums(torch.ones(())))["state_finite"] for _ in range(PARTS)]
-    assert seen.count(0.0) == 1
+    assert [sums_of(t)["state_finite"] for _ in range(PARTS)] == [1.0] * PARTS
+    fill(t, INF)
+    assert [sums_of(t)["state_finite"] for _ in range(PARTS)].count(0.0) == 1
     with pytest.raises(StoppedByGuard, match="left what is not finite: weight weight"):
         t.accepts(WINDOW, reduced_of(t, state_finite=0.0))
     assert newest_valid(tmp_path / "checkpoints")[0].step == 0  # nothing newer was written
@@ -145,42 +147,30 @@ def test_the_last_update_is_looked_at_with_the_next_step(tmp_path):
 
 
 @pytest.mark.parametrize("due", ["save", "signal", "evaluation", "end"])
-def test_what_is_not_finite_is_never_saved(tmp_path, due):
+@pytest.mark.parametrize("in_window", [False, True])
+def test_what_is_not_finite_is_never_saved(tmp_path, due, in_window):
+    """Where a window has been trained on, it is reported."""
     every = {"save": Pace(save_every=1), "evaluation": Pace(eval_every=1)}.get(due, Pace())
     t = ready(tmp_path)
-    t.pace, t.step = every, 10 if due == "end" else 1
-    with torch.no_grad():
-        t.detector.weight.fill_(NAN)
-    with pytest.raises(StoppedByGuard, match="No state is saved"):
+    t.pace, t.step = every, 9 if due == "end" else 0
+    if in_window:
+        assert t.accepts(WINDOW, reduced_of(t))
+    t.step += 1
+    fill(t, NAN)
+    with pytest.raises(StoppedByGuard, match="weight weight(.|\n)*No state is saved"):
         t.evaluate_and_save(15.0 if due == "signal" else 0.0)
     assert newest_valid(tmp_path / "checkpoints")[0] is None
-    assert not list(tmp_path.glob("nan/*/rank0"))  # there was no window
-
-
-def test_an_update_that_overflows_and_is_to_be_saved_is_reported_with_its_window(tmp_path):
-    t = ready(tmp_path)
-    t.pace = Pace(save_every=1)
-    assert t.accepts(WINDOW, reduced_of(t))
-    t.step += 1
-    with torch.no_grad():
-        t.detector.weight.fill_(NAN)
-    with pytest.raises(StoppedByGuard, match="what the last update left: weight weight not finite"):
-        t.evaluate_and_save(0.0)
-    (folder,) = tmp_path.glob("nan/*/rank0")
-    report, window, *_ = load_report(folder)
-    assert report["where"] == "state" and len(window) == len(WINDOW)
+    reports = [load_report(folder) for folder in tmp_path.glob("nan/*/rank0")]
+    assert [(report["where"], len(window)) for report, window, *_ in reports] == [("state", 1)] * in_window
 
 
 def test_the_state_at_the_start_is_saved_when_the_first_update_overflows(tmp_path):
     t = ready(tmp_path)
     t.ema = Ema(t.detector, 0.9)
-    from toolkit.recovery import keep_start
-
     keep_start(t)
     t.step = 1
-    with torch.no_grad():
-        t.detector.weight.fill_(INF)
-        t.ema.module.weight.fill_(NAN)
+    fill(t, INF)
+    t.ema.module.weight.fill_(NAN)
     with pytest.raises(StoppedByGuard, match="the state of step 0, with which the run began, is saved"):
         t.evaluate_and_save(15.0)
     saved, _ = newest_valid(tmp_path / "checkpoints")
@@ -192,18 +182,15 @@ def test_the_state_at_the_start_is_saved_when_the_first_update_overflows(tmp_pat
 
 def test_a_rollback_goes_to_the_last_good_checkpoint_with_lower_rates(tmp_path):
     t = ready(tmp_path, "rollback")
-    t.guard.lr_factor, t.pace = 0.5, Pace(save_every=1)
-    t.step = 3
+    t.guard.lr_factor, t.pace, t.step = 0.5, Pace(save_every=1), 3
     save(t)
     t.step = 4
-    with torch.no_grad():
-        t.detector.weight.fill_(INF)
+    fill(t, INF)
     t.evaluate_and_save(0.0)
     assert (t.step, t.detector.weight.item()) == (3, 1.0)
     assert t.optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and t.schedule.rates() != {}
     assert newest_valid(tmp_path / "checkpoints")[0].step == 3
-    with torch.no_grad():
-        t.detector.weight.fill_(INF)
+    fill(t, INF)
     t.step = 4
     with pytest.raises(Preempted):
         t.evaluate_and_save(15.0)
@@ -227,8 +214,7 @@ def test_final_weights_are_looked_at(tmp_path):
     t.best.value = 0.5
     finish(t)
     t.best.value = None
-    with torch.no_grad():
-        t.detector.weight.fill_(NAN)
+    fill(t, NAN)
     with pytest.raises(StoppedByGuard):
         finish(t)
 
@@ -239,9 +225,8 @@ def test_a_best_checkpoint_that_was_damaged_costs_a_line(tmp_path, metric, capsy
     t.ema, t.best.metric, t.best.value = Ema(t.detector, 0.9), metric, 0.5
     t.step = 1
     save(t, best=True)
-    with torch.no_grad():
-        t.detector.weight.fill_(2.0)
-        t.ema.module.weight.fill_(3.0)
+    fill(t, 2.0)
+    t.ema.module.weight.fill_(3.0)
     (tmp_path / "checkpoints" / "best" / "model.safetensors").write_bytes(b"torn")
     t.best.evaluated_step = t.step = 2
     finish(t)
@@ -249,14 +234,6 @@ def test_a_best_checkpoint_that_was_damaged_costs_a_line(tmp_path, metric, capsy
     assert "the best checkpoint cannot be used, final/ gets the weights of step 2: " in said and "has 4 bytes" in said
     assert t.detector.weight.item() == (2.0 if metric == "bbox_AP" else 3.0)
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000002"
-
-
-def test_a_broken_buffer_of_a_checkpoint_is_not_taken_for_a_mask():
-    model, guard = Net(), NanGuard()
-    guard.watch(model)
-    model.norm.running_var[0] = INF  # as a doctored checkpoint would
-    guard.snapshot(model)
-    assert guard.buffers_finite() == 0.0
 
 
 # ---- rows that cannot be written
@@ -270,8 +247,7 @@ def test_a_row_that_cannot_be_written_ends_the_run_after_a_save(tmp_path):
 
     t.log.writer.log = refuse
     t.log.write(1, 0, {})
-    t.step, t._sums = 1, {"loss": torch.ones(()), "loss_ce": torch.ones(()), "loss_ce_unscaled": torch.ones(())}
-    reduced = reduce_dict(*t.sums(torch.ones(())))
+    t.step, reduced = 1, sums_of(t)
     assert reduced["signal"] > 0
     with pytest.raises(BadInput, match="cannot be written"):
         t.evaluate_and_save(reduced["signal"])
@@ -312,40 +288,24 @@ def test_a_fault_that_does_not_come_back_is_not_called_reproduced():
 # ---- between ranks
 
 
-def averaged():
-    """Gradients of the learned weights and buffers, of two ranks that saw other images."""
-    from toolkit.distributed import broadcast_buffers
-
+def between_ranks():
+    """Gradients of learned weights, and the buffers of raw and averaged weights that a rank evaluates with."""
     rank = world()[0]
-    weights = LossWeights(["a"], {"a": "learned"}, {"a": 1.0})
-    weights.log_variances["a"].grad = torch.tensor(float(rank))
-    t = make_training(None)
-    t.weights = weights
+    t = make_training(Path(tempfile.mkdtemp()), signals=QUIET)
+    t.weights = LossWeights(["a"], {"a": "learned"}, {"a": 1.0})
+    t.weights.log_variances["a"].grad = torch.tensor(float(rank))
     t.accelerator.unscale_gradients = lambda: None
     t.unscaled_gradient_norm()
-    norm = nn.BatchNorm1d(2)
-    norm.running_mean.fill_(rank)
-    broadcast_buffers(norm)
-    return weights.log_variances["a"].grad.item(), norm.running_mean.tolist()
-
-
-def test_ranks_average_learned_weights_and_share_buffers():
-    assert run_on_ranks(averaged, 2) == [(0.5, [0.0, 0.0])] * 2
-
-
-def evaluated():
-    """The buffers of raw and averaged weights that a rank evaluates with; each rank gathered its own."""
-    t = make_training(Path(tempfile.mkdtemp()), signals=QUIET)
     t.detector.norm = nn.BatchNorm1d(2)
-    t.detector.norm.running_mean.fill_(1.0 + world()[0])
+    t.detector.norm.running_mean.fill_(1.0 + rank)  # each rank gathered its own
     t.ema = Ema(t.detector, 0.9)
-    nothing = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
-    t.validation.loader, t.validation.pictures = [nothing], 0
+    t.validation.loader, t.validation.pictures = [NOTHING], 0
     t.validation.evaluator = SimpleNamespace(evaluate=lambda found: {"bbox_AP": 0.5}, describe=lambda *_: "")
     t.log.writer = SimpleNamespace(log=lambda row: None, folder=t.folder)
     validate(t)
-    return t.detector.norm.running_mean.tolist(), t.ema.module.norm.running_mean.tolist()
+    means = [module.norm.running_mean.tolist() for module in (t.detector, t.ema.module)]
+    return t.weights.log_variances["a"].grad.item(), *means
 
 
-def test_ranks_evaluate_with_the_buffers_of_the_main_one():
-    assert run_on_ranks(evaluated, 2) == [([1.0, 1.0], [1.0, 1.0])] * 2
+def test_ranks_average_learned_weights_and_evaluate_with_the_buffers_of_the_main_one():
+    assert run_on_ranks(between_ranks, 2) == [(0.5, [1.0, 1.0], [1.0, 1.0])] * 2

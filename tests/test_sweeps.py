@@ -67,6 +67,16 @@ def command(path: Path, out: Path, *more) -> list[str]:
     return [sys.executable, str(ROOT / "scripts" / "sweep.py"), str(path), "--out", str(out), *map(str, more)]
 
 
+def killed_in_trial(words: list[str], trial: Path, environment: dict) -> None:
+    """Starts a worker and kills it once this trial has a row; its training, in a session of its own, lives on."""
+    worker = subprocess.Popen(words, env=os.environ | environment, start_new_session=True)
+    while not (trial / "metrics.jsonl").exists():
+        time.sleep(0.02)
+        assert worker.poll() is None
+    os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+
+
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.name)
 def test_every_sweep_here_can_be_read(path):
     found = read_sweep(path)
@@ -90,33 +100,27 @@ def test_a_sweep_says_all_that_is_wrong_with_it(tmp_path):
 
 def test_killed_and_resumed_it_is_the_same_study(tmp_path):
     path = written(tmp_path)
-    assert sweep.main([str(path), "--out", str(tmp_path / "whole"), "--trials", "6"]) == 0
+    assert sweep.main([str(path), "--out", str(tmp_path / "whole"), "--trials", "4"]) == 0
     whole = trials(tmp_path / "whole")
-    assert [row[0] for row in whole] == list("012345") and {row[1] for row in whole} == {"COMPLETE"}
-    assert len({row[4] for row in whole}) == 6 and all(row[3] == "4" for row in whole)
+    assert [row[0] for row in whole] == list("0123") and {row[1] for row in whole} == {"COMPLETE"}
+    assert len({row[4] for row in whole}) == 4 and all(row[3] == "4" for row in whole)
     out = tmp_path / "killed"
-    slow = os.environ | {"SLOW": "0.15"}
-    worker = subprocess.Popen(command(path, out, "--trials", 6), env=slow, start_new_session=True)
-    while not (out / "trial_00002" / "metrics.jsonl").exists():
-        time.sleep(0.02)
-        assert worker.poll() is None
-    os.killpg(worker.pid, signal.SIGKILL)  # its training, in a session of its own, lives on
-    worker.wait()
-    assert sweep.main([str(path), "--out", str(out), "--trials", "6"]) == 0
+    killed_in_trial(command(path, out, "--trials", 4), out / "trial_00002", {"SLOW": "0.15"})
+    assert sweep.main([str(path), "--out", str(out), "--trials", "4"]) == 0
     assert trials(out) == whole
-    assert sweep.main([str(path), "--out", str(out), "--trials", "6"]) == 0 and trials(out) == whole
+    assert sweep.main([str(path), "--out", str(out), "--trials", "4"]) == 0 and trials(out) == whole
     other = written(tmp_path, parameters={"optim.lr": {"value": 1}})
-    assert sweep.main([str(other), "--out", str(out), "--trials", "6"]) == 2
+    assert sweep.main([str(other), "--out", str(out), "--trials", "4"]) == 2
 
 
 def test_workers_share_a_grid_and_a_failed_trial_is_said(tmp_path, capfd):
     values = {"optim.lr": {"values": [0.1, 0.01]}, "bonus": {"values": [0, 1, 9]}}
     path = written(tmp_path, method="grid", parameters=values)
     workers = [subprocess.Popen(command(path, tmp_path / "out"), env=os.environ | {"SLOW": "0.05"}) for _ in range(2)]
-    assert [worker.wait(100) for worker in workers] == [0, 0]
-    found = trials(tmp_path / "out")
-    assert sorted((row[4], row[5]) for row in found) == [(lr, b) for lr in ("0.01", "0.1") for b in "019"]
-    assert all((row[1] == "FAIL") == (row[5] == "9") for row in found)
+    assert [worker.wait() for worker in workers] == [0, 0]
+    rows = trials(tmp_path / "out")
+    assert sorted((row[4], row[5]) for row in rows) == [(lr, b) for lr in ("0.01", "0.1") for b in "019"]
+    assert all((row[1] == "FAIL") == (row[5] == "9") for row in rows)
     assert yaml.safe_load((tmp_path / "out" / "best.json").read_text())["settings"] == {"optim.lr": 0.01, "bonus": 1}
 
 
@@ -152,8 +156,7 @@ def test_a_trial_worse_than_the_others_is_pruned(tmp_path, monkeypatch):
     monkeypatch.setattr("toolkit.runs.watch.POLL_S", 0.02)
     path = written(tmp_path, early_terminate={"type": "hyperband", "min_iter": 2}, method="random")
     assert sweep.main([str(path), "--out", str(tmp_path / "out"), "--trials", "8"]) == 0
-    found = trials(tmp_path / "out")
-    pruned = [row for row in found if row[1] == "PRUNED"]
+    pruned = [row for row in trials(tmp_path / "out") if row[1] == "PRUNED"]
     assert pruned and all(2 <= int(row[3]) < 4 for row in pruned)
 
 
@@ -193,15 +196,10 @@ def test_a_sweep_of_trainings_is_killed_resumed_and_one_is_trained_again(tmp_pat
     content["parameters"] = {"optim.lr": {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2}}
     path, out = tmp_path / "sweep.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
-    worker = subprocess.Popen(command(path, out, "--trials", 6), env=os.environ | CPU)
-    while not (out / "trial_00002" / "metrics.jsonl").exists():
-        time.sleep(0.1)
-        assert worker.poll() is None
-    worker.kill()
-    worker.wait()
-    subprocess.run(command(path, out, "--trials", 6), env=os.environ | CPU, check=True)
-    found = trials(out)
-    assert [row[0] for row in found] == list("012345") and {row[1] for row in found} == {"COMPLETE"}
+    killed_in_trial(command(path, out, "--trials", 4), out / "trial_00002", CPU)
+    subprocess.run(command(path, out, "--trials", 4), env=os.environ | CPU, check=True)
+    rows = trials(out)
+    assert [row[0] for row in rows] == list("0123") and {row[1] for row in rows} == {"COMPLETE"}
     again = [sys.executable, ROOT / "scripts" / "train_detr.py", "--config", out / "trial_00002" / "config.yaml",
              "--run.output_dir", tmp_path, "--run.name", "again"]  # fmt: skip
     subprocess.run([str(word) for word in again], env=os.environ | CPU, check=True)

@@ -1,18 +1,13 @@
-"""scripts/runs/until_done.sh starts a run again while that helps, and ends when it is told to.
-
-    python -m pytest tests/test_until_done.py
-"""
+"""scripts/runs/until_done.sh starts a run again while that helps, and ends when it is told to."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-HANGS_AFTER_S = 120
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "runs" / "until_done.sh"
 
 # A run that notes each of its starts and does what its plan says of it: "state code [checkpoint]", or waits.
@@ -32,17 +27,16 @@ def status(state):
 words = plan[min(number, len(plan) - 1)].split()
 if words[0] == "wait":
     def stop(number, frame):
-        (folder / "saving").write_text("")
-        while not (folder / "saved").exists():  # until the test has looked
-            time.sleep(0.01)
+        print("saving", flush=True)
+        (folder / "saved").read_bytes()  # a pipe: until the test has looked
         status("preempted")
         (folder / f"stopped_by_{number}").write_text("")
         os._exit(85)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, stop)
     status("running")
-    (folder / "waiting").write_text("")
-    time.sleep(120)
+    print("waiting", flush=True)
+    signal.pause()
 state, code, *checkpoint = words
 if state != "-":
     status(state)
@@ -62,7 +56,7 @@ def command(folder: Path, plan: str, *launcher) -> list[str]:
 
 def until_done(folder: Path, plan: str) -> tuple[int, int]:
     """(exit code, starts)"""
-    done = subprocess.run(command(folder, plan), capture_output=True, timeout=HANGS_AFTER_S)
+    done = subprocess.run(command(folder, plan), capture_output=True)
     return done.returncode, len((folder / "starts").read_text())
 
 
@@ -89,31 +83,24 @@ def test_a_start_that_dies_before_training_does_not_loop(tmp_path, earlier):
     assert until_done(tmp_path, "- 1") == (1, 3)
 
 
-def appears(path: Path, process: subprocess.Popen) -> None:
-    """Waits until the run has made this file."""
-    until = time.monotonic() + HANGS_AFTER_S
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < until, path.name
-        time.sleep(0.01)
-
-
 # Hands no signal on, as the one of accelerate for one process.
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.Popen(sys.argv[1:]).wait())"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-@pytest.mark.parametrize("launcher", [(), (sys.executable, "-c", LAUNCHER)], ids=["alone", "launcher"])
+@pytest.mark.parametrize(("name", "launcher"), [
+    *[(name, ()) for name in ("SIGTERM", "SIGINT", "SIGUSR1")], ("SIGTERM", (sys.executable, "-c", LAUNCHER)),
+])  # fmt: skip
 def test_a_signal_reaches_the_run_which_saves_and_ends_both(tmp_path, name, launcher):
-    process = subprocess.Popen(command(tmp_path, "wait", *launcher), start_new_session=True)
-    try:
-        appears(tmp_path / "waiting", process)
-        os.kill(process.pid, getattr(signal, name))  # to the script alone, as a batch system does
-        appears(tmp_path / "saving", process)
+    os.mkfifo(tmp_path / "saved")
+    number = getattr(signal, name)
+    words, pipes = command(tmp_path, "wait", *launcher), {"stdout": subprocess.PIPE, "text": True}
+    heeded = {"preexec_fn": lambda: signal.signal(number, signal.SIG_DFL)}  # also where the tests run in the background
+    with subprocess.Popen(words, start_new_session=True, **pipes, **heeded) as process:
+        assert process.stdout.readline() == "waiting\n"
+        os.kill(process.pid, number)  # to the script alone, as a batch system does
+        assert process.stdout.readline() == "saving\n"
         assert process.poll() is None, "it waits for the run that saves"
-        (tmp_path / "saved").write_text("")
-        assert process.wait(HANGS_AFTER_S) == 85
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert (tmp_path / f"stopped_by_{getattr(signal, name).value}").exists()
+        (tmp_path / "saved").write_text("go on")
+        assert process.wait() == 85
+    assert (tmp_path / f"stopped_by_{number.value}").exists()
     assert (tmp_path / "starts").read_text() == "x", "not started again"

@@ -1,7 +1,4 @@
-"""A training that a program starts and watches: it ends with that program, however that one ends.
-
-    python -m pytest tests/test_watch.py
-"""
+"""A training that a program starts and watches: it ends with that program, however that one ends."""
 
 import os
 import select
@@ -30,7 +27,7 @@ def test_a_training_ends_with_the_program_that_watches_it(tmp_path, number):
     with parent:
         child = os.pidfd_open(int(parent.stdout.readline()))
         parent.send_signal(number)
-    assert select.select([child], [], [], 60)[0], "it lives on"
+    select.select([child], [], [])  # until it has ended
     os.close(child)
 
 

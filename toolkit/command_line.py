@@ -44,7 +44,7 @@ FIRST_SETTINGS = {
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """jsonargparse's, with the lines of the description as they are."""
+    """The help of jsonargparse, which keeps the line breaks of the description."""
 
 
 def run_script(main: Callable, cls: type, default_config: Path | None = None, argv: list[str] | None = None) -> int:
@@ -87,8 +87,9 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     bundled, given = None, dict(_flags(argv))
     if default_config is not None and "--config" not in given:
         bundled = _read_yaml(str(default_config))
-        own = bundled.get("model", {}).get("architecture")
-        if _chosen_architecture(argv, {}) in (None, own) and "--model.pretrained" not in given:  # it says what it is
+        default = bundled.get("model", {}).get("architecture")
+        # trained weights say themselves which model they are of
+        if _chosen_architecture(argv, {}) in (None, default) and "--model.pretrained" not in given:
             argv, bundled = ["--config", str(default_config), *argv], None
     files = {value: _read_yaml(value) for flag, value in _flags(argv) if flag == "--config" and value is not None}
     of_default = (bundled or {}).get("model", {}).get("architecture")
@@ -130,8 +131,8 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
 
 def _description(title: str, groups: list[tuple[str, type, Callable]]) -> str:
     """The first lines of `--help`: an example, and the settings to begin with."""
-    known = {f"{name}.{each.name}" for name, kind, _ in groups for each in fields(kind)}
-    lines = [f"  {'--' + words:31} {text}" for words, text in FIRST_SETTINGS.items() if words.split()[0] in known]
+    keys = {f"{name}.{setting.name}" for name, kind, _ in groups for setting in fields(kind)}
+    lines = [f"  {'--' + words:31} {text}" for words, text in FIRST_SETTINGS.items() if words.split()[0] in keys]
     example = "  accelerate launch scripts/%(prog)s --data.path DIR --run.name mine --run.max_minutes 30"
     return "\n".join([title, "", example, "", "What people change first (all settings follow, by topic):", *lines])
 
@@ -141,7 +142,7 @@ OF_ONE_DATA_SET = ("train", "val", "image_dir", "format", "name")
 
 
 def _with_other_data(argv: list[str], files: dict[str, dict]) -> list[str]:
-    """The arguments; where they have `--data.path`, their settings files are without what is of another data set."""
+    """Drops what settings files say of another data set from the arguments, where `--data.path` names one."""
     if "--data.path" not in dict(_flags(argv)):
         return argv
     replaced = {}
@@ -168,25 +169,25 @@ def _is_share(val: object) -> bool:
 
 
 def _groups(cls: type, architecture: str | None) -> list[tuple[str, type, Callable]]:
-    """(name, dataclass, what makes its default) of every group; that of the model as the architecture has it."""
-    found = []
+    """(name, dataclass, default factory) of every group; the group `model` has the options of the architecture."""
+    groups = []
     for group in fields(cls):
         default = group.default_factory()
         if isinstance(default, DetectorOptions):
             kind = _options_of_family(type(default), architecture or default.architecture)
-            found.append((group.name, kind, group.default_factory if kind is type(default) else kind))
+            groups.append((group.name, kind, group.default_factory if kind is type(default) else kind))
         else:
-            found.append((group.name, type(default), group.default_factory))
-    return found
+            groups.append((group.name, type(default), group.default_factory))
+    return groups
 
 
 def _options_of_family(default: type[DetectorOptions], architecture: str) -> type[DetectorOptions]:
-    """The options of an architecture that a script trains: those beside its default, and any `module:Class`."""
+    """The options of an architecture that the script can train: one of its own family, or any `module:Class`."""
     if ":" in architecture:
         trust_class(architecture)  # a person named it, in a flag or in a settings file
         kind = options_class(architecture)
-        own = [("architecture", str, architecture)]
-        return make_dataclass(kind.__name__, own, bases=(kind,), namespace={"__doc__": kind.__doc__})
+        architecture_field = [("architecture", str, architecture)]
+        return make_dataclass(kind.__name__, architecture_field, bases=(kind,), namespace={"__doc__": kind.__doc__})
     family = _family(default)
     if architecture in family:
         return options_class(architecture)
@@ -199,7 +200,7 @@ def _options_of_family(default: type[DetectorOptions], architecture: str) -> typ
 
 
 def _family(options: type[DetectorOptions]) -> list[str]:
-    """The architectures whose options stand in the same module."""
+    """The architectures whose options are defined in the same module."""
     return [name for name in ARCHITECTURES if options_class(name).__module__ == options.__module__]
 
 
@@ -213,7 +214,7 @@ def _flags(argv: list[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _read_yaml(path: str) -> dict:
-    """The mapping in a settings file. Raises BadInput."""
+    """Reads the mapping in a settings file. Raises BadInput."""
     try:
         content = yaml.safe_load(Path(path).expanduser().read_text())
     except OSError as error:
@@ -226,7 +227,7 @@ def _read_yaml(path: str) -> dict:
 
 
 def _chosen_architecture(argv: list[str], files: dict[str, dict]) -> str | None:
-    """The last word on `model.architecture`, in the order of the arguments."""
+    """The `model.architecture` that wins: the last one in the order of the arguments."""
     chosen = None
     for flag, value in _flags(argv):
         if flag == "--config" and value is not None:
@@ -244,10 +245,10 @@ def _given_keys(group: str, argv: list[str], files: dict[str, dict]) -> set[str]
 def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str], files: dict[str, dict]) -> None:
     """Raises BadInput naming every flag and every key of a file that there is not, with the nearest one, and every
     value of a file that its setting cannot have."""
-    known, model = list(parser._option_string_actions), groups.get("model")
-    unknown = [flag for flag, _ in _flags(argv) if flag not in known and not _is_item_of(flag, groups)]
-    problems = [f"{flag}: no such flag{_elsewhere(flag, model) or did_you_mean(flag, known)}" for flag in unknown]
-    keys = {name: [each.name for each in fields(kind)] for name, kind in groups.items()}
+    flags, model = list(parser._option_string_actions), groups.get("model")
+    unknown = [flag for flag, _ in _flags(argv) if flag not in flags and not _is_item_of(flag, groups)]
+    problems = [f"{flag}: no such flag{_elsewhere(flag, model) or did_you_mean(flag, flags)}" for flag in unknown]
+    keys = {name: [setting.name for setting in fields(kind)] for name, kind in groups.items()}
     for path, content in files.items():
         for group, entries in content.items():
             if group not in keys:
@@ -272,6 +273,6 @@ def _elsewhere(flag: str, model: type[DetectorOptions] | None) -> str:
     """Says whose setting a flag of the group `model` is, if it is one of another architecture of the script."""
     if model is None or not flag.startswith("--model."):
         return ""
-    key, own = flag.removeprefix("--model.").partition(".")[0], model().architecture
-    others = [name for name in _family(model) if key in {each.name for each in fields(options_class(name))}]
-    return f" of {own}; it is one of {', '.join(others)}" if others else ""
+    key, architecture = flag.removeprefix("--model.").partition(".")[0], model().architecture
+    others = [name for name in _family(model) if key in {setting.name for setting in fields(options_class(name))}]
+    return f" of {architecture}; it is one of {', '.join(others)}" if others else ""

@@ -57,16 +57,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"detection-toolkit {version()}")
         return 0
     name, *rest = words
-    own = {"copy": copy, "where": where, "completion": completion, "complete": complete}
-    if name in own:
-        return own[name](rest)
+    builtins = {"copy": copy, "where": where, "completion": completion, "complete": complete}
+    if name in builtins:
+        return builtins[name](rest)
     if name == "train" and rest and rest[0] in detectors():
         return run_as_main(ROOT / "scripts" / f"train_{rest[0]}.py", rest[1:])
     if name == "train":
         return _refuse("detect train needs one of", rest[0] if rest else "", detectors())
     if name in commands():
         return run_as_main(commands()[name], rest)
-    return _refuse("detect needs one of", name, ["train", *commands(), *list(own)[:-1]])
+    return _refuse("detect needs one of", name, ["train", *commands(), *list(builtins)[:-1]])
 
 
 def run_as_main(script: Path, arguments: list[str]) -> int:
@@ -84,14 +84,14 @@ def detectors() -> list[str]:
 
 def commands() -> dict[str, Path]:
     """The other scripts by the name of their command."""
-    found = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py")) if path.stem not in NOT_COMMANDS}
-    return {NAMES.get(stem, stem): path for stem, path in found.items() if not stem.startswith("train_")}
+    scripts = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py")) if path.stem not in NOT_COMMANDS}
+    return {NAMES.get(stem, stem): path for stem, path in scripts.items() if not stem.startswith("train_")}
 
 
 def usage() -> str:
-    shown = {f"train {name}": ROOT / "scripts" / f"train_{name}.py" for name in detectors()} | commands()
-    width = max(map(len, shown)) + 2
-    lines = [f"  detect {name:{width}}{first_line(path)}" for name, path in shown.items()]
+    scripts = {f"train {name}": ROOT / "scripts" / f"train_{name}.py" for name in detectors()} | commands()
+    width = max(map(len, scripts)) + 2
+    lines = [f"  detect {name:{width}}{first_line(path)}" for name, path in scripts.items()]
     lines.append(f"  detect {'copy':{width}}A script to change, and its configuration: detect copy train_detr mine.py")
     lines.append(f"  detect {'where':{width}}The path of a script or a configuration; alone: all of them.")
     lines.append(f"  detect {'completion':{width}}For the Tab key of a shell: {', '.join(COMPLETION)}.")
@@ -99,7 +99,7 @@ def usage() -> str:
 
 
 def version() -> str:
-    """Of the checkout that this is, else of the installed package."""
+    """The version of this checkout, else of the installed package."""
     project = ROOT / "pyproject.toml"
     if project.is_file():
         return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
@@ -170,7 +170,7 @@ def completion(words: list[str]) -> int:
 
 
 def complete(words: list[str]) -> int:
-    """Prints what may stand in the place of the last word; nothing where it is a file or a value."""
+    """Prints the completions of the last word; nothing where it is a file or a value."""
     *before, begun = words or [""]
     if not before:
         possible = ["train", *commands(), "copy", "where", "completion"]
@@ -192,15 +192,15 @@ def settings() -> list[str]:
     """Flags of the training scripts, those of every detector among them."""
     sources = [("", PACKAGE / "runs" / "settings.py")]
     sources += [("model", path) for path in sorted(PACKAGE.rglob("options.py"))]
-    found = {"--config", "--help", "--print_config"}
+    names = {"--config", "--help", "--print_config"}
     for group, path in sources:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 name = group or node.name.removesuffix("Config").lower()
                 lines = (line for line in node.body if isinstance(line, ast.AnnAssign))
                 fields = (line for line in lines if "ClassVar" not in ast.unparse(line.annotation))
-                found |= {f"--{name}.{line.target.id}" for line in fields}
-    return sorted(found)
+                names |= {f"--{name}.{line.target.id}" for line in fields}
+    return sorted(names)
 
 
 def flags(script: Path | None) -> list[str]:
@@ -212,9 +212,9 @@ def flags(script: Path | None) -> list[str]:
     return sorted({"--help", *(word for word in given if str(word).startswith("--"))})
 
 
-def _refuse(sentence: str, word: str, known: list[str], show: bool = True) -> int:
-    similar = difflib.get_close_matches(word, known, n=1)
+def _refuse(sentence: str, word: str, choices: list[str], show: bool = True) -> int:
+    similar = difflib.get_close_matches(word, choices, n=1)
     hint = f"; did you mean {similar[0]}?" if similar else ""
-    listed = f" {', '.join(known)}" if show else ""
+    listed = f" {', '.join(choices)}" if show else ""
     print(f"error: {sentence}{listed}{f', not {word!r}' if word else ''}{hint}", file=sys.stderr)
     return 2

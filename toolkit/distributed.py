@@ -104,27 +104,27 @@ def gather_by_image(items: Iterable[tuple[int | str, dict]]) -> dict[int | str, 
     different images are never joined. An image that several ranks (or batches) had is kept once: the first in the
     order of ranks. They travel some images at a time, so that nothing but the result is ever large.
     """
-    own = [(image_id, _to_cpu(prediction)) for image_id, prediction in items]
+    local = [(image_id, _to_cpu(prediction)) for image_id, prediction in items]
     rank, world_size = world()
-    by_rank = [own] if world_size == 1 else [[] for _ in range(world_size)]
-    for first in range(0, agree_max(len(own)) if world_size > 1 else 0, IMAGES_AT_ONCE):
+    by_rank = [local] if world_size == 1 else [[] for _ in range(world_size)]
+    for first in range(0, agree_max(len(local)) if world_size > 1 else 0, IMAGES_AT_ONCE):
         parts = [None] * world_size if rank == 0 else None
-        dist.gather_object(own[first : first + IMAGES_AT_ONCE], parts, dst=0)
-        for known, part in zip(by_rank, parts or (), strict=False):
-            known += part
+        dist.gather_object(local[first : first + IMAGES_AT_ONCE], parts, dst=0)
+        for predictions, part in zip(by_rank, parts or (), strict=False):
+            predictions += part
     gathered: dict[int | str, dict] = {}
     for image_id, prediction in (item for part in by_rank for item in part):
         gathered.setdefault(image_id, prediction)
     return gathered
 
 
-def gather_objects(own: Result) -> list[Result]:
-    """The `own` of every rank, in the order of ranks, on every rank."""
+def gather_objects(value: Result) -> list[Result]:
+    """The `value` of every rank, in the order of ranks, on every rank."""
     _, world_size = world()
     if world_size == 1:
-        return [own]
+        return [value]
     gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, own)
+    dist.all_gather_object(gathered, value)
     return gathered
 
 
@@ -170,13 +170,13 @@ def state_from_main(function: Callable[[], Result]) -> Result:
         return function()
     held: list[Any] = []
     run_on_main(lambda: held.append(function()))
-    skeleton = broadcast_object(_mapped(held[0], _Place.of, Tensor) if rank == 0 else None)
+    skeleton = broadcast_object(_mapped(held[0], _TensorSpec.of, Tensor) if rank == 0 else None)
 
-    def arrived(place: "_Place") -> Tensor:
-        shared = torch.empty(place.shape.numel() * place.dtype.itemsize, dtype=torch.uint8, device=device)
+    def arrived(spec: "_TensorSpec") -> Tensor:
+        shared = torch.empty(spec.shape.numel() * spec.dtype.itemsize, dtype=torch.uint8, device=device)
         if len(shared):
             dist.broadcast(shared, src=0)
-        return shared.cpu().view(place.dtype).as_strided(place.shape, place.stride)
+        return shared.cpu().view(spec.dtype).as_strided(spec.shape, spec.stride)
 
     def sent(tensor: Tensor) -> Tensor:
         if tensor.numel():
@@ -185,11 +185,11 @@ def state_from_main(function: Callable[[], Result]) -> Result:
         return tensor
 
     device = _collective_device(torch.device("cpu"))
-    return _mapped(held[0], sent, Tensor) if rank == 0 else _mapped(skeleton, arrived, _Place)
+    return _mapped(held[0], sent, Tensor) if rank == 0 else _mapped(skeleton, arrived, _TensorSpec)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorSpec:
     """Stands for a tensor in a message. Strides are kept: a fused optimizer wants those of its state to be the same on
     all processes."""
 
@@ -198,18 +198,18 @@ class _Place:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "_Place":
+    def of(cls, tensor: Tensor) -> "_TensorSpec":
         return cls(tensor.shape, torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
-    """`value` with everything of that kind changed, in the order in which it is met."""
+    """Applies `change` to every instance of `kind` in a nested value, depth first."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):
-        return {key: _mapped(each, change, kind) for key, each in value.items()}
+        return {key: _mapped(item, change, kind) for key, item in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)([_mapped(each, change, kind) for each in value])
+        return type(value)([_mapped(item, change, kind) for item in value])
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _mapped(getattr(value, f.name), change, kind) for f in fields(value)})
     return value
@@ -233,11 +233,11 @@ def first_on_each_machine(function: Callable[[], object]) -> None:
             function()
         except Exception as caught:  # noqa: BLE001  the others wait for a word, whatever happened
             error = caught
-    told = [each for each in gather_objects(error and _portable(error)) if each is not None]
+    failures = [failure for failure in gather_objects(error and _portable(error)) if failure is not None]
     if error is not None:
         raise error
-    if told:
-        raise told[0]
+    if failures:
+        raise failures[0]
 
 
 def broadcast_buffers(module: torch.nn.Module) -> None:
@@ -273,13 +273,13 @@ def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
     random.seed(int(words[2]) << 32 | int(words[3]))
 
 
-def _collective_device(own: torch.device) -> torch.device:
-    """Where a tensor that is on `own` must be for a collective."""
+def _collective_device(device: torch.device) -> torch.device:
+    """The device on which a collective takes a tensor that is on `device`."""
     backend = dist.get_backend()
     if backend in ("gloo", "mpi"):
         return torch.device("cpu")
-    if "gloo" in backend and own.type == "cpu":  # one for each kind of device, see `toolkit.runs.processes`
-        return own
+    if "gloo" in backend and device.type == "cpu":  # one for each kind of device, see `toolkit.runs.processes`
+        return device
     return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
 
 

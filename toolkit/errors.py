@@ -59,9 +59,10 @@ def sentence(error: Exception) -> BadInput | None:
         )
     if not isinstance(error, OSError) or error.errno not in _ADVICE:
         return None
-    place = f"{error.filename}: " if error.filename else ""
-    shown = place if len(place) < 200 else f"{place[:80]}… ({len(place)} characters): "
-    return BadInput(f"{shown}{os.strerror(error.errno)}. What is to be done: {_ADVICE[error.errno]}.")
+    prefix = f"{error.filename}: " if error.filename else ""
+    if len(prefix) >= 200:
+        prefix = f"{prefix[:80]}… ({len(prefix)} characters): "
+    return BadInput(f"{prefix}{os.strerror(error.errno)}. What is to be done: {_ADVICE[error.errno]}.")
 
 
 class StoppedByGuard(Exception):
@@ -92,10 +93,10 @@ def says_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
             try:
                 return main(*arguments, **named) or 0
             except (BadInput, MemoryError, OSError, ImportError, RuntimeError) as error:
-                told = error if isinstance(error, BadInput) else sentence(error)
-                if told is None:
+                problem = error if isinstance(error, BadInput) else sentence(error)
+                if problem is None:
                     raise
-                print(f"error: {told}", file=sys.stderr)
-                return told.exit_code
+                print(f"error: {problem}", file=sys.stderr)
+                return problem.exit_code
 
     return wrapped

@@ -17,53 +17,53 @@ _NONFINITE = "__nonfinite__"  # key of the encoded form of a float that strict J
 
 
 def near_names(path: Path) -> str:
-    """For the message that a path is not there: "; did you mean ...?", or a few names of the folder that is."""
+    """The end of the message about a missing path: "; did you mean ...?", or a few names in its nearest folder."""
     path = Path(path).expanduser()
-    folder = next(each for each in path.absolute().parents if each.is_dir())
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
     name = path.absolute().relative_to(folder).parts[0]
-    shown = Path(*path.parts[: len(path.parts) - len(path.absolute().relative_to(folder).parts)])  # as it was given
+    given = Path(*path.parts[: len(path.parts) - len(path.absolute().relative_to(folder).parts)])  # as it was given
     try:
-        names = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+        names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError:
         return ""
     near = difflib.get_close_matches(name, names, n=3)
     if near:
-        return f"; did you mean {' or '.join(str(shown / each) for each in near)}?"
-    return f"; {shown}{os.sep} has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
+        return f"; did you mean {' or '.join(str(given / match) for match in near)}?"
+    return f"; {given}{os.sep} has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
 
 
 def distinct(names: Iterable[str], same: Callable[[str], str] = str) -> list[str]:
     """The names, of which no two are the `same`: further ones get a number before their suffix, a.jpg and a_2.jpg."""
-    taken, chosen = set(), []
+    used, chosen = set(), []
     for name in names:
         stem, suffix = os.path.splitext(name)
         number = 1
-        while same(name) in taken:
+        while same(name) in used:
             number += 1
             name = f"{stem}_{number}{suffix}"
-        taken.add(same(name))
+        used.add(same(name))
         chosen.append(name)
     return chosen
 
 
 def without_suffix(name: str) -> str:
-    """A path without the ending of its last part."""
+    """A path without its suffix."""
     return os.path.splitext(name)[0]
 
 
 def read_json(path: Path, kind: type = dict):
-    """What a JSON file holds. Raises BadInput: it cannot be read, or holds something else than a `kind`."""
+    """Reads a JSON file. Raises BadInput if it cannot be read or does not hold a `kind`."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, kind):
-        raise BadInput(f"{path}: cannot be read: it holds a {type(found).__name__}; expected a {kind.__name__}")
-    return found
+    if not isinstance(content, kind):
+        raise BadInput(f"{path}: cannot be read: it holds a {type(content).__name__}; expected a {kind.__name__}")
+    return content
 
 
 def read_json_object(path: Path) -> dict:
-    """The object in a JSON file; empty where there is none or it is not readable."""
+    """Reads the object in a JSON file; an empty one if the file is missing or unreadable."""
     try:
         return read_json(path)
     except BadInput:
@@ -73,7 +73,7 @@ def read_json_object(path: Path) -> dict:
 def fsync_folder(folder: Path) -> None:
     """Make the names in `folder` durable (a rename survives a power cut only after this). A no-op on Windows.
 
-    Of a file, what was written to it.
+    Of a file: make its content durable.
     """
     if os.name == "nt":
         return

@@ -39,7 +39,7 @@ class Place:
 
     @property
     def epochs(self) -> int:
-        """Of the whole run; a last one that ends early counts."""
+        """Epochs of the whole run, an unfinished last one included."""
         return max(-(-(self.total_steps + self.recut) // self.steps_per_epoch), self.epoch + 1)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Place:
 
 
 class Log:
-    """Rows, console lines, the progress bar and what they are made of.
+    """Metric rows, console lines and the progress bar, with the meters behind them.
 
     Args:
         is_main: this is the main process; the others keep the same meters and say nothing.
@@ -113,8 +113,8 @@ class Log:
         self.meters.update(values)
         self.averages.update(values, images)
         self.status["step"] = step
-        place = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s, self.recut)
-        self._show_on_bar(place)
+        position = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s, self.recut)
+        self._show_on_bar(position)
         is_due = self.is_due(step, total_steps)
         if is_due or self.epoch_steps == 1 or ends_epoch:
             losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
@@ -122,7 +122,7 @@ class Log:
             full = {**row, **means, **self.timer.row(total_steps - step)}
             if is_due:
                 self.write(step, epoch, full)
-            self.say(console_line(full, self.meters, place))
+            self.say(console_line(full, self.meters, position))
             if news := self.graphs.news(step):
                 self.say(news)
 
@@ -166,7 +166,7 @@ class Log:
             self.trouble = self.trouble or str(error)
 
     def attempt(self, what: str, function: Callable[[], Any]) -> Any:
-        """Something that training can do without: an exception costs one line, see `toolkit.runs.failures`."""
+        """Calls something optional: an exception costs one line, see `toolkit.runs.failures`."""
         return attempt(what, function, self.writer.folder, self.say)
 
     def say(self, text: str) -> None:
@@ -175,19 +175,19 @@ class Log:
             self._bar.write(text, file=sys.stdout) if self._bar is not None else print(text, flush=True)
 
     def set_length(self, total_steps: int) -> None:
-        """The number of steps that training takes is known now, or another one."""
+        """Sets the number of training steps, once it is known or when it changes."""
         if self._bar is not None:
             self._bar.total = total_steps
         self.say(f"training takes {total_steps} steps")
 
-    def _show_on_bar(self, place: Place) -> None:
+    def _show_on_bar(self, position: Place) -> None:
         if self._bar is None or self._bar.disable:
             return
-        self._bar.set_description(f"epoch {place.epoch + 1}/{place.epochs}", refresh=False)
-        shown = f"loss {self.meters['loss']}  data {self.timer.data_s:.3f} s  step {self.timer.step_s:.3f} s"
-        shown += "".join(f"  {name} {self.meters[name]}" for name in self.noted_names)
-        self._bar.set_postfix_str(shown, refresh=False)
-        self._bar.update(place.step - self._bar.n)
+        self._bar.set_description(f"epoch {position.epoch + 1}/{position.epochs}", refresh=False)
+        text = f"loss {self.meters['loss']}  data {self.timer.data_s:.3f} s  step {self.timer.step_s:.3f} s"
+        text += "".join(f"  {name} {self.meters[name]}" for name in self.noted_names)
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(position.step - self._bar.n)
 
     def close(self, state: str = "done") -> None:
         """Ends the bar, the rows and the trackers, which learn how the run ended: "done", "preempted" or "failed"."""
@@ -210,7 +210,7 @@ class Log:
         }
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Goes on from a checkpoint."""
+        """Restores the state of a checkpoint."""
         self.meters.load_state_dict(state["meters"])
         self.averages.load_state_dict(state["averages"])
         self._elapsed_before, self._began = state["elapsed_s"], time.monotonic()
@@ -234,7 +234,7 @@ def training_row(t, reduced: Mapping[str, float]) -> dict[str, float]:
 # ---------------------------------------------------------------- the console
 
 
-def console_line(row: Mapping, smoothed: Mapping[str, object], place: Place) -> str:
+def console_line(row: Mapping, smoothed: Mapping[str, object], position: Place) -> str:
     """A training row as one line for people; losses of auxiliary layers are left to metrics.jsonl.
 
     Args:
@@ -250,7 +250,7 @@ def console_line(row: Mapping, smoothed: Mapping[str, object], place: Place) -> 
     losses = "  ".join(f"{name.removeprefix('loss_')} {smoothed[name]}" for name in names)
     rates = [(name.removeprefix("lr/"), row[f"train/{name}"]) for name in trained if name.startswith("lr/")]
     parts = [
-        str(place),
+        str(position),
         f"eta {timedelta(seconds=round(eta))}" if eta is not None and math.isfinite(eta) else "",
         f"loss {smoothed['loss']}" if "loss" in smoothed else "",
         f"[{losses}]" if losses else "",
@@ -284,9 +284,9 @@ def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -
 
 def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, steps: int) -> str:
     """The averages of an epoch as one line, as DETR prints them, with its time; auxiliary layers are left out."""
-    shown = "  ".join(f"{name}: {mean:.4f}" for name, mean in means.items() if not _LAYER.search(name))
+    losses = "  ".join(f"{name}: {mean:.4f}" for name, mean in means.items() if not _LAYER.search(name))
     time = f"{timedelta(seconds=round(epoch_s))} ({epoch_s / max(steps, 1):.3f} s / step)"
-    return f"Averaged stats of epoch {epoch + 1}: {shown}  time {time}"
+    return f"Averaged stats of epoch {epoch + 1}: {losses}  time {time}"
 
 
 def total_line(elapsed_s: float, steps: int) -> str:
@@ -301,5 +301,5 @@ def progress(total: int, initial: int = 0, enabled: bool = True) -> tqdm:
 
     `total`: steps of the run; `initial`: steps done before; `enabled`: this is the main process.
     """
-    shown = enabled and sys.stderr is not None and sys.stderr.isatty()
-    return tqdm(total=total, initial=initial, disable=not shown, unit="step", dynamic_ncols=True, smoothing=0.1)
+    visible = enabled and sys.stderr is not None and sys.stderr.isatty()
+    return tqdm(total=total, initial=initial, disable=not visible, unit="step", dynamic_ncols=True, smoothing=0.1)

@@ -21,7 +21,7 @@ from toolkit.step.state import named_state, nonfinite, unusable_rate
 
 
 def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
-    """Recovers the run from the window that is under way, every rank alike.
+    """Recovers the run from the current accumulation window, identically on all ranks.
 
     broken: what `broken_state` found.
 
@@ -72,19 +72,19 @@ def state_of(t, in_window: bool = False) -> Iterator[tuple[tuple[str, str], Tens
 
 
 def broken_state(t, in_window: bool = False) -> list[str]:
-    """What is not finite on any rank, in words, the same on every rank; reads all of the state, a collective."""
-    found = gather_objects(nonfinite(state_of(t, in_window)))
-    return list(dict.fromkeys(name for names in found for name in names))
+    """Describes what is not finite on any rank, identically on all ranks. Reads the whole state; a collective."""
+    of_ranks = gather_objects(nonfinite(state_of(t, in_window)))
+    return list(dict.fromkeys(name for names in of_ranks for name in names))
 
 
 def in_words(broken: Sequence[str]) -> str:
-    """What is not finite, in a few words."""
+    """Names the first non-finite tensors."""
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
     return f"the last update left what is not finite: {', '.join(broken[:3])}{more}"
 
 
 def state_is_sound(t) -> bool:
-    """Looks at all of the state before it is evaluated or saved; what is not finite is never written.
+    """Checks the whole state before it is evaluated or saved, so that nothing non-finite is ever written.
 
     Returns:
         False: it was not, and the run has gone back to the last good checkpoint.
@@ -101,14 +101,14 @@ def state_is_sound(t) -> bool:
 
 
 def ranks_apart(t) -> str:
-    """What to say where weights have not the same bits on all ranks; "": they have. A collective, and one host read."""
+    """A warning if the weights are not bit-identical on all ranks, else "". A collective with one host read."""
     if world()[1] == 1:
         return ""
     named = dict(t.detector.named_parameters())
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [p.detach().flatten().view(bits[p.element_size()]).sum() for p in named.values()]
     of_ranks = gather_objects(torch.stack(sums).tolist())
-    apart = [name for name, *found in zip(named, *of_ranks, strict=True) if len(set(found)) > 1]
+    apart = [name for name, *values in zip(named, *of_ranks, strict=True) if len(set(values)) > 1]
     if not apart:
         return ""
     return (
@@ -118,7 +118,7 @@ def ranks_apart(t) -> str:
 
 
 def keep_start(t) -> None:
-    """Keeps the state that a run begins with, on the CPU, until a checkpoint stands: none newer is known finite."""
+    """Keeps the initial state on the CPU until the first checkpoint: no newer state is known to be finite."""
     if t.saved_step >= 0:
         t.start = None
     elif t.start is None:
@@ -126,12 +126,12 @@ def keep_start(t) -> None:
         tensors = {stem: {k: v.detach().cpu().clone() for k, v in named.items()} for stem, named in state_dicts}
         scaler = t.accelerator.scaler
         state = {"ema": t.ema and t.ema.state_dict(), "scaler": scaler and dict(scaler.state_dict())}
-        own = copy.deepcopy(t.extra.state_dict())
-        t.start = Checkpoint(t.folder, t.step, tensors, copy.deepcopy(t.optimizer.state_dict()), state, own)
+        extra = copy.deepcopy(t.extra.state_dict())
+        t.start = Checkpoint(t.folder, t.step, tensors, copy.deepcopy(t.optimizer.state_dict()), state, extra)
 
 
 def _go_back(t) -> str:
-    """Sees to it that the newest state that is known to be finite is saved; says in a sentence which one it is."""
+    """Ensures that the newest state known to be finite is saved; returns a sentence that says which one it is."""
     step = run_on_main(lambda: getattr(newest_valid(t.folder / "checkpoints")[0], "step", None))
     if step is not None:
         t.log.status["step"] = step
@@ -152,7 +152,7 @@ def _report(t, action: Action, broken: Sequence[str]) -> str:
     scaler, rank = t.accelerator.scaler, t.accelerator.process_index
     scale = scaler.get_scale() if scaler is not None else 1.0
     where = {"step": t.step, "seed": t.seed, "rank": rank, "precision": t.accelerator.mixed_precision, "scale": scale}
-    facts = {
+    context = {
         "epoch": t.sampler.epoch,
         "losses": {name: reduced[name] for name in ("loss", *t.weights.names)},
         "grad_norm": reduced["grad_norm"],
@@ -167,8 +167,8 @@ def _report(t, action: Action, broken: Sequence[str]) -> str:
     def run_again() -> list[dict]:
         return rerun_window(t.detector, t.weights, window, denominators, **where)
 
-    known = {"where": "state", "nonfinite_state": list(broken)} if broken else None
-    if known is None and unusable_rate(t.optimizer.param_groups):
-        known = {"where": "rate"}
-    own = t.extra.state_dict()
-    return investigate(t.guard, t.detector, run_again, t.folder, window, where | facts, known, own)
+    finding = {"where": "state", "nonfinite_state": list(broken)} if broken else None
+    if finding is None and unusable_rate(t.optimizer.param_groups):
+        finding = {"where": "rate"}
+    extra = t.extra.state_dict()
+    return investigate(t.guard, t.detector, run_again, t.folder, window, where | context, finding, extra)

@@ -103,8 +103,8 @@ def loop_of_script(
     made: list[OneWindow] = []
     with TemporaryDirectory() as folder:
         stand_in = _session(Path(folder), report, batches, detector, extra, made)
-        known = mock.patch.dict(sys.modules, {"toolkit.session": stand_in})
-        with known, mock.patch.object(toolkit, "session", stand_in, create=True):
+        patched = mock.patch.dict(sys.modules, {"toolkit.session": stand_in})
+        with patched, mock.patch.object(toolkit, "session", stand_in, create=True):
             module.main(config)
     if not made:
         raise BadInput(f"{module.__file__}: its main calls no session.training, so that its loop cannot be run again")
@@ -154,19 +154,19 @@ def _session(
 
 
 def _accelerator(report: Mapping) -> SimpleNamespace:
-    """What a loop asks of Accelerate, on the CPU, with the loss scale and the precision of the report."""
+    """The part of Accelerate's interface that a loop uses, on the CPU, with the report's loss scale and precision."""
     scale = float(report.get("scale") or 1.0)
     precision = report.get("precision", "no")
     return SimpleNamespace(
         device=torch.device("cpu"), process_index=report["rank"], num_processes=1, is_main_process=True, scaler=None,
         mixed_precision=precision, no_sync=nullcontext, unscale_gradients=lambda: None,
-        autocast=lambda: autocast("cpu", precision), prepare=lambda *each: each,
+        autocast=lambda: autocast("cpu", precision), prepare=lambda *objects: objects,
         backward=lambda loss: (loss * scale).backward(), prepare_optimizer=lambda optimizer: optimizer, print=print,
     )  # fmt: skip
 
 
 def _table(folder: Path, report: Mapping, batches: Sequence[Batch]) -> DetectionTable:
-    """The images of the window as a data set, for what measures detectors."""
+    """The images of the window as a data set, for the evaluator."""
     rows = []
     for target in (target for batch in batches for target in batch.targets):
         height, width = (int(side) for side in target["orig_size"])
@@ -174,6 +174,6 @@ def _table(folder: Path, report: Mapping, batches: Sequence[Batch]) -> Detection
         relations = {"subject": [], "object": [], "predicate": []}
         row = {"image_id": target["image_id"], "file_name": f"{len(rows)}.jpg", "width": width, "height": height}
         rows.append(row | {"objects": objects, "relations": relations})
-    classes = {"categories": [Category(**each) for each in report["categories"]], "attributes": ()}
+    classes = {"categories": [Category(**category) for category in report["categories"]], "attributes": ()}
     classes["predicates"] = report.get("predicates", ())
     return write_rows(rows, cache_file=folder / "table.arrow", image_root=folder, name="the window", **classes)

@@ -53,8 +53,8 @@ def save(t, best: bool = False) -> None:
             fsync_folder(rows)  # a power cut must not take rows that the checkpoint counts
         content = {"tensors": tensors, "optimizer": t.optimizer.state_dict(), "state": state}
         keeping = {"best": best, "keep": t.pace.keep, "keep_every": t.pace.keep_every}
-        folder, own = t.folder / "checkpoints", t.extra.state_dict()
-        save_checkpoint(folder, t.step, **content, **keeping, kind="run", extra=own)
+        folder, extra = t.folder / "checkpoints", t.extra.state_dict()
+        save_checkpoint(folder, t.step, **content, **keeping, kind="run", extra=extra)
 
     with waiting_aloud(f"the checkpoint of step {t.step} in {t.folder}", t.log.say):
         run_on_main(write)
@@ -89,7 +89,7 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
     if names != t.validation.table.class_names:
         raise BadInput(f"{path} is of the classes {names}, the data has {t.validation.table.class_names}")
     _check_fit(t, checkpoint, changed)
-    own = [{key: group[key] for key in _OWN_RATES if key in group} for group in t.optimizer.param_groups]
+    rates_of_groups = [{key: group[key] for key in _OWN_RATES if key in group} for group in t.optimizer.param_groups]
     asked = t.total_steps
     try:
         load_weights(t, checkpoint)
@@ -99,7 +99,7 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         if keep_schedule:
             _take_up_schedule(t, state)
         else:
-            for group, rates in zip(t.optimizer.param_groups, own, strict=True):
+            for group, rates in zip(t.optimizer.param_groups, rates_of_groups, strict=True):
                 group.update(rates)
             if t.budget is not None:
                 t.budget.count_on(t.step, state["budget"])
@@ -151,18 +151,18 @@ def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
     if "loss_weights" in saved or any(True for _ in t.weights.parameters()):
         faults += _misfits(t.weights.state_dict(), saved.get("loss_weights", {}))
     if not faults and not t.eval_only:
-        theirs = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
-        ours = [len(group["params"]) for group in t.optimizer.param_groups]
-        if theirs != ours:
-            there = f"there are {len(theirs)} of {sum(theirs)}"
-            faults = [f"the optimizer has {len(ours)} groups of {sum(ours)} parameters, {there}"]
+        saved_sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
+        sizes = [len(group["params"]) for group in t.optimizer.param_groups]
+        if saved_sizes != sizes:
+            there = f"there are {len(saved_sizes)} of {sum(saved_sizes)}"
+            faults = [f"the optimizer has {len(sizes)} groups of {sum(sizes)} parameters, {there}"]
     if not faults:
         return
     causes = [change for change in changed if change.key.split(".")[0] in ("model", "optim", "loss")]
     causes.sort(key=lambda change: not change.key.startswith("model."))
-    shown = "; ".join(change.values for change in causes[:4]) + " and more" * (len(causes) > 4)
+    values = "; ".join(change.values for change in causes[:4]) + " and more" * (len(causes) > 4)
     problems = [
-        f"{checkpoint.path} is of another model than these settings make{f': {shown}' if causes else ''}.",
+        f"{checkpoint.path} is of another model than these settings make{f': {values}' if causes else ''}.",
         f"{faults[0]}{f' and {len(faults) - 1} more' if len(faults) > 1 else ''}.",
         "Resume with the settings of the run that wrote it, or begin a new run with another --run.name "
         "(--model.pretrained takes over the weights that fit).",
@@ -170,12 +170,12 @@ def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
     raise BadInput(problems)
 
 
-def _misfits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
-    shapes = {name: (tuple(saved[name].shape), tuple(own[name].shape)) for name in own if name in saved}
+def _misfits(current: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
+    shapes = {name: (tuple(saved[name].shape), tuple(current[name].shape)) for name in current if name in saved}
     return [
         *(f"size mismatch of {name}: {a} there, {b} here" for name, (a, b) in shapes.items() if a != b),
-        *(f"{name} is not there" for name in own if name not in saved),
-        *(f"{name} is there and not here" for name in saved if name not in own),
+        *(f"{name} is not there" for name in current if name not in saved),
+        *(f"{name} is there and not here" for name in saved if name not in current),
     ]
 
 

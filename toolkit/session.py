@@ -137,8 +137,8 @@ def session(config: Any) -> Iterator[Session]:
                 announce(accelerator.num_processes, folder, [*messages, *([lock.note] if lock.note else [])])
             if run.deterministic:
                 be_deterministic()
-            with staging(folder, run_on_main(lambda: status.begun), is_main) as place:
-                s = Session(config, accelerator, folder, signals, status, checkpoint, stored, seed, lock, place)
+            with staging(folder, run_on_main(lambda: status.begun), is_main) as staged:
+                s = Session(config, accelerator, folder, signals, status, checkpoint, stored, seed, lock, staged)
                 try:
                     yield s
                 except (Preempted, StoppedByGuard, BadInput) as error:
@@ -247,8 +247,8 @@ def end(s: Session, t: Training) -> None:
         s.status.write("running")  # with what ended the training, which the report reads there
         stop_if_asked(s, "after the last evaluation")
         run_on_main(lambda: _write_final(s, t))
-        facts = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}
-        t.log.writer.keep_final(s.folder / "final", facts)
+        summary = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}
+        t.log.writer.keep_final(s.folder / "final", summary)
         stop_if_asked(s, "after final/ was written")
         if s.test_table is not None:
             evaluate_test_split(t, s.test_table, _evaluation_loader(s, t.detector, s.test_table), s.config.eval)
@@ -408,10 +408,10 @@ def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
     budget = s.checkpoint.state["budget"]
     asked = settings | {"run": settings["run"] | {"seed": s.asked_seed}}
     is_measured = budget is None or budget["settled"]
-    found = changes(s.stored, asked, s.config.run.resume_schedule == "saved", minutes_count=not is_measured)
+    changed = changes(s.stored, asked, s.config.run.resume_schedule == "saved", minutes_count=not is_measured)
     if s.config.run.eval_only:  # no update will be made
-        found = [change for change in found if change.key.partition(".")[0] not in ("optim", "schedule")]
-    return in_force(asked, found), found
+        changed = [change for change in changed if change.key.partition(".")[0] not in ("optim", "schedule")]
+    return in_force(asked, changed), changed
 
 
 def _repair_rows(s: Session) -> list[str]:
@@ -430,7 +430,7 @@ def _record(s: Session, t: Training, table: DetectionTable, settings: dict, chan
     parameters = {"all": sum(n for n, _ in sizes), "trained": sum(n for n, trained in sizes if trained)}
     alone = s.config.run.eval_only and table is t.validation.table  # `open_data`: there was no need of training data
     tables = {"val": table} if alone else {"train": table, "val": t.validation.table}
-    data = {name: {"images": len(each), "boxes": int(each.num_boxes().sum())} for name, each in tables.items()}
+    data = {name: {"images": len(split), "boxes": int(split.num_boxes().sum())} for name, split in tables.items()}
     name, words = ("val", "validation data") if alone else ("train", "training data")
     s.say(
         f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; {words}: "
@@ -439,12 +439,12 @@ def _record(s: Session, t: Training, table: DetectionTable, settings: dict, chan
     s.lock.keep = True
     if s.is_main:
         keep_staged(s.staging, s.folder)
-        place = s.folder / CONFIG if s.status.begun else next_config(s.folder)
+        path = s.folder / CONFIG if s.status.begun else next_config(s.folder)
         remarks = []
-        if s.checkpoint is not None or place.name != CONFIG:
+        if s.checkpoint is not None or path.name != CONFIG:
             source = "" if s.checkpoint is None else f" of {s.checkpoint.path}"
             remarks = [f"These settings are in force from step {t.step}{source} on. Changed:", *map(str, changed)]
-        save_config(settings, place, remarks)
+        save_config(settings, path, remarks)
         extra = {"parameters": parameters, "data": data, "script": script_of(s.config), **s.measured}
         write_environment(s.folder, s.config.run.seed, s.accelerator.num_processes, extra)
     s.status.begin(trains=not s.config.run.eval_only)

@@ -35,7 +35,7 @@ class StopSignals:
 
     @property
     def name(self) -> str:
-        """Name of the signal received, such as "SIGTERM"; "" while there was none."""
+        """Name of the signal received, such as "SIGTERM"; "" if none was."""
         return signal_name(self.received)
 
     def __enter__(self) -> "StopSignals":
@@ -65,8 +65,8 @@ class StopSignals:
 def interrupt_ends_at_once() -> Iterator[None]:
     """Inside, Ctrl-C ends the process as the system does it, and not by a KeyboardInterrupt, for which long calls of
     compiled code make one wait. In the main thread, where nobody else handles the signal."""
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -85,8 +85,9 @@ def stop_signals_raise() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    ours = threading.current_thread() is threading.main_thread()
-    before = {each: signal.signal(each, leave) for each in numbers if signal.getsignal(each) is signal.SIG_DFL and ours}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    unhandled = [number for number in numbers if in_main_thread and signal.getsignal(number) is signal.SIG_DFL]
+    before = {number: signal.signal(number, leave) for number in unhandled}
     try:
         yield
     finally:

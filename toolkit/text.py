@@ -62,7 +62,7 @@ class ShortUsage(argparse.RawDescriptionHelpFormatter):
     """Help whose first line has what must be given, and "[options]" for all that may be; they are listed below."""
 
     def add_usage(self, usage, actions, groups, prefix=None) -> None:
-        must = [each for each in actions if each.required or not each.option_strings]
+        must = [action for action in actions if action.required or not action.option_strings]
         options = argparse.Action([], "options", metavar="[options]")
         super().add_usage(usage, [*must, options] if len(must) < len(actions) else must, (), prefix)
 

@@ -1,4 +1,4 @@
-"""The objects of one training run, and the calls of its loop that all scripts share; the loop itself is in each script.
+"""The objects of one training run and the loop calls that all scripts share; the loop itself is in each script.
 
 Nothing here reads settings; `toolkit.session` passes in what it built.
 """
@@ -214,7 +214,7 @@ class Training:
             self.log.say(f"step {self.step}: {words}")
 
     def _counts(self) -> dict[str, int]:
-        """What the objects of the run know of what was done to them, for `LoopCheck`."""
+        """The calls that the run's objects have counted, for `LoopCheck`."""
         counts = {"snapshot": self.guard.snapshots, "step": self.step}
         return counts if self.ema is None else counts | {"ema": self.ema.updates}
 
@@ -260,9 +260,12 @@ class Training:
         """
         self.check.before_backward()
         counts, denominators = self._micro
-        own = {name: f"own {kind}" for name, kind in self._own_losses.items() if kind is not None and name in losses}
-        own = {name: losses[name] * (counts[by] / denominators[by]) for name, by in own.items()}
-        return self.weights({**losses, **own}, self.step, self.check.micro_batches)
+        divided = {
+            name: losses[name] * (counts[f"own {kind}"] / denominators[f"own {kind}"])
+            for name, kind in self._own_losses.items()
+            if kind is not None and name in losses
+        }
+        return self.weights({**losses, **divided}, self.step, self.check.micro_batches)
 
     def add(self, weighted: WeightedLosses, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Adds one micro-batch to the window's sums."""
@@ -363,8 +366,8 @@ class Training:
         values = {name: float(value) for name, value in reduced.items() if name not in announced}
         if reduced.get("notes") or self.log.notes and self.accelerator.num_processes == 1:
             values |= self.log.noted()
-        if taken := values.keys() & {*self._layout, *self.detector.metric_names}:
-            raise BadInput(f"t.log.note: {', '.join(sorted(taken))} is in the rows already; give another name")
+        if duplicates := values.keys() & {*self._layout, *self.detector.metric_names}:
+            raise BadInput(f"t.log.note: {', '.join(sorted(duplicates))} is in the rows already; give another name")
         return {f"train/{name}": value for name, value in values.items()}
 
     def set_rates(self) -> None:
@@ -376,7 +379,7 @@ class Training:
             set_bn_momentum(self.detector, bn_momentum(step, total_steps, 0.1, final, warmup_steps))
 
     def set_length(self, total_steps: int) -> None:
-        """The number of steps that training and its schedule go by from here on."""
+        """Sets the number of training steps, and with it the schedule, from here on."""
         if total_steps == self.total_steps:
             return
         self.total_steps = total_steps
@@ -385,14 +388,14 @@ class Training:
         self.warn_of_length()
 
     def warn_of_length(self) -> None:
-        """Says what the run never gets to, each of it once: `run.max_minutes` plans the length several times."""
-        found = length_warnings(self.total_steps, self.pace.warmup_steps, self.log.steps_per_epoch)
-        for kind in found.keys() - self._warned:
-            self.log.say(found[kind])
-        self._warned |= found.keys()
+        """Warns once about what the run will not reach: `run.max_minutes` plans the length several times."""
+        warnings = length_warnings(self.total_steps, self.pace.warmup_steps, self.log.steps_per_epoch)
+        for kind in warnings.keys() - self._warned:
+            self.log.say(warnings[kind])
+        self._warned |= warnings.keys()
 
     def evaluate_and_save(self, signal: float) -> None:
-        """What is due after this step.
+        """Evaluates and saves what is due after this step.
 
         Raises:
             Preempted: a signal came on some rank; the state is saved.
@@ -433,7 +436,7 @@ class Training:
         return self.log.end_epoch()
 
     def _count_versions(self) -> int:
-        """Counts the changes of the weights in place."""
+        """Sums the version counters of the weights, which count in-place changes."""
         return sum(parameter._version for parameter in self.detector.parameters())
 
     @property

@@ -13,7 +13,7 @@ _all = False
 
 
 def trust_files(trusted: bool = True) -> None:
-    """From now on, in this process, files may run code, or may not."""
+    """Allows, or forbids, files to run code in this process."""
     global _all
     _all = trusted
 
@@ -22,11 +22,11 @@ def files_are_trusted() -> bool:
     return _all
 
 
-def trust_class(place: str) -> None:
+def trust_class(class_path: str) -> None:
     """A person named this `module:Class`: files may name it too."""
-    _named.add(place)
+    _named.add(class_path)
 
 
-def may_import(place: str) -> bool:
+def may_import(class_path: str) -> bool:
     """Whether a `module:Class` may be imported; where its module already is, nothing of it runs."""
-    return _all or place in _named or place.partition(":")[0] in sys.modules
+    return _all or class_path in _named or class_path.partition(":")[0] in sys.modules

@@ -33,7 +33,7 @@ from toolkit.step.state import nonfinite
 
 @dataclass
 class Validation:
-    """What a run is measured on.
+    """The validation data and evaluator of a run.
 
     evaluator: what measures predictions on `table`, such as `CocoEvaluator`; None: there is no table to measure on.
     score_threshold: scores below it are left out. pictures: images drawn at each evaluation.
@@ -61,22 +61,23 @@ def validate(t) -> bool:
     modules = {"val/": t.detector}
     if t.ema is not None:
         modules["val/ema/"] = t.ema.module
-    row, shown, kept = {}, {}, {}
+    row, metrics, kept = {}, {}, {}
     for prefix, module in modules.items():
         broadcast_buffers(module)  # batch norms saw other images on other ranks; those of rank 0 count
         what = f"evaluation at step {t.step}"
-        found = _predict(t, module, t.validation.loader, t.validation.score_threshold, what)
-        if found.interrupted:
+        predictions = _predict(t, module, t.validation.loader, t.validation.score_threshold, what)
+        if predictions.interrupted:
             if t.saved_step != t.step:  # evaluating an earlier checkpoint alone must not make it the newest
                 save(t)
             raise Preempted(f"signal during the evaluation at step {t.step}; saved, `--run.resume latest` goes on")
-        shown = run_on_main(partial(t.validation.evaluator.evaluate, found.by_image))
+        metrics = run_on_main(partial(t.validation.evaluator.evaluate, predictions.by_image))
         if (module is not t.detector) == t.best.of_average or t.ema is None:
-            kept = {"predictions": found.by_image, "scores": shown, "weights": prefix.removeprefix("val/") or "raw"}
-        row |= {f"{prefix}{name}": value for name, value in {**shown, **found.losses}.items()}
+            weights = prefix.removeprefix("val/") or "raw"
+            kept = {"predictions": predictions.by_image, "scores": metrics, "weights": weights}
+        row |= {f"{prefix}{name}": value for name, value in {**metrics, **predictions.losses}.items()}
     better = note_metric(t, row)
     t.log.write(t.step, t.sampler.epoch, row | machine_figures())
-    show, keep = partial(_show, t, found.by_image, shown, better), partial(_keep_predictions, t, better, **kept)
+    show, keep = partial(_show, t, predictions.by_image, metrics, better), partial(_keep_predictions, t, better, **kept)
     run_on_main(lambda: t.log.attempt(f"showing the evaluation of step {t.step}", show))
     run_on_main(lambda: t.log.attempt(f"keeping the predictions of step {t.step}", keep))
     t.log.timer.start()
@@ -99,7 +100,7 @@ def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, d
 
 
 def note_metric(t, row: dict[str, float | None]) -> bool:
-    """Takes the metric for best from an evaluation row, for `best` and for the schedule; True if it is the best."""
+    """Passes the metric for best of an evaluation row to `best` and the schedule; True if it is the best so far."""
     t.last_row = dict(row)
     better = t.best.note(t.step, row)
     if t.step > 0 and t.schedule.observe(t.best.larger_is_better(row)):
@@ -113,11 +114,11 @@ def check_metric(t) -> None:
     evaluator = t.validation.evaluator
     empty = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
     nothing = dict.fromkeys(evaluator.image_ids, empty)
-    known = [*run_on_main(lambda: list(evaluator.evaluate(nothing))), *t.loss_names, *t.detector.metric_names]
+    metrics = [*run_on_main(lambda: list(evaluator.evaluate(nothing))), *t.loss_names, *t.detector.metric_names]
     if t.ema is not None:
-        known += [f"ema/{name}" for name in known]
-    if t.best.metric not in known:
-        raise no_such_metric(t.best.metric, known, t.ema is not None)
+        metrics += [f"ema/{name}" for name in metrics]
+    if t.best.metric not in metrics:
+        raise no_such_metric(t.best.metric, metrics, t.ema is not None)
 
 
 def finish(t) -> None:
@@ -180,14 +181,14 @@ def _keep_predictions(t, better: bool, predictions: dict, scores: dict, weights:
 
 
 def _about(evaluator, detector: str, step: int) -> dict:
-    """What a file of predictions says of itself."""
+    """The metadata of a file of predictions."""
     about = {key: getattr(evaluator, key) for key in ("mode", "protocol") if hasattr(evaluator, key)}
     return about | {"detector": detector, "step": step}
 
 
 def _are_boxes(predictions: dict) -> bool:
     """Whether the trackers and the report can show them; a detector of one's own may find something else."""
-    return all({"boxes", "scores", "labels"} <= found.keys() for found in predictions.values())
+    return all({"boxes", "scores", "labels"} <= prediction.keys() for prediction in predictions.values())
 
 
 def _show(t, predictions: dict, scores: dict, better: bool) -> None:
@@ -200,8 +201,8 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
     if t.log.writer.shows and _are_boxes(predictions):
         grid = Image.open(path).convert("RGB") if t.validation.pictures else None
         matches = getattr(t.validation.evaluator, "matches", None) or match(predictions, t.validation.table)
-        shown = shown_evaluation(t.validation.table, matches, scores, t.validation.pictures, grid)
-        t.log.writer.show(shown, t.step)
+        evaluation = shown_evaluation(t.validation.table, matches, scores, t.validation.pictures, grid)
+        t.log.writer.show(evaluation, t.step)
 
 
 def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) -> dict[str, float | None]:
@@ -217,13 +218,13 @@ def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) ->
     """
     of_graphs = {key: getattr(e, key) for key in ("protocol", "zero_shot") if hasattr(e, key)}
     evaluator = make_evaluator(t.detector, table, e.backend, **of_graphs)
-    found = _predict(t, t.detector, loader, e.score_threshold, "test split")
-    if found.interrupted:
+    predictions = _predict(t, t.detector, loader, e.score_threshold, "test split")
+    if predictions.interrupted:
         raise Preempted("signal during the evaluation on the test split; `--run.resume latest` does it again")
-    scores = run_on_main(partial(evaluator.evaluate, found.by_image))
-    row = {f"test/{name}": value for name, value in {**scores, **found.losses}.items()}
+    scores = run_on_main(partial(evaluator.evaluate, predictions.by_image))
+    row = {f"test/{name}": value for name, value in {**scores, **predictions.losses}.items()}
     t.log.write(t.step, t.sampler.epoch, row)
-    show = partial(_show_test_split, t, table, evaluator, found.by_image, scores)
+    show = partial(_show_test_split, t, table, evaluator, predictions.by_image, scores)
     run_on_main(lambda: t.log.attempt("showing the evaluation on the test split", show))
     return row
 
@@ -231,7 +232,7 @@ def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) ->
 def _show_test_split(t, table: DetectionTable, evaluator, predictions: dict, scores: dict) -> None:
     """The table on the console, and the predictions with their numbers in a file."""
     step = t.step if t.best.value is None else t.best.step
-    told = evaluator.describe(scores, predictions, step)
-    t.log.say(f"test split {table.name}, weights of step {step}\n{told}")
+    summary = evaluator.describe(scores, predictions, step)
+    t.log.say(f"test split {table.name}, weights of step {step}\n{summary}")
     about = _about(evaluator, f"{t.folder.name}, step {step}", step)
     write_predictions(t.folder / "report" / "test_predictions.json", predictions, table, scores=scores, **about)

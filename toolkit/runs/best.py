@@ -7,7 +7,7 @@ from toolkit.errors import BadInput
 
 
 def is_minimised(metric: str) -> bool:
-    """Whether less of a metric of evaluation is better: losses and errors."""
+    """Whether smaller values of an evaluation metric are better, as for losses and errors."""
     name = metric.rpartition("ema/")[2]
     return name.startswith("loss") or "_error" in name
 
@@ -29,7 +29,7 @@ class Best:
         self.forget()
 
     def forget(self) -> None:
-        """As if nothing had been evaluated."""
+        """Resets everything, as if nothing had been evaluated."""
         self.value: float | None = None
         self.step = self.evaluated_step = -1
         self.without_better = 0
@@ -80,7 +80,7 @@ class Best:
         self.without_better, self.evaluated_step = state["evaluations_without_better"], state["evaluated_step"]
 
 
-def no_such_metric(metric: str, known: Iterable[str], has_average: bool = True) -> BadInput:
-    """The error that says which metrics there are instead."""
+def no_such_metric(metric: str, metrics: Iterable[str], has_average: bool = True) -> BadInput:
+    """The error about an unknown metric, which lists the metrics there are."""
     hint = "" if has_average else " ema/ metrics need --optim.ema_decay above 0."
-    return BadInput(f"--eval.metric_for_best {metric}: no such metric; there are {', '.join(sorted(known))}.{hint}")
+    return BadInput(f"--eval.metric_for_best {metric}: no such metric; there are {', '.join(sorted(metrics))}.{hint}")

@@ -191,7 +191,7 @@ def bring_best(resumed: Path, best_step: int, folder: Path) -> bool:
 
 
 def _storable(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """CPU, contiguous, and no two of them in one memory, which is what safetensors writes."""
+    """Contiguous CPU tensors that share no memory, as safetensors requires."""
     seen, storable = set(), {}
     for name, tensor in named.items():
         tensor = tensor.detach().to("cpu").contiguous()
@@ -351,20 +351,20 @@ def resolve_resume(value: str, run_folder: Path) -> tuple[Checkpoint | None, lis
     if value == "never":
         return None, []
     if value == "latest":
-        found, passed_over = newest_valid(Path(run_folder) / "checkpoints")
+        checkpoint, passed_over = newest_valid(Path(run_folder) / "checkpoints")
         messages = [f"Passed over {reason}" for reason in passed_over]
-        if found is None and _step_folders(Path(run_folder) / "checkpoints"):
+        if checkpoint is None and _step_folders(Path(run_folder) / "checkpoints"):
             problem = (
                 f"None of the checkpoints in {run_folder} can be used, and a fresh start would not keep them. Mend "
                 "one, or move the folder away, or choose another --run.name:"
             )
             raise CheckpointError([problem, *passed_over])
-        if found is None:
+        if checkpoint is None:
             return None, [*messages, f"No checkpoint in {run_folder}: starting fresh."]
     else:
-        found, passed_over = _at_path(Path(value).expanduser())
+        checkpoint, passed_over = _at_path(Path(value).expanduser())
         messages = [f"Passed over {reason}" for reason in passed_over]
-    return found, [*messages, f"Resuming from {found.path} (step {found.step})."]
+    return checkpoint, [*messages, f"Resuming from {checkpoint.path} (step {checkpoint.step})."]
 
 
 def _at_path(path: Path) -> tuple[Checkpoint, list[str]]:
@@ -377,14 +377,14 @@ def _at_path(path: Path) -> tuple[Checkpoint, list[str]]:
         raise CheckpointError(f"--run.resume {path} does not exist. Give a checkpoint folder, a run folder, or latest.")
     if (path / MANIFEST).exists() or _STEP_FOLDER.fullmatch(path.name):
         return load_checkpoint(path), []
-    found, passed_over = newest_valid(path if path.name == "checkpoints" else path / "checkpoints")
-    if found is None:
+    checkpoint, passed_over = newest_valid(path if path.name == "checkpoints" else path / "checkpoints")
+    if checkpoint is None:
         raise CheckpointError([f"--run.resume {path} holds no usable checkpoint.", *passed_over])
-    return found, passed_over
+    return checkpoint, passed_over
 
 
 def _read_manifest(path: Path) -> dict:
-    """The manifest, its shape checked so that the rest may trust it."""
+    """Reads the manifest and checks its structure, which the other functions rely on."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -405,17 +405,17 @@ def _step_folders(folder: Path) -> list[Path]:
 
 
 def _by_age(folder: Path) -> tuple[dict[Path, int], list[str]]:
-    """The step folders with a readable manifest, newest first, with their sequence; and what is against the others."""
-    found, reasons = {}, []
+    """The step folders with a readable manifest and their sequence numbers, newest first; why others are left out."""
+    sequences, reasons = {}, []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith(".tmp-step_"):
             reasons.append(f"{path}: left by a save that was cut short")
         elif _STEP_FOLDER.fullmatch(path.name) and not path.is_symlink():
             try:
-                found[path] = _read_manifest(path)["sequence"]
+                sequences[path] = _read_manifest(path)["sequence"]
             except CheckpointError as error:
                 reasons.append(str(error))
-    return dict(sorted(found.items(), key=lambda item: item[1], reverse=True)), reasons
+    return dict(sorted(sequences.items(), key=lambda item: item[1], reverse=True)), reasons
 
 
 def _bytes_needed(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict | None) -> int:

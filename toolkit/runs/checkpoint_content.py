@@ -45,29 +45,29 @@ _SAMPLER = ("seed", "epoch", "offset", "world_size", "batch_size", "num_samples"
 _WEIGHTS = ("model", "ema")
 
 
-def stale(found: object) -> str:
-    """In words, that something has another format than today's; "" where it has not."""
-    if found == FORMAT:
+def stale(version: object) -> str:
+    """A message if something was written in another format than the current one, else ""."""
+    if version == FORMAT:
         return ""
     return (
-        f"was written by another version of this toolkit (format {found}; this one reads {FORMAT}): use it with that "
+        f"was written by another version of this toolkit (format {version}; this one reads {FORMAT}): use it with that "
         "version, whose commit is in environment.json of its run, or train again."
     )
 
 
 def well_formed(manifest) -> bool:
-    """Whether a manifest has the shape that the rest may trust."""
+    """Whether a manifest has the structure that the other functions rely on."""
     head = {"files": dict, "step": int, "sequence": int, "kind": str}
     entry = {"size": int, "sha256": str}
-    return _has(manifest, head) and all(_has(each, entry) for each in manifest["files"].values())
+    return _has(manifest, head) and all(_has(file, entry) for file in manifest["files"].values())
 
 
-def _has(found: object, kinds: Mapping[str, type]) -> bool:
-    return isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
+def _has(value: object, kinds: Mapping[str, type]) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
 
 
 def changed_files(path: Path, manifest: dict) -> list[str]:
-    """Every way in which the folder differs from its manifest, in words."""
+    """Describes every difference between the folder and its manifest."""
     problems = []
     for name, entry in manifest["files"].items():
         if Path(name).name != name or not (name in (STATE, OPTIMIZER, EXTRA) or name.endswith(".safetensors")):
@@ -89,7 +89,7 @@ def changed_files(path: Path, manifest: dict) -> list[str]:
 
 
 def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object) -> list[str]:
-    """In words, everything for which a run cannot go on from this.
+    """Describes everything that prevents a run from resuming from this content.
 
     Args:
         step: that of the manifest.
@@ -109,11 +109,11 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
 def _faults_of_state(step: int, state: dict) -> list[str]:
     wrong = [key for key, kind in _STATE.items() if not _is(state.get(key, KeyError), kind)]
     if wrong:
-        shown = {key: f"{key} in state.json is {str(state[key])[:60]!r}" for key in wrong if key in state}
-        return [shown.get(key, f"state.json has no {key}") for key in wrong]
+        faults = {key: f"{key} in state.json is {str(state[key])[:60]!r}" for key in wrong if key in state}
+        return [faults.get(key, f"state.json has no {key}") for key in wrong]
     missing = [key for key in _SAMPLER if not _is(state["sampler"].get(key), int)]
     faults = [f"sampler in state.json has no whole number {key}" for key in missing]
-    if not all(_has(each, {"name": str}) for each in state["categories"]):
+    if not all(_has(category, {"name": str}) for category in state["categories"]):
         faults.append("categories in state.json are not categories")
     if state["step"] != step:
         faults.append(f"state.json is of step {state['step']}")

@@ -19,17 +19,17 @@ def as_sentences() -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError, ImportError, RuntimeError) as error:
-        told = sentence(error)
-        if told is None:
+        problem = sentence(error)
+        if problem is None:
             raise
-        raise BadInput(f"{told} Then go on with --run.resume latest; earlier checkpoints are untouched.") from error
+        raise BadInput(f"{problem} Then go on with --run.resume latest; earlier checkpoints are untouched.") from error
 
 
 @contextmanager
 def waiting_aloud(what: str, say: Callable[[str], None], after_s: float = 30) -> Iterator[None]:
-    """Says once what a block waits for, if it has not ended after `after_s`: a disk that stalls is waited for."""
-    told = f"still waiting for the disk, for {after_s:g} s now: {what}; the run goes on when it answers"
-    timer = threading.Timer(after_s, say, [told])
+    """Says once what a block waits for, if it takes longer than `after_s`, as on a disk that stalls."""
+    message = f"still waiting for the disk, for {after_s:g} s now: {what}; the run goes on when it answers"
+    timer = threading.Timer(after_s, say, [message])
     timer.daemon = True
     timer.start()
     try:

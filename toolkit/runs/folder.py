@@ -74,20 +74,20 @@ def prepare_run_folder(
 def staging(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
     """Where a start writes until everything was accepted: the run folder where no run has begun in it, else a folder
     inside, gone at the end, so that a start which is refused changes nothing of an earlier one. See `keep_staged`."""
-    place = folder if is_new else folder / STAGING
-    if is_main and place != folder:
-        shutil.rmtree(place, ignore_errors=True)  # left by a start that was killed
-        place.mkdir()
+    path = folder if is_new else folder / STAGING
+    if is_main and path != folder:
+        shutil.rmtree(path, ignore_errors=True)  # left by a start that was killed
+        path.mkdir()
     try:
-        yield place
+        yield path
     finally:
-        if is_main and place != folder:
-            shutil.rmtree(place, ignore_errors=True)
+        if is_main and path != folder:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def keep_staged(place: Path, folder: Path) -> None:
+def keep_staged(staged: Path, folder: Path) -> None:
     """Moves what was staged into the run folder, over files of the same names."""
-    for path in sorted(place.iterdir()) if place != folder else ():
+    for path in sorted(staged.iterdir()) if staged != folder else ():
         os.replace(path, folder / path.name)
 
 

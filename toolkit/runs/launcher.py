@@ -52,7 +52,7 @@ class Launch:
 
     @property
     def chose_threads(self) -> bool:
-        """Whether OMP_NUM_THREADS of the scripts is the user's word, not the launcher's own."""
+        """Whether the user, not the launcher, has set OMP_NUM_THREADS."""
         return "OMP_NUM_THREADS" in self.environment or "num_cpu_threads_per_process" in self.flags
 
 
@@ -88,8 +88,8 @@ def _read(arguments: list[str], environment: Mapping[str, str], folder: Path) ->
         from accelerate.commands.launch import launch_command_parser
     parser = launch_command_parser()
     parsed, unasked = (vars(parser.parse_args(words)) for words in (arguments, ["script"]))
-    own = unasked.keys() - {"training_script", "training_script_args", "nondefault"}
-    flags = {name: parsed[name] for name in sorted(own) if parsed[name] != unasked[name]}
+    options = unasked.keys() - {"training_script", "training_script_args", "nondefault"}
+    flags = {name: parsed[name] for name in sorted(options) if parsed[name] != unasked[name]}
     file = flags.get("config_file") or (None if "cpu" in flags else default_config_file)
     path = None if file is None else folder / file
     if path is None or not path.is_file():
@@ -102,8 +102,8 @@ def asked_precision(launch: Launch | None, environment: Mapping[str, str]) -> st
     """no, fp16 or bf16 if the launcher was told so; None: it says no only because nobody told it anything, or its
     settings file does, which has to name one."""
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "").lower()
-    told = launch is not None and "mixed_precision" in launch.flags
-    return precision if precision in ("fp16", "bf16") or precision == "no" and told else None
+    by_flag = launch is not None and "mixed_precision" in launch.flags
+    return precision if precision in ("fp16", "bf16") or precision == "no" and by_flag else None
 
 
 def asked_settings(environment: Mapping[str, str]) -> dict[str, str | None]:
@@ -116,8 +116,8 @@ def asked_settings(environment: Mapping[str, str]) -> dict[str, str | None]:
 def refuse(launch: Launch | None, environment: Mapping[str, str]) -> None:
     """Raises BadInput for all that the launcher was asked for and these scripts do not do."""
     asked: dict[str, list[str]] = {}
-    for what, place in (*(_of_launch(launch) if launch is not None else ()), *_of_variables(environment)):
-        asked.setdefault(what, []).append(place)
+    for what, source in (*(_of_launch(launch) if launch is not None else ()), *_of_variables(environment)):
+        asked.setdefault(what, []).append(source)
     problems = [
         f"{', '.join(places)}: asks for {what}, which these scripts do not use: they run on one device, or "
         "with one process for each (DDP). Leave it out, or choose another `accelerate config`."
@@ -183,7 +183,7 @@ def _other_values(environment: Mapping[str, str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Settled:
-    """What is used, and who decided it.
+    """The value in use, and who decided it.
 
     precision: no, fp16 or bf16. tf32: as `run.tf32`. compile: as `optim.compile`, never None.
     precision_by, compile_by: a setting, "accelerate launch", "the run so far" or "default".
@@ -204,7 +204,7 @@ class Settled:
 def settle(
     given: Mapping, launched: Mapping, began: Mapping, auto: Callable[[], tuple[str, bool | None, str]]
 ) -> Settled:
-    """The first that has a word on `precision`, and on `compile`: the settings, the launcher, the run that goes on.
+    """The first of settings, launcher and resumed run that sets `precision`, and `compile`.
 
     Args:
         given, launched, began: values of `precision`, `tf32` and `compile`; a missing one, or None, says nothing.

@@ -68,7 +68,7 @@ def open_run(path: Path, options_of: OptionsOf) -> Run:
 
 
 def kind_of(source: str | Path) -> str:
-    """What a path or name is, the one place where it is found out.
+    """Determines what a path or name refers to; nothing else does.
 
     "run" (a run folder or checkpoint), "final" (a model that this toolkit saved), "transformers" (a model of
     transformers: its folder, or a name of the hub), "exported" (a file of scripts/export.py), "predictions" (a file of
@@ -105,14 +105,14 @@ def _evaluated_run(folder: Path, path: Path, config: Mapping) -> Path:
 
 
 def run_folder_of(path: Path) -> Path:
-    """The run folder that `path` is, or lies in.
+    """The run folder that `path` is or is inside of.
 
     Raises:
         BadInput: neither it nor a folder above it holds settings.
     """
-    for place in (path, *path.absolute().parents):
-        if (place / "config.yaml").is_file():
-            return place
+    for folder in (path, *path.absolute().parents):
+        if (folder / "config.yaml").is_file():
+            return folder
     raise BadInput(f"{path}: no run folder: neither it nor a folder above it holds a config.yaml")
 
 
@@ -127,7 +127,7 @@ def settings_beside(checkpoint: Path, config: Any, options_of: OptionsOf) -> dic
         folder = run_folder_of(checkpoint)
     except BadInput:  # its folder was removed, settings and all
         return {}
-    groups = {each.name: getattr(config, each.name) for each in fields(config)}
+    groups = {field.name: getattr(config, field.name) for field in fields(config)}
     model = groups.pop("model")
 
     def options_of_before(architecture: str) -> type | None:

@@ -77,7 +77,7 @@ def _refuse_absent_gpus() -> None:
 
 
 def wait_at_most(minutes: float) -> None:
-    """From now on a process waits so long for the others in a collective, and then fails."""
+    """Sets the timeout of collectives, after which a waiting process fails."""
     if dist.is_initialized():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that its name begins with an underline
@@ -97,7 +97,7 @@ def _first_line(error: Exception) -> str:
 
 
 def set_threads(threads: int | None, device: torch.device) -> None:
-    """CPU threads of this process: as told, or all cores where `accelerate launch`, not the user, allowed only one."""
+    """Sets the CPU threads of this process: as given, or all cores if `accelerate launch`, not the user, set one."""
     if threads is None:
         launch = find_launch()
         alone = launch is not None and not launch.chose_threads and os.environ.get("OMP_NUM_THREADS") == "1"
@@ -131,7 +131,7 @@ def prepare(
 
 
 def announce(world_size: int, folder: Path, messages: Iterable[str]) -> None:
-    """First lines of a run: how many processes there really are, where it writes, where it goes on from."""
+    """Prints the first lines of a run: its number of processes, where it writes and where it resumes from."""
     print(f"processes: {world_size}, CPU threads of each: {torch.get_num_threads()}", flush=True)
     print(f"run folder: {folder}", *messages, sep="\n", flush=True)
     if world_size == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:

@@ -1,4 +1,4 @@
-"""Whether groups of settings are what their dataclasses say: every key, every type, all faults at once.
+"""Checks groups of settings against their dataclasses: every key and type, all faults at once.
 
 The command line checks its settings files with it, and whatever opens a run those of its folder.
 """
@@ -29,7 +29,7 @@ _WORDS = {
 
 
 def type_faults(groups: Mapping, kinds: Mapping[str, type], where: str) -> list[str]:
-    """A sentence for every group that is none and for every value that its setting cannot have.
+    """A sentence for every group that is not a mapping, and for every value of the wrong type.
 
     Keys that no dataclass has are passed over; see `key_faults`. Of a model, null means that it is not given.
 
@@ -50,7 +50,7 @@ def type_faults(groups: Mapping, kinds: Mapping[str, type], where: str) -> list[
 
 
 def key_faults(groups: Mapping, kinds: Mapping[str, type], where: str, strict: bool = True) -> list[str]:
-    """A sentence for every group and key that no dataclass has, with the nearest one that there is.
+    """A sentence for every unknown group and key, with the nearest known one.
 
     strict: all of them; otherwise those alone that look like one that is missing, as in a file whose script may have
     settings of its own.
@@ -60,7 +60,7 @@ def key_faults(groups: Mapping, kinds: Mapping[str, type], where: str, strict: b
         if name not in kinds:
             problems += _unknown(f"{where}: no such group {name}", str(name), list(kinds), missing, strict)
         elif isinstance(entries, Mapping):
-            keys = [each.name for each in fields(kinds[name])]
+            keys = [setting.name for setting in fields(kinds[name])]
             left = [key for key in keys if key not in entries]
             for key in (key for key in entries if key not in keys):
                 problems += _unknown(f"{where}: no such setting {name}.{key}", str(key), keys, left, strict)
@@ -80,10 +80,12 @@ def as_settings(groups: Mapping, kinds: Mapping[str, type]) -> dict:
     return made
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """The end of a sentence that says what `word` may have been to mean, or what there is."""
-    similar = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {similar[0]}?" if similar else f"; there are {', '.join(known)}" if len(known) < 20 else ""
+def did_you_mean(word: str, choices: list[str]) -> str:
+    """The end of a sentence: what was probably meant by `word`, or else the choices."""
+    similar = difflib.get_close_matches(word, choices, n=1)
+    if similar:
+        return f"; did you mean {similar[0]}?"
+    return f"; there are {', '.join(choices)}" if len(choices) < 20 else ""
 
 
 def not_finite(key: str, value: object) -> list[str]:
@@ -111,7 +113,7 @@ def shown(value: object) -> str:
 
 def _types(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind)
-    return {each.name: hints[each.name] for each in fields(kind)}
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def _fault(hint: Any, value: object) -> str:
@@ -147,8 +149,8 @@ def in_words(hint: Any) -> str:
     return _WORDS.get(hint, str(getattr(hint, "__name__", hint)))
 
 
-def _unknown(begins: str, word: str, known: list[str], missing: Iterable[str], strict: bool) -> list[str]:
+def _unknown(begins: str, word: str, choices: list[str], missing: Iterable[str], strict: bool) -> list[str]:
     typed_wrong = difflib.get_close_matches(word, missing, n=1, cutoff=0.8)
     if not strict and not typed_wrong:
         return []
-    return [begins + (f"; did you mean {typed_wrong[0]}?" if typed_wrong else did_you_mean(word, known))]
+    return [begins + (f"; did you mean {typed_wrong[0]}?" if typed_wrong else did_you_mean(word, choices))]

@@ -58,7 +58,7 @@ def save_config(settings: Mapping, path: Path, remarks: Iterable[str] = ()) -> N
 
 
 def config_files(folder: Path) -> list[Path]:
-    """The settings of every start of a run, the first one first."""
+    """The settings files of every start of a run, in order."""
     paths = Path(folder).glob("config*.yaml")
     numbers = {int(match[1] or 1): path for path in paths if (match := _CONFIG_NAME.fullmatch(path.name))}
     return [numbers[number] for number in sorted(numbers)]
@@ -158,7 +158,7 @@ def checked_settings(
             problems.append(f"{where}: there is no group {name}; expected the one that the run wrote")
         elif isinstance(groups[name], dict):
             left = [f"there is no {name}.{key}" for key in NEEDED[name] if key not in groups[name]]
-            problems += [f"{where}: {each}; expected the value that the run was trained with" for each in left]
+            problems += [f"{where}: {fault}; expected the value that the run was trained with" for fault in left]
     try:
         kinds = _kinds(kinds, options_of, groups)
     except BadInput as error:
@@ -195,7 +195,7 @@ def _is_of_script_unchanged(folder: Path) -> bool:
 
 
 def script_digest(path: Path) -> str:
-    """By which a run knows its script again."""
+    """The hash that identifies the script of a run."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -242,15 +242,15 @@ def changes(before: Mapping, after: Mapping, keep_schedule: bool, minutes_count:
         keep_schedule: `--run.resume_schedule saved`.
         minutes_count: the checkpoint's number of steps is still to be measured from `run.max_minutes`.
     """
-    found = []
+    changed = []
     before, after = (json.loads(json.dumps(settings)) for settings in (before, after))  # tuples are lists in a file
     for group, entries in after.items():
         earlier = before.get(group)
         for key, value in entries.items() if isinstance(earlier, dict) else ():
             name = f"{group}.{key}"
             if key in earlier and earlier[key] != value and name not in _THIS_START:
-                found.append(Change(name, earlier[key], value, *_verdict(name, keep_schedule, minutes_count)))
-    return found
+                changed.append(Change(name, earlier[key], value, *_verdict(name, keep_schedule, minutes_count)))
+    return changed
 
 
 def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, str]:
@@ -270,16 +270,16 @@ def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, 
     return "used", ""
 
 
-def in_force(settings: Mapping, found: Sequence[Change]) -> dict:
-    """The settings of a start with the values of before where it ignores its own.
+def in_force(settings: Mapping, changed: Sequence[Change]) -> dict:
+    """The settings in force: those of this start, with the earlier values of what is ignored.
 
     Raises BadInput: some changes are refused.
     """
-    if refused := [change for change in found if change.verdict == "refused"]:
+    if refused := [change for change in changed if change.verdict == "refused"]:
         remedy = "resume with the setting of before, or begin a new run with another --run.name"
         raise BadInput([f"{change}; {remedy}" for change in refused])
     kept = {group: dict(entries) for group, entries in settings.items()}
-    for change in found:
+    for change in changed:
         if change.verdict == "ignored":
             group, _, key = change.key.partition(".")
             kept[group][key] = change.before

@@ -69,7 +69,7 @@ def write_status(folder: Path, state: str, reason: str = "", **extra) -> None:
 
 
 def _write_over(path: Path, text: str) -> bool:
-    """Whether a full disk took it in the place of the file that is there, which needs no room."""
+    """Overwrites the existing file in place, which needs no room on a full disk; whether that worked."""
     try:
         with open(path, "r+b") as file:
             file.write(text.encode().ljust(path.stat().st_size))  # whole at once; blanks over what was longer
@@ -106,7 +106,7 @@ class RunStatus:
         self.begun = not holds_a_run(folder)
 
     def begin(self, trains: bool = True) -> None:
-        """Everything is there, and nothing was refused: the run goes on from here.
+        """Marks the run as begun: all checks have passed.
 
         trains: False: an evaluation alone; what ended the training of before stays in the file.
         """
@@ -169,7 +169,7 @@ class FolderLock:
             BadInput: another process holds it; names its host, number and start. OSError: no right to write, no space.
         """
         path = Path(folder) / LOCK
-        found = path.read_bytes() if path.exists() else None
+        content = path.read_bytes() if path.exists() else None
         path.touch()  # raises where nothing can be written; what `acquire` raises after that is about locks
         # a moment for one that its holder removes just now; `note` says more than a lock of another kind would hold
         lock = FileLock(path, timeout=0.2, thread_local=False, fallback_to_soft=False)
@@ -182,7 +182,7 @@ class FolderLock:
                 f"{path} cannot be locked here ({error.strerror}): see to it yourself that no other run writes to this "
                 "folder."
             )
-        self._path, self._found, self._lock, self._pid = path, found, lock, os.getpid()
+        self._path, self._found, self._lock, self._pid = path, content, lock, os.getpid()
         path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": now()}), "utf-8")
 
     def __enter__(self) -> "FolderLock":

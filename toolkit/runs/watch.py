@@ -47,12 +47,12 @@ class WatchedRun:
     ):
         self.folder, self.output = Path(folder), Path(output)
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        system, ours = ctypes.CDLL(None) if sys.platform == "linux" else None, os.getpid()
+        system, parent = ctypes.CDLL(None) if sys.platform == "linux" else None, os.getpid()
 
         def begin() -> None:
             if system is not None:
                 system.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-                if os.getppid() != ours:  # gone before it was asked for
+                if os.getppid() != parent:  # gone before it was asked for
                     os.kill(os.getpid(), signal.SIGTERM)
             if limit is not None:
                 limit()
@@ -71,14 +71,14 @@ class WatchedRun:
     def rows(self, stop: Callable[[], object] = lambda: False) -> Iterator[dict]:
         """Its rows as they are written, each once, those of an earlier start first; until the process has ended, or
         `stop` says so."""
-        taken = set()
+        seen = set()
         with closing(GrowingMetrics(self.folder / "metrics.jsonl")) as file:
             while True:
                 over = self.process.poll() is not None  # asked first: what is written before the end is read
                 for row in file.new_rows():
                     key = (row["step"], frozenset(row))  # a resumed run writes some again, with the same numbers
-                    if key not in taken:
-                        taken.add(key)
+                    if key not in seen:
+                        seen.add(key)
                         yield row
                 if over or stop():
                     return
@@ -86,9 +86,9 @@ class WatchedRun:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Asks it to save and end, after a while without asking; its exit code."""
-        for each in (number, signal.SIGKILL):
+        for signal_number in (number, signal.SIGKILL):
             if self.process.poll() is None:
-                os.killpg(self.process.pid, each)
+                os.killpg(self.process.pid, signal_number)
                 try:
                     return self.process.wait(STOP_S)
                 except subprocess.TimeoutExpired:
@@ -107,9 +107,9 @@ class WatchedRun:
 
 def steps_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int, settings: Mapping) -> list[str]:
     """Words that train `steps` steps in the run folder `folder` with `settings` on top of the `arguments`."""
-    place = {"run.output_dir": folder.parent, "run.name": folder.name, "run.max_steps": steps}
+    required = {"run.output_dir": folder.parent, "run.name": folder.name, "run.max_steps": steps}
     alone = dict(word.split("=") for word in STEPS_ALONE.split())
-    flags = [f"--{key}={value}" for key, value in {**alone, **place, **settings}.items()]
+    flags = [f"--{key}={value}" for key, value in {**alone, **required, **settings}.items()]
     return [sys.executable, str(script), *arguments, *flags]
 
 

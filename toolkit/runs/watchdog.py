@@ -99,8 +99,8 @@ class _Watch:
                 _send(peer, {"rank": self.rank, "token": token})
                 self.peers[peer] = 0
         except OSError as error:
-            told = f"the processes of the run cannot watch over each other ({error})"
-            warnings.warn(f"{told}: if one fails, others may wait for it.", stacklevel=2)
+            warning = f"the processes of the run cannot watch over each other ({error})"
+            warnings.warn(f"{warning}: if one fails, others may wait for it.", stacklevel=2)
         finally:
             if listener:
                 listener.close()
@@ -124,10 +124,10 @@ class _Watch:
 
     def cause_of(self, error: BaseException) -> Exception | None:
         """What failed on another process and broke a collective here; None when `error` is this process's own."""
-        own = isinstance(error, BadInput | StoppedByGuard | Preempted | KeyboardInterrupt | SystemExit)
-        if not own and isinstance(error, RuntimeError | OSError) and _BROKEN_COLLECTIVE.search(str(error)):
+        is_own = isinstance(error, BadInput | StoppedByGuard | Preempted | KeyboardInterrupt | SystemExit)
+        if not is_own and isinstance(error, RuntimeError | OSError) and _BROKEN_COLLECTIVE.search(str(error)):
             self.known.wait(WORD_S)
-        if own:
+        if is_own:
             return None
         if self.first is None and isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
             return Hanging(

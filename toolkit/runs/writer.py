@@ -60,8 +60,8 @@ class RunWriter:
         continues = resume_state is not None and (self.folder / "metrics.jsonl").exists()  # else a fork, or fresh
         kept = sys.maxsize if eval_only else resume_state["rows"] if continues else 0
         self._metrics = MetricsLog(self.folder / "metrics.jsonl", kept)
-        known = _known_trackers(self.folder, resume_state) if continues else {}
-        self._feeds = [_Feed(name, self.folder, self._save, known.get(name)) for name in trackers]
+        earlier = _known_trackers(self.folder, resume_state) if continues else {}
+        self._feeds = [_Feed(name, self.folder, self._save, earlier.get(name)) for name in trackers]
         for feed in self._feeds:
             feed.start(about or About(), data or {})
         for row in read_metrics(self._metrics.path) if trackers else ():
@@ -88,16 +88,16 @@ class RunWriter:
             self._metrics.write(row)
             self._send(row)
 
-    def show(self, shown, step: int) -> None:
+    def show(self, evaluation, step: int) -> None:
         """Show an evaluation (`toolkit.evaluation.shown.Shown`) in the trackers that do not have this step's."""
         for feed in self._feeds:
             if feed.note("images", step):
-                feed.call(lambda tracker: tracker.show(shown, step))
+                feed.call(lambda tracker: tracker.show(evaluation, step))
 
-    def keep_final(self, final: Path, facts: Mapping) -> None:
-        """Hand the trackers the folder of the finished detector. facts: its step, metric and value."""
+    def keep_final(self, final: Path, summary: Mapping) -> None:
+        """Hand the trackers the folder of the finished detector. summary: its step, metric and value."""
         for feed in self._feeds:
-            feed.call(lambda tracker: tracker.keep_final(final, facts))
+            feed.call(lambda tracker: tracker.keep_final(final, summary))
 
     def close(self, state: str = "done") -> None:
         """Close the file and let the trackers finish; the process group stays.

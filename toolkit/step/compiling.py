@@ -16,7 +16,7 @@ VARIANTS = 64  # of one block: its widths, with and without gradients, sizes of 
 
 
 def compile_in_place(module: nn.Module, compile: bool | str) -> None:
-    """Compiles the repeated blocks of `module` from its next call on, all of it if there are none; names stay.
+    """Compiles the repeated blocks of `module`, or all of it without such, at the next call; keeps state-dict names.
 
     Blocks of one class and width share their code, so that compiling takes as long as one of each would.
 
@@ -30,15 +30,15 @@ def compile_in_place(module: nn.Module, compile: bool | str) -> None:
     if not compile:
         return
     backend = "inductor" if compile is True else compile
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise BadInput(f"optim.compile: torch has no backend {backend!r}; give true, or one of {', '.join(known)}")
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if backend not in backends:
+        raise BadInput(f"optim.compile: torch has no backend {backend!r}; give true, or one of {', '.join(backends)}")
     import torch._inductor.config as inductor  # here: it takes a second
 
     torch._dynamo.config.recompile_limit = VARIANTS
     inductor.fallback_random = True  # dropout draws what it draws uncompiled
-    for each in list(repeated_blocks(module)) or [module]:
-        each.compile(backend=backend)
+    for block in list(repeated_blocks(module)) or [module]:
+        block.compile(backend=backend)
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -54,13 +54,13 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class GraphCount:
-    """Graphs that torch.compile made in this process; growth in mid-training means that shapes keep changing."""
+    """Counts the graphs of torch.compile in this process; growth in mid-training means that shapes keep changing."""
 
     def __init__(self):
         self.seen = 0
 
     def news(self, step: int) -> str:
-        """What to say at an optimizer step about the graphs made since the last time; empty when there are none."""
+        """A message about the graphs compiled since the last call; empty if there are none."""
         dynamo = sys.modules.get("torch._dynamo.utils")  # not imported where nothing is compiled
         graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo is not None else 0
         made, again, self.seen = graphs - self.seen, self.seen > 0, graphs
@@ -84,11 +84,11 @@ def be_deterministic() -> None:
     show = warnings.showwarning
 
     def name_once(message, category, filename, lineno, file=None, line=None):
-        found = _NO_DETERMINISTIC.match(str(message))
-        if found is None:
+        match = _NO_DETERMINISTIC.match(str(message))
+        if match is None:
             show(message, category, filename, lineno, file, line)
-        elif found[1] not in met:
-            met.add(found[1])
-            print(f"stays non-deterministic: {found[1]}", flush=True)
+        elif match[1] not in met:
+            met.add(match[1])
+            print(f"stays non-deterministic: {match[1]}", flush=True)
 
     warnings.showwarning = name_once

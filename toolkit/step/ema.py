@@ -32,13 +32,13 @@ class Ema:
         self._averaged: list[str] = []
         self._copied: dict[torch.dtype, list[str]] = {}  # by dtype: one kernel cannot copy several
         for name, tensor in zip(self._source, _tensors(self._source, self._source), strict=True):
-            known = name in parameters or name in saved and bool(tensor.isfinite().all())
-            averaged = tensor.is_floating_point() and known
+            may_be_averaged = name in parameters or name in saved and bool(tensor.isfinite().all())
+            averaged = tensor.is_floating_point() and may_be_averaged
             (self._averaged if averaged else self._copied.setdefault(tensor.dtype, [])).append(name)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Takes the model in after an optimizer step; call it only on updates that the guard let through."""
+        """Updates the averages after an optimizer step; call it only for updates that the guard accepted."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         if model is not self._model:
             self._model, self._source = model, _slots(model)

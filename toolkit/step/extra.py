@@ -57,7 +57,7 @@ class Extra(UserDict):
 
     @property
     def not_taken_up(self) -> list[str]:
-        """What the checkpoint holds and the script has not assigned."""
+        """Names in the checkpoint that the script has not assigned."""
         return sorted(self._saved)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -73,15 +73,15 @@ class Extra(UserDict):
         average_gradients([p for module in self.modules for p in module.parameters() if p.requires_grad])
 
     def zero_grad(self) -> None:
-        """Forgets the gradients of all modules and optimizers."""
-        for each in (*self.modules, *self.optimizers):
-            each.zero_grad()
+        """Clears the gradients of all modules and optimizers."""
+        for item in (*self.modules, *self.optimizers):
+            item.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value.state_dict() if _has_state(value) else value for name, value in self.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """What is there already takes up its state now, the rest when the script assigns it. Raises BadInput."""
+        """Restores what is assigned already now, and the rest when the script assigns it. Raises BadInput."""
         self._saved = {name: copy.deepcopy(state) for name, state in saved.items()}
         for name in list(self.data):
             if name in self._saved:
@@ -110,9 +110,9 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, str | int | float | bool | Tensor | None):
         return value
     if isinstance(value, list | tuple):
-        return [_plain(name, each) for each in value]
+        return [_plain(name, item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(name, each) for key, each in value.items()}
+        return {key: _plain(name, item) for key, item in value.items()}
     raise BadInput(
         f't.extra["{name}"]: a {type(value).__name__} cannot be saved; expected something with state_dict and '
         "load_state_dict, a tensor, a number, a text, or lists and dicts of them"
@@ -126,5 +126,5 @@ def _floats(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         return
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
-    for key, each in value.items() if isinstance(value, Mapping) else ():
-        yield from _floats(f"{name}.{key}", each)
+    for key, item in value.items() if isinstance(value, Mapping) else ():
+        yield from _floats(f"{name}.{key}", item)

@@ -53,12 +53,12 @@ def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
 
 def _nearest(name: str, modules: Iterable[str]) -> str:
     """Names of the modules beside the first part of `name` that does not exist."""
-    known, parent = set(modules), name
-    while parent and parent not in known:
+    names, parent = set(modules), name
+    while parent and parent not in names:
         parent = parent.rpartition(".")[0]
     depth = parent.count(".") + 1 if parent else 0
     prefix = f"{parent}." if parent else ""
-    beside = [m for m in known if m.startswith(prefix) and m and m.count(".") == depth]
+    beside = [m for m in names if m.startswith(prefix) and m and m.count(".") == depth]
     return f"{parent or 'the model'} has: {', '.join(sorted(beside)) or 'no modules'}"
 
 

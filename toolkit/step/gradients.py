@@ -19,11 +19,11 @@ def gradient_table(
     if not named:
         return "---Total norm 0.00000: no parameter has a gradient---"
     norms = torch.stack([gradient.detach().float().norm() for _, gradient in named])
-    *each, total = torch.cat([norms, norms.norm()[None]]).tolist()
+    *values, total = torch.cat([norms, norms.norm()[None]]).tolist()
     head = f"---Total norm {total:.5f}"
     if max_norm:
         head += f" clip coef {max_norm / (total + 1e-6):.5f}"
-    rows = sorted(zip(each, named, strict=True), key=lambda row: -row[0])[:top]
+    rows = sorted(zip(values, named, strict=True), key=lambda row: -row[0])[:top]
     lines = [f"{name:<50s}: {norm:.5f}, ({gradient.shape})" for norm, (name, gradient) in rows]
     return "\n".join([f"{head}-----------------", *lines, "-------------------------------"])
 
@@ -45,13 +45,13 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """
     if not parameters or world()[1] == 1:
         return
-    own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    averaged = all_reduce(torch.cat([gradient.flatten() for gradient in own]), "mean")
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    averaged = all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), "mean")
     for p, gradient in zip(parameters, averaged.split([p.numel() for p in parameters]), strict=True):
         p.grad = gradient.view_as(p).clone()
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Forgets all gradients of the model, with those of parameters that no optimizer holds."""
+    """Clears all gradients of the model, those of parameters that no optimizer holds included."""
     for parameter in model.parameters():
         parameter.grad = None

@@ -76,7 +76,7 @@ class NanGuard:
         gradients_finite: bool = False,
         faults: Sequence[str] = (),
     ) -> Action:
-        """The same answer on every rank, given the reduced values of a window.
+        """Decides about a window from its reduced values, identically on all ranks.
 
         Args:
             step: updates made so far, for `reason`.
@@ -120,7 +120,7 @@ class NanGuard:
 
     @property
     def lr_scale(self) -> float:
-        """Factor on all learning rates that the rollbacks so far make."""
+        """Factor on all learning rates after the rollbacks so far."""
         return self.lr_factor**self.rollbacks
 
     def watch(self, model: nn.Module) -> None:

@@ -40,7 +40,7 @@ class StepBudget:
         self.settled = False  # whether the plan stands for good
 
     def add(self, step_s: float) -> None:
-        """One more step took `step_s` seconds."""
+        """Adds a step that took `step_s` seconds."""
         self.steps += 1
         self.elapsed_s += step_s
         if self.steps - self.begun_steps > self.skip_steps and self.total_steps is None:
@@ -61,7 +61,7 @@ class StepBudget:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether no minute is left."""
+        """Whether the minutes are used up."""
         return self.elapsed_s >= 60.0 * self.max_minutes
 
     @property
@@ -82,7 +82,7 @@ class StepBudget:
         return sum(typical) / len(typical)
 
     def fix(self, total_steps: int) -> None:
-        """Takes a plan; that of the second half of the minutes stands for good."""
+        """Adopts a plan; the one made in the second half of the minutes is final."""
         self.total_steps, self.measured_s = total_steps, []
         self.planned_steps, self.planned_s = self.steps, self.elapsed_s
         self.settled = self._used >= 0.5
@@ -93,7 +93,7 @@ class StepBudget:
         self.elapsed_s = self.begun_s = self.planned_s = earlier["elapsed_s"] if earlier else 0.0
 
     def settle(self, total_steps: int) -> None:
-        """Takes a length that is no matter of minutes any more."""
+        """Fixes the length, which no longer depends on the minutes."""
         self.total_steps, self.settled = total_steps, True
 
     def state_dict(self) -> dict:

@@ -73,14 +73,14 @@ class LoopCheck:
         inner.register_step_post_hook(after)
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """These are left out on purpose. Raises BadInput: no such names."""
+        """Names calls that are left out on purpose. Raises BadInput if there are no such calls."""
         if unknown := [name for name in names if name not in MAY_BE_LEFT_OUT]:
-            known = ", ".join((*LINES, "train"))
-            raise BadInput(f"t.without: there is no {', '.join(map(repr, unknown))}; there are {known}")
+            choices = ", ".join((*LINES, "train"))
+            raise BadInput(f"t.without: there is no {', '.join(map(repr, unknown))}; there are {choices}")
         self.left_out |= set(names)
 
     def begin(self, micro_batches: int) -> None:
-        """A window of so many micro-batches is handed to the loop."""
+        """Begins a window of so many micro-batches."""
         self._start, self.micro_batches, self._nested = self._now(), micro_batches, 0
 
     def _now(self) -> dict[str, int]:
@@ -122,7 +122,7 @@ class LoopCheck:
             )
 
     def begin_pass(self, training: bool, micro_batches: int) -> None:
-        """The loop begins to go through so many micro-batches of the window, which it may have changed.
+        """Begins a pass through the micro-batches of a window, whose number the loop may have changed.
 
         training: whether the detector is in training mode. Raises BadInput: it is not.
         """
@@ -134,7 +134,7 @@ class LoopCheck:
         self.micro_batches, self._handed_out = micro_batches, []
 
     def hand_out(self, targets: Iterable[Mapping]) -> None:
-        """The loop gets the next micro-batch of the pass."""
+        """Notes the next micro-batch of a pass."""
         self._had_gradients = bool(self._handed_out) and self._has_gradients()
         self._handed_out = [(target, len(target["labels"])) for target in targets]
 
@@ -162,7 +162,7 @@ class LoopCheck:
             raise BadInput(f"the loop, step {step}: `{LINES[name][0]}` belongs after `t.step += 1`, not before it")
 
     def refused(self) -> None:
-        """The guard refused the window, which is over: whatever an update needs is not asked for."""
+        """Ends a window that the guard refused, which needs none of an update's calls."""
         self._start = None
 
     def end(self) -> bool:
@@ -202,11 +202,11 @@ class LoopCheck:
             raise BadInput(faults)
 
     @contextmanager
-    def noting_others(self, known: Callable[[], Iterable[torch.optim.Optimizer]]) -> Iterator[None]:
+    def noting_others(self, registered: Callable[[], Iterable[torch.optim.Optimizer]]) -> Iterator[None]:
         """Notes every other optimizer that is stepped meanwhile, for `new_others`."""
 
         def note(optimizer: torch.optim.Optimizer, *_) -> None:
-            if all(optimizer is not getattr(each, "optimizer", each) for each in known()):
+            if all(optimizer is not getattr(entry, "optimizer", entry) for entry in registered()):
                 count = sum(len(group["params"]) for group in optimizer.param_groups)
                 self._others.setdefault(id(optimizer), f"{type(optimizer).__name__} of {count} parameters")
 

@@ -70,7 +70,7 @@ class LossWeights(nn.Module):
         self._cached: tuple[object, Tensor] | None = None
 
     def add(self, name: str, weight: Weight) -> None:
-        """One more loss, after the model's own. Raises BadInput: the name is taken, or the weight is none."""
+        """Adds a loss after the model's own. Raises BadInput if the name is taken or the weight invalid."""
         entry = _parse(weight)
         if name in self.names:
             raise BadInput(f"the loss {name!r} is announced already; announced are {', '.join(self.names)}")
@@ -166,10 +166,10 @@ def window_denominators(
         total = all_reduce(_on(counts.sum(0), device))
         denominators = (torch.where(total > 0, total, 1.0) / world_size).expand(len(local), -1)
     elif mode == "original":
-        own = _on(counts, device)
-        means = all_reduce(own, "mean").clamp(min=1.0)
+        local_counts = _on(counts, device)
+        means = all_reduce(local_counts, "mean").clamp(min=1.0)
         is_averaged = _on(torch.tensor([float(name in averaged) for name in names]), device) > 0
-        denominators = torch.where(is_averaged, means, torch.where(own > 0, own, 1.0)) * len(local)
+        denominators = torch.where(is_averaged, means, torch.where(local_counts > 0, local_counts, 1.0)) * len(local)
     else:
         raise BadInput(f"loss.denominators is {mode!r}; expected global or original")
     return [dict(zip(names, row.unbind(), strict=True)) for row in denominators.to(dtype)]
@@ -187,7 +187,7 @@ def _owner(name: str, keys: Collection[str]) -> str | None:
 
 
 def _parse(value: Weight) -> float | str | tuple[tuple[float, float], ...] | None:
-    """The weight in a plain form; None for what is none."""
+    """Parses a weight; None if it is invalid."""
     if value == "learned":
         return "learned"
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -203,7 +203,7 @@ def _parse(value: Weight) -> float | str | tuple[tuple[float, float], ...] | Non
     return None
 
 
-def _check(owners: dict[str, str | None], given: dict, known: dict, raw: Mapping[str, Weight]) -> None:
+def _check(owners: dict[str, str | None], given: dict, entries: dict, raw: Mapping[str, Weight]) -> None:
     announced = ", ".join(owners)
     problems = [
         f"loss.weights.{key}: {raw[key]!r} is no weight; expected a number, \"learned\", or [[step, value], ...] with "
@@ -213,8 +213,9 @@ def _check(owners: dict[str, str | None], given: dict, known: dict, raw: Mapping
     ]
     unweighted = [name for name, owner in owners.items() if owner is None]
     if unweighted:
-        problems.append(f"losses without a weight: {', '.join(unweighted)}; weights are given for: {', '.join(known)}")
-    unused = [key for key in known if not any(_owner(name, [key]) for name in owners)]
+        given_for = ", ".join(entries)
+        problems.append(f"losses without a weight: {', '.join(unweighted)}; weights are given for: {given_for}")
+    unused = [key for key in entries if not any(_owner(name, [key]) for name in owners)]
     if unused:
         problems.append(f"weights without a loss: {', '.join(unused)}; the model announces: {announced}")
     if problems:

@@ -1,4 +1,4 @@
-"""Smoothed numbers for people: windows, running averages, where the time of a step goes, and the load of the machines.
+"""Meters for the console: smoothed values, running averages, the timing of a step, the load of the machines.
 
 Update meters with the values that `reduce_dict` returned: those are equal on every rank, so the meters are too and need
 no synchronisation.
@@ -72,8 +72,8 @@ class SmoothedValue:
         return self.window[-1] if self.window else math.nan
 
     def __str__(self) -> str:
-        shown = ("median", "avg", "global_avg", "max", "value")
-        return self.fmt.format_map({name: getattr(self, name) for name in shown})
+        statistics = ("median", "avg", "global_avg", "max", "value")
+        return self.fmt.format_map({name: getattr(self, name) for name in statistics})
 
     def state_dict(self) -> dict:
         """JSON-able and exact: a Python float survives JSON to the last bit."""
@@ -152,7 +152,7 @@ KINDS = ("epoch_median", "run_median", "epoch_mean", "run_mean", "momentum")
 
 
 def make_meters(kind: str, steps_per_epoch: int) -> Meters:
-    """Meters that smooth as one of the original programs does; those of an epoch are to be cleared at its end.
+    """Meters with the smoothing of one of the original programs; clear those of an epoch at its end.
 
     epoch_median (DETR) and run_median (Scene-Graph-Benchmark): median of the last 20 steps, mean of all. epoch_mean
     (CVNets) and run_mean (GluonCV): mean of all. momentum (seamseg): momentum 1 - 1 / steps of an epoch.
@@ -218,7 +218,7 @@ class StepTimer:
         self._begin = self._ready = self._clock()
 
     def data_ready(self) -> None:
-        """The window of micro-batches is here."""
+        """Notes that the window of micro-batches has arrived."""
         self._ready = self._clock()
 
     def step_done(self, images: int) -> float:
@@ -276,9 +276,9 @@ def machine_figures() -> dict[str, float]:
     `machine/<name>/cpu_percent`: of all its cores since the last call; `.../memory_percent`: of its memory, in use by
     anyone; `.../peak_mb`: the sum of `peak_memory_mb` over the run's processes there.
     """
-    own = {"cpu_percent": psutil.cpu_percent(), "memory_percent": psutil.virtual_memory().percent}
+    usage = {"cpu_percent": psutil.cpu_percent(), "memory_percent": psutil.virtual_memory().percent}
     figures: dict[str, float] = {}
-    for name, busy, peak_mb in gather_objects((platform.node() or "unnamed", own, peak_memory_mb())):
+    for name, busy, peak_mb in gather_objects((platform.node() or "unnamed", usage, peak_memory_mb())):
         figures = {f"machine/{name}/{key}": value for key, value in busy.items()} | figures  # those of its first rank
         figures[f"machine/{name}/peak_mb"] = figures.get(f"machine/{name}/peak_mb", 0.0) + peak_mb
     return figures

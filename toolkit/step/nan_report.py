@@ -49,8 +49,8 @@ def investigate(
     run_window: RunWindow,
     run_folder: Path,
     batches: Sequence[Batch],
-    facts: Facts,
-    known: Facts | None = None,
+    context: Facts,
+    stated: Facts | None = None,
     extra: Facts | None = None,
 ) -> str:
     """Finds out what broke, lets each rank at fault write its report, and leaves buffers and gradients clean.
@@ -63,9 +63,9 @@ def investigate(
             window's own seeds (see `rerun_window`); returns the losses of each micro-batch.
         run_folder: reports go to `<run_folder>/nan/step_000123/rank0/`.
         batches: the window of this rank.
-        facts: goes into report.json: step, epoch, seed, losses (reduced), grad_norm, lr (by group), scale, precision,
+        context: goes into report.json: step, epoch, seed, losses (reduced), grad_norm, lr (by group), scale, precision,
             denominators (per micro-batch), action, config; whatever replaying needs.
-        known: the finding, where it is no matter of the window, which is not run again then: `where` is "state", with
+        stated: the finding, where it is no matter of the window, which is not run again then: `where` is "state", with
             what was not finite before it began in `nonfinite_state`, or "rate".
         extra: state that the script adds to the run, for replaying.
 
@@ -74,18 +74,18 @@ def investigate(
     """
     rank, _ = world()
     guard.restore(model)
-    finding = _nothing_found() | (known or {})
-    if known is None:
-        finding = diagnose(model, run_window, float(facts.get("scale") or 1.0))
+    finding = _nothing_found() | (stated or {})
+    if stated is None:
+        finding = diagnose(model, run_window, float(context.get("scale") or 1.0))
         guard.restore(model)
     finding["batch"] = _nonfinite_names(batches)
-    if finding["batch"] and known is None:
+    if finding["batch"] and stated is None:
         finding["where"] = "batch"
-    found = gather_objects(finding["where"])
-    broken_ranks = [r for r, where in enumerate(found) if where != "unknown"] or [0]
+    where_by_rank = gather_objects(finding["where"])
+    broken_ranks = [r for r, where in enumerate(where_by_rank) if where != "unknown"] or [0]
     path = None
     if rank in broken_ranks:
-        report = {**facts, "rank": rank, "reason": guard.reason, "policy": guard.policy, **finding}
+        report = {**context, "rank": rank, "reason": guard.reason, "policy": guard.policy, **finding}
         report["image_ids"] = [[target["image_id"] for target in batch.targets] for batch in batches]
         path = write_report(run_folder, report, batches, model.state_dict(), extra)
     lines = gather_objects(f"  rank {rank}: {describe_finding(finding)} Report: {path}")
@@ -292,7 +292,7 @@ def _watch(model: nn.Module) -> Iterator[dict]:
 
 
 def _kind(module: nn.Module, inputs: Any) -> str:
-    """Whose fault a non-finite output is, see `diagnose`."""
+    """The origin of a non-finite output, see `diagnose`."""
     if any(_is_broken(parameter) for parameter in module.parameters(recurse=False)):
         return "parameters"
     # -inf among the inputs is an attention mask
@@ -326,8 +326,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         inside = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         inside = (getattr(value, field.name) for field in dataclasses.fields(value))
-    for each in inside:
-        yield from _tensors_in(each)
+    for item in inside:
+        yield from _tensors_in(item)
 
 
 def _is_broken(tensor: Tensor) -> bool:

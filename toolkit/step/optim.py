@@ -234,19 +234,19 @@ def _check(
 ) -> None:
     names, every = [name for name, _ in trained], [name for name, _ in model.named_parameters()]
     prefixes = sorted({".".join(name.split(".")[:depth]) for name in names for depth in (1, 2, 3)})
-    known = ", ".join(prefixes)
+    existing = ", ".join(prefixes)
     problems = [
-        f"optim.lr_multipliers.{prefix}: no trained parameter has this prefix; some that exist: {known}"
+        f"optim.lr_multipliers.{prefix}: no trained parameter has this prefix; some that exist: {existing}"
         for prefix in multipliers
         if not any(_below(name, prefix) for name in names)
     ]
     problems += [
-        f"optim.slow_prefixes: no parameter, trained or frozen, has the prefix {prefix}; some that exist: {known}"
+        f"optim.slow_prefixes: no parameter, trained or frozen, has the prefix {prefix}; some that exist: {existing}"
         for prefix in slow
         if not any(_below(name, prefix) for name in every)
     ]
     if backbone_lr is not None and not any(map(_in_backbone, names)):
-        problems.append(f"optim.backbone_lr: no trained parameter has a part named backbone; prefixes: {known}")
+        problems.append(f"optim.backbone_lr: no trained parameter has a part named backbone; prefixes: {existing}")
     if not trained:
         problems.append("no parameter requires a gradient: everything is frozen")
     if problems:

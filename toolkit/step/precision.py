@@ -85,11 +85,11 @@ def measure_precisions(detector: nn.Module, weights: nn.Module, batch: Batch, ro
     ones = [dict.fromkeys(detector.denominator_names, 1.0)]
     seconds: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
     for _ in range(1 + rounds):
-        for precision, taken in seconds.items():
+        for precision, times in seconds.items():
             began = time.perf_counter()
             rerun_window(detector, weights, [batch], ones, step=0, seed=0, rank=0, precision=precision)
-            taken.append(time.perf_counter() - began)
-    return {precision: min(taken[1:]) for precision, taken in seconds.items()}
+            times.append(time.perf_counter() - began)
+    return {precision: min(times[1:]) for precision, times in seconds.items()}
 
 
 def faster_precision(seconds: Mapping[str, float]) -> str:

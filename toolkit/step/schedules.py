@@ -144,7 +144,7 @@ class GroupRates:
             group.setdefault("initial_lr", float(group["lr"]))
 
     def factors(self, step: int) -> tuple[float, ...]:
-        """What the initial rates are multiplied by, one after the other, for update number `step`."""
+        """The factors on the initial rates for update number `step`, in their order."""
         raise NotImplementedError
 
     def at(self, step: int) -> float:
@@ -155,7 +155,7 @@ class GroupRates:
         return round(origin + (pace if step > since else 1.0) * (step - since), 6)  # a rollback may go behind it
 
     def stretch(self, step: int, pace: float) -> None:
-        """From `step` on, each step counts as `pace` steps of before."""
+        """Stretches the schedule: from `step` on each step counts as `pace` earlier ones."""
         self.clock = (step, self.at(step), self.clock[2] * pace)
 
     def set(self, step: int) -> None:
@@ -183,7 +183,7 @@ class GroupRates:
         """The length of training, which changes nothing here; see Schedule."""
 
     def rates(self) -> dict[str, float]:
-        """The present rate by group name."""
+        """The current learning rate by group name."""
         return {g.get("name", str(i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
 
     def state_dict(self) -> dict:
@@ -196,9 +196,9 @@ class GroupRates:
         Raises BadInput: the state of a `Schedule` for a `PlateauSchedule`, or the other way round.
         """
         if ("name" in state) != ("name" in self._STATE):
-            theirs = state.get("name", "plateau")
+            saved_name = state.get("name", "plateau")
             remedy = "resume with that one, or begin the new one with --run.resume_schedule new"
-            raise BadInput(f"schedule.name is {self.name}, that of the checkpoint {theirs}: {remedy}")
+            raise BadInput(f"schedule.name is {self.name}, that of the checkpoint {saved_name}: {remedy}")
         for key in self._STATE:
             setattr(self, key, copy.copy(state[key]))
         self.clock = tuple(state["clock"])
@@ -296,7 +296,7 @@ class PlateauSchedule(GroupRates):
 
     @property
     def finished(self) -> bool:
-        """Has the rate fallen `max_decays` times?"""
+        """Whether the rate has been reduced `max_decays` times."""
         return self.decays >= self.options["max_decays"]
 
     def observe(self, metric: float | None) -> bool:
@@ -325,7 +325,7 @@ class PlateauSchedule(GroupRates):
 
 
 def schedule_of_settings(c: Any, optimizer: torch.optim.Optimizer, total_steps: int, per_epoch: int) -> GroupRates:
-    """The schedule that settings with the names of `toolkit.runs.settings.ScheduleConfig` say.
+    """Builds the schedule from settings with the names of `toolkit.runs.settings.ScheduleConfig`.
 
     total_steps: length of the run. per_epoch: optimizer steps of an epoch, for what is given in epochs.
     """

@@ -66,7 +66,7 @@ def nonfinite(state: Iterable[tuple[tuple[str, str], Tensor]]) -> list[str]:
 
 
 def unusable_rate(groups: Iterable[dict]) -> str:
-    """In words, the first learning rate with which an update cannot be computed in float32; else empty.
+    """Describes the first learning rate with which an update overflows or fails in float32; else empty.
 
     torch refuses the multiplication in the middle of the update, when some weights have moved and others have not.
     """
