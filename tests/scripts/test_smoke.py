@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launching import checkpoint_state, checkpoint_tensors, finish, nonfinite, rows, start, training_rows
+from launching import (
+    EVALUATION,
+    SCRIPTS,
+    checkpoint_state,
+    checkpoint_tensors,
+    finish,
+    kill,
+    nonfinite,
+    rows,
+    start,
+    training_rows,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracked import offline_history, offline_records
 from transformers import AutoImageProcessor, AutoModelForObjectDetection
@@ -23,6 +34,10 @@ LAUNCHED = (
 )  # fmt: skip
 
 
+def events_of(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+
+
 @pytest.fixture(scope="module")
 def options(script):
     """`LAUNCHED`, and weights for two of the script's losses."""
@@ -30,10 +45,14 @@ def options(script):
 
 
 @pytest.fixture(scope="module")
-def launched(script, settings, options, tmp_path_factory):
-    """The folder and the output of a run under `accelerate launch`, from a folder that knows nothing of the project."""
+def launched(server, script, settings, options, tmp_path_factory):
+    """The folder and the output of a run; of the first script under `accelerate launch`, from a folder that knows
+    nothing of the project."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    args = settings(*options, "--run.output_dir", "runs", "--run.name", "launched")
+    args = settings(*options, "--run.output_dir", elsewhere / "runs", "--run.name", "launched")
+    if script != SCRIPTS[0]:
+        ended = server.run(script, args, whole=True).ok()
+        return ended.folder, ended.text
     command = [Path(sys.executable).with_name("accelerate"), "launch", "--num_processes", 1, script.path, *args]
     code, text = finish(start(command, cwd=elsewhere))
     assert code == 0, text
@@ -74,7 +93,7 @@ def test_rows_and_tensorboard_have_losses_rates_and_times(script, launched):
     assert {"val/bbox_AP", "val/bbox_AP50", "val/ema/bbox_AP", "val/AP/circle", "val/ema/AP/star"} <= set(evaluated[0])
     assert nonfinite(folder / "checkpoints" / "latest") == []
     assert any(k.startswith("loss_weights/") for k in checkpoint_tensors(folder / "checkpoints" / "latest"))
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    events = events_of(folder)
     sent = {event.step: event.value for event in events.Scalars("train/loss")}
     assert sent == pytest.approx({row["step"]: row["train/loss"] for row in train}, rel=1e-6)
     assert [event.step for event in events.Scalars("val/bbox_AP")] == [3, 4] and events.Tags()["images"]
@@ -85,7 +104,7 @@ def test_final_folder_loads_without_the_run_and_evaluating_only_gives_the_same_n
     server, script, settings, options, launched, tmp_path
 ):
     folder, names = launched[0], ["circle", "square", "triangle", "star"]
-    if script.name == "train_detr":
+    if script == SCRIPTS[0]:
         model = AutoModelForObjectDetection.from_pretrained(folder / "final")
         assert list(model.config.id2label.values()) == names
         assert dict(AutoImageProcessor.from_pretrained(folder / "final").size) == {"height": 64, "width": 64}
@@ -95,81 +114,54 @@ def test_final_folder_loads_without_the_run_and_evaluating_only_gives_the_same_n
     args = settings(*options, "--run.output_dir", tmp_path, "--run.tracker", "none", "--run.eval_only", "true",
                     "--run.resume", folder / "checkpoints" / "latest")  # fmt: skip
     (row,) = rows(server.run(script, args).ok().folder)
-    again, trained = ({k: v for k, v in each.items() if "bbox" in k} for each in (row, rows(folder)[-1]))
+    again, trained = ({k: v for k, v in values.items() if "bbox" in k} for values in (row, rows(folder)[-1]))
     assert again == trained and "val/bbox_AP" in again
 
 
 def test_trackers_have_every_step_after_a_kill(server, script, settings, tmp_path):
-    args = settings("--run.output_dir", tmp_path, "--run.name", "wandb", "--run.tracker", "[wandb, tensorboard]",
-                    "--run.resume", "latest", "--run.save_every", 2, "--run.eval_every", 2, "--run.epochs", 3,
-                    "--data.max_train_images", 8, "--eval.pictures", 8)  # fmt: skip
-    fault = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 6}
-    assert server.run(script, args, 1, [fault]).code == -9
+    """Killed, stopped in an evaluation, ended, and started once more; tests/test_writers.py has each tracker alone."""
+    args = settings("--run.output_dir", tmp_path, "--run.tracker", "[wandb, tensorboard]", "--run.resume", "latest",
+                    "--run.save_every", 2, "--run.eval_every", 2, "--run.epochs", 3, "--data.max_train_images", 8,
+                    "--eval.pictures", 8)  # fmt: skip
+    assert server.run(script, args, 1, [kill(4)]).code == -9
+    stopped = server.run(script, args, 1, [{"signal": "SIGTERM", "at": EVALUATION, "call": 3}])
+    assert (stopped.code, stopped.status["state"]) == (85, "preempted"), stopped.text
     ended = server.run(script, args, whole=True).ok()
-    assert [row["step"] for row in training_rows(ended.folder)] == [1, 2, 3, 4, 5, 6]
-    history = [row for row in offline_history(ended.folder) if "train/loss" in row[2]]
-    assert len({run_id for run_id, _, _ in history}) == 1
-    assert [step for _, step, _ in history][-6:] == [1, 2, 3, 4, 5, 6], "all of them after the kill, without a network"
-    seen = {step: values["train/loss"] for _, step, values in history}
-    logged = {row["step"]: row["train/loss"] for row in training_rows(ended.folder)}
-    assert seen == pytest.approx(logged)
-    assert all(values["train/loss"] == pytest.approx(logged[step]) for _, step, values in history)
     assert "switched off" not in ended.text and "failed" not in ended.text
-    found = offline_records(ended.folder)
-    for images in found["boxes"].values():
-        assert len(images) == 8
-        assert all(box[1] in range(4) and 0 < box[3] < 1 for image in images for box in image["predictions"])
-        assert all(image["predictions"] for image in images) and any(image["ground_truth"] for image in images)
+    logged = {row["step"]: row["train/loss"] for row in training_rows(ended.folder)}
+    assert list(logged) == [1, 2, 3, 4, 5, 6]
+    history = offline_history(ended.folder)
+    server.run(script, args).ok()
+    assert offline_history(ended.folder) == history and len({run_id for run_id, _, _ in history}) == 1
+    trained = [(step, values["train/loss"]) for _, step, values in history if "train/loss" in values]
+    assert [step for step, _ in trained][-6:] == [*logged], "all of them after the kill, without a network"
+    assert all(loss == pytest.approx(logged[step]) for step, loss in trained)
+    records = offline_records(ended.folder)
     evaluated = {row["step"]: row["val/bbox_AP"] for row in rows(ended.folder) if "val/bbox_AP" in row}
-    assert found["boxes"].keys() <= evaluated.keys() == {2, 4, 6} and 6 in found["boxes"]
-    assert found["summary"]["best/bbox_AP"] == pytest.approx(max(evaluated.values()))
-    assert len(found["tables"]["val/images"]) == 8 and found["tables"]["val/confusion_matrix_table"]
-    (best,) = found["artifacts"]["model"]
+    assert records["boxes"].keys() <= evaluated.keys() == {2, 4, 6} and 6 in records["boxes"]
+    for images in records["boxes"].values():
+        assert len(images) == 8 and all(image["predictions"] for image in images)
+        assert all(box[1] in range(4) and 0 < box[3] < 1 for image in images for box in image["predictions"])
+        assert any(image["ground_truth"] for image in images)
+    assert records["summary"]["best/bbox_AP"] == pytest.approx(max(evaluated.values()))
+    assert len(records["tables"]["val/images"]) == 8 and records["tables"]["val/confusion_matrix_table"]
+    (best,), (_,) = records["artifacts"]["model"], records["artifacts"]["dataset"]
     assert {"README.md", "config.json", "model.safetensors"} <= best["files"]
     assert f"step-{checkpoint_state(ended.folder / 'checkpoints' / 'best')['step']}" in best["aliases"]
     size = sum(path.stat().st_size for path in (ended.folder / "wandb").rglob("*") if not path.is_symlink())
     assert size < 5e6 * len(evaluated)
-    events = EventAccumulator(str(ended.folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    events = events_of(ended.folder)
     assert {event.step: event.value for event in events.Scalars("train/loss")} == pytest.approx(logged, rel=1e-6)
     assert events.Scalars("train/grad_norm/main") and events.Images("val/predictions")
-    assert all(path.is_file() for path in (ended.folder / "tensorboard").iterdir())
-
-
-@pytest.mark.slow
-def test_a_preempted_and_a_finished_run_keep_their_wandb_id(server, script, settings, tmp_path):
-    """SIGTERM in training and in an evaluation, then to the end, then started once more: nothing is sent twice."""
-    args = settings("--run.output_dir", tmp_path, "--run.tracker", "wandb", "--run.resume", "latest",
-                    "--run.eval_every", 2, "--run.epochs", 3, "--data.max_train_images", 8,
-                    "--eval.pictures", 2)  # fmt: skip
-    training, evaluation = "toolkit.training:Training.seed_micro_batch", "toolkit.evaluation.predict_dataset:agree_max"
-    for at, call in ((training, 2), (evaluation, 3)):
-        stopped = server.run(script, args, 1, [{"signal": "SIGTERM", "at": at, "call": call}])
-        assert (stopped.code, stopped.status["state"]) == (85, "preempted"), stopped.text
-    ended = server.run(script, args).ok()
-    assert ended.status["state"] == "done" and "switched off" not in ended.text
-    history = offline_history(ended.folder)
-    again = server.run(script, args).ok()
-    assert offline_history(again.folder) == history and "switched off" not in again.text
-    assert len(list(ended.folder.glob("wandb/offline-run-*"))) == 4 and len({run_id for run_id, _, _ in history}) == 1
-    sent = {key: [step for _, step, values in history if key in values]
-            for key in ("train/loss", "epoch/loss", "val/bbox_AP", "val/predictions/_type")}  # fmt: skip
-    logged = {"train/loss": [1, 2, 3, 4, 5, 6], "epoch/loss": [2, 4, 6], "val/bbox_AP": [2, 4, 6]}
-    assert sent == logged | {"val/predictions/_type": [2, 4, 6]}
-    artifacts = offline_records(ended.folder)["artifacts"]
-    assert len(artifacts["dataset"]) == len(artifacts["model"]) == 1
 
 
 @pytest.mark.slow
 def test_trials_of_a_wandb_agent_have_its_ids_and_folders_of_their_own(server, script, settings, tmp_path):
     args = settings("--run.output_dir", tmp_path, "--run.tracker", "wandb", "--run.max_steps", 1, "--run.epochs", 1)
     for trial in ("first", "second"):  # by one command, with what the agent sets
-        env = {"WANDB_SWEEP_ID": "sweep", "WANDB_RUN_ID": trial}
-        text = server.run(script, args, env=env).text
+        text = server.run(script, args, env={"WANDB_SWEEP_ID": "sweep", "WANDB_RUN_ID": trial}).text
         assert "switched off" not in text and "exists already" not in text, text
-        folder = tmp_path / f"run-{trial}"
-        assert json.loads((folder / "tracker.json").read_text())["wandb"]["run_id"] == trial, text
-        assert {run_id for run_id, _, _ in offline_history(folder)} == {trial}
-        assert len(list(folder.glob("wandb/offline-run-*"))) == 1
+        assert {run_id for run_id, _, _ in offline_history(tmp_path / f"run-{trial}")} == {trial}
 
 
 def test_minutes_become_steps_once_and_early_stopping_ends(server, script, settings, tmp_path):
